@@ -1,0 +1,47 @@
+# `make train` and `make test` need Python >= 3.11 and nothing else: each makes .venv once and installs into it.
+
+PYTHON ?= python3
+ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help train test lint clean
+
+help: ## say what there is
+	@echo 'make [PYTHON=python3.12] [ARGS="..."] <target>'
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  \1\t\2/p' Makefile
+
+train: $(VENV)/installed ## train on real data; ARGS="model=toy_mp trainer.max_epochs=5" adds overrides
+	$(BIN)/python train.py $(ARGS)
+
+test: $(VENV)/installed-dev ## run the tests; ARGS="-m 'not slow'" adds options of pytest
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/installed-dev ## check style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict
+
+clean: ## remove what make and the tools made; runs and data stay
+	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find conf src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamps say that .venv holds what this pyproject.toml asks for. One call of pip resolves everything together: torch
+# and torchvision only work in matching versions.
+$(VENV)/installed: pyproject.toml
+	$(call install,.)
+	@touch $@
+
+$(VENV)/installed-dev: pyproject.toml
+	$(call install,.[dev])
+	@touch $(VENV)/installed $@
+
+define install
+	@command -v $(PYTHON) >/dev/null || { echo "There is no '$(PYTHON)'. Install Python 3.11 or later, or name it: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is `$(PYTHON) -V 2>&1`; 3.11 or later is needed. Name another one: make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "$(PYTHON) cannot make environments: its venv module is missing. On Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
+	@echo "Installing into $(VENV); the first time this takes minutes, for torch is large."
+	$(BIN)/python -m pip install --disable-pip-version-check --editable '$(1)'
+endef

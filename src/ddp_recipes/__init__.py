@@ -1,0 +1,48 @@
+"""Hydra configs to distributed PyTorch runs: one config, one command, one run directory."""
+
+from typing import TYPE_CHECKING, Any
+
+from ddp_recipes._version import __version__
+from ddp_recipes.errors import Preempted, RecipeError, RequestError, RunFailed
+
+if TYPE_CHECKING:
+    from ddp_recipes.callbacks import Callback
+    from ddp_recipes.loggers import Logger
+    from ddp_recipes.main import run
+    from ddp_recipes.strategies import Strategy
+    from ddp_recipes.tasks import StepOutput, Task
+    from ddp_recipes.world import World
+
+__all__ = [
+    "Callback",
+    "Logger",
+    "Preempted",
+    "RecipeError",
+    "RequestError",
+    "RunFailed",
+    "StepOutput",
+    "Strategy",
+    "Task",
+    "World",
+    "__version__",
+    "run",
+]
+
+_HOME = {
+    "Callback": "callbacks",
+    "Logger": "loggers",
+    "StepOutput": "tasks",
+    "Strategy": "strategies",
+    "Task": "tasks",
+    "World": "world",
+    "run": "main",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used: ``import ddp_recipes`` alone loads neither torch nor Hydra."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'ddp_recipes' has no attribute '{name}'")
+    from importlib import import_module
+
+    return getattr(import_module(f"ddp_recipes.{_HOME[name]}"), name)

@@ -1,0 +1,122 @@
+"""What a run may be given besides the loop: at most five events, called on every rank alike."""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+log = logging.getLogger(__name__)
+
+
+class Callback:
+    """Override what you need. Whatever an event decides must be the same on every rank; metrics are.
+
+    An error in a callback ends the run like an error in a step.
+    """
+
+    stop = False  # set it and the loop ends after this step, on every rank
+
+    def on_start(self, directory: Path | None, task: torch.nn.Module) -> None:
+        """Training is about to begin; ``directory`` is the run directory on rank 0 and ``None`` elsewhere."""
+
+    def on_step(self, step: int) -> None:
+        """An optimizer step is done."""
+
+    def on_validation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A validation is done."""
+
+    def on_save(self, step: int) -> None:
+        """A checkpoint is written."""
+
+    def on_end(self) -> None:
+        """Training has ended, also by an error."""
+
+    def state(self) -> dict[str, Any]:
+        """Return what a resume needs: plain data."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Take back what :meth:`state` returned."""
+
+
+class EarlyStopping(Callback):
+    """Stop when the monitored metric has not improved by more than ``min_delta`` in ``patience`` validations.
+
+    Raises:
+        KeyError: in the first validation, if it has no such metric.
+    """
+
+    def __init__(
+        self, monitor: str = "val/loss", mode: Literal["min", "max"] = "min", patience: int = 3, min_delta: float = 0.0
+    ) -> None:
+        self.monitor = monitor
+        self.sign = 1.0 if mode == "min" else -1.0
+        self.patience = patience
+        self.min_delta = min_delta
+        self.best = float("inf")
+        self.waited = 0
+
+    def on_validation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Compare with the best so far."""
+        value = self.sign * metrics[self.monitor]
+        if value < self.best - self.min_delta:
+            self.best, self.waited = value, 0
+            return
+        self.waited += 1
+        if self.waited >= self.patience:
+            log.info("Early stopping: %s has not improved in %d validations.", self.monitor, self.waited)
+            self.stop = True
+
+    def state(self) -> dict[str, Any]:
+        """Return the best value and how long it has stood."""
+        return {"best": self.best, "waited": self.waited}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on counting."""
+        self.best, self.waited = state["best"], state["waited"]
+
+
+class Profiler(Callback):
+    """torch.profiler over a few steps of rank 0: a table in the log, a trace in ``tensorboard/``.
+
+    Args:
+        wait, warmup, active: steps, as in ``torch.profiler.schedule``.
+        rows: lines of the table.
+    """
+
+    def __init__(self, wait: int = 5, warmup: int = 2, active: int = 5, rows: int = 15) -> None:
+        self.wait, self.warmup, self.active, self.rows = wait, warmup, active, rows
+        self.directory: Path | None = None
+        self.profile: Any = None
+
+    def on_start(self, directory: Path | None, task: torch.nn.Module) -> None:
+        """Start waiting, on rank 0."""
+        if directory is None:
+            return
+        self.directory = directory / "tensorboard"
+        self.profile = torch.profiler.profile(
+            schedule=torch.profiler.schedule(wait=self.wait, warmup=self.warmup, active=self.active, repeat=1),
+            on_trace_ready=self._write,
+        )
+        self.profile.start()
+
+    def on_step(self, step: int) -> None:
+        """Tell torch's schedule."""
+        if self.profile is not None:
+            self.profile.step()
+
+    def on_end(self) -> None:
+        """Stop; a run shorter than the schedule leaves the steps it had."""
+        if self.profile is not None:
+            self.profile.stop()
+            self.profile = None
+
+    def _write(self, profile: Any) -> None:
+        assert self.directory is not None
+        self.directory.mkdir(parents=True, exist_ok=True)
+        trace = self.directory / "rank_0.pt.trace.json"  # the name that TensorBoard's profiler plugin looks for
+        profile.export_chrome_trace(str(trace))
+        sort = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+        log.info("Profile of %d steps, trace in %s\n%s", self.active, trace, profile.key_averages().table(sort, self.rows))

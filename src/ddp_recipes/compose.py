@@ -1,0 +1,162 @@
+"""Hydra's part: from the command line to a composed config, and what it says when that fails."""
+
+import argparse
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from hydra import version
+from hydra._internal.callbacks import Callbacks
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import _run_hydra, create_config_search_path, get_args_parser
+from hydra.core.config_search_path import SearchPathQuery
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import JobStatus, run_job
+from hydra.errors import HydraException, MissingConfigException
+from hydra.types import HydraContext, RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from ddp_recipes.errors import RequestError, nearest
+
+JOB_NAME = "train"
+
+Task = Callable[[DictConfig], float | None]
+
+
+def parse(argv: Sequence[str]) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
+    """Parse a command line as Hydra does."""
+    parser = get_args_parser()
+    return parser, parser.parse_args(list(argv))
+
+
+def is_question(args: argparse.Namespace) -> bool:
+    """Whether the command line asks Hydra something (``--help``, ``--cfg job``, …) instead of running."""
+    return bool(args.help or args.hydra_help or args.cfg or args.info or args.shell_completion)
+
+
+def answer(parser: argparse.ArgumentParser, args: argparse.Namespace, config_path: str, config_name: str) -> None:
+    """Let Hydra answer; it exits by itself where it fails."""
+    version.setbase("1.3")
+    _run_hydra(args, parser, lambda _: None, config_path, config_name)
+
+
+@contextmanager
+def session(config_path: str, config_dir: str | None = None) -> Iterator[Hydra]:
+    """Yield a Hydra that finds configs in ``config_path``, then in ``config_dir``.
+
+    Raises:
+        RequestError: ``config_dir`` is no folder.
+    """
+    version.setbase("1.3")
+    search_path = create_config_search_path(config_path)
+    if config_dir is not None:
+        if not os.path.isdir(config_dir):
+            raise RequestError(f"--config-dir {config_dir} is no folder. Give the folder that holds your groups.")
+        absolute = f"file://{os.path.abspath(config_dir)}"
+        search_path.prepend("command-line", absolute, SearchPathQuery(provider="schema", path=None))
+    former = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    try:
+        yield Hydra.create_main_hydra2(task_name=JOB_NAME, config_search_path=search_path)
+    finally:
+        GlobalHydra.instance().clear()
+        if former is not None:
+            GlobalHydra.instance().initialize(former)
+
+
+def compose(hydra: Hydra, config_name: str, overrides: Sequence[str]) -> DictConfig:
+    """Compose the config of a single run, with Hydra's own section in it.
+
+    Raises:
+        RequestError: an override names a group, option or key that does not exist; the nearest one is offered.
+    """
+    try:
+        return hydra.compose_config(config_name, list(overrides), RunMode.RUN)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise translate(error, hydra, config_name, overrides) from None
+
+
+def run(hydra: Hydra, config: DictConfig, config_name: str, task: Task) -> None:
+    """Run one job as ``Hydra.run`` does, in its directory and with its callbacks; the task's own error comes out."""
+    config.hydra.mode = RunMode.RUN
+    callbacks = Callbacks(config)
+    callbacks.on_run_start(config=config, config_name=config_name)
+    result = run_job(
+        hydra_context=HydraContext(config_loader=hydra.config_loader, callbacks=callbacks),
+        task_function=task,
+        config=config,
+        job_dir_key="hydra.run.dir",
+        job_subdir_key=None,
+    )
+    callbacks.on_run_end(config=config, config_name=config_name, job_return=result)
+    if result.status is JobStatus.FAILED:
+        raise result._return_value  # not through .return_value, which prints a line before the error's own
+
+
+def multirun(hydra: Hydra, config_name: str, overrides: Sequence[str], task: Task) -> None:
+    """Let Hydra's sweeper and launcher run one job for each combination.
+
+    Raises:
+        RequestError: as in :func:`compose`.
+    """
+    try:
+        hydra.multirun(config_name, task, [*overrides, "hydra.mode=MULTIRUN"])
+    except (HydraException, OmegaConfBaseException) as error:
+        raise translate(error, hydra, config_name, overrides) from None
+
+
+def record() -> dict[str, str]:
+    """Return Hydra's record of the job that is running: the texts of the files in ``.hydra/`` but for the config's."""
+    cfg = HydraConfig.get()
+    return {
+        "hydra.yaml": OmegaConf.to_yaml(OmegaConf.create({"hydra": cfg})),
+        "overrides.yaml": OmegaConf.to_yaml(cfg.overrides.task),
+    }
+
+
+def translate(error: Exception, hydra: Hydra, config_name: str, overrides: Sequence[str]) -> RequestError:
+    """Return Hydra's error as one message that offers the nearest name."""
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        group, _, option = error.missing_cfg_file.rpartition("/")
+        options = sorted(error.options or hydra.config_loader.get_group_options(group))
+        if options:
+            return RequestError(
+                f"{group}={option}: there is no such option. Options of {group}: {', '.join(options)}."
+                f"{nearest(option, options)}"
+            )
+    match = re.search(r"Could not (?:override|append to|delete)[^']*'([^']+)'", str(error))
+    if match is None:
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        return RequestError("\n".join(lines))
+    key = match[1].split("@")[0]
+    names = _keys(hydra, config_name, [one for one in overrides if one.split("=")[0].lstrip("+~").split("@")[0] != key])
+    section = key.rpartition(".")[0]
+    siblings = [name.removeprefix(f"{section}.") for name in names if name.rpartition(".")[0] == section]
+    allowed = f" Keys of {section}: {', '.join(sorted(siblings))}." if section and siblings else ""
+    given = next((one for one in overrides if key in one), key)
+    return RequestError(
+        f"{given}: there is no key {key}.{nearest(key, names)}{allowed} To add a key that the yaml does not have, "
+        f"write +{given.lstrip('+~')}."
+    )
+
+
+def _keys(hydra: Hydra, config_name: str, overrides: Sequence[str]) -> list[str]:
+    """Return all dotted keys and groups there are without the override that failed."""
+    try:
+        config = hydra.compose_config(config_name, list(overrides), RunMode.MULTIRUN, validate_sweep_overrides=False)
+    except (HydraException, OmegaConfBaseException):
+        return []
+    plain: Any = OmegaConf.to_container(config)
+    del plain["hydra"]
+    return [*_dotted(plain), *hydra.config_loader.list_groups("")]
+
+
+def _dotted(config: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in config.items():
+        yield f"{prefix}{name}"
+        if isinstance(value, dict):
+            yield from _dotted(value, f"{prefix}{name}.")

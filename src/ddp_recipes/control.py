@@ -1,0 +1,160 @@
+"""What ranks tell each other outside of collectives, over the launcher's store: ready, failed, and what to log."""
+
+import json
+import logging
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import Store
+
+from ddp_recipes.errors import RequestError, RunFailed
+from ddp_recipes.world import World
+
+
+class Control:
+    """One run's messages. With one process there is no store and nothing to say."""
+
+    def __init__(self, world: World, store: Store | None, timeout_s: float) -> None:
+        self.world = world
+        self.store = store
+        self.timeout_s = timeout_s
+        self._logged = 0
+
+    def agree(self, error: str | None, facts: Mapping[str, str]) -> None:
+        """Start together or not at all: every rank says whether it is ready and with what; rank 0 compares.
+
+        Args:
+            error: why this rank cannot start, if it cannot.
+            facts: what must be equal on all ranks, by name (digests, versions).
+
+        Raises:
+            RequestError: some rank cannot start, or ranks differ; the same message on every rank.
+            RunFailed: ranks are missing after the timeout; names them.
+        """
+        if self.store is None:
+            if error is not None:
+                raise RequestError(error)
+            return
+        self.store.set(f"ready/{self.world.rank}", json.dumps({"error": error, "facts": dict(facts)}))
+        if self.world.is_main:
+            self.store.set("verdict", json.dumps(self._verdict(facts)))
+        kind, text = json.loads(self._wait("verdict", self.timeout_s + 5))
+        if kind == "refused":
+            raise RequestError(text)
+        if kind == "missing":
+            raise RunFailed(text)
+
+    def _verdict(self, facts: Mapping[str, str]) -> tuple[str, str]:
+        deadline = time.monotonic() + self.timeout_s
+        missing = []
+        differing = []
+        for rank in range(self.world.world_size):
+            try:
+                said = json.loads(self._wait(f"ready/{rank}", max(0.1, deadline - time.monotonic())))
+            except TimeoutError:
+                missing.append(str(rank))
+                continue
+            if said["error"] is not None:
+                return "refused", said["error"]
+            differing += [
+                f"{name}: {value} on rank 0, {said['facts'].get(name)} on rank {rank}"
+                for name, value in facts.items()
+                if said["facts"].get(name) != value
+            ]
+        if missing:
+            return "missing", (
+                f"Rank {', '.join(missing)} of {self.world.world_size} did not arrive within launcher.timeout_s="
+                f"{self.timeout_s:g} seconds. Look at what those processes printed."
+            )
+        if differing:
+            return "refused", (
+                "The ranks differ:\n  " + "\n  ".join(differing[:8]) + "\nInstall one version and use one config on every node."
+            )
+        return "go", ""
+
+    def _wait(self, name: str, seconds: float) -> str:
+        """Return a value once it is there.
+
+        Raises:
+            TimeoutError: it did not come in time.
+        """
+        assert self.store is not None
+        try:
+            self.store.wait([name], timedelta(seconds=seconds))
+        except RuntimeError as error:  # torch has no type of its own for it
+            if "imeout" in str(error) or "timed out" in str(error):
+                raise TimeoutError(name) from None
+            raise
+        return self.store.get(name).decode()
+
+    def first_on_node(self, make: Any) -> Any:
+        """Call ``make()`` on one rank of each node before the others: downloads happen once.
+
+        Raises:
+            RequestError: the first one failed, on the others.
+        """
+        name = f"node/{self.world.node_rank}"
+        if self.store is None:
+            return make()
+        if self.world.local_rank == 0:
+            outcome = "failed"
+            try:
+                made = make()
+                outcome = "made"
+            finally:
+                self.store.set(name, outcome)
+            return made
+        if self._wait(name, self.timeout_s) == "failed":
+            raise RequestError(f"Local rank 0 of node {self.world.node_rank} could not prepare the data; see its message.")
+        return make()
+
+    def fail(self, text: str) -> tuple[int, str]:
+        """Record a failure; return the rank and text of the first one, which is the cause of the others."""
+        mine = json.dumps([self.world.rank, text])
+        if self.store is None:
+            return self.world.rank, text
+        try:
+            rank, first = json.loads(self.store.compare_set("failure", "", mine))
+        except RuntimeError:  # the store died with the rank that held it
+            return self.world.rank, text
+        return rank, first
+
+    def send_log(self, line: str) -> None:
+        """Hand a line to rank 0's log."""
+        if self.store is not None:
+            number = self.store.add("log/count", 1)
+            self.store.set(f"log/{number}", line)
+
+    def received_logs(self) -> list[str]:
+        """Return the lines that other ranks handed over since the last call; rank 0 only."""
+        if self.store is None:
+            return []
+        count = self.store.add("log/count", 0)
+        lines = [self._wait(f"log/{number}", 5).rstrip() for number in range(self._logged + 1, count + 1)]
+        self._logged = count
+        return lines
+
+
+class ForwardHandler(logging.Handler):
+    """Sends warnings and errors of a rank that has no log of its own to rank 0."""
+
+    def __init__(self, control: Control) -> None:
+        super().__init__(logging.WARNING)
+        self.control = control
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Hand the formatted record over; a run is not ended by a log line that gets lost."""
+        try:
+            self.control.send_log(f"rank {self.control.world.rank}: {self.format(record)}")
+        except RuntimeError:
+            self.handleError(record)
+
+
+def write_trace(directory: Path, rank: int, text: str) -> None:
+    """Write a rank's traceback to ``ranks/``."""
+    folder = directory / "ranks"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"rank_{rank}.txt").write_text(text, encoding="utf-8")

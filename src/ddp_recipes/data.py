@@ -1,0 +1,182 @@
+"""Data sets to batches on one rank: whole batches where the set allows it, a DataLoader where it does not."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from ddp_recipes.errors import RequestError
+from ddp_recipes.order import BatchPlan
+from ddp_recipes.random import key, seeded
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One rank's part of a global batch.
+
+    Attributes:
+        data: what the task's step takes, usually ``(inputs, targets)``, on the replica's first device.
+        share: real samples in it. Where it is 0 the data hold one sample that must not count: a rank without a sample
+            still has to take part in the all-reduce.
+        total: real samples in the global batch.
+    """
+
+    data: Any
+    share: int
+    total: int
+
+
+class Loader:
+    """Batches of one data set as one rank sees them.
+
+    Args:
+        dataset: map-style. Where it has ``fetch(indices) -> batch`` and a true ``batched``, or is a ``TensorDataset``,
+            a batch is fetched as a whole; else sample by sample through torch's ``DataLoader``.
+        plan: which samples come when.
+        device: where batches are put.
+
+    Raises:
+        RequestError: the set is iterable-style or empty, or ``drop_last`` leaves no batch of it.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        plan: BatchPlan,
+        device: torch.device,
+        *,
+        num_workers: int = 0,
+        pin_memory: bool = True,
+    ) -> None:
+        if plan.num_batches == 0:
+            raise RequestError(
+                f"No batch to run: {plan.num_samples} samples, a global batch of {plan.global_batch_size}"
+                f"{', the rest dropped' if plan.drop_last else ''}, at most {plan.max_batches} batches. Use a smaller "
+                f"data.batch_size, data.drop_last=false, or a higher trainer.limit_*_batches."
+            )
+        self.dataset = dataset
+        self.plan = plan
+        self.device = device
+        self.fetch = _whole_batch_fetch(dataset)
+        self.pin_memory = pin_memory and device.type == "cuda"
+        self._sampler = _PlanSampler(plan)
+        self._one_by_one: DataLoader[Any] | None = None
+        if self.fetch is None:
+            self._one_by_one = DataLoader(
+                _KeyedDataset(dataset, plan.seed),
+                batch_sampler=self._sampler,
+                num_workers=num_workers,
+                pin_memory=self.pin_memory,
+                persistent_workers=num_workers > 0,
+            )
+
+    def __len__(self) -> int:
+        """Number of batches an epoch, the same on every rank."""
+        return self.plan.num_batches
+
+    def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+        """Yield an epoch's batches from number ``start`` on."""
+        plan = self.plan
+        for number, data in enumerate(self._data(epoch, start), start):
+            yield Batch(to_device(data, self.device), plan.share(number), plan.total(number))
+
+    def _data(self, epoch: int, start: int) -> Iterator[Any]:
+        self._sampler.epoch, self._sampler.start = epoch, start
+        if self._one_by_one is not None:
+            yield from self._one_by_one
+            return
+        assert self.fetch is not None
+        for indices in self._sampler.indices():
+            yield self.fetch(indices)
+
+    def limited(self, max_batches: int) -> "Loader":
+        """Return the same loader cut off after so many batches an epoch; for whole-batch data sets and first looks."""
+        return Loader(
+            self.dataset, self.plan.limited(min(max_batches, len(self))), self.device, pin_memory=self.pin_memory
+        )
+
+    def sample(self) -> Any:
+        """Return the first sample as a batch of one, on the device: for the model graph and for size checks."""
+        indices = torch.zeros(1, dtype=torch.int64)
+        if self.fetch is not None:
+            return to_device(self.fetch(indices), self.device)
+        assert self._one_by_one is not None
+        data = torch.utils.data.default_collate(self._one_by_one.dataset.__getitems__([(0, 0)]))  # type: ignore[attr-defined]
+        return to_device(data, self.device)
+
+
+def size_of(dataset: Any) -> int:
+    """Return the number of samples of a map-style data set.
+
+    Raises:
+        RequestError: it has no length, or is iterable-style, so no order over it can be computed.
+    """
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        raise RequestError(
+            f"{type(dataset).__name__} is no map-style data set. Every sample has to count once on any number of ranks, "
+            f"which needs __len__ and __getitem__(index)."
+        )
+    if len(dataset) == 0:
+        raise RequestError(f"{type(dataset).__name__} is empty: give it at least one sample.")
+    return len(dataset)
+
+
+def to_device(data: Any, device: torch.device) -> Any:
+    """Move every tensor in (nested) tuples, lists and dicts; pinned memory is copied without waiting."""
+    if isinstance(data, torch.Tensor):
+        return data if data.device == device else data.to(device, non_blocking=True)
+    if isinstance(data, dict):
+        return {name: to_device(value, device) for name, value in data.items()}
+    if isinstance(data, (tuple, list)):
+        moved = [to_device(value, device) for value in data]
+        return type(data)(*moved) if hasattr(data, "_fields") else type(data)(moved)
+    return data
+
+
+def _whole_batch_fetch(dataset: Any) -> Any:
+    if getattr(dataset, "batched", False):
+        return dataset.fetch
+    if type(dataset) is TensorDataset:
+        return lambda indices: tuple(tensor[indices] for tensor in dataset.tensors)
+    return None
+
+
+class _PlanSampler:
+    """The plan as a batch sampler: one list of (epoch, sample) a batch; never an empty one."""
+
+    def __init__(self, plan: BatchPlan) -> None:
+        self.plan = plan
+        self.epoch = 0
+        self.start = 0
+
+    def __len__(self) -> int:
+        return self.plan.num_batches - self.start
+
+    def indices(self) -> Iterator[torch.Tensor]:
+        for batch in range(self.start, self.plan.num_batches):
+            indices = self.plan.indices(self.epoch, batch)
+            yield indices if len(indices) else torch.zeros(1, dtype=torch.int64)
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        for indices in self.indices():
+            yield [(self.epoch, int(index)) for index in indices]
+
+
+class _KeyedDataset(Dataset[Any]):
+    """Draws what a sample's random transforms draw from (seed, epoch, sample): the same in any worker of any rank."""
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self.dataset = dataset
+        self.seed = seed
+
+    def __getitems__(self, keys: Sequence[tuple[int, int]]) -> list[Any]:
+        samples = []
+        for epoch, index in keys:
+            with seeded(key(self.seed, epoch, index)):
+                samples.append(self.dataset[index])
+        return samples
+
+    def __getitem__(self, item: tuple[int, int]) -> Any:
+        return self.__getitems__([item])[0]

@@ -1,0 +1,27 @@
+"""The data sets of the recipes. A function here and a yaml in ``conf/data`` make ``data=<name>``.
+
+Importing this package imports neither torchvision nor scikit-learn: each function imports what it needs.
+"""
+
+from ddp_recipes.datasets.images import cifar10, fashion_mnist, image_folder, mnist
+from ddp_recipes.datasets.memory import InMemory
+from ddp_recipes.datasets.synthetic import fake_images, random_regression
+from ddp_recipes.datasets.table import ImageTable, csv_table
+from ddp_recipes.datasets.tabular import breast_cancer, digits
+from ddp_recipes.datasets.transforms import Chain, ScaleAndNormalize
+
+__all__ = [
+    "Chain",
+    "ImageTable",
+    "InMemory",
+    "ScaleAndNormalize",
+    "breast_cancer",
+    "cifar10",
+    "csv_table",
+    "digits",
+    "fake_images",
+    "fashion_mnist",
+    "image_folder",
+    "mnist",
+    "random_regression",
+]

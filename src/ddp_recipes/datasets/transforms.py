@@ -1,0 +1,119 @@
+"""Which transforms may run on a whole batch at once, and transforms for images that already are tensors.
+
+Nothing here imports torchvision: its transforms are known by the name of their class.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Transform = Callable[[Any], Any]
+"""Takes one sample's input, gives one sample's input."""
+
+Transforms = Transform | Sequence[Transform]
+"""One transform, or several that run in order."""
+
+# torchvision's transforms that do to each image of a batch [n, c, h, w] what they do to it alone, bit for bit.
+_BATCHED = {
+    "CenterCrop",
+    "ConvertImageDtype",
+    "Grayscale",
+    "Identity",
+    "Normalize",
+    "Pad",
+    "Resize",
+    "ToDtype",
+    "ToImage",
+    "ToPureTensor",
+}
+
+
+class Chain:
+    """Transforms that run in order; ``batched`` if each of them is."""
+
+    def __init__(self, transforms: Iterable[Transform]) -> None:
+        self.transforms = list(transforms)
+
+    @property
+    def batched(self) -> bool:
+        return all(runs_on_batches(transform) for transform in self.transforms)
+
+    def __call__(self, image: Any) -> Any:
+        for transform in self.transforms:
+            image = transform(image)
+        return image
+
+
+class ScaleAndNormalize:
+    """Bytes 0..255 to float32 0..1, then by channel ``(x - mean) / std``, on an image or a batch ``[..., c, h, w]``.
+
+    The numbers are those of torchvision's ``ToTensor`` followed by ``Normalize``. Without ``mean`` and ``std`` only
+    scales.
+    """
+
+    batched = True
+
+    def __init__(self, mean: Sequence[float] = (), std: Sequence[float] = ()) -> None:
+        self.mean = torch.tensor(list(mean)).view(-1, 1, 1)
+        self.std = torch.tensor(list(std)).view(-1, 1, 1)
+
+    def __call__(self, image: Tensor) -> Tensor:
+        if image.dtype == torch.uint8:
+            image = image.to(torch.float32).div_(255)
+        return (image - self.mean).div_(self.std) if self.mean.numel() else image
+
+
+def runs_on_batches(transform: Transform | None) -> bool:
+    """Whether ``transform`` gives the same numbers on a batch ``[n, ...]`` as on its samples one by one.
+
+    A transform says so itself with an attribute ``batched``. Otherwise only known ones do; what is random (each
+    sample has to draw its own numbers) or unknown does not.
+    """
+    if transform is None or type(transform) is nn.Identity:
+        return True
+    if (declared := getattr(transform, "batched", None)) is not None:
+        return bool(declared)
+    if type(transform) is nn.Sequential or _is_torchvision(transform, {"Compose"}):
+        return all(runs_on_batches(part) for part in _parts(transform))
+    return _is_torchvision(transform, _BATCHED)
+
+
+def in_order(transforms: Transforms) -> Transform:
+    """Return one callable for one transform or several."""
+    return transforms if callable(transforms) else Chain(transforms)
+
+
+def for_tensors(transforms: Transforms) -> Transform:
+    """Return ``transforms``, which may be written for PIL images, for images ``[c, h, w]`` of bytes.
+
+    ``ToTensor`` becomes the scaling that it is, ``PILToTensor`` nothing. Other transforms take tensors as they are;
+    from a ``ToPILImage`` on nothing changes.
+    """
+    parts = _parts(transforms)
+    result: list[Transform] = []
+    for number, part in enumerate(parts):
+        if _is_torchvision(part, {"ToPILImage"}):
+            result += parts[number:]
+            break
+        if _is_torchvision(part, {"ToTensor"}):
+            result.append(ScaleAndNormalize())
+        elif not _is_torchvision(part, {"PILToTensor"}):
+            result.append(for_tensors(part) if _is_torchvision(part, {"Compose"}) else part)
+    return result[0] if len(result) == 1 else Chain(result)
+
+
+def _parts(transforms: Any) -> list[Transform]:
+    """Return what a sequence, a ``Compose`` or an ``nn.Sequential`` is made of; of any other transform, itself."""
+    if _is_torchvision(transforms, {"Compose"}):
+        return list(transforms.transforms)
+    if type(transforms) is nn.Sequential or not callable(transforms):
+        return list(transforms)
+    return [transforms]
+
+
+def _is_torchvision(transform: object, names: set[str]) -> bool:
+    # By exact class, not by isinstance: a subclass may do anything.
+    kind = type(transform)
+    return kind.__module__.startswith("torchvision.transforms.") and kind.__name__ in names

@@ -1,0 +1,40 @@
+"""SHA-256 over nested plain data and tensors: the same content gives the same digest, wherever it lives."""
+
+import hashlib
+from typing import Any
+
+import torch
+
+
+def digest(content: Any) -> str:
+    """Return the hex SHA-256 of dicts (in key order), lists, tuples, numbers, text, ``None`` and tensors.
+
+    A tensor counts by dtype, shape and bytes; device, strides and sharing of storage do not.
+
+    Raises:
+        TypeError: something else is in it.
+    """
+    hasher = hashlib.sha256()
+    _update(hasher, content)
+    return hasher.hexdigest()
+
+
+def _update(hasher: Any, content: Any) -> None:
+    if isinstance(content, torch.Tensor):
+        tensor = content.detach().cpu().contiguous()
+        hasher.update(f"tensor:{tensor.dtype}:{list(tensor.shape)}:".encode())
+        hasher.update(tensor.reshape(-1).view(torch.uint8).numpy())
+    elif isinstance(content, dict):
+        hasher.update(f"dict:{len(content)}:".encode())
+        for name in sorted(content, key=repr):
+            _update(hasher, name)
+            _update(hasher, content[name])
+    elif isinstance(content, (list, tuple)):
+        hasher.update(f"list:{len(content)}:".encode())
+        for value in content:
+            _update(hasher, value)
+    elif content is None or isinstance(content, (bool, int, float, str)):
+        text = repr(content)
+        hasher.update(f"{type(content).__name__}:{len(text)}:{text}".encode())
+    else:
+        raise TypeError(f"{type(content).__name__} cannot be in a checkpoint: use tensors, numbers, text, lists and dicts.")

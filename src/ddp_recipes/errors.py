@@ -1,0 +1,58 @@
+"""The exception tree. Every exception carries the exit status of the run that it ends.
+
+    RecipeError                 base of all, status 1
+    ├── RequestError            the request was wrong: nothing was started, nothing was written; status 2
+    ├── RunFailed               training failed on some rank; status 1
+    └── Preempted               a signal stopped the run after a checkpoint was saved; status 75
+"""
+
+import difflib
+from collections.abc import Iterable
+
+
+class RecipeError(Exception):
+    """Base of all exceptions that ``ddp_recipes`` raises on purpose."""
+
+    exit_status = 1
+
+
+class RequestError(RecipeError):
+    """What was asked for cannot be done; the message says what was given, what is allowed, what to do."""
+
+    exit_status = 2
+
+
+class RunFailed(RecipeError):
+    """A rank failed. The message is that rank's own traceback or, where it left none, how it died.
+
+    ``reported`` says that the traceback is already on the terminal.
+    """
+
+    exit_status = 1
+
+    def __init__(self, message: str, *, rank: int | None = None, reported: bool = False) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.reported = reported
+
+
+class Preempted(RecipeError):
+    """A signal stopped the run; ``checkpoint`` is where it can go on."""
+
+    exit_status = 75
+
+    def __init__(self, message: str, *, checkpoint: str | None = None) -> None:
+        super().__init__(message)
+        self.checkpoint = checkpoint
+
+
+def nearest(given: str, allowed: Iterable[str]) -> str:
+    """Return ``" Did you mean 'x'?"`` for the allowed name most like ``given``, or an empty string."""
+    close = difflib.get_close_matches(given, list(allowed), n=1, cutoff=0.5)
+    return f" Did you mean '{close[0]}'?" if close else ""
+
+
+def not_one_of(key: str, given: object, allowed: Iterable[str]) -> RequestError:
+    """Return the error for a value that is not among the allowed ones, with the nearest of them."""
+    names = sorted(allowed)
+    return RequestError(f"{key}={given} is not known. Allowed: {', '.join(names)}.{nearest(str(given), names)}")

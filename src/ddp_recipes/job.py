@@ -1,0 +1,32 @@
+"""One run as it travels from the process that composed it to every rank."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to run and where its results go.
+
+    Attributes:
+        config: resolved, plain data; what comes from the environment is still an interpolation.
+        directory: the run directory, absolute.
+        hydra: Hydra's own record, file name to text, for ``.hydra/``.
+    """
+
+    config: Mapping[str, Any]
+    directory: Path
+    hydra: Mapping[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """Return the job as one line of text."""
+        return json.dumps({"config": self.config, "directory": str(self.directory), "hydra": dict(self.hydra)})
+
+    @classmethod
+    def from_json(cls, text: str) -> "Job":
+        """Return the job that :meth:`to_json` wrote."""
+        values = json.loads(text)
+        return cls(values["config"], Path(values["directory"]), values["hydra"])

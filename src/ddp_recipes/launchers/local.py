@@ -1,0 +1,233 @@
+"""Starts one process a replica on this machine, and sees to it that none is left."""
+
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import IO, Any
+
+from ddp_recipes.errors import Preempted, RequestError, RunFailed
+from ddp_recipes.job import Job
+from ddp_recipes.run_directory import Summary, write_summary
+
+AFTER_FAILURE_S = 3.0  # for the other ranks to end by themselves, and for rank 0 to write its summary
+AFTER_INTERRUPT_S = 8.0  # for a checkpoint after Ctrl-C
+AFTER_TERM_S = 25.0  # for a checkpoint after SIGTERM or SIGUSR1, within a scheduler's usual 30 s
+
+
+def launch(job: Job, processes: int) -> Summary:
+    """Run a job in so many processes, or in this one if it is one.
+
+    Returns:
+        Rank 0's summary.
+
+    Raises:
+        RequestError, Preempted: as the ranks say.
+        RunFailed: a rank raised or died; its traceback is the message.
+        KeyboardInterrupt: interrupted twice, or before there was anything to save.
+    """
+    if processes == 1:
+        from ddp_recipes import rank
+        from ddp_recipes.world import World
+
+        return rank.run(job, World(), None)
+    with ExitStack() as stack:
+        interrupts = stack.enter_context(_signals_caught())
+        ranks = _start(job, processes, stack)
+        return _supervise(job, ranks, interrupts)
+
+
+@dataclass
+class _Rank:
+    """A process and what it said last."""
+
+    number: int
+    process: subprocess.Popen[bytes]
+    reports: IO[bytes]
+    said: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def died(self) -> str | None:
+        """How it ended without a word, or ``None``."""
+        status = self.process.returncode
+        if status is None or self.said:
+            return None
+        return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit status {status}"
+
+
+@dataclass
+class _Interrupts:
+    """Signals that this process got, in order."""
+
+    names: list[str] = field(default_factory=list)
+
+
+def _start(job: Job, processes: int, stack: ExitStack) -> list[_Rank]:
+    """Start the ranks. Each reads the job from its standard input, which then stays open: its end is this process's end."""
+    listener = stack.enter_context(socket.socket())
+    listener.bind(("127.0.0.1", 0))  # a free port, on loopback only; rank 0 gets the bound socket, so nobody can take it
+    port = listener.getsockname()[1]
+    threads = str(max(1, len(os.sched_getaffinity(0)) // processes))
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    ranks = []
+    for number in range(processes):
+        environ = {
+            "OMP_NUM_THREADS": threads,
+            "GLOO_SOCKET_IFNAME": loopback,
+            "NCCL_SOCKET_IFNAME": loopback,
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+            **{name: str(number) for name in ("RANK", "LOCAL_RANK")},
+            **{name: str(processes) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")},
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        read_end, write_end = os.pipe()
+        passed = [write_end] + ([listener.fileno()] if number == 0 else [])
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "ddp_recipes.launchers.worker", *map(str, passed)],
+            stdin=subprocess.PIPE,
+            pass_fds=passed,
+            env=environ,
+            process_group=0,  # Ctrl-C at the terminal reaches this process alone, which then tells the ranks
+        )
+        os.close(write_end)
+        rank = _Rank(number, process, os.fdopen(read_end, "rb", buffering=0))
+        stack.callback(_end, rank)
+        ranks.append(rank)
+    for rank in ranks:
+        assert rank.process.stdin is not None
+        rank.process.stdin.write(job.to_json().encode() + b"\n")
+        rank.process.stdin.flush()
+    return ranks
+
+
+def _end(rank: _Rank) -> None:
+    """Make sure that a rank is gone."""
+    if rank.process.poll() is None:
+        rank.process.kill()
+    rank.process.wait()
+    assert rank.process.stdin is not None
+    rank.process.stdin.close()
+    rank.reports.close()
+
+
+def _supervise(job: Job, ranks: list[_Rank], interrupts: _Interrupts) -> Summary:
+    """Wait for the ranks, pass signals on, and end them all if one of them fails."""
+    deadline: float | None = None
+    passed_on = 0
+    for report in _reports(ranks):
+        if report is not None:
+            rank, said = report
+            rank.said = said
+        if interrupts.names.count("SIGINT") > 1:
+            raise KeyboardInterrupt
+        if len(interrupts.names) > passed_on:
+            if not passed_on:
+                deadline = time.monotonic() + (AFTER_INTERRUPT_S if interrupts.names[0] == "SIGINT" else AFTER_TERM_S)
+                for rank in ranks:
+                    _tell(rank, signal.SIGTERM)
+            passed_on = len(interrupts.names)
+        failed = any(rank.died or rank.said.get("kind", "summary") != "summary" for rank in ranks)
+        if failed and deadline is None:
+            deadline = time.monotonic() + AFTER_FAILURE_S
+        if all(rank.process.returncode is not None for rank in ranks) or (deadline and time.monotonic() > deadline):
+            break
+    return _outcome(job, ranks, interrupts)
+
+
+def _tell(rank: _Rank, number: int) -> None:
+    if rank.process.poll() is None:
+        rank.process.send_signal(number)
+
+
+def _reports(ranks: list[_Rank]) -> Iterator[tuple[_Rank, dict[str, Any]] | None]:
+    """Yield what ranks report as it comes, and ``None`` at least ten times a second, with all return codes up to date."""
+    with selectors.DefaultSelector() as selector:
+        for rank in ranks:
+            selector.register(rank.reports, selectors.EVENT_READ, rank)
+        texts = {rank.number: b"" for rank in ranks}
+        while True:
+            for chosen, _ in selector.select(timeout=0.1 if selector.get_map() else 0):
+                rank = chosen.data
+                text = rank.reports.read(1 << 20)
+                texts[rank.number] += text
+                if not text:
+                    selector.unregister(rank.reports)
+                    if texts[rank.number]:
+                        yield rank, json.loads(texts[rank.number])
+            if not selector.get_map():
+                time.sleep(0.01)
+            for rank in ranks:
+                rank.process.poll()
+            yield None
+
+
+def _outcome(job: Job, ranks: list[_Rank], interrupts: _Interrupts) -> Summary:
+    """Return rank 0's summary, or raise the one thing that ended the run."""
+    said = {kind: [rank for rank in ranks if rank.said.get("kind") == kind] for kind in ("refused", "preempted", "failed")}
+    died = [rank for rank in ranks if rank.died]
+    if said["refused"]:
+        raise RequestError(said["refused"][0].said["message"])
+    if interrupts.names and not said["failed"] and not said["preempted"] and (died or not _all_done(ranks)):
+        _leave_summary(job, f"stopped by {interrupts.names[0]} before a checkpoint was saved")
+        raise KeyboardInterrupt
+    if said["preempted"] and not died:
+        words = said["preempted"][0].said
+        raise Preempted(words["message"], checkpoint=words["checkpoint"])
+    if died:
+        rank = died[0]
+        message = f"Rank {rank.number} (process {rank.process.pid}) {rank.died}, without a traceback."
+        _leave_summary(job, message)
+        raise RunFailed(message, rank=rank.number)
+    if said["failed"]:
+        first = min(said["failed"], key=lambda rank: (not rank.said["cause"], rank.said["time"]))
+        _leave_summary(job, f"rank {first.number}: {first.said['message'].strip().splitlines()[-1]}")
+        raise RunFailed(f"Rank {first.number} failed:\n{first.said['message'].rstrip()}", rank=first.number)
+    hung = [str(rank.number) for rank in ranks if not rank.said]
+    if hung:
+        message = f"Rank {', '.join(hung)} did not end in time and was killed."
+        _leave_summary(job, message)
+        raise RunFailed(message, rank=int(hung[0]))
+    summary: Summary = ranks[0].said["summary"]
+    return summary
+
+
+def _all_done(ranks: list[_Rank]) -> bool:
+    return all(rank.said.get("kind") == "summary" for rank in ranks)
+
+
+def _leave_summary(job: Job, error: str) -> None:
+    """Say that the run failed where rank 0 could not: it was the one that died, or it was not asked."""
+    path = job.directory / "summary.json"
+    begun = job.directory / "config.yaml"
+    if begun.exists() and (not path.exists() or path.stat().st_mtime < begun.stat().st_mtime):
+        write_summary(job.directory, {"status": "failed", "error": error})
+
+
+@contextmanager
+def _signals_caught() -> Iterator[_Interrupts]:
+    """Collect SIGINT, SIGTERM and SIGUSR1 instead of dying of them; in the main thread only."""
+    caught = _Interrupts()
+
+    def note(number: int, frame: FrameType | None) -> None:
+        caught.names.append(signal.Signals(number).name)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield caught
+        return
+    former = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        yield caught
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)

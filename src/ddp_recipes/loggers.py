@@ -1,0 +1,111 @@
+"""Where numbers go. ``Logger`` drops them: it is what every rank but 0 holds, and what ``logger=none`` means."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+log = logging.getLogger(__name__)
+
+
+class Logger:
+    """The logger that writes nothing; a base for those that do."""
+
+    def __init__(self, directory: str | Path | None = None, purge_step: int | None = None) -> None:
+        """Take what every logger is given: its folder, and on resume the first step that will be logged anew."""
+
+    def scalars(self, values: Mapping[str, float], step: int) -> None:
+        """Record numbers by name at the optimizer step ``step``."""
+
+    def text(self, tag: str, text: str) -> None:
+        """Record a text, read as Markdown."""
+
+    def hparams(self, params: Mapping[str, bool | int | float | str], metrics: Mapping[str, float]) -> None:
+        """Record, once and at the end, what the run was given and what came out."""
+
+    def graph(self, model: nn.Module, inputs: Tensor) -> None:
+        """Record the graph of ``model`` for one batch of ``inputs``, on the device of the model."""
+
+    def flush(self) -> None:
+        """Write out what is held back."""
+
+    def close(self) -> None:
+        """Flush, and write no more."""
+
+
+class TensorBoardLogger(Logger):
+    """Writes exactly one event file into ``directory``.
+
+    ``purge_step``: on resume, hide the points that an earlier start logged at this step and later; they come anew.
+    ``graph``: whether to write the model's graph.
+    ``flush_secs``: how long, in seconds, points may wait in memory.
+    """
+
+    def __init__(
+        self, directory: str | Path, purge_step: int | None = None, graph: bool = False, flush_secs: int = 30
+    ) -> None:
+        # Only the rank that writes pays for this import.
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(log_dir=str(directory), purge_step=purge_step, flush_secs=flush_secs)
+        self._file = self._writer._get_file_writer()  # type: ignore[no-untyped-call]
+        self._graph = graph
+        self._step = purge_step or 0
+        self._latest: dict[str, float] = {}
+
+    def scalars(self, values: Mapping[str, float], step: int) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        # One event for all of them: `add_scalar` would write one each.
+        points = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
+        self._file.add_summary(Summary(value=points), step)
+        self._step = step
+        self._latest.update(values)
+
+    def text(self, tag: str, text: str) -> None:
+        self._writer.add_text(tag, text)
+
+    def hparams(self, params: Mapping[str, bool | int | float | str], metrics: Mapping[str, float]) -> None:
+        from torch.utils.tensorboard.summary import hparams
+
+        # Not `SummaryWriter.add_hparams`: that writes a second event file, in a folder of its own.
+        for summary in hparams(dict(params), dict(metrics)):  # type: ignore[no-untyped-call]
+            self._file.add_summary(summary)
+        # The HParams tab shows the latest point of each metric, so let that be the one given here.
+        unseen = {tag: value for tag, value in metrics.items() if self._latest.get(tag) != value}
+        if unseen:
+            self.scalars(unseen, self._step)
+
+    def graph(self, model: nn.Module, inputs: Tensor) -> None:
+        if not self._graph:
+            return
+        import torch
+
+        devices = {tensor.device for tensor in (*model.parameters(), *model.buffers(), inputs)}
+        cuda = [device.index for device in devices if device.type == "cuda"]
+        # Tracing runs the model: it must cost the run neither its random numbers, nor its life, nor its terminal.
+        try:
+            with (
+                torch.random.fork_rng(devices=cuda),
+                torch.no_grad(),
+                warnings.catch_warnings(action="ignore"),
+                contextlib.redirect_stdout(io.StringIO()),
+            ):
+                self._writer.add_graph(model, inputs)
+        except Exception as error:
+            reason = str(error).strip().splitlines() or [type(error).__name__]
+            log.warning("The graph of %s is not written, it cannot be traced: %s", type(model).__name__, reason[0])
+
+    def flush(self) -> None:
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()

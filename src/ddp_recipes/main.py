@@ -1,0 +1,201 @@
+"""The command line: compose once, check, launch, return the objective. Loads no torch by itself."""
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from ddp_recipes import compose
+from ddp_recipes.errors import Preempted, RecipeError, RequestError, RunFailed
+from ddp_recipes.job import Job
+from ddp_recipes.launchers import local
+from ddp_recipes.progress import table
+from ddp_recipes.request import Request, resolve, visible_gpus
+from ddp_recipes.run_directory import Summary, first_missing, refuse_used, remove_empty
+from ddp_recipes.world import World
+
+if TYPE_CHECKING:
+    from ddp_recipes.launchers.env import Channel
+
+CONF = "pkg://ddp_recipes.conf"
+
+
+def main(config_path: str = CONF, config_name: str = "train") -> None:
+    """Run the command line and exit: 0 finished, 1 failed, 2 refused, 75 stopped after a checkpoint, 130 interrupted.
+
+    Args:
+        config_path: absolute folder or ``pkg://`` path of an application's own primary config; groups that it does not
+            have come from ``ddp_recipes``.
+        config_name: the primary config.
+    """
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())  # own models in the current folder, also for the console script
+    status = 0
+    try:
+        command_line(sys.argv[1:], config_path, config_name)
+    except RecipeError as error:
+        print(error, file=sys.stderr)
+        status = error.exit_status
+    except KeyboardInterrupt:
+        print("Interrupted.", file=sys.stderr)
+        status = 130
+    sys.exit(status)
+
+
+def run(overrides: Sequence[str] = (), *, config_path: str = CONF, config_name: str = "train") -> Summary | list[Summary]:
+    """Run what ``train.py`` would with these arguments, from Python or a notebook.
+
+    Returns:
+        The summary, as in ``summary.json``; with ``-m`` one for each job.
+
+    Raises:
+        RequestError: the request was wrong; nothing was written.
+        RunFailed: training failed; the message holds the failing rank's traceback.
+        Preempted: a signal stopped it after a checkpoint was saved.
+    """
+    return command_line(overrides, config_path, config_name)
+
+
+def command_line(argv: Sequence[str], config_path: str, config_name: str) -> Summary | list[Summary]:
+    """Lead the ranks that there are, or follow; return what came out."""
+    world = World.from_env(os.environ) if World.is_set_in(os.environ) else None
+    if world is not None and not world.is_main:
+        from ddp_recipes.launchers.env import Channel
+
+        sys.exit(Channel(world).follow())
+    leader = Leader(world)
+    status = 1
+    try:
+        outcome = leader.lead(argv, config_path, config_name)
+        status = 0
+        return outcome
+    except RecipeError as error:
+        status = error.exit_status
+        raise
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else 1
+        raise
+    finally:
+        leader.release(status)
+
+
+class Leader:
+    """The one process that composes: it has what it composes run, by processes of its own or by those there are."""
+
+    def __init__(self, world: World | None) -> None:
+        self.world = world
+        self.summaries: list[Summary] = []
+        self.sweep: list[tuple[str, str]] = []
+        self._channel: Channel | None = None
+
+    def lead(self, argv: Sequence[str], config_path: str, config_name: str) -> Summary | list[Summary]:
+        """Compose and run what the command line says."""
+        parser, args = compose.parse(argv)
+        config_name = args.config_name or config_name
+        config_path = args.config_path or config_path
+        if compose.is_question(args):
+            compose.answer(parser, args, config_path, config_name)
+            return []
+        with compose.session(config_path, args.config_dir) as hydra:
+            if args.multirun or "hydra.mode=MULTIRUN" in args.overrides:
+                try:
+                    compose.multirun(hydra, config_name, args.overrides, self.sweep_job)
+                except _SweepStopped as stop:
+                    raise stop.reason from None
+                finally:
+                    if self.sweep:
+                        table("sweep", self.sweep, sys.stdout)
+                return self.summaries
+            config = compose.compose(hydra, config_name, args.overrides)
+            directory = Path(config.hydra.run.dir).absolute()
+            missing = first_missing(directory)
+            try:
+                compose.run(hydra, config, config_name, self.job)
+            except RequestError:
+                remove_empty(directory, missing)
+                raise
+        return self.summaries[-1]
+
+    def job(self, config: DictConfig) -> float | None:
+        """Run one composed config; return the monitored metric."""
+        plain = resolve(config)
+        request = Request.of(plain)
+        directory = Path(HydraConfig.get().runtime.output_dir)
+        if request.run.ckpt_path is None:
+            refuse_used(directory, resumed=False)
+        job = Job(plain, directory, {"config.yaml": OmegaConf.to_yaml(config), **compose.record()})
+        summary = self._launch(job, request)
+        self.summaries.append(summary)
+        objective: float | None = summary["metrics"].get(summary["monitor"])
+        return objective
+
+    def sweep_job(self, config: DictConfig) -> float | None:
+        """Run one job of a sweep: a failure is this job's own, a signal or the keyboard ends them all."""
+        name = f"{HydraConfig.get().job.num}: {' '.join(HydraConfig.get().overrides.task)}"
+        print(f"\njob {name}", flush=True)
+        outcome = "failed"
+        try:
+            objective = self.job(config)
+            outcome = "no objective" if objective is None else f"{objective:.6g}"
+            return objective
+        except Preempted as error:
+            outcome = "stopped"
+            raise _SweepStopped(error) from None
+        except RecipeError as error:
+            print(error, file=sys.stderr, flush=True)
+            with suppress(OSError):
+                Path(HydraConfig.get().runtime.output_dir).rmdir()  # only if nothing was written
+            raise
+        finally:
+            self.sweep.append((name, outcome))
+
+    def _launch(self, job: Job, request: Request) -> Summary:
+        name = request.launcher.name
+        if name == "auto":
+            name = "local" if self.world is None else "env"
+        if name == "env" and self.world is None:
+            raise RequestError(
+                "launcher=env joins processes that are already there, but RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and "
+                "MASTER_PORT are not set. Start with torchrun, or use launcher=local."
+            )
+        if name == "local" and self.world is not None and self.world.world_size > 1:
+            raise RequestError(
+                f"launcher=local starts processes of its own, but this is already one of {self.world.world_size} "
+                f"(WORLD_SIZE). Use launcher=auto to join them, or start train.py without torchrun."
+            )
+        try:
+            if name == "local":
+                return local.launch(job, request.processes(visible_gpus()))
+            return self.channel.lead(job)
+        except (RecipeError, KeyboardInterrupt):
+            raise
+        except Exception as error:  # of this very process, which was rank 0
+            raise RunFailed(f"Rank 0 failed:\n{traceback.format_exc().rstrip()}", rank=0) from error
+
+    @property
+    def channel(self) -> "Channel":
+        """The way to the other ranks, made when it is first needed: it loads torch."""
+        from ddp_recipes.launchers.env import Channel
+
+        if self._channel is None:
+            assert self.world is not None
+            self._channel = Channel(self.world)
+        return self._channel
+
+    def release(self, status: int) -> None:
+        """Let the other ranks go, if there are any."""
+        if self.world is not None and self.world.world_size > 1:
+            self.channel.stop(status)
+
+
+class _SweepStopped(BaseException):
+    """Ends a sweep: Hydra takes an ``Exception`` for the job's own and starts the next one."""
+
+    def __init__(self, reason: Preempted) -> None:
+        self.reason = reason

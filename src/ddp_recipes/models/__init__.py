@@ -1,0 +1,23 @@
+"""The models of the recipes. A class here and a yaml in ``conf/model`` make ``model=<name>``.
+
+Importing this package does not import torchvision; asking for one of its ResNets does.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from ddp_recipes.models.linear import Linear
+from ddp_recipes.models.mlp import MLP
+from ddp_recipes.models.toy import Toy, ToyMP
+
+if TYPE_CHECKING:
+    from ddp_recipes.models.resnet import ResNet50MP, resnet18, resnet50, resnet50_mp
+
+__all__ = ["MLP", "Linear", "ResNet50MP", "Toy", "ToyMP", "resnet18", "resnet50", "resnet50_mp"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from ddp_recipes.models import resnet
+
+    return getattr(resnet, name)

@@ -1,0 +1,126 @@
+"""Data order that is computed, not stored: which samples each rank sees at each batch."""
+
+import math
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ddp_recipes.random import key
+
+Indices = NDArray[np.uint64]
+
+_BLOCK = 1 << 16  # positions permuted at once: the cost a batch is then a slice
+_HALF_ROUNDS = 8
+
+
+def permute(positions: Indices, n: int, seed: int) -> Indices:
+    """Map positions to samples by a keyed bijection of ``range(n)``: a shuffle without a list of n numbers.
+
+    A Feistel network over an a x b grid that just holds n (the generalised construction of Black & Rogaway, "Ciphers
+    with Arbitrary Finite Domains", 2002); what falls outside is encrypted again (cycle walking), less than a in n do.
+
+    Args:
+        positions: numbers below n, any shape.
+        seed: the key; another key is another shuffle.
+    """
+    rows = np.uint64(math.isqrt(n - 1) + 1)
+    columns = np.uint64(-(-n // int(rows)))
+    keys = [np.uint64(key(seed, i)) for i in range(_HALF_ROUNDS)]
+
+    def encrypt(values: Indices) -> Indices:
+        left, right = values // columns, values % columns
+        for i in range(0, _HALF_ROUNDS, 2):
+            left = (left + _mix(right, keys[i])) % rows
+            right = (right + _mix(left, keys[i + 1])) % columns
+        return left * columns + right
+
+    samples = encrypt(positions)
+    while (outside := samples >= n).any():
+        samples[outside] = encrypt(samples[outside])
+    return samples
+
+
+def _mix(values: Indices, round_key: np.uint64) -> Indices:
+    """Scramble 64-bit values (the finaliser of MurmurHash3); 48 bits come back, so that a sum never overflows."""
+    values = values ^ round_key
+    values = (values ^ (values >> np.uint64(33))) * np.uint64(0xFF51AFD7ED558CCD)
+    values = (values ^ (values >> np.uint64(33))) * np.uint64(0xC4CEB9FE1A85EC53)
+    return values >> np.uint64(16)
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """Which samples a rank gets at each batch of each epoch: a function of (seed, epoch, batch, rank) and nothing else.
+
+    The global order is cut into global batches; each rank takes its share of every one. Nothing is padded: the last
+    global batch is as small as it is, and shares differ by one sample at most.
+
+    Attributes:
+        num_samples: size of the data set.
+        global_batch_size: samples a batch over all ranks.
+        shard: ``contiguous`` gives a rank a block of the global batch, ``strided`` every world_size-th sample of it.
+        max_batches: no more batches than this; ``None`` for all of them.
+    """
+
+    num_samples: int
+    global_batch_size: int
+    rank: int = 0
+    world_size: int = 1
+    seed: int = 0
+    shuffle: bool = False
+    drop_last: bool = False
+    shard: str = "contiguous"
+    max_batches: int | None = None
+    _blocks: dict[tuple[int, int], Indices] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @property
+    def num_batches(self) -> int:
+        """Global batches an epoch, the same on every rank."""
+        full, rest = divmod(self.num_samples, self.global_batch_size)
+        available = full + (1 if rest and not self.drop_last else 0)
+        return available if self.max_batches is None else min(self.max_batches, available)
+
+    def limited(self, max_batches: int) -> "BatchPlan":
+        """Return the plan cut off after so many batches."""
+        return replace(self, max_batches=max_batches)
+
+    def total(self, batch: int) -> int:
+        """Return the number of samples in a global batch."""
+        return min(self.global_batch_size, self.num_samples - batch * self.global_batch_size)
+
+    def share(self, batch: int) -> int:
+        """Return how many of them this rank takes; it may be none."""
+        each, more = divmod(self.total(batch), self.world_size)
+        return each + (self.rank < more)
+
+    def indices(self, epoch: int, batch: int) -> torch.Tensor:
+        """Return this rank's samples of a global batch, int64 [share(batch)]."""
+        first = batch * self.global_batch_size
+        each, more = divmod(self.total(batch), self.world_size)
+        if self.shard == "strided":
+            positions = range(first + self.rank, first + self.total(batch), self.world_size)
+        else:
+            start = first + self.rank * each + min(self.rank, more)
+            positions = range(start, start + self.share(batch))
+        return torch.from_numpy(self._samples(epoch, positions).astype(np.int64))
+
+    def _samples(self, epoch: int, positions: range) -> Indices:
+        if not self.shuffle or not positions:
+            return np.arange(positions.start, positions.stop, positions.step, dtype=np.uint64)
+        first, last = positions[0] // _BLOCK, positions[-1] // _BLOCK
+        blocks = [self._block(epoch, number) for number in range(first, last + 1)]
+        samples = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
+        offset = first * _BLOCK
+        return samples[positions.start - offset : positions.stop - offset : positions.step]
+
+    def _block(self, epoch: int, number: int) -> Indices:
+        """Return the samples at one block of positions; the last two asked for are kept."""
+        if (epoch, number) not in self._blocks:
+            if len(self._blocks) > 1:
+                self._blocks.clear()
+            stop = min((number + 1) * _BLOCK, self.num_samples)
+            positions = np.arange(number * _BLOCK, stop, dtype=np.uint64)
+            self._blocks[epoch, number] = permute(positions, self.num_samples, key(self.seed, epoch))
+        return self._blocks[epoch, number]

@@ -1,0 +1,220 @@
+"""All that a run shows and leaves behind. Rank 0 writes it; other ranks hand their warnings over."""
+
+import logging
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import yaml
+
+from ddp_recipes._version import __version__
+from ddp_recipes.checkpoint import FileCheckpointer
+from ddp_recipes.control import Control, ForwardHandler
+from ddp_recipes.digest import digest
+from ddp_recipes.loggers import Logger
+from ddp_recipes.loop import Cursor, Metrics, Run
+from ddp_recipes.progress import Progress, make_progress, table
+from ddp_recipes.recipe import Recipe
+from ddp_recipes.run_directory import RunDirectory, Summary, write_summary
+
+log = logging.getLogger(__name__)
+
+
+class Output:
+    """Opened once all ranks are ready, closed however the run ends.
+
+    Args:
+        directory: the claimed run directory on rank 0, ``None`` elsewhere.
+    """
+
+    def __init__(self, recipe: Recipe, control: Control, directory: RunDirectory | None) -> None:
+        self.recipe = recipe
+        self.control = control
+        self.directory = directory
+        self.opened = False
+        self.run: Run | None = None
+        self.metrics: Metrics = {}
+        self.logger = Logger()
+        self.progress = Progress()
+        self._started = time.time()
+        self._stack = ExitStack()
+
+    def open(self, run: Run | None) -> None:
+        """Begin to write; a training ``run`` gets its logger, progress and checkpointer."""
+        self.opened = True
+        self.run = run
+        if self.directory is None:
+            self._attach(ForwardHandler(self.control), "%(message)s")
+            return
+        recipe, job = self.recipe, self.recipe.job
+        quick = bool(recipe.trainer.fast_dev_run)
+        self.directory.record(job.config, job.hydra)
+        self.progress = make_progress(recipe.trainer.progress, sys.stdout)
+        self._stack.callback(self.progress.stop)
+        self._attach(_LogFile(self.directory, self.control), "%(asctime)s %(levelname)s %(message)s")
+        self._attach(_Console(self.progress), "%(message)s")
+        table("ddp_recipes " + __version__, self._start_rows(), sys.stdout)
+        if not quick:
+            self.logger = recipe.make_logger(run.cursor.step + 1 if run is not None and run.cursor.step else None)
+            self._stack.callback(self.logger.close)
+            self.logger.text("config", f"```yaml\n{yaml.safe_dump(dict(job.config), sort_keys=False)}\n```")
+        if run is None:
+            return
+        run.logger, run.progress = self.logger, self.progress
+        if recipe.request.checkpoint.enabled and not quick:
+            run.checkpointer = FileCheckpointer(job.directory / "checkpoints", recipe.request.checkpoint)
+            if recipe.state is not None:
+                run.checkpointer.load_state(recipe.state["checkpointer"])
+        sample = run.train.sample()
+        if isinstance(sample, (tuple, list)) and isinstance(sample[0], torch.Tensor):
+            self.logger.graph(recipe.task.model, sample[0])
+            recipe.task.train()
+        self.progress.start(recipe.total_steps, run.cursor.step, run.train.plan.global_batch_size)
+
+    def finish(self, summary: Summary, cause: str | None = None) -> None:
+        """Write the summary; show where things are and what came out, or why it failed."""
+        self.progress.stop()
+        if not self.opened or self.directory is None:
+            return
+        if cause is not None:
+            logging.getLogger("ddp_recipes.failure").error("%s", cause.rstrip())
+        write_summary(self.directory.path, summary)
+        if cause is None:
+            numbers = {name: value for name, value in summary["metrics"].items() if not name.startswith("train/")}
+            self.logger.hparams(_flat(self.recipe.job.config), numbers or summary["metrics"])
+            table(f"{summary['status']} in {summary['wall_time_s']:.1f} s", self._end_rows(summary), sys.stdout)
+
+    def close(self) -> None:
+        """Close files and give the log handlers back."""
+        self._stack.close()
+        if self.directory is not None:
+            self.directory.close()
+
+    def facts(self) -> Summary:
+        """Return what ``summary.json`` says of any run, however it ended."""
+        recipe, run, world = self.recipe, self.run, self.recipe.world
+        cursor = run.cursor if run is not None else Cursor(**(recipe.state or {}).get("cursor", {}))
+        steps = list(run.step_seconds) if run is not None else []
+        best, last = (None, None) if run is None else (run.checkpointer.best, run.checkpointer.last)
+        rate = None
+        if run is not None and run.train_seconds:
+            rate = (cursor.samples_seen - run.samples_before) / run.train_seconds
+        return {
+            "status": "running",
+            "error": None,
+            "mode": recipe.mode,
+            "world_size": world.world_size,
+            "nnodes": world.nnodes,
+            "devices_per_replica": len(recipe.devices),
+            "strategy": recipe.strategy.name,
+            "device": torch.cuda.get_device_name(recipe.device) if recipe.device.type == "cuda" else "cpu",
+            "global_step": cursor.step,
+            "epoch": cursor.epoch,
+            "metrics": {**(run.metrics if run is not None else {}), **self.metrics},
+            "monitor": recipe.monitor,
+            "best_checkpoint": None if best is None else str(best),
+            "last_checkpoint": None if last is None else str(last),
+            "samples_seen": cursor.samples_seen,
+            "samples_per_second": rate,
+            "step_time_ms": statistics.median(steps) * 1e3 if steps else None,
+            "wall_time_s": time.time() - self._started,
+            "weights_sha256": digest(recipe.task.weights()) if world.is_main else None,
+            "run_directory": str(recipe.job.directory),
+            "torch": torch.__version__,
+            "ddp_recipes": __version__,
+            "python": platform.python_version(),
+        }
+
+    def _attach(self, handler: logging.Handler, form: str) -> None:
+        """Listen to all loggers and to Python's warnings until :meth:`close`."""
+        root = logging.getLogger()
+        level = root.level
+        handler.setFormatter(logging.Formatter(form))
+        root.addHandler(handler)
+        root.setLevel(min(level, logging.INFO) or logging.INFO)
+        logging.captureWarnings(True)
+        self._stack.callback(logging.captureWarnings, False)
+        self._stack.callback(root.setLevel, level)
+        self._stack.callback(handler.close)
+        self._stack.callback(root.removeHandler, handler)
+
+    def _start_rows(self) -> list[tuple[str, str]]:
+        recipe, run, world = self.recipe, self.run, self.recipe.world
+        count = sum(parameter.numel() for parameter in recipe.task.parameters())
+        device = "CPU" if recipe.device.type == "cpu" else torch.cuda.get_device_name(recipe.device)
+        replicas = world.world_size * recipe.strategy.replicas(recipe.device.type)
+        rows = [
+            ("model", f"{type(recipe.task.model).__name__}, {count:,} parameters"),
+            ("strategy", f"{recipe.strategy.name} over {recipe.backend}" if world.world_size > 1 else recipe.strategy.name),
+            ("replicas x devices", f"{replicas} x {len(recipe.devices)} ({device})"),
+        ]
+        if run is not None:
+            steps = recipe.total_steps
+            plan = run.train.plan
+            rows += [
+                ("data", f"{plan.num_samples:,} samples, {len(run.train):,} batches an epoch"),
+                ("global batch", f"{plan.global_batch_size:,} samples"),
+                ("steps", f"{'until max_time' if steps is None else f'{steps:,}'}, from {run.cursor.step:,}"),
+            ]
+        if recipe.checkpoint_path is not None:
+            rows.append(("checkpoint", str(recipe.checkpoint_path)))
+        return [*rows, ("run directory", str(recipe.job.directory))]
+
+    def _end_rows(self, summary: Summary) -> list[tuple[str, str]]:
+        rows = [(name, f"{value:.4g}") for name, value in summary["metrics"].items() if name != "train/epoch"]
+        if summary["step_time_ms"] is not None:
+            rows.append(("median step", f"{summary['step_time_ms']:.2f} ms"))
+        rows += [
+            (name.replace("_", " "), summary[name]) for name in ("best_checkpoint", "last_checkpoint") if summary[name]
+        ]
+        if type(self.logger) is not Logger:
+            rows.append(("see it with", f"tensorboard --logdir {summary['run_directory']}"))
+        return rows
+
+
+class _LogFile(logging.FileHandler):
+    """``train.log``, with the lines that other ranks handed over."""
+
+    def __init__(self, directory: RunDirectory, control: Control) -> None:
+        super().__init__(directory.path / "train.log", encoding="utf-8")
+        self.control = control
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._take_over()
+        super().emit(record)
+
+    def close(self) -> None:
+        self._take_over()
+        super().close()
+
+    def _take_over(self) -> None:
+        for line in self.control.received_logs():
+            self.stream.write(line + "\n")
+
+
+class _Console(logging.Handler):
+    """The terminal: lines go above the bar. A failure is shown by whoever started the ranks, not here."""
+
+    def __init__(self, progress: Progress) -> None:
+        super().__init__()
+        self.progress = progress
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.name != "ddp_recipes.failure":
+            self.progress.line(self.format(record))
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, bool | int | float | str]:
+    """Return a nested config as one level of dotted names, as TensorBoard's hyper-parameters want it."""
+    values: dict[str, bool | int | float | str] = {}
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            values |= _flat(value, f"{prefix}{name}.")
+        elif value is not None:
+            values[f"{prefix}{name}"] = value if isinstance(value, (bool, int, float)) else str(value)
+    return values

@@ -1,0 +1,189 @@
+"""What a person sees while a run goes on: a bar on a terminal, plain lines elsewhere, and tables before and after."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, TextIO
+
+from ddp_recipes.errors import not_one_of
+
+if TYPE_CHECKING:
+    import rich.progress
+
+
+class Progress:
+    """The progress that nobody sees; a base for those that show."""
+
+    def start(self, total_steps: int | None, first_step: int, samples_per_step: int) -> None:
+        """Begin at ``first_step`` (not 0 on resume) of ``total_steps`` (None: not known beforehand)."""
+
+    def advance(self, step: int, epoch: int) -> None:
+        """Note that ``step`` optimizer steps are done. Called every step: mostly it looks at the clock and returns."""
+
+    def metrics(self, values: Mapping[str, float]) -> None:
+        """Take the latest numbers; those named ``…loss`` and ``…samples_per_second`` are shown."""
+
+    def line(self, text: str) -> None:
+        """Print a line of its own."""
+
+    def stop(self) -> None:
+        """Show the last state and leave the terminal as it was. Safe to call twice."""
+
+
+class _Shown(Progress):
+    """What bar and lines share: where the run stands, and how to say it."""
+
+    _total: int | None = None
+    _first = _step = _epoch = _samples_per_step = 0
+    _began = 0.0
+    _loss: float | None = None
+    _rate: float | None = None
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def start(self, total_steps: int | None, first_step: int, samples_per_step: int) -> None:
+        self._total = total_steps
+        self._first = self._step = first_step
+        self._samples_per_step = samples_per_step
+        self._began = time.monotonic()
+
+    def advance(self, step: int, epoch: int) -> None:
+        self._step = step
+        self._epoch = epoch
+
+    def metrics(self, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            if name.endswith("loss"):
+                self._loss = value
+            elif name.endswith("samples_per_second"):
+                self._rate = value
+
+    def line(self, text: str) -> None:
+        print(text, file=self._stream, flush=True)
+
+    def _status(self) -> str:
+        """Return ``step 50/560  loss 0.1234  1234 samples/s  0:12 left``, as far as it is known."""
+        steps_per_second = (self._step - self._first) / max(time.monotonic() - self._began, 1e-9)
+        rate = steps_per_second * self._samples_per_step if self._rate is None else self._rate
+        parts = [f"step {self._step}" if self._total is None else f"step {self._step}/{self._total}"]
+        if self._loss is not None:
+            parts.append(f"loss {self._loss:.4g}")
+        if rate:
+            parts.append(f"{rate:.0f} samples/s")
+        if self._total is not None and steps_per_second:
+            parts.append(f"{_clock((self._total - self._step) / steps_per_second)} left")
+        return "  ".join(parts)
+
+
+class Bar(_Shown):
+    """A bar in the last line of a terminal. The calling thread draws it, by the clock: there is no other thread."""
+
+    every = 0.2  # seconds; a drawing takes about 1 ms
+
+    _bar: rich.progress.Progress | None = None
+    _due = 0.0
+
+    def start(self, total_steps: int | None, first_step: int, samples_per_step: int) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, TextColumn
+        from rich.progress import Progress as RichProgress
+
+        self.stop()
+        super().start(total_steps, first_step, samples_per_step)
+        self._bar = RichProgress(
+            TextColumn("epoch {task.fields[epoch]}", markup=False),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[status]}", markup=False),
+            console=Console(file=self._stream, force_terminal=True),
+            auto_refresh=False,
+            expand=True,
+            # What others print lands above the bar, unless it goes to a file.
+            redirect_stdout=_is_terminal(sys.stdout),
+            redirect_stderr=_is_terminal(sys.stderr),
+        )
+        self._bar.add_task("", total=total_steps, completed=first_step, epoch=self._epoch, status=self._status())
+        self._bar.start()
+
+    def advance(self, step: int, epoch: int) -> None:
+        self._step = step
+        self._epoch = epoch
+        if time.monotonic() >= self._due:
+            self._draw()
+
+    def line(self, text: str) -> None:
+        if self._bar is None:
+            super().line(text)
+        else:
+            self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def stop(self) -> None:
+        if self._bar is not None:
+            self._draw()
+            self._bar.stop()
+            self._bar = None
+
+    def _draw(self) -> None:
+        if self._bar is not None:
+            (task,) = self._bar.task_ids
+            self._bar.update(task, completed=self._step, epoch=self._epoch, status=self._status(), refresh=True)
+            self._due = time.monotonic() + self.every
+
+
+class Lines(_Shown):
+    """A plain line now and then, for logs and pipes."""
+
+    every = 5.0  # seconds
+
+    _due = 0.0
+
+    def metrics(self, values: Mapping[str, float]) -> None:
+        super().metrics(values)
+        if time.monotonic() >= self._due:
+            self.line(f"epoch {self._epoch}  {self._status()}")
+            self._due = time.monotonic() + self.every
+
+
+def make_progress(choice: str | bool, stream: TextIO) -> Progress:
+    """Return what ``trainer.progress`` asks for; ``auto`` is a bar on a terminal and lines elsewhere."""
+    if choice == "auto":
+        choice = "bar" if _is_terminal(stream) else "lines"
+    if choice is True or choice == "bar":
+        return Bar(stream)
+    if choice == "lines":
+        return Lines(stream)
+    if choice is False:
+        return Progress()
+    raise not_one_of("trainer.progress", choice, ("auto", "bar", "lines", "true", "false"))
+
+
+def table(title: str, rows: Sequence[tuple[str, str]], stream: TextIO) -> None:
+    """Print two columns under a title."""
+    if not _is_terminal(stream):
+        width = max((len(name) for name, _ in rows), default=0)
+        print(title, *(f"  {name:<{width}}  {value}" for name, value in rows), sep="\n", file=stream, flush=True)
+        return
+    from rich.box import ROUNDED
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    grid = Table(title=title, title_justify="left", show_header=False, box=ROUNDED)
+    grid.add_column(style="cyan", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for name, value in rows:
+        grid.add_row(Text(name), Text(value))
+    Console(file=stream).print(grid)
+
+
+def _is_terminal(stream: TextIO) -> bool:
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(max(round(seconds), 0), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -1,0 +1,60 @@
+"""Keyed randomness: every random choice is a function of (seed, epoch, step, sample), never of who asks or when."""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+_MASK = (1 << 64) - 1
+
+
+def key(seed: int, *parts: int) -> int:
+    """Mix a seed and any whole numbers into 63 bits; nearby inputs give unrelated outputs.
+
+    The mixer is the finaliser of SplitMix64 (Steele, Lea & Flood, 2014), applied once for each part.
+    """
+    state = seed & _MASK
+    for part in (len(parts), *parts):
+        state = (state + 0x9E3779B97F4A7C15 + (part & _MASK)) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return state >> 1
+
+
+def seed_step(value: int, devices: list[torch.device]) -> None:
+    """Seed torch's generators on the CPU and on the given CUDA devices: what dropout of this step draws from.
+
+    It seeds those generators alone; ``torch.manual_seed`` visits every backend and costs several times as much.
+    """
+    torch.default_generator.manual_seed(value)
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.default_generators[device.index].manual_seed(value)
+
+
+def seed_everything(value: int) -> None:
+    """Seed torch (all devices), Python's ``random`` and NumPy."""
+    import numpy as np
+
+    torch.manual_seed(value)
+    random.seed(value)
+    np.random.seed(value & 0xFFFFFFFF)
+
+
+@contextmanager
+def seeded(value: int) -> Iterator[None]:
+    """Seed the CPU generators that transforms use (torch, ``random``, NumPy); the former states come back after."""
+    import numpy as np
+
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    torch.default_generator.manual_seed(value)
+    random.seed(value)
+    np.random.seed(value & 0xFFFFFFFF)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        np.random.set_state(states[2])

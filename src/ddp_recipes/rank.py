@@ -1,0 +1,170 @@
+"""One run on one rank: get ready, agree with the others, work, and leave a summary behind."""
+
+import traceback
+from collections.abc import Callable
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+from torch.distributed import Store
+
+from ddp_recipes import loop
+from ddp_recipes._version import __version__
+from ddp_recipes.checkpoint import write_aside
+from ddp_recipes.control import Control, write_trace
+from ddp_recipes.digest import digest
+from ddp_recipes.errors import Preempted, RecipeError, RequestError, RunFailed
+from ddp_recipes.job import Job
+from ddp_recipes.output import Output
+from ddp_recipes.precision import make_precision
+from ddp_recipes.recipe import Recipe
+from ddp_recipes.run_directory import RunDirectory, Summary
+from ddp_recipes.world import World
+
+
+def run(job: Job, world: World, store: Store | None) -> Summary:
+    """Run a job as one of its ranks.
+
+    Args:
+        store: where the ranks of this very run meet; ``None`` with one process.
+
+    Returns:
+        The summary; rank 0's is also in ``summary.json``.
+
+    Raises:
+        RequestError: the job cannot be run; the same on every rank, and nothing was written.
+        Preempted: a signal stopped it after a checkpoint was saved.
+        RunFailed: it failed on another rank, which is named.
+        Exception: it failed on this rank.
+    """
+    control = Control(world, store, float(job.config["launcher"]["timeout_s"]))
+    recipe, directory = prepare(job, world, control)
+    output = Output(recipe, control, directory)
+    try:
+        recipe.join()
+        WORK[recipe.mode](recipe, output)
+        summary = output.facts() | {"status": "finished"}
+        output.finish(summary)
+        return summary
+    except RequestError:
+        raise
+    except Preempted as error:
+        output.finish(output.facts() | {"status": "preempted", "error": str(error)})
+        raise
+    except BaseException as error:
+        fail(recipe, control, output, error)
+    finally:
+        output.close()
+        recipe.strategy.teardown()
+
+
+def prepare(job: Job, world: World, control: Control) -> tuple[Recipe, RunDirectory | None]:
+    """Make this rank's objects, and go on only if every rank could make its own, the same ones."""
+    try:
+        recipe = Recipe(job, world, control)
+        directory = RunDirectory(job.directory, recipe.resumes_in_place) if world.is_main else None
+    except RequestError as error:
+        control.agree(str(error), {})
+        raise
+    facts = {
+        "version of ddp_recipes": __version__,
+        "version of torch": torch.__version__,
+        "digest of the config": digest(job.config)[:12],
+        "digest of the initial weights": digest(recipe.task.weights())[:12] if world.world_size > 1 else "",
+    }
+    control.agree(None, facts)
+    return recipe, directory
+
+
+def fit(recipe: Recipe, output: Output) -> None:
+    """Train, from the start or from a checkpoint."""
+    with recipe.make_stopper() as stopper:
+        run = recipe.make_run(stopper)
+        check_validation(run)
+        output.open(run)
+        for callback in run.callbacks:
+            callback.on_start(recipe.job.directory if recipe.world.is_main else None, recipe.task)
+        try:
+            reason = loop.fit(run)
+        finally:
+            for callback in run.callbacks:
+                callback.on_end()
+    if reason == "signal":
+        stop_early(run)
+
+
+def check_validation(run: loop.Run) -> None:
+    """Run a few validation batches before anything is written: what is wrong there shows now, not after an epoch."""
+    steps = run.trainer.num_sanity_val_steps
+    if run.val is None or steps == 0:
+        return
+    loader = run.val if steps < 0 else run.val.limited(steps)
+    metrics = loop.evaluate(run.task, loader, run.strategy, "val", run.precision)
+    loop.check_monitor(run.monitor, metrics)
+    run.task.train()
+
+
+def stop_early(run: loop.Run) -> NoReturn:
+    """End a run that a signal stopped."""
+    name = run.stopper.signal or "a signal to another rank"
+    if not run.checkpoint.enabled or run.trainer.fast_dev_run:
+        raise RunFailed(f"Stopped by {name} at step {run.cursor.step}; checkpoints are off, so nothing was saved.")
+    raise Preempted(
+        f"Stopped by {name} at step {run.cursor.step}, after a checkpoint was saved. To go on, start again with "
+        f"the same hydra.run.dir and ckpt_path=auto.",
+        checkpoint=str(run.checkpointer.last),
+    )
+
+
+def measure(recipe: Recipe, output: Output) -> None:
+    """Evaluate without training: ``mode=validate`` and ``mode=test``."""
+    ((split, loader),) = recipe.loaders.items()
+    step = recipe.load_weights()
+    output.open(None)
+    precision = make_precision(recipe.trainer.precision, recipe.device.type)
+    output.metrics = loop.evaluate(recipe.task, loader, recipe.strategy, split, precision)
+    output.logger.scalars(output.metrics, step)
+
+
+def predict(recipe: Recipe, output: Output) -> None:
+    """Write the outputs for every sample, in the data set's order, to ``predictions.pt``: a tensor [samples, ...]."""
+    ((_, loader),) = recipe.loaders.items()
+    recipe.load_weights()
+    output.open(None)
+    recipe.strategy.sync_buffers(recipe.task)
+    recipe.task.eval()
+    indices: list[Tensor] = []
+    outputs: list[Tensor] = []
+    with torch.no_grad(), make_precision(recipe.trainer.precision, recipe.device.type).forward():
+        for number, batch in enumerate(loader.batches(epoch=0)):
+            if batch.share:
+                indices.append(loader.plan.indices(0, number))
+                outputs.append(recipe.task.predict_step(batch.data).float().cpu())
+    gathered = recipe.strategy.gather((indices, outputs))
+    if gathered is not None:
+        order = torch.cat([part for rank in gathered for part in rank[0]])
+        values = torch.cat([part for rank in gathered for part in rank[1]])
+        predictions = values[order.argsort()]
+        write_aside(recipe.job.directory / "predictions.pt", lambda file: torch.save(predictions, file))
+
+
+WORK: dict[str, Callable[[Recipe, Output], None]] = {
+    "fit": fit,
+    "validate": measure,
+    "test": measure,
+    "predict": predict,
+}
+
+
+def fail(recipe: Recipe, control: Control, output: Output, error: BaseException) -> NoReturn:
+    """Record a failure where the other ranks and a person find it, and raise what is to be shown of it."""
+    told = isinstance(error, RecipeError)  # its message says it all; anything else needs its traceback
+    text = f"{error}\n" if told else "".join(traceback.format_exception(error))
+    rank, cause = control.fail(text)
+    if output.opened:
+        write_trace(recipe.job.directory, recipe.world.rank, text)
+    last = cause.strip().splitlines()[-1]
+    output.finish(output.facts() | {"status": "failed", "error": f"rank {rank}: {last}"}, cause)
+    if rank != recipe.world.rank:
+        raise RunFailed(f"Rank {rank} failed, so rank {recipe.world.rank} stopped: {last}", rank=rank) from error
+    raise error

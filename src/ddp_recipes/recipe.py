@@ -1,0 +1,330 @@
+"""From config to objects to a finished run, on one rank. The only place that makes objects of the config."""
+
+import inspect
+import os
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from hydra.errors import InstantiationException
+from hydra.utils import get_object, instantiate
+from omegaconf import DictConfig, OmegaConf
+
+from ddp_recipes.callbacks import Callback
+from ddp_recipes.checkpoint import State, check_weights, find, load
+from ddp_recipes.control import Control
+from ddp_recipes.data import Loader, size_of
+from ddp_recipes.errors import RequestError, nearest, not_one_of
+from ddp_recipes.job import Job
+from ddp_recipes.loggers import Logger
+from ddp_recipes.loop import Run, Schedule, restore
+from ddp_recipes.order import BatchPlan
+from ddp_recipes.precision import make_precision
+from ddp_recipes.random import seed_everything
+from ddp_recipes.request import Request
+from ddp_recipes.settings import batches, seconds
+from ddp_recipes.stopping import Stopper
+from ddp_recipes.strategies import Strategy
+from ddp_recipes.tasks import Task
+from ddp_recipes.world import World
+
+SPLITS = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("predict", "test", "val")}
+
+
+class Recipe:
+    """The objects of one run on this rank, in the order in which they need each other.
+
+    Making one reads data and builds the model, but starts nothing and writes nothing: what is wrong is found here.
+
+    Raises:
+        RequestError: something in the config cannot be made.
+    """
+
+    def __init__(self, job: Job, world: World, control: Control) -> None:
+        self.job, self.world, self.control = job, world, control
+        self.config = OmegaConf.create(job.config)
+        self.request = request = Request.of(job.config)
+        self.mode = request.run.mode
+        self.trainer = request.trainer.effective()
+        self.devices = self._devices()
+        self.device = self.devices[0]
+        self.backend = request.launcher.backend
+        if self.backend == "auto":
+            self.backend = "nccl" if self.device.type == "cuda" else "gloo"
+        self._set_torch_up()
+        self.strategy: Strategy = self._make("strategy", without=["processes"])
+        if request.single_process and world.world_size > 1:
+            raise RequestError(
+                f"strategy={self.strategy.name} runs in one process, but {world.world_size} were started. "
+                f"Use strategy=ddp, or start one process."
+            )
+        self.loaders = control.first_on_node(self._make_loaders) if self._downloads else self._make_loaders()
+        seed_everything(request.run.seed)
+        self.task = self._make_task()
+        self.strategy.check(self.task, self.devices, self.backend)
+        self.callbacks: list[Callback] = [
+            _instantiate(node, f"callbacks.{name}") for name, node in (self.config.get("callbacks") or {}).items()
+        ]
+        self.monitor = self._monitor()
+        self.checkpoint_path = find(request.run.ckpt_path, job.directory)
+        self.state = self._load()
+        if self.mode == "fit":
+            self.optimizer: torch.optim.Optimizer = self._make("optimizer", self.task.parameters())
+            self.schedule = self._make_schedule()
+
+    # What the config says
+
+    def _devices(self) -> list[torch.device]:
+        device_type = self.request.device_type(torch.cuda.device_count())
+        k = self.request.num_devices
+        if device_type == "cpu":
+            return [torch.device("cpu")] * k
+        first, there = self.world.local_rank * k, torch.cuda.device_count()
+        if first + k > there:
+            raise RequestError(
+                f"Local rank {self.world.local_rank} needs {k} GPU(s) from number {first} on (model.num_devices={k}), but "
+                f"{there} are visible: {there // k} replica(s) fit on a node. Start that many processes on each."
+            )
+        torch.cuda.set_device(first)
+        return [torch.device("cuda", number) for number in range(first, first + k)]
+
+    def _set_torch_up(self) -> None:
+        if self.trainer.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
+        torch.use_deterministic_algorithms(self.trainer.deterministic)
+        torch.autograd.set_detect_anomaly(self.trainer.detect_anomaly)
+
+    def _make(self, section: str, *arguments: Any, without: Sequence[str] = (), **runtime: Any) -> Any:
+        node = self.config[section]
+        return _instantiate(
+            OmegaConf.masked_copy(node, [name for name in node if name not in without]), section, *arguments, **runtime
+        )
+
+    @property
+    def _downloads(self) -> bool:
+        return bool(self.config.data.get("download", False))
+
+    def _make_loaders(self) -> dict[str, Loader]:
+        """Return the loaders that this mode needs, by split; validation may be missing in ``fit``."""
+        names = SPLITS[self.mode]
+        found = [name for name in names if self.config.data.get(name) is not None]
+        if not found or (self.mode == "fit" and "train" not in found):
+            raise RequestError(
+                f"mode={self.mode} needs {' or '.join(f'data.{name}' for name in names[: 1 if self.mode == 'fit' else 3])}, "
+                f"which this data choice does not have. Give it in the data yaml, or choose another data or mode."
+            )
+        chosen = found if self.mode == "fit" else found[:1]
+        loaders = {name: self._make_loader(name) for name in chosen}
+        if self.trainer.overfit_batches and "val" in loaders:
+            loaders["val"] = loaders["train"]
+        return loaders
+
+    def _make_loader(self, split: str) -> Loader:
+        data, world = self.request.data, self.world
+        dataset = _instantiate(self.config.data[split], f"data.{split}")
+        replicas = world.world_size * self.strategy.replicas(self.device.type)
+        training = split == "train"
+        if not training:
+            global_batch = data.val_batch_size * replicas
+        else:
+            global_batch = data.global_batch_size or data.batch_size * replicas
+            if global_batch < replicas:
+                raise RequestError(
+                    f"data.global_batch_size={global_batch} is less than one sample for each of {replicas} replicas. "
+                    f"Use at least {replicas}, or fewer processes."
+                )
+        plan = BatchPlan(
+            num_samples=size_of(dataset),
+            global_batch_size=global_batch,
+            rank=world.rank,
+            world_size=world.world_size,
+            seed=self.request.run.seed,
+            shuffle=training and data.shuffle and not self.trainer.overfit_batches,
+            drop_last=training and data.drop_last,
+            shard=data.shard,
+        )
+        limit = getattr(self.trainer, f"limit_{split}_batches")
+        return Loader(
+            dataset,
+            plan.limited(batches(limit, plan.num_batches)),
+            self.device,
+            num_workers=data.num_workers,
+            pin_memory=data.pin_memory,
+        )
+
+    def _make_task(self) -> Task:
+        """Return the task with its model on the replica's devices, weights drawn from the seed on the CPU."""
+        node = self.config.model
+        places_itself = "devices" in _parameters(node._target_, "model")
+        if self.request.num_devices > 1 and not places_itself:
+            raise RequestError(
+                f"model.num_devices={self.request.num_devices}, but {node._target_} takes no `devices` and so cannot be "
+                f"spread. Use model.num_devices=1, or a model that places itself (toy_mp, resnet50_mp)."
+            )
+        runtime = {"devices": self.devices} if places_itself else {}
+        model = self._make("model", without=["num_devices"], **runtime)
+        if not isinstance(model, torch.nn.Module):
+            raise RequestError(f"model._target_={node._target_} made a {type(model).__name__}, which is no nn.Module.")
+        task: Task = self._make("task", model=model)
+        if places_itself:
+            task.loss.to(self.devices[-1])
+        else:
+            task.to(self.device)
+        if self.trainer.compile:
+            model.compile()
+        return task
+
+    def _monitor(self) -> str:
+        """Return the metric to monitor; refuse one that cannot come up, as far as that is known before running."""
+        monitor = self.request.checkpoint.monitor
+        if monitor in (None, "auto"):
+            return "val/loss" if "val" in self.loaders or self.mode != "fit" else "train/loss"
+        known = {f"train/{name}" for name in ("loss", "lr", "grad_norm", "samples_per_second", "epoch")}
+        if "val" in self.loaders:
+            known |= {f"val/{name}" for name in ("loss", *self.task.metrics)}
+        own_steps = type(self.task).validation_step is not Task.validation_step
+        if monitor not in known and not (own_steps and monitor.startswith("val/")) and self.mode == "fit":
+            raise RequestError(
+                f"checkpoint.monitor={monitor} is not measured. Measured are: {', '.join(sorted(known))}."
+                f"{nearest(monitor, known)}"
+            )
+        return monitor
+
+    def _load(self) -> State | None:
+        if self.checkpoint_path is None:
+            return None
+        state = load(self.checkpoint_path)
+        check_weights(self.checkpoint_path, state["model"], self.task.weights())
+        if self.mode == "fit":
+            global_batch = self.loaders["train"].plan.global_batch_size
+            if state["global_batch_size"] != global_batch:
+                raise RequestError(
+                    f"{self.checkpoint_path} was trained with a global batch of {state['global_batch_size']} samples, this "
+                    f"run has {global_batch}: it would not go on where that one stopped. Set data.global_batch_size="
+                    f"{state['global_batch_size']}, or start afresh without ckpt_path."
+                )
+        return state
+
+    def _make_schedule(self) -> Schedule:
+        """Return the scheduler; a length that its yaml leaves null is that of the run, in ticks."""
+        node = self.config.scheduler
+        interval = node.get("interval", "epoch")
+        if interval not in ("step", "epoch"):
+            raise not_one_of("scheduler.interval", interval, ("step", "epoch"))
+        lengths = [name for name in ("T_max", "total_steps") if name in node and node[name] is None]
+        steps = self.total_steps
+        if lengths and not steps:
+            raise RequestError(
+                f"scheduler.{lengths[0]} follows the length of the run, which is not known: set it, or set "
+                f"trainer.max_epochs or trainer.max_steps to at least 1."
+            )
+        ticks = steps if steps is None or interval == "step" else -(-steps // self.steps_per_epoch)
+        scheduler = self._make(
+            "scheduler", self.optimizer, without=["interval", *lengths], **dict.fromkeys(lengths, ticks)
+        )
+        return Schedule(scheduler, interval)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps in an epoch; the last one may accumulate fewer batches."""
+        return -(-len(self.loaders["train"]) // self.trainer.accumulate_grad_batches)
+
+    @property
+    def total_steps(self) -> int | None:
+        """Optimizer steps to the end of the run, or ``None`` if only time limits it."""
+        epochs, steps = self.trainer.max_epochs, self.trainer.max_steps
+        limits = [epochs * self.steps_per_epoch if epochs is not None else None, steps]
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    # What the run needs once all ranks are ready
+
+    def join(self) -> None:
+        """Join the other ranks. A collective."""
+        launcher = self.request.launcher
+        timeout = timedelta(seconds=launcher.timeout_s)
+        self.strategy.setup(self.world, self.control.store, self.backend, timeout, launcher.init_method)
+
+    def make_run(self, stopper: Stopper) -> Run:
+        """Return what the loop works with, restored from the checkpoint if there is one. A collective."""
+        module = self.strategy.wrap(self.task, self.devices)
+        run = Run(
+            world=self.world,
+            task=self.task,
+            module=module,
+            strategy=self.strategy,
+            devices=self.devices,
+            optimizer=self.optimizer,
+            schedule=self.schedule,
+            precision=make_precision(self.trainer.precision, self.device.type),
+            train=self.loaders["train"],
+            val=self.loaders.get("val"),
+            trainer=self.trainer,
+            checkpoint=self.request.checkpoint,
+            monitor=self.monitor,
+            seed=self.request.run.seed,
+            stopper=stopper,
+            callbacks=self.callbacks,
+        )
+        if self.state is not None:
+            restore(run, self.state)
+        self.task.train()
+        return run
+
+    @property
+    def resumes_in_place(self) -> bool:
+        """Whether the run goes on with what is in its own run directory."""
+        path = self.request.run.ckpt_path
+        return self.mode == "fit" and (
+            path == "auto" or (self.checkpoint_path is not None and self.checkpoint_path.is_relative_to(self.job.directory))
+        )
+
+    def load_weights(self) -> int:
+        """Take the weights of the checkpoint, if there is one; return the step they are from."""
+        if self.state is None:
+            return 0
+        self.task.load_weights(self.state["model"])
+        step: int = self.state["cursor"]["step"]
+        return step
+
+    def make_stopper(self) -> Stopper:
+        """Return what decides on stopping before the end."""
+        return Stopper(self.world, self.strategy.sum, self.device, seconds(self.trainer.max_time))
+
+    def make_logger(self, purge_step: int | None) -> Logger:
+        """Return the logger; rank 0 only."""
+        logger: Logger = self._make("logger", directory=str(self.job.directory / "tensorboard"), purge_step=purge_step)
+        return logger
+
+
+def _parameters(target: str, section: str) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(get_object(target)).parameters
+    except (ImportError, AttributeError, ValueError) as error:
+        raise RequestError(f"{section}._target_={target} cannot be found: {_last_line(error)}") from None
+
+
+def _instantiate(node: DictConfig, section: str, *arguments: Any, **runtime: Any) -> Any:
+    """Make an object of a config node; lists arrive as lists, and runtime objects untouched.
+
+    Raises:
+        RequestError: the target is not there or does not take these arguments, or it refused them itself.
+    """
+    if "_target_" not in node:
+        raise RequestError(f"{section} has no _target_, the dotted name of a class or function to call.")
+    try:
+        return instantiate(node, _convert_="all", _partial_=True)(*arguments, **runtime)
+    except InstantiationException as error:
+        cause = error.__cause__ or error
+        if isinstance(cause, RequestError) or not isinstance(cause, (ImportError, InstantiationException)):
+            raise cause from None  # the target's own words, of an object nested in this one
+        raise RequestError(f"{section}._target_={node._target_} cannot be made: {_last_line(cause)}") from error
+    except TypeError as error:
+        if "argument" not in str(error):
+            raise
+        raise RequestError(f"{section} does not fit {node._target_}: {error}. Check the keys of {section}.") from error
+
+
+def _last_line(error: BaseException) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip() and not line.startswith("full_key")]
+    return lines[-1] if lines else type(error).__name__

@@ -1,0 +1,188 @@
+"""What a run is asked to be, checked as far as that needs no torch: the launching parent does it before anything starts."""
+
+import ctypes
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import Container, DictConfig, Node, OmegaConf
+from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.resolvers import oc
+
+from ddp_recipes.errors import RequestError, nearest
+from ddp_recipes.settings import (
+    CheckpointSettings,
+    DataSettings,
+    LauncherSettings,
+    RunSettings,
+    TrainerSettings,
+    parse,
+)
+
+GROUPS = ("data", "model", "task", "optimizer", "scheduler", "strategy", "launcher", "trainer", "logger", "checkpoint")
+
+
+@dataclass(frozen=True)
+class Request:
+    """The checked keys of a config, and the layout of processes that follows from them."""
+
+    run: RunSettings
+    data: DataSettings
+    trainer: TrainerSettings
+    checkpoint: CheckpointSettings
+    launcher: LauncherSettings
+    num_devices: int  # devices of one replica
+    single_process: bool  # the strategy runs in one process
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> "Request":
+        """Check a resolved config.
+
+        Raises:
+            RequestError: a section, key or value is not allowed.
+        """
+        for group in GROUPS:
+            if not isinstance(config.get(group), Mapping):
+                raise RequestError(
+                    f"The config has no section {group}. Choose an option of the group, e.g. in the defaults list of your "
+                    f"primary config (conf/train.yaml lists them all)."
+                )
+        num_devices = config["model"].get("num_devices", 1)
+        if not isinstance(num_devices, int) or num_devices < 1:
+            raise RequestError(f"model.num_devices={num_devices} is not allowed. Allowed: a whole number at least 1.")
+        request = cls(
+            run=parse(RunSettings, "", config, others=True),
+            data=parse(DataSettings, "data", config["data"], others=True),
+            trainer=parse(TrainerSettings, "trainer", config["trainer"]),
+            checkpoint=parse(CheckpointSettings, "checkpoint", config["checkpoint"]),
+            launcher=parse(LauncherSettings, "launcher", config["launcher"]),
+            num_devices=num_devices,
+            single_process=config["strategy"].get("processes") == 1,
+        )
+        if request.launcher.max_restarts:
+            raise RequestError(
+                f"launcher.max_restarts={request.launcher.max_restarts} is not there yet for processes that ddp_recipes "
+                f"starts. Use torchrun --max-restarts, or 0 and start again with ckpt_path=auto."
+            )
+        return request
+
+    def device_type(self, gpus: int) -> str:
+        """Return ``cuda`` or ``cpu`` for a machine with so many GPUs.
+
+        Raises:
+            RequestError: GPUs are asked for and there are none, or NCCL on a CPU.
+        """
+        device = self.launcher.device
+        if device == "cuda" and gpus == 0:
+            raise RequestError(
+                "launcher.device=cuda, but no GPU is visible on this machine. Use launcher.device=cpu (or auto), "
+                "or check CUDA_VISIBLE_DEVICES and the driver (nvidia-smi)."
+            )
+        device = "cuda" if device == "cuda" or (device == "auto" and gpus) else "cpu"
+        if device == "cpu" and self.launcher.backend == "nccl":
+            raise RequestError(
+                "launcher.backend=nccl needs GPUs, and none is visible. Use launcher.backend=gloo, or auto."
+            )
+        return device
+
+    def processes(self, gpus: int) -> int:
+        """Return how many local processes to start on a machine with so many GPUs.
+
+        Raises:
+            RequestError: they do not fit, or the strategy is one of a single process.
+        """
+        asked, k = self.launcher.nproc_per_node, self.num_devices
+        if self.launcher.nnodes > 1:
+            raise RequestError(
+                f"launcher.nnodes={self.launcher.nnodes}, but the local launcher starts processes on this machine only. "
+                f"Start train.py with torchrun on each node; it takes the same overrides."
+            )
+        if self.single_process and asked not in ("auto", 1):
+            raise RequestError(
+                f"launcher.nproc_per_node={asked}, but this strategy runs in one process. Use strategy=ddp for more."
+            )
+        on_gpu = self.device_type(gpus) == "cuda"
+        if on_gpu and k * (1 if asked == "auto" else int(asked)) > gpus:
+            raise RequestError(
+                f"{'One replica' if asked == 'auto' else f'{asked} replicas'} of {k} device(s) (model.num_devices) "
+                f"cannot run on {gpus} visible GPU(s): {gpus // k} fit(s). Use launcher.nproc_per_node={max(gpus // k, 1)}"
+                f"{'' if gpus >= k else ' on a machine with more GPUs'}, or launcher.device=cpu."
+            )
+        if asked != "auto":
+            return int(asked)
+        if self.single_process:
+            return 1
+        return gpus // k if on_gpu else 2
+
+
+def resolve(config: DictConfig) -> dict[str, Any]:
+    """Return a config as plain data with every interpolation resolved, but for what comes from the environment.
+
+    ``${oc.env:…}`` stays as it is, also inside other text: each rank resolves it when it uses it, so a secret reaches no
+    file and no other process.
+
+    Raises:
+        RequestError: a value is missing, or an interpolation has no target.
+    """
+    with _environment_kept():
+        try:
+            plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+        except MissingMandatoryValue as error:
+            raise RequestError(f"{error.full_key} must be given: this choice has no default for it.") from None
+        except InterpolationKeyError as error:
+            raise _unfit(config, error) from None
+        except OmegaConfBaseException as error:
+            raise RequestError(f"{error.full_key}: {_first_line(error)}") from None
+    assert isinstance(plain, dict)
+    return {str(name): value for name, value in plain.items()}
+
+
+@contextmanager
+def _environment_kept() -> Iterator[None]:
+    """Let ``oc.env`` give back its own text, and ``oc.decode`` leave such text alone, while inside."""
+
+    def env(*arguments: Any) -> str:
+        return "${oc.env:" + ",".join("null" if value is None else str(value) for value in arguments) + "}"
+
+    def decode(text: str | None, _parent_: Container, _node_: Node) -> Any:
+        if text is not None and "${oc.env:" in text:
+            return "${oc.decode:" + text + "}"
+        return oc.decode(text, _parent_, _node_)
+
+    OmegaConf.register_new_resolver("oc.env", env, replace=True)
+    OmegaConf.register_new_resolver("oc.decode", decode, replace=True)
+    try:
+        yield
+    finally:
+        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
+        OmegaConf.register_new_resolver("oc.decode", oc.decode, replace=True)
+
+
+def _unfit(config: DictConfig, error: InterpolationKeyError) -> RequestError:
+    """Say which choice needs what the other one does not have: an image model on a table, say."""
+    match = re.search(r"key '([^']*)'", str(error))
+    wanted = match[1] if match else _first_line(error)
+    section = wanted.split(".")[0]
+    have = [f"{section}.{name}" for name in config[section]] if section in config else [str(name) for name in config]
+    return RequestError(
+        f"{error.full_key} follows {wanted}, which this choice of {section} does not have.{nearest(wanted, have)} "
+        f"Choose another {section}, or set {error.full_key} yourself."
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0]
+
+
+def visible_gpus() -> int:
+    """Return the number of CUDA devices this process may use, asking the driver itself: torch need not be loaded."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_int()
+    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return 0
+    return count.value

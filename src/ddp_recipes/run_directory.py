@@ -1,0 +1,96 @@
+"""The one directory of a run. Rank 0 opens it once all ranks have agreed to start; importing this loads no torch."""
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ddp_recipes.errors import RequestError
+
+Summary = dict[str, Any]
+
+
+class RunDirectory:
+    """Holds the lock of a run directory and writes its records.
+
+    Args:
+        path: the directory.
+        resumed: whether the run goes on with what an earlier one left there.
+
+    Raises:
+        RequestError: another run is writing there, or one has been and this run does not go on with it.
+    """
+
+    def __init__(self, path: Path, resumed: bool) -> None:
+        refuse_used(path, resumed)
+        path.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self._lock = os.open(path, os.O_RDONLY)  # a lock on the folder itself leaves no file, and ends with the process
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._lock)
+            raise RequestError(
+                f"{path} is in use by a run that is still going. Wait for it, or choose another hydra.run.dir."
+            ) from None
+        shutil.rmtree(path / "ranks", ignore_errors=True)  # of an earlier start that failed
+
+    def record(self, config: Mapping[str, Any], hydra: Mapping[str, str]) -> None:
+        """Write ``config.yaml``, what every rank runs with, and Hydra's own record."""
+        write_text(self.path / "config.yaml", yaml.safe_dump(dict(config), sort_keys=False))
+        for name, text in hydra.items():
+            write_text(self.path / ".hydra" / name, text)
+
+    def close(self) -> None:
+        """Release the lock."""
+        os.close(self._lock)
+
+
+def refuse_used(path: Path, resumed: bool) -> None:
+    """Refuse a directory that holds a run, unless this run goes on with it.
+
+    Raises:
+        RequestError: says how to go on with that run, and how to start another one.
+    """
+    if (path / "config.yaml").exists() and not resumed:
+        raise RequestError(
+            f"{path} already holds a run. To go on with it, use ckpt_path=auto; to start another one, choose another "
+            f"hydra.run.dir (left out, every run gets a directory of its own). To evaluate its checkpoint, leave "
+            f"hydra.run.dir out and use ckpt_path={path}."
+        )
+
+
+def write_summary(path: Path, summary: Summary) -> None:
+    """Write ``summary.json``, complete or not at all."""
+    write_text(path / "summary.json", json.dumps(summary, indent=2) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a small file aside and rename it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.part")
+    aside.write_text(text, encoding="utf-8")
+    aside.replace(path)
+
+
+def remove_empty(path: Path, first_missing: Path) -> None:
+    """Remove a directory that nothing was written to, and its parents down from the first one that was not there."""
+    while path.is_relative_to(first_missing):
+        try:
+            path.rmdir()
+        except OSError:
+            return
+        path = path.parent
+
+
+def first_missing(path: Path) -> Path:
+    """Return the topmost part of a path that does not exist yet (the path itself if it does)."""
+    missing = path
+    while not missing.parent.exists():
+        missing = missing.parent
+    return missing

@@ -1,0 +1,228 @@
+"""The recipe's own keys as frozen, checked dataclasses. Importing this loads no torch: the launching parent checks with it.
+
+A field's type is its rule: ``Literal`` lists the allowed values, ``Annotated[int, Range(1)]`` bounds a number.
+"""
+
+import dataclasses
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from ddp_recipes.errors import RequestError, nearest
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Range:
+    """A number at least ``low`` and, if given, at most ``high``."""
+
+    low: float
+    high: float | None = None
+
+    def __str__(self) -> str:
+        return f"at least {self.low:g}" if self.high is None else f"from {self.low:g} to {self.high:g}"
+
+
+Count = Annotated[int, Range(1)]
+Natural = Annotated[int, Range(0)]
+Share = Annotated[float, Range(0, 1)]
+Limit = Share | Natural  # a float is a share of the batches, an int is a number of them
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerSettings:
+    """``trainer.*``: limits, cadence, precision."""
+
+    max_epochs: Annotated[int, Range(-1)] | None
+    max_steps: Annotated[int, Range(-1)] | None
+    max_time: str | Annotated[float, Range(0)] | None
+    log_every_n_steps: Count
+    val_check_interval: Share | Count
+    check_val_every_n_epoch: Count
+    num_sanity_val_steps: Annotated[int, Range(-1)]
+    limit_train_batches: Limit
+    limit_val_batches: Limit
+    limit_test_batches: Limit
+    limit_predict_batches: Limit
+    overfit_batches: Limit
+    fast_dev_run: bool | Natural
+    accumulate_grad_batches: Count
+    gradient_clip_val: Annotated[float, Range(0)] | None
+    gradient_clip_algorithm: Literal["norm", "value"]
+    precision: Literal["32-true", "bf16-mixed", "16-mixed"]
+    deterministic: bool
+    detect_anomaly: bool
+    compile: bool
+    progress: Literal["auto", "bar", "lines"] | bool
+
+    def __post_init__(self) -> None:
+        if _unlimited(self.max_epochs) and _unlimited(self.max_steps) and self.max_time is None:
+            raise RequestError(
+                "trainer.max_epochs, trainer.max_steps and trainer.max_time are all unlimited: set one of them."
+            )
+        seconds(self.max_time)
+
+    def effective(self) -> "TrainerSettings":
+        """Return what the loop runs with: ``fast_dev_run``, ``overfit_batches`` and -1 spelled out."""
+        if self.fast_dev_run:
+            n = int(self.fast_dev_run)
+            limits: dict[str, Any] = {f"limit_{part}_batches": n for part in ("train", "val", "test", "predict")}
+            return dataclasses.replace(
+                self, **limits, max_epochs=1, max_steps=n, num_sanity_val_steps=0, log_every_n_steps=1, overfit_batches=0
+            )
+        return dataclasses.replace(
+            self,
+            max_epochs=None if _unlimited(self.max_epochs) else self.max_epochs,
+            max_steps=None if _unlimited(self.max_steps) else self.max_steps,
+            limit_train_batches=self.overfit_batches or self.limit_train_batches,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSettings:
+    """``checkpoint.*``: when a checkpoint is saved and which ones are kept."""
+
+    enabled: bool
+    every_n_steps: Count | None
+    every_n_epochs: Count | None
+    monitor: str | None
+    mode: Literal["min", "max"]
+    save_top_k: Annotated[int, Range(-1)]
+    save_last: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class LauncherSettings:
+    """``launcher.*``: who starts the ranks, how many, on what."""
+
+    name: Literal["auto", "local", "env"]
+    nproc_per_node: Literal["auto"] | Count
+    nnodes: Count
+    max_restarts: Natural
+    timeout_s: Annotated[float, Range(1)]
+    backend: Literal["auto", "gloo", "nccl"]
+    device: Literal["auto", "cpu", "cuda"]
+    init_method: str | None
+
+    def __post_init__(self) -> None:
+        if self.backend == "nccl" and self.device == "cpu":
+            raise RequestError(
+                "launcher.backend=nccl needs GPUs, but launcher.device=cpu. Use launcher.backend=gloo (or auto) on CPU."
+            )
+        if self.init_method is not None and not self.init_method.startswith(("file:///", "tcp://")):
+            raise RequestError(
+                f"launcher.init_method={self.init_method} is no rendezvous address. "
+                f"Allowed: file:///an/absolute/path, tcp://host:port, or null for a free port of our own."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSettings:
+    """``data.*``: how a data set is cut into batches. Sizes and the sets themselves are read by the recipe."""
+
+    batch_size: Count
+    global_batch_size: Count | None
+    val_batch_size: Count
+    num_workers: Natural
+    pin_memory: bool
+    drop_last: bool
+    shuffle: bool
+    shard: Literal["contiguous", "strided"]
+
+
+Mode = Literal["fit", "validate", "test", "predict"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """The keys that belong to no group."""
+
+    seed: Annotated[int, Range(0, 2**63 - 1)]
+    mode: Mode
+    ckpt_path: str | None
+
+
+def parse(cls: type[T], section: str, values: Mapping[str, Any], *, others: bool = False) -> T:
+    """Check the values of one section of the config and return them as ``cls``.
+
+    Args:
+        section: the config group, for messages; empty for the top level.
+        others: whether keys that ``cls`` does not name are left alone; otherwise they are refused.
+
+    Raises:
+        RequestError: a key is unknown or missing, or a value is not allowed.
+    """
+    prefix = f"{section}." if section else ""
+    hints = get_type_hints(cls, include_extras=True)
+    for name in values:
+        if name not in hints and not others:
+            raise RequestError(
+                f"{prefix}{name} is not a key. Keys of {section}: {', '.join(sorted(hints))}.{nearest(name, hints)}"
+            )
+    for name, hint in hints.items():
+        if name not in values:
+            raise RequestError(f"{prefix}{name} is missing from the config. Allowed: {_describe(hint)}.")
+        if not _fits(values[name], hint):
+            near = nearest(str(values[name]), [str(choice) for choice in _choices(hint)])
+            raise RequestError(f"{prefix}{name}={_shown(values[name])} is not allowed. Allowed: {_describe(hint)}.{near}")
+    return cls(**{name: values[name] for name in hints})
+
+
+def seconds(limit: str | float | None) -> float | None:
+    """Return a time limit in seconds, given as seconds or as ``"DD:HH:MM:SS"`` (leading parts may be left out)."""
+    if limit is None or not isinstance(limit, str):
+        return limit
+    parts = limit.split(":")
+    if len(parts) > 4 or not all(part.isdigit() for part in parts):
+        raise RequestError(f'trainer.max_time={limit} is no time. Allowed: seconds, or "DD:HH:MM:SS".')
+    return float(sum(int(part) * unit for part, unit in zip(reversed(parts), (1, 60, 3600, 86400), strict=False)))
+
+
+def batches(limit: float, available: int) -> int:
+    """Return how many of the available batches a limit lets through: a float is a share, an int a number."""
+    return min(limit, available) if isinstance(limit, int) else int(limit * available)
+
+
+def _unlimited(value: int | None) -> bool:
+    return value is None or value == -1
+
+
+def _arms(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def _choices(hint: Any) -> list[Any]:
+    return [choice for arm in _arms(hint) if get_origin(arm) is Literal for choice in get_args(arm)]
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    if len(_arms(hint)) > 1:
+        return any(_fits(value, arm) for arm in _arms(hint))
+    if get_origin(hint) is Annotated:
+        base, bound = get_args(hint)
+        return _fits(value, base) and value >= bound.low and (bound.high is None or value <= bound.high)
+    if get_origin(hint) is Literal:
+        return any(value == choice and type(value) is type(choice) for choice in get_args(hint))
+    if hint is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, hint)
+
+
+def _describe(hint: Any) -> str:
+    if len(_arms(hint)) > 1:
+        return ", or ".join(_describe(arm) for arm in _arms(hint))
+    if get_origin(hint) is Annotated:
+        base, bound = get_args(hint)
+        return f"{_describe(base)} {bound}"
+    if get_origin(hint) is Literal:
+        return ", ".join(map(str, get_args(hint)))
+    names = {int: "a whole number", float: "a number", bool: "true, false", str: "text", type(None): "null"}
+    return names[hint]
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

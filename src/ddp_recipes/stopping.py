@@ -1,0 +1,79 @@
+"""When to stop before the end: a signal, or the time that was given. All ranks stop at one step."""
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType, TracebackType
+
+import torch
+
+from ddp_recipes.world import World
+
+_AGREE_EVERY_S = 1.0
+
+
+class Stopper:
+    """Decides on one step at which all ranks stop, without a collective in every step.
+
+    Signals only set a flag. Ranks exchange flags about once a second: each exchange also carries, from rank 0, the number
+    of steps until the next one, so that all ranks hold it at the same step. One process alone looks at every step.
+
+    Use it as a context manager: handlers are in place inside (in the main thread only), and put back after.
+    """
+
+    def __init__(
+        self, world: World, total: Callable[[torch.Tensor], torch.Tensor], device: torch.device, max_time: float | None
+    ) -> None:
+        self.world = world
+        self.total = total
+        self.device = device
+        self.deadline = None if max_time is None else time.monotonic() + max_time
+        self.signal: str | None = None
+        self._interrupts = 0
+        self._next = 0
+        self._checked: tuple[int, float] | None = None  # step and time of the last exchange
+        self._former: dict[int, object] = {}
+
+    def reason(self, step: int) -> str | None:
+        """Return ``"signal"`` or ``"max_time"`` if the run stops at this step, the same on every rank."""
+        if step < self._next:
+            return None
+        signalled = self.signal is not None
+        late = self.deadline is not None and time.monotonic() >= self.deadline
+        if self.world.world_size > 1:
+            interval = self._interval(step)
+            flags = torch.tensor(
+                [signalled, self.world.is_main and late, interval if self.world.is_main else 0],
+                dtype=torch.int64,
+                device=self.device,
+            )
+            signals, lates, interval = self.total(flags).tolist()
+            signalled, late = signals > 0, lates > 0
+            self._next = step + interval
+        return "signal" if signalled else "max_time" if late else None
+
+    def _interval(self, step: int) -> int:
+        now = time.monotonic()
+        former, self._checked = self._checked, (step, now)
+        if former is None or step == former[0]:
+            return 1
+        seconds_a_step = (now - former[1]) / (step - former[0])
+        return max(1, min(int(_AGREE_EVERY_S / seconds_a_step), 8 * (step - former[0])))
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.signal = self.signal or signal.Signals(number).name
+        if number == signal.SIGINT:
+            self._interrupts += 1
+            if self._interrupts > 1:
+                raise KeyboardInterrupt
+
+    def __enter__(self) -> "Stopper":
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+                self._former[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for number, handler in self._former.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]

@@ -1,0 +1,106 @@
+"""What the loop knows of a strategy, and the simplest one."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import Store
+
+from ddp_recipes.tasks import StepOutput, Task
+from ddp_recipes.world import World
+
+
+class Wrapped(Protocol):
+    """A task as the strategy wrapped it: calling it runs a training step."""
+
+    def __call__(self, batch: Any) -> StepOutput: ...
+
+
+class Strategy(Protocol):
+    """How replicas learn together. The loop sees only this, and a strategy never sees the loop."""
+
+    name: str
+
+    def replicas(self, device_type: str) -> int:
+        """Return how many replicas one process holds; ``data.batch_size`` is for each of them."""
+
+    def check(self, task: Task, devices: Sequence[torch.device], backend: str) -> None:
+        """Refuse what cannot work, before anything is written.
+
+        Raises:
+            RequestError: with what to do instead.
+        """
+
+    def setup(self, world: World, store: Store | None, backend: str, timeout: timedelta, init_method: str | None) -> None:
+        """Join the other ranks. A collective: every rank calls it."""
+
+    def wrap(self, task: Task, devices: Sequence[torch.device]) -> Wrapped:
+        """Return the task as training steps run it, on this replica's devices."""
+
+    def accumulate(self, module: Wrapped, last: bool) -> AbstractContextManager[Any]:
+        """Return the context of one micro-batch; gradients are exchanged only in the ``last`` one of a step."""
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Return the sum over ranks. A collective; the tensor may be overwritten."""
+
+    def gather(self, value: Any) -> list[Any] | None:
+        """Return every rank's value in rank order on rank 0, ``None`` elsewhere. A collective."""
+
+    def sync_buffers(self, task: Task) -> None:
+        """Give every rank rank 0's buffers, so that all evaluate one model. A collective."""
+
+    def barrier(self) -> None:
+        """Wait for all ranks. A collective."""
+
+    def teardown(self) -> None:
+        """Leave the group."""
+
+
+class Single:
+    """One process, no wrapper: the reference that every other strategy must agree with."""
+
+    name = "single"
+
+    def replicas(self, device_type: str) -> int:
+        """One."""
+        return 1
+
+    def check(self, task: Task, devices: Sequence[torch.device], backend: str) -> None:
+        """Nothing can be wrong."""
+
+    def setup(self, world: World, store: Store | None, backend: str, timeout: timedelta, init_method: str | None) -> None:
+        """There is nobody to join."""
+
+    def wrap(self, task: Task, devices: Sequence[torch.device]) -> Wrapped:
+        """Return the task itself."""
+        return cast(Wrapped, task)
+
+    def accumulate(self, module: Wrapped, last: bool) -> AbstractContextManager[Any]:
+        """Gradients add up by themselves."""
+        return nullcontext()
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Return the values of the only rank."""
+        return values
+
+    def gather(self, value: Any) -> list[Any] | None:
+        """Return the value of the only rank."""
+        return [value]
+
+    def sync_buffers(self, task: Task) -> None:
+        """There is one model."""
+
+    def barrier(self) -> None:
+        """There is nobody to wait for."""
+
+    def teardown(self) -> None:
+        """Nothing was set up."""
+
+
+def batch_norms(task: nn.Module) -> list[str]:
+    """Return the names of the batch-norm modules."""
+    kinds = nn.modules.batchnorm._BatchNorm
+    return [name for name, module in task.named_modules() if isinstance(module, kinds)]

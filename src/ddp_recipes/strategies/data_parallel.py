@@ -1,0 +1,45 @@
+"""torch.nn.DataParallel: one process, several GPUs."""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from ddp_recipes.errors import RequestError
+from ddp_recipes.strategies.base import Single, Wrapped
+from ddp_recipes.tasks import StepOutput, Task
+
+
+class DataParallel(Single):
+    """Splits each batch over all visible GPUs of one process; on CPU it is a plain module, as in torch.
+
+    It is here for recipes that have it. ``ddp`` is faster: its replicas share no interpreter lock and nothing is copied
+    from the first GPU to the others at each step.
+    """
+
+    name = "dp"
+
+    def replicas(self, device_type: str) -> int:
+        """Every visible GPU, or one on CPU."""
+        return max(1, torch.cuda.device_count()) if device_type == "cuda" else 1
+
+    def check(self, task: Task, devices: Sequence[torch.device], backend: str) -> None:
+        """Refuse a replica that spans devices."""
+        if len(devices) > 1:
+            raise RequestError(
+                f"strategy=dp copies the model to every GPU, so a replica cannot span {len(devices)} devices "
+                f"(model.num_devices={len(devices)}). Use strategy=ddp, or strategy=single."
+            )
+
+    def wrap(self, task: Task, devices: Sequence[torch.device]) -> Wrapped:
+        """Put the model, not the task, into ``DataParallel``: the loss is then the mean over the whole batch."""
+        if devices[0].type == "cpu":
+            return cast(Wrapped, task)
+        parallel = nn.DataParallel(task.model)
+
+        def training_step(batch: Any) -> StepOutput:
+            inputs, targets = batch
+            return StepOutput(task.loss(parallel(inputs), targets), {}, len(targets))
+
+        return training_step

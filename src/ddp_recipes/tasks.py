@@ -1,0 +1,106 @@
+"""A task is what a strategy wraps: module, loss and metrics, whose forward gives the loss of a batch."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+
+class StepOutput(NamedTuple):
+    """What a step gives back. A named tuple, so that ``DistributedDataParallel`` finds the tensors in it.
+
+    Attributes:
+        loss: scalar, the mean over the batch's samples.
+        metrics: name to values. One value a sample, shape [n], is averaged over all samples of the data set, exactly; a
+            scalar counts as the mean over ``weight`` samples.
+        weight: number of real samples, n.
+    """
+
+    loss: Tensor
+    metrics: Mapping[str, Tensor]
+    weight: int
+
+
+class Task(nn.Module):
+    """A plain module with a loss and metrics. Subclass it where a step is more than ``loss(model(inputs), targets)``.
+
+    Args:
+        model: any module, ``inputs -> outputs``.
+        loss: ``(outputs, targets) -> scalar``, the mean over the batch.
+        metrics: name to ``(outputs, targets) -> [n]``, one value a sample, or to a torchmetrics ``Metric``.
+    """
+
+    def __init__(self, model: nn.Module, loss: nn.Module, metrics: Mapping[str, Any] | None = None) -> None:
+        super().__init__()
+        self.model = model
+        self.loss = loss
+        self.metrics: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = dict(metrics or {})
+
+    def forward(self, batch: Any) -> StepOutput:
+        """Run a training step: this is what the strategy's wrapper calls."""
+        return self.training_step(batch)
+
+    def training_step(self, batch: Any) -> StepOutput:
+        """Return the mean loss of a batch; metrics are left to validation."""
+        outputs, targets = self._outputs(batch)
+        return StepOutput(self.loss(outputs, targets), {}, len(targets))
+
+    def validation_step(self, batch: Any) -> StepOutput:
+        """Return loss and metrics of a batch. Called without gradients, on the bare module."""
+        outputs, targets = self._outputs(batch)
+        values = {}
+        for name, metric in self.metrics.items():
+            if is_stateful(metric):
+                metric.to(outputs.device).update(outputs, targets)  # type: ignore[attr-defined]
+            else:
+                values[name] = metric(outputs, targets)
+        return StepOutput(self.loss(outputs, targets), values, len(targets))
+
+    def predict_step(self, batch: Any) -> Any:
+        """Return the model's outputs; targets, where a batch has them, are ignored."""
+        inputs = batch[0] if isinstance(batch, (tuple, list)) else batch
+        return self.model(inputs)
+
+    def _outputs(self, batch: Any) -> tuple[Tensor, Tensor]:
+        """Return outputs and targets on one device: a model over several devices ends on its last."""
+        inputs, targets = batch
+        outputs = self.model(inputs)
+        return outputs, targets.to(outputs.device)
+
+    @property
+    def stateful_metrics(self) -> dict[str, Any]:
+        """Metrics that gather over the data set and over ranks by themselves (torchmetrics)."""
+        return {name: metric for name, metric in self.metrics.items() if is_stateful(metric)}
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return the model state under the model's own names; what else the task holds is under ``task.``."""
+        return {_outside(name): value for name, value in self.state_dict().items()}
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Load what :meth:`weights` returned; names and shapes must match."""
+        self.load_state_dict({name: weights[_outside(name)] for name in self.state_dict()})
+
+
+def is_stateful(metric: object) -> bool:
+    """Whether a metric keeps its own state over batches and ranks, as torchmetrics' do."""
+    return hasattr(metric, "update") and hasattr(metric, "compute")
+
+
+def _outside(name: str) -> str:
+    return name.removeprefix("model.") if name.startswith("model.") else f"task.{name}"
+
+
+class Accuracy:
+    """Share of samples whose highest of C outputs is the target class. Outputs [n, C], targets int64 [n]."""
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return 1 or 0 for each sample, [n]."""
+        return (outputs.argmax(dim=1) == targets).double()
+
+
+class MeanAbsoluteError:
+    """Mean of |output - target| over a sample's values. Both [n, ...]."""
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return one mean for each sample, [n]."""
+        return (outputs - targets).abs().flatten(1).double().mean(dim=1)

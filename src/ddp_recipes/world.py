@@ -1,0 +1,62 @@
+"""Who this process is among all processes of a run."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ddp_recipes.errors import RequestError
+
+_REQUIRED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class World:
+    """Rank and size, in torchrun's words. One process is one rank and, in DDP, one replica."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    node_rank: int = 0
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, the only rank that writes."""
+        return self.rank == 0
+
+    @property
+    def nnodes(self) -> int:
+        """Number of nodes, taken to hold equally many ranks."""
+        return -(-self.world_size // self.local_world_size)
+
+    @classmethod
+    def is_set_in(cls, environ: Mapping[str, str]) -> bool:
+        """Whether something (torchrun, say) started this process as one rank of several."""
+        return any(name in environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str]) -> "World":
+        """Read torchrun's variables.
+
+        Raises:
+            RequestError: some of them are missing, are no numbers, or contradict each other.
+        """
+        missing = [name for name in _REQUIRED if name not in environ]
+        if missing:
+            given = [name for name in _REQUIRED if name in environ]
+            raise RequestError(
+                f"The environment sets {', '.join(given) or 'none of the rank variables'} but not {', '.join(missing)}. "
+                f"A rank needs all of {', '.join(_REQUIRED)}: start with torchrun, set the others too, "
+                f"or unset these to let ddp_recipes start its own processes (launcher=local)."
+            )
+        try:
+            rank, size, local_rank = (int(environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+            local_size = int(environ.get("LOCAL_WORLD_SIZE", size))
+            node_rank = int(environ.get("GROUP_RANK", rank // local_size))
+        except ValueError as error:
+            raise RequestError(f"RANK, WORLD_SIZE and LOCAL_RANK must be whole numbers: {error}.") from None
+        if not 0 <= rank < size or not 0 <= local_rank < local_size:
+            raise RequestError(
+                f"RANK={rank} with WORLD_SIZE={size}, LOCAL_RANK={local_rank} with LOCAL_WORLD_SIZE={local_size}: "
+                f"a rank counts from 0 to its size less one."
+            )
+        return cls(rank, size, local_rank, local_size, node_rank)

@@ -1,0 +1,184 @@
+"""The bar on a terminal, the lines elsewhere, and the tables."""
+
+import io
+import os
+import re
+import threading
+import time
+
+import pytest
+
+from ddp_recipes.errors import RequestError
+from ddp_recipes.progress import Bar, Lines, Progress, make_progress, table
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+    def plain(self) -> str:
+        return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", self.getvalue())
+
+
+@pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("TERM", "xterm-256color")
+
+
+@pytest.mark.parametrize(
+    ("choice", "stream", "kind"),
+    [
+        ("auto", Terminal(), Bar),
+        ("auto", io.StringIO(), Lines),
+        (True, io.StringIO(), Bar),
+        ("bar", io.StringIO(), Bar),
+        ("lines", Terminal(), Lines),
+        (False, Terminal(), Progress),
+    ],
+)
+def test_choices(choice: str | bool, stream: io.StringIO, kind: type[Progress]) -> None:
+    assert type(make_progress(choice, stream)) is kind
+
+
+def test_auto_draws_no_bar_on_a_dumb_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    assert type(make_progress("auto", Terminal())) is Lines
+
+
+def test_unknown_choice_offers_the_nearest() -> None:
+    with pytest.raises(RequestError, match=r"trainer\.progress=line is not known.*Did you mean 'lines'\?"):
+        make_progress("line", io.StringIO())
+
+
+def test_bar_shows_where_the_run_is() -> None:
+    stream = Terminal()
+    bar = Bar(stream)
+    bar.start(total_steps=200, first_step=0, samples_per_step=16)
+    bar.metrics({"train/loss": 0.12345, "train/grad_norm": 3.0, "samples_per_second": 4321.0})
+    bar.advance(50, epoch=2)
+    bar.stop()
+    last = stream.plain().rstrip().rsplit("\r", 1)[-1]
+    assert re.match(r"epoch 2 .*step 50/200  loss 0\.1235?  4321 samples/s  0:00 left", last)
+
+
+def test_bar_draws_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    stream = Terminal()
+    bar = Bar(stream)
+    bar.start(total_steps=1000, first_step=0, samples_per_step=1)
+    bar.advance(1, 0)
+    drawn = stream.tell()
+    for step in range(2, 500):
+        bar.advance(step, 0)
+    assert stream.tell() == drawn
+    now += Bar.every
+    bar.advance(500, 0)
+    assert "step 500/1000" in stream.plain()
+    bar.advance(1000, 1)
+    bar.stop()
+    assert "step 1000/1000" in stream.plain(), "the last state is shown, however soon it came"
+
+
+def test_bar_starts_no_thread_and_gives_the_terminal_back() -> None:
+    threads = threading.active_count()
+    stream = Terminal()
+    bar = Bar(stream)
+    bar.start(total_steps=None, first_step=0, samples_per_step=1)
+    bar.advance(7, 0)
+    assert threading.active_count() == threads
+    bar.stop()
+    bar.stop()
+    assert stream.getvalue().rstrip().endswith("\x1b[?25h"), "the cursor is visible again"
+    assert "step 7 " in stream.plain()
+
+
+def test_bar_prints_lines_above_itself_and_as_they_are() -> None:
+    stream = Terminal()
+    bar = Bar(stream)
+    bar.line("before")
+    bar.start(total_steps=10, first_step=0, samples_per_step=1)
+    bar.line("epoch 1: [bold]val/loss[/bold] 0.5")
+    bar.stop()
+    lines = stream.plain().replace("\r", "\n").splitlines()
+    assert lines[0] == "before"
+    assert "epoch 1: [bold]val/loss[/bold] 0.5" in lines
+
+
+def test_bar_on_a_real_terminal() -> None:
+    leader, follower = os.openpty()
+    with os.fdopen(follower, "w") as stream:
+        bar = make_progress("auto", stream)
+        bar.start(total_steps=10, first_step=0, samples_per_step=1)
+        bar.advance(10, 0)
+        bar.stop()
+        shown = os.read(leader, 65536).decode()
+    os.close(leader)
+    assert type(bar) is Bar
+    assert "step 10/10" in shown
+
+
+def test_lines_come_at_most_every_few_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    stream = io.StringIO()
+    lines = Lines(stream)
+    lines.start(total_steps=100, first_step=20, samples_per_step=8)
+    for step in range(30, 70, 10):
+        now += 2.0
+        lines.advance(step, epoch=1)
+        lines.metrics({"train/loss": 1 / step})
+    lines.line("epoch 1: val/loss 0.5")
+    lines.stop()
+    assert stream.getvalue().splitlines() == [
+        "epoch 1  step 30/100  loss 0.03333  40 samples/s  0:14 left",
+        "epoch 1  step 60/100  loss 0.01667  40 samples/s  0:08 left",
+        "epoch 1: val/loss 0.5",
+    ]
+
+
+def test_long_times_have_hours(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    stream = io.StringIO()
+    lines = Lines(stream)
+    lines.start(total_steps=3662, first_step=0, samples_per_step=0)
+    now += 1
+    lines.advance(1, epoch=0)
+    lines.metrics({})
+    assert stream.getvalue() == "epoch 0  step 1/3662  1:01:01 left\n"
+
+
+def test_a_step_costs_next_to_nothing() -> None:
+    bar = Bar(Terminal())
+    bar.start(total_steps=100_000, first_step=0, samples_per_step=1)
+    began = time.perf_counter()
+    for step in range(100_000):
+        bar.advance(step, 0)
+    seconds = time.perf_counter() - began
+    bar.stop()
+    assert seconds / 100_000 < 20e-6, "about 0.2 µs where nothing else runs"
+
+
+def test_nothing_is_shown_without_progress() -> None:
+    progress = Progress()
+    progress.start(10, 0, 1)
+    progress.advance(1, 0)
+    progress.metrics({"loss": 1.0})
+    progress.line("text")
+    progress.stop()
+
+
+def test_table_in_plain_text() -> None:
+    stream = io.StringIO()
+    table("Run", [("model", "toy"), ("parameters", "165 [all]")], stream)
+    assert stream.getvalue() == "Run\n  model       toy\n  parameters  165 [all]\n"
+
+
+def test_table_on_a_terminal() -> None:
+    stream = Terminal()
+    table("Run", [("model", "toy"), ("parameters", "165 [all]")], stream)
+    assert re.search(r"│ parameters │ 165 \[all\] │", stream.plain())
