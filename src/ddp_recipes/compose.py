@@ -128,6 +128,8 @@ def translate(error: Exception, hydra: Hydra, config_name: str, overrides: Seque
                 f"{group}={option}: there is no such option. Options of {group}: {', '.join(options)}."
                 f"{nearest(option, options)}"
             )
+    if isinstance(error, MissingConfigException):
+        return RequestError(str(error).split("Config search path")[0].strip())
     match = re.search(r"Could not (?:override|append to|delete)[^']*'([^']+)'", str(error))
     if match is None:
         lines = [line for line in str(error).splitlines() if line.strip()]

@@ -42,6 +42,8 @@ class Control:
         if self.world.is_main:
             self.store.set("verdict", json.dumps(self._verdict(facts)))
         kind, text = json.loads(self._wait("verdict", self.timeout_s + 5))
+        if kind != "go":
+            self._stay_until_all_know()
         if kind == "refused":
             raise RequestError(text)
         if kind == "missing":
@@ -74,6 +76,15 @@ class Control:
                 "The ranks differ:\n  " + "\n  ".join(differing[:8]) + "\nInstall one version and use one config on every node."
             )
         return "go", ""
+
+    def _stay_until_all_know(self) -> None:
+        """Keep rank 0, and with it the store, until the others have read why they do not start."""
+        assert self.store is not None
+        told = self.store.add("told", 1)
+        deadline = time.monotonic() + 3
+        while self.world.is_main and told < self.world.world_size and time.monotonic() < deadline:
+            time.sleep(0.02)
+            told = self.store.add("told", 0)
 
     def _wait(self, name: str, seconds: float) -> str:
         """Return a value once it is there.

@@ -1,0 +1,135 @@
+"""Run recipes on several forked ranks in a test: real processes and real gloo, without paying for imports again.
+
+Torch must not have run on several threads before (``torch.set_num_threads(1)`` in ``conftest.py``): a fork does not survive that.
+"""
+
+import multiprocessing
+import os
+import socket
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from torch.distributed import Store, TCPStore
+
+from ddp_recipes import compose, rank
+from ddp_recipes.errors import RecipeError
+from ddp_recipes.job import Job
+from ddp_recipes.main import CONF
+from ddp_recipes.request import resolve
+from ddp_recipes.run_directory import Summary
+from ddp_recipes.world import World
+
+
+def make_job(overrides: Sequence[str] = (), directory: Path | str | None = None, *, config_dir: str | None = None) -> Job:
+    """Compose what ``train.py`` would with these overrides.
+
+    Args:
+        directory: the run directory; a new temporary folder if left out.
+        config_dir: as ``--config-dir``.
+    """
+    with compose.session(CONF, config_dir) as hydra:
+        config = compose.compose(hydra, "train", list(overrides))
+    config = OmegaConf.masked_copy(config, [name for name in config if name != "hydra"])
+    return Job(resolve(config), Path(directory or tempfile.mkdtemp(prefix="ddp_recipes_")).absolute())
+
+
+def run_recipe(
+    overrides: Sequence[str] = (),
+    world_size: int = 1,
+    directory: Path | str | None = None,
+    *,
+    config_dir: str | None = None,
+    timeout_s: float = 120,
+) -> Summary:
+    """Run a recipe on so many forked ranks and return rank 0's summary.
+
+    Raises:
+        Exception: what the first rank raised, rank 0 first.
+        TimeoutError: a rank did not end in time.
+    """
+    job = make_job([*overrides, f"launcher.nproc_per_node={world_size}"], directory, config_dir=config_dir)
+
+    def run(world: World, store: Store | None) -> Summary:
+        return rank.run(job, world, store)
+
+    summary: Summary = on_ranks(run, world_size, timeout_s=timeout_s)[0]
+    return summary
+
+
+def on_ranks(function: Callable[[World, Store | None], Any], world_size: int, *, timeout_s: float = 120) -> list[Any]:
+    """Call ``function(world, store)`` on so many forked ranks; return what each one returned, in rank order.
+
+    What comes back is pickled. The store listens on loopback only; with one rank it is ``None``.
+
+    Raises:
+        Exception: what the first rank raised.
+        TimeoutError: a rank did not end in time; all are killed.
+    """
+    fork = multiprocessing.get_context("fork")
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        pipes = [fork.Pipe(duplex=False) for _ in range(world_size)]
+        processes = [
+            fork.Process(target=_on_rank, args=(function, World(number, world_size, number, world_size), listener, pipe))
+            for number, (_, pipe) in enumerate(pipes)
+        ]
+        for process in processes:
+            process.start()
+    for _, pipe in pipes:
+        pipe.close()
+    try:
+        return [_outcome(number, receiver, timeout_s) for number, (receiver, _) in enumerate(pipes)]
+    finally:
+        for process in processes:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def _on_rank(
+    function: Callable[[World, Store | None], Any], world: World, listener: socket.socket, pipe: Connection
+) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    try:
+        store = None
+        if world.world_size > 1:
+            host, port = listener.getsockname()
+            descriptor = listener.fileno() if world.is_main else None
+            store = TCPStore(
+                host,
+                port,
+                world.world_size,
+                world.is_main,
+                timeout=timedelta(seconds=60),
+                wait_for_workers=False,
+                master_listen_fd=descriptor,
+            )
+        outcome: tuple[str, Any] = ("returned", function(world, store))
+    except RecipeError as error:
+        outcome = ("raised", error)
+    except BaseException:
+        outcome = ("failed", traceback.format_exc())
+    pipe.send(outcome)
+    pipe.close()
+    os._exit(0)
+
+
+def _outcome(number: int, receiver: Connection, timeout_s: float) -> Any:
+    if not receiver.poll(timeout_s):
+        raise TimeoutError(f"Rank {number} did not end within {timeout_s:g} seconds.")
+    try:
+        kind, value = receiver.recv()
+    except EOFError:
+        raise RuntimeError(f"Rank {number} died without a word.") from None
+    if kind == "raised":
+        raise value
+    if kind == "failed":
+        raise RuntimeError(f"Rank {number} failed:\n{value}")
+    return value
