@@ -119,4 +119,6 @@ class Profiler(Callback):
         trace = self.directory / "rank_0.pt.trace.json"  # the name that TensorBoard's profiler plugin looks for
         profile.export_chrome_trace(str(trace))
         sort = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
-        log.info("Profile of %d steps, trace in %s\n%s", self.active, trace, profile.key_averages().table(sort, self.rows))
+        log.info(
+            "Profile of %d steps, trace in %s\n%s", self.active, trace, profile.key_averages().table(sort, self.rows)
+        )

@@ -164,7 +164,9 @@ def load(path: Path) -> State:
     if not isinstance(state, dict) or "format" not in state or "digest" not in state:
         raise RequestError(f"{path} is no checkpoint of ddp_recipes: it has no format and digest. {_hint(path.parent)}")
     if state["format"] > FORMAT:
-        raise RequestError(f"{path} has format {state['format']}, this version reads up to {FORMAT}: update ddp_recipes.")
+        raise RequestError(
+            f"{path} has format {state['format']}, this version reads up to {FORMAT}: update ddp_recipes."
+        )
     expected = state.pop("digest")
     if digest(state) != expected:
         raise RequestError(f"{path} is damaged: its content does not match its digest. {_hint(path.parent)}")
@@ -185,7 +187,9 @@ def find(ckpt_path: str | None, run_directory: Path) -> Path | None:
     if ckpt_path in ("last", "auto"):
         found = newest(run_directory / "checkpoints")
         if found is None and ckpt_path == "last":
-            raise RequestError(f"ckpt_path=last: {run_directory} has no checkpoint. {_hint(run_directory / 'checkpoints')}")
+            raise RequestError(
+                f"ckpt_path=last: {run_directory} has no checkpoint. {_hint(run_directory / 'checkpoints')}"
+            )
         return found
     if ckpt_path == "best":
         path = run_directory / "checkpoints" / "best.pt"
@@ -201,7 +205,8 @@ def find(ckpt_path: str | None, run_directory: Path) -> Path | None:
             return inside
     if not path.is_file():
         raise RequestError(
-            f"ckpt_path={ckpt_path}: there is no {path}. Allowed: last, best, auto, a checkpoint file, or a run directory."
+            f"ckpt_path={ckpt_path}: there is no {path}. Allowed: last, best, auto, a checkpoint file, or a "
+            "run directory."
         )
     return path
 

@@ -73,7 +73,9 @@ class Control:
             )
         if differing:
             return "refused", (
-                "The ranks differ:\n  " + "\n  ".join(differing[:8]) + "\nInstall one version and use one config on every node."
+                "The ranks differ:\n  "
+                + "\n  ".join(differing[:8])
+                + "\nInstall one version and use one config on every node."
             )
         return "go", ""
 
@@ -119,7 +121,9 @@ class Control:
                 self.store.set(name, outcome)
             return made
         if self._wait(name, self.timeout_s) == "failed":
-            raise RequestError(f"Local rank 0 of node {self.world.node_rank} could not prepare the data; see its message.")
+            raise RequestError(
+                f"Local rank 0 of node {self.world.node_rank} could not prepare the data; see its message."
+            )
         return make()
 
     def fail(self, text: str) -> tuple[int, str]:

@@ -115,7 +115,8 @@ def size_of(dataset: Any) -> int:
     """
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise RequestError(
-            f"{type(dataset).__name__} is no map-style data set. Every sample has to count once on any number of ranks, "
+            f"{type(dataset).__name__} is no map-style data set. Every sample has to count once on any number "
+            "of ranks, "
             f"which needs __len__ and __getitem__(index)."
         )
     if len(dataset) == 0:

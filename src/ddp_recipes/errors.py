@@ -1,9 +1,9 @@
 """The exception tree. Every exception carries the exit status of the run that it ends.
 
-    RecipeError                 base of all, status 1
-    ├── RequestError            the request was wrong: nothing was started, nothing was written; status 2
-    ├── RunFailed               training failed on some rank; status 1
-    └── Preempted               a signal stopped the run after a checkpoint was saved; status 75
+RecipeError                 base of all, status 1
+├── RequestError            the request was wrong: nothing was started, nothing was written; status 2
+├── RunFailed               training failed on some rank; status 1
+└── Preempted               a signal stopped the run after a checkpoint was saved; status 75
 """
 
 import difflib

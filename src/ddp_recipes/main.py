@@ -48,7 +48,9 @@ def main(config_path: str = CONF, config_name: str = "train") -> None:
     sys.exit(status)
 
 
-def run(overrides: Sequence[str] = (), *, config_path: str = CONF, config_name: str = "train") -> Summary | list[Summary]:
+def run(
+    overrides: Sequence[str] = (), *, config_path: str = CONF, config_name: str = "train"
+) -> Summary | list[Summary]:
     """Run what ``train.py`` would with these arguments, from Python or a notebook.
 
     Returns:
@@ -161,7 +163,8 @@ class Leader:
             name = "local" if self.world is None else "env"
         if name == "env" and self.world is None:
             raise RequestError(
-                "launcher=env joins processes that are already there, but RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and "
+                "launcher=env joins processes that are already there, but RANK, WORLD_SIZE, LOCAL_RANK, "
+                "MASTER_ADDR and "
                 "MASTER_PORT are not set. Start with torchrun, or use launcher=local."
             )
         if name == "local" and self.world is not None and self.world.world_size > 1:

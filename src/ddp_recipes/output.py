@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-import yaml
+from omegaconf import OmegaConf
 
 from ddp_recipes._version import __version__
 from ddp_recipes.checkpoint import FileCheckpointer
@@ -62,7 +62,7 @@ class Output:
         if not quick:
             self.logger = recipe.make_logger(run.cursor.step + 1 if run is not None and run.cursor.step else None)
             self._stack.callback(self.logger.close)
-            self.logger.text("config", f"```yaml\n{yaml.safe_dump(dict(job.config), sort_keys=False)}\n```")
+            self.logger.text("config", f"```yaml\n{OmegaConf.to_yaml(recipe.config)}\n```")
         if run is None:
             return
         run.logger, run.progress = self.logger, self.progress
@@ -150,7 +150,10 @@ class Output:
         replicas = world.world_size * recipe.strategy.replicas(recipe.device.type)
         rows = [
             ("model", f"{type(recipe.task.model).__name__}, {count:,} parameters"),
-            ("strategy", f"{recipe.strategy.name} over {recipe.backend}" if world.world_size > 1 else recipe.strategy.name),
+            (
+                "strategy",
+                f"{recipe.strategy.name} over {recipe.backend}" if world.world_size > 1 else recipe.strategy.name,
+            ),
             ("replicas x devices", f"{replicas} x {len(recipe.devices)} ({device})"),
         ]
         if run is not None:
@@ -194,6 +197,7 @@ class _LogFile(logging.FileHandler):
 
     def _take_over(self) -> None:
         for line in self.control.received_logs():
+            assert self.stream is not None
             self.stream.write(line + "\n")
 
 

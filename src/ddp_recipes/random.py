@@ -1,7 +1,7 @@
 """Keyed randomness: every random choice is a function of (seed, epoch, step, sample), never of who asks or when."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -23,7 +23,7 @@ def key(seed: int, *parts: int) -> int:
     return state >> 1
 
 
-def seed_step(value: int, devices: list[torch.device]) -> None:
+def seed_step(value: int, devices: Sequence[torch.device]) -> None:
     """Seed torch's generators on the CPU and on the given CUDA devices: what dropout of this step draws from.
 
     It seeds those generators alone; ``torch.manual_seed`` visits every backend and costs several times as much.

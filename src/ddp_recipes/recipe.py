@@ -43,7 +43,7 @@ class Recipe:
 
     def __init__(self, job: Job, world: World, control: Control) -> None:
         self.job, self.world, self.control = job, world, control
-        self.config = OmegaConf.create(job.config)
+        self.config = OmegaConf.create(dict(job.config))
         self.request = request = Request.of(job.config)
         self.mode = request.run.mode
         self.trainer = request.trainer.effective()
@@ -83,7 +83,8 @@ class Recipe:
         first, there = self.world.local_rank * k, torch.cuda.device_count()
         if first + k > there:
             raise RequestError(
-                f"Local rank {self.world.local_rank} needs {k} GPU(s) from number {first} on (model.num_devices={k}), but "
+                f"Local rank {self.world.local_rank} needs {k} GPU(s) from number {first} on "
+                f"(model.num_devices={k}), but "
                 f"{there} are visible: {there // k} replica(s) fit on a node. Start that many processes on each."
             )
         torch.cuda.set_device(first)
@@ -110,9 +111,10 @@ class Recipe:
         names = SPLITS[self.mode]
         found = [name for name in names if self.config.data.get(name) is not None]
         if not found or (self.mode == "fit" and "train" not in found):
+            needed = " or ".join(f"data.{name}" for name in (names[:1] if self.mode == "fit" else names))
             raise RequestError(
-                f"mode={self.mode} needs {' or '.join(f'data.{name}' for name in names[: 1 if self.mode == 'fit' else 3])}, "
-                f"which this data choice does not have. Give it in the data yaml, or choose another data or mode."
+                f"mode={self.mode} needs {needed}, which this data choice does not have. Give it in the data "
+                "yaml, or choose another data or mode."
             )
         chosen = found if self.mode == "fit" else found[:1]
         loaders = {name: self._make_loader(name) for name in chosen}
@@ -159,7 +161,8 @@ class Recipe:
         places_itself = "devices" in _parameters(node._target_, "model")
         if self.request.num_devices > 1 and not places_itself:
             raise RequestError(
-                f"model.num_devices={self.request.num_devices}, but {node._target_} takes no `devices` and so cannot be "
+                f"model.num_devices={self.request.num_devices}, but {node._target_} takes no `devices` and so "
+                "cannot be "
                 f"spread. Use model.num_devices=1, or a model that places itself (toy_mp, resnet50_mp)."
             )
         runtime = {"devices": self.devices} if places_itself else {}
@@ -200,7 +203,8 @@ class Recipe:
             global_batch = self.loaders["train"].plan.global_batch_size
             if state["global_batch_size"] != global_batch:
                 raise RequestError(
-                    f"{self.checkpoint_path} was trained with a global batch of {state['global_batch_size']} samples, this "
+                    f"{self.checkpoint_path} was trained with a global batch of {state['global_batch_size']} "
+                    "samples, this "
                     f"run has {global_batch}: it would not go on where that one stopped. Set data.global_batch_size="
                     f"{state['global_batch_size']}, or start afresh without ckpt_path."
                 )
@@ -276,7 +280,8 @@ class Recipe:
         """Whether the run goes on with what is in its own run directory."""
         path = self.request.run.ckpt_path
         return self.mode == "fit" and (
-            path == "auto" or (self.checkpoint_path is not None and self.checkpoint_path.is_relative_to(self.job.directory))
+            path == "auto"
+            or (self.checkpoint_path is not None and self.checkpoint_path.is_relative_to(self.job.directory))
         )
 
     def load_weights(self) -> int:

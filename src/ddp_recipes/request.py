@@ -1,4 +1,4 @@
-"""What a run is asked to be, checked as far as that needs no torch: the launching parent does it before anything starts."""
+"""What a run is asked to be, checked as far as that needs no torch: the parent does it before anything starts."""
 
 import ctypes
 import re
@@ -46,7 +46,8 @@ class Request:
         for group in GROUPS:
             if not isinstance(config.get(group), Mapping):
                 raise RequestError(
-                    f"The config has no section {group}. Choose an option of the group, e.g. in the defaults list of your "
+                    f"The config has no section {group}. Choose an option of the group, e.g. in the defaults "
+                    "list of your "
                     f"primary config (conf/train.yaml lists them all)."
                 )
         num_devices = config["model"].get("num_devices", 1)
@@ -63,7 +64,8 @@ class Request:
         )
         if request.launcher.max_restarts:
             raise RequestError(
-                f"launcher.max_restarts={request.launcher.max_restarts} is not there yet for processes that ddp_recipes "
+                f"launcher.max_restarts={request.launcher.max_restarts} is not there yet for processes that "
+                "ddp_recipes "
                 f"starts. Use torchrun --max-restarts, or 0 and start again with ckpt_path=auto."
             )
         return request
@@ -96,7 +98,8 @@ class Request:
         asked, k = self.launcher.nproc_per_node, self.num_devices
         if self.launcher.nnodes > 1:
             raise RequestError(
-                f"launcher.nnodes={self.launcher.nnodes}, but the local launcher starts processes on this machine only. "
+                f"launcher.nnodes={self.launcher.nnodes}, but the local launcher starts processes on this "
+                "machine only. "
                 f"Start train.py with torchrun on each node; it takes the same overrides."
             )
         if self.single_process and asked not in ("auto", 1):
@@ -107,7 +110,8 @@ class Request:
         if on_gpu and k * (1 if asked == "auto" else int(asked)) > gpus:
             raise RequestError(
                 f"{'One replica' if asked == 'auto' else f'{asked} replicas'} of {k} device(s) (model.num_devices) "
-                f"cannot run on {gpus} visible GPU(s): {gpus // k} fit(s). Use launcher.nproc_per_node={max(gpus // k, 1)}"
+                f"cannot run on {gpus} visible GPU(s): {gpus // k} fit(s). Use "
+                f"launcher.nproc_per_node={max(gpus // k, 1)}"
                 f"{'' if gpus >= k else ' on a machine with more GPUs'}, or launcher.device=cpu."
             )
         if asked != "auto":
@@ -120,8 +124,8 @@ class Request:
 def resolve(config: DictConfig) -> dict[str, Any]:
     """Return a config as plain data with every interpolation resolved, but for what comes from the environment.
 
-    ``${oc.env:…}`` stays as it is, also inside other text: each rank resolves it when it uses it, so a secret reaches no
-    file and no other process.
+    ``${oc.env:…}`` stays as it is, also inside other text: each rank resolves it when it uses it, so a
+    secret reaches no file and no other process.
 
     Raises:
         RequestError: a value is missing, or an interpolation has no target.

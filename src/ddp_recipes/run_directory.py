@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
+from omegaconf import OmegaConf
 
 from ddp_recipes.errors import RequestError
 
@@ -42,7 +42,7 @@ class RunDirectory:
 
     def record(self, config: Mapping[str, Any], hydra: Mapping[str, str]) -> None:
         """Write ``config.yaml``, what every rank runs with, and Hydra's own record."""
-        write_text(self.path / "config.yaml", yaml.safe_dump(dict(config), sort_keys=False))
+        write_text(self.path / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(dict(config))))
         for name, text in hydra.items():
             write_text(self.path / ".hydra" / name, text)
 

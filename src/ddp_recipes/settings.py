@@ -1,4 +1,4 @@
-"""The recipe's own keys as frozen, checked dataclasses. Importing this loads no torch: the launching parent checks with it.
+"""The recipe's own keys as frozen, checked dataclasses. Importing this loads no torch.
 
 A field's type is its rule: ``Literal`` lists the allowed values, ``Annotated[int, Range(1)]`` bounds a number.
 """
@@ -70,7 +70,13 @@ class TrainerSettings:
             n = int(self.fast_dev_run)
             limits: dict[str, Any] = {f"limit_{part}_batches": n for part in ("train", "val", "test", "predict")}
             return dataclasses.replace(
-                self, **limits, max_epochs=1, max_steps=n, num_sanity_val_steps=0, log_every_n_steps=1, overfit_batches=0
+                self,
+                **limits,
+                max_epochs=1,
+                max_steps=n,
+                num_sanity_val_steps=0,
+                log_every_n_steps=1,
+                overfit_batches=0,
             )
         return dataclasses.replace(
             self,
@@ -166,7 +172,9 @@ def parse(cls: type[T], section: str, values: Mapping[str, Any], *, others: bool
             raise RequestError(f"{prefix}{name} is missing from the config. Allowed: {_describe(hint)}.")
         if not _fits(values[name], hint):
             near = nearest(str(values[name]), [str(choice) for choice in _choices(hint)])
-            raise RequestError(f"{prefix}{name}={_shown(values[name])} is not allowed. Allowed: {_describe(hint)}.{near}")
+            raise RequestError(
+                f"{prefix}{name}={_shown(values[name])} is not allowed. Allowed: {_describe(hint)}.{near}"
+            )
     return cls(**{name: values[name] for name in hints})
 
 

@@ -16,8 +16,8 @@ _AGREE_EVERY_S = 1.0
 class Stopper:
     """Decides on one step at which all ranks stop, without a collective in every step.
 
-    Signals only set a flag. Ranks exchange flags about once a second: each exchange also carries, from rank 0, the number
-    of steps until the next one, so that all ranks hold it at the same step. One process alone looks at every step.
+    Signals only set a flag. Ranks exchange flags about once a second: each exchange also carries, from rank 0, the
+    number of steps until the next one, so that all ranks hold it at the same step. One process alone looks at every step.
 
     Use it as a context manager: handlers are in place inside (in the main thread only), and put back after.
     """
@@ -74,6 +74,8 @@ class Stopper:
                 self._former[number] = signal.signal(number, self._handle)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for number, handler in self._former.items():
             signal.signal(number, handler)  # type: ignore[arg-type]

@@ -1,6 +1,7 @@
 """Run recipes on several forked ranks in a test: real processes and real gloo, without paying for imports again.
 
-Torch must not have run on several threads before (``torch.set_num_threads(1)`` in ``conftest.py``): a fork does not survive that.
+Torch must not have run on several threads before, which a fork does not survive: call ``torch.set_num_threads(1)`` in
+``conftest.py``.
 """
 
 import multiprocessing
@@ -26,7 +27,9 @@ from ddp_recipes.run_directory import Summary
 from ddp_recipes.world import World
 
 
-def make_job(overrides: Sequence[str] = (), directory: Path | str | None = None, *, config_dir: str | None = None) -> Job:
+def make_job(
+    overrides: Sequence[str] = (), directory: Path | str | None = None, *, config_dir: str | None = None
+) -> Job:
     """Compose what ``train.py`` would with these overrides.
 
     Args:
@@ -35,7 +38,7 @@ def make_job(overrides: Sequence[str] = (), directory: Path | str | None = None,
     """
     with compose.session(CONF, config_dir) as hydra:
         config = compose.compose(hydra, "train", list(overrides))
-    config = OmegaConf.masked_copy(config, [name for name in config if name != "hydra"])
+    config = OmegaConf.masked_copy(config, [str(name) for name in config if name != "hydra"])
     return Job(resolve(config), Path(directory or tempfile.mkdtemp(prefix="ddp_recipes_")).absolute())
 
 
@@ -76,7 +79,9 @@ def on_ranks(function: Callable[[World, Store | None], Any], world_size: int, *,
         listener.bind(("127.0.0.1", 0))
         pipes = [fork.Pipe(duplex=False) for _ in range(world_size)]
         processes = [
-            fork.Process(target=_on_rank, args=(function, World(number, world_size, number, world_size), listener, pipe))
+            fork.Process(
+                target=_on_rank, args=(function, World(number, world_size, number, world_size), listener, pipe)
+            )
             for number, (_, pipe) in enumerate(pipes)
         ]
         for process in processes:

@@ -44,8 +44,8 @@ class World:
         if missing:
             given = [name for name in _REQUIRED if name in environ]
             raise RequestError(
-                f"The environment sets {', '.join(given) or 'none of the rank variables'} but not {', '.join(missing)}. "
-                f"A rank needs all of {', '.join(_REQUIRED)}: start with torchrun, set the others too, "
+                f"The environment sets {', '.join(given)} but not {', '.join(missing)}. A rank needs all of "
+                f"{', '.join(_REQUIRED)}: start with torchrun, set the others too, "
                 f"or unset these to let ddp_recipes start its own processes (launcher=local)."
             )
         try:

@@ -72,9 +72,12 @@ class _Interrupts:
 
 
 def _start(job: Job, processes: int, stack: ExitStack) -> list[_Rank]:
-    """Start the ranks. Each reads the job from its standard input, which then stays open: its end is this process's end."""
+    """Start the ranks. Each reads the job from its standard input, which then stays open: its end is this "
+    "process's end."""
     listener = stack.enter_context(socket.socket())
-    listener.bind(("127.0.0.1", 0))  # a free port, on loopback only; rank 0 gets the bound socket, so nobody can take it
+    listener.bind(
+        ("127.0.0.1", 0)
+    )  # a free port, on loopback only; rank 0 gets the bound socket, so nobody can take it
     port = listener.getsockname()[1]
     threads = str(max(1, len(os.sched_getaffinity(0)) // processes))
     loopback = "lo0" if sys.platform == "darwin" else "lo"
@@ -151,7 +154,8 @@ def _tell(rank: _Rank, number: int) -> None:
 
 
 def _reports(ranks: list[_Rank]) -> Iterator[tuple[_Rank, dict[str, Any]] | None]:
-    """Yield what ranks report as it comes, and ``None`` at least ten times a second, with all return codes up to date."""
+    """Yield what ranks report as it comes, and ``None`` at least ten times a second, with all return codes up "
+    "to date."""
     with selectors.DefaultSelector() as selector:
         for rank in ranks:
             selector.register(rank.reports, selectors.EVENT_READ, rank)
@@ -174,7 +178,9 @@ def _reports(ranks: list[_Rank]) -> Iterator[tuple[_Rank, dict[str, Any]] | None
 
 def _outcome(job: Job, ranks: list[_Rank], interrupts: _Interrupts) -> Summary:
     """Return rank 0's summary, or raise the one thing that ended the run."""
-    said = {kind: [rank for rank in ranks if rank.said.get("kind") == kind] for kind in ("refused", "preempted", "failed")}
+    said = {
+        kind: [rank for rank in ranks if rank.said.get("kind") == kind] for kind in ("refused", "preempted", "failed")
+    }
     died = [rank for rank in ranks if rank.died]
     if said["refused"]:
         raise RequestError(said["refused"][0].said["message"])

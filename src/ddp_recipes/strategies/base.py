@@ -34,7 +34,9 @@ class Strategy(Protocol):
             RequestError: with what to do instead.
         """
 
-    def setup(self, world: World, store: Store | None, backend: str, timeout: timedelta, init_method: str | None) -> None:
+    def setup(
+        self, world: World, store: Store | None, backend: str, timeout: timedelta, init_method: str | None
+    ) -> None:
         """Join the other ranks. A collective: every rank calls it."""
 
     def wrap(self, task: Task, devices: Sequence[torch.device]) -> Wrapped:
@@ -71,7 +73,9 @@ class Single:
     def check(self, task: Task, devices: Sequence[torch.device], backend: str) -> None:
         """Nothing can be wrong."""
 
-    def setup(self, world: World, store: Store | None, backend: str, timeout: timedelta, init_method: str | None) -> None:
+    def setup(
+        self, world: World, store: Store | None, backend: str, timeout: timedelta, init_method: str | None
+    ) -> None:
         """There is nobody to join."""
 
     def wrap(self, task: Task, devices: Sequence[torch.device]) -> Wrapped:

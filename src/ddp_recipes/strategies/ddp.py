@@ -22,7 +22,7 @@ class DDP:
 
     Args:
         sync_batchnorm: batch-norm statistics over all ranks; GPU only, as torch's ``SyncBatchNorm`` is.
-        comm_hook: ``fp16``, ``bf16`` or ``powersgd``: what the all-reduce sends; ``None`` for the gradients as they are.
+        comm_hook: ``fp16``, ``bf16`` or ``powersgd``: what the all-reduce sends; ``None``: gradients as they are.
         options: any other argument of ``DistributedDataParallel``.
     """
 
@@ -50,9 +50,11 @@ class DDP:
         available = {"nccl": dist.is_nccl_available(), "gloo": dist.is_gloo_available()}
         if not available[backend]:
             have = ", ".join(name for name, there in available.items() if there)
-            raise RequestError(f"launcher.backend={backend} is not in this build of torch. It has: {have}. Choose one.")
+            raise RequestError(f"launcher.backend={backend} is not in this torch. It has: {have}. Choose one.")
 
-    def setup(self, world: World, store: Store | None, backend: str, timeout: timedelta, init_method: str | None) -> None:
+    def setup(
+        self, world: World, store: Store | None, backend: str, timeout: timedelta, init_method: str | None
+    ) -> None:
         """Join the process group, over the launcher's store or an address of the user's own."""
         self.world = world
         if init_method is not None:
@@ -65,14 +67,14 @@ class DDP:
             )
 
     def wrap(self, task: Task, devices: Sequence[torch.device]) -> Wrapped:
-        """Wrap the task. ``device_ids`` stays ``None``: batches are on the device already, and a replica may span several.
+        """Wrap the task. ``device_ids`` stays ``None``: batches are in place already, and a replica may span devices.
 
         One replica without a hook has nothing to exchange, and runs bare.
         """
         if self.world.world_size == 1 and self.comm_hook is None:
             return cast(Wrapped, task)
         if self.sync_batchnorm and batch_norms(task):
-            task.model = nn.SyncBatchNorm.convert_sync_batchnorm(task.model)
+            task.model = nn.SyncBatchNorm.convert_sync_batchnorm(task.model)  # type: ignore[no-untyped-call]
         module = DistributedDataParallel(task, device_ids=None, **self.options)
         if self.comm_hook is not None:
             _COMM_HOOKS[self.comm_hook](module)
