@@ -80,7 +80,11 @@ class Loader:
         """Yield an epoch's batches from number ``start`` on."""
         plan = self.plan
         for number, data in enumerate(self._data(epoch, start), start):
-            yield Batch(to_device(data, self.device), plan.share(number), plan.total(number))
+            yield Batch(
+                to_device(data, self.device, pin=self.fetch is not None and self.pin_memory),
+                plan.share(number),
+                plan.total(number),
+            )
 
     def _data(self, epoch: int, start: int) -> Iterator[Any]:
         self._sampler.epoch, self._sampler.start = epoch, start
@@ -124,14 +128,16 @@ def size_of(dataset: Any) -> int:
     return len(dataset)
 
 
-def to_device(data: Any, device: torch.device) -> Any:
-    """Move every tensor in (nested) tuples, lists and dicts; pinned memory is copied without waiting."""
+def to_device(data: Any, device: torch.device, pin: bool = False) -> Any:
+    """Move every tensor in (nested) tuples, lists and dicts; from pinned memory the copy does not wait."""
     if isinstance(data, torch.Tensor):
-        return data if data.device == device else data.to(device, non_blocking=True)
+        if data.device == device:
+            return data
+        return (data.pin_memory() if pin else data).to(device, non_blocking=True)
     if isinstance(data, dict):
-        return {name: to_device(value, device) for name, value in data.items()}
+        return {name: to_device(value, device, pin) for name, value in data.items()}
     if isinstance(data, (tuple, list)):
-        moved = [to_device(value, device) for value in data]
+        moved = [to_device(value, device, pin) for value in data]
         return type(data)(*moved) if hasattr(data, "_fields") else type(data)(moved)
     return data
 

@@ -105,7 +105,7 @@ def fit(run: Run) -> str:
             run.cursor = advance(run, samples)
             run.step_seconds.append(took := clock.lap())
             run.train_seconds += took
-            run.progress.advance(run.cursor.step, epoch)
+            run.progress.advance(run.cursor.step, run.cursor.epoch)
             if logged:
                 write_log(run, loss / samples, norm, lr, clock)
             for callback in run.callbacks:

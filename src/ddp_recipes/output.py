@@ -18,7 +18,7 @@ from ddp_recipes.control import Control, ForwardHandler
 from ddp_recipes.digest import digest
 from ddp_recipes.loggers import Logger
 from ddp_recipes.loop import Cursor, Metrics, Run
-from ddp_recipes.progress import Progress, make_progress, table
+from ddp_recipes.progress import Progress, make_progress, number, table
 from ddp_recipes.recipe import Recipe
 from ddp_recipes.run_directory import RunDirectory, Summary, write_summary
 
@@ -70,9 +70,8 @@ class Output:
             run.checkpointer = FileCheckpointer(job.directory / "checkpoints", recipe.request.checkpoint)
             if recipe.state is not None:
                 run.checkpointer.load_state(recipe.state["checkpointer"])
-        sample = run.train.sample()
-        if isinstance(sample, (tuple, list)) and isinstance(sample[0], torch.Tensor):
-            self.logger.graph(recipe.task.model, sample[0])
+        if recipe.config.logger.get("graph", False) and not quick:
+            self.logger.graph(recipe.task.model, run.train.sample()[0])
             recipe.task.train()
         self.progress.start(recipe.total_steps, run.cursor.step, run.train.plan.global_batch_size)
 
@@ -169,7 +168,8 @@ class Output:
         return [*rows, ("run directory", str(recipe.job.directory))]
 
     def _end_rows(self, summary: Summary) -> list[tuple[str, str]]:
-        rows = [(name, f"{value:.4g}") for name, value in summary["metrics"].items() if name != "train/epoch"]
+        metrics = sorted(summary["metrics"].items(), key=lambda item: item[0].startswith("train/"))  # what counts, first
+        rows = [(name, number(value)) for name, value in metrics if name != "train/epoch"]
         if summary["step_time_ms"] is not None:
             rows.append(("median step", f"{summary['step_time_ms']:.2f} ms"))
         rows += [

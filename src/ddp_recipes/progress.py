@@ -179,6 +179,11 @@ def table(title: str, rows: Sequence[tuple[str, str]], stream: TextIO) -> None:
     Console(file=stream).print(grid)
 
 
+def number(value: float) -> str:
+    """Return a number as a person reads it: ``0.0312``, ``28,979``."""
+    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e12 else f"{value:.4g}"
+
+
 def _is_terminal(stream: TextIO) -> bool:
     return stream.isatty() and os.environ.get("TERM") != "dumb"
 

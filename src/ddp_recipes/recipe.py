@@ -70,8 +70,7 @@ class Recipe:
         self.checkpoint_path = find(request.run.ckpt_path, job.directory)
         self.state = self._load()
         if self.mode == "fit":
-            self.optimizer: torch.optim.Optimizer = self._make("optimizer", self.task.parameters())
-            self.schedule = self._make_schedule()
+            self.optimizer, self.schedule = self._make_optimizer()
 
     # What the config says
 
@@ -210,7 +209,15 @@ class Recipe:
                 )
         return state
 
-    def _make_schedule(self) -> Schedule:
+    def _make_optimizer(self) -> tuple[torch.optim.Optimizer, Schedule]:
+        """Return optimizer and scheduler: the module's own, where it is one of Lightning's, else the config's."""
+        own = self.task.configure_optimizers()
+        optimizer = own[0] if own is not None else self._make("optimizer", self.task.parameters())
+        if own is None or own[1] is None:
+            return optimizer, self._make_schedule(optimizer)
+        return optimizer, Schedule(own[1], own[2])
+
+    def _make_schedule(self, optimizer: torch.optim.Optimizer) -> Schedule:
         """Return the scheduler; a length that its yaml leaves null is that of the run, in ticks."""
         node = self.config.scheduler
         interval = node.get("interval", "epoch")
@@ -224,9 +231,7 @@ class Recipe:
                 f"trainer.max_epochs or trainer.max_steps to at least 1."
             )
         ticks = steps if steps is None or interval == "step" else -(-steps // self.steps_per_epoch)
-        scheduler = self._make(
-            "scheduler", self.optimizer, without=["interval", *lengths], **dict.fromkeys(lengths, ticks)
-        )
+        scheduler = self._make("scheduler", optimizer, without=["interval", *lengths], **dict.fromkeys(lengths, ticks))
         return Schedule(scheduler, interval)
 
     @property

@@ -17,7 +17,7 @@ class Stopper:
     """Decides on one step at which all ranks stop, without a collective in every step.
 
     Signals only set a flag. Ranks exchange flags about once a second: each exchange also carries, from rank 0, the
-    number of steps until the next one, so that all ranks hold it at the same step. One process alone looks at every step.
+    number of steps until the next one, so that all ranks hold it at the same step. One process looks at every step.
 
     Use it as a context manager: handlers are in place inside (in the main thread only), and put back after.
     """

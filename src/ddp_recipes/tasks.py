@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 
@@ -66,6 +67,10 @@ class Task(nn.Module):
         inputs, targets = batch
         outputs = self.model(inputs)
         return outputs, targets.to(outputs.device)
+
+    def configure_optimizers(self) -> tuple[torch.optim.Optimizer, Any, str] | None:
+        """Return optimizer, scheduler (or ``None``) and its interval; ``None`` to leave both to the config."""
+        return None
 
     @property
     def stateful_metrics(self) -> dict[str, Any]:
