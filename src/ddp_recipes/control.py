@@ -23,7 +23,7 @@ class Control:
         self.timeout_s = timeout_s
         self._logged = 0
 
-    def agree(self, error: str | None, facts: Mapping[str, str]) -> None:
+    def agree(self, error: Exception | None, facts: Mapping[str, str]) -> None:
         """Start together or not at all: every rank says whether it is ready and with what; rank 0 compares.
 
         Args:
@@ -31,25 +31,25 @@ class Control:
             facts: what must be equal on all ranks, by name (digests, versions).
 
         Raises:
-            RequestError: some rank cannot start, or ranks differ; the same message on every rank.
-            RunFailed: ranks are missing after the timeout; names them.
+            RequestError: some rank was asked for what cannot be, or ranks differ; the same message on every rank.
+            RunFailed: a rank failed while it got ready, or is missing after the timeout; names it.
         """
         if self.store is None:
-            if error is not None:
-                raise RequestError(error)
             return
-        self.store.set(f"ready/{self.world.rank}", json.dumps({"error": error, "facts": dict(facts)}))
+        kind = "ready" if error is None else "refused" if isinstance(error, RequestError) else "failed"
+        said = {"kind": kind, "text": str(error), "facts": dict(facts)}
+        self.store.set(f"ready/{self.world.rank}", json.dumps(said))
         if self.world.is_main:
             self.store.set("verdict", json.dumps(self._verdict(facts)))
-        kind, text = json.loads(self._wait("verdict", self.timeout_s + 5))
-        if kind != "go":
-            self._stay_until_all_know()
-        if kind == "refused":
-            raise RequestError(text)
-        if kind == "missing":
-            raise RunFailed(text)
+        kind, text, rank = json.loads(self._wait("verdict", self.timeout_s + 5))
+        if kind == "go":
+            return
+        self._stay_until_all_know()
+        if rank != self.world.rank:  # the rank itself knows better
+            raise RequestError(text) if kind == "refused" else RunFailed(text, rank=rank)
 
-    def _verdict(self, facts: Mapping[str, str]) -> tuple[str, str]:
+    def _verdict(self, facts: Mapping[str, str]) -> tuple[str, str, int | None]:
+        """Return ``go``, ``refused`` or ``failed``, why, and the rank it is about."""
         deadline = time.monotonic() + self.timeout_s
         missing = []
         differing = []
@@ -59,25 +59,29 @@ class Control:
             except TimeoutError:
                 missing.append(str(rank))
                 continue
-            if said["error"] is not None:
-                return "refused", said["error"]
+            if said["kind"] == "refused":
+                return "refused", said["text"], rank
+            if said["kind"] == "failed":
+                return "failed", f"Rank {rank} failed while it got ready: {said['text']}", rank
             differing += [
                 f"{name}: {value} on rank 0, {said['facts'].get(name)} on rank {rank}"
                 for name, value in facts.items()
                 if said["facts"].get(name) != value
             ]
         if missing:
-            return "missing", (
+            text = (
                 f"Rank {', '.join(missing)} of {self.world.world_size} did not arrive within launcher.timeout_s="
                 f"{self.timeout_s:g} seconds. Look at what those processes printed."
             )
+            return "failed", text, None
         if differing:
-            return "refused", (
-                "The ranks differ:\n  "
-                + "\n  ".join(differing[:8])
-                + "\nInstall one version and use one config on every node."
+            listed = "\n  ".join(differing[:8])
+            return (
+                "refused",
+                f"The ranks differ:\n  {listed}\nInstall one version and use one config on every node.",
+                None,
             )
-        return "go", ""
+        return "go", "", None
 
     def _stay_until_all_know(self) -> None:
         """Keep rank 0, and with it the store, until the others have read why they do not start."""

@@ -119,8 +119,8 @@ class Leader:
             missing = first_missing(directory)
             try:
                 compose.run(hydra, config, config_name, self.job)
-            except RequestError:
-                remove_empty(directory, missing)
+            except RecipeError:
+                remove_empty(directory, missing)  # a run that never began leaves nothing
                 raise
         return self.summaries[-1]
 

@@ -168,7 +168,9 @@ class Output:
         return [*rows, ("run directory", str(recipe.job.directory))]
 
     def _end_rows(self, summary: Summary) -> list[tuple[str, str]]:
-        metrics = sorted(summary["metrics"].items(), key=lambda item: item[0].startswith("train/"))  # what counts, first
+        metrics = sorted(
+            summary["metrics"].items(), key=lambda item: item[0].startswith("train/")
+        )  # what counts, first
         rows = [(name, number(value)) for name, value in metrics if name != "train/epoch"]
         if summary["step_time_ms"] is not None:
             rows.append(("median step", f"{summary['step_time_ms']:.2f} ms"))

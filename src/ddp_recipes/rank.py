@@ -63,8 +63,8 @@ def prepare(job: Job, world: World, control: Control) -> tuple[Recipe, RunDirect
     try:
         recipe = Recipe(job, world, control)
         directory = RunDirectory(job.directory, recipe.resumes_in_place) if world.is_main else None
-    except RequestError as error:
-        control.agree(str(error), {})
+    except Exception as error:
+        control.agree(error, {})
         raise
     facts = {
         "version of ddp_recipes": __version__,

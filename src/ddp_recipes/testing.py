@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import torch._dynamo  # noqa: F401  # an optimizer's first step imports it, which takes seconds: once here, not in each rank
 from omegaconf import OmegaConf
 from torch.distributed import Store, TCPStore
 

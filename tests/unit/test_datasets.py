@@ -1,6 +1,5 @@
 """Data sets: a batch is its samples bit for bit, splits are honest, and bad requests say what is wrong."""
 
-import os
 import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -46,14 +45,6 @@ def write_mnist(root: Path, name: str = "MNIST", counts: tuple[int, int] = (90, 
     return root
 
 
-def real_mnist() -> Path:
-    beside = Path(__file__).parents[2].parent / "shared" / "data"
-    root = Path(os.environ.get("DDP_RECIPES_TEST_DATA", beside))
-    if not (root / "MNIST" / "raw").is_dir():
-        pytest.skip(f"no MNIST in {root}; set DDP_RECIPES_TEST_DATA to the folder that holds MNIST/raw")
-    return root
-
-
 # --- batches ---------------------------------------------------------------------------------------------------------
 
 
@@ -80,22 +71,21 @@ def test_batch_of_mnist_is_its_samples(tmp_path: Path, name: str, make: Callable
 
 
 @pytest.mark.parametrize("split", ["train", "test"])
-def test_mnist_is_torchvisions(split: str) -> None:
+def test_mnist_is_torchvisions(split: str, mnist_root: Path) -> None:
     """On the real data: the numbers of torchvision's own data set with its usual transform."""
     from torchvision import transforms
     from torchvision.datasets import MNIST
 
-    root = real_mnist()
-    ours = datasets.mnist(root, split)
+    ours = datasets.mnist(mnist_root, split)
     usual = transforms.Compose([transforms.ToTensor(), transforms.Normalize(MNIST_MEAN, MNIST_STD)])
-    theirs = MNIST(root, train=split == "train", transform=usual)
+    theirs = MNIST(mnist_root, train=split == "train", transform=usual)
     assert len(ours) == len(theirs)
     assert_batch_is_its_samples(ours, 500)
     inputs, targets = ours.fetch(torch.arange(500))
     assert torch.equal(inputs, torch.stack([theirs[i][0] for i in range(500)]))
     assert targets.tolist() == [theirs[i][1] for i in range(500)]
-    assert datasets.mnist(root, split, transform=usual).batched
-    assert torch.equal(datasets.mnist(root, split, transform=usual).fetch(torch.arange(500))[0], inputs)
+    assert datasets.mnist(mnist_root, split, transform=usual).batched
+    assert torch.equal(datasets.mnist(mnist_root, split, transform=usual).fetch(torch.arange(500))[0], inputs)
 
 
 def test_cifar10(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,178 @@
+"""What all tests share: quick recipes on forked ranks, real commands, tiny data, and a watch over what a test leaves."""
+
+import os
+import pickle
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ddp_recipes.run_directory import Summary
+from ddp_recipes.testing import run_recipe
+
+ROOT = Path(__file__).parents[1]
+BOUND_S = 15  # for a process that was told to end
+
+# A fork does not survive that torch has run on several threads.
+torch.set_num_threads(1)
+os.environ["DDP_RECIPES_TEST_PROCESS"] = MARK = str(os.getpid())  # processes inherit it, orphans as well
+
+QUICK = (
+    "data=random",
+    "data.num_samples=64",
+    "data.val_samples=21",
+    "data.batch_size=8",
+    "model=toy",
+    "trainer.max_epochs=2",
+    "trainer.progress=false",
+    "logger=none",
+    "launcher.device=cpu",
+)
+
+
+# --- what a test leaves behind ---------------------------------------------------------------------------------------
+
+
+def processes() -> dict[int, str]:
+    """Return the running processes that this one started, or that those started, by id."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
+            marked = f"\0DDP_RECIPES_TEST_PROCESS={MARK}\0".encode() in b"\0" + (folder / "environ").read_bytes()
+            if state != "Z" and (int(parent) == os.getpid() or marked) and int(folder.name) != os.getpid():
+                found[int(folder.name)] = (folder / "cmdline").read_text().replace("\0", " ").strip()
+        except OSError:
+            continue  # it has ended meanwhile, or belongs to somebody else
+    return found
+
+
+def environment() -> dict[str, str]:
+    """Return what tests must not change; pytest itself says where it is, and scikit-learn sets KMP_* at its import."""
+    return {
+        name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST" and not name.startswith("KMP_")
+    }
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing_behind() -> Iterator[None]:
+    """Fail a test that leaves processes, or another environment or current folder."""
+    there, environ, folder = processes(), environment(), os.getcwd()
+    yield
+    deadline = time.monotonic() + BOUND_S
+    while (left := processes().keys() - there) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    names = {pid: name for pid, name in processes().items() if pid in left}
+    after, folder_after = environment(), os.getcwd()
+    os.chdir(folder)
+    for name in after.keys() - environ.keys():
+        del os.environ[name]
+    os.environ.update(environ)
+    assert not names, f"the test left processes: {names}"
+    assert after == environ, "the test changed os.environ"
+    assert folder_after == folder, "the test changed the current folder"
+
+
+# --- ways to run -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[..., Summary]:
+    """Run a tiny recipe on forked ranks: ``run(*overrides, world_size=1, directory=None, config_dir=None)``."""
+    count = 0
+
+    def quick(*overrides: str, world_size: int = 1, directory: Path | None = None, **options: Any) -> Summary:
+        nonlocal count
+        count += 1
+        directory = directory or tmp_path / f"run_{count}"
+        return run_recipe([*QUICK, *overrides], world_size, directory, **options)
+
+    return quick
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run Python with arguments in a folder of its own: ``command("train.py", "model=toy", status=0, cwd=tmp_path)``."""
+
+    def call(*arguments: str, status: int = 0, cwd: Path = tmp_path) -> subprocess.CompletedProcess[str]:
+        outside = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
+        env = {name: value for name, value in os.environ.items() if name not in outside}
+        line = [sys.executable, *arguments]
+        done = subprocess.run(line, cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
+        assert done.returncode == status, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
+        return done
+
+    return call
+
+
+# --- data ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def mnist_root() -> Path:
+    """The folder that holds the real MNIST."""
+    root = Path(os.environ.get("DDP_RECIPES_TEST_DATA", ROOT.parent / "shared" / "data"))
+    if not (root / "MNIST" / "raw").is_dir():
+        pytest.skip(f"no MNIST in {root}; set DDP_RECIPES_TEST_DATA to the folder that holds MNIST/raw")
+    return root
+
+
+@pytest.fixture(scope="session")
+def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a few samples of everything that is read from disk, made up but in the real formats.
+
+    It holds ``MNIST``, ``FashionMNIST``, ``cifar-10-batches-py``, ``train`` and ``val`` with one folder of images for
+    each of three classes, and ``table.csv`` with the columns a, b, y, kind (no, yes) and file (the image's name).
+    """
+    root = tmp_path_factory.mktemp("data")
+    generator = torch.Generator().manual_seed(3)
+    for name in ("MNIST", "FashionMNIST"):
+        _write_mnist(root / name / "raw", generator)
+    _write_cifar10(root / "cifar-10-batches-py", generator)
+    _write_images(root, generator)
+    return root
+
+
+def _bytes(generator: torch.Generator, *shape: int, high: int = 256) -> torch.Tensor:
+    return torch.randint(0, high, shape, dtype=torch.uint8, generator=generator)
+
+
+def _write_mnist(folder: Path, generator: torch.Generator) -> None:
+    folder.mkdir(parents=True)
+    for prefix, count in (("train", 40), ("t10k", 21)):
+        content = {
+            "images-idx3": _bytes(generator, count, 28, 28),
+            "labels-idx1": _bytes(generator, count, high=10),
+        }
+        for kind, values in content.items():
+            header = struct.pack(f">{1 + values.ndim}I", 0x0800 + values.ndim, *values.shape)
+            (folder / f"{prefix}-{kind}-ubyte").write_bytes(header + values.numpy().tobytes())
+
+
+def _write_cifar10(folder: Path, generator: torch.Generator) -> None:
+    folder.mkdir()
+    for name in [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]:
+        batch = {"data": _bytes(generator, 8, 3072).numpy(), "labels": _bytes(generator, 8, high=10).tolist()}
+        (folder / name).write_bytes(pickle.dumps(batch))
+    (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": [str(number) for number in range(10)]}))
+
+
+def _write_images(root: Path, generator: torch.Generator) -> None:
+    from PIL import Image
+
+    rows = ["a,b,y,kind,file"]
+    for split, count in (("train", 4), ("val", 2)):
+        for number, kind in enumerate(("ant", "bee", "cat")):
+            folder = root / split / kind
+            folder.mkdir(parents=True)
+            for image in range(count):
+                Image.fromarray(_bytes(generator, 40, 40, 3).numpy()).save(folder / f"{image}.png")
+                answer = ("no", "yes")[image % 2]
+                rows.append(f"{image}.5,-{number},{number + image},{answer},{split}/{kind}/{image}.png")
+    (root / "table.csv").write_text("\n".join(rows) + "\n")

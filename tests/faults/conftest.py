@@ -1,0 +1,13 @@
+"""Every fault test gets a folder of its own to start runs from, with a user's own models in it."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Return an empty folder but for ``own_models.py``."""
+    shutil.copy(Path(__file__).with_name("own_models.py"), tmp_path)
+    return tmp_path

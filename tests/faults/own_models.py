@@ -1,0 +1,69 @@
+"""A user's own models, each with one fault. Tests copy this file to the folder that a run is started from."""
+
+import ctypes
+import os
+import signal
+import time
+from typing import Any
+
+from torch import Tensor
+
+from ddp_recipes.models import Toy
+
+RANK = int(os.environ.get("RANK", "0"))
+
+
+class Slow(Toy):
+    """Takes its time for each batch, so that a run lasts long enough to be disturbed."""
+
+    def __init__(self, sleep_s: float = 0.005, **sizes: Any) -> None:
+        super().__init__(**sizes)
+        self.sleep_s = sleep_s
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self.sleep_s)
+        return super().forward(x)
+
+
+class Faulty(Toy):
+    """Does ``what`` in the third training batch on one rank."""
+
+    def __init__(self, what: str, rank: int, **sizes: Any) -> None:
+        super().__init__(**sizes)
+        self.what, self.rank, self.batches = what, rank, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.batches += self.training
+        if self.batches == 3 and RANK == self.rank:
+            self.fail()
+        return super().forward(x)
+
+    def fail(self) -> None:
+        """Fail as told."""
+        match self.what:
+            case "raise":
+                raise ValueError("the cat sat on the keyboard")
+            case "exit":
+                os._exit(0)
+            case "segfault":
+                ctypes.string_at(0)
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Unbuildable(Toy):
+    """Cannot be made on one rank."""
+
+    def __init__(self, rank: int, **sizes: Any) -> None:
+        super().__init__(**sizes)
+        if RANK == rank:
+            raise ValueError("the cat sat on the blueprint")
+
+
+class Secretive(Toy):
+    """Is of no use without the right token, which it must not give away."""
+
+    def __init__(self, token: str, expected_length: int, **sizes: Any) -> None:
+        super().__init__(**sizes)
+        assert token.startswith("s3cr3t-") and len(token) == expected_length, "not the token"
+        print(f"rank {RANK} has the token", flush=True)

@@ -1,0 +1,150 @@
+"""Start runs as a user does, watch all of their processes, and wait for what must happen: never for a time to pass."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+TRAIN = str(Path(__file__).parents[2] / "train.py")
+TORCHRUN = [str(Path(sysconfig.get_path("scripts")) / "torchrun"), "--nproc-per-node=2", "--standalone"]
+GONE_S = 10.0  # what the contract gives a run to be gone, however it ended
+START_S = 90.0  # for a run to import, start and do something, on a busy machine
+_MARK = "DDP_RECIPES_TEST_RUN"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a run ended and what it printed."""
+
+    status: int
+    out: str
+    err: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that is going on; every process of it carries a mark in its environment, also when it is an orphan."""
+
+    process: subprocess.Popen[bytes]
+    folder: Path
+    mark: str
+
+    def end(self, seconds: float = START_S) -> Ended:
+        """Wait for the process that was started, then for all others, and return how it ended."""
+        status = self.process.wait(seconds)
+        self.see_all_gone()
+        out, err = ((self.folder / f"{self.mark}.{name}").read_text() for name in ("out", "err"))
+        return Ended(status, out, err)
+
+    def see_all_gone(self) -> None:
+        """Fail unless every process of the run is gone within what the contract gives it."""
+        until(lambda: not self.pids(), GONE_S, f"processes left: {self.pids()}")
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the process that was started, and to it alone."""
+        self.process.send_signal(number)
+
+    def pids(self) -> dict[int, str | None]:
+        """Return the living processes of the run, with the rank of each that has one."""
+        return {
+            pid: environ.get("RANK") for pid, environ in _environments() if environ.get(_MARK) == self.mark
+        }
+
+    def rank(self, number: int) -> int:
+        """Return the process of a rank."""
+        (pid,) = (pid for pid, rank in self.pids().items() if rank == str(number))
+        return pid
+
+
+@contextmanager
+def started(
+    folder: Path,
+    *overrides: str,
+    command: list[str] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Iterator[Run]:
+    """Start ``train.py`` with these overrides from ``folder``; kill what is left of it at the end.
+
+    Args:
+        command: what runs ``train.py``; this Python if left out.
+        environ: added to the environment, in which rank variables are not set and no GPU is visible.
+    """
+    mark = uuid.uuid4().hex
+    inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    with (folder / f"{mark}.out").open("wb") as out, (folder / f"{mark}.err").open("wb") as err:
+        process = subprocess.Popen(
+            [*(command or [sys.executable]), TRAIN, *overrides],
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            env={**inherited, "CUDA_VISIBLE_DEVICES": "", **(environ or {}), _MARK: mark},
+            start_new_session=True,
+        )
+    run = Run(process, folder, mark)
+    try:
+        yield run
+    finally:
+        for pid in run.pids():
+            kill(pid, signal.SIGKILL)
+        process.wait()
+
+
+def ran(
+    folder: Path,
+    *overrides: str,
+    command: list[str] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Ended:
+    """Run ``train.py`` to its end, with the arguments of :func:`started`."""
+    with started(folder, *overrides, command=command, environ=environ) as run:
+        return run.end()
+
+
+def kill(pid: int, number: signal.Signals) -> None:
+    """Send a signal to a process that may be gone already."""
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        pass
+
+
+def until(condition: Callable[[], object], seconds: float, what: str) -> None:
+    """Wait until a condition holds; fail with ``what`` if it does not in time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
+        time.sleep(0.02)
+
+
+def until_saved(run: Run, directory: Path) -> None:
+    """Wait until a run is in the midst of training: its first checkpoint is there."""
+    path = directory / "checkpoints" / "last.pt"
+    until(lambda: path.exists() or run.process.poll() is not None, START_S, f"no {path}")
+    assert run.process.poll() is None, (run.folder / f"{run.mark}.err").read_text()
+
+
+def summary(directory: Path) -> dict[str, Any]:
+    """Return what ``summary.json`` says."""
+    values: dict[str, Any] = json.loads((directory / "summary.json").read_text())
+    return values
+
+
+def _environments() -> Iterator[tuple[int, dict[str, str]]]:
+    """Yield the processes that may be looked at; one that has ended shows no environment."""
+    for path in Path("/proc").iterdir():
+        if path.name.isdigit():
+            try:
+                text = (path / "environ").read_bytes().decode(errors="replace")
+            except OSError:
+                continue
+            yield int(path.name), dict(pair.split("=", 1) for pair in text.split("\0") if "=" in pair)

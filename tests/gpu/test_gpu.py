@@ -1,0 +1,89 @@
+"""What needs a GPU; skipped elsewhere."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ddp_recipes import rank
+from ddp_recipes.callbacks import Callback
+from ddp_recipes.job import Job
+from ddp_recipes.testing import make_job
+from ddp_recipes.world import World
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and none is visible"),
+]
+TINY = ["data=random", "data.num_samples=256", "data.val_samples=32", "trainer.max_epochs=2", "trainer.progress=false"]
+
+
+class RefuseSyncs(Callback):
+    """Makes torch raise where a step waits for the device, but for the steps that log."""
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+
+    def on_step(self, step: int) -> None:
+        quiet = 2 <= step and (step + 1) % self.every != 0
+        torch.cuda.set_sync_debug_mode("error" if quiet else "default")
+
+    def on_validation(self, step: int, metrics: object) -> None:
+        torch.cuda.set_sync_debug_mode("default")
+
+    def on_end(self) -> None:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def job(directory: Path, *overrides: str) -> Job:
+    return make_job([*TINY, "launcher.device=cuda", *overrides], directory)
+
+
+def test_one_gpu_trains_and_evaluates(tmp_path: Path) -> None:
+    summary = rank.run(job(tmp_path, "model=toy"), World(), None)
+    assert summary["status"] == "finished"
+    assert summary["device"] == torch.cuda.get_device_name(0)
+
+
+def test_gpu_and_cpu_end_with_the_same_weights_but_for_rounding(tmp_path: Path) -> None:
+    on_gpu = rank.run(job(tmp_path / "gpu", "model=toy"), World(), None)
+    on_cpu = rank.run(job(tmp_path / "cpu", "model=toy", "launcher.device=cpu"), World(), None)
+    weights = [
+        torch.load(summary["last_checkpoint"], weights_only=True, map_location="cpu")["model"]
+        for summary in (on_gpu, on_cpu)
+    ]
+    for name, value in weights[0].items():
+        torch.testing.assert_close(value, weights[1][name], rtol=1e-4, atol=1e-5)
+
+
+def test_a_step_that_does_not_log_does_not_wait_for_the_device(tmp_path: Path) -> None:
+    every = 10
+    watch = f"+callbacks.watch={{_target_: {__name__}.RefuseSyncs, every: {every}}}"
+    sys.modules.setdefault(__name__, sys.modules[RefuseSyncs.__module__])
+    overrides = ["model=toy", f"trainer.log_every_n_steps={every}", "trainer.check_val_every_n_epoch=2", watch]
+    assert rank.run(job(tmp_path, *overrides, "checkpoint=none"), World(), None)["status"] == "finished"
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+def test_mixed_precision_trains(tmp_path: Path, precision: str) -> None:
+    summary = rank.run(job(tmp_path, "model=toy", f"trainer.precision={precision}"), World(), None)
+    assert summary["metrics"]["val/loss"] < 1.0
+
+
+@pytest.mark.spawn
+def test_nccl_ddp_over_all_gpus_by_command(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "ddp_recipes", *TINY, "model=toy", f"hydra.run.dir={tmp_path / 'run'}"]
+    environ = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    subprocess.run(command, check=True, timeout=300, cwd=tmp_path, env=environ)
+    assert (tmp_path / "run" / "summary.json").exists()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_a_replica_over_two_gpus_equals_one_on_one_gpu(tmp_path: Path) -> None:
+    split = rank.run(job(tmp_path / "split", "model=toy_mp"), World(), None)
+    whole = rank.run(job(tmp_path / "whole", "model=toy"), World(), None)
+    assert split["devices_per_replica"] == 2
+    assert split["metrics"]["val/loss"] == pytest.approx(whole["metrics"]["val/loss"], rel=1e-5)

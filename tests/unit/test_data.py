@@ -1,0 +1,169 @@
+"""Loaders: whole batches or sample by sample, the same samples on any number of ranks and workers."""
+
+import random
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
+
+from ddp_recipes.data import Batch, Loader, size_of, to_device
+from ddp_recipes.datasets import InMemory, ScaleAndNormalize, digits, fake_images
+from ddp_recipes.errors import RequestError
+from ddp_recipes.order import BatchPlan
+
+CPU = torch.device("cpu")
+
+
+class OneByOne(Dataset[Any]):
+    """Hides what allows a data set to be fetched by whole batches."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[index]
+
+
+class Noisy(Dataset[Any]):
+    """Each sample is its number and what a random transform would draw, from all three generators."""
+
+    def __len__(self) -> int:
+        return 23
+
+    def __getitem__(self, index: int) -> tuple[int, Tensor]:
+        return index, torch.tensor([torch.rand(()).item(), random.random(), np.random.rand()], dtype=torch.float64)
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+class Pair(NamedTuple):
+    inputs: Tensor
+    name: str
+
+
+def loader(dataset: Any, batch: int = 8, rank: int = 0, world: int = 1, workers: int = 0, **options: Any) -> Loader:
+    plan = BatchPlan(len(dataset), batch, rank, world, seed=42, shuffle=True, **options)
+    return Loader(dataset, plan, CPU, num_workers=workers)
+
+
+def assert_same(ones: list[Batch], others: list[Batch]) -> None:
+    assert len(ones) == len(others) > 0
+    for one, other in zip(ones, others, strict=True):
+        assert (one.share, one.total) == (other.share, other.total)
+        assert type(other.data[0]) is torch.Tensor
+        assert all(map(torch.equal, one.data, other.data))
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        digits("val"),
+        fake_images(61, image_size=5),
+        InMemory(torch.arange(60).reshape(10, 6).to(torch.uint8), torch.arange(10), ScaleAndNormalize()),
+        TensorDataset(torch.randn(30, 4), torch.arange(30)),
+    ],
+    ids=["digits", "fake_images", "InMemory with a transform", "TensorDataset"],
+)
+def test_whole_batches_are_their_samples(dataset: Any) -> None:
+    for rank in range(2):
+        whole = loader(dataset, rank=rank, world=2)
+        one_by_one = loader(OneByOne(dataset), rank=rank, world=2)
+        assert whole.fetch is not None
+        assert one_by_one.fetch is None
+        for epoch in (0, 1):
+            assert_same(list(one_by_one.batches(epoch)), list(whole.batches(epoch)))
+        assert_same([Batch(one_by_one.sample(), 1, 1)], [Batch(whole.sample(), 1, 1)])
+
+
+def drawn(world: int, workers: int, epoch: int = 0, batch: int = 4) -> dict[int, list[float]]:
+    """Return what each sample drew, over all ranks."""
+    found: dict[int, list[float]] = {}
+    for rank in range(world):
+        for part in loader(Noisy(), batch, rank, world, workers).batches(epoch):
+            numbers, values = part.data
+            if part.share:
+                found.update(zip(numbers.tolist(), values.tolist(), strict=True))
+    return found
+
+
+def test_random_transforms_draw_the_same_whoever_loads_a_sample() -> None:
+    expected = drawn(world=1, workers=0)
+    assert sorted(expected) == list(range(23))
+    assert len({value for values in expected.values() for value in values}) == 3 * 23, "each sample draws its own"
+    for world, workers in [(1, 2), (2, 0), (2, 2), (3, 0)]:
+        assert drawn(world, workers) == expected
+    assert drawn(world=2, workers=0, batch=16) == expected
+    other = drawn(world=1, workers=0, epoch=1)
+    assert all(other[number] != values for number, values in expected.items()), "another epoch draws anew"
+
+
+def test_loading_leaves_the_generators_alone() -> None:
+    torch.manual_seed(1)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    list(loader(Noisy()).batches(0))
+    assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_go_on_in_the_middle_of_an_epoch(workers: int) -> None:
+    dataset = Noisy()
+    whole = list(loader(dataset, 4).batches(1))
+    again = loader(dataset, 4, workers=workers)
+    assert_same(whole[3:], list(again.batches(1, start=3)))
+    assert_same(whole, list(again.batches(1)))
+    assert list(again.batches(1, start=len(again))) == []
+
+
+def test_rank_without_a_sample_has_one_that_does_not_count() -> None:
+    for dataset in (digits("val"), OneByOne(digits("val"))):
+        plan = BatchPlan(3, 2, rank=1, world_size=2, seed=42)
+        batches = list(Loader(dataset, plan, CPU).batches(0))
+        assert [(batch.share, batch.total) for batch in batches] == [(1, 2), (0, 1)]
+        assert [len(batch.data[1]) for batch in batches] == [1, 1]
+
+
+def test_limited_is_the_beginning() -> None:
+    full = loader(digits("val"))
+    assert len(full) == 45
+    assert_same(list(full.batches(0))[:2], list(full.limited(2).batches(0)))
+    assert len(full.limited(99)) == 45
+
+
+def test_no_batch_is_refused() -> None:
+    with pytest.raises(RequestError, match=r"23 samples, a global batch of 32, the rest dropped.*data\.drop_last=false"):
+        loader(Noisy(), batch=32, drop_last=True)
+    with pytest.raises(RequestError, match=r"at most 0 batches.*trainer\.limit_\*_batches"):
+        loader(Noisy(), max_batches=0)
+
+
+def test_data_sets_without_an_order_are_refused() -> None:
+    assert size_of(Noisy()) == 23
+    with pytest.raises(RequestError, match="Stream is no map-style data set"):
+        size_of(Stream())
+    with pytest.raises(RequestError, match="object is no map-style data set"):
+        size_of(object())
+    with pytest.raises(RequestError, match="TensorDataset is empty"):
+        size_of(TensorDataset(torch.zeros(0, 2)))
+
+
+def test_to_device_goes_into_everything_and_keeps_its_kind() -> None:
+    x = torch.ones(2)
+    data = {"a": [x, (x, 3)], "pair": Pair(x, "name")}
+    moved = to_device(data, torch.device("meta"))
+    assert moved["a"][0].device.type == moved["a"][1][0].device.type == "meta"
+    assert moved["a"][1][1] == 3
+    assert type(moved["pair"]) is Pair
+    assert moved["pair"].inputs.device.type == "meta"
+    assert moved["pair"].name == "name"
+    assert to_device(x, CPU) is x

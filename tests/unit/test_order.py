@@ -1,0 +1,191 @@
+"""The order of samples: a shuffle that is computed, and a plan that deals every sample out once."""
+
+from collections.abc import Callable
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from ddp_recipes.order import BatchPlan, permute
+from ddp_recipes.random import key
+
+SIZES = [*range(1, 130), 1000, 1797, 4095, 4096, 4097, 65535, 65536, 65537, 99991, 250_000]
+
+
+def shuffled(n: int, seed: int = 0) -> NDArray[np.int64]:
+    return permute(np.arange(n, dtype=np.uint64), n, seed).astype(np.int64)
+
+
+def epoch_of(plan: BatchPlan, epoch: int = 0) -> list[int]:
+    return [sample for batch in range(plan.num_batches) for sample in plan.indices(epoch, batch).tolist()]
+
+
+# --- permute ---------------------------------------------------------------------------------------------------------
+
+
+def test_permute_is_a_bijection_at_any_size() -> None:
+    for n, seed in product(SIZES, (0, 1, 2**63 - 1)):
+        assert np.array_equal(np.sort(shuffled(n, seed)), np.arange(n)), (n, seed)
+
+
+def test_permute_does_not_depend_on_what_else_is_asked_for() -> None:
+    whole = shuffled(1000, 5)
+    some = np.array([[999, 0], [7, 500]], dtype=np.uint64)
+    assert np.array_equal(permute(some, 1000, 5).astype(np.int64), whole[[[999, 0], [7, 500]]])
+
+
+def test_permute_reaches_far_into_sizes_that_no_list_could_hold() -> None:
+    n = 2**40 + 7
+    samples = permute(np.arange(100_000, dtype=np.uint64), n, 3)
+    assert len(np.unique(samples)) == 100_000
+    assert samples.max() < n
+    assert samples.max() > n - n // 1000, "it reaches the end"
+
+
+def test_another_seed_is_another_shuffle() -> None:
+    orders = {tuple(shuffled(20, seed)) for seed in range(500)}
+    assert len(orders) == 500
+
+
+# Whether shuffles look random: counts of cells that should be equally frequent, by chi-square. Seeds are fixed, so
+# these pass or fail for good; a fair shuffle fails the bound with a chance of about one in a million.
+
+
+def assert_uniform(cells: NDArray[np.int64], num_cells: int, freedom: int | None = None) -> None:
+    counts = np.bincount(cells.ravel(), minlength=num_cells)
+    expected = cells.size / num_cells
+    assert expected > 5, "chi-square needs more"
+    freedom = freedom or num_cells - 1
+    chi_square = ((counts - expected) ** 2 / expected).sum()
+    deviations = (chi_square - freedom) / np.sqrt(2 * freedom)
+    assert abs(deviations) < 5, f"chi-square {chi_square:.0f} with {freedom} degrees of freedom"
+
+
+def orders(n: int, count: int, keys: Callable[[int], int]) -> NDArray[np.int64]:
+    return np.stack([shuffled(n, keys(number)) for number in range(count)])
+
+
+BY_SEED = pytest.mark.parametrize(
+    "keys", [lambda number: number, lambda number: key(42, number)], ids=["seeds 0, 1, …", "epochs 0, 1, …"]
+)
+
+
+@BY_SEED
+@pytest.mark.parametrize("n", [5, 16, 23])
+def test_every_sample_comes_at_every_position(n: int, keys: Callable[[int], int]) -> None:
+    table = orders(n, 3000, keys)
+    # Rows and columns of the table of counts are fixed: a permutation has each once.
+    assert_uniform(table + n * np.arange(n), n * n, (n - 1) ** 2)
+
+
+@BY_SEED
+@pytest.mark.parametrize("n", [7, 16])
+def test_every_pair_of_samples_comes_in_one_place(n: int, keys: Callable[[int], int]) -> None:
+    table = orders(n, 3000, keys)
+    first, second = table[:, 2], table[:, 3]
+    cells = first * (n - 1) + second - (second > first)
+    assert_uniform(cells, n * (n - 1))
+
+
+@BY_SEED
+def test_neighbours_are_strangers(keys: Callable[[int], int]) -> None:
+    n = 10_007
+    table = orders(n, 8, keys)
+    steps = (table[:, 1:] - table[:, :-1]) % n
+    assert_uniform(steps * 64 // n, 64)
+
+
+def test_epochs_are_strangers() -> None:
+    n = 40_000
+    table = orders(n, 4, lambda epoch: key(42, epoch))
+    for one, other in zip(table, table[1:], strict=False):
+        assert_uniform((one * 16 // n) * 16 + other * 16 // n, 256, 225)
+        assert_uniform((one - other) % n * 64 // n, 64)
+
+
+def test_positions_and_samples_are_strangers() -> None:
+    n = 40_000
+    for seed in range(4):
+        assert_uniform((np.arange(n) * 16 // n) * 16 + shuffled(n, seed) * 16 // n, 256, 225)
+
+
+# --- BatchPlan -------------------------------------------------------------------------------------------------------
+
+PLANS = [
+    pytest.param(n, batch, world, shard, id=f"{n} samples, batch {batch}, {world} ranks, {shard}")
+    for n, batch, world in [(1, 1, 1), (1, 8, 2), (21, 8, 2), (64, 8, 3), (455, 16, 2), (100, 7, 5), (70_001, 512, 4)]
+    for shard in ("contiguous", "strided")
+]
+
+
+@pytest.mark.parametrize(("n", "batch", "world", "shard"), PLANS)
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_every_sample_comes_once(n: int, batch: int, world: int, shard: str, shuffle: bool) -> None:
+    plans = [BatchPlan(n, batch, rank, world, 42, shuffle, shard=shard) for rank in range(world)]
+    for epoch in (0, 3):
+        dealt = [sample for plan in plans for sample in epoch_of(plan, epoch)]
+        assert sorted(dealt) == list(range(n))
+    for number in range(plans[0].num_batches):
+        shares = [plan.share(number) for plan in plans]
+        assert shares == [len(plan.indices(0, number)) for plan in plans]
+        assert sum(shares) == plans[0].total(number)
+        assert max(shares) - min(shares) <= 1
+
+
+@pytest.mark.parametrize(("n", "batch", "world", "shard"), PLANS)
+def test_a_step_sees_the_same_samples_at_any_world_size(n: int, batch: int, world: int, shard: str) -> None:
+    alone = BatchPlan(n, batch, seed=42, shuffle=True, shard=shard)
+    plans = [BatchPlan(n, batch, rank, world, 42, True, shard=shard) for rank in range(world)]
+    assert {plan.num_batches for plan in plans} == {alone.num_batches}
+    for epoch, number in product((0, 1), range(alone.num_batches)):
+        parts = torch.cat([plan.indices(epoch, number) for plan in plans])
+        assert torch.equal(parts.sort().values, alone.indices(epoch, number).sort().values)
+
+
+def test_drop_last_drops_only_what_does_not_fill_a_global_batch() -> None:
+    plans = [BatchPlan(455, 16, rank, 2, 42, True, drop_last=True) for rank in range(2)]
+    assert [plan.num_batches for plan in plans] == [28, 28]
+    assert [plan.share(number) for plan in plans for number in range(28)] == [8] * 56
+    kept = {sample for plan in plans for sample in epoch_of(plan)}
+    assert len(kept) == 448
+    assert kept != {sample for plan in plans for sample in epoch_of(plan, 1)}, "other epochs drop others"
+
+
+def test_shards_deal_as_they_are_called() -> None:
+    contiguous = [BatchPlan(10, 8, rank, 3).indices(0, 0).tolist() for rank in range(3)]
+    strided = [BatchPlan(10, 8, rank, 3, shard="strided").indices(0, 0).tolist() for rank in range(3)]
+    assert contiguous == [[0, 1, 2], [3, 4, 5], [6, 7]]
+    assert strided == [[0, 3, 6], [1, 4, 7], [2, 5]]
+    assert [BatchPlan(10, 8, rank, 3).indices(0, 1).tolist() for rank in range(3)] == [[8], [9], []]
+
+
+def test_order_differs_by_epoch_and_by_seed_but_not_by_who_asks_when() -> None:
+    plan = BatchPlan(100, 10, seed=1, shuffle=True)
+    first, second = epoch_of(plan, 0), epoch_of(plan, 1)
+    assert first != second
+    assert first != epoch_of(BatchPlan(100, 10, seed=2, shuffle=True), 0)
+    again = BatchPlan(100, 10, seed=1, shuffle=True)
+    assert again.indices(1, 7).tolist() == second[70:80], "the last batch first"
+    assert epoch_of(again, 0) == first
+
+
+def test_a_batch_may_lie_across_blocks() -> None:
+    """Positions are permuted in blocks of 65,536."""
+    n, batch = 200_000, 50_000
+    for shard, epoch in product(("contiguous", "strided"), (0, 1)):
+        plans = [BatchPlan(n, batch, rank, 2, 9, True, shard=shard) for rank in range(2)]
+        expected = shuffled(n, key(9, epoch))[batch : 2 * batch]
+        parts = [plan.indices(epoch, 1).numpy() for plan in plans]
+        if shard == "contiguous":
+            assert np.array_equal(np.concatenate(parts), expected)
+        else:
+            assert np.array_equal(parts[1], expected[1::2])
+
+
+def test_limited_cuts_the_end_off() -> None:
+    plan = BatchPlan(100, 10, seed=1, shuffle=True)
+    assert epoch_of(plan.limited(3)) == epoch_of(plan)[:30]
+    assert plan.limited(99).num_batches == 10
+    assert plan.limited(0).num_batches == 0

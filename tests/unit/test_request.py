@@ -1,0 +1,150 @@
+"""What is known of a run before anything starts: the layout of its processes, and its resolved config."""
+
+from typing import Any
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from ddp_recipes import compose
+from ddp_recipes.errors import RequestError
+from ddp_recipes.main import CONF
+from ddp_recipes.request import Request, resolve
+
+
+def composed(*overrides: str) -> DictConfig:
+    with compose.session(CONF) as hydra:
+        config = compose.compose(hydra, "train", list(overrides))
+    return OmegaConf.masked_copy(config, [name for name in config if name != "hydra"])
+
+
+def request_of(*overrides: str) -> Request:
+    return Request.of(resolve(composed(*overrides)))
+
+
+# --- layout ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gpus", "processes"),
+    [
+        ((), 0, 2),
+        ((), 4, 4),
+        (("strategy=single",), 0, 1),
+        (("strategy=single",), 4, 1),
+        (("strategy=dp",), 0, 1),
+        (("strategy=dp",), 4, 1),
+        (("model=toy_mp",), 0, 2),
+        (("model=toy_mp",), 4, 2),
+        (("model=toy_mp",), 5, 2),
+        (("launcher.device=cpu",), 4, 2),
+        (("launcher.nproc_per_node=3",), 0, 3),
+        (("launcher.nproc_per_node=3",), 4, 3),
+        (("launcher.nproc_per_node=1", "strategy=single"), 0, 1),
+    ],
+)
+def test_one_process_a_replica(overrides: tuple[str, ...], gpus: int, processes: int) -> None:
+    assert request_of(*overrides).processes(gpus) == processes
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gpus", "message"),
+    [
+        (("model=toy_mp",), 1, "One replica of 2 device(s) (model.num_devices) cannot run on 1 visible GPU(s): 0 fit(s)"),
+        (("model=toy_mp", "launcher.nproc_per_node=2"), 3, "2 replicas of 2 device(s) (model.num_devices) cannot run on 3"),
+        (("model=toy_mp", "launcher.nproc_per_node=2"), 3, "1 fit(s). Use launcher.nproc_per_node=1"),
+        (("launcher.nproc_per_node=5",), 4, "4 fit(s). Use launcher.nproc_per_node=4"),
+        (("launcher.device=cuda",), 0, "launcher.device=cuda, but no GPU is visible"),
+        (("launcher.backend=nccl",), 0, "launcher.backend=nccl needs GPUs, and none is visible"),
+        (("strategy=dp", "launcher.nproc_per_node=2"), 0, "this strategy runs in one process"),
+        (("launcher.nnodes=2",), 0, "Start train.py with torchrun on each node"),
+    ],
+)
+def test_what_does_not_fit_is_refused(overrides: tuple[str, ...], gpus: int, message: str) -> None:
+    request = request_of(*overrides)
+    with pytest.raises(RequestError) as refusal:
+        request.processes(gpus)
+    assert message in str(refusal.value)
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "two", "1.5", "null", "true"])
+def test_num_devices_is_a_whole_number(value: str) -> None:
+    with pytest.raises(RequestError, match=r"model\.num_devices=.* is not allowed\. Allowed: a whole number at least 1"):
+        request_of(f"model.num_devices={value}")
+
+
+def test_a_model_without_num_devices_has_one() -> None:
+    assert request_of("~model.num_devices").num_devices == 1
+
+
+def test_missing_group_is_refused() -> None:
+    config = resolve(composed())
+    for group in ("trainer", "model"):
+        without = {name: value for name, value in config.items() if name != group}
+        with pytest.raises(RequestError, match=f"The config has no section {group}"):
+            Request.of(without)
+
+
+# --- resolved --------------------------------------------------------------------------------------------------------
+
+
+def resolved(config: dict[str, Any]) -> dict[str, Any]:
+    return resolve(OmegaConf.create(config))
+
+
+def test_interpolations_are_resolved() -> None:
+    config = resolve(composed("data=random", "data.out_features=3", "model=toy"))
+    assert config["model"]["out_features"] == config["data"]["train"]["out_features"] == 3
+
+
+def test_the_environment_stays_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET", "hunter2")
+    config = {
+        "token": "${oc.env:SECRET}",
+        "url": "https://user:${oc.env:SECRET}@host/",
+        "fallback": "${oc.env:ABSENT,none}",
+        "empty": "${oc.env:ABSENT,null}",
+        "follows": "${token}",
+        "number": "${oc.decode:${oc.env:NUMBER}}",
+        "known": "${oc.decode:'[1, 2]'}",
+        "nested": [{"deep": "${url}"}],
+    }
+    plain = resolved(config)
+    assert "hunter2" not in repr(plain)
+    assert plain["token"] == plain["follows"] == "${oc.env:SECRET}"
+    assert plain["known"] == [1, 2]
+    # Whoever uses it resolves it.
+    monkeypatch.setenv("NUMBER", "7")
+    used = OmegaConf.create(plain)
+    assert used.token == used.follows == "hunter2"
+    assert used.url == used.nested[0].deep == "https://user:hunter2@host/"
+    assert used.fallback == "none"
+    assert used.empty is None
+    assert used.number == 7
+
+
+def test_resolving_leaves_the_resolvers_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET", "hunter2")
+    resolved({"token": "${oc.env:SECRET}"})
+    with pytest.raises(RequestError):
+        resolved({"wrong": "${nowhere}"})
+    assert OmegaConf.create({"token": "${oc.env:SECRET}"}).token == "hunter2"
+
+
+def test_an_image_model_on_a_table_says_which_choice_does_not_fit() -> None:
+    with pytest.raises(RequestError) as refusal:
+        resolve(composed("model=resnet18", "data=digits"))
+    assert str(refusal.value) == (
+        "model.in_channels follows data.in_channels, which this choice of data does not have. Did you mean "
+        "'data.in_features'? Choose another data, or set model.in_channels yourself."
+    )
+    assert resolve(composed("model=resnet18", "data=digits", "model.in_channels=1"))["model"]["in_channels"] == 1
+
+
+def test_missing_value_is_named() -> None:
+    with pytest.raises(RequestError, match=r"data\.path must be given: this choice has no default for it"):
+        resolve(composed("data=csv", "data.inputs=[a]", "data.target=y", "data.out_features=1"))
+
+
+def test_other_failures_name_their_key() -> None:
+    with pytest.raises(RequestError, match=r"^a\.b: "):
+        resolved({"a": {"b": "${no_such_resolver:1}"}})

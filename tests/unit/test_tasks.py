@@ -1,0 +1,112 @@
+"""A task: module, loss and metrics."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ddp_recipes.digest import digest
+from ddp_recipes.models import Toy
+from ddp_recipes.tasks import Accuracy, MeanAbsoluteError, StepOutput, Task
+
+
+class Weighted(nn.Module):
+    """A loss with a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return self.scale * nn.functional.mse_loss(outputs, targets)
+
+
+class Count:
+    """Keeps state over batches, as torchmetrics' do."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def to(self, device: torch.device) -> "Count":
+        return self
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        self.seen += len(targets)
+
+    def compute(self) -> int:
+        return self.seen
+
+    def reset(self) -> None:
+        self.seen = 0
+
+
+BATCH = (torch.randn(6, 10), torch.randn(6, 5))
+
+
+def test_training_step_is_the_mean_loss() -> None:
+    task = Task(Toy(), nn.MSELoss(), {"mae": MeanAbsoluteError()})
+    output = task(BATCH)
+    assert isinstance(output, StepOutput)
+    assert torch.equal(output.loss, nn.functional.mse_loss(task.model(BATCH[0]), BATCH[1]))
+    assert output.loss.requires_grad
+    assert output.metrics == {}, "metrics are left to validation"
+    assert output.weight == 6
+
+
+def test_validation_step_measures_each_sample() -> None:
+    count = Count()
+    task = Task(Toy(), nn.MSELoss(), {"mae": MeanAbsoluteError(), "count": count})
+    output = task.validation_step(BATCH)
+    assert set(output.metrics) == {"mae"}
+    assert output.metrics["mae"].shape == (6,)
+    assert count.compute() == 6
+    assert task.stateful_metrics == {"count": count}
+
+
+def test_predict_step_ignores_targets() -> None:
+    task = Task(Toy(), nn.MSELoss())
+    expected = task.model(BATCH[0])
+    for batch in (BATCH, list(BATCH), BATCH[0], (BATCH[0],)):
+        assert torch.equal(task.predict_step(batch), expected)
+
+
+def test_accuracy_and_mean_absolute_error() -> None:
+    outputs = torch.tensor([[1.0, 3.0, 2.0], [9.0, 0.0, 0.0], [0.0, 0.0, 5.0]])
+    assert Accuracy()(outputs, torch.tensor([1, 2, 2])).tolist() == [1, 0, 1]
+    values = torch.tensor([[1.0, -2.0], [0.0, 0.5]])
+    assert MeanAbsoluteError()(values, torch.zeros(2, 2)).tolist() == [1.5, 0.25]
+    assert MeanAbsoluteError()(torch.tensor([1.0, -2.0]), torch.zeros(2)).tolist() == [1, 2]
+
+
+def test_weights_have_the_names_of_the_model() -> None:
+    model = Toy()
+    assert list(Task(model, nn.MSELoss()).weights()) == list(model.state_dict())
+    assert digest(Task(model, nn.MSELoss()).weights()) == digest(dict(model.state_dict()))
+
+
+def test_weights_hold_all_that_a_task_has() -> None:
+    task = Task(Toy(), Weighted())
+    assert "task.loss.scale" in task.weights()
+    other = Task(Toy(), Weighted())
+    with torch.no_grad():
+        other.loss.scale.fill_(5)
+    task.load_weights(other.weights())
+    assert digest(task.weights()) == digest(other.weights())
+
+
+def test_a_model_may_have_names_like_the_tasks_own() -> None:
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = nn.Linear(1, 1)
+            self.loss = nn.Linear(1, 1)
+
+    task, other = Task(Nested(), Weighted()), Task(Nested(), Weighted())
+    assert set(task.weights()) == {"model.weight", "model.bias", "loss.weight", "loss.bias", "task.loss.scale"}
+    task.load_weights(other.weights())
+    assert digest(task.weights()) == digest(other.weights())
+
+
+def test_missing_weights_are_an_error() -> None:
+    task = Task(Toy(), nn.MSELoss())
+    with pytest.raises(KeyError, match="net2"):
+        task.load_weights({name: value for name, value in task.weights().items() if not name.startswith("net2")})
