@@ -158,7 +158,7 @@ def load(path: Path) -> State:
         raise RequestError(f"There is no checkpoint {path}. {_hint(path.parent)}") from None
     except Exception as error:  # a damaged file can fail in any way in the unpickler
         raise RequestError(
-            f"{path} cannot be read as a checkpoint ({str(error).splitlines()[0]}): it is damaged, or holds more than "
+            f"{path} cannot be read as a checkpoint ({_reason(error)}): it is damaged, or holds more than "
             f"tensors and plain data. {_hint(path.parent)}"
         ) from error
     if not isinstance(state, dict) or "format" not in state or "digest" not in state:
@@ -278,4 +278,4 @@ def _reason(error: Exception) -> str:
         if isinstance(cause, OSError) and cause.strerror:
             return cause.strerror
         cause = cause.__context__
-    return str(error).splitlines()[0]
+    return (str(error) or type(error).__name__).splitlines()[0]

@@ -97,14 +97,26 @@ def run(hydra: Hydra, config: DictConfig, config_name: str, task: Task) -> None:
         raise result._return_value  # not through .return_value, which prints a line before the error's own
 
 
-def multirun(hydra: Hydra, config_name: str, overrides: Sequence[str], task: Task) -> None:
-    """Let Hydra's sweeper and launcher run one job for each combination.
+def sweep_directory(hydra: Hydra, config_name: str, overrides: Sequence[str]) -> str:
+    """Return ``hydra.sweep.dir`` of a multirun, resolved: the time in it is now."""
+    try:
+        config = hydra.compose_config(
+            config_name, [*overrides, "hydra.mode=MULTIRUN"], RunMode.MULTIRUN, validate_sweep_overrides=False
+        )
+        return os.path.abspath(str(config.hydra.sweep.dir))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise translate(error, hydra, config_name, overrides) from None
+
+
+def multirun(hydra: Hydra, config_name: str, overrides: Sequence[str], directory: str, task: Task) -> None:
+    """Let Hydra's sweeper and launcher run one job for each combination, in folders of ``directory``.
 
     Raises:
         RequestError: as in :func:`compose`.
     """
+    quoted = directory.replace("\\", "\\\\").replace("'", "\\'")
     try:
-        hydra.multirun(config_name, task, [*overrides, "hydra.mode=MULTIRUN"])
+        hydra.multirun(config_name, task, [*overrides, "hydra.mode=MULTIRUN", f"hydra.sweep.dir='{quoted}'"])
     except (HydraException, OmegaConfBaseException) as error:
         raise translate(error, hydra, config_name, overrides) from None
 

@@ -67,6 +67,7 @@ class Loader:
             self._one_by_one = DataLoader(
                 _KeyedDataset(dataset, plan.seed),
                 batch_sampler=self._sampler,
+                generator=torch.Generator(),  # its iterators draw from it, which must not shift what a step draws from
                 num_workers=num_workers,
                 pin_memory=self.pin_memory,
                 persistent_workers=num_workers > 0,

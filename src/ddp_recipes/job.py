@@ -1,7 +1,7 @@
 """One run as it travels from the process that composed it to every rank."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,18 +15,20 @@ class Job:
         config: resolved, plain data; what comes from the environment is still an interpolation.
         directory: the run directory, absolute.
         hydra: Hydra's own record, file name to text, for ``.hydra/``.
+        overrides: what the command line, or the sweep, said.
     """
 
     config: Mapping[str, Any]
     directory: Path
     hydra: Mapping[str, str] = field(default_factory=dict)
+    overrides: Sequence[str] = ()
 
     def to_json(self) -> str:
         """Return the job as one line of text."""
-        return json.dumps({"config": self.config, "directory": str(self.directory), "hydra": dict(self.hydra)})
+        return json.dumps({**vars(self), "directory": str(self.directory)})
 
     @classmethod
     def from_json(cls, text: str) -> "Job":
         """Return the job that :meth:`to_json` wrote."""
         values = json.loads(text)
-        return cls(values["config"], Path(values["directory"]), values["hydra"])
+        return cls(**{**values, "directory": Path(values["directory"])})

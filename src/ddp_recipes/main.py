@@ -4,23 +4,23 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from ddp_recipes import compose
+from ddp_recipes import compose, sweep
 from ddp_recipes.errors import Preempted, RecipeError, RequestError, RunFailed
 from ddp_recipes.job import Job
 from ddp_recipes.launchers import local
-from ddp_recipes.progress import table
 from ddp_recipes.request import Request, resolve, visible_gpus
-from ddp_recipes.run_directory import Summary, first_missing, refuse_used, remove_empty
+from ddp_recipes.run_directory import Summary, first_missing, leave_summary, refuse_used, remove_empty
 from ddp_recipes.world import World
 
 if TYPE_CHECKING:
+    from hydra._internal.hydra import Hydra
+
     from ddp_recipes.launchers.env import Channel
 
 CONF = "pkg://ddp_recipes.conf"
@@ -93,7 +93,6 @@ class Leader:
     def __init__(self, world: World | None) -> None:
         self.world = world
         self.summaries: list[Summary] = []
-        self.sweep: list[tuple[str, str]] = []
         self._channel: Channel | None = None
 
     def lead(self, argv: Sequence[str], config_path: str, config_name: str) -> Summary | list[Summary]:
@@ -106,13 +105,7 @@ class Leader:
             return []
         with compose.session(config_path, args.config_dir) as hydra:
             if args.multirun or "hydra.mode=MULTIRUN" in args.overrides:
-                try:
-                    compose.multirun(hydra, config_name, args.overrides, self.sweep_job)
-                except _SweepStopped as stop:
-                    raise stop.reason from None
-                finally:
-                    if self.sweep:
-                        table("sweep", self.sweep, sys.stdout)
+                self._sweep(hydra, config_name, args.overrides)
                 return self.summaries
             config = compose.compose(hydra, config_name, args.overrides)
             directory = Path(config.hydra.run.dir).absolute()
@@ -131,31 +124,55 @@ class Leader:
         directory = Path(HydraConfig.get().runtime.output_dir)
         if request.run.ckpt_path is None:
             refuse_used(directory, resumed=False)
-        job = Job(plain, directory, {"config.yaml": OmegaConf.to_yaml(config), **compose.record()})
+        job = Job(
+            plain,
+            directory,
+            {"config.yaml": OmegaConf.to_yaml(config), **compose.record()},
+            list(HydraConfig.get().overrides.task),
+        )
         summary = self._launch(job, request)
         self.summaries.append(summary)
-        objective: float | None = summary["metrics"].get(summary["monitor"])
+        objective: float | None = summary["objective"]
         return objective
 
-    def sweep_job(self, config: DictConfig) -> float | None:
-        """Run one job of a sweep: a failure is this job's own, a signal or the keyboard ends them all."""
-        name = f"{HydraConfig.get().job.num}: {' '.join(HydraConfig.get().overrides.task)}"
-        print(f"\njob {name}", flush=True)
-        outcome = "failed"
+    def _sweep(self, hydra: "Hydra", config_name: str, overrides: Sequence[str]) -> None:
+        """Run one job for each combination; whatever happens, show what came of them."""
+        directory = compose.sweep_directory(hydra, config_name, overrides)
         try:
-            objective = self.job(config)
-            outcome = "no objective" if objective is None else f"{objective:.6g}"
-            return objective
+            compose.multirun(hydra, config_name, overrides, directory, self.sweep_job)
+        except _SweepStopped as stop:
+            raise stop.reason from None
+        except RunFailed as error:  # of the first job that failed: each has said its own already
+            raise RunFailed("Some jobs of the sweep failed; the table above says which.") from error
+        finally:
+            sweep.report(Path(directory), sys.stdout)
+
+    def sweep_job(self, config: DictConfig) -> float | None:
+        """Run one job of a sweep, or return what it came to if an earlier call of the same sweep finished it.
+
+        A failure is the job's own, unless ``sweep.on_failure=stop``; a signal ends the sweep.
+        """
+        hydra = HydraConfig.get()
+        directory, overrides = Path(hydra.runtime.output_dir), list(hydra.overrides.task)
+        print(f"\njob {hydra.job.num}: {' '.join(overrides)}", flush=True)
+        try:
+            done = sweep.finished_before(directory, overrides)
+            if done is not None:
+                print("finished before", flush=True)
+                self.summaries.append(done)
+                objective: float | None = done["objective"]
+                return objective
+            if (directory / "config.yaml").exists():
+                config.ckpt_path = "auto"  # it was interrupted: it goes on
+            return self.job(config)
         except Preempted as error:
-            outcome = "stopped"
             raise _SweepStopped(error) from None
         except RecipeError as error:
+            leave_summary(directory, str(error).strip().splitlines()[-1], overrides)
+            if config.sweep.on_failure == "stop":
+                raise _SweepStopped(error) from None
             print(error, file=sys.stderr, flush=True)
-            with suppress(OSError):
-                Path(HydraConfig.get().runtime.output_dir).rmdir()  # only if nothing was written
             raise
-        finally:
-            self.sweep.append((name, outcome))
 
     def _launch(self, job: Job, request: Request) -> Summary:
         name = request.launcher.name
@@ -200,5 +217,5 @@ class Leader:
 class _SweepStopped(BaseException):
     """Ends a sweep: Hydra takes an ``Exception`` for the job's own and starts the next one."""
 
-    def __init__(self, reason: Preempted) -> None:
+    def __init__(self, reason: RecipeError) -> None:
         self.reason = reason

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -103,6 +104,7 @@ class Output:
         rate = None
         if run is not None and run.train_seconds:
             rate = (cursor.samples_seen - run.samples_before) / run.train_seconds
+        metrics = {**(run.metrics if run is not None else {}), **self.metrics}
         return {
             "status": "running",
             "error": None,
@@ -114,8 +116,10 @@ class Output:
             "device": torch.cuda.get_device_name(recipe.device) if recipe.device.type == "cuda" else "cpu",
             "global_step": cursor.step,
             "epoch": cursor.epoch,
-            "metrics": {**(run.metrics if run is not None else {}), **self.metrics},
+            "metrics": metrics,
             "monitor": recipe.monitor,
+            "objective": metrics.get(recipe.monitor),
+            "overrides": list(recipe.job.overrides),
             "best_checkpoint": None if best is None else str(best),
             "last_checkpoint": None if last is None else str(last),
             "samples_seen": cursor.samples_seen,
@@ -164,8 +168,8 @@ class Output:
                 ("steps", f"{'until max_time' if steps is None else f'{steps:,}'}, from {run.cursor.step:,}"),
             ]
         if recipe.checkpoint_path is not None:
-            rows.append(("checkpoint", str(recipe.checkpoint_path)))
-        return [*rows, ("run directory", str(recipe.job.directory))]
+            rows.append(("checkpoint", self._shown(recipe.checkpoint_path)))
+        return [*rows, ("run directory", self._shown(recipe.job.directory))]
 
     def _end_rows(self, summary: Summary) -> list[tuple[str, str]]:
         metrics = sorted(
@@ -175,11 +179,20 @@ class Output:
         if summary["step_time_ms"] is not None:
             rows.append(("median step", f"{summary['step_time_ms']:.2f} ms"))
         rows += [
-            (name.replace("_", " "), summary[name]) for name in ("best_checkpoint", "last_checkpoint") if summary[name]
+            (name.replace("_", " "), self._shown(summary[name]))
+            for name in ("best_checkpoint", "last_checkpoint")
+            if summary[name]
         ]
         if type(self.logger) is not Logger:
-            rows.append(("see it with", f"tensorboard --logdir {summary['run_directory']}"))
+            rows.append(("see it with", f"tensorboard --logdir {self._shown(summary['run_directory'])}"))
         return rows
+
+    def _shown(self, path: str | Path) -> str:
+        """Return a path as short as it can be typed here, or in full where here is the run directory itself."""
+        here = Path.cwd()
+        if Path(path).is_relative_to(here) and not here.is_relative_to(self.recipe.job.directory):
+            return str(Path(path).relative_to(here))
+        return str(path)
 
 
 class _LogFile(logging.FileHandler):

@@ -7,8 +7,9 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from hydra._internal.utils import _locate  # hydra.utils.get_object is this, and also prints the error
 from hydra.errors import InstantiationException
-from hydra.utils import get_object, instantiate
+from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_recipes.callbacks import Callback
@@ -309,9 +310,13 @@ class Recipe:
 
 def _parameters(target: str, section: str) -> Mapping[str, inspect.Parameter]:
     try:
-        return inspect.signature(get_object(target)).parameters
+        found = _locate(target)
     except (ImportError, AttributeError, ValueError) as error:
         raise RequestError(f"{section}._target_={target} cannot be found: {_last_line(error)}") from None
+    try:
+        return inspect.signature(found).parameters
+    except (TypeError, ValueError):  # it has none, or cannot be called, which comes out when it is
+        return {}
 
 
 def _instantiate(node: DictConfig, section: str, *arguments: Any, **runtime: Any) -> Any:
@@ -329,10 +334,15 @@ def _instantiate(node: DictConfig, section: str, *arguments: Any, **runtime: Any
         if isinstance(cause, RequestError) or not isinstance(cause, (ImportError, InstantiationException)):
             raise cause from None  # the target's own words, of an object nested in this one
         raise RequestError(f"{section}._target_={node._target_} cannot be made: {_last_line(cause)}") from error
-    except TypeError as error:
-        if "argument" not in str(error):
-            raise
-        raise RequestError(f"{section} does not fit {node._target_}: {error}. Check the keys of {section}.") from error
+    except (TypeError, ValueError) as error:
+        if isinstance(error, TypeError) and "argument" in str(error):
+            raise RequestError(
+                f"{section} does not fit {node._target_}: {error}. Check the keys of {section}."
+            ) from error
+        if not node._target_.startswith(("ddp_recipes.", "torch.", "torchvision.")):
+            raise  # a user's own code: the traceback is what helps
+        given = ", ".join(f"{name}={value}" for name, value in node.items() if name[0] != "_")
+        raise RequestError(f"{section} does not fit {node._target_}: {error}. Check the values of {given}.") from error
 
 
 def _last_line(error: BaseException) -> str:

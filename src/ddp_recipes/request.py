@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from omegaconf import Container, DictConfig, Node, OmegaConf
-from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 from omegaconf.resolvers import oc
 
 from ddp_recipes.errors import RequestError, nearest
@@ -51,7 +51,7 @@ class Request:
                     f"primary config (conf/train.yaml lists them all)."
                 )
         num_devices = config["model"].get("num_devices", 1)
-        if not isinstance(num_devices, int) or num_devices < 1:
+        if type(num_devices) is not int or num_devices < 1:
             raise RequestError(f"model.num_devices={num_devices} is not allowed. Allowed: a whole number at least 1.")
         request = cls(
             run=parse(RunSettings, "", config, others=True),
@@ -130,17 +130,28 @@ def resolve(config: DictConfig) -> dict[str, Any]:
     Raises:
         RequestError: a value is missing, or an interpolation has no target.
     """
+    if missing := list(_missing(OmegaConf.to_container(config))):
+        raise RequestError(
+            f"{', '.join(missing)} must be given: this choice has no default for {'it' if len(missing) == 1 else 'them'}."
+        )
     with _environment_kept():
         try:
-            plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
-        except MissingMandatoryValue as error:
-            raise RequestError(f"{error.full_key} must be given: this choice has no default for it.") from None
+            plain = OmegaConf.to_container(config, resolve=True)
         except InterpolationKeyError as error:
             raise _unfit(config, error) from None
         except OmegaConfBaseException as error:
             raise RequestError(f"{error.full_key}: {_first_line(error)}") from None
     assert isinstance(plain, dict)
     return {str(name): value for name, value in plain.items()}
+
+
+def _missing(config: Any, key: str = "") -> Iterator[str]:
+    """Yield the dotted keys without a value."""
+    if isinstance(config, dict):
+        for name, value in config.items():
+            yield from _missing(value, f"{key}.{name}" if key else str(name))
+    elif config == "???":
+        yield key
 
 
 @contextmanager

@@ -4,7 +4,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,14 @@ def refuse_used(path: Path, resumed: bool) -> None:
 def write_summary(path: Path, summary: Summary) -> None:
     """Write ``summary.json``, complete or not at all."""
     write_text(path / "summary.json", json.dumps(summary, indent=2) + "\n")
+
+
+def leave_summary(directory: Path, error: str, overrides: Sequence[str]) -> None:
+    """Say that a run failed where rank 0 did not: it was the one that died, or the run never began."""
+    path, begun = directory / "summary.json", directory / "config.yaml"
+    told = path.exists() and (not begun.exists() or path.stat().st_mtime_ns >= begun.stat().st_mtime_ns)
+    if directory.is_dir() and not told:
+        write_summary(directory, {"status": "failed", "error": error, "overrides": list(overrides)})
 
 
 def write_text(path: Path, text: str) -> None:

@@ -108,4 +108,4 @@ class MeanAbsoluteError:
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return one mean for each sample, [n]."""
-        return (outputs - targets).abs().flatten(1).double().mean(dim=1)
+        return (outputs - targets).abs().unsqueeze(-1).flatten(1).double().mean(dim=1)

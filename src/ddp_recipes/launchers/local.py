@@ -17,7 +17,7 @@ from typing import IO, Any
 
 from ddp_recipes.errors import Preempted, RequestError, RunFailed
 from ddp_recipes.job import Job
-from ddp_recipes.run_directory import Summary, write_summary
+from ddp_recipes.run_directory import Summary, leave_summary
 
 AFTER_FAILURE_S = 3.0  # for the other ranks to end by themselves, and for rank 0 to write its summary
 AFTER_INTERRUPT_S = 8.0  # for a checkpoint after Ctrl-C
@@ -185,7 +185,7 @@ def _outcome(job: Job, ranks: list[_Rank], interrupts: _Interrupts) -> Summary:
     if said["refused"]:
         raise RequestError(said["refused"][0].said["message"])
     if interrupts.names and not said["failed"] and not said["preempted"] and (died or not _all_done(ranks)):
-        _leave_summary(job, f"stopped by {interrupts.names[0]} before a checkpoint was saved")
+        _leave(job, f"stopped by {interrupts.names[0]} before a checkpoint was saved")
         raise KeyboardInterrupt
     if said["preempted"] and not died:
         words = said["preempted"][0].said
@@ -193,31 +193,28 @@ def _outcome(job: Job, ranks: list[_Rank], interrupts: _Interrupts) -> Summary:
     if died:
         rank = died[0]
         message = f"Rank {rank.number} (process {rank.process.pid}) {rank.died}, without a traceback."
-        _leave_summary(job, message)
+        _leave(job, message)
         raise RunFailed(message, rank=rank.number)
     if said["failed"]:
         first = min(said["failed"], key=lambda rank: (not rank.said["cause"], rank.said["time"]))
-        _leave_summary(job, f"rank {first.number}: {first.said['message'].strip().splitlines()[-1]}")
+        _leave(job, f"rank {first.number}: {first.said['message'].strip().splitlines()[-1]}")
         raise RunFailed(f"Rank {first.number} failed:\n{first.said['message'].rstrip()}", rank=first.number)
     hung = [str(rank.number) for rank in ranks if not rank.said]
     if hung:
         message = f"Rank {', '.join(hung)} did not end in time and was killed."
-        _leave_summary(job, message)
+        _leave(job, message)
         raise RunFailed(message, rank=int(hung[0]))
     summary: Summary = ranks[0].said["summary"]
     return summary
 
 
+def _leave(job: Job, error: str) -> None:
+    if (job.directory / "config.yaml").exists():  # else the run never began
+        leave_summary(job.directory, error, job.overrides)
+
+
 def _all_done(ranks: list[_Rank]) -> bool:
     return all(rank.said.get("kind") == "summary" for rank in ranks)
-
-
-def _leave_summary(job: Job, error: str) -> None:
-    """Say that the run failed where rank 0 could not: it was the one that died, or it was not asked."""
-    path = job.directory / "summary.json"
-    begun = job.directory / "config.yaml"
-    if begun.exists() and (not path.exists() or path.stat().st_mtime < begun.stat().st_mtime):
-        write_summary(job.directory, {"status": "failed", "error": error})
 
 
 @contextmanager
