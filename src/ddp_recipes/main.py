@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from ddp_recipes import compose, sweep
+from ddp_recipes import compose, environment, sweep
 from ddp_recipes.errors import Preempted, RecipeError, RequestError, RunFailed
 from ddp_recipes.job import Job
-from ddp_recipes.launchers import local
+from ddp_recipes.launchers import local, slurm
 from ddp_recipes.request import Request, resolve, visible_gpus
 from ddp_recipes.run_directory import Summary, first_missing, leave_summary, refuse_used, remove_empty
 from ddp_recipes.world import World
@@ -66,7 +66,9 @@ def run(
 
 def command_line(argv: Sequence[str], config_path: str, config_name: str) -> Summary | list[Summary]:
     """Lead the ranks that there are, or follow; return what came out."""
-    world = World.from_env(os.environ) if World.is_set_in(os.environ) else None
+    world = environment.join(os.environ)
+    if world is not None:
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as the local launcher does
     if world is not None and not world.is_main:
         from ddp_recipes.launchers.env import Channel
 
@@ -92,7 +94,7 @@ class Leader:
 
     def __init__(self, world: World | None) -> None:
         self.world = world
-        self.summaries: list[Summary] = []
+        self._summary: Summary = {}
         self._channel: Channel | None = None
 
     def lead(self, argv: Sequence[str], config_path: str, config_name: str) -> Summary | list[Summary]:
@@ -105,17 +107,16 @@ class Leader:
             return []
         with compose.session(config_path, args.config_dir) as hydra:
             if args.multirun or "hydra.mode=MULTIRUN" in args.overrides:
-                self._sweep(hydra, config_name, args.overrides)
-                return self.summaries
+                return self._sweep(hydra, config_name, args.overrides)
             config = compose.compose(hydra, config_name, args.overrides)
             directory = Path(config.hydra.run.dir).absolute()
             missing = first_missing(directory)
             try:
                 compose.run(hydra, config, config_name, self.job)
-            except RecipeError:
+            except BaseException:
                 remove_empty(directory, missing)  # a run that never began leaves nothing
                 raise
-        return self.summaries[-1]
+        return self._summary
 
     def job(self, config: DictConfig) -> float | None:
         """Run one composed config; return the monitored metric."""
@@ -130,22 +131,22 @@ class Leader:
             {"config.yaml": OmegaConf.to_yaml(config), **compose.record()},
             list(HydraConfig.get().overrides.task),
         )
-        summary = self._launch(job, request)
-        self.summaries.append(summary)
-        objective: float | None = summary["objective"]
+        self._summary = self._launch(job, request)
+        objective: float | None = self._summary["objective"]
         return objective
 
-    def _sweep(self, hydra: "Hydra", config_name: str, overrides: Sequence[str]) -> None:
+    def _sweep(self, hydra: "Hydra", config_name: str, overrides: Sequence[str]) -> list[Summary]:
         """Run one job for each combination; whatever happens, show what came of them."""
-        directory = compose.sweep_directory(hydra, config_name, overrides)
+        directory = Path(compose.sweep_directory(hydra, config_name, overrides))
         try:
-            compose.multirun(hydra, config_name, overrides, directory, self.sweep_job)
+            compose.multirun(hydra, config_name, overrides, str(directory), self.sweep_job)
         except _SweepStopped as stop:
             raise stop.reason from None
         except RunFailed as error:  # of the first job that failed: each has said its own already
             raise RunFailed("Some jobs of the sweep failed; the table above says which.") from error
         finally:
-            sweep.report(Path(directory), sys.stdout)
+            sweep.report(directory, sys.stdout)
+        return sweep.summaries(directory)
 
     def sweep_job(self, config: DictConfig) -> float | None:
         """Run one job of a sweep, or return what it came to if an earlier call of the same sweep finished it.
@@ -159,7 +160,6 @@ class Leader:
             done = sweep.finished_before(directory, overrides)
             if done is not None:
                 print("finished before", flush=True)
-                self.summaries.append(done)
                 objective: float | None = done["objective"]
                 return objective
             if (directory / "config.yaml").exists():
@@ -182,16 +182,20 @@ class Leader:
             raise RequestError(
                 "launcher=env joins processes that are already there, but RANK, WORLD_SIZE, LOCAL_RANK, "
                 "MASTER_ADDR and "
-                "MASTER_PORT are not set. Start with torchrun, or use launcher=local."
+                "MASTER_PORT are not set. Start with torchrun, srun or mpirun, or use launcher=local."
             )
-        if name == "local" and self.world is not None and self.world.world_size > 1:
+        if name in ("local", "slurm") and self.world is not None and self.world.world_size > 1:
             raise RequestError(
-                f"launcher=local starts processes of its own, but this is already one of {self.world.world_size} "
-                f"(WORLD_SIZE). Use launcher=auto to join them, or start train.py without torchrun."
+                f"launcher={name} starts processes of its own, but this is already one of {self.world.world_size} "
+                f"(WORLD_SIZE). Use launcher=auto to join them, or start train.py alone."
             )
         try:
             if name == "local":
                 return local.launch(job, request.processes(visible_gpus()))
+            if name == "slurm":
+                return slurm.launch(job, request)
+            assert self.world is not None
+            environment.refuse_other_tasks(self.world, request.launcher, os.environ)
             return self.channel.lead(job)
         except (RecipeError, KeyboardInterrupt):
             raise

@@ -50,23 +50,26 @@ def finished_before(directory: Path, overrides: Sequence[str]) -> Summary | None
     return summary if summary["status"] == "finished" else None
 
 
+def summaries(sweep_directory: Path) -> list[Summary]:
+    """Return those of the jobs that have ended, in the order of their numbers, each with its ``run_directory``."""
+    directories = sorted(sweep_directory.iterdir(), key=lambda path: (len(path.name), path.name))
+    found = [(directory, read_summary(directory)) for directory in directories if directory.is_dir()]
+    return [{"run_directory": str(directory), **summary} for directory, summary in found if summary is not None]
+
+
 def rows(sweep_directory: Path) -> list[Row]:
     """Return the jobs of a sweep that have ended, in the order of their numbers."""
-    found = []
-    for directory in sorted(sweep_directory.iterdir(), key=lambda path: (len(path.name), path.name)):
-        summary = read_summary(directory) if directory.is_dir() else None
-        if summary is not None:
-            found.append(
-                Row(
-                    directory=directory.name,
-                    overrides=" ".join(summary.get("overrides", [])),
-                    status=summary["status"],
-                    objective=summary.get("objective"),
-                    seconds=summary.get("wall_time_s"),
-                    error=summary["error"],
-                )
-            )
-    return found
+    return [
+        Row(
+            directory=Path(summary["run_directory"]).name,
+            overrides=" ".join(summary.get("overrides", [])),
+            status=summary["status"],
+            objective=summary.get("objective"),
+            seconds=summary.get("wall_time_s"),
+            error=summary["error"],
+        )
+        for summary in summaries(sweep_directory)
+    ]
 
 
 def report(sweep_directory: Path, stream: TextIO) -> None:

@@ -1,0 +1,157 @@
+"""Every job of a sweep is a run of its own, and the sweep says what came of each."""
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ddp_recipes.run_directory import Summary
+
+pytestmark = pytest.mark.spawn
+
+TINY = [
+    "data=random",
+    "data.num_samples=64",
+    "data.val_samples=16",
+    "trainer.max_epochs=1",
+    "trainer.progress=false",
+    "logger=none",
+    "launcher.device=cpu",
+]
+ALONE = [*TINY, "launcher.nproc_per_node=1"]
+
+# Notes when a run begins and ends, and can be told to fail by a value of the sweep.
+MODEL = """
+import os
+import time
+
+import torch
+
+
+class Noted(torch.nn.Linear):
+    def __init__(self, notes: str, fail_at: float = -1.0, lr: float = 0.0) -> None:
+        super().__init__(10, 5)
+        if lr == fail_at:
+            raise RuntimeError("this job was told to fail")
+        with open(notes, "a") as file:
+            file.write(f"begin {time.monotonic()} {lr}\\n")
+        self.notes = notes
+
+    def __del__(self) -> None:
+        with open(self.notes, "a") as file:
+            file.write(f"end {time.monotonic()}\\n")
+"""
+
+
+def sweep(folder: Path, *overrides: str, status: int = 0) -> str:
+    """Run a sweep into ``folder/sweep``; return what it printed."""
+    command = [sys.executable, "-m", "ddp_recipes", "-m", f"hydra.sweep.dir={folder / 'sweep'}", *overrides]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240, env=dict(os.environ))
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def noted(folder: Path, *more: str) -> list[str]:
+    """Return overrides for the model above; it is written into ``folder``."""
+    (folder / "noted.py").write_text(MODEL)
+    notes = folder / "notes.txt"
+    keys = ["~model.in_features", "~model.out_features", "~model.hidden_features"]
+    return [*keys, "model._target_=noted.Noted", f"+model.notes={notes}", "+model.lr=${optimizer.lr}", *more]
+
+
+def summary(folder: Path, job: int) -> Summary:
+    values: Summary = json.loads((folder / "sweep" / str(job) / "summary.json").read_text())
+    return values
+
+
+def table(folder: Path) -> list[dict[str, str]]:
+    with (folder / "sweep" / "sweep.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_sweep_ends_with_a_table_of_its_jobs_also_as_csv(tmp_path: Path) -> None:
+    printed = sweep(tmp_path, *ALONE, "model=toy", "optimizer.lr=0.1,0.01")
+    rows = table(tmp_path)
+    assert [row["status"] for row in rows] == ["finished", "finished"]
+    assert ["optimizer.lr=0.1" in row["overrides"] for row in rows] == [True, False]
+    for job, row in enumerate(rows):
+        assert float(row["objective"]) == summary(tmp_path, job)["metrics"]["val/loss"]
+        assert float(row["seconds"]) > 0
+        assert f"objective {float(row['objective']):.6g}" in printed
+
+
+def test_a_failed_job_is_named_with_its_reason_and_the_others_finish(tmp_path: Path) -> None:
+    overrides = noted(tmp_path, "+model.fail_at=0.2", "optimizer.lr=0.1,0.2,0.3")
+    printed = sweep(tmp_path, *ALONE, *overrides, status=1)
+    assert [row["status"] for row in table(tmp_path)] == ["finished", "failed", "finished"]
+    assert "this job was told to fail" in table(tmp_path)[1]["error"]
+    assert printed.count("RuntimeError: this job was told to fail") >= 1
+
+
+def test_on_failure_stop_starts_no_further_job(tmp_path: Path) -> None:
+    overrides = noted(tmp_path, "+model.fail_at=0.2", "optimizer.lr=0.1,0.2,0.3", "sweep.on_failure=stop")
+    sweep(tmp_path, *ALONE, *overrides, status=1)
+    assert [row["status"] for row in table(tmp_path)] == ["finished", "failed"]
+
+
+def test_a_sweep_called_again_runs_only_what_did_not_finish(tmp_path: Path) -> None:
+    first = noted(tmp_path, "+model.fail_at=0.2", "optimizer.lr=0.1,0.2")
+    sweep(tmp_path, *ALONE, *first, status=1)
+    before = summary(tmp_path, 0)
+    (tmp_path / "noted.py").write_text(MODEL.replace("if lr == fail_at", "if False"))
+    sweep(tmp_path, *ALONE, *first)
+    assert [row["status"] for row in table(tmp_path)] == ["finished", "finished"]
+    assert summary(tmp_path, 0) == before
+    begun = [line.split()[2] for line in (tmp_path / "notes.txt").read_text().splitlines() if line.startswith("begin")]
+    assert begun == ["0.1", "0.2"]
+
+
+def test_another_sweep_in_the_same_folder_is_refused_and_the_first_is_kept(tmp_path: Path) -> None:
+    sweep(tmp_path, *ALONE, "model=toy", "optimizer.lr=0.1,0.2")
+    before = summary(tmp_path, 0)
+    printed = sweep(tmp_path, *ALONE, "model=toy", "optimizer.lr=0.3,0.4", status=2)
+    assert "holds a job of another sweep" in printed
+    assert summary(tmp_path, 0) == before
+
+
+@pytest.mark.slow
+def test_joblib_runs_whole_multi_process_jobs_side_by_side(tmp_path: Path) -> None:
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher", reason="hydra-joblib-launcher is not installed")
+    joblib = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
+    sweep(tmp_path, *TINY, *joblib, "model=toy", "optimizer.lr=0.1,0.01", "launcher.nproc_per_node=2")
+    assert [row["status"] for row in table(tmp_path)] == ["finished", "finished"]
+    assert [summary(tmp_path, job)["world_size"] for job in (0, 1)] == [2, 2]
+
+
+@pytest.mark.slow
+def test_optuna_gets_rank_0s_objective(tmp_path: Path) -> None:
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason="hydra-optuna-sweeper is not installed")
+    optuna = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "hydra.sweeper.n_jobs=1"]
+    sweep(tmp_path, *TINY, *optuna, "model=toy", "optimizer.lr=interval(0.001,0.1)", "launcher.nproc_per_node=2")
+    best = (tmp_path / "sweep" / "optimization_results.yaml").read_text()
+    objectives = [float(row["objective"]) for row in table(tmp_path)]
+    assert f"best_value: {min(objectives)}" in best
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slots", [1, 2])
+def test_devices_runs_as_many_jobs_at_once_as_there_are_slots(tmp_path: Path, slots: int) -> None:
+    overrides = noted(tmp_path, "optimizer.lr=0.1,0.2")
+    sweep(tmp_path, *ALONE, *overrides, "hydra/launcher=devices", f"hydra.launcher.slots={slots}")
+    assert [row["status"] for row in table(tmp_path)] == ["finished", "finished"]
+    kinds = [line.split()[0] for line in sorted((tmp_path / "notes.txt").read_text().splitlines(), key=_time)]
+    at_once = max(kinds[:n].count("begin") - kinds[:n].count("end") for n in range(1, len(kinds) + 1))
+    assert at_once <= slots
+
+
+def test_devices_refuses_a_job_that_never_fits(tmp_path: Path) -> None:
+    wide = ["hydra/launcher=devices", "hydra.launcher.slots=1", "launcher.nproc_per_node=2", "model=toy,toy_mp"]
+    assert "needs 2 devices, and there are 1" in sweep(tmp_path, *TINY, *wide, status=2)
+
+
+def _time(line: str) -> float:
+    return float(line.split()[1])
