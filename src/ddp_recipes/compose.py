@@ -114,11 +114,15 @@ def multirun(hydra: Hydra, config_name: str, overrides: Sequence[str], directory
     Raises:
         RequestError: as in :func:`compose`.
     """
-    quoted = directory.replace("\\", "\\\\").replace("'", "\\'")
     try:
-        hydra.multirun(config_name, task, [*overrides, "hydra.mode=MULTIRUN", f"hydra.sweep.dir='{quoted}'"])
+        hydra.multirun(config_name, task, [*overrides, "hydra.mode=MULTIRUN", f"hydra.sweep.dir={quoted(directory)}"])
     except (HydraException, OmegaConfBaseException) as error:
         raise translate(error, hydra, config_name, overrides) from None
+
+
+def quoted(text: str) -> str:
+    """Return a text as one value of an override, whatever is in it."""
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
 def record() -> dict[str, str]:

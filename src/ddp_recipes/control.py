@@ -2,16 +2,24 @@
 
 import json
 import logging
+import re
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from torch.distributed import Store
 
 from ddp_recipes.errors import RequestError, RunFailed
 from ddp_recipes.world import World
+
+T = TypeVar("T")
+
+STORE_PATIENCE_S = 1.5  # for one answer of the store, once something has failed
+SILENCE_S = 1.5  # for the other ranks to fail as well, once a collective has timed out
 
 
 class Control:
@@ -132,14 +140,25 @@ class Control:
 
     def fail(self, text: str) -> tuple[int, str]:
         """Record a failure; return the rank and text of the first one, which is the cause of the others."""
-        mine = json.dumps([self.world.rank, text])
-        if self.store is None:
+        store, mine = self.store, json.dumps([self.world.rank, text])
+        if store is None:
             return self.world.rank, text
-        try:
-            rank, first = json.loads(self.store.compare_set("failure", "", mine))
-        except RuntimeError:  # the store died with the rank that held it
-            return self.world.rank, text
-        return rank, first
+        _bounded(partial(store.set, f"ended/{self.world.rank}", "failed"), None)
+        first = _bounded(partial(store.compare_set, "failure", "", mine), mine.encode())
+        rank, cause = json.loads(first)
+        return rank, cause
+
+    def silent_ranks(self) -> list[int]:
+        """Return the ranks that have not failed a short while after this one timed out: it was them it waited for."""
+        store = self.store
+        if store is None:
+            return []
+        others = {rank for rank in range(self.world.world_size) if rank != self.world.rank}
+        deadline = time.monotonic() + SILENCE_S
+        while others and time.monotonic() < deadline:
+            others -= {rank for rank in others if _bounded(partial(store.check, [f"ended/{rank}"]), False)}
+            time.sleep(0.05)
+        return sorted(others)
 
     def send_log(self, line: str) -> None:
         """Hand a line to rank 0's log."""
@@ -157,6 +176,25 @@ class Control:
         return lines
 
 
+def timed_out(error: BaseException) -> bool:
+    """Whether a collective waited in vain; torch has no type of its own for it."""
+    return isinstance(error, RuntimeError) and re.search(r"time(d )?.?out", str(error), re.IGNORECASE) is not None
+
+
+def _bounded(call: Callable[[], T], otherwise: T) -> T:
+    """Call the store, but not for longer than a moment: it may have died, been stopped or cut off with its rank."""
+    outcome = [otherwise]
+
+    def run() -> None:
+        with suppress(RuntimeError):
+            outcome[0] = call()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(STORE_PATIENCE_S)
+    return outcome[0]
+
+
 class ForwardHandler(logging.Handler):
     """Sends warnings and errors of a rank that has no log of its own to rank 0."""
 
@@ -170,10 +208,3 @@ class ForwardHandler(logging.Handler):
             self.control.send_log(f"rank {self.control.world.rank}: {self.format(record)}")
         except RuntimeError:
             self.handleError(record)
-
-
-def write_trace(directory: Path, rank: int, text: str) -> None:
-    """Write a rank's traceback to ``ranks/``."""
-    folder = directory / "ranks"
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"rank_{rank}.txt").write_text(text, encoding="utf-8")

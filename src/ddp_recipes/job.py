@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,10 @@ class Job:
     directory: Path
     hydra: Mapping[str, str] = field(default_factory=dict)
     overrides: Sequence[str] = ()
+
+    def resumed(self) -> "Job":
+        """Return the job as it goes on from its last checkpoint, or from the start if there is none."""
+        return replace(self, config={**self.config, "ckpt_path": "auto"})
 
     def to_json(self) -> str:
         """Return the job as one line of text."""

@@ -6,7 +6,7 @@ import contextlib
 import io
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,8 +28,13 @@ class Logger:
     def text(self, tag: str, text: str) -> None:
         """Record a text, read as Markdown."""
 
-    def hparams(self, params: Mapping[str, bool | int | float | str], metrics: Mapping[str, float]) -> None:
-        """Record, once and at the end, what the run was given and what came out."""
+    def hparams(
+        self,
+        params: Mapping[str, bool | int | float | str],
+        metrics: Mapping[str, float],
+        chosen: Collection[str] = (),
+    ) -> None:
+        """Record, once and at the end, what the run was given and what came out; ``chosen`` ones are shown first."""
 
     def graph(self, model: nn.Module, inputs: Tensor) -> None:
         """Record the graph of ``model`` for one batch of ``inputs``, on the device of the model."""
@@ -73,11 +78,24 @@ class TensorBoardLogger(Logger):
     def text(self, tag: str, text: str) -> None:
         self._writer.add_text(tag, text)
 
-    def hparams(self, params: Mapping[str, bool | int | float | str], metrics: Mapping[str, float]) -> None:
+    def hparams(
+        self,
+        params: Mapping[str, bool | int | float | str],
+        metrics: Mapping[str, float],
+        chosen: Collection[str] = (),
+    ) -> None:
+        from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
         from torch.utils.tensorboard.summary import hparams
 
         # Not `SummaryWriter.add_hparams`: that writes a second event file, in a folder of its own.
-        for summary in hparams(dict(params), dict(metrics)):  # type: ignore[no-untyped-call]
+        experiment, *session = hparams(dict(params), dict(metrics))  # type: ignore[no-untyped-call]
+        # The tab opens with five parameters: those marked as differing, then by name.
+        plugin_data = experiment.value[0].metadata.plugin_data
+        content = HParamsPluginData.FromString(plugin_data.content)
+        for info in content.experiment.hparam_infos:
+            info.differs = info.name in chosen
+        plugin_data.content = content.SerializeToString()
+        for summary in (experiment, *session):
             self._file.add_summary(summary)
         # The HParams tab shows the latest point of each metric, so let that be the one given here.
         unseen = {tag: value for tag, value in metrics.items() if self._latest.get(tag) != value}

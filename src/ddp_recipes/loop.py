@@ -2,6 +2,7 @@
 
 import logging
 import time
+import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -232,7 +233,10 @@ def evaluate(task: Task, loader: Loader, strategy: Strategy, prefix: str, precis
                 sums[name] = sums[name] + counted if name in sums else counted
     totals = strategy.sum(torch.stack(list(sums.values())))
     metrics = {f"{prefix}/{name}": total / count for name, (total, count) in zip(sums, totals.tolist(), strict=True)}
-    return metrics | {f"{prefix}/{name}": float(metric.compute()) for name, metric in task.stateful_metrics.items()}
+    with warnings.catch_warnings():
+        # torchmetrics warns of a metric without an update; a rank without a sample is no mistake.
+        warnings.filterwarnings("ignore", "The ``compute`` method", UserWarning)
+        return metrics | {f"{prefix}/{name}": float(metric.compute()) for name, metric in task.stateful_metrics.items()}
 
 
 def check_monitor(monitor: str, metrics: Metrics) -> None:

@@ -11,6 +11,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_recipes import compose, environment, sweep
+from ddp_recipes.elastic import RestartNote
 from ddp_recipes.errors import Preempted, RecipeError, RequestError, RunFailed
 from ddp_recipes.job import Job
 from ddp_recipes.launchers import local, slurm
@@ -96,6 +97,7 @@ class Leader:
         self.world = world
         self._summary: Summary = {}
         self._channel: Channel | None = None
+        self._note = RestartNote(os.environ, Path.cwd())
 
     def lead(self, argv: Sequence[str], config_path: str, config_name: str) -> Summary | list[Summary]:
         """Compose and run what the command line says."""
@@ -106,10 +108,14 @@ class Leader:
             compose.answer(parser, args, config_path, config_name)
             return []
         with compose.session(config_path, args.config_dir) as hydra:
+            former = self._note.former_directory()
             if args.multirun or "hydra.mode=MULTIRUN" in args.overrides:
-                return self._sweep(hydra, config_name, args.overrides)
-            config = compose.compose(hydra, config_name, args.overrides)
+                there = [] if former is None else [f"hydra.sweep.dir={compose.quoted(former)}"]
+                return self._sweep(hydra, config_name, [*args.overrides, *there])
+            there = [] if former is None else [f"hydra.run.dir={compose.quoted(former)}", "ckpt_path=auto"]
+            config = compose.compose(hydra, config_name, [*args.overrides, *there])
             directory = Path(config.hydra.run.dir).absolute()
+            self._note.write(directory)
             missing = first_missing(directory)
             try:
                 compose.run(hydra, config, config_name, self.job)
@@ -138,6 +144,7 @@ class Leader:
     def _sweep(self, hydra: "Hydra", config_name: str, overrides: Sequence[str]) -> list[Summary]:
         """Run one job for each combination; whatever happens, show what came of them."""
         directory = Path(compose.sweep_directory(hydra, config_name, overrides))
+        self._note.write(directory)
         try:
             compose.multirun(hydra, config_name, overrides, str(directory), self.sweep_job)
         except _SweepStopped as stop:
@@ -153,6 +160,8 @@ class Leader:
 
         A failure is the job's own, unless ``sweep.on_failure=stop``; a signal ends the sweep.
         """
+        if self.world is None and environment.tasks(os.environ) > 1:
+            return self._sweep_job_on_tasks(config)
         hydra = HydraConfig.get()
         directory, overrides = Path(hydra.runtime.output_dir), list(hydra.overrides.task)
         print(f"\njob {hydra.job.num}: {' '.join(overrides)}", flush=True)
@@ -174,6 +183,20 @@ class Leader:
             print(error, file=sys.stderr, flush=True)
             raise
 
+    def _sweep_job_on_tasks(self, config: DictConfig) -> float | None:
+        """Run one job of a sweep where Hydra's launcher calls each of its tasks (submitit_slurm): rank 0's counts."""
+        self.world = environment.join(os.environ)
+        assert self.world is not None
+        if not self.world.is_main:
+            self.channel.follow()
+            return None
+        try:
+            return self.sweep_job(config)
+        except _SweepStopped as stop:
+            raise stop.reason from None
+        finally:
+            self.release(0)
+
     def _launch(self, job: Job, request: Request) -> Summary:
         name = request.launcher.name
         if name == "auto":
@@ -191,7 +214,7 @@ class Leader:
             )
         try:
             if name == "local":
-                return local.launch(job, request.processes(visible_gpus()))
+                return local.launch(job, request.processes(visible_gpus()), request.launcher.max_restarts)
             if name == "slurm":
                 return slurm.launch(job, request)
             assert self.world is not None
@@ -214,6 +237,7 @@ class Leader:
 
     def release(self, status: int) -> None:
         """Let the other ranks go, if there are any."""
+        self._note.end(status)
         if self.world is not None and self.world.world_size > 1:
             self.channel.stop(status)
 

@@ -86,7 +86,8 @@ class Output:
         write_summary(self.directory.path, summary)
         if cause is None:
             numbers = {name: value for name, value in summary["metrics"].items() if not name.startswith("train/")}
-            self.logger.hparams(_flat(self.recipe.job.config), numbers or summary["metrics"])
+            params = hyper_parameters(self.recipe.job.config) | {"world_size": summary["world_size"]}
+            self.logger.hparams(params, numbers or summary["metrics"], chosen=overridden(self.recipe.job.hydra))
             table(f"{summary['status']} in {summary['wall_time_s']:.1f} s", self._end_rows(summary), sys.stdout)
 
     def close(self) -> None:
@@ -228,12 +229,27 @@ class _Console(logging.Handler):
             self.progress.line(self.format(record))
 
 
+def hyper_parameters(config: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
+    """Return what may change the outcome as one level of dotted names: ``{"model": "Toy", "optimizer.lr": 0.1, …}``."""
+    groups = ("seed", "data", "model", "task", "optimizer", "scheduler", "strategy", "trainer")
+    values = _flat({name: config[name] for name in groups})
+    return {name: value for name, value in values.items() if not name.startswith(("data.val.", "data.test"))}
+
+
+def overridden(hydra: Mapping[str, str]) -> list[str]:
+    """Return the keys and groups that the command line set, from Hydra's own record."""
+    overrides = OmegaConf.create(hydra.get("overrides.yaml", "[]"))
+    return [str(override).split("=")[0].lstrip("+~") for override in overrides]
+
+
 def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, bool | int | float | str]:
-    """Return a nested config as one level of dotted names, as TensorBoard's hyper-parameters want it."""
+    """Return a nested config as one level of dotted names; a section itself is the last name of its ``_target_``."""
     values: dict[str, bool | int | float | str] = {}
     for name, value in config.items():
-        if isinstance(value, Mapping):
+        if name == "_target_":
+            values[prefix.removesuffix(".")] = value.rpartition(".")[2]
+        elif isinstance(value, Mapping):
             values |= _flat(value, f"{prefix}{name}.")
-        elif value is not None:
+        elif value is not None and name != "_partial_":
             values[f"{prefix}{name}"] = value if isinstance(value, (bool, int, float)) else str(value)
     return values

@@ -11,14 +11,14 @@ from torch.distributed import Store
 from ddp_recipes import loop
 from ddp_recipes._version import __version__
 from ddp_recipes.checkpoint import write_aside
-from ddp_recipes.control import Control, write_trace
+from ddp_recipes.control import Control, timed_out
 from ddp_recipes.digest import digest
 from ddp_recipes.errors import Preempted, RecipeError, RequestError, RunFailed
 from ddp_recipes.job import Job
 from ddp_recipes.output import Output
 from ddp_recipes.precision import make_precision
 from ddp_recipes.recipe import Recipe
-from ddp_recipes.run_directory import RunDirectory, Summary
+from ddp_recipes.run_directory import RunDirectory, Summary, write_trace
 from ddp_recipes.world import World
 
 
@@ -161,6 +161,13 @@ def fail(recipe: Recipe, control: Control, output: Output, error: BaseException)
     told = isinstance(error, RecipeError)  # its message says it all; anything else needs its traceback
     text = f"{error}\n" if told else "".join(traceback.format_exception(error))
     rank, cause = control.fail(text)
+    if rank == recipe.world.rank and timed_out(error) and (silent := control.silent_ranks()):
+        names = ", ".join(map(str, silent))
+        cause = text = (
+            f"{text}Rank {names} of {recipe.world.world_size} did not answer within launcher.timeout_s="
+            f"{control.timeout_s:g} seconds: stopped, stuck or cut off."
+        )
+        error = RunFailed(text)
     if output.opened:
         write_trace(recipe.job.directory, recipe.world.rank, text)
     last = cause.strip().splitlines()[-1]

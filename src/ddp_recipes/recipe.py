@@ -339,9 +339,9 @@ def _instantiate(node: DictConfig, section: str, *arguments: Any, **runtime: Any
             raise RequestError(
                 f"{section} does not fit {node._target_}: {error}. Check the keys of {section}."
             ) from error
-        if not node._target_.startswith(("ddp_recipes.", "torch.", "torchvision.")):
+        if not str(node._target_).startswith(("ddp_recipes.", "torch.", "torchvision.")):
             raise  # a user's own code: the traceback is what helps
-        given = ", ".join(f"{name}={value}" for name, value in node.items() if name[0] != "_")
+        given = ", ".join(f"{name!s}={value}" for name, value in node.items() if str(name)[0] != "_")
         raise RequestError(f"{section} does not fit {node._target_}: {error}. Check the values of {given}.") from error
 
 

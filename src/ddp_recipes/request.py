@@ -17,6 +17,7 @@ from ddp_recipes.settings import (
     DataSettings,
     LauncherSettings,
     RunSettings,
+    SlurmSettings,
     TrainerSettings,
     parse,
 )
@@ -58,16 +59,14 @@ class Request:
             data=parse(DataSettings, "data", config["data"], others=True),
             trainer=parse(TrainerSettings, "trainer", config["trainer"]),
             checkpoint=parse(CheckpointSettings, "checkpoint", config["checkpoint"]),
-            launcher=parse(LauncherSettings, "launcher", config["launcher"]),
+            launcher=parse(
+                SlurmSettings if config["launcher"].get("name") == "slurm" else LauncherSettings,
+                "launcher",
+                config["launcher"],
+            ),
             num_devices=num_devices,
             single_process=config["strategy"].get("processes") == 1,
         )
-        if request.launcher.max_restarts:
-            raise RequestError(
-                f"launcher.max_restarts={request.launcher.max_restarts} is not there yet for processes that "
-                "ddp_recipes "
-                f"starts. Use torchrun --max-restarts, or 0 and start again with ckpt_path=auto."
-            )
         return request
 
     def device_type(self, gpus: int) -> str:
@@ -100,7 +99,7 @@ class Request:
             raise RequestError(
                 f"launcher.nnodes={self.launcher.nnodes}, but the local launcher starts processes on this "
                 "machine only. "
-                f"Start train.py with torchrun on each node; it takes the same overrides."
+                f"Start train.py with torchrun on each node, or use launcher=slurm; both take the same overrides."
             )
         if self.single_process and asked not in ("auto", 1):
             raise RequestError(
@@ -131,9 +130,8 @@ def resolve(config: DictConfig) -> dict[str, Any]:
         RequestError: a value is missing, or an interpolation has no target.
     """
     if missing := list(_missing(OmegaConf.to_container(config))):
-        raise RequestError(
-            f"{', '.join(missing)} must be given: this choice has no default for {'it' if len(missing) == 1 else 'them'}."
-        )
+        them = "it" if len(missing) == 1 else "them"
+        raise RequestError(f"{', '.join(missing)} must be given: this choice has no default for {them}.")
     with _environment_kept():
         try:
             plain = OmegaConf.to_container(config, resolve=True)

@@ -70,12 +70,25 @@ def write_summary(path: Path, summary: Summary) -> None:
     write_text(path / "summary.json", json.dumps(summary, indent=2) + "\n")
 
 
-def leave_summary(directory: Path, error: str, overrides: Sequence[str]) -> None:
-    """Say that a run failed where rank 0 did not: it was the one that died, or the run never began."""
+def leave_summary(directory: Path, error: str, overrides: Sequence[str], known_better: bool = False) -> None:
+    """Say that a run failed where rank 0 did not: it was the one that died, or the run never began.
+
+    Args:
+        known_better: rank 0 saw no more than a consequence (a broken connection): ``error`` replaces what it wrote.
+    """
     path, begun = directory / "summary.json", directory / "config.yaml"
     told = path.exists() and (not begun.exists() or path.stat().st_mtime_ns >= begun.stat().st_mtime_ns)
     if directory.is_dir() and not told:
         write_summary(directory, {"status": "failed", "error": error, "overrides": list(overrides)})
+    elif known_better:
+        write_summary(directory, {**json.loads(path.read_text(encoding="utf-8")), "status": "failed", "error": error})
+
+
+def write_trace(directory: Path, rank: int, text: str) -> None:
+    """Write a rank's traceback to ``ranks/``."""
+    folder = directory / "ranks"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"rank_{rank}.txt").write_text(text, encoding="utf-8")
 
 
 def write_text(path: Path, text: str) -> None:

@@ -103,7 +103,7 @@ class CheckpointSettings:
 class LauncherSettings:
     """``launcher.*``: who starts the ranks, how many, on what."""
 
-    name: Literal["auto", "local", "env"]
+    name: Literal["auto", "local", "env", "slurm"]
     nproc_per_node: Literal["auto"] | Count
     nnodes: Count
     max_restarts: Natural
@@ -121,6 +121,34 @@ class LauncherSettings:
             raise RequestError(
                 f"launcher.init_method={self.init_method} is no rendezvous address. "
                 f"Allowed: file:///an/absolute/path, tcp://host:port, or null for a free port of our own."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmSettings(LauncherSettings):
+    """``launcher.*`` of ``launcher=slurm``: what sbatch is asked for."""
+
+    gpus_per_node: Count | None
+    cpus_per_task: Count | None
+    time_min: Count
+    partition: str | None
+    account: str | None
+    sbatch: dict[str, Any]
+    wait: bool
+    signal_s: Annotated[int, Range(1)]
+    requeue: bool
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_restarts:
+            raise RequestError(
+                f"launcher.max_restarts={self.max_restarts} is not taken by launcher=slurm. Leave it 0: with "
+                f"launcher.requeue=true Slurm starts the job again after a preemption or the loss of a node."
+            )
+        if self.signal_s + 60 >= 60 * self.time_min:  # Slurm may send it a minute early
+            raise RequestError(
+                f"launcher.signal_s={self.signal_s} leaves no time to train in launcher.time_min={self.time_min}. "
+                f"Allowed: more than a minute less than the job's time."
             )
 
 
@@ -217,7 +245,7 @@ def _fits(value: Any, hint: Any) -> bool:
         return isinstance(value, (int, float)) and not isinstance(value, bool)
     if hint is int:
         return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, hint)
+    return isinstance(value, get_origin(hint) or hint)
 
 
 def _describe(hint: Any) -> str:
@@ -228,8 +256,15 @@ def _describe(hint: Any) -> str:
         return f"{_describe(base)} {bound}"
     if get_origin(hint) is Literal:
         return ", ".join(map(str, get_args(hint)))
-    names = {int: "a whole number", float: "a number", bool: "true, false", str: "text", type(None): "null"}
-    return names[hint]
+    names = {
+        int: "a whole number",
+        float: "a number",
+        bool: "true, false",
+        str: "text",
+        type(None): "null",
+        dict: "names and values",
+    }
+    return names[get_origin(hint) or hint]
 
 
 def _shown(value: Any) -> str:

@@ -1,8 +1,11 @@
 """Joins the ranks that torchrun, or anything that sets its variables, started: rank 0 leads, the others follow."""
 
+import gc
 import sys
 import time
 import traceback
+import uuid
+from contextlib import suppress
 from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store, rendezvous
@@ -14,39 +17,100 @@ from ddp_recipes.run_directory import Summary
 from ddp_recipes.world import World
 
 STORE_TIMEOUT = timedelta(minutes=30)
+MEET_TO_STOP_S = 10.0  # for followers that still import torch when there is nothing to do
+STOP_S = 3.0  # for the others to read that it is over
 AFTER_FAILURE_S = 8.0  # a rank that failed waits so long for what the leader makes of it
 
 
 class Channel:
-    """The jobs of one torchrun: rank 0 posts them in turn, every rank runs each, until rank 0 says stop."""
+    """The jobs of one torchrun: rank 0 posts them in turn, every rank runs each, until rank 0 says stop.
+
+    The store may be the agent's, which outlives restarts of the workers and holds what earlier ones wrote. So the ranks
+    that are here now first find each other: a follower says hello with a word of its own, and rank 0 answers with the
+    name of this generation, under which all else is kept.
+    """
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.store: Store = next(iter(rendezvous("env://", timeout=STORE_TIMEOUT)))[0]
+        self.root: Store = next(iter(rendezvous("env://", timeout=STORE_TIMEOUT)))[0]
+        self._generation: Store | None = None
         self._next = 0
+
+    @property
+    def store(self) -> Store:
+        """The store of this generation."""
+        assert self._generation is not None, "the ranks have not met yet"
+        return self._generation
+
+    def _meet(self, timeout_s: float) -> None:
+        """Answer every follower, whenever it comes.
+
+        Raises:
+            RunFailed: some did not come in time; names them.
+        """
+        if self._generation is not None:
+            return
+        name = uuid.uuid4().hex
+        self._generation = PrefixStore(f"ddp_recipes/{name}", self.root)
+        missing = set(range(1, self.world.world_size))
+        deadline = time.monotonic() + timeout_s
+        while missing and time.monotonic() < deadline:
+            for follower in sorted(missing):
+                hello = f"ddp_recipes/hello/{follower}"
+                if self.store.check([f"here/{follower}"]):
+                    missing.remove(follower)
+                elif self.root.check([hello]):
+                    self.root.set(f"ddp_recipes/welcome/{self.root.get(hello).decode()}", name)
+            time.sleep(0.01)
+        if missing:
+            raise RunFailed(
+                f"Rank {', '.join(map(str, sorted(missing)))} of {self.world.world_size} did not arrive within "
+                f"launcher.timeout_s={timeout_s:g} seconds. Look at what those processes printed."
+            )
+
+    def _arrive(self) -> None:
+        """Say hello, and wait to be answered."""
+        word = uuid.uuid4().hex
+        self.root.set(f"ddp_recipes/hello/{self.world.rank}", word)
+        welcome = f"ddp_recipes/welcome/{word}"
+        self.root.wait([welcome], STORE_TIMEOUT)
+        self._generation = PrefixStore(f"ddp_recipes/{self.root.get(welcome).decode()}", self.root)
+        self.store.set(f"here/{self.world.rank}", "")
 
     def lead(self, job: Job) -> Summary:
         """Post a job and run it as rank 0; with one rank, a plain run."""
+        self._meet(float(job.config["launcher"]["timeout_s"]))
         number = self._post(job.to_json())
         return rank.run(job, self.world, self._store_of(number) if self.world.world_size > 1 else None)
 
     def stop(self, status: int) -> None:
         """Let the followers go, with the exit status that rank 0 has."""
+        with suppress(RunFailed):
+            self._meet(MEET_TO_STOP_S)
         self._post(f"stop {status}")
+        # Started by srun or mpirun, rank 0 holds the store: it stays until they have read that, those that still can.
+        deadline = time.monotonic() + STOP_S
+        while self.store.add("stopped", 0) < self.world.world_size - 1 and time.monotonic() < deadline:
+            time.sleep(0.02)
 
     def follow(self) -> int:
         """Run what rank 0 posts; return the exit status it gives at the end.
 
         A rank whose own run failed says so, and waits a short while for what comes next.
         """
+        self._arrive()
         failed = False
         while True:
             message = self._receive(AFTER_FAILURE_S if failed else None)
             if message is None:
                 return 1
             if message.startswith("stop "):
+                with suppress(RuntimeError):  # the store is gone: rank 0 did not wait
+                    self.store.add("stopped", 1)
                 return int(message.removeprefix("stop "))
             failed = not self._run_as_follower(Job.from_json(message), self._next - 1)
+            if failed:
+                gc.collect()  # closes this rank's connections: the others, waiting in a collective, notice now
 
     def _run_as_follower(self, job: Job, number: int) -> bool:
         try:

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -17,15 +18,18 @@ from typing import IO, Any
 
 from ddp_recipes.errors import Preempted, RequestError, RunFailed
 from ddp_recipes.job import Job
-from ddp_recipes.run_directory import Summary, leave_summary
+from ddp_recipes.run_directory import Summary, leave_summary, write_trace
 
 AFTER_FAILURE_S = 3.0  # for the other ranks to end by themselves, and for rank 0 to write its summary
 AFTER_INTERRUPT_S = 8.0  # for a checkpoint after Ctrl-C
 AFTER_TERM_S = 25.0  # for a checkpoint after SIGTERM or SIGUSR1, within a scheduler's usual 30 s
 
 
-def launch(job: Job, processes: int) -> Summary:
-    """Run a job in so many processes, or in this one if it is one.
+def launch(job: Job, processes: int, max_restarts: int = 0) -> Summary:
+    """Run a job in so many processes, or in this one if it is one and is not to be restarted.
+
+    Args:
+        max_restarts: how often all ranks are started again, from the last checkpoint, after one of them failed.
 
     Returns:
         Rank 0's summary.
@@ -35,11 +39,26 @@ def launch(job: Job, processes: int) -> Summary:
         RunFailed: a rank raised or died; its traceback is the message.
         KeyboardInterrupt: interrupted twice, or before there was anything to save.
     """
-    if processes == 1:
-        from ddp_recipes import rank
-        from ddp_recipes.world import World
+    for attempt in range(max_restarts):
+        try:
+            return _launch_once(job, processes)
+        except RunFailed as error:
+            print(
+                f"{error}\nRestart {attempt + 1} of {max_restarts}, from the last checkpoint.",
+                file=sys.stderr,
+                flush=True,
+            )
+            job = job.resumed()
+    if processes > 1 or max_restarts:
+        return _launch_once(job, processes)
+    from ddp_recipes import rank
+    from ddp_recipes.world import World
 
-        return rank.run(job, World(), None)
+    return rank.run(job, World(), None)
+
+
+def _launch_once(job: Job, processes: int) -> Summary:
+    """Start the ranks and wait for them."""
     with ExitStack() as stack:
         interrupts = stack.enter_context(_signals_caught())
         ranks = _start(job, processes, stack)
@@ -53,6 +72,7 @@ class _Rank:
     number: int
     process: subprocess.Popen[bytes]
     reports: IO[bytes]
+    stacks: IO[bytes]  # where it writes its Python stacks when asked to by SIGUSR2
     said: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -87,6 +107,7 @@ def _start(job: Job, processes: int, stack: ExitStack) -> list[_Rank]:
             "OMP_NUM_THREADS": threads,
             "GLOO_SOCKET_IFNAME": loopback,
             "NCCL_SOCKET_IFNAME": loopback,
+            "TORCH_CPP_LOG_LEVEL": "ERROR",  # else pages of C++ frames when a peer is gone, which is said here
             **os.environ,
             "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
             **{name: str(number) for name in ("RANK", "LOCAL_RANK")},
@@ -95,7 +116,8 @@ def _start(job: Job, processes: int, stack: ExitStack) -> list[_Rank]:
             "MASTER_PORT": str(port),
         }
         read_end, write_end = os.pipe()
-        passed = [write_end] + ([listener.fileno()] if number == 0 else [])
+        stacks = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
+        passed = [write_end, stacks.fileno()] + ([listener.fileno()] if number == 0 else [])
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "ddp_recipes.launchers.worker", *map(str, passed)],
             stdin=subprocess.PIPE,
@@ -104,7 +126,7 @@ def _start(job: Job, processes: int, stack: ExitStack) -> list[_Rank]:
             process_group=0,  # Ctrl-C at the terminal reaches this process alone, which then tells the ranks
         )
         os.close(write_end)
-        rank = _Rank(number, process, os.fdopen(read_end, "rb", buffering=0))
+        rank = _Rank(number, process, os.fdopen(read_end, "rb", buffering=0), stacks)
         stack.callback(_end, rank)
         ranks.append(rank)
     for rank in ranks:
@@ -115,10 +137,11 @@ def _start(job: Job, processes: int, stack: ExitStack) -> list[_Rank]:
 
 
 def _end(rank: _Rank) -> None:
-    """Make sure that a rank is gone."""
+    """Make sure that a rank is gone, and that the terminal is not left as a killed one had it."""
     if rank.process.poll() is None:
         rank.process.kill()
-    rank.process.wait()
+    if rank.process.wait() < 0 and rank.number == 0 and sys.stdout.isatty():
+        print("\n\x1b[?25h", end="", flush=True)  # the bar hides the cursor while it is there
     assert rank.process.stdin is not None
     rank.process.stdin.close()
     rank.reports.close()
@@ -133,6 +156,7 @@ def _supervise(job: Job, ranks: list[_Rank], interrupts: _Interrupts) -> Summary
             rank, said = report
             rank.said = said
         if interrupts.names.count("SIGINT") > 1:
+            _leave(job, "interrupted by the keyboard, twice")
             raise KeyboardInterrupt
         if len(interrupts.names) > passed_on:
             if not passed_on:
@@ -145,7 +169,24 @@ def _supervise(job: Job, ranks: list[_Rank], interrupts: _Interrupts) -> Summary
             deadline = time.monotonic() + AFTER_FAILURE_S
         if all(rank.process.returncode is not None for rank in ranks) or (deadline and time.monotonic() > deadline):
             break
+    _keep_stacks(job, ranks)
     return _outcome(job, ranks, interrupts)
+
+
+def _keep_stacks(job: Job, ranks: list[_Rank]) -> None:
+    """Write to ``ranks/`` where the ranks that are about to be killed stand."""
+    stuck = [rank for rank in ranks if rank.process.poll() is None and not rank.said]
+    for rank in stuck:
+        rank.process.send_signal(signal.SIGUSR2)
+        rank.process.send_signal(signal.SIGCONT)  # a stopped process takes signals when it goes on
+    deadline = time.monotonic() + 1
+    while stuck and time.monotonic() < deadline and not all(os.fstat(rank.stacks.fileno()).st_size for rank in stuck):
+        time.sleep(0.02)
+    for rank in stuck:
+        rank.stacks.seek(0)
+        text = rank.stacks.read().decode(errors="replace")
+        if text and (job.directory / "config.yaml").exists():
+            write_trace(job.directory, rank.number, text)
 
 
 def _tell(rank: _Rank, number: int) -> None:
@@ -193,24 +234,28 @@ def _outcome(job: Job, ranks: list[_Rank], interrupts: _Interrupts) -> Summary:
     if died:
         rank = died[0]
         message = f"Rank {rank.number} (process {rank.process.pid}) {rank.died}, without a traceback."
-        _leave(job, message)
+        _leave(job, message, known_better=True)
         raise RunFailed(message, rank=rank.number)
+    silent = [str(rank.number) for rank in ranks if not rank.said]
+    killed = f"Rank {', '.join(silent)} did not answer any more and was killed."
     if said["failed"]:
         first = min(said["failed"], key=lambda rank: (not rank.said["cause"], rank.said["time"]))
-        _leave(job, f"rank {first.number}: {first.said['message'].strip().splitlines()[-1]}")
-        raise RunFailed(f"Rank {first.number} failed:\n{first.said['message'].rstrip()}", rank=first.number)
-    hung = [str(rank.number) for rank in ranks if not rank.said]
-    if hung:
-        message = f"Rank {', '.join(hung)} did not end in time and was killed."
-        _leave(job, message)
-        raise RunFailed(message, rank=int(hung[0]))
+        error = f"rank {first.number}: {first.said['message'].strip().splitlines()[-1]}"
+        message = f"Rank {first.number} failed:\n{first.said['message'].rstrip()}"
+        if silent:  # a timeout, perhaps: then the cause is there
+            error, message = f"{error} {killed}", f"{message}\n{killed}"
+        _leave(job, error, known_better=bool(silent))
+        raise RunFailed(message, rank=first.number)
+    if silent:
+        _leave(job, killed)
+        raise RunFailed(killed, rank=int(silent[0]))
     summary: Summary = ranks[0].said["summary"]
     return summary
 
 
-def _leave(job: Job, error: str) -> None:
+def _leave(job: Job, error: str, known_better: bool = False) -> None:
     if (job.directory / "config.yaml").exists():  # else the run never began
-        leave_summary(job.directory, error, job.overrides)
+        leave_summary(job.directory, error, job.overrides, known_better)
 
 
 def _all_done(ranks: list[_Rank]) -> bool:

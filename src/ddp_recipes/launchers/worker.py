@@ -1,8 +1,10 @@
-"""One local rank: ``python -m ddp_recipes.launchers.worker <report pipe> [<listening socket, rank 0>]``."""
+"""One local rank: ``python -m ddp_recipes.launchers.worker <report pipe> <stacks file> [<socket, rank 0>]``."""
 
 import atexit
+import faulthandler
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -17,11 +19,12 @@ from ddp_recipes.world import World
 
 def main() -> None:
     """Read a job from standard input, run it, report how it ended, and leave."""
-    pipe, *listener = map(int, sys.argv[1:])
+    pipe, stacks, *listener = map(int, sys.argv[1:])
     _bind_to_launcher()
+    faulthandler.register(signal.SIGUSR2, stacks, all_threads=True)
     job = Job.from_json(sys.stdin.buffer.readline().decode())
     threading.Thread(target=_die_with_launcher, daemon=True).start()
-    report = _run(job, World.from_env(os.environ), listener[0] if listener else None)
+    report = run(job, World.from_env(os.environ), listener[0] if listener else None)
     sys.stdout.flush()
     sys.stderr.flush()
     with os.fdopen(pipe, "w") as file:
@@ -30,7 +33,7 @@ def main() -> None:
     os._exit(report["exit_status"])  # taking torch apart would take another second
 
 
-def _run(job: Job, world: World, listener: int | None) -> dict[str, Any]:
+def run(job: Job, world: World, listener: int | None) -> dict[str, Any]:
     """Run the job and return how it ended, in words that go through a pipe."""
     try:
         from torch.distributed import TCPStore  # the first import of torch: errors in it are reported, too
@@ -63,7 +66,6 @@ def _bind_to_launcher() -> None:
     if sys.platform != "linux":
         return
     import ctypes
-    import signal
 
     set_parent_death_signal = 1  # PR_SET_PDEATHSIG
     ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)

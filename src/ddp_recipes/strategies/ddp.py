@@ -1,5 +1,6 @@
 """torch's DistributedDataParallel."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import Store
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_recipes.errors import RequestError, not_one_of
+from ddp_recipes.errors import RequestError, nearest, not_one_of
 from ddp_recipes.strategies.base import Wrapped, batch_norms
 from ddp_recipes.tasks import Task
 from ddp_recipes.world import World
@@ -31,6 +32,12 @@ class DDP:
     def __init__(self, *, sync_batchnorm: bool = False, comm_hook: str | None = None, **options: Any) -> None:
         if comm_hook is not None and comm_hook not in _COMM_HOOKS:
             raise not_one_of("strategy.comm_hook", comm_hook, ["null", *_COMM_HOOKS])
+        for name in options:
+            if name not in _OPTIONS:
+                raise RequestError(
+                    f"strategy.{name} is no argument of DistributedDataParallel. Allowed: {', '.join(_OPTIONS)}."
+                    f"{nearest(name, _OPTIONS)}"
+                )
         self.sync_batchnorm = sync_batchnorm
         self.comm_hook = comm_hook
         self.options = {name: value for name, value in options.items() if value is not None}
@@ -82,8 +89,8 @@ class DDP:
 
     def accumulate(self, module: Wrapped, last: bool) -> AbstractContextManager[Any]:
         """Keep gradients local until the last micro-batch of a step."""
-        if last or not isinstance(module, DistributedDataParallel):
-            return nullcontext()
+        if last or not isinstance(module, DistributedDataParallel) or module.static_graph:
+            return nullcontext()  # torch learns a static graph from the hooks that no_sync leaves out: exchange each time
         return module.no_sync()
 
     def sum(self, values: Tensor) -> Tensor:
@@ -130,6 +137,7 @@ def _powersgd(module: DistributedDataParallel) -> None:
     module.register_comm_hook(powerSGD_hook.PowerSGDState(None), powerSGD_hook.powerSGD_hook)
 
 
+_OPTIONS = sorted(inspect.signature(DistributedDataParallel).parameters.keys() - {"module", "device_ids"})
 _COMM_HOOKS: dict[str, Callable[[DistributedDataParallel], None]] = {
     "fp16": _hook("fp16_compress_hook"),
     "bf16": _hook("bf16_compress_hook"),

@@ -1,0 +1,374 @@
+"""Submits a run to Slurm through submitit. Every task of the job is one rank; this process waits, or leaves.
+
+Slurm's files and the job's id are in ``slurm/`` in the run directory. Ranks say there how they ended, too: that works
+with and without Slurm's accounting, and outlives a job that starts again.
+"""
+
+import contextlib
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ddp_recipes import environment
+from ddp_recipes.errors import Preempted, RequestError, RunFailed
+from ddp_recipes.job import Job
+from ddp_recipes.launchers import worker
+from ddp_recipes.request import Request
+from ddp_recipes.run_directory import Summary, leave_summary, write_text
+from ddp_recipes.settings import SlurmSettings
+
+SHORTEST_POLL_S, LONGEST_POLL_S = 0.5, 10.0  # Slurm's controller is shared: the longer nothing changes, the rarer
+LINGER_S = 5.0  # a rank that failed stays so long for the others to say what they saw: Slurm ends them with it
+
+# Options of sbatch that have a key of their own, or are needed here.
+_OWN = {
+    "nodes": "launcher.nnodes",
+    "ntasks": "launcher.nnodes and launcher.nproc_per_node",
+    "ntasks_per_node": "launcher.nproc_per_node",
+    "gpus_per_node": "launcher.gpus_per_node",
+    "cpus_per_task": "launcher.cpus_per_task",
+    "time": "launcher.time_min",
+    "partition": "launcher.partition",
+    "account": "launcher.account",
+    "signal": "launcher.signal_s",
+    "requeue": "launcher.requeue",
+    "no_requeue": "launcher.requeue",
+    "output": "nothing: logs are in slurm/ in the run directory",
+    "error": "nothing: logs are in slurm/ in the run directory",
+    "array": "a sweep (-m): each of its jobs is submitted",
+}
+
+
+# --- here: submit and wait -------------------------------------------------------------------------------------------
+
+
+def launch(job: Job, request: Request) -> Summary:
+    """Submit a job and return rank 0's summary once it has ended; with ``launcher.wait=false``, its number at once.
+
+    Raises:
+        RequestError: Slurm or submitit is not here, Slurm refuses the job, or its ranks do.
+        Preempted: it was stopped after a checkpoint was saved, and does not start again by itself.
+        RunFailed: a rank failed, or Slurm ended the job.
+        KeyboardInterrupt: interrupted while waiting; the job goes on.
+    """
+    settings = request.launcher
+    assert isinstance(settings, SlurmSettings)
+    folder = job.directory / "slurm"
+    number = _submit(job, settings, _tasks_per_node(request, settings), folder)
+    write_text(folder / "job_id", f"{number}\n")
+    print(f"Slurm job {number}, in {job.directory}", flush=True)
+    where = f"squeue -j {number} shows it, what it prints is in {folder}, and scancel {number} ends it."
+    if not settings.wait:
+        print(f"Not waiting for it: {where}", flush=True)
+        return {"status": "submitted", "slurm_job_id": number, "run_directory": str(job.directory), "objective": None}
+    try:
+        state = _wait(number, folder)
+    except KeyboardInterrupt:
+        print(f"\nSlurm job {number} goes on without this process: {where}", file=sys.stderr, flush=True)
+        raise
+    return _outcome(job, number, state, folder)
+
+
+def _tasks_per_node(request: Request, settings: SlurmSettings) -> int:
+    """Return how many ranks to start on a node. This machine's own devices say nothing about the nodes."""
+    asked, gpus, k = settings.nproc_per_node, settings.gpus_per_node, request.num_devices
+    fit = None if gpus is None or settings.device == "cpu" else gpus // k
+    count = 1 if request.single_process or (asked == "auto" and fit is None) else fit if asked == "auto" else int(asked)
+    if request.single_process and (asked not in ("auto", 1) or settings.nnodes > 1):
+        raise RequestError(
+            f"launcher.nnodes={settings.nnodes}, launcher.nproc_per_node={asked}, but this strategy runs in one "
+            f"process. Use strategy=ddp for more."
+        )
+    if not count or (fit is not None and count > fit):
+        raise RequestError(
+            f"launcher.nproc_per_node={asked} with model.num_devices={k} does not fit on launcher.gpus_per_node={gpus}:"
+            f" {fit} replica(s) do. Ask for more GPUs a node, or for fewer processes."
+        )
+    return count
+
+
+def _submit(job: Job, settings: SlurmSettings, tasks_per_node: int, folder: Path) -> str:
+    """Hand the job to sbatch; return its number."""
+    try:
+        import submitit
+    except ImportError:
+        raise RequestError(
+            "launcher=slurm needs submitit, which is not installed: pip install 'ddp-recipes[slurm]'."
+        ) from None
+    if shutil.which("sbatch") is None or shutil.which("srun") is None:
+        raise RequestError(
+            "launcher=slurm needs sbatch and srun, which are not on the PATH. Run it on a login node of the cluster "
+            "(or load its Slurm module), or use launcher=local on this machine."
+        )
+    options = _sbatch_options(settings)
+    there = folder.exists()
+    try:
+        executor = submitit.SlurmExecutor(folder=folder, max_num_timeout=0)
+        executor.update_parameters(
+            job_name=options.pop("job_name", "ddp_recipes"),
+            nodes=settings.nnodes,
+            ntasks_per_node=tasks_per_node,
+            time=settings.time_min,
+            gpus_per_node=settings.gpus_per_node,
+            cpus_per_task=settings.cpus_per_task,
+            partition=settings.partition,
+            account=settings.account,
+            srun_args=["--kill-on-bad-exit=1"],  # a rank that is killed leaves no other one behind
+            additional_parameters=options,
+        )
+        task = Task(job, settings.requeue, tuple(os.path.abspath(path) for path in sys.path))
+        with contextlib.redirect_stderr(io.StringIO()):  # submitit prints what it raises, too
+            submitted = executor.submit(task)
+    except (submitit.core.utils.FailedJobError, submitit.core.utils.FailedSubmissionError) as error:
+        if not there:
+            shutil.rmtree(folder, ignore_errors=True)
+        said = re.findall(r"^sbatch: (?:error: )?(.*)", str(error), re.MULTILINE)
+        raise RequestError(
+            f"sbatch refused the job: {'; '.join(said) or error}. Change launcher.partition, launcher.account, … or "
+            f"launcher.sbatch, which takes any option of sbatch by name."
+        ) from None
+    return str(submitted.job_id)
+
+
+def _sbatch_options(settings: SlurmSettings) -> dict[str, Any]:
+    """Return the options that submitit has no parameter for; the user's own come last."""
+    # USR1, and to the ranks only: submitit's own signal would requeue the job without a checkpoint of this run.
+    options: dict[str, Any] = {
+        "signal": f"USR1@{settings.signal_s}",
+        "requeue" if settings.requeue else "no_requeue": True,
+    }
+    for name, value in settings.sbatch.items():
+        name = str(name).replace("-", "_")
+        if name in _OWN:
+            raise RequestError(f"launcher.sbatch.{name} is not taken. Use {_OWN[name]}.")
+        if value not in (None, False):
+            options[name] = value
+    return options
+
+
+def _wait(number: str, folder: Path) -> "_State":
+    """Show what becomes of a job, and what its rank 0 prints, until it has ended; return how."""
+    shown, state, since = "", _State(), time.monotonic()
+    log = _Tail(folder / f"{number}_0_log.out")
+    while True:
+        state = _State.ask(number, state)
+        if str(state) != shown:
+            shown, since = str(state), time.monotonic()
+            print(f"Slurm job {number}: {shown}", flush=True)
+        log.show()
+        if state.ended:
+            return state
+        time.sleep(min(LONGEST_POLL_S, SHORTEST_POLL_S + (time.monotonic() - since) / 20))
+
+
+@dataclass(frozen=True)
+class _State:
+    """What Slurm says of a job."""
+
+    name: str = ""
+    reason: str = ""
+    nodes: str = ""
+    restarts: int = 0
+    ended: bool = False
+
+    def __str__(self) -> str:
+        more = self.nodes if self.name == "RUNNING" else self.reason if self.name == "PENDING" else ""
+        return f"{self.name.lower()}{f' ({more})' if more not in ('', 'None', '(null)') else ''}"
+
+    @classmethod
+    def ask(cls, number: str, former: "_State") -> "_State":
+        """Ask the controller, which works without accounting; it forgets a job minutes after its end."""
+        answer = _slurm("scontrol", "show", "job", "--oneliner", number)
+        if answer.returncode:
+            gone = "Invalid job id" in answer.stderr
+            return replace(former, name=former.name if former.ended else "forgotten", ended=True) if gone else former
+        fields = dict(re.findall(r"(\w+)=(\S*)", answer.stdout))
+        name = fields.get("JobState", "")
+        return cls(
+            name=name,
+            reason=fields.get("Reason", ""),
+            nodes=fields.get("NodeList", ""),
+            restarts=int(fields.get("Restarts", 0)),
+            ended=name not in _GOING_ON,
+        )
+
+
+_GOING_ON = (
+    "PENDING CONFIGURING RUNNING COMPLETING SUSPENDED STOPPED RESIZING REQUEUED REQUEUE_FED REQUEUE_HOLD "
+    "RESV_DEL_HOLD SIGNALING STAGE_OUT SPECIAL_EXIT"
+).split()
+
+
+@dataclass
+class _Tail:
+    """Shows what is added to a log, but for submitit's own lines."""
+
+    path: Path
+    _seen: int = 0
+    _rest: bytes = field(default=b"")
+
+    def show(self) -> None:
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self._seen)
+                new = file.read()
+        except FileNotFoundError:
+            return
+        self._seen += len(new)
+        *lines, self._rest = (self._rest + new).split(b"\n")
+        for line in lines:
+            if not line.startswith(b"submitit "):
+                print(line.decode(errors="replace"), flush=True)
+
+
+def _outcome(job: Job, number: str, state: _State, folder: Path) -> Summary:
+    """Return rank 0's summary, or raise the one thing that ended the job, as the local launcher would."""
+    said = {rank: words for rank, words in _reports(folder).items() if words["of"] == [number, state.restarts]}
+    kinds = {words["kind"] for words in said.values()}
+    if "refused" in kinds:
+        message = next(words["message"] for words in said.values() if words["kind"] == "refused")
+        if not (job.directory / "config.yaml").exists():
+            shutil.rmtree(folder, ignore_errors=True)  # refused runs leave nothing
+        raise RequestError(message)
+    log = folder / f"{number}_0_log.err"
+    killed = _killed(log, set(said)) if state.name in ("FAILED", "OUT_OF_MEMORY") else None
+    if killed is not None:
+        rank, how = killed
+        message = (
+            f"Rank {rank} of Slurm job {number} ended without a traceback: {how}. See {folder}/{number}_{rank}_log.err"
+        )
+        _leave(job, message, known_better=True)
+        raise RunFailed(message, rank=rank)
+    if "failed" in kinds:
+        failed = [
+            (not words["cause"], words["time"], rank) for rank, words in said.items() if words["kind"] == "failed"
+        ]
+        rank = min(failed)[2]
+        text = said[rank]["message"].rstrip()
+        _leave(job, f"rank {rank}: {text.splitlines()[-1]}")
+        raise RunFailed(f"Rank {rank} failed:\n{text}", rank=rank)
+    if "preempted" in kinds:
+        words = next(words for words in said.values() if words["kind"] == "preempted")
+        raise Preempted(words["message"], checkpoint=words["checkpoint"])
+    if said.get(0, {}).get("kind") == "summary":
+        summary: Summary = said[0]["summary"]
+        return summary
+    message = f"Slurm job {number} ended ({state}) before its ranks did. What they printed is in {folder}:"
+    _leave(job, message.splitlines()[0])
+    raise RunFailed("\n".join([message, *_last_lines(log)]))
+
+
+def _leave(job: Job, error: str, known_better: bool = False) -> None:
+    if (job.directory / "config.yaml").exists():  # else the run never began
+        leave_summary(job.directory, error, job.overrides, known_better)
+
+
+def _killed(log: Path, said: set[int]) -> tuple[int, str] | None:
+    """Return the rank that died first and how, as srun says, if it died without a word."""
+    text = "\n".join(_last_lines(log, 10_000)).rpartition(_STARTED_AGAIN)[2]
+    for line in text.splitlines():
+        match = re.match(r"srun: error: \S+: tasks? (\d+)[\d,-]*: (.*)", line)
+        if match is not None:
+            return None if int(match[1]) in said else (int(match[1]), match[2])
+    return None
+
+
+def _last_lines(path: Path, count: int = 20) -> list[str]:
+    return path.read_text(errors="replace").splitlines()[-count:] if path.exists() else []
+
+
+# --- there: one task of the job --------------------------------------------------------------------------------------
+
+_STARTED_AGAIN = "Started again by Slurm, restart"  # what came before in a log is over
+
+
+@dataclass(frozen=True)
+class Task:
+    """What submitit runs on every task of the job.
+
+    Attributes:
+        requeue: whether the job starts again after a signal.
+        path: where the submitting process found its modules, a user's own among them.
+    """
+
+    job: Job
+    requeue: bool
+    path: tuple[str, ...]
+
+    def __call__(self) -> None:
+        """Run the job as the rank that this task is, say how it ended, and end with its exit status."""
+        # A signal before training can save anything waits until it can: Stopper lets it in.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+        sys.path += [path for path in self.path if path not in sys.path]
+        world = environment.join(os.environ)
+        assert world is not None
+        restarts = int(os.environ.get("SLURM_RESTART_COUNT", 0))
+        if restarts:
+            print(f"{_STARTED_AGAIN} {restarts}", file=sys.stderr, flush=True)
+        job = _resumed(self.job, world.is_main) if restarts else self.job
+        words = worker.run(job, world, None)
+        folder = self.job.directory / "slurm"
+        said = {"of": [os.environ["SLURM_JOB_ID"], restarts], **words}
+        write_text(folder / f"rank_{world.rank}.json", json.dumps(said))
+        if words["kind"] == "summary":
+            return
+        print(words["message"], file=sys.stderr, flush=True)
+        if words["kind"] == "preempted":
+            if not world.is_main:
+                return  # rank 0 ends the job, one way or the other
+            if self.requeue:
+                _requeue(os.environ["SLURM_JOB_ID"])
+        else:
+            _linger(folder, world.world_size, said["of"])
+        sys.exit(words["exit_status"])
+
+
+def _resumed(job: Job, main: bool) -> Job:
+    """Return what a job that Slurm started again runs: it goes on from its last checkpoint, or begins anew."""
+    from ddp_recipes.checkpoint import find
+
+    if find("auto", job.directory) is not None:
+        return job.resumed()
+    if main:
+        (job.directory / "config.yaml").unlink(missing_ok=True)  # what marks a directory as used
+    return job
+
+
+def _requeue(number: str) -> None:
+    """Queue this very job again, unless Slurm is ending it: a job that was cancelled stays cancelled."""
+    state = _State.ask(number, _State())
+    if state.name != "RUNNING":
+        print(f"Slurm job {number} is {state}: not queued again.", file=sys.stderr, flush=True)
+        return
+    answer = _slurm("scontrol", "requeue", number)
+    said = f" could not be queued again: {answer.stderr.strip()}" if answer.returncode else " is queued again."
+    print(f"Slurm job {number}{said}", file=sys.stderr, flush=True)
+
+
+def _linger(folder: Path, world_size: int, of: list[Any]) -> None:
+    """Wait until the other ranks have said how they ended, within a bound."""
+    deadline = time.monotonic() + LINGER_S
+    while time.monotonic() < deadline:
+        if sum(words["of"] == of for words in _reports(folder).values()) == world_size:
+            return
+        time.sleep(0.1)
+
+
+def _reports(folder: Path) -> dict[int, Mapping[str, Any]]:
+    """Return what ranks said last, by rank."""
+    names = {int(path.stem.removeprefix("rank_")): path for path in folder.glob("rank_*.json")}
+    return {rank: json.loads(names[rank].read_text(encoding="utf-8")) for rank in sorted(names)}
+
+
+def _slurm(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, check=False)
