@@ -30,6 +30,7 @@ class Control:
         self.store = store
         self.timeout_s = timeout_s
         self._logged = 0
+        self._patience = Patience()
 
     def agree(self, error: Exception | None, facts: Mapping[str, str]) -> None:
         """Start together or not at all: every rank says whether it is ready and with what; rank 0 compares.
@@ -143,8 +144,8 @@ class Control:
         store, mine = self.store, json.dumps([self.world.rank, text])
         if store is None:
             return self.world.rank, text
-        _bounded(partial(store.set, f"ended/{self.world.rank}", "failed"), None)
-        first = _bounded(partial(store.compare_set, "failure", "", mine), mine.encode())
+        self._patience.ask(partial(store.set, f"ended/{self.world.rank}", "failed"), None)
+        first = self._patience.ask(partial(store.compare_set, "failure", "", mine), mine.encode())
         rank, cause = json.loads(first)
         return rank, cause
 
@@ -156,7 +157,7 @@ class Control:
         others = {rank for rank in range(self.world.world_size) if rank != self.world.rank}
         deadline = time.monotonic() + SILENCE_S
         while others and time.monotonic() < deadline:
-            others -= {rank for rank in others if _bounded(partial(store.check, [f"ended/{rank}"]), False)}
+            others -= {rank for rank in others if self._patience.ask(partial(store.check, [f"ended/{rank}"]), False)}
             time.sleep(0.05)
         return sorted(others)
 
@@ -181,18 +182,27 @@ def timed_out(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and re.search(r"time(d )?.?out", str(error), re.IGNORECASE) is not None
 
 
-def _bounded(call: Callable[[], T], otherwise: T) -> T:
-    """Call the store, but not for longer than a moment: it may have died, been stopped or cut off with its rank."""
-    outcome = [otherwise]
+class Patience:
+    """Asks the store, which may have died, been stopped or cut off with its rank: briefly, and in vain only once."""
 
-    def run() -> None:
-        with suppress(RuntimeError):
-            outcome[0] = call()
+    def __init__(self) -> None:
+        self.lost = False
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(STORE_PATIENCE_S)
-    return outcome[0]
+    def ask(self, call: Callable[[], T], otherwise: T) -> T:
+        """Return what the call returns, or ``otherwise`` if there is no answer."""
+        if self.lost:
+            return otherwise
+        outcome: list[T] = []
+
+        def run() -> None:
+            with suppress(RuntimeError):
+                outcome.append(call())
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        thread.join(STORE_PATIENCE_S)
+        self.lost = not outcome
+        return outcome[0] if outcome else otherwise
 
 
 class ForwardHandler(logging.Handler):

@@ -7,10 +7,12 @@ import traceback
 import uuid
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 
 from torch.distributed import PrefixStore, Store, rendezvous
 
 from ddp_recipes import rank
+from ddp_recipes.control import Patience
 from ddp_recipes.errors import Preempted, RecipeError, RequestError, RunFailed
 from ddp_recipes.job import Job
 from ddp_recipes.run_directory import Summary
@@ -101,6 +103,8 @@ class Channel:
         self._arrive()
         failed = False
         while True:
+            if failed and Patience().ask(partial(self.root.check, ["ddp_recipes"]), None) is None:
+                return 1  # cut off from rank 0, or it is gone
             message = self._receive(AFTER_FAILURE_S if failed else None)
             if message is None:
                 return 1

@@ -89,8 +89,9 @@ class DDP:
 
     def accumulate(self, module: Wrapped, last: bool) -> AbstractContextManager[Any]:
         """Keep gradients local until the last micro-batch of a step."""
+        # torch learns a static graph from the hooks that no_sync leaves out: there gradients are exchanged each time.
         if last or not isinstance(module, DistributedDataParallel) or module.static_graph:
-            return nullcontext()  # torch learns a static graph from the hooks that no_sync leaves out: exchange each time
+            return nullcontext()
         return module.no_sync()
 
     def sum(self, values: Tensor) -> Tensor:

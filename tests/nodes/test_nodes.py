@@ -1,0 +1,204 @@
+"""Several nodes: network namespaces with addresses of their own, torchrun on each."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.spawn]
+
+TINY = [
+    "data=random",
+    "data.num_samples=256",
+    "data.global_batch_size=16",
+    "model=toy",
+    "trainer.progress=false",
+    "logger=none",
+    "launcher.device=cpu",
+]
+TIMEOUT_S = 8
+# Trains for minutes, so that there is time to hurt it; leaves a checkpoint every few steps.
+ENDLESS = [*TINY, "trainer.max_epochs=100000", "checkpoint.every_n_steps=20", f"launcher.timeout_s={TIMEOUT_S}"]
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)
+
+
+class Nodes:
+    """Two namespaces on one bridge, and the processes started in them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.tag = f"{os.getpid() % 10_000:x}"
+        self.bridge = f"rb{self.tag}"
+        self.names = [f"rn{self.tag}-{number}" for number in (1, 2)]
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def set_up(self) -> None:
+        ip("link", "add", self.bridge, "type", "bridge")
+        ip("link", "set", self.bridge, "up")
+        for number, name in enumerate(self.names, 1):
+            ip("netns", "add", name)
+            outer = f"rv{self.tag}-{number}"
+            ip("link", "add", outer, "type", "veth", "peer", "name", "eth0", "netns", name)
+            ip("link", "set", outer, "master", self.bridge, "up")
+            ip("-n", name, "link", "set", "lo", "up")
+            ip("-n", name, "addr", "add", f"10.77.0.{number}/24", "dev", "eth0")
+            ip("-n", name, "link", "set", "eth0", "up")
+
+    def tear_down(self) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+        for name in self.names:
+            pids = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout.split()
+            for pid in pids:
+                os.kill(int(pid), signal.SIGKILL)
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+        for link in (*(f"rv{self.tag}-{number}" for number in (1, 2)), self.bridge):  # the kernel takes its time else
+            subprocess.run(["ip", "link", "del", link], capture_output=True)
+
+    def cut(self, node: int) -> None:
+        ip("link", "set", f"rv{self.tag}-{node}", "down")
+
+    def pids(self, node: int) -> list[int]:
+        """Return the processes in a namespace that have not ended."""
+        listed = subprocess.run(
+            ["ip", "netns", "pids", self.names[node - 1]], capture_output=True, text=True, check=True
+        )
+        return [int(pid) for pid in listed.stdout.split() if not _is_zombie(int(pid))]
+
+    def torchrun(self, node: int, *overrides: str, nnodes: str = "2", options: tuple[str, ...] = ()) -> None:
+        """Start torchrun with one rank on a node, in a folder that the nodes share."""
+        command = [
+            *("ip", "netns", "exec", self.names[node - 1], sys.executable, "-m", "torch.distributed.run"),
+            *(f"--nnodes={nnodes}", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-endpoint=10.77.0.1:29400"),
+            *("--rdzv-id=test", f"--local-addr=10.77.0.{node}"),
+            *(f"--rdzv-conf=is_host={int(node == 1)},last_call_timeout=3", *options),
+            *("-m", "ddp_recipes", *overrides),
+        ]
+        environ = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
+        with (self.folder / f"node_{node}.log").open("ab") as log:
+            process = subprocess.Popen(command, cwd=self.folder, env=environ, stdout=log, stderr=subprocess.STDOUT)
+        self.processes.append(process)
+
+    def said(self, node: int) -> str:
+        return (self.folder / f"node_{node}.log").read_text()
+
+    def wait(self, seconds: float = 120) -> list[int]:
+        """Wait for all torchruns; return their exit statuses."""
+        deadline = time.monotonic() + seconds
+        return [process.wait(max(0.1, deadline - time.monotonic())) for process in self.processes]
+
+
+def _is_zombie(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Nodes]:
+    made = Nodes(tmp_path)
+    try:
+        made.set_up()
+    except (OSError, subprocess.CalledProcessError) as error:
+        made.tear_down()
+        pytest.skip(f"network namespaces cannot be made here: {error}")
+    yield made
+    made.tear_down()
+
+
+def wait_for_checkpoint(folder: Path, after: int = 0, seconds: float = 90) -> int:
+    """Wait until a checkpoint of a later step is there; return its step."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        steps = [int(path.stem.split("_")[1]) for path in (folder / "checkpoints").glob("step_*.pt")]
+        if max(steps, default=0) > after:
+            return max(steps)
+        time.sleep(0.05)
+    raise AssertionError(f"no checkpoint after step {after} in {folder}")
+
+
+def wait_until_no_rank_is_left(nodes: Nodes, node: int, seconds: float) -> float:
+    """Return after how many seconds no process of the package is left on a node."""
+    began = time.monotonic()
+    while time.monotonic() - began < seconds:
+        commands = [
+            Path(f"/proc/{pid}/cmdline").read_bytes() for pid in nodes.pids(node) if Path(f"/proc/{pid}").exists()
+        ]
+        if not any(b"ddp_recipes" in command and b"torch.distributed.run" not in command for command in commands):
+            return time.monotonic() - began
+        time.sleep(0.1)
+    raise AssertionError(f"ranks are left on node {node} after {seconds} s:\n{nodes.said(node)}")
+
+
+def test_two_nodes_make_one_run_with_the_weights_of_a_local_one(nodes: Nodes, tmp_path: Path) -> None:
+    overrides = [*TINY, "trainer.max_epochs=2"]
+    for node in (1, 2):
+        nodes.torchrun(node, *overrides)
+    assert nodes.wait() == [0, 0], nodes.said(1) + nodes.said(2)
+    (directory,) = tmp_path.glob("outputs/*/*")
+    summary = json.loads((directory / "summary.json").read_text())
+    assert (summary["world_size"], summary["nnodes"], summary["status"]) == (2, 2, "finished")
+
+    local = [sys.executable, "-m", "ddp_recipes", *overrides, f"hydra.run.dir={tmp_path / 'local'}"]
+    subprocess.run(local, cwd=tmp_path, check=True, capture_output=True, timeout=120)
+    here = json.loads((tmp_path / "local" / "summary.json").read_text())
+    assert here["weights_sha256"] == summary["weights_sha256"]
+
+
+def test_a_sweep_over_two_nodes_makes_one_directory_a_job(nodes: Nodes, tmp_path: Path) -> None:
+    for node in (1, 2):
+        nodes.torchrun(node, "-m", *TINY, "trainer.max_epochs=1", "optimizer.lr=0.1,0.01", "hydra.sweep.dir=sweep")
+    assert nodes.wait() == [0, 0], nodes.said(1) + nodes.said(2)
+    summaries = [json.loads((tmp_path / "sweep" / job / "summary.json").read_text()) for job in ("0", "1")]
+    assert [summary["status"] for summary in summaries] == ["finished", "finished"]
+    assert {path.name for path in (tmp_path / "sweep").iterdir()} == {"0", "1", "multirun.yaml", "sweep.csv"}
+
+
+def test_both_sides_of_a_cut_link_end_soon_after_the_timeout(nodes: Nodes, tmp_path: Path) -> None:
+    for node in (1, 2):
+        nodes.torchrun(node, *ENDLESS, "hydra.run.dir=run")
+    wait_for_checkpoint(tmp_path / "run")
+    nodes.cut(2)
+    took = [wait_until_no_rank_is_left(nodes, node, TIMEOUT_S + 15) for node in (1, 2)]
+    assert max(took) <= TIMEOUT_S + 15
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"
+    assert "did not answer within launcher.timeout_s" in nodes.said(1)
+
+
+def test_the_other_node_ends_when_one_is_killed(nodes: Nodes, tmp_path: Path) -> None:
+    for node in (1, 2):
+        nodes.torchrun(node, *ENDLESS, "hydra.run.dir=run")
+    wait_for_checkpoint(tmp_path / "run")
+    for pid in nodes.pids(2):
+        os.kill(pid, signal.SIGKILL)
+    wait_until_no_rank_is_left(nodes, 1, 15)
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"
+
+
+def test_an_elastic_run_goes_on_with_the_node_that_is_left(nodes: Nodes, tmp_path: Path) -> None:
+    overrides = [*ENDLESS, "trainer.max_steps=4000", "checkpoint.save_top_k=-1"]
+    for node in (1, 2):
+        nodes.torchrun(node, *overrides, nnodes="1:2", options=("--max-restarts=3",))
+    deadline = time.monotonic() + 90
+    while not (found := list(tmp_path.glob("outputs/*/*/checkpoints/step_*.pt"))) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    directory = found[0].parents[1]
+    for pid in nodes.pids(2):
+        os.kill(pid, signal.SIGKILL)
+    assert nodes.wait(150)[0] == 0, nodes.said(1)
+    assert [path.name for path in tmp_path.glob("outputs/*/*")] == [directory.name]
+    summary = json.loads((directory / "summary.json").read_text())
+    assert (summary["status"], summary["world_size"], summary["global_step"]) == ("finished", 1, 4000)
+    assert summary["samples_seen"] == 4000 * 16
