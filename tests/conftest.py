@@ -1,10 +1,8 @@
-"""What all tests share: quick recipes on forked ranks, real commands, tiny data, and a watch over what a test leaves."""
+"""What all tests share: quick recipes on forked ranks, tiny data, and a watch over what a test leaves."""
 
 import os
 import pickle
 import struct
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -56,7 +54,9 @@ def processes() -> dict[int, str]:
 def environment() -> dict[str, str]:
     """Return what tests must not change; pytest itself says where it is, and scikit-learn sets KMP_* at its import."""
     return {
-        name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST" and not name.startswith("KMP_")
+        name: value
+        for name, value in os.environ.items()
+        if name != "PYTEST_CURRENT_TEST" and not name.startswith("KMP_")
     }
 
 
@@ -94,21 +94,6 @@ def run(tmp_path: Path) -> Callable[..., Summary]:
         return run_recipe([*QUICK, *overrides], world_size, directory, **options)
 
     return quick
-
-
-@pytest.fixture
-def command(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run Python with arguments in a folder of its own: ``command("train.py", "model=toy", status=0, cwd=tmp_path)``."""
-
-    def call(*arguments: str, status: int = 0, cwd: Path = tmp_path) -> subprocess.CompletedProcess[str]:
-        outside = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
-        env = {name: value for name, value in os.environ.items() if name not in outside}
-        line = [sys.executable, *arguments]
-        done = subprocess.run(line, cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
-        assert done.returncode == status, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
-        return done
-
-    return call
 
 
 # --- data ------------------------------------------------------------------------------------------------------------

@@ -125,6 +125,13 @@ def quoted(text: str) -> str:
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
+def overrides_of_job() -> list[str]:
+    """Return what was said for the job that is running, as it was said: a secret in it stays ``${oc.env:…}``."""
+    texts = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
+    assert isinstance(texts, list)
+    return [str(text) for text in texts]
+
+
 def record() -> dict[str, str]:
     """Return Hydra's record of the job that is running: the texts of the files in ``.hydra/`` but for the config's."""
     cfg = HydraConfig.get()

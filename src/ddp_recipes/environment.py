@@ -45,7 +45,7 @@ def translate(environ: Mapping[str, str]) -> dict[str, str] | None:
         return {}  # torchrun, or somebody who knows its names
     for names in _MPI:
         if all(name in environ for name in names):
-            return _of_mpirun(*(environ[name] for name in names), environ)
+            return _of_mpirun(names, environ)
     if _in_slurm_step(environ):
         return _of_srun(environ)
     return None
@@ -98,7 +98,8 @@ def _of_srun(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _of_mpirun(rank: str, size: str, local_rank: str, local_size: str, environ: Mapping[str, str]) -> dict[str, str]:
+def _of_mpirun(names: tuple[str, str, str, str], environ: Mapping[str, str]) -> dict[str, str]:
+    rank, size, local_rank, local_size = (environ[name] for name in names)
     one_host = size == local_size
     if not one_host and not ("MASTER_ADDR" in environ and "MASTER_PORT" in environ):
         raise RequestError(

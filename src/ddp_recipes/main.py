@@ -135,7 +135,7 @@ class Leader:
             plain,
             directory,
             {"config.yaml": OmegaConf.to_yaml(config), **compose.record()},
-            list(HydraConfig.get().overrides.task),
+            compose.overrides_of_job(),
         )
         self._summary = self._launch(job, request)
         objective: float | None = self._summary["objective"]
@@ -144,6 +144,7 @@ class Leader:
     def _sweep(self, hydra: "Hydra", config_name: str, overrides: Sequence[str]) -> list[Summary]:
         """Run one job for each combination; whatever happens, show what came of them."""
         directory = Path(compose.sweep_directory(hydra, config_name, overrides))
+        missing = first_missing(directory)
         self._note.write(directory)
         try:
             compose.multirun(hydra, config_name, overrides, str(directory), self.sweep_job)
@@ -153,6 +154,7 @@ class Leader:
             raise RunFailed("Some jobs of the sweep failed; the table above says which.") from error
         finally:
             sweep.report(directory, sys.stdout)
+            remove_empty(directory, missing)
         return sweep.summaries(directory)
 
     def sweep_job(self, config: DictConfig) -> float | None:
@@ -163,7 +165,7 @@ class Leader:
         if self.world is None and environment.tasks(os.environ) > 1:
             return self._sweep_job_on_tasks(config)
         hydra = HydraConfig.get()
-        directory, overrides = Path(hydra.runtime.output_dir), list(hydra.overrides.task)
+        directory, overrides = Path(hydra.runtime.output_dir), compose.overrides_of_job()
         print(f"\njob {hydra.job.num}: {' '.join(overrides)}", flush=True)
         try:
             done = sweep.finished_before(directory, overrides)
@@ -185,17 +187,17 @@ class Leader:
 
     def _sweep_job_on_tasks(self, config: DictConfig) -> float | None:
         """Run one job of a sweep where Hydra's launcher calls each of its tasks (submitit_slurm): rank 0's counts."""
-        self.world = environment.join(os.environ)
-        assert self.world is not None
-        if not self.world.is_main:
-            self.channel.follow()
+        world = environment.join(os.environ)
+        leader = Leader(world)  # this one is pickled again if the job is queued again
+        if world is not None and not world.is_main:
+            leader.channel.follow()
             return None
         try:
-            return self.sweep_job(config)
+            return leader.sweep_job(config)
         except _SweepStopped as stop:
             raise stop.reason from None
         finally:
-            self.release(0)
+            leader.release(0)
 
     def _launch(self, job: Job, request: Request) -> Summary:
         name = request.launcher.name

@@ -101,6 +101,8 @@ def write_text(path: Path, text: str) -> None:
 
 def remove_empty(path: Path, first_missing: Path) -> None:
     """Remove a directory that nothing was written to, and its parents down from the first one that was not there."""
+    if path.is_dir() and [inside.name for inside in path.iterdir()] == ["multirun.yaml"]:
+        (path / "multirun.yaml").unlink()  # Hydra's record of a sweep of which no job began
     while path.is_relative_to(first_missing):
         try:
             path.rmdir()

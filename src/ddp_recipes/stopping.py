@@ -72,7 +72,6 @@ class Stopper:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
                 self._former[number] = signal.signal(number, self._handle)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})  # one that came while the run got ready
         return self
 
     def __exit__(

@@ -77,6 +77,8 @@ def report(sweep_directory: Path, stream: TextIO) -> None:
     if not sweep_directory.is_dir():
         return
     jobs = rows(sweep_directory)
+    if not jobs:
+        return
     with (sweep_directory / "sweep.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(field.name for field in fields(Row))

@@ -4,6 +4,7 @@ import ctypes
 import os
 import signal
 import time
+from hashlib import sha256
 from typing import Any
 
 from torch import Tensor
@@ -34,7 +35,7 @@ class Faulty(Toy):
 
     def forward(self, x: Tensor) -> Tensor:
         self.batches += self.training
-        if self.batches == 3 and RANK == self.rank:
+        if self.batches == 3 and self.rank == RANK:
             self.fail()
         return super().forward(x)
 
@@ -56,14 +57,14 @@ class Unbuildable(Toy):
 
     def __init__(self, rank: int, **sizes: Any) -> None:
         super().__init__(**sizes)
-        if RANK == rank:
+        if rank == RANK:
             raise ValueError("the cat sat on the blueprint")
 
 
 class Secretive(Toy):
     """Is of no use without the right token, which it must not give away."""
 
-    def __init__(self, token: str, expected_length: int, **sizes: Any) -> None:
+    def __init__(self, token: str, digest: str, **sizes: Any) -> None:
         super().__init__(**sizes)
-        assert token.startswith("s3cr3t-") and len(token) == expected_length, "not the token"
+        assert sha256(token.encode()).hexdigest() == digest
         print(f"rank {RANK} has the token", flush=True)

@@ -1,15 +1,17 @@
 """Start runs as a user does, watch all of their processes, and wait for what must happen: never for a time to pass."""
 
+import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
 import sysconfig
+import termios
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,9 +57,7 @@ class Run:
 
     def pids(self) -> dict[int, str | None]:
         """Return the living processes of the run, with the rank of each that has one."""
-        return {
-            pid: environ.get("RANK") for pid, environ in _environments() if environ.get(_MARK) == self.mark
-        }
+        return {pid: environ.get("RANK") for pid, environ in _environments() if environ.get(_MARK) == self.mark}
 
     def rank(self, number: int) -> int:
         """Return the process of a rank."""
@@ -71,24 +71,32 @@ def started(
     *overrides: str,
     command: list[str] | None = None,
     environ: Mapping[str, str] | None = None,
+    terminal: int | None = None,
 ) -> Iterator[Run]:
     """Start ``train.py`` with these overrides from ``folder``; kill what is left of it at the end.
 
     Args:
         command: what runs ``train.py``; this Python if left out.
         environ: added to the environment, in which rank variables are not set and no GPU is visible.
+        terminal: what the run is started on, in place of files that take its output.
     """
+
+    def take_terminal() -> None:
+        if terminal is not None:
+            fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)  # what is typed there reaches the run as from a shell
+
     mark = uuid.uuid4().hex
     inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     with (folder / f"{mark}.out").open("wb") as out, (folder / f"{mark}.err").open("wb") as err:
         process = subprocess.Popen(
             [*(command or [sys.executable]), TRAIN, *overrides],
             cwd=folder,
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=err,
+            stdin=subprocess.DEVNULL if terminal is None else terminal,
+            stdout=out if terminal is None else terminal,
+            stderr=err if terminal is None else terminal,
             env={**inherited, "CUDA_VISIBLE_DEVICES": "", **(environ or {}), _MARK: mark},
             start_new_session=True,
+            preexec_fn=take_terminal,
         )
     run = Run(process, folder, mark)
     try:
@@ -112,10 +120,8 @@ def ran(
 
 def kill(pid: int, number: signal.Signals) -> None:
     """Send a signal to a process that may be gone already."""
-    try:
+    with suppress(ProcessLookupError):
         os.kill(pid, number)
-    except ProcessLookupError:
-        pass
 
 
 def until(condition: Callable[[], object], seconds: float, what: str) -> None:

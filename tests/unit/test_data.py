@@ -141,7 +141,9 @@ def test_limited_is_the_beginning() -> None:
 
 
 def test_no_batch_is_refused() -> None:
-    with pytest.raises(RequestError, match=r"23 samples, a global batch of 32, the rest dropped.*data\.drop_last=false"):
+    with pytest.raises(
+        RequestError, match=r"23 samples, a global batch of 32, the rest dropped.*data\.drop_last=false"
+    ):
         loader(Noisy(), batch=32, drop_last=True)
     with pytest.raises(RequestError, match=r"at most 0 batches.*trainer\.limit_\*_batches"):
         loader(Noisy(), max_batches=0)

@@ -1,7 +1,7 @@
 """The order of samples: a shuffle that is computed, and a plan that deals every sample out once."""
 
 from collections.abc import Callable
-from itertools import product
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -100,7 +100,7 @@ def test_neighbours_are_strangers(keys: Callable[[int], int]) -> None:
 def test_epochs_are_strangers() -> None:
     n = 40_000
     table = orders(n, 4, lambda epoch: key(42, epoch))
-    for one, other in zip(table, table[1:], strict=False):
+    for one, other in pairwise(table):
         assert_uniform((one * 16 // n) * 16 + other * 16 // n, 256, 225)
         assert_uniform((one - other) % n * 64 // n, 64)
 

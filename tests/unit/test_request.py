@@ -14,7 +14,7 @@ from ddp_recipes.request import Request, resolve
 def composed(*overrides: str) -> DictConfig:
     with compose.session(CONF) as hydra:
         config = compose.compose(hydra, "train", list(overrides))
-    return OmegaConf.masked_copy(config, [name for name in config if name != "hydra"])
+    return OmegaConf.masked_copy(config, [str(name) for name in config if name != "hydra"])
 
 
 def request_of(*overrides: str) -> Request:
@@ -49,8 +49,16 @@ def test_one_process_a_replica(overrides: tuple[str, ...], gpus: int, processes:
 @pytest.mark.parametrize(
     ("overrides", "gpus", "message"),
     [
-        (("model=toy_mp",), 1, "One replica of 2 device(s) (model.num_devices) cannot run on 1 visible GPU(s): 0 fit(s)"),
-        (("model=toy_mp", "launcher.nproc_per_node=2"), 3, "2 replicas of 2 device(s) (model.num_devices) cannot run on 3"),
+        (
+            ("model=toy_mp",),
+            1,
+            "One replica of 2 device(s) (model.num_devices) cannot run on 1 visible GPU(s): 0 fit(s)",
+        ),
+        (
+            ("model=toy_mp", "launcher.nproc_per_node=2"),
+            3,
+            "2 replicas of 2 device(s) (model.num_devices) cannot run on 3",
+        ),
         (("model=toy_mp", "launcher.nproc_per_node=2"), 3, "1 fit(s). Use launcher.nproc_per_node=1"),
         (("launcher.nproc_per_node=5",), 4, "4 fit(s). Use launcher.nproc_per_node=4"),
         (("launcher.device=cuda",), 0, "launcher.device=cuda, but no GPU is visible"),
@@ -68,7 +76,9 @@ def test_what_does_not_fit_is_refused(overrides: tuple[str, ...], gpus: int, mes
 
 @pytest.mark.parametrize("value", ["0", "-1", "two", "1.5", "null", "true"])
 def test_num_devices_is_a_whole_number(value: str) -> None:
-    with pytest.raises(RequestError, match=r"model\.num_devices=.* is not allowed\. Allowed: a whole number at least 1"):
+    with pytest.raises(
+        RequestError, match=r"model\.num_devices=.* is not allowed\. Allowed: a whole number at least 1"
+    ):
         request_of(f"model.num_devices={value}")
 
 
@@ -140,9 +150,13 @@ def test_an_image_model_on_a_table_says_which_choice_does_not_fit() -> None:
     assert resolve(composed("model=resnet18", "data=digits", "model.in_channels=1"))["model"]["in_channels"] == 1
 
 
-def test_missing_value_is_named() -> None:
-    with pytest.raises(RequestError, match=r"data\.path must be given: this choice has no default for it"):
+def test_missing_values_are_named_all_at_once() -> None:
+    with pytest.raises(RequestError, match=r"^data\.path must be given: this choice has no default for it\.$"):
         resolve(composed("data=csv", "data.inputs=[a]", "data.target=y", "data.out_features=1"))
+    with pytest.raises(
+        RequestError, match=r"^data\.out_features, data\.path, data\.inputs, data\.target must be given: "
+    ):
+        resolve(composed("data=csv"))
 
 
 def test_other_failures_name_their_key() -> None:

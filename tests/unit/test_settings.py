@@ -67,7 +67,8 @@ def test_defaults_are_allowed(section: str, given: Parse) -> None:
         ("seed", 0),
         ("data.global_batch_size", 16),
         ("data.shard", "strided"),
-        ("trainer.max_epochs", -1),
+        ("trainer.max_epochs", 0),
+        ("trainer.max_steps", -1),
         ("trainer.max_time", "01:00"),
         ("trainer.max_time", 2.5),
         ("trainer.max_time", 60),
@@ -134,12 +135,14 @@ def test_refused(key: str, value: object, message: str, given: Parse) -> None:
 
 def test_missing_key_is_refused(defaults: dict[str, Any]) -> None:
     values = {name: value for name, value in defaults["checkpoint"].items() if name != "save_top_k"}
-    with pytest.raises(RequestError, match=r"checkpoint\.save_top_k is missing from the config\. Allowed: a whole number"):
+    with pytest.raises(
+        RequestError, match=r"checkpoint\.save_top_k is missing from the config\. Allowed: a whole number"
+    ):
         parse(CheckpointSettings, "checkpoint", values)
 
 
 def test_nccl_on_cpu_is_refused(given: Parse) -> None:
-    with pytest.raises(RequestError, match="Use launcher.backend=gloo"):
+    with pytest.raises(RequestError, match=r"Use launcher\.backend=gloo"):
         given("launcher", {"backend": "nccl", "device": "cpu"})
 
 

@@ -9,8 +9,8 @@ import io
 import json
 import os
 import re
+import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -29,6 +29,9 @@ from ddp_recipes.settings import SlurmSettings
 
 SHORTEST_POLL_S, LONGEST_POLL_S = 0.5, 10.0  # Slurm's controller is shared: the longer nothing changes, the rarer
 LINGER_S = 5.0  # a rank that failed stays so long for the others to say what they saw: Slurm ends them with it
+
+# USR1 ends a process that has no handler for it. A rank that still gets ready has nothing to save, and goes on.
+_DEAF = """sh -c 'trap "" USR1; exec "$0" "$@"'"""
 
 # Options of sbatch that have a key of their own, or are needed here.
 _OWN = {
@@ -113,7 +116,8 @@ def _submit(job: Job, settings: SlurmSettings, tasks_per_node: int, folder: Path
     options = _sbatch_options(settings)
     there = folder.exists()
     try:
-        executor = submitit.SlurmExecutor(folder=folder, max_num_timeout=0)
+        python = f"{_DEAF} {shlex.quote(sys.executable)}"
+        executor = submitit.SlurmExecutor(folder=folder, max_num_timeout=0, python=python)
         executor.update_parameters(
             job_name=options.pop("job_name", "ddp_recipes"),
             nodes=settings.nnodes,
@@ -203,7 +207,11 @@ class _State:
         )
 
 
-_GOING_ON = ["PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "RESIZING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SIGNALING", "STAGE_OUT", "SPECIAL_EXIT"]
+# All other states of a job are ends.
+_GOING_ON = {
+    *("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT"),
+    *("REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"),
+}
 
 
 @dataclass
@@ -304,8 +312,6 @@ class Task:
 
     def __call__(self) -> None:
         """Run the job as the rank that this task is, say how it ended, and end with its exit status."""
-        # A signal before training can save anything waits until it can: Stopper lets it in.
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
         sys.path += [path for path in self.path if path not in sys.path]
         world = environment.join(os.environ)
         assert world is not None

@@ -1,0 +1,46 @@
+"""Parts of a user's own for runs on forked ranks, and what a run left behind."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddp_recipes.checkpoint import load
+from ddp_recipes.run_directory import Summary
+
+
+@pytest.fixture(autouse=True)
+def own_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let configs name what is in ``own_parts.py``."""
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+
+
+@pytest.fixture
+def weights() -> Callable[[Summary], dict[str, Any]]:
+    """Return the weights in the last checkpoint of a run."""
+
+    def of(summary: Summary) -> dict[str, Any]:
+        model: dict[str, Any] = load(Path(summary["run_directory"]) / "checkpoints" / "last.pt")["model"]
+        return model
+
+    return of
+
+
+@pytest.fixture
+def notes(tmp_path: Path) -> Callable[[], list[dict[str, Any]]]:
+    """Return what each rank noted; the run needs the overrides in ``notes.overrides``."""
+    folder = tmp_path / "notes"
+    folder.mkdir()
+
+    def read() -> list[dict[str, Any]]:
+        return [json.loads(path.read_text()) for path in sorted(folder.iterdir())]
+
+    return read
+
+
+@pytest.fixture
+def noting(tmp_path: Path) -> str:
+    """The override that has each rank take notes."""
+    return f"+callbacks.notes={{_target_: own_parts.Notes, folder: {tmp_path / 'notes'}}}"

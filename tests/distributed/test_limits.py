@@ -1,0 +1,94 @@
+"""When a run ends: the first limit that is reached, on all ranks at one step."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddp_recipes.run_directory import Summary
+
+Run = Callable[..., Summary]
+Notes = Callable[[], list[dict[str, Any]]]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "steps"),
+    [
+        ([], 8),
+        (["trainer.max_epochs=3"], 12),
+        (["trainer.max_steps=3"], 3),
+        (["trainer.max_steps=100"], 8),
+        (["trainer.max_epochs=-1", "trainer.max_steps=10"], 10),
+        (["trainer.max_epochs=0"], 0),
+        (["trainer.limit_train_batches=3"], 6),
+        (["trainer.limit_train_batches=0.5"], 4),
+        (["trainer.overfit_batches=1"], 2),
+        (["trainer.accumulate_grad_batches=3"], 4),
+        (["trainer.accumulate_grad_batches=3", "trainer.limit_train_batches=3"], 2),
+        (["data.drop_last=true", "data.num_samples=70"], 8),
+        (["trainer.fast_dev_run=true"], 1),
+        (["trainer.fast_dev_run=3"], 3),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_steps_of_a_run(overrides: list[str], steps: int, run: Run, notes: Notes, noting: str) -> None:
+    summary = run(noting, *overrides, world_size=2)
+    assert summary["status"] == "finished"
+    assert summary["global_step"] == steps
+    assert [note["steps"] for note in notes()] == [list(range(1, steps + 1))] * 2
+
+
+def test_time_stops_all_ranks_at_one_step(run: Run, notes: Notes, noting: str) -> None:
+    overrides = ["trainer.max_epochs=-1", "trainer.max_time=0.5", "data.num_samples=100000", "data.batch_size=1"]
+    summary = run(noting, *overrides, world_size=2)
+    first, second = (note["steps"] for note in notes())
+    assert first == second
+    assert len(first) == summary["global_step"] > 10
+    assert summary["status"] == "finished"
+    assert summary["epoch"] == 0
+    assert Path(summary["last_checkpoint"]).exists(), "what was learned is kept"
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_early_stopping(world_size: int, run: Run, notes: Notes, noting: str) -> None:
+    stopping = ["callbacks=early_stopping", "callbacks.early_stopping.patience=2", "optimizer.lr=0"]
+    summary = run(*stopping, noting, "trainer.max_epochs=50", world_size=world_size)
+    assert summary["epoch"] == 3, "one to compare with and two that are no better"
+    assert len({tuple(note["steps"]) for note in notes()}) == 1
+    patient = run(*stopping[:2], "trainer.max_epochs=4", world_size=world_size)
+    assert patient["epoch"] == 4, "it goes on while it gets better"
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_fast_dev_run_leaves_no_checkpoint_and_no_events(world_size: int, run: Run) -> None:
+    summary = run("debug=fast_dev_run", "logger=tensorboard", world_size=world_size)
+    assert {path.name for path in Path(summary["run_directory"]).iterdir()} == {
+        "config.yaml",
+        "train.log",
+        "summary.json",
+    }
+    assert summary["best_checkpoint"] is summary["last_checkpoint"] is None
+    assert {"train/loss", "val/loss"} <= set(summary["metrics"])
+
+
+def test_overfitting_sees_the_same_batches_again(run: Run) -> None:
+    start = run("debug=overfit", "trainer.max_epochs=1", "optimizer.lr=0", world_size=2)["metrics"]["val/loss"]
+    summary = run("debug=overfit", "model.hidden_features=64", "trainer.max_epochs=60", world_size=2)
+    assert summary["samples_seen"] == 60 * 3 * 16
+    assert summary["metrics"]["val/loss"] < 0.1 * start
+
+
+def test_limits_of_validation(run: Run) -> None:
+    whole = run("data.val_batch_size=9")["metrics"]["val/loss"]
+    few = run("data.val_batch_size=3", "trainer.limit_val_batches=3")["metrics"]["val/loss"]
+    shorter = run("data.val_batch_size=9", "trainer.limit_val_batches=1")["metrics"]["val/loss"]
+    assert few == pytest.approx(shorter, rel=1e-6)
+    assert few != pytest.approx(whole)
+
+
+def test_the_profiler_leaves_a_trace(run: Run) -> None:
+    summary = run("debug=profiler", "trainer.max_epochs=4", world_size=2)
+    folder = Path(summary["run_directory"])
+    assert [path.name for path in (folder / "tensorboard").iterdir()] == ["rank_0.pt.trace.json"]
+    assert "Profile of 5 steps" in (folder / "train.log").read_text()

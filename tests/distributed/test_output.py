@@ -1,0 +1,197 @@
+"""What a run leaves behind: one of everything, written by rank 0."""
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from ddp_recipes.checkpoint import load
+from ddp_recipes.digest import digest
+from ddp_recipes.errors import RequestError
+from ddp_recipes.run_directory import Summary
+
+Run = Callable[..., Summary]
+
+PROMISED = {
+    "status": "finished",
+    "error": None,
+    "world_size": 2,
+    "nnodes": 1,
+    "devices_per_replica": 1,
+    "strategy": "ddp",
+    "device": "cpu",
+    "global_step": 8,
+    "epoch": 2,
+    "samples_seen": 128,
+}
+
+
+def files_of(folder: Path) -> set[str]:
+    """Return the files of a run; event files have the host's name and the time in theirs."""
+    names = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
+    return {name if "tfevents" not in name else "tensorboard/events" for name in names}
+
+
+def events(folder: Path) -> EventAccumulator:
+    return EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+
+
+def steps_of(folder: Path, tag: str) -> list[int]:
+    return [event.step for event in events(folder).Scalars(tag)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_run_leaves_one_of_everything(world_size: int, run: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run("logger=tensorboard", "trainer.log_every_n_steps=1", directory=folder, world_size=world_size)
+    steps = 2 * -(-64 // (8 * world_size))
+    names = {"config.yaml", "train.log", "summary.json", "tensorboard/events"}
+    checkpoints = {path.name for path in (folder / "checkpoints").glob("step_*.pt")}
+    assert f"step_{steps:08d}.pt" in checkpoints
+    assert len(checkpoints) <= 2, "the best and the last"
+    linked = {"checkpoints/last.pt", "checkpoints/best.pt"}
+    assert files_of(folder) == names | linked | {f"checkpoints/{name}" for name in checkpoints}
+    assert len(list((folder / "tensorboard").iterdir())) == 1
+    assert steps_of(folder, "train/loss") == list(range(1, steps + 1))
+    assert not [path for path in tmp_path.iterdir() if path != folder], "nothing beside it"
+
+
+def test_the_summary_says_what_was_promised(run: Run) -> None:
+    summary = run(world_size=2)
+    assert json.loads((Path(summary["run_directory"]) / "summary.json").read_text()) == summary
+    assert {name: summary[name] for name in PROMISED} == PROMISED
+    assert summary["samples_per_second"] > 0
+    assert summary["step_time_ms"] > 0
+    assert summary["wall_time_s"] > 0
+    assert {"val/loss", "val/mae"} <= set(summary["metrics"])
+    assert {"torch", "ddp_recipes"} <= set(summary)
+    state = load(Path(summary["last_checkpoint"]))
+    assert summary["weights_sha256"] == digest(state["model"])
+    assert load(Path(summary["best_checkpoint"]))["metrics"]["val/loss"] <= summary["metrics"]["val/loss"]
+
+
+def test_the_config_is_the_one_that_ran(run: Run) -> None:
+    summary = run("optimizer.lr=0.125")
+    config = yaml.safe_load((Path(summary["run_directory"]) / "config.yaml").read_text())
+    assert config["optimizer"]["lr"] == 0.125
+    assert config["model"]["in_features"] == 10
+    assert "hydra" not in config
+
+
+def test_the_environment_reaches_no_file(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OWN_SECRET", "hunter2")
+    monkeypatch.setenv("OWN_HIDDEN", "12")
+    summary = run(
+        "+data.token=${oc.env:OWN_SECRET}",
+        "model.hidden_features='${oc.decode:${oc.env:OWN_HIDDEN}}'",
+        "logger=tensorboard",
+        world_size=2,
+    )
+    folder = Path(summary["run_directory"])
+    assert load(Path(summary["last_checkpoint"]))["model"]["net1.weight"].shape == (12, 10)
+    for path in folder.rglob("*"):
+        assert not path.is_file() or b"hunter2" not in path.read_bytes()
+    assert "${oc.env:OWN_SECRET}" in (folder / "config.yaml").read_text()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_tensorboard_has_each_step_once_after_a_resume(world_size: int, run: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    overrides = ["logger=tensorboard", "trainer.log_every_n_steps=1", "data.global_batch_size=8"]
+    saving = ["checkpoint.every_n_steps=5", "checkpoint.save_top_k=-1"]
+    run(*overrides, *saving, directory=folder, world_size=world_size)
+    path = folder / "checkpoints" / "step_00000005.pt"
+    # TensorBoard reads event files in the order of the seconds in their names.
+    (first,) = (folder / "tensorboard").iterdir()
+    while time.time() < int(first.name.split(".")[3]) + 1:
+        time.sleep(0.01)
+    run(*overrides, *saving, f"ckpt_path={path}", directory=folder, world_size=world_size)
+    assert len(list((folder / "tensorboard").iterdir())) == 2, "one event file a start"
+    for tag in ("train/loss", "train/lr", "train/grad_norm", "train/samples_per_second"):
+        assert steps_of(folder, tag) == list(range(1, 17))
+    assert steps_of(folder, "val/loss")[:2] == [8, 16]
+
+
+def test_logged_numbers_are_the_same_at_any_world_size(run: Run) -> None:
+    overrides = [
+        "logger=tensorboard",
+        "trainer.log_every_n_steps=1",
+        "data.num_samples=61",
+        "data.global_batch_size=16",
+    ]
+    one, two = (Path(run(*overrides, world_size=size)["run_directory"]) for size in (1, 2))
+    for tag in ("train/loss", "train/lr", "train/grad_norm", "train/epoch", "val/loss", "val/mae"):
+        values = [[event.value for event in events(folder).Scalars(tag)] for folder in (one, two)]
+        assert values[1] == pytest.approx(values[0], rel=1e-5), tag
+
+
+def test_lines_come_from_rank_0_and_warnings_from_all(run: Run) -> None:
+    log = (Path(run(world_size=2)["run_directory"]) / "train.log").read_text()
+    assert log.count("epoch 1  step 4  val/loss") == 1
+    assert log.count("epoch 2  step 8  val/loss") == 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kept"),
+    [
+        ([], {"best", "last"}),
+        (["checkpoint=none"], set()),
+        (["checkpoint.save_top_k=0"], {"last"}),
+        (["checkpoint.save_last=false"], {"best"}),
+        (["checkpoint.every_n_epochs=2"], {"best", "last"}),
+    ],
+    ids=str,
+)
+def test_checkpoints_that_are_kept(overrides: list[str], kept: set[str], run: Run) -> None:
+    summary = run(*overrides, "data.batch_size=16", "trainer.max_epochs=3", world_size=2)
+    folder = Path(summary["run_directory"]) / "checkpoints"
+    assert {path.stem for path in folder.glob("*.pt")} - {path.stem for path in folder.glob("step_*")} == kept
+    for name in ("best", "last"):
+        assert summary[f"{name}_checkpoint"] == (str(folder / f"{name}.pt") if name in kept else None)
+    assert "val/loss" in summary["metrics"]
+
+
+def test_checkpoints_come_when_they_are_due(run: Run, notes: Callable[[], list[dict[str, Any]]], noting: str) -> None:
+    def saves(*overrides: str) -> list[list[int]]:
+        run("data.global_batch_size=8", "trainer.max_epochs=3", noting, *overrides, world_size=2)
+        return [note["saves"] for note in notes()]
+
+    assert saves() == [[8, 16, 24]] * 2
+    assert saves("checkpoint.every_n_steps=10") == [[10, 20, 24]] * 2
+    assert saves("checkpoint.every_n_epochs=2") == [[16, 24]] * 2
+    assert saves("trainer.val_check_interval=0.5") == [[4, 8, 12, 16, 20, 24]] * 2
+    assert saves("data.val=null") == [[8, 16, 24]] * 2
+
+
+def test_the_best_checkpoint_is_that_of_the_best_value(run: Run) -> None:
+    summary = run(
+        "checkpoint.save_top_k=-1", "checkpoint.monitor=val/mae", "checkpoint.mode=max", "trainer.max_epochs=4"
+    )
+    folder = Path(summary["run_directory"]) / "checkpoints"
+    values = {path: load(path)["metrics"]["val/mae"] for path in folder.glob("step_*.pt")}
+    assert len(values) == 4
+    assert (folder / "best.pt").samefile(max(values, key=lambda path: values[path]))
+
+
+def test_a_metric_that_nothing_measures_is_refused(run: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    for world_size in (1, 2):
+        with pytest.raises(RequestError, match=r"val/acuracy is not measured. Measured are: .*val/mae"):
+            run("checkpoint.monitor=val/acuracy", directory=folder, world_size=world_size)
+    assert not folder.exists() or not any(folder.iterdir())
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_evaluation_writes_a_summary_too(world_size: int, run: Run) -> None:
+    trained = run()
+    summary = run("mode=validate", f"ckpt_path={trained['run_directory']}", "logger=tensorboard", world_size=world_size)
+    folder = Path(summary["run_directory"])
+    assert files_of(folder) == {"config.yaml", "train.log", "summary.json", "tensorboard/events"}
+    assert summary["weights_sha256"] == trained["weights_sha256"]
+    assert steps_of(folder, "val/loss") == [16]
+    assert folder != Path(trained["run_directory"])

@@ -1,0 +1,183 @@
+"""What is set for a strategy, a precision or torch itself takes effect, and runs."""
+
+import math
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import Store
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_recipes.errors import RequestError, RunFailed
+from ddp_recipes.models import Toy
+from ddp_recipes.run_directory import Summary
+from ddp_recipes.strategies import DDP
+from ddp_recipes.tasks import Task
+from ddp_recipes.testing import on_ranks
+from ddp_recipes.world import World
+
+Run = Callable[..., Summary]
+Weights = Callable[[Summary], dict[str, Any]]
+CPU = torch.device("cpu")
+
+
+def wrapped(world: World, store: Store | None, **options: Any) -> dict[str, Any]:
+    """Return what DDP says of itself after one step."""
+    from datetime import timedelta
+
+    strategy = DDP(**options)
+    strategy.setup(world, store, "gloo", timedelta(seconds=60), None)
+    try:
+        module = strategy.wrap(Task(Toy(), nn.MSELoss()), [CPU])
+        assert isinstance(module, DistributedDataParallel)
+        module((torch.ones(2, 10), torch.ones(2, 5))).loss.backward()
+        return {
+            "find_unused_parameters": module.find_unused_parameters,
+            "static_graph": module.static_graph,
+            "gradient_as_bucket_view": module.gradient_as_bucket_view,
+            "bucket_bytes": module.bucket_bytes_cap,
+            "device_ids": module.device_ids,
+            "hooked": "comm_hook" in module._get_ddp_logging_data(),  # type: ignore[no-untyped-call]
+        }
+    finally:
+        strategy.teardown()
+
+
+def test_options_reach_ddp() -> None:
+    for options in (
+        {"find_unused_parameters": True, "gradient_as_bucket_view": True},
+        {"static_graph": True, "bucket_cap_mb": None},
+    ):
+        for seen in on_ranks(partial(wrapped, **options), 2):
+            assert {name: seen[name] for name in options if name in seen} == {
+                name: value for name, value in options.items() if name in seen
+            }
+            assert seen["device_ids"] is None
+            assert not seen["hooked"]
+    (seen, _) = on_ranks(partial(wrapped, bucket_cap_mb=3, comm_hook="bf16"), 2)
+    assert seen["bucket_bytes"] == 3 * 2**20
+    assert seen["hooked"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "atol"),
+    [
+        (["strategy.static_graph=true"], 1e-6),
+        (["strategy.static_graph=true", "trainer.accumulate_grad_batches=2"], 1e-6),
+        (["strategy.find_unused_parameters=true"], 1e-6),
+        (["strategy.gradient_as_bucket_view=false"], 1e-6),
+        (["strategy.bucket_cap_mb=1"], 1e-6),
+        (["+strategy.init_sync=false"], 1e-6),
+        (["strategy.comm_hook=fp16"], 5e-3),
+        (["strategy.comm_hook=bf16"], 5e-2),
+    ],
+    ids=str,
+)
+def test_options_leave_the_result(overrides: list[str], atol: float, run: Run, weights: Weights) -> None:
+    learning = ["data.global_batch_size=16", *(one for one in overrides if one.startswith("trainer"))]
+    expected = weights(run(*learning))
+    found = weights(run("data.global_batch_size=16", *overrides, world_size=2))
+    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
+
+
+def test_powersgd_runs_and_learns(run: Run) -> None:
+    options = ["strategy.comm_hook=powersgd", "trainer.max_epochs=6"]
+    start, end = (
+        run(*options, lr, world_size=2)["metrics"]["val/loss"] for lr in ("optimizer.lr=0", "optimizer.lr=0.05")
+    )
+    assert end < start
+
+
+def test_parameters_without_gradient_need_their_option(run: Run, tmp_path: Path) -> None:
+    spare = "model._target_=own_parts.Spare"
+    assert run(spare)["status"] == "finished"
+    assert run(spare, "strategy.find_unused_parameters=true", world_size=2)["status"] == "finished"
+    folder = tmp_path / "failed"
+    with pytest.raises((RuntimeError, RunFailed)):
+        run(spare, world_size=2, directory=folder)
+    assert "find_unused_parameters=True" in (folder / "ranks" / "rank_0.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world_size", "message"),
+    [
+        (["strategy.comm_hook=fp8"], 2, "strategy.comm_hook=fp8 is not known. Allowed: bf16, fp16, null, powersgd."),
+        (["strategy.sync_batchnorm=true"], 2, "strategy.sync_batchnorm=true works on GPUs only"),
+        (["+strategy.bucket_cap=3"], 2, "Did you mean 'bucket_cap_mb'?"),
+        (["strategy=dp", "model=toy_mp"], 1, "strategy=dp copies the model to every GPU"),
+        (["model.num_devices=2"], 2, "takes no `devices` and so cannot be spread"),
+        (["model._target_=own_parts.Nowhere"], 2, "model._target_=own_parts.Nowhere cannot be found"),
+        (["+model.depth=3"], 2, "depth"),
+        (["data.global_batch_size=1"], 2, "data.global_batch_size=1 is less than one sample for each of 2 replicas"),
+        (["data.train=null"], 2, "mode=fit needs data.train"),
+        (["mode=test"], 2, "mode=test needs data.test"),
+        (["data.num_samples=0"], 2, "num_samples=0"),
+        (["scheduler.interval=epochs"], 2, "scheduler.interval=epochs is not known"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_cannot_work_is_refused_on_all_ranks(
+    overrides: list[str], world_size: int, message: str, run: Run, tmp_path: Path
+) -> None:
+    folder = tmp_path / "refused"
+    with pytest.raises(RequestError) as refusal:
+        run(*overrides, world_size=world_size, directory=folder)
+    assert message in str(refusal.value)
+    assert not folder.exists() or not any(folder.iterdir())
+
+
+@pytest.mark.parametrize("scheme", ["file", "tcp"])
+def test_a_rendezvous_of_ones_own(scheme: str, run: Run, tmp_path: Path) -> None:
+    import socket
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"file://{tmp_path}/meeting" if scheme == "file" else f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    summary = run(f"launcher.init_method={address}", world_size=2)
+    assert summary["weights_sha256"] == run(world_size=2)["weights_sha256"]
+
+
+# --- torch -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+def test_mixed_precision_learns_nearly_the_same(precision: str, world_size: int, run: Run, weights: Weights) -> None:
+    overrides = ["data.global_batch_size=16", "trainer.gradient_clip_val=0.5", "trainer.log_every_n_steps=1"]
+    full = run(*overrides, world_size=world_size)
+    mixed = run(*overrides, f"trainer.precision={precision}", world_size=world_size)
+    assert all(math.isfinite(value) for value in mixed["metrics"].values())
+    assert mixed["weights_sha256"] != full["weights_sha256"]
+    assert {value.dtype for value in weights(mixed).values()} == {torch.float32}
+    torch.testing.assert_close(weights(mixed), weights(full), rtol=0, atol=2e-2)
+    assert mixed["metrics"]["train/grad_norm"] == pytest.approx(full["metrics"]["train/grad_norm"], rel=0.1)
+
+
+def test_determinism_is_switched_on(run: Run, notes: Callable[[], list[dict[str, Any]]], noting: str) -> None:
+    for value in (True, False):
+        run(f"trainer.deterministic={str(value).lower()}", noting, world_size=2)
+        assert [note["deterministic"] for note in notes()] == [value, value]
+
+
+@pytest.mark.filterwarnings("ignore:Error detected in MulBackward0")  # torch's hint on where it ran forward
+def test_anomaly_detection_names_the_operation(run: Run) -> None:
+    rooted = "model._target_=own_parts.Rooted"
+    assert run(rooted)["status"] == "finished"
+    with pytest.raises(RuntimeError, match=r"Function 'MulBackward0' returned nan"):
+        run(rooted, "trainer.detect_anomaly=true")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    shutil.which("g++") is None and shutil.which("clang++") is None, reason="compiling needs a C++ compiler"
+)
+def test_a_compiled_model_learns_the_same(run: Run, weights: Weights) -> None:
+    overrides = ["model=linear", "trainer.max_steps=2", "data.val=null"]
+    expected = weights(run(*overrides))
+    compiled = run(*overrides, "trainer.compile=true")
+    torch.testing.assert_close(weights(compiled), expected, rtol=0, atol=1e-5)

@@ -1,0 +1,184 @@
+"""Every command in README.md and docs/ runs, and prints what the page shows of it; numbers and dates may differ.
+
+A block of commands runs in a copy of the repository of its own, together with the files that its page shows: a block of
+Python or yaml whose first line names a file (``# my_models.py``). Other Python blocks run as they are.
+"""
+
+import os
+import re
+import shutil
+import socket
+import stat
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+MARKDOWN = {page: page.read_text(encoding="utf-8") for page in PAGES}
+
+FENCE = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FILE_NAME = re.compile(r"# ([\w./]+\.(?:py|yaml))\n")
+NUMBER = re.compile(r"\d[\d.,:e+-]*")
+ANOTHER_SET_UP = ("git clone ", "cd ", "make ", "make\n", "source ", "pip install ", ".ci/run")
+
+# `tensorboard` would run for ever: what counts is that it starts and serves.
+TENSORBOARD = """\
+#!{python}
+import subprocess, sys
+command = [sys.executable, "-m", "tensorboard.main", *sys.argv[1:], "--host=127.0.0.1", "--port=0"]
+with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+    serves = any("http://127.0.0.1" in line for line in server.stderr)
+    server.terminate()
+sys.exit(not serves)
+"""
+MODULE = '#!/bin/sh\nexec "{python}" {module} "$@"\n'
+
+
+@dataclass(frozen=True)
+class Block:
+    """Commands of a page, and the lines that it shows of their output."""
+
+    page: Path
+    number: int
+    commands: str
+    shown: tuple[str, ...]
+    nodes: int  # how many machines the page tells to run it
+
+    @property
+    def name(self) -> str:
+        first = self.commands.splitlines()[0]
+        return f"{self.page.name}-{self.number}-{first[:60]}"
+
+
+def blocks(page: Path) -> list[Block]:
+    """Return what a page says to run, in its order."""
+    found = []
+    for number, match in enumerate(FENCE.finditer(MARKDOWN[page]), 1):
+        language, info, text = match.groups()
+        lines = text.splitlines()
+        shown: list[str] = []
+        if language == "console":
+            commands = "\n".join(line[2:] for line in lines if line.startswith(("$ ", "> ")))
+            shown = [line for line in lines if not line.startswith(("$ ", "> ")) and line.strip() not in ("", "…")]
+        elif language == "bash":
+            commands = text.strip()
+        elif language == "python" and not FILE_NAME.match(text):
+            commands = f"python - <<'END'\n{text}END"
+        else:
+            continue
+        found.append(Block(page, number, commands, tuple(shown), 2 if "nodes=2" in info else 1))
+    return found
+
+
+ALL = [block for page in PAGES for block in blocks(page)]
+RUN = [block for block in ALL if not block.commands.startswith(ANOTHER_SET_UP)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A copy of what the commands use."""
+    copy = tmp_path / "ddp_recipes"
+    copy.mkdir()
+    shutil.copy(ROOT / "train.py", copy)
+    shutil.copytree(ROOT / "docs" / "examples", copy / "docs" / "examples")
+    return copy
+
+
+@pytest.fixture
+def environ(tmp_path: Path) -> dict[str, str]:
+    """An activated environment, whatever the one that runs this test is called."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    texts = {
+        "python": MODULE.format(python=sys.executable, module=""),
+        "ddp-recipes": MODULE.format(python=sys.executable, module="-m ddp_recipes"),
+        "torchrun": MODULE.format(python=sys.executable, module="-m torch.distributed.run"),
+        "tensorboard": TENSORBOARD.format(python=sys.executable),
+    }
+    for name, text in texts.items():
+        (programs / name).write_text(text)
+        (programs / name).chmod(stat.S_IRWXU)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return os.environ | {
+        "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
+        "PORT": str(port),
+        "HEAD": "127.0.0.1",
+        "OMP_NUM_THREADS": "1",
+        "COLUMNS": "200",
+    }
+
+
+def plain(text: str) -> str:
+    """Return a line without its numbers (an exit status stays) and without repeated spaces."""
+    if text.startswith("exit status"):
+        return text
+    return " ".join(NUMBER.sub("#", text).split())
+
+
+@pytest.mark.slow
+@pytest.mark.spawn
+@pytest.mark.parametrize("block", RUN, ids=lambda block: block.name)
+def test_commands_run_and_print_what_is_shown(
+    block: Block, folder: Path, environ: dict[str, str], request: pytest.FixtureRequest
+) -> None:
+    if "$MNIST" in block.commands:
+        environ["MNIST"] = str(request.getfixturevalue("mnist_root"))
+    for language, _, text in FENCE.findall(MARKDOWN[block.page]):
+        if language in ("python", "yaml") and (name := FILE_NAME.match(text)):
+            (folder / name[1]).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name[1]).write_text(text)
+    nodes = [
+        subprocess.Popen(
+            ["bash", "-euo", "pipefail", "-c", block.commands],
+            cwd=folder,
+            env=environ | {"NODE": str(node)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for node in range(block.nodes)
+    ]
+    try:
+        outputs = [node.communicate(timeout=240)[0] for node in nodes]
+    finally:
+        for node in nodes:
+            node.kill()
+    assert [node.returncode for node in nodes] == [0] * block.nodes, "\n".join(outputs)
+    printed = {plain(line) for line in outputs[0].splitlines()}
+    missing = [line for line in block.shown if plain(line) not in printed]
+    assert not missing, f"shown but not printed: {missing}\n{outputs[0]}"
+
+
+def test_make_targets_that_pages_name_are_there() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = {name for text in MARKDOWN.values() for name in re.findall(r"(?:^|`)make ([a-z-]+)", text, re.MULTILINE)}
+    assert {"train", "test"} <= named <= targets
+
+
+def test_table_of_groups_lists_what_is_there() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]*) \|", MARKDOWN[ROOT / "README.md"], re.MULTILINE)
+    listed = {group: set(re.findall(r"`(\w+)`", options)) for group, options in rows}
+    folders = [path for path in (ROOT / "conf").iterdir() if path.is_dir() and path.name not in ("base", "__pycache__")]
+    there = {path.name: {option.stem for option in path.glob("*.yaml")} for path in folders}
+    there["launcher"].discard("slurm")  # not told about yet
+    assert listed == there
+
+
+def test_every_example_is_shown() -> None:
+    readme = MARKDOWN[ROOT / "README.md"]
+    experiments = {path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml")}
+    assert {name for name in experiments if f"experiment={name}" in readme} == experiments
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_pictures_lead_somewhere(page: Path) -> None:
+    targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", MARKDOWN[page])
+    local = [target for target in targets if not target.startswith("https://")]
+    assert [target for target in local if not (page.parent / target).exists()] == []

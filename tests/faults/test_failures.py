@@ -1,0 +1,141 @@
+"""Whatever ends a rank ends the run: within ten seconds, with the rank and the cause named, and no process left."""
+
+import json
+from pathlib import Path
+from signal import SIGKILL, SIGSTOP
+
+import pytest
+
+from .processes import GONE_S, START_S, TORCHRUN, kill, ran, started, summary, until, until_saved
+
+pytestmark = [pytest.mark.spawn, pytest.mark.slow]
+
+SMALL = ["data=random", "data.num_samples=400", "model=toy", "trainer.max_epochs=3", "hydra.run.dir=run"]
+FAULTY = [*SMALL, "model._target_=own_models.Faulty"]
+ENDLESS = [*SMALL, "model._target_=own_models.Slow", "trainer.max_epochs=100000", "checkpoint.every_n_steps=5"]
+TWO = "launcher.nproc_per_node=2"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_exception_on_one_rank_ends_the_run_with_its_traceback_first(rank: int, folder: Path) -> None:
+    with started(folder, *FAULTY, "+model.what=raise", f"+model.rank={rank}", TWO) as run:
+        trace = folder / "run" / "ranks" / f"rank_{rank}.txt"
+        until(trace.exists, START_S, "no trace")
+        ended = run.end(GONE_S)
+    assert ended.status == 1
+    assert ended.err.splitlines()[:2] == [f"Rank {rank} failed:", "Traceback (most recent call last):"]
+    assert ended.err.rstrip().endswith("ValueError: the cat sat on the keyboard")
+    assert ended.err.count("Traceback") == 1, "what the other rank saw is a consequence"
+    assert "own_models.py" in ended.err
+    assert "frame #" not in ended.err, "C++ stack frames"
+    said = summary(folder / "run")
+    assert said["status"] == "failed"
+    assert said["error"] == f"rank {rank}: ValueError: the cat sat on the keyboard"
+    assert said["global_step"] == 2
+    assert "the cat sat on the keyboard" in trace.read_text()
+    assert "Traceback" in trace.with_name(f"rank_{1 - rank}.txt").read_text()
+    assert "the cat sat on the keyboard" in (folder / "run" / "train.log").read_text()
+
+
+def test_an_exception_in_the_only_process_is_told_alike(folder: Path) -> None:
+    ended = ran(folder, *FAULTY, "+model.what=raise", "+model.rank=0", "launcher.nproc_per_node=1")
+    assert ended.status == 1
+    assert ended.err.splitlines()[:2] == ["Rank 0 failed:", "Traceback (most recent call last):"]
+    assert summary(folder / "run")["error"] == "rank 0: ValueError: the cat sat on the keyboard"
+    assert "the cat sat on the keyboard" in (folder / "run" / "ranks" / "rank_0.txt").read_text()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_cannot_make_its_model_ends_the_run_before_anything_is_written(rank: int, folder: Path) -> None:
+    ended = ran(folder, *SMALL, "model._target_=own_models.Unbuildable", f"+model.rank={rank}", TWO)
+    assert ended.status == 1
+    assert ended.err.splitlines()[:2] == [f"Rank {rank} failed:", "Traceback (most recent call last):"]
+    assert ended.err.rstrip().endswith("ValueError: the cat sat on the blueprint")
+    assert not (folder / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("what", "rank", "words"),
+    [
+        ("segfault", 1, "was killed by SIGSEGV"),
+        ("exit", 0, "ended with exit status 0"),
+    ],
+)
+def test_a_rank_that_dies_without_a_word_is_named_with_how_it_died(
+    what: str, rank: int, words: str, folder: Path
+) -> None:
+    ended = ran(folder, *FAULTY, f"+model.what={what}", f"+model.rank={rank}", TWO)
+    assert ended.status == 1
+    assert ended.err.startswith(f"Rank {rank} (process ")
+    assert words in ended.err.splitlines()[0]
+    assert "frame #" not in ended.err, "C++ stack frames"
+    said = summary(folder / "run")
+    assert said["status"] == "failed"
+    assert said["error"].startswith(f"Rank {rank} (process ")
+    assert words in said["error"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_killed_in_training_leaves_its_checkpoints_and_no_process(rank: int, folder: Path) -> None:
+    with started(folder, *ENDLESS, TWO) as run:
+        until_saved(run, folder / "run")
+        pid = run.rank(rank)
+        kill(pid, SIGKILL)
+        ended = run.end(GONE_S)
+    assert ended.status == 1
+    words = f"Rank {rank} (process {pid}) was killed by SIGKILL, without a traceback."
+    assert ended.err == f"{words}\n"
+    said = summary(folder / "run")
+    assert (said["status"], said["error"]) == ("failed", words)
+    resumed = ran(folder, *ENDLESS, TWO, "ckpt_path=auto", "trainer.max_time=0")
+    assert resumed.status == 0, resumed.err
+    assert summary(folder / "run")["status"] == "finished"
+
+
+def test_a_stopped_rank_is_named_once_the_collective_timeout_is_over(folder: Path) -> None:
+    with started(folder, *ENDLESS, TWO, "launcher.timeout_s=3") as run:
+        until_saved(run, folder / "run")
+        kill(run.rank(1), SIGSTOP)
+        ended = run.end(3 + GONE_S)
+    assert ended.status == 1
+    assert "Rank 1 " in ended.err
+    assert "Rank 1 " in summary(folder / "run")["error"]
+
+
+@pytest.mark.parametrize("stopped", [False, True], ids=["running", "with a stopped rank"])
+def test_no_rank_outlives_its_launcher(stopped: bool, folder: Path) -> None:
+    with started(folder, *ENDLESS, TWO) as run:
+        until_saved(run, folder / "run")
+        if stopped:
+            kill(run.rank(1), SIGSTOP)
+        assert len(run.pids()) == 3
+        run.signal(SIGKILL)
+        run.process.wait(GONE_S)
+        run.see_all_gone()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_under_torchrun_the_failing_rank_gives_its_traceback_and_the_other_one_names_it(
+    rank: int, folder: Path
+) -> None:
+    overrides = [*FAULTY, "+model.what=raise", f"+model.rank={rank}"]
+    with started(folder, *overrides, command=TORCHRUN) as run:
+        until((folder / "run" / "ranks" / f"rank_{rank}.txt").exists, START_S, "no trace")
+        ended = run.end(GONE_S)
+    assert ended.status == 1
+    ours = ended.err[: ended.err.index("ChildFailedError")]  # the rest is torchrun's own
+    assert f"Rank {rank} failed:\nTraceback" in ours
+    assert f"Rank {rank} failed, so rank {1 - rank} stopped: ValueError: the cat sat on the keyboard" in ours
+    assert "frame #" not in ours, "C++ stack frames"
+    said = summary(folder / "run")
+    assert (said["status"], said["error"]) == ("failed", f"rank {rank}: ValueError: the cat sat on the keyboard")
+
+
+def test_a_job_that_fails_in_a_sweep_fails_alone(folder: Path) -> None:
+    overrides = [*FAULTY[:-2], "model._target_=own_models.Faulty", "+model.what=raise", "+model.rank=1,2"]
+    ended = ran(folder, "-m", *overrides, TWO, "hydra.sweep.dir=sweep")
+    assert ended.status == 1
+    assert "Rank 1 failed:\nTraceback" in ended.err
+    said = [json.loads((folder / "sweep" / number / "summary.json").read_text()) for number in "01"]
+    assert [one["status"] for one in said] == ["failed", "finished"]
+    assert said[0]["error"] == "rank 1: ValueError: the cat sat on the keyboard"

@@ -1,0 +1,143 @@
+"""A signal stops a run with one checkpoint at one step, and what goes on from there ends with the same bits."""
+
+from pathlib import Path
+from signal import SIGINT, SIGSTOP, SIGTERM, SIGUSR1, Signals
+
+import pytest
+
+from .processes import GONE_S, START_S, TORCHRUN, kill, ran, started, summary, until, until_saved
+
+pytestmark = [pytest.mark.spawn, pytest.mark.slow]
+
+STEPS = 600
+RUN = [
+    "data=random",
+    "data.num_samples=2000",
+    "data.val_samples=40",
+    "data.global_batch_size=40",
+    "model=toy",
+    "model._target_=own_models.Slow",
+    "optimizer=adam",
+    "trainer.max_epochs=null",
+    f"trainer.max_steps={STEPS}",
+    "trainer.num_sanity_val_steps=0",
+    "hydra.run.dir=run",
+]
+DISTURBED = [*RUN, "+model.sleep_s=0.02", "checkpoint.every_n_steps=5"]
+QUICK = [*RUN, "+model.sleep_s=0"]
+
+
+def ranks(number: int) -> str:
+    """Return the override for so many local processes."""
+    return f"launcher.nproc_per_node={number}"
+
+
+def stopped_at(directory: Path) -> int:
+    """Return the step that a run stopped at; see that its newest checkpoint is from there."""
+    said = summary(directory)
+    assert said["status"] == "preempted"
+    step: int = said["global_step"]
+    assert 0 < step < STEPS
+    newest = max((directory / "checkpoints").glob("step_*.pt"))
+    assert newest.name == f"step_{step:08d}.pt"
+    assert Path(said["last_checkpoint"]).samefile(directory / "checkpoints" / "last.pt")
+    assert newest.samefile(directory / "checkpoints" / "last.pt")
+    assert not list(directory.rglob("*.part")), "something was left half written"
+    return step
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_run_that_was_told_to_stop_goes_on_to_the_weights_of_an_undisturbed_one(processes: int, folder: Path) -> None:
+    with started(folder, *DISTURBED, ranks(processes)) as run:
+        until_saved(run, folder / "run")
+        run.signal(SIGTERM)
+        ended = run.end()
+    assert ended.status == 75
+    step = stopped_at(folder / "run")
+    assert ended.err == (
+        f"Stopped by SIGTERM at step {step}, after a checkpoint was saved. To go on, start again with "
+        f"the same hydra.run.dir and ckpt_path=auto.\n"
+    )
+    resumed = ran(folder, *QUICK, ranks(processes), "ckpt_path=auto")
+    assert resumed.status == 0, resumed.err
+    undisturbed = ran(folder, *QUICK, ranks(processes), "hydra.run.dir=undisturbed")
+    assert undisturbed.status == 0, undisturbed.err
+    said, expected = summary(folder / "run"), summary(folder / "undisturbed")
+    assert said["status"] == "finished"
+    for name in ("global_step", "epoch", "samples_seen", "weights_sha256"):
+        assert said[name] == expected[name]
+
+
+@pytest.mark.parametrize("number", [SIGINT, SIGUSR1])
+def test_one_signal_to_the_launcher_saves_and_ends(number: Signals, folder: Path) -> None:
+    with started(folder, *DISTURBED, ranks(2)) as run:
+        until_saved(run, folder / "run")
+        run.signal(number)
+        ended = run.end(GONE_S)
+    assert ended.status == 75
+    assert ended.err.count("Stopped by") == 1
+    stopped_at(folder / "run")
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_second_ctrl_c_ends_at_once(processes: int, folder: Path) -> None:
+    overrides = [*DISTURBED, "model.sleep_s=60", "checkpoint.every_n_steps=1"]
+    with started(folder, *overrides, ranks(processes)) as run:
+        until((folder / "run" / "config.yaml").exists, START_S, "not begun")  # the first step takes a minute
+        run.signal(SIGINT)
+        until(lambda: not pending(run.process.pid, SIGINT), GONE_S, "the first one is not taken")
+        assert run.process.poll() is None
+        run.signal(SIGINT)
+        ended = run.end(GONE_S)
+    assert ended.status == 130
+    assert ended.err == "Interrupted.\n"
+    assert summary(folder / "run")["status"] == "failed"
+
+
+def pending(pid: int, number: Signals) -> bool:
+    """Whether a signal has been sent and not yet been taken."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    masks = [int(line.split()[1], 16) for line in lines if line.startswith(("SigPnd", "ShdPnd"))]
+    return any(mask >> (number - 1) & 1 for mask in masks)
+
+
+def test_ctrl_c_with_a_stopped_rank_ends_all_the_same(folder: Path) -> None:
+    with started(folder, *DISTURBED, ranks(2)) as run:
+        until_saved(run, folder / "run")
+        kill(run.rank(1), SIGSTOP)
+        run.signal(SIGINT)
+        ended = run.end(GONE_S)
+    assert ended.status == 130
+    assert summary(folder / "run")["status"] == "failed"
+
+
+@pytest.mark.parametrize("number", [SIGINT, SIGTERM])
+def test_a_signal_before_training_leaves_nothing(number: Signals, folder: Path) -> None:
+    with started(folder, *DISTURBED, ranks(2)) as run:
+        until(lambda: "1" in run.pids().values(), START_S, "no rank")
+        run.signal(number)
+        ended = run.end(GONE_S)
+    assert ended.status == 130
+    assert "Traceback" not in ended.err
+    assert not (folder / "run").exists()
+
+
+def test_ctrl_c_ends_a_sweep(folder: Path) -> None:
+    overrides = [*DISTURBED, ranks(2), "seed=1,2", "hydra.sweep.dir=sweep"]
+    with started(folder, "-m", *overrides) as run:
+        until_saved(run, folder / "sweep" / "0")
+        run.signal(SIGINT)
+        ended = run.end(GONE_S)
+    assert ended.status == 75
+    stopped_at(folder / "sweep" / "0")
+    assert not (folder / "sweep" / "1").exists()
+
+
+def test_sigterm_to_torchrun_saves_one_checkpoint(folder: Path) -> None:
+    with started(folder, *DISTURBED, command=TORCHRUN) as run:
+        until_saved(run, folder / "run")
+        run.signal(SIGTERM)
+        ended = run.end()
+    assert ended.status != 0
+    assert "after a checkpoint was saved" in ended.err
+    stopped_at(folder / "run")

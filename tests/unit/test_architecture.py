@@ -1,0 +1,131 @@
+"""The shape of the code: imports point down only, and nothing heavy is loaded that a run does not use."""
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import ddp_recipes
+
+PACKAGE = Path(ddp_recipes.__file__).parent
+NAME = "ddp_recipes"
+
+# From the top down: a module imports only from lines below its own. A folder stands for all of its modules.
+LAYERS = [
+    {"__init__"},  # its names come when they are first used
+    {"__main__"},
+    {"testing"},
+    {"main"},
+    {"launchers"},
+    {"rank"},
+    {"output"},
+    {"recipe"},
+    {"loop"},
+    {"strategies"},
+    {"checkpoint", "compose", "control", "data", "environment", "lightning", "request", "stopping", "sweep"},
+    {
+        "callbacks",
+        "digest",
+        "elastic",
+        "job",
+        "loggers",
+        "order",
+        "precision",
+        "progress",
+        "run_directory",
+        "settings",
+        "tasks",
+    },
+    {"datasets", "models", "random", "world"},
+    {"errors", "_version"},
+]
+LEVEL = {module: -number for number, layer in enumerate(LAYERS) for module in layer}
+SOURCES = [path for path in PACKAGE.rglob("*.py") if "conf" not in path.relative_to(PACKAGE).parts]
+
+
+def part_of(path: Path) -> str:
+    """Return the module or folder right under the package."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Yield the parts of this package that a file imports, wherever in it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (name.name.split(".")[1] for name in node.names if name.name.startswith(f"{NAME}."))
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: a relative import"
+            module = node.module or ""
+            if module == NAME:
+                yield from (name.name for name in node.names)
+            elif module.startswith(f"{NAME}."):
+                yield module.split(".")[1]
+
+
+def test_every_module_has_its_place() -> None:
+    assert {part_of(path) for path in SOURCES} == set(LEVEL)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_point_down(path: Path) -> None:
+    part = part_of(path)
+    for other in imported(path):
+        assert other == part or LEVEL.get(other, 1) < LEVEL.get(part, 1), f"{part} imports {other}"
+
+
+@pytest.mark.parametrize("folder", ["models", "datasets"])
+def test_models_and_data_sets_know_nothing_of_runs(folder: str) -> None:
+    for path in (PACKAGE / folder).rglob("*.py"):
+        assert set(imported(path)) <= {folder, "errors"}
+
+
+def test_public_names_are_there() -> None:
+    assert all(getattr(ddp_recipes, name) is not None for name in ddp_recipes.__all__)
+    with pytest.raises(AttributeError, match="has no attribute 'runn'"):
+        _ = ddp_recipes.runn
+
+
+# --- what is loaded --------------------------------------------------------------------------------------------------
+
+
+def loaded_by(code: str, folder: Path) -> set[str]:
+    """Return the top-level modules that a new interpreter has after some code."""
+    code += "\nimport json, sys; print('\\n' + json.dumps(sorted({name.split('.')[0] for name in sys.modules})))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+@pytest.mark.spawn
+def test_importing_the_package_loads_nothing_heavy(tmp_path: Path) -> None:
+    assert not loaded_by("import ddp_recipes", tmp_path) & {"torch", "numpy", "hydra", "omegaconf", "rich"}
+
+
+@pytest.mark.spawn
+def test_the_launching_parent_needs_no_torch(tmp_path: Path) -> None:
+    code = """
+from ddp_recipes import main, compose
+from ddp_recipes.request import Request, resolve
+import ddp_recipes.launchers.local
+from omegaconf import OmegaConf
+with compose.session(main.CONF) as hydra:
+    config = compose.compose(hydra, "train", [])
+Request.of(resolve(OmegaConf.masked_copy(config, [name for name in config if name != "hydra"]))).processes(0)
+"""
+    assert not loaded_by(code, tmp_path) & {"torch", "torchvision", "torchmetrics", "tensorboard", "sklearn"}
+
+
+@pytest.mark.spawn
+def test_a_run_loads_only_what_it_uses(tmp_path: Path) -> None:
+    code = """
+import ddp_recipes
+ddp_recipes.run(["strategy=single", "data=random", "data.num_samples=16", "model=toy", "logger=none",
+    "trainer.max_epochs=1", "launcher.device=cpu"])
+"""
+    loaded = loaded_by(code, tmp_path)
+    assert "torch" in loaded
+    assert not loaded & {"torchvision", "torchmetrics", "tensorboard", "sklearn", "PIL"}
