@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+from omegaconf import DictConfig, OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ddp_recipes.checkpoint import load
@@ -77,7 +77,8 @@ def test_the_summary_says_what_was_promised(run: Run) -> None:
 
 def test_the_config_is_the_one_that_ran(run: Run) -> None:
     summary = run("optimizer.lr=0.125")
-    config = yaml.safe_load((Path(summary["run_directory"]) / "config.yaml").read_text())
+    config = OmegaConf.load(Path(summary["run_directory"]) / "config.yaml")
+    assert isinstance(config, DictConfig)
     assert config["optimizer"]["lr"] == 0.125
     assert config["model"]["in_features"] == 10
     assert "hydra" not in config
