@@ -28,7 +28,7 @@ class RefuseSyncs(Callback):
         self.every = every
 
     def on_step(self, step: int) -> None:
-        quiet = 2 <= step and (step + 1) % self.every != 0
+        quiet = step >= 2 and (step + 1) % self.every != 0
         torch.cuda.set_sync_debug_mode("error" if quiet else "default")
 
     def on_validation(self, step: int, metrics: object) -> None:

@@ -21,7 +21,7 @@ from ddp_recipes.job import Job
 from ddp_recipes.run_directory import Summary, leave_summary, write_trace
 
 AFTER_FAILURE_S = 3.0  # for the other ranks to end by themselves, and for rank 0 to write its summary
-AFTER_INTERRUPT_S = 8.0  # for a checkpoint after Ctrl-C
+AFTER_INTERRUPT_S = 6.0  # for a checkpoint after Ctrl-C
 AFTER_TERM_S = 25.0  # for a checkpoint after SIGTERM or SIGUSR1, within a scheduler's usual 30 s
 
 
@@ -92,8 +92,7 @@ class _Interrupts:
 
 
 def _start(job: Job, processes: int, stack: ExitStack) -> list[_Rank]:
-    """Start the ranks. Each reads the job from its standard input, which then stays open: its end is this "
-    "process's end."""
+    """Start the ranks. Each reads the job from its standard input, which stays open: its end is this process's end."""
     listener = stack.enter_context(socket.socket())
     listener.bind(
         ("127.0.0.1", 0)
@@ -195,25 +194,27 @@ def _tell(rank: _Rank, number: int) -> None:
 
 
 def _reports(ranks: list[_Rank]) -> Iterator[tuple[_Rank, dict[str, Any]] | None]:
-    """Yield what ranks report as it comes, and ``None`` at least ten times a second, with all return codes up "
-    "to date."""
+    """Yield what ranks report as it comes, and ``None`` at least ten times a second.
+
+    Return codes are looked at before reports: a rank that has one has said all that it ever will.
+    """
     with selectors.DefaultSelector() as selector:
         for rank in ranks:
             selector.register(rank.reports, selectors.EVENT_READ, rank)
         texts = {rank.number: b"" for rank in ranks}
         while True:
-            for chosen, _ in selector.select(timeout=0.1 if selector.get_map() else 0):
+            for rank in ranks:
+                rank.process.poll()
+            for chosen, _ in selector.select(timeout=0.1) if selector.get_map() else ():
                 rank = chosen.data
                 text = rank.reports.read(1 << 20)
                 texts[rank.number] += text
-                if not text:
+                if not text or text.endswith(b"\n"):
                     selector.unregister(rank.reports)
-                    if texts[rank.number]:
+                    if text:
                         yield rank, json.loads(texts[rank.number])
             if not selector.get_map():
                 time.sleep(0.01)
-            for rank in ranks:
-                rank.process.poll()
             yield None
 
 
@@ -230,6 +231,8 @@ def _outcome(job: Job, ranks: list[_Rank], interrupts: _Interrupts) -> Summary:
         raise KeyboardInterrupt
     if said["preempted"] and not died:
         words = said["preempted"][0].said
+        if interrupts.names[:1] == ["SIGINT"]:  # ranks are told by SIGTERM, which asks for the same
+            words["message"] = words["message"].replace("SIGTERM", "Ctrl-C", 1)
         raise Preempted(words["message"], checkpoint=words["checkpoint"])
     if died:
         rank = died[0]
@@ -242,7 +245,7 @@ def _outcome(job: Job, ranks: list[_Rank], interrupts: _Interrupts) -> Summary:
         first = min(said["failed"], key=lambda rank: (not rank.said["cause"], rank.said["time"]))
         error = f"rank {first.number}: {first.said['message'].strip().splitlines()[-1]}"
         message = f"Rank {first.number} failed:\n{first.said['message'].rstrip()}"
-        if silent:  # a timeout, perhaps: then the cause is there
+        if silent and "did not answer" not in message:  # rank 0 held the store, or the backend aborted
             error, message = f"{error} {killed}", f"{message}\n{killed}"
         _leave(job, error, known_better=bool(silent))
         raise RunFailed(message, rank=first.number)

@@ -28,7 +28,7 @@ def main() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     with os.fdopen(pipe, "w") as file:
-        file.write(json.dumps(report))
+        file.write(json.dumps(report) + "\n")
     atexit._run_exitfuncs()
     os._exit(report["exit_status"])  # taking torch apart would take another second
 
