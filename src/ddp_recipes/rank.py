@@ -1,5 +1,6 @@
 """One run on one rank: get ready, agree with the others, work, and leave a summary behind."""
 
+import logging
 import traceback
 from collections.abc import Callable
 from typing import NoReturn
@@ -20,6 +21,8 @@ from ddp_recipes.precision import make_precision
 from ddp_recipes.recipe import Recipe
 from ddp_recipes.run_directory import RunDirectory, Summary, write_trace
 from ddp_recipes.world import World
+
+log = logging.getLogger(__name__)
 
 
 def run(job: Job, world: World, store: Store | None) -> Summary:
@@ -91,6 +94,8 @@ def fit(recipe: Recipe, output: Output) -> None:
                 callback.on_end()
     if reason == "signal":
         stop_early(run)
+    if run.cursor.samples_seen == run.samples_before:
+        log.info("Nothing was left to do: at step %d a limit of trainer.* is reached already.", run.cursor.step)
 
 
 def check_validation(run: loop.Run) -> None:

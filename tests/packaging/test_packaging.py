@@ -40,7 +40,7 @@ main()
 """
 
 CONFIG = """\
-defaults: [data: random, model: toy, _self_]
+defaults: [task: classification, data: random, model: toy, _self_]
 seed: 0
 sizes: [1, 2, 3]
 length: ${len:${sizes}}

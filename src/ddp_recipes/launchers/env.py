@@ -1,6 +1,7 @@
 """Joins the ranks that torchrun, or anything that sets its variables, started: rank 0 leads, the others follow."""
 
 import gc
+import os
 import sys
 import time
 import traceback
@@ -9,7 +10,7 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 
-from torch.distributed import PrefixStore, Store, rendezvous
+from torch.distributed import PrefixStore, Store, TCPStore, rendezvous
 
 from ddp_recipes import rank
 from ddp_recipes.control import Patience
@@ -20,8 +21,17 @@ from ddp_recipes.world import World
 
 STORE_TIMEOUT = timedelta(minutes=30)
 MEET_TO_STOP_S = 10.0  # for followers that still import torch when there is nothing to do
-STOP_S = 3.0  # for the others to read that it is over
+STOP_S = 5.0  # for the others to read that it is over
 AFTER_FAILURE_S = 8.0  # a rank that failed waits so long for what the leader makes of it
+
+
+def _store(world: World) -> Store:
+    """Return the store at ``MASTER_ADDR:MASTER_PORT``; torchrun's agent holds it, else rank 0, which waits for nobody."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store: Store = next(iter(rendezvous("env://", timeout=STORE_TIMEOUT)))[0]
+        return store
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return TCPStore(address, port, world.world_size, world.is_main, STORE_TIMEOUT, wait_for_workers=False)
 
 
 class Channel:
@@ -34,7 +44,7 @@ class Channel:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.root: Store = next(iter(rendezvous("env://", timeout=STORE_TIMEOUT)))[0]
+        self.root = _store(world)
         self._generation: Store | None = None
         self._next = 0
 
