@@ -26,7 +26,7 @@ AFTER_FAILURE_S = 8.0  # a rank that failed waits so long for what the leader ma
 
 
 def _store(world: World) -> Store:
-    """Return the store at ``MASTER_ADDR:MASTER_PORT``; torchrun's agent holds it, else rank 0, which waits for nobody."""
+    """Return the store at ``MASTER_ADDR:MASTER_PORT``: torchrun's agent holds it or rank 0, which waits for nobody."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store: Store = next(iter(rendezvous("env://", timeout=STORE_TIMEOUT)))[0]
         return store
