@@ -220,6 +220,11 @@ class Leader:
             if name == "slurm":
                 return slurm.launch(job, request)
             assert self.world is not None
+            if request.launcher.max_restarts:
+                raise RequestError(
+                    f"launcher.max_restarts={request.launcher.max_restarts}, but ddp_recipes did not start these processes "
+                    f"and cannot start them again: use torchrun --max-restarts."
+                )
             environment.refuse_other_tasks(self.world, request.launcher, os.environ)
             return self.channel.lead(job)
         except (RecipeError, KeyboardInterrupt):

@@ -26,12 +26,23 @@ AFTER_FAILURE_S = 8.0  # a rank that failed waits so long for what the leader ma
 
 
 def _store(world: World) -> Store:
-    """Return the store at ``MASTER_ADDR:MASTER_PORT``: torchrun's agent holds it or rank 0, which waits for nobody."""
+    """Return the store at ``MASTER_ADDR:MASTER_PORT``: torchrun's agent holds it or rank 0, which waits for nobody.
+
+    Raises:
+        RequestError: the port is taken.
+    """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store: Store = next(iter(rendezvous("env://", timeout=STORE_TIMEOUT)))[0]
         return store
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return TCPStore(address, port, world.world_size, world.is_main, STORE_TIMEOUT, wait_for_workers=False)
+    try:
+        return TCPStore(address, port, world.world_size, world.is_main, STORE_TIMEOUT, wait_for_workers=False)
+    except RuntimeError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise RequestError(
+            f"MASTER_PORT={port} is taken on {address} by another process. Set another one, on every node alike."
+        ) from None
 
 
 class Channel:

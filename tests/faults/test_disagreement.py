@@ -1,0 +1,113 @@
+"""What several processes may disagree on or fight over: weights, a directory, a port, the data worker's life."""
+
+import os
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+
+from .processes import GONE_S, START_S, kill, ran, started, summary, until, until_saved
+
+pytestmark = [pytest.mark.slow, pytest.mark.spawn]
+
+SMALL = ["data=random", "data.num_samples=256", "trainer.progress=false", "logger=none", "launcher.device=cpu"]
+SLOW = [*SMALL, "model=toy", "model._target_=own_models.Slow", "trainer.max_epochs=100000", "hydra.run.dir=run"]
+
+UNEQUAL = """
+import os
+
+import torch
+
+from ddp_recipes.models import Toy
+
+
+class Unequal(Toy):
+    def __init__(self, **sizes):
+        super().__init__(**sizes)
+        torch.nn.init.constant_(self.net1.bias, float(os.environ["RANK"]))
+"""
+
+ONE_BY_ONE = """
+import os
+import time
+
+import torch
+
+
+class OneByOne(torch.utils.data.Dataset):
+    def __init__(self):
+        self.inputs, self.targets = torch.randn(64, 10), torch.randn(64, 5)
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        time.sleep(0.005)
+        return self.inputs[index], self.targets[index]
+"""
+
+
+def test_ranks_with_other_initial_weights_are_refused_before_step_1(folder: Path) -> None:
+    (folder / "unequal.py").write_text(UNEQUAL)
+    ended = ran(folder, *SMALL, "model=toy", "model._target_=unequal.Unequal", "launcher.nproc_per_node=2")
+    assert ended.status == 2
+    assert "The ranks differ:" in ended.err
+    assert "digest of the initial weights:" in ended.err
+    assert "on rank 0" in ended.err
+    assert "on rank 1" in ended.err
+    assert not (folder / "outputs").exists()
+
+
+def test_a_second_run_in_the_directory_of_a_live_one_is_refused_and_the_first_goes_on(folder: Path) -> None:
+    with started(folder, *SLOW, "launcher.nproc_per_node=1") as first:
+        until_saved(first, folder / "run")
+        config = (folder / "run" / "config.yaml").read_bytes()
+        second = ran(folder, *SLOW, "launcher.nproc_per_node=1", "ckpt_path=auto", "seed=7")
+        assert second.status == 2
+        assert "in use by a run that is still going" in second.err
+        assert (folder / "run" / "config.yaml").read_bytes() == config
+        assert first.process.poll() is None
+        first.signal(signal.SIGTERM)
+        assert first.end().status == 75
+
+
+def test_a_taken_port_is_told_and_nothing_hangs(folder: Path) -> None:
+    with socket.create_server(("0.0.0.0", 0)) as other:
+        port = str(other.getsockname()[1])
+        variables = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        ended = ran(folder, *SMALL, "model=toy", environ=variables)
+    assert ended.status == 2
+    assert f"MASTER_PORT={port} is taken" in ended.err
+    assert not (folder / "outputs").exists()
+
+
+def test_a_data_worker_that_is_killed_ends_the_run_and_is_named(folder: Path) -> None:
+    (folder / "one_by_one.py").write_text(ONE_BY_ONE)
+    data = ["~data.train.num_samples", "~data.train.in_features", "~data.train.out_features", "~data.train.seed"]
+    data += ["~data.train.split", "data.train._target_=one_by_one.OneByOne", "data.num_workers=1"]
+    overrides = [
+        *SMALL,
+        *data,
+        "model=toy",
+        "trainer.max_epochs=100000",
+        "hydra.run.dir=run",
+        "launcher.nproc_per_node=1",
+    ]
+    with started(folder, *overrides) as run:
+        until_saved(run, folder / "run")
+        until(lambda: _children(run.process.pid), START_S, "no data worker")
+        worker = _children(run.process.pid)[0]
+        kill(worker, signal.SIGKILL)
+        ended = run.end(GONE_S)
+    assert ended.status == 1
+    assert f"DataLoader worker (pid(s) {worker})" in ended.err or f"DataLoader worker (pid {worker})" in ended.err
+    assert summary(folder / "run")["status"] == "failed"
+
+
+def _children(pid: int) -> list[int]:
+    """Return the living children of a process."""
+    found = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        found += [int(child) for child in path.read_text().split() if os.path.exists(f"/proc/{child}/exe")]
+    return found
