@@ -222,8 +222,8 @@ class Leader:
             assert self.world is not None
             if request.launcher.max_restarts:
                 raise RequestError(
-                    f"launcher.max_restarts={request.launcher.max_restarts}, but ddp_recipes did not start these processes "
-                    f"and cannot start them again: use torchrun --max-restarts."
+                    f"launcher.max_restarts={request.launcher.max_restarts}, but these processes were not started by "
+                    f"ddp_recipes, which cannot start them again: use torchrun --max-restarts."
                 )
             environment.refuse_other_tasks(self.world, request.launcher, os.environ)
             return self.channel.lead(job)

@@ -84,6 +84,12 @@ def leave_summary(directory: Path, error: str, overrides: Sequence[str], known_b
         write_summary(directory, {**json.loads(path.read_text(encoding="utf-8")), "status": "failed", "error": error})
 
 
+def leave_failure(directory: Path, overrides: Sequence[str], error: str, known_better: bool = False) -> None:
+    """Do the same for a run that began; one that did not leaves nothing."""
+    if (directory / "config.yaml").exists():
+        leave_summary(directory, error, overrides, known_better)
+
+
 def write_trace(directory: Path, rank: int, text: str) -> None:
     """Write a rank's traceback to ``ranks/``."""
     folder = directory / "ranks"

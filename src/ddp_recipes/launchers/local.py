@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from ddp_recipes.errors import Preempted, RequestError, RunFailed
 from ddp_recipes.job import Job
-from ddp_recipes.run_directory import Summary, leave_summary, write_trace
+from ddp_recipes.run_directory import Summary, leave_failure, write_trace
 
 AFTER_FAILURE_S = 3.0  # for the other ranks to end by themselves, and for rank 0 to write its summary
 AFTER_INTERRUPT_S = 6.0  # for a checkpoint after Ctrl-C
@@ -155,7 +155,7 @@ def _supervise(job: Job, ranks: list[_Rank], interrupts: _Interrupts) -> Summary
             rank, said = report
             rank.said = said
         if interrupts.names.count("SIGINT") > 1:
-            _leave(job, "interrupted by the keyboard, twice")
+            leave_failure(job.directory, job.overrides, "interrupted by the keyboard, twice")
             raise KeyboardInterrupt
         if len(interrupts.names) > passed_on:
             if not passed_on:
@@ -227,7 +227,7 @@ def _outcome(job: Job, ranks: list[_Rank], interrupts: _Interrupts) -> Summary:
     if said["refused"]:
         raise RequestError(said["refused"][0].said["message"])
     if interrupts.names and not said["failed"] and not said["preempted"] and (died or not _all_done(ranks)):
-        _leave(job, f"stopped by {interrupts.names[0]} before a checkpoint was saved")
+        leave_failure(job.directory, job.overrides, f"stopped by {interrupts.names[0]} before a checkpoint was saved")
         raise KeyboardInterrupt
     if said["preempted"] and not died:
         words = said["preempted"][0].said
@@ -237,7 +237,7 @@ def _outcome(job: Job, ranks: list[_Rank], interrupts: _Interrupts) -> Summary:
     if died:
         rank = died[0]
         message = f"Rank {rank.number} (process {rank.process.pid}) {rank.died}, without a traceback."
-        _leave(job, message, known_better=True)
+        leave_failure(job.directory, job.overrides, message, known_better=True)
         raise RunFailed(message, rank=rank.number)
     silent = [str(rank.number) for rank in ranks if not rank.said]
     killed = f"Rank {', '.join(silent)} did not answer any more and was killed."
@@ -247,18 +247,13 @@ def _outcome(job: Job, ranks: list[_Rank], interrupts: _Interrupts) -> Summary:
         message = f"Rank {first.number} failed:\n{first.said['message'].rstrip()}"
         if silent and "did not answer" not in message:  # rank 0 held the store, or the backend aborted
             error, message = f"{error} {killed}", f"{message}\n{killed}"
-        _leave(job, error, known_better=bool(silent))
+        leave_failure(job.directory, job.overrides, error, known_better=bool(silent))
         raise RunFailed(message, rank=first.number)
     if silent:
-        _leave(job, killed)
+        leave_failure(job.directory, job.overrides, killed)
         raise RunFailed(killed, rank=int(silent[0]))
     summary: Summary = ranks[0].said["summary"]
     return summary
-
-
-def _leave(job: Job, error: str, known_better: bool = False) -> None:
-    if (job.directory / "config.yaml").exists():  # else the run never began
-        leave_summary(job.directory, error, job.overrides, known_better)
 
 
 def _all_done(ranks: list[_Rank]) -> bool:

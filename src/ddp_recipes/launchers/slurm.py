@@ -6,29 +6,24 @@ with and without Slurm's accounting, and outlives a job that starts again.
 
 import contextlib
 import io
-import json
 import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ddp_recipes import environment
 from ddp_recipes.errors import Preempted, RequestError, RunFailed
 from ddp_recipes.job import Job
-from ddp_recipes.launchers import worker
+from ddp_recipes.launchers.slurm_task import STARTED_AGAIN, State, Task, reports
 from ddp_recipes.request import Request
-from ddp_recipes.run_directory import Summary, leave_summary, write_text
+from ddp_recipes.run_directory import Summary, leave_failure, write_text
 from ddp_recipes.settings import SlurmSettings
 
 SHORTEST_POLL_S, LONGEST_POLL_S = 0.5, 10.0  # Slurm's controller is shared: the longer nothing changes, the rarer
-LINGER_S = 5.0  # a rank that failed stays so long for the others to say what they saw: Slurm ends them with it
 
 # USR1 ends a process that has no handler for it. A rank that still gets ready has nothing to save, and goes on.
 _DEAF = """sh -c 'trap "" USR1; exec "$0" "$@"'"""
@@ -50,9 +45,6 @@ _OWN = {
     "error": "nothing: logs are in slurm/ in the run directory",
     "array": "a sweep (-m): each of its jobs is submitted",
 }
-
-
-# --- here: submit and wait -------------------------------------------------------------------------------------------
 
 
 def launch(job: Job, request: Request) -> Summary:
@@ -160,12 +152,12 @@ def _sbatch_options(settings: SlurmSettings) -> dict[str, Any]:
     return options
 
 
-def _wait(number: str, folder: Path) -> "_State":
+def _wait(number: str, folder: Path) -> "State":
     """Show what becomes of a job, and what its rank 0 prints, until it has ended; return how."""
-    shown, state, since = "", _State(), time.monotonic()
+    shown, state, since = "", State(), time.monotonic()
     log = _Tail(folder / f"{number}_0_log.out")
     while True:
-        state = _State.ask(number, state)
+        state = State.ask(number, state)
         if str(state) != shown:
             shown, since = str(state), time.monotonic()
             print(f"Slurm job {number}: {shown}", flush=True)
@@ -173,45 +165,6 @@ def _wait(number: str, folder: Path) -> "_State":
         if state.ended:
             return state
         time.sleep(min(LONGEST_POLL_S, SHORTEST_POLL_S + (time.monotonic() - since) / 20))
-
-
-@dataclass(frozen=True)
-class _State:
-    """What Slurm says of a job."""
-
-    name: str = ""
-    reason: str = ""
-    nodes: str = ""
-    restarts: int = 0
-    ended: bool = False
-
-    def __str__(self) -> str:
-        more = self.nodes if self.name == "RUNNING" else self.reason if self.name == "PENDING" else ""
-        return f"{self.name.lower()}{f' ({more})' if more not in ('', 'None', '(null)') else ''}"
-
-    @classmethod
-    def ask(cls, number: str, former: "_State") -> "_State":
-        """Ask the controller, which works without accounting; it forgets a job minutes after its end."""
-        answer = _slurm("scontrol", "show", "job", "--oneliner", number)
-        if answer.returncode:
-            gone = "Invalid job id" in answer.stderr
-            return replace(former, name=former.name if former.ended else "forgotten", ended=True) if gone else former
-        fields = dict(re.findall(r"(\w+)=(\S*)", answer.stdout))
-        name = fields.get("JobState", "")
-        return cls(
-            name=name,
-            reason=fields.get("Reason", ""),
-            nodes=fields.get("NodeList", ""),
-            restarts=int(fields.get("Restarts", 0)),
-            ended=name not in _GOING_ON,
-        )
-
-
-# All other states of a job are ends.
-_GOING_ON = {
-    *("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT"),
-    *("REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"),
-}
 
 
 @dataclass
@@ -236,9 +189,9 @@ class _Tail:
                 print(line.decode(errors="replace"), flush=True)
 
 
-def _outcome(job: Job, number: str, state: _State, folder: Path) -> Summary:
+def _outcome(job: Job, number: str, state: State, folder: Path) -> Summary:
     """Return rank 0's summary, or raise the one thing that ended the job, as the local launcher would."""
-    said = {rank: words for rank, words in _reports(folder).items() if words["of"] == [number, state.restarts]}
+    said = {rank: words for rank, words in reports(folder).items() if words["of"] == [number, state.restarts]}
     kinds = {words["kind"] for words in said.values()}
     if "refused" in kinds:
         message = next(words["message"] for words in said.values() if words["kind"] == "refused")
@@ -252,7 +205,7 @@ def _outcome(job: Job, number: str, state: _State, folder: Path) -> Summary:
         message = (
             f"Rank {rank} of Slurm job {number} ended without a traceback: {how}. See {folder}/{number}_{rank}_log.err"
         )
-        _leave(job, message, known_better=True)
+        leave_failure(job.directory, job.overrides, message, known_better=True)
         raise RunFailed(message, rank=rank)
     if "failed" in kinds:
         failed = [
@@ -260,7 +213,7 @@ def _outcome(job: Job, number: str, state: _State, folder: Path) -> Summary:
         ]
         rank = min(failed)[2]
         text = said[rank]["message"].rstrip()
-        _leave(job, f"rank {rank}: {text.splitlines()[-1]}")
+        leave_failure(job.directory, job.overrides, f"rank {rank}: {text.splitlines()[-1]}")
         raise RunFailed(f"Rank {rank} failed:\n{text}", rank=rank)
     if "preempted" in kinds:
         words = next(words for words in said.values() if words["kind"] == "preempted")
@@ -269,18 +222,13 @@ def _outcome(job: Job, number: str, state: _State, folder: Path) -> Summary:
         summary: Summary = said[0]["summary"]
         return summary
     message = f"Slurm job {number} ended ({state}) before its ranks did. What they printed is in {folder}:"
-    _leave(job, message.splitlines()[0])
+    leave_failure(job.directory, job.overrides, message.splitlines()[0])
     raise RunFailed("\n".join([message, *_last_lines(log)]))
-
-
-def _leave(job: Job, error: str, known_better: bool = False) -> None:
-    if (job.directory / "config.yaml").exists():  # else the run never began
-        leave_summary(job.directory, error, job.overrides, known_better)
 
 
 def _killed(log: Path, said: set[int]) -> tuple[int, str] | None:
     """Return the rank that died first and how, as srun says, if it died without a word."""
-    text = "\n".join(_last_lines(log, 10_000)).rpartition(_STARTED_AGAIN)[2]
+    text = "\n".join(_last_lines(log, 10_000)).rpartition(STARTED_AGAIN)[2]
     for line in text.splitlines():
         match = re.match(r"srun: error: \S+: tasks? (\d+)[\d,-]*: (.*)", line)
         if match is not None:
@@ -290,88 +238,3 @@ def _killed(log: Path, said: set[int]) -> tuple[int, str] | None:
 
 def _last_lines(path: Path, count: int = 20) -> list[str]:
     return path.read_text(errors="replace").splitlines()[-count:] if path.exists() else []
-
-
-# --- there: one task of the job --------------------------------------------------------------------------------------
-
-_STARTED_AGAIN = "Started again by Slurm, restart"  # what came before in a log is over
-
-
-@dataclass(frozen=True)
-class Task:
-    """What submitit runs on every task of the job.
-
-    Attributes:
-        requeue: whether the job starts again after a signal.
-        path: where the submitting process found its modules, a user's own among them.
-    """
-
-    job: Job
-    requeue: bool
-    path: tuple[str, ...]
-
-    def __call__(self) -> None:
-        """Run the job as the rank that this task is, say how it ended, and end with its exit status."""
-        sys.path += [path for path in self.path if path not in sys.path]
-        world = environment.join(os.environ)
-        assert world is not None
-        restarts = int(os.environ.get("SLURM_RESTART_COUNT", 0))
-        if restarts:
-            print(f"{_STARTED_AGAIN} {restarts}", file=sys.stderr, flush=True)
-        job = _resumed(self.job, world.is_main) if restarts else self.job
-        words = worker.run(job, world, None)
-        folder = self.job.directory / "slurm"
-        said = {"of": [os.environ["SLURM_JOB_ID"], restarts], **words}
-        write_text(folder / f"rank_{world.rank}.json", json.dumps(said))
-        if words["kind"] == "summary":
-            return
-        print(words["message"], file=sys.stderr, flush=True)
-        if words["kind"] == "preempted":
-            if not world.is_main:
-                return  # rank 0 ends the job, one way or the other
-            if self.requeue:
-                _requeue(os.environ["SLURM_JOB_ID"])
-        else:
-            _linger(folder, world.world_size, said["of"])
-        sys.exit(words["exit_status"])
-
-
-def _resumed(job: Job, main: bool) -> Job:
-    """Return what a job that Slurm started again runs: it goes on from its last checkpoint, or begins anew."""
-    from ddp_recipes.checkpoint import find
-
-    if find("auto", job.directory) is not None:
-        return job.resumed()
-    if main:
-        (job.directory / "config.yaml").unlink(missing_ok=True)  # what marks a directory as used
-    return job
-
-
-def _requeue(number: str) -> None:
-    """Queue this very job again, unless Slurm is ending it: a job that was cancelled stays cancelled."""
-    state = _State.ask(number, _State())
-    if state.name != "RUNNING":
-        print(f"Slurm job {number} is {state}: not queued again.", file=sys.stderr, flush=True)
-        return
-    answer = _slurm("scontrol", "requeue", number)
-    said = f" could not be queued again: {answer.stderr.strip()}" if answer.returncode else " is queued again."
-    print(f"Slurm job {number}{said}", file=sys.stderr, flush=True)
-
-
-def _linger(folder: Path, world_size: int, of: list[Any]) -> None:
-    """Wait until the other ranks have said how they ended, within a bound."""
-    deadline = time.monotonic() + LINGER_S
-    while time.monotonic() < deadline:
-        if sum(words["of"] == of for words in _reports(folder).values()) == world_size:
-            return
-        time.sleep(0.1)
-
-
-def _reports(folder: Path) -> dict[int, Mapping[str, Any]]:
-    """Return what ranks said last, by rank."""
-    names = {int(path.stem.removeprefix("rank_")): path for path in folder.glob("rank_*.json")}
-    return {rank: json.loads(names[rank].read_text(encoding="utf-8")) for rank in sorted(names)}
-
-
-def _slurm(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, check=False)
