@@ -80,16 +80,10 @@ class LightningTask(Task):
             )
         if not schedulers:
             return optimizers[0], None, "epoch"
-        one = schedulers[0]
-        return (
-            (optimizers[0], one["scheduler"], one.get("interval", "epoch"))
-            if isinstance(one, Mapping)
-            else (
-                optimizers[0],
-                one,
-                "epoch",
-            )
-        )
+        scheduler, interval = schedulers[0], "epoch"
+        if isinstance(scheduler, Mapping):
+            scheduler, interval = scheduler["scheduler"], scheduler.get("interval", "epoch")
+        return optimizers[0], scheduler, interval
 
     def _call(self, method: str, batch: Any) -> Any:
         return getattr(self.model, method)(batch, 0)

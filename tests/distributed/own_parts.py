@@ -87,3 +87,21 @@ class Notes(Callback):
             "deterministic": torch.are_deterministic_algorithms_enabled(),
         }
         (self.folder / f"rank_{rank}.json").write_text(json.dumps(notes))
+
+
+class Lit(Toy):
+    """A toy written for Lightning, as far as the loop needs it: steps that log, and an optimizer of its own."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        inputs, targets = batch
+        return {"loss": nn.functional.mse_loss(self(inputs), targets)}
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        inputs, targets = batch
+        outputs = self(inputs)
+        self.log("val_loss", nn.functional.mse_loss(outputs, targets), prog_bar=True)
+        self.log_dict({"val/mae": (outputs - targets).abs().mean()})
+
+    def configure_optimizers(self) -> tuple[list[torch.optim.Optimizer], list[object]]:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), "interval": "epoch"}]
