@@ -5,7 +5,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -87,7 +87,7 @@ class Output:
         if cause is None:
             numbers = {name: value for name, value in summary["metrics"].items() if not name.startswith("train/")}
             params = hyper_parameters(self.recipe.job.config) | {"world_size": summary["world_size"]}
-            self.logger.hparams(params, numbers or summary["metrics"], chosen=overridden(self.recipe.job.hydra))
+            self.logger.hparams(params, numbers or summary["metrics"], chosen=overridden(self.recipe.job.overrides))
             table(f"{summary['status']} in {summary['wall_time_s']:.1f} s", self._end_rows(summary), sys.stdout)
 
     def close(self) -> None:
@@ -236,10 +236,9 @@ def hyper_parameters(config: Mapping[str, Any]) -> dict[str, bool | int | float 
     return {name: value for name, value in values.items() if not name.startswith(("data.val.", "data.test"))}
 
 
-def overridden(hydra: Mapping[str, str]) -> list[str]:
-    """Return the keys and groups that the command line set, from Hydra's own record."""
-    overrides = OmegaConf.create(hydra.get("overrides.yaml", "[]"))
-    return [str(override).split("=")[0].lstrip("+~") for override in overrides]
+def overridden(overrides: Sequence[str]) -> list[str]:
+    """Return the keys and groups that overrides set."""
+    return [override.split("=")[0].lstrip("+~") for override in overrides]
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, bool | int | float | str]:

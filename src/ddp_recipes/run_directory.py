@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import math
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -66,8 +67,14 @@ def refuse_used(path: Path, resumed: bool) -> None:
 
 
 def write_summary(path: Path, summary: Summary) -> None:
-    """Write ``summary.json``, complete or not at all."""
-    write_text(path / "summary.json", json.dumps(summary, indent=2) + "\n")
+    """Write ``summary.json``, complete or not at all; JSON has no word for a number that is none, so it is null."""
+    write_text(path / "summary.json", json.dumps(_finite(summary), indent=2, allow_nan=False) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(one) for name, one in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def leave_summary(directory: Path, error: str, overrides: Sequence[str], known_better: bool = False) -> None:
