@@ -121,8 +121,7 @@ def size_of(dataset: Any) -> int:
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise RequestError(
             f"{type(dataset).__name__} is no map-style data set. Every sample has to count once on any number "
-            "of ranks, "
-            f"which needs __len__ and __getitem__(index)."
+            f"of ranks, which needs __len__ and __getitem__(index)."
         )
     if len(dataset) == 0:
         raise RequestError(f"{type(dataset).__name__} is empty: give it at least one sample.")

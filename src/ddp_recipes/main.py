@@ -205,9 +205,8 @@ class Leader:
             name = "local" if self.world is None else "env"
         if name == "env" and self.world is None:
             raise RequestError(
-                "launcher=env joins processes that are already there, but RANK, WORLD_SIZE, LOCAL_RANK, "
-                "MASTER_ADDR and "
-                "MASTER_PORT are not set. Start with torchrun, srun or mpirun, or use launcher=local."
+                "launcher=env joins processes that are already there, but RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR "
+                "and MASTER_PORT are not set. Start with torchrun, srun or mpirun, or use launcher=local."
             )
         if name in ("local", "slurm") and self.world is not None and self.world.world_size > 1:
             raise RequestError(

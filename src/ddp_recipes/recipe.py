@@ -84,8 +84,8 @@ class Recipe:
         if first + k > there:
             raise RequestError(
                 f"Local rank {self.world.local_rank} needs {k} GPU(s) from number {first} on "
-                f"(model.num_devices={k}), but "
-                f"{there} are visible: {there // k} replica(s) fit on a node. Start that many processes on each."
+                f"(model.num_devices={k}), but {there} are visible: {there // k} replica(s) fit on a node. Start that "
+                f"many processes on each."
             )
         torch.cuda.set_device(first)
         return [torch.device("cuda", number) for number in range(first, first + k)]
@@ -162,8 +162,7 @@ class Recipe:
         if self.request.num_devices > 1 and not places_itself:
             raise RequestError(
                 f"model.num_devices={self.request.num_devices}, but {node._target_} takes no `devices` and so "
-                "cannot be "
-                f"spread. Use model.num_devices=1, or a model that places itself (toy_mp, resnet50_mp)."
+                f"cannot be spread. Use model.num_devices=1, or a model that places itself (toy_mp, resnet50_mp)."
             )
         runtime = {"devices": self.devices} if places_itself else {}
         model = self._make("model", without=["num_devices"], **runtime)
@@ -204,9 +203,8 @@ class Recipe:
             if state["global_batch_size"] != global_batch:
                 raise RequestError(
                     f"{self.checkpoint_path} was trained with a global batch of {state['global_batch_size']} "
-                    "samples, this "
-                    f"run has {global_batch}: it would not go on where that one stopped. Set data.global_batch_size="
-                    f"{state['global_batch_size']}, or start afresh without ckpt_path."
+                    f"samples, this run has {global_batch}: it would not go on where that one stopped. "
+                    f"Set data.global_batch_size={state['global_batch_size']}, or start afresh without ckpt_path."
                 )
         return state
 

@@ -48,8 +48,7 @@ class Request:
             if not isinstance(config.get(group), Mapping):
                 raise RequestError(
                     f"The config has no section {group}. Choose an option of the group, e.g. in the defaults "
-                    "list of your "
-                    f"primary config (conf/train.yaml lists them all)."
+                    f"list of your primary config (conf/train.yaml lists them all)."
                 )
         num_devices = config["model"].get("num_devices", 1)
         if type(num_devices) is not int or num_devices < 1:
@@ -98,8 +97,7 @@ class Request:
         if self.launcher.nnodes > 1:
             raise RequestError(
                 f"launcher.nnodes={self.launcher.nnodes}, but the local launcher starts processes on this "
-                "machine only. "
-                f"Start train.py with torchrun on each node, or use launcher=slurm; both take the same overrides."
+                f"machine only. Start train.py with torchrun on each node, or use launcher=slurm; both take the same overrides."
             )
         if self.single_process and asked not in ("auto", 1):
             raise RequestError(
