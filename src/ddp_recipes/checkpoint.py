@@ -4,6 +4,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -31,6 +32,9 @@ class Checkpointer:
     def save(self, state: State, step: int, value: float | None) -> None:
         """Write a checkpoint; ``value`` is the monitored metric if it was measured at this step."""
 
+    def wait(self) -> None:
+        """Wait for a save that is under way; a failed one raises."""
+
     def state(self) -> State:
         """Return what to go on with after a resume."""
         return {}
@@ -49,19 +53,43 @@ class FileCheckpointer(Checkpointer):
         self.directory = directory
         self.settings = settings
         self.values: dict[int, float] = {}  # step -> monitored value, of the files that are kept for it
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._pending: Future[None] | None = None
 
     def save(self, state: State, step: int, value: float | None) -> None:
-        """Write, then link, then prune: at any instant the newest complete checkpoint is on disk.
+        """Write a checkpoint; with ``async_save`` a copy of the state is written while training goes on.
+
+        At most one save is under way: this waits for the one before.
 
         Raises:
-            RecipeError: the disk is full or the folder cannot be written; names the path and the bytes needed.
+            RecipeError: this save, or the one before, failed: the disk is full or the folder cannot be written; names
+                the path and the bytes needed.
         """
-        path = self.directory / f"step_{step:08d}.pt"
+        self.wait()
         if value is not None and not math.isnan(value):
             self.values[step] = value
         kept = self._best_steps()
         self.values = {kept_step: self.values[kept_step] for kept_step in kept}
-        write(path, {**state, "checkpointer": self.state()})
+        content = {**state, "checkpointer": self.state()}
+        if self.settings.async_save:
+            self._pending = self._writer.submit(self._write, _copied(content), step, kept)
+        else:
+            self._write(content, step, kept)
+
+    def wait(self) -> None:
+        """Wait for a save that is under way.
+
+        Raises:
+            RecipeError: it failed.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def _write(self, content: State, step: int, kept: list[int]) -> None:
+        """Write, then link, then prune: at any instant the newest complete checkpoint is on disk."""
+        path = self.directory / f"step_{step:08d}.pt"
+        write(path, content)
         if self.settings.save_last:
             self.last = self._link(path, "last.pt")
         if kept:
@@ -251,6 +279,15 @@ def check_weights(path: Path, weights: Mapping[str, torch.Tensor], expected: Map
             f"{path} is a checkpoint of another model:\n  " + "\n  ".join(differing[:8]) + more + "\n"
             "Compose the model it was saved from (config.yaml in its run directory), or choose another ckpt_path."
         )
+
+
+def _copied(content: Any) -> Any:
+    """Return nested plain data with every tensor copied to the CPU: training changes the ones it was given."""
+    if isinstance(content, torch.Tensor):
+        return content.detach().to("cpu", copy=True)
+    if isinstance(content, dict):
+        return {name: _copied(value) for name, value in content.items()}
+    return type(content)(map(_copied, content)) if isinstance(content, (list, tuple)) else content
 
 
 def _hint(directory: Path) -> str:

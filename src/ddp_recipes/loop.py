@@ -122,6 +122,7 @@ def fit(run: Run) -> str:
             break
     if run.saved_step != run.cursor.step and run.cursor.step > 0:
         save(run, measured=False)
+    run.checkpointer.wait()
     return reason
 
 

@@ -90,6 +90,11 @@ class Output:
             self.logger.hparams(params, numbers or summary["metrics"], chosen=overridden(self.recipe.job.overrides))
             table(f"{summary['status']} in {summary['wall_time_s']:.1f} s", self._end_rows(summary), sys.stdout)
 
+    def wait_for_save(self) -> None:
+        """Wait for a checkpoint that is still being written."""
+        if self.run is not None:
+            self.run.checkpointer.wait()
+
     def close(self) -> None:
         """Close files and give the log handlers back."""
         self._stack.close()

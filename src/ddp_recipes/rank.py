@@ -3,6 +3,7 @@
 import logging
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NoReturn
 
 import torch
@@ -57,6 +58,8 @@ def run(job: Job, world: World, store: Store | None) -> Summary:
     except BaseException as error:
         fail(recipe, control, output, error)
     finally:
+        with suppress(RecipeError):  # of a save that was under way when something else failed
+            output.wait_for_save()
         output.close()
         recipe.strategy.teardown()
 

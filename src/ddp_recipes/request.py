@@ -97,7 +97,8 @@ class Request:
         if self.launcher.nnodes > 1:
             raise RequestError(
                 f"launcher.nnodes={self.launcher.nnodes}, but the local launcher starts processes on this "
-                f"machine only. Start train.py with torchrun on each node, or use launcher=slurm; both take the same overrides."
+                f"machine only. Start train.py with torchrun on each node, or use launcher=slurm; both take the same "
+                f"overrides."
             )
         if self.single_process and asked not in ("auto", 1):
             raise RequestError(

@@ -97,6 +97,7 @@ class CheckpointSettings:
     mode: Literal["min", "max"]
     save_top_k: Annotated[int, Range(-1)]
     save_last: bool
+    async_save: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,6 +177,15 @@ class RunSettings:
     seed: Annotated[int, Range(0, 2**63 - 1)]
     mode: Mode
     ckpt_path: str | None
+    plan: bool
+    check: Literal["equivalence"] | None
+
+    def __post_init__(self) -> None:
+        asked = [text for text, on in (("plan=true", self.plan), ("check=equivalence", self.check)) if on]
+        if asked:
+            raise RequestError(
+                f"{asked[0]} has a name but is not built yet. Leave it out; debug=fast_dev_run comes nearest."
+            )
 
 
 def parse(cls: type[T], section: str, values: Mapping[str, Any], *, others: bool = False) -> T:

@@ -267,6 +267,8 @@ DEFAULTS: dict[str, Any] = {
     "seed": 42,
     "mode": "fit",
     "ckpt_path": None,
+    "plan": False,
+    "check": None,
     "model.num_devices": 1,
     "data.root": "data",
     "data.in_features": 64,
@@ -311,7 +313,7 @@ THERE = [
     ),
     *(
         f"checkpoint.{name}"
-        for name in ("every_n_steps", "every_n_epochs", "monitor", "mode", "save_top_k", "save_last")
+        for name in ("every_n_steps", "every_n_epochs", "monitor", "mode", "save_top_k", "save_last", "async_save")
     ),
     *(
         f"strategy.{name}"

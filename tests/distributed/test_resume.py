@@ -27,6 +27,7 @@ TRAINING = {
     ],
     "batch norm": ["model._target_=own_parts.Norm"],
     "16-mixed": ["trainer.precision=16-mixed"],
+    "async_save": ["checkpoint.async_save=true"],
     "sample by sample": ["model._target_=own_parts.Dropout", "data.train._target_=own_parts.OneByOne"],
     "workers": ["model._target_=own_parts.Dropout", "data.train._target_=own_parts.OneByOne", "data.num_workers=2"],
     "all together": [

@@ -37,6 +37,7 @@ def checkpointer(folder: Path, **changes: Any) -> FileCheckpointer:
         "mode": "min",
         "save_top_k": 1,
         "save_last": True,
+        "async_save": False,
     }
     return FileCheckpointer(folder, CheckpointSettings(**settings | changes))
 
@@ -318,3 +319,36 @@ def test_a_full_disk_is_named_and_harms_nothing(small_disk: Path) -> None:
     assert "Earlier checkpoints are untouched." in message
     assert [entry.name for entry in path.parent.iterdir()] == ["step_00000001.pt"]
     assert load(path.with_name("step_00000001.pt"))["cursor"]["step"] == 1
+
+
+# --- saved while training goes on ------------------------------------------------------------------------------------
+
+
+def test_async_save_writes_the_state_as_it_was_when_asked(tmp_path: Path) -> None:
+    saver = checkpointer(tmp_path, async_save=True)
+    state = state_of(3)
+    expected = digest(state)
+    saver.save(state, 3, 0.5)
+    for tensor in state["model"].values():
+        tensor.zero_()  # training goes on
+    saver.wait()
+    written = load(tmp_path / "last.pt")
+    assert digest({name: written[name] for name in state}) == expected
+    assert (saver.last, saver.best) == (tmp_path / "last.pt", tmp_path / "best.pt")
+
+
+def test_async_saves_leave_what_others_leave(tmp_path: Path) -> None:
+    for folder, wanted in ((tmp_path / "async", True), (tmp_path / "plain", False)):
+        saver = checkpointer(folder, async_save=wanted)
+        for step, value in ((1, 0.5), (2, 0.3), (3, 0.4)):
+            saver.save(state_of(step), step, value)
+        saver.wait()
+    assert steps_in(tmp_path / "async") == steps_in(tmp_path / "plain") == [2, 3]
+
+
+def test_a_failed_async_save_raises_at_the_next_one(tmp_path: Path) -> None:
+    saver = checkpointer(tmp_path / "checkpoints", async_save=True)
+    (tmp_path / "checkpoints").write_text("a file where the folder should be")
+    saver.save(state_of(1), 1, 0.5)
+    with pytest.raises(RecipeError, match="could not be written"):
+        saver.save(state_of(2), 2, 0.5)
