@@ -92,14 +92,18 @@ def test_a_rank_that_is_killed_in_training_leaves_its_checkpoints_and_no_process
     assert summary(folder / "run")["status"] == "finished"
 
 
-def test_a_stopped_rank_is_named_once_the_collective_timeout_is_over(folder: Path) -> None:
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stopped_rank_is_named_once_the_collective_timeout_is_over(rank: int, folder: Path) -> None:
     with started(folder, *ENDLESS, TWO, "launcher.timeout_s=3") as run:
         until_saved(run, folder / "run")
-        kill(run.rank(1), SIGSTOP)
+        kill(run.rank(rank), SIGSTOP)
         ended = run.end(3 + GONE_S)
     assert ended.status == 1
-    assert "Rank 1 " in ended.err
-    assert "Rank 1 " in summary(folder / "run")["error"]
+    assert f"Rank {rank} of 2 did not answer within launcher.timeout_s=3 seconds" in ended.err
+    assert f"Rank {rank} of 2 did not answer" in summary(folder / "run")["error"]
+    # Every rank's Python stack is there: where the one waited, and where the other one was stopped.
+    for number in (0, 1):
+        assert "loop.py" in (folder / "run" / "ranks" / f"rank_{number}.txt").read_text()
 
 
 @pytest.mark.parametrize("stopped", [False, True], ids=["running", "with a stopped rank"])
