@@ -25,15 +25,15 @@ class RequestError(RecipeError):
 class RunFailed(RecipeError):
     """A rank failed. The message is that rank's own traceback or, where it left none, how it died.
 
-    ``reported`` says that the traceback is already on the terminal.
+    ``silent`` is the number of ranks that did not answer any more: there is no point in waiting for them.
     """
 
     exit_status = 1
 
-    def __init__(self, message: str, *, rank: int | None = None, reported: bool = False) -> None:
+    def __init__(self, message: str, *, rank: int | None = None, silent: int = 0) -> None:
         super().__init__(message)
         self.rank = rank
-        self.reported = reported
+        self.silent = silent
 
 
 class Preempted(RecipeError):

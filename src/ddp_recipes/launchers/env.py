@@ -58,6 +58,7 @@ class Channel:
         self.root = _store(world)
         self._generation: Store | None = None
         self._next = 0
+        self._silent = 0  # ranks that no longer answer
 
     @property
     def store(self) -> Store:
@@ -104,7 +105,11 @@ class Channel:
         """Post a job and run it as rank 0; with one rank, a plain run."""
         self._meet(float(job.config["launcher"]["timeout_s"]))
         number = self._post(job.to_json())
-        return rank.run(job, self.world, self._store_of(number) if self.world.world_size > 1 else None)
+        try:
+            return rank.run(job, self.world, self._store_of(number) if self.world.world_size > 1 else None)
+        except RunFailed as error:
+            self._silent = error.silent
+            raise
 
     def stop(self, status: int) -> None:
         """Let the followers go, with the exit status that rank 0 has."""
@@ -113,7 +118,8 @@ class Channel:
         self._post(f"stop {status}")
         # Started by srun or mpirun, rank 0 holds the store: it stays until they have read that, those that still can.
         deadline = time.monotonic() + STOP_S
-        while self.store.add("stopped", 0) < self.world.world_size - 1 and time.monotonic() < deadline:
+        there = self.world.world_size - 1 - self._silent
+        while self.store.add("stopped", 0) < there and time.monotonic() < deadline:
             time.sleep(0.02)
 
     def follow(self) -> int:
@@ -124,6 +130,8 @@ class Channel:
         self._arrive()
         failed = False
         while True:
+            if self._silent:
+                return 1  # there is no going on without the ranks that no longer answer
             if failed and Patience().ask(partial(self.root.check, ["ddp_recipes"]), None) is None:
                 return 1  # cut off from rank 0, or it is gone
             message = self._receive(AFTER_FAILURE_S if failed else None)
@@ -143,6 +151,7 @@ class Channel:
         except (RequestError, Preempted):
             pass  # rank 0 says it
         except RunFailed as error:
+            self._silent = error.silent
             print(f"[rank {self.world.rank}] {error}", file=sys.stderr, flush=True)
             return False
         except Exception as error:
