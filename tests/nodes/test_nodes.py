@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -108,6 +109,8 @@ def _is_zombie(pid: int) -> bool:
 
 @pytest.fixture
 def nodes(tmp_path: Path) -> Iterator[Nodes]:
+    if shutil.which("ip") is None:
+        pytest.skip("network namespaces need the command ip (iproute2), which is not installed")
     made = Nodes(tmp_path)
     try:
         made.set_up()
