@@ -5,7 +5,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -66,7 +66,7 @@ class Control:
             try:
                 said = json.loads(self._wait(f"ready/{rank}", max(0.1, deadline - time.monotonic())))
             except TimeoutError:
-                missing.append(str(rank))
+                missing.append(rank)
                 continue
             if said["kind"] == "refused":
                 return "refused", said["text"], rank
@@ -78,10 +78,7 @@ class Control:
                 if said["facts"].get(name) != value
             ]
         if missing:
-            text = (
-                f"Rank {', '.join(missing)} of {self.world.world_size} did not arrive within launcher.timeout_s="
-                f"{self.timeout_s:g} seconds. Look at what those processes printed."
-            )
+            text = not_arrived(missing, self.world.world_size, self.timeout_s)
             return "failed", text, None
         if differing:
             listed = "\n  ".join(differing[:8])
@@ -110,10 +107,10 @@ class Control:
         assert self.store is not None
         try:
             self.store.wait([name], timedelta(seconds=seconds))
-        except RuntimeError as error:  # torch has no type of its own for it
-            if "imeout" in str(error) or "timed out" in str(error):
-                raise TimeoutError(name) from None
-            raise
+        except RuntimeError as error:
+            if not timed_out(error):
+                raise
+            raise TimeoutError(name) from None
         return self.store.get(name).decode()
 
     def first_on_node(self, make: Any) -> Any:
@@ -177,8 +174,16 @@ class Control:
         return lines
 
 
+def not_arrived(missing: Iterable[int], world_size: int, timeout_s: float) -> str:
+    """Say which ranks did not come in time."""
+    return (
+        f"Rank {', '.join(map(str, sorted(missing)))} of {world_size} did not arrive within launcher.timeout_s="
+        f"{timeout_s:g} seconds. Look at what those processes printed."
+    )
+
+
 def timed_out(error: BaseException) -> bool:
-    """Whether a collective waited in vain; torch has no type of its own for it."""
+    """Whether a collective or the store waited in vain; torch has no type of its own for it."""
     return isinstance(error, RuntimeError) and re.search(r"time(d )?.?out", str(error), re.IGNORECASE) is not None
 
 

@@ -6,7 +6,6 @@ Hydra imports every plugin in every application, so nothing heavy is imported he
 import os
 import pickle
 import signal
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing import connection, get_context
@@ -126,9 +125,11 @@ def _execute(sender: Connection, devices: str, number: int, overrides: Sequence[
     """Run one job in this fresh process and send what it came to, or what it raised to end the sweep."""
     import cloudpickle
 
+    from ddp_recipes.launchers.worker import die_with_parent
+
     if devices.strip(","):
         os.environ["CUDA_VISIBLE_DEVICES"] = devices
-    _die_with_parent()
+    die_with_parent()
     hydra_context, config, task_function, singletons = pickle.loads(work)
     setup_globals()
     Singleton.set_state(singletons)
@@ -178,10 +179,3 @@ def _visible_names(gpus: int) -> list[str]:
     """Return the names of the visible GPUs, as ``CUDA_VISIBLE_DEVICES`` has them."""
     named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     return named[:gpus] if named else [str(number) for number in range(gpus)]
-
-
-def _die_with_parent() -> None:
-    if sys.platform == "linux":
-        import ctypes
-
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG

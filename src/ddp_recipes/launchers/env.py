@@ -13,7 +13,7 @@ from functools import partial
 from torch.distributed import PrefixStore, Store, TCPStore, rendezvous
 
 from ddp_recipes import rank
-from ddp_recipes.control import Patience
+from ddp_recipes.control import Patience, not_arrived, timed_out
 from ddp_recipes.errors import Preempted, RecipeError, RequestError, RunFailed
 from ddp_recipes.job import Job
 from ddp_recipes.run_directory import Summary
@@ -87,10 +87,7 @@ class Channel:
                     self.root.set(f"ddp_recipes/welcome/{self.root.get(hello).decode()}", name)
             time.sleep(0.01)
         if missing:
-            raise RunFailed(
-                f"Rank {', '.join(map(str, sorted(missing)))} of {self.world.world_size} did not arrive within "
-                f"launcher.timeout_s={timeout_s:g} seconds. Look at what those processes printed."
-            )
+            raise RunFailed(not_arrived(missing, self.world.world_size, timeout_s))
 
     def _arrive(self) -> None:
         """Say hello, and wait to be answered."""
@@ -176,7 +173,7 @@ class Channel:
             try:
                 self.store.wait([name], timedelta(seconds=60 if deadline is None else 1))
             except RuntimeError as error:
-                if "timed out" in str(error) or "imeout" in str(error):
+                if timed_out(error):
                     continue
                 return None  # the store is gone, and rank 0 with it
             self._next += 1

@@ -20,7 +20,7 @@ from ddp_recipes.world import World
 def main() -> None:
     """Read a job from standard input, run it, report how it ended, and leave."""
     pipe, stacks, *listener = map(int, sys.argv[1:])
-    _bind_to_launcher()
+    die_with_parent()
     faulthandler.register(signal.SIGUSR2, stacks, all_threads=True)
     job = Job.from_json(sys.stdin.buffer.readline().decode())
     threading.Thread(target=_die_with_launcher, daemon=True).start()
@@ -61,8 +61,8 @@ def run(job: Job, world: World, listener: int | None) -> dict[str, Any]:
         return {"kind": "failed", "message": text, "cause": not secondary, "time": time.time(), "exit_status": 1}
 
 
-def _bind_to_launcher() -> None:
-    """Ask Linux to kill this process when the launcher dies, also where it cannot run (stopped, in a long call)."""
+def die_with_parent() -> None:
+    """Ask Linux to kill this process when the one that started it dies, also where it cannot run."""
     if sys.platform != "linux":
         return
     import ctypes

@@ -54,9 +54,6 @@ class Strategy(Protocol):
     def sync_buffers(self, task: Task) -> None:
         """Give every rank rank 0's buffers, so that all evaluate one model. A collective."""
 
-    def barrier(self) -> None:
-        """Wait for all ranks. A collective."""
-
     def teardown(self) -> None:
         """Leave the group."""
 
@@ -96,9 +93,6 @@ class Single:
 
     def sync_buffers(self, task: Task) -> None:
         """There is one model."""
-
-    def barrier(self) -> None:
-        """There is nobody to wait for."""
 
     def teardown(self) -> None:
         """Nothing was set up."""

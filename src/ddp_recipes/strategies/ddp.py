@@ -112,11 +112,6 @@ class DDP:
             for buffer in task.buffers():
                 dist.broadcast(buffer, src=0)
 
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-        if self.world.world_size > 1:
-            dist.barrier()
-
     def teardown(self) -> None:
         """Destroy the process group."""
         if dist.is_initialized():
