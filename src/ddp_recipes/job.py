@@ -1,10 +1,13 @@
 """One run as it travels from the process that composed it to every rank."""
 
 import json
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+ASKS_TO_STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # after a checkpoint; whoever gets one
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import os
 import sys
 import traceback
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +16,8 @@ from ddp_recipes.elastic import RestartNote
 from ddp_recipes.errors import Preempted, RecipeError, RequestError, RunFailed
 from ddp_recipes.job import Job
 from ddp_recipes.launchers import local, slurm
+from ddp_recipes.launchers.fork_server import ForkServer
+from ddp_recipes.launchers.worker import die_with_parent
 from ddp_recipes.request import Request, resolve, visible_gpus
 from ddp_recipes.run_directory import Summary, first_missing, leave_summary, refuse_used, remove_empty
 from ddp_recipes.world import World
@@ -70,6 +73,8 @@ def command_line(argv: Sequence[str], config_path: str, config_name: str) -> Sum
     world = environment.join(os.environ)
     if world is not None:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as the local launcher does
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent()  # torchrun's agent leaves its workers when it is killed
     if world is not None and not world.is_main:
         from ddp_recipes.launchers.env import Channel
 
@@ -97,6 +102,7 @@ class Leader:
         self.world = world
         self._summary: Summary = {}
         self._channel: Channel | None = None
+        self._server = ForkServer()
         self._note = RestartNote(os.environ, Path.cwd())
 
     def lead(self, argv: Sequence[str], config_path: str, config_name: str) -> Summary | list[Summary]:
@@ -107,6 +113,8 @@ class Leader:
         if compose.is_question(args):
             compose.answer(parser, args, config_path, config_name)
             return []
+        if self.world is None and _expects_ranks(args):
+            self._server.start()
         with compose.session(config_path, args.config_dir) as hydra:
             former = self._note.former_directory()
             if args.multirun or "hydra.mode=MULTIRUN" in args.overrides:
@@ -215,7 +223,8 @@ class Leader:
             )
         try:
             if name == "local":
-                return local.launch(job, request.processes(visible_gpus()), request.launcher.max_restarts)
+                server = self._server if request.launcher.start_method == "forkserver" else None
+                return local.launch(job, request.processes(visible_gpus()), server, request.launcher.max_restarts)
             if name == "slurm":
                 return slurm.launch(job, request)
             assert self.world is not None
@@ -244,8 +253,16 @@ class Leader:
     def release(self, status: int) -> None:
         """Let the other ranks go, if there are any."""
         self._note.end(status)
+        self._server.close()
         if self.world is not None and self.world.world_size > 1:
             self.channel.stop(status)
+
+
+def _expects_ranks(args: Namespace) -> bool:
+    """Guess from the command line whether ranks will be started here: a wrong guess costs a little, not the run."""
+    alone = ("strategy=single", "strategy=dp", "launcher.nproc_per_node=1")
+    elsewhere = ("launcher=slurm", "launcher.start_method=spawn")
+    return not args.multirun and not {*alone, *elsewhere}.intersection(args.overrides)
 
 
 class _SweepStopped(BaseException):

@@ -8,6 +8,7 @@ from types import FrameType, TracebackType
 
 import torch
 
+from ddp_recipes.job import ASKS_TO_STOP
 from ddp_recipes.world import World
 
 _AGREE_EVERY_S = 1.0
@@ -48,7 +49,7 @@ class Stopper:
                 dtype=torch.int64,
                 device=self.device,
             )
-            signals, lates, interval = self.total(flags).tolist()
+            signals, lates, interval = self.total(flags[None]).tolist()
             signalled, late = signals > 0, lates > 0
             self._next = step + interval
         return "signal" if signalled else "max_time" if late else None
@@ -70,7 +71,7 @@ class Stopper:
 
     def __enter__(self) -> "Stopper":
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            for number in ASKS_TO_STOP:
                 self._former[number] = signal.signal(number, self._handle)
         return self
 

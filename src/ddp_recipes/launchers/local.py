@@ -11,13 +11,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import IO, Any
 
 from ddp_recipes.errors import Preempted, RequestError, RunFailed
-from ddp_recipes.job import Job
+from ddp_recipes.job import ASKS_TO_STOP, Job
+from ddp_recipes.launchers.fork_server import ForkedRank, ForkServer, python_path
 from ddp_recipes.run_directory import Summary, leave_failure, write_trace
 
 AFTER_FAILURE_S = 3.0  # for the other ranks to end by themselves, and for rank 0 to write its summary
@@ -25,10 +26,11 @@ AFTER_INTERRUPT_S = 6.0  # for a checkpoint after Ctrl-C
 AFTER_TERM_S = 25.0  # for a checkpoint after SIGTERM or SIGUSR1, within a scheduler's usual 30 s
 
 
-def launch(job: Job, processes: int, max_restarts: int = 0) -> Summary:
+def launch(job: Job, processes: int, server: ForkServer | None, max_restarts: int = 0) -> Summary:
     """Run a job in so many processes, or in this one if it is one and is not to be restarted.
 
     Args:
+        server: what forks the processes; without one each is started afresh.
         max_restarts: how often all ranks are started again, from the last checkpoint, after one of them failed.
 
     Returns:
@@ -41,7 +43,7 @@ def launch(job: Job, processes: int, max_restarts: int = 0) -> Summary:
     """
     for attempt in range(max_restarts):
         try:
-            return _launch_once(job, processes)
+            return _launch_once(job, processes, server)
         except RunFailed as error:
             print(
                 f"{error}\nRestart {attempt + 1} of {max_restarts}, from the last checkpoint.",
@@ -50,18 +52,20 @@ def launch(job: Job, processes: int, max_restarts: int = 0) -> Summary:
             )
             job = job.resumed()
     if processes > 1 or max_restarts:
-        return _launch_once(job, processes)
+        return _launch_once(job, processes, server)
+    if server is not None:
+        server.close()
     from ddp_recipes import rank
     from ddp_recipes.world import World
 
     return rank.run(job, World(), None)
 
 
-def _launch_once(job: Job, processes: int) -> Summary:
+def _launch_once(job: Job, processes: int, server: ForkServer | None) -> Summary:
     """Start the ranks and wait for them."""
     with ExitStack() as stack:
         interrupts = stack.enter_context(_signals_caught())
-        ranks = _start(job, processes, stack)
+        ranks = _start(job, processes, server, stack)
         return _supervise(job, ranks, interrupts)
 
 
@@ -70,7 +74,8 @@ class _Rank:
     """A process and what it said last."""
 
     number: int
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | ForkedRank
+    lifeline: IO[bytes]  # brings the job; its end is the end of this process
     reports: IO[bytes]
     stacks: IO[bytes]  # where it writes its Python stacks when asked to by SIGUSR2
     said: dict[str, Any] = field(default_factory=dict)
@@ -91,48 +96,56 @@ class _Interrupts:
     names: list[str] = field(default_factory=list)
 
 
-def _start(job: Job, processes: int, stack: ExitStack) -> list[_Rank]:
-    """Start the ranks. Each reads the job from its standard input, which stays open: its end is this process's end."""
+def _start(job: Job, processes: int, server: ForkServer | None, stack: ExitStack) -> list[_Rank]:
+    """Start the ranks and give each the job."""
     listener = stack.enter_context(socket.socket())
-    listener.bind(
-        ("127.0.0.1", 0)
-    )  # a free port, on loopback only; rank 0 gets the bound socket, so nobody can take it
+    listener.bind(("127.0.0.1", 0))  # a free port, on loopback only; rank 0 gets the socket, so nobody can take it
     port = listener.getsockname()[1]
-    threads = str(max(1, len(os.sched_getaffinity(0)) // processes))
-    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    threads = max(1, len(os.sched_getaffinity(0)) // processes)
     ranks = []
     for number in range(processes):
         environ = {
-            "OMP_NUM_THREADS": threads,
-            "GLOO_SOCKET_IFNAME": loopback,
-            "NCCL_SOCKET_IFNAME": loopback,
+            "OMP_NUM_THREADS": str(threads),
+            "GLOO_SOCKET_IFNAME": "lo",
+            "NCCL_SOCKET_IFNAME": "lo",
             "TORCH_CPP_LOG_LEVEL": "ERROR",  # else pages of C++ frames when a peer is gone, which is said here
             **os.environ,
-            "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+            "PYTHONPATH": python_path(),
             **{name: str(number) for name in ("RANK", "LOCAL_RANK")},
             **{name: str(processes) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")},
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
         }
-        read_end, write_end = os.pipe()
+        life, lifeline = os.pipe()
+        reports, report = os.pipe()
         stacks = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
-        passed = [write_end, stacks.fileno()] + ([listener.fileno()] if number == 0 else [])
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "ddp_recipes.launchers.worker", *map(str, passed)],
-            stdin=subprocess.PIPE,
-            pass_fds=passed,
-            env=environ,
-            process_group=0,  # Ctrl-C at the terminal reaches this process alone, which then tells the ranks
+        fds = [life, report, stacks.fileno(), *([listener.fileno()] if number == 0 else [])]
+        process = _start_process(server, fds, environ)
+        os.close(life)
+        os.close(report)
+        rank = _Rank(
+            number, process, os.fdopen(lifeline, "wb", buffering=0), os.fdopen(reports, "rb", buffering=0), stacks
         )
-        os.close(write_end)
-        rank = _Rank(number, process, os.fdopen(read_end, "rb", buffering=0), stacks)
         stack.callback(_end, rank)
         ranks.append(rank)
     for rank in ranks:
-        assert rank.process.stdin is not None
-        rank.process.stdin.write(job.to_json().encode() + b"\n")
-        rank.process.stdin.flush()
+        with suppress(BrokenPipeError):  # it is gone already, which is found out by the one who watches
+            rank.lifeline.write(job.to_json().encode() + b"\n")
     return ranks
+
+
+def _start_process(
+    server: ForkServer | None, fds: list[int], environ: dict[str, str]
+) -> subprocess.Popen[bytes] | ForkedRank:
+    if server is not None:
+        return server.fork(fds, environ, threads=int(environ["OMP_NUM_THREADS"]))
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "ddp_recipes.launchers.worker", *map(str, fds)],
+        stdin=subprocess.DEVNULL,
+        pass_fds=fds,
+        env=environ,
+        process_group=0,  # Ctrl-C at the terminal reaches this process alone, which then tells the ranks
+    )
 
 
 def _end(rank: _Rank) -> None:
@@ -141,8 +154,7 @@ def _end(rank: _Rank) -> None:
         rank.process.kill()
     if rank.process.wait() < 0 and rank.number == 0 and sys.stdout.isatty():
         print("\n\x1b[?25h", end="", flush=True)  # the bar hides the cursor while it is there
-    assert rank.process.stdin is not None
-    rank.process.stdin.close()
+    rank.lifeline.close()
     rank.reports.close()
 
 
@@ -231,8 +243,9 @@ def _outcome(job: Job, ranks: list[_Rank], interrupts: _Interrupts) -> Summary:
         raise KeyboardInterrupt
     if said["preempted"] and not died:
         words = said["preempted"][0].said
-        if interrupts.names[:1] == ["SIGINT"]:  # ranks are told by SIGTERM, which asks for the same
-            words["message"] = words["message"].replace("SIGTERM", "Ctrl-C", 1)
+        if interrupts.names:  # ranks are told by SIGTERM, which asks for the same
+            told = interrupts.names[0].replace("SIGINT", "Ctrl-C")
+            words["message"] = words["message"].replace("SIGTERM", told, 1)
         raise Preempted(words["message"], checkpoint=words["checkpoint"])
     if died:
         rank = died[0]
@@ -271,7 +284,7 @@ def _signals_caught() -> Iterator[_Interrupts]:
     if threading.current_thread() is not threading.main_thread():
         yield caught
         return
-    former = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    former = {number: signal.signal(number, note) for number in ASKS_TO_STOP}
     try:
         yield caught
     finally:

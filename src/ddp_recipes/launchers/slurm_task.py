@@ -63,7 +63,7 @@ def _resumed(job: Job, main: bool) -> Job:
     """Return what a job that Slurm started again runs: it goes on from its last checkpoint, or begins anew."""
     from ddp_recipes.checkpoint import find
 
-    if find("auto", job.directory) is not None:
+    if find("auto", job.directory):
         return job.resumed()
     if main:
         (job.directory / "config.yaml").unlink(missing_ok=True)  # what marks a directory as used

@@ -1,4 +1,4 @@
-"""One local rank: ``python -m ddp_recipes.launchers.worker <report pipe> <stacks file> [<socket, rank 0>]``."""
+"""One local rank: ``python -m ddp_recipes.launchers.worker <lifeline> <reports> <stacks> [<socket, rank 0>]``."""
 
 import atexit
 import faulthandler
@@ -10,24 +10,33 @@ import threading
 import time
 import traceback
 from datetime import timedelta
-from typing import Any
+from typing import IO, Any, NoReturn
 
 from ddp_recipes.errors import Preempted, RecipeError, RequestError, RunFailed
 from ddp_recipes.job import Job
 from ddp_recipes.world import World
 
 
-def main() -> None:
-    """Read a job from standard input, run it, report how it ended, and leave."""
-    pipe, stacks, *listener = map(int, sys.argv[1:])
+def work(lifeline: int, reports: int, stacks: int, listener: int | None = None) -> NoReturn:
+    """Read a job, run it, report how it ended, and leave.
+
+    Args:
+        lifeline: pipe that brings the job, one line; its end is the launcher's end.
+        reports: pipe for the report, one line.
+        stacks: file for the Python stacks that SIGUSR2 asks for.
+        listener: socket that rank 0's store listens on.
+    """
     die_with_parent()
+    world = World.from_env(os.environ)
+    _set_name(f"rank {world.rank}")
     faulthandler.register(signal.SIGUSR2, stacks, all_threads=True)
-    job = Job.from_json(sys.stdin.buffer.readline().decode())
-    threading.Thread(target=_die_with_launcher, daemon=True).start()
-    report = run(job, World.from_env(os.environ), listener[0] if listener else None)
+    pipe = os.fdopen(lifeline, "rb")
+    job = Job.from_json(pipe.readline().decode())
+    threading.Thread(target=_die_with_launcher, args=[pipe], daemon=True).start()
+    report = run(job, world, listener)
     sys.stdout.flush()
     sys.stderr.flush()
-    with os.fdopen(pipe, "w") as file:
+    with os.fdopen(reports, "w") as file:
         file.write(json.dumps(report) + "\n")
     atexit._run_exitfuncs()
     os._exit(report["exit_status"])  # taking torch apart would take another second
@@ -63,20 +72,28 @@ def run(job: Job, world: World, listener: int | None) -> dict[str, Any]:
 
 def die_with_parent() -> None:
     """Ask Linux to kill this process when the one that started it dies, also where it cannot run."""
-    if sys.platform != "linux":
-        return
+    set_parent_death_signal = 1  # PR_SET_PDEATHSIG
+    _prctl(set_parent_death_signal, signal.SIGKILL)
+
+
+def _set_name(name: str) -> None:
+    """Show which rank this is in ``ps -o comm`` and ``top``."""
+    set_name = 15  # PR_SET_NAME
+    _prctl(set_name, name.encode())
+
+
+def _prctl(option: int, argument: int | bytes) -> None:
     import ctypes
 
-    set_parent_death_signal = 1  # PR_SET_PDEATHSIG
-    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(option, argument)
 
 
-def _die_with_launcher() -> None:
-    """Wait for the end of standard input, which is the end of the launcher, whatever ended it."""
-    while sys.stdin.buffer.read(1):
+def _die_with_launcher(pipe: IO[bytes]) -> None:
+    """Wait for the end of the lifeline, which is the end of the launcher, whatever ended it."""
+    while pipe.read(1):
         pass
     os._exit(1)
 
 
 if __name__ == "__main__":
-    main()
+    work(*map(int, sys.argv[1:]))
