@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from ddp_recipes.main import run
     from ddp_recipes.strategies import Strategy
     from ddp_recipes.tasks import StepOutput, Task
+    from ddp_recipes.weights import export
     from ddp_recipes.world import World
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "Task",
     "World",
     "__version__",
+    "export",
     "run",
 ]
 
@@ -35,6 +37,7 @@ _HOME = {
     "Strategy": "strategies",
     "Task": "tasks",
     "World": "world",
+    "export": "weights",
     "run": "main",
 }
 

@@ -84,7 +84,7 @@ class Control:
             listed = "\n  ".join(differing[:8])
             return (
                 "refused",
-                f"The ranks differ:\n  {listed}\nInstall one version and use one config on every node.",
+                f"The ranks differ:\n  {listed}\nUse one version, one config and one run directory on every node.",
                 None,
             )
         return "go", "", None
@@ -136,11 +136,11 @@ class Control:
             )
         return make()
 
-    def fail(self, text: str) -> tuple[int, str]:
-        """Record a failure; return the rank and text of the first one, which is the cause of the others."""
-        store, mine = self.store, json.dumps([self.world.rank, text])
+    def fail(self, text: str, culprit: int) -> tuple[int, str]:
+        """Record a failure and whose it is; return the rank and text of the first one, the cause of the others."""
+        store, mine = self.store, json.dumps([culprit, text])
         if store is None:
-            return self.world.rank, text
+            return culprit, text
         self._patience.ask(partial(store.set, f"ended/{self.world.rank}", "failed"), None)
         first = self._patience.ask(partial(store.compare_set, "failure", "", mine), mine.encode())
         rank, cause = json.loads(first)
@@ -153,7 +153,7 @@ class Control:
             return []
         others = {rank for rank in range(self.world.world_size) if rank != self.world.rank}
         deadline = time.monotonic() + SILENCE_S
-        while others and time.monotonic() < deadline:
+        while others and not self._patience.lost and time.monotonic() < deadline:
             others -= {rank for rank in others if self._patience.ask(partial(store.check, [f"ended/{rank}"]), False)}
             time.sleep(0.05)
         return sorted(others)

@@ -14,18 +14,22 @@ from ddp_recipes.random import key, seeded
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One rank's part of a global batch.
+    """A part of a global batch.
 
     Attributes:
         data: what the task's step takes, usually ``(inputs, targets)``, on the replica's first device.
         share: real samples in it. Where it is 0 the data hold one sample that must not count: a rank without a sample
             still has to take part in the all-reduce.
         total: real samples in the global batch.
+        number: of the global batch in its epoch.
+        part: of the global batch.
     """
 
     data: Any
     share: int
     total: int
+    number: int = 0
+    part: int = 0
 
 
 class Loader:
@@ -36,6 +40,7 @@ class Loader:
             a batch is fetched as a whole; else sample by sample through torch's ``DataLoader``.
         plan: which samples come when.
         device: where batches are put.
+        parts: the parts of each global batch that this rank gets, one after the other.
 
     Raises:
         RequestError: the set is iterable-style or empty, or ``drop_last`` leaves no batch of it.
@@ -47,6 +52,7 @@ class Loader:
         plan: BatchPlan,
         device: torch.device,
         *,
+        parts: range = range(1),
         num_workers: int = 0,
         pin_memory: bool = True,
     ) -> None:
@@ -59,9 +65,10 @@ class Loader:
         self.dataset = dataset
         self.plan = plan
         self.device = device
+        self.parts = parts
         self.fetch = _whole_batch_fetch(dataset)
         self.pin_memory = pin_memory and device.type == "cuda"
-        self._sampler = _PlanSampler(plan)
+        self._sampler = _PlanSampler(plan, parts)
         self._one_by_one: DataLoader[Any] | None = None
         if self.fetch is None:
             self._one_by_one = DataLoader(
@@ -77,29 +84,27 @@ class Loader:
         """Number of batches an epoch, the same on every rank."""
         return self.plan.num_batches
 
-    def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
-        """Yield an epoch's batches from number ``start`` on."""
-        plan = self.plan
-        for number, data in enumerate(self._data(epoch, start), start):
-            yield Batch(
-                to_device(data, self.device, pin=self.fetch is not None and self.pin_memory),
-                plan.share(number),
-                plan.total(number),
-            )
+    def batches(self, epoch: int, start: int = 0, group: int = 1) -> Iterator[Batch]:
+        """Yield an epoch's batches from number ``start`` on, part by part.
 
-    def _data(self, epoch: int, start: int) -> Iterator[Any]:
-        self._sampler.epoch, self._sampler.start = epoch, start
-        if self._one_by_one is not None:
-            yield from self._one_by_one
-            return
-        assert self.fetch is not None
-        for indices in self._sampler.indices():
-            yield self.fetch(indices)
+        Args:
+            group: so many batches belong together: all of them come for one part, then all of them for the next.
+        """
+        plan, fetch, pin = self.plan, self.fetch, self.fetch is not None and self.pin_memory
+        self._sampler.position = epoch, start, group
+        loaded = iter(self._one_by_one or ())
+        for number, part in self._sampler.turns():
+            data = next(loaded) if fetch is None else fetch(self._sampler.indices(epoch, number, part))
+            yield Batch(to_device(data, self.device, pin), plan.share(number, part), plan.total(number), number, part)
 
     def limited(self, max_batches: int) -> "Loader":
         """Return the same loader cut off after so many batches an epoch; for whole-batch data sets and first looks."""
         return Loader(
-            self.dataset, self.plan.limited(min(max_batches, len(self))), self.device, pin_memory=self.pin_memory
+            self.dataset,
+            self.plan.limited(min(max_batches, len(self))),
+            self.device,
+            parts=self.parts,
+            pin_memory=self.pin_memory,
         )
 
     def sample(self) -> Any:
@@ -153,22 +158,30 @@ def _whole_batch_fetch(dataset: Any) -> Any:
 class _PlanSampler:
     """The plan as a batch sampler: one list of (epoch, sample) a batch; never an empty one."""
 
-    def __init__(self, plan: BatchPlan) -> None:
+    def __init__(self, plan: BatchPlan, parts: range) -> None:
         self.plan = plan
-        self.epoch = 0
-        self.start = 0
+        self.parts = parts
+        self.position = 0, 0, 1  # epoch, first batch and batches in a group, for whoever begins to iterate
 
     def __len__(self) -> int:
-        return self.plan.num_batches - self.start
+        return (self.plan.num_batches - self.position[1]) * len(self.parts)
 
-    def indices(self) -> Iterator[torch.Tensor]:
-        for batch in range(self.start, self.plan.num_batches):
-            indices = self.plan.indices(self.epoch, batch)
-            yield indices if len(indices) else torch.zeros(1, dtype=torch.int64)
+    def turns(self) -> Iterator[tuple[int, int]]:
+        """Yield (batch, part) in the order in which they come."""
+        _, start, group = self.position
+        for first in range(start, self.plan.num_batches, group):
+            for part in self.parts:
+                for batch in range(first, min(first + group, self.plan.num_batches)):
+                    yield batch, part
+
+    def indices(self, epoch: int, batch: int, part: int) -> torch.Tensor:
+        indices = self.plan.indices(epoch, batch, part)
+        return indices if len(indices) else torch.zeros(1, dtype=torch.int64)
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        for indices in self.indices():
-            yield [(self.epoch, int(index)) for index in indices]
+        epoch, _, _ = self.position
+        for batch, part in self.turns():
+            yield [(epoch, int(index)) for index in self.indices(epoch, batch, part)]
 
 
 class _KeyedDataset(Dataset[Any]):

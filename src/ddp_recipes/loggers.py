@@ -64,6 +64,7 @@ class TensorBoardLogger(Logger):
         self._file = self._writer._get_file_writer()  # type: ignore[no-untyped-call]
         self._graph = graph
         self._step = purge_step or 0
+        self._resumed = purge_step is not None
         self._latest: dict[str, float] = {}
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
@@ -97,8 +98,10 @@ class TensorBoardLogger(Logger):
         plugin_data.content = content.SerializeToString()
         for summary in (experiment, *session):
             self._file.add_summary(summary)
-        # The HParams tab shows the latest point of each metric, so let that be the one given here.
-        unseen = {tag: value for tag, value in metrics.items() if self._latest.get(tag) != value}
+        # The HParams tab shows the latest point of each metric, so let that be the one given here. What has not been
+        # logged since a resume has its latest point from before it.
+        logged = self._latest if self._resumed else metrics
+        unseen = {tag: value for tag, value in metrics.items() if tag in logged and self._latest.get(tag) != value}
         if unseen:
             self.scalars(unseen, self._step)
 

@@ -4,14 +4,15 @@ import logging
 import time
 import warnings
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
 from ddp_recipes.callbacks import Callback
-from ddp_recipes.checkpoint import Checkpointer, State
+from ddp_recipes.checkpoint import State
+from ddp_recipes.checkpointer import Checkpointer
 from ddp_recipes.data import Batch, Loader
 from ddp_recipes.errors import RequestError, nearest
 from ddp_recipes.loggers import Logger
@@ -23,9 +24,12 @@ from ddp_recipes.stopping import Stopper
 from ddp_recipes.strategies import Strategy
 from ddp_recipes.strategies.base import Wrapped
 from ddp_recipes.tasks import Task
+from ddp_recipes.watch import Watch, not_finite
 from ddp_recipes.world import World
 
 log = logging.getLogger(__name__)
+
+SIGN_OF_LIFE_S = 0.25  # less than the least launcher.timeout_s
 
 Metrics = dict[str, float]
 
@@ -72,6 +76,7 @@ class Run:
     monitor: str
     seed: int
     stopper: Stopper
+    watch: Watch
     logger: Logger = field(default_factory=Logger)
     progress: Progress = field(default_factory=Progress)
     checkpointer: Checkpointer = field(default_factory=Checkpointer)
@@ -82,6 +87,7 @@ class Run:
     train_seconds: float = 0.0  # in steps, without validation and saving
     samples_before: int = 0  # seen by earlier starts
     saved_step: int = -1
+    good_step: int = -1  # the same, where checkpoints are written
 
 
 def fit(run: Run) -> str:
@@ -94,21 +100,23 @@ def fit(run: Run) -> str:
     clock = Clock(run.cursor)
     while (reason := _reason_to_stop(run)) is None:
         epoch = run.cursor.epoch
-        batches = run.train.batches(epoch, run.cursor.batch)
+        batches = run.train.batches(epoch, run.cursor.batch, run.trainer.accumulate_grad_batches)
         while run.cursor.epoch == epoch and (reason := _reason_to_stop(run)) is None:
+            run.checkpointer.busy(0)  # an async_save that failed ends the run here
             before = run.cursor
             logged = (before.step + 1) % every == 0
-            loss, samples = forward_backward(run, batches)
+            losses, samples = forward_backward(run, batches)
             norm = clip(run, measured=logged)
             lr = run.optimizer.param_groups[0]["lr"]
             run.precision.step(run.optimizer)
             run.optimizer.zero_grad()
             run.cursor = advance(run, samples)
+            run.watch.saw(run.cursor.step, losses)
             run.step_seconds.append(took := clock.lap())
             run.train_seconds += took
             run.progress.advance(run.cursor.step, run.cursor.epoch)
             if logged:
-                write_log(run, loss / samples, norm, lr, clock)
+                write_log(run, torch.stack(losses) / samples, norm, lr, clock)
             for callback in run.callbacks:
                 callback.on_step(run.cursor.step)
             measured = validation_due(run, before)
@@ -122,33 +130,38 @@ def fit(run: Run) -> str:
             break
     if run.saved_step != run.cursor.step and run.cursor.step > 0:
         save(run, measured=False)
-    run.checkpointer.wait()
+    run.checkpointer.busy(None)
     return reason
 
 
-def forward_backward(run: Run, batches: Iterator[Batch]) -> tuple[Tensor, int]:
+def forward_backward(run: Run, batches: Iterator[Batch]) -> tuple[list[Tensor], int]:
     """Run the micro-batches of one optimizer step, so that gradients are those of the mean over all its samples.
 
     Returns:
-        The loss summed over this rank's samples, on the device, and the number of samples of all ranks.
+        The loss summed over samples, on the device, for each of this rank's parts; the number of samples of all ranks.
     """
-    at = run.cursor
-    stop = min(at.batch + run.trainer.accumulate_grad_batches, len(run.train))
-    samples = sum(run.train.plan.total(number) for number in range(at.batch, stop))
-    seed_step(key(run.seed, at.step, run.world.rank), run.devices)
-    total = None
-    for number in range(at.batch, stop):
-        batch = next(batches)
-        with run.strategy.accumulate(run.module, last=number == stop - 1):
-            with run.precision.forward():
-                loss = run.module(batch.data).loss
-            # Ranks' gradients are averaged, so each counts world_size times its share of the step's samples.
-            share = batch.share * run.world.world_size / samples
-            run.precision.backward(loss if share == 1 else loss * share)
-        counted = loss.detach() * batch.share
-        total = counted if total is None else total + counted
-    assert total is not None
-    return total, samples
+    at, plan, strategy = run.cursor, run.train.plan, run.strategy
+    numbers = range(at.batch, min(at.batch + run.trainer.accumulate_grad_batches, len(run.train)))
+    samples = sum(plan.total(number) for number in numbers)
+    losses = []
+    for part in run.train.parts:
+        seed_step(key(run.seed, at.step, part), run.devices)
+        total = None
+        with strategy.part(sum(plan.share(number, part) for number in numbers) / samples):
+            for number in numbers:
+                batch = next(batches)
+                if batch.share == 0 and not strategy.takes_empty:
+                    continue
+                with strategy.accumulate(run.module, last=number == numbers[-1]):
+                    with run.precision.forward():
+                        loss = run.module(batch.data).loss
+                    share = batch.share * strategy.divisor / samples
+                    run.precision.backward(loss if share == 1 else loss * share)
+                counted = loss.detach() * batch.share
+                total = counted if total is None else total + counted
+        losses.append(torch.zeros((), device=run.devices[-1]) if total is None else total)
+    strategy.reduce()
+    return losses, samples
 
 
 def clip(run: Run, measured: bool) -> Tensor | None:
@@ -191,6 +204,7 @@ def write_log(run: Run, loss: Tensor, norm: Tensor | None, lr: float, clock: "Cl
     run.metrics.update(values)
     run.logger.scalars(values, run.cursor.step)
     run.progress.metrics(values)
+    run.watch.check_loss(run.cursor.step, values["train/loss"], run.good_step)
 
 
 def validate(run: Run) -> None:
@@ -216,7 +230,7 @@ def evaluate(task: Task, loader: Loader, strategy: Strategy, prefix: str, precis
     task.eval()
     for metric in task.stateful_metrics.values():
         metric.reset()
-    sums: dict[str, Tensor] = {}  # name -> [sum over samples, number of samples], float64
+    sums: dict[str, Tensor] = {}  # name -> for each part the sum over samples and their number, [parts, 2], float64
     with torch.no_grad(), precision.forward():
         for batch in loader.batches(epoch=0):
             if batch.share == 0 and sums:
@@ -231,8 +245,10 @@ def evaluate(task: Task, loader: Loader, strategy: Strategy, prefix: str, precis
                 weight = output.weight if value.dim() == 0 else len(value)
                 summed = value.double() * weight if value.dim() == 0 else value.double().sum()
                 counted = torch.stack([summed, torch.full_like(summed, weight)]).to(loader.device)
-                sums[name] = sums[name] + counted if name in sums else counted
-    totals = strategy.sum(torch.stack(list(sums.values())))
+                if name not in sums:
+                    sums[name] = counted.new_zeros(len(loader.parts), 2)
+                sums[name][batch.part - loader.parts[0]].add_(counted)
+    totals = strategy.sum(torch.stack(list(sums.values()), dim=1))
     metrics = {f"{prefix}/{name}": total / count for name, (total, count) in zip(sums, totals.tolist(), strict=True)}
     with warnings.catch_warnings():
         # torchmetrics warns of a metric without an update; a rank without a sample is no mistake.
@@ -277,13 +293,39 @@ def save_due(run: Run, before: Cursor, validated: bool) -> bool:
 
 
 def save(run: Run, measured: bool) -> None:
-    """Save a checkpoint; ``measured`` says that the monitored metric belongs to this very step."""
+    """Save a checkpoint; ``measured`` says that the monitored metric belongs to this very step.
+
+    Weights that are no numbers end the run instead, so the newest checkpoint is always a good one.
+    """
+    run.logger.flush()  # or a kill would take points with it that do not come again
     fresh = measured or run.monitor.startswith("train/")
     value = run.metrics.get(run.monitor) if fresh else None
-    run.checkpointer.save(gather_state(run), run.cursor.step, value)
+    bad = not_finite(run.task)
+    if run.checkpoint.async_save:
+        await_writer(run, bad)
+    if not any(bad.values()):
+        run.checkpointer.save(gather_state(run), run.cursor.step, value)
+    if not run.checkpoint.async_save:
+        await_writer(run, bad)
     run.saved_step = run.cursor.step
+    if run.checkpoint.enabled and not run.trainer.fast_dev_run:
+        run.good_step = run.saved_step
     for callback in run.callbacks:
         callback.on_save(run.cursor.step)
+
+
+def await_writer(run: Run, bad: Mapping[str, bool]) -> None:
+    """Wait on all ranks until rank 0 has written, however long it takes: it joins a collective now and then meanwhile.
+
+    So none times out because of a slow disk, and one does if rank 0 is dead or stopped. All learn at the same time
+    whether some rank has weights that are no numbers.
+    """
+    writing = 1
+    while writing:
+        mine = [[int(run.checkpointer.busy(SIGN_OF_LIFE_S)), sum(bad.values())]]
+        writing, bad_anywhere = run.strategy.sum(torch.tensor(mine, device=run.devices[0])).tolist()
+        if bad_anywhere:
+            run.watch.end_for_weights(run.cursor.step, bad, run.good_step)
 
 
 def gather_state(run: Run) -> State:
@@ -313,7 +355,7 @@ def restore(run: Run, state: State) -> None:
     run.cursor = Cursor(**state["cursor"])
     run.samples_before = run.cursor.samples_seen
     run.metrics.update(state["metrics"])
-    run.saved_step = run.cursor.step
+    run.saved_step = run.good_step = run.cursor.step
 
 
 def _reason_to_stop(run: Run) -> str | None:

@@ -1,4 +1,4 @@
-"""Data order that is computed, not stored: which samples each rank sees at each batch."""
+"""Data order that is computed, not stored: which samples are in each part of each batch."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -52,22 +52,22 @@ def _mix(values: Indices, round_key: np.uint64) -> Indices:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Which samples a rank gets at each batch of each epoch: a function of (seed, epoch, batch, rank) and nothing else.
+    """Which samples are in each part of each batch: a function of (seed, epoch, batch, part) and nothing else.
 
-    The global order is cut into global batches; each rank takes its share of every one. Nothing is padded: the last
-    global batch is as small as it is, and shares differ by one sample at most.
+    The global order is cut into global batches, and each of them into parts: one a rank, or more where a strategy says
+    so. Nothing is padded: the last global batch is as small as it is, and shares differ by one sample at most.
 
     Attributes:
         num_samples: size of the data set.
-        global_batch_size: samples a batch over all ranks.
-        shard: ``contiguous`` gives a rank a block of the global batch, ``strided`` every world_size-th sample of it.
+        global_batch_size: samples a batch over all parts.
+        parts: how many parts a batch has, over all ranks.
+        shard: ``contiguous`` gives a part a block of the global batch, ``strided`` every parts-th sample of it.
         max_batches: no more batches than this; ``None`` for all of them.
     """
 
     num_samples: int
     global_batch_size: int
-    rank: int = 0
-    world_size: int = 1
+    parts: int = 1
     seed: int = 0
     shuffle: bool = False
     drop_last: bool = False
@@ -77,7 +77,7 @@ class BatchPlan:
 
     @property
     def num_batches(self) -> int:
-        """Global batches an epoch, the same on every rank."""
+        """Global batches an epoch."""
         full, rest = divmod(self.num_samples, self.global_batch_size)
         available = full + (1 if rest and not self.drop_last else 0)
         return available if self.max_batches is None else min(self.max_batches, available)
@@ -90,20 +90,20 @@ class BatchPlan:
         """Return the number of samples in a global batch."""
         return min(self.global_batch_size, self.num_samples - batch * self.global_batch_size)
 
-    def share(self, batch: int) -> int:
-        """Return how many of them this rank takes; it may be none."""
-        each, more = divmod(self.total(batch), self.world_size)
-        return each + (self.rank < more)
+    def share(self, batch: int, part: int = 0) -> int:
+        """Return how many of them are in a part; it may be none."""
+        each, more = divmod(self.total(batch), self.parts)
+        return each + (part < more)
 
-    def indices(self, epoch: int, batch: int) -> torch.Tensor:
-        """Return this rank's samples of a global batch, int64 [share(batch)]."""
+    def indices(self, epoch: int, batch: int, part: int = 0) -> torch.Tensor:
+        """Return the samples in a part of a global batch, int64 [share(batch, part)]."""
         first = batch * self.global_batch_size
-        each, more = divmod(self.total(batch), self.world_size)
+        each, more = divmod(self.total(batch), self.parts)
         if self.shard == "strided":
-            positions = range(first + self.rank, first + self.total(batch), self.world_size)
+            positions = range(first + part, first + self.total(batch), self.parts)
         else:
-            start = first + self.rank * each + min(self.rank, more)
-            positions = range(start, start + self.share(batch))
+            start = first + part * each + min(part, more)
+            positions = range(start, start + self.share(batch, part))
         return torch.from_numpy(self._samples(epoch, positions).astype(np.int64))
 
     def _samples(self, epoch: int, positions: range) -> Indices:

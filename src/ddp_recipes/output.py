@@ -14,7 +14,7 @@ import torch
 from omegaconf import OmegaConf
 
 from ddp_recipes._version import __version__
-from ddp_recipes.checkpoint import FileCheckpointer
+from ddp_recipes.checkpointer import FileCheckpointer
 from ddp_recipes.control import Control, ForwardHandler
 from ddp_recipes.digest import digest
 from ddp_recipes.loggers import Logger
@@ -22,6 +22,7 @@ from ddp_recipes.loop import Cursor, Metrics, Run
 from ddp_recipes.progress import Progress, make_progress, number, table
 from ddp_recipes.recipe import Recipe
 from ddp_recipes.run_directory import RunDirectory, Summary, write_summary
+from ddp_recipes.strategies.base import batch_norms
 
 log = logging.getLogger(__name__)
 
@@ -60,17 +61,21 @@ class Output:
         self._attach(_LogFile(self.directory, self.control), "%(asctime)s %(levelname)s %(message)s")
         self._attach(_Console(self.progress), "%(message)s")
         table("ddp_recipes " + __version__, self._start_rows(), sys.stdout)
+        for warning in recipe.warnings:
+            log.warning("%s", warning)
         if not quick:
-            self.logger = recipe.make_logger(run.cursor.step + 1 if run is not None and run.cursor.step else None)
+            goes_on = run is not None and recipe.resumes_in_place  # what was logged after the checkpoint comes again
+            self.logger = recipe.make_logger(run.cursor.step + 1 if run is not None and goes_on else None)
             self._stack.callback(self.logger.close)
             self.logger.text("config", f"```yaml\n{OmegaConf.to_yaml(recipe.config)}\n```")
         if run is None:
             return
         run.logger, run.progress = self.logger, self.progress
         if recipe.request.checkpoint.enabled and not quick:
-            run.checkpointer = FileCheckpointer(job.directory / "checkpoints", recipe.request.checkpoint)
+            folder, alone = job.directory / "checkpoints", recipe.world.world_size == 1
+            run.checkpointer = FileCheckpointer(folder, recipe.request.checkpoint, background=not alone)
             if recipe.state is not None:
-                run.checkpointer.load_state(recipe.state["checkpointer"])
+                run.checkpointer.load_state(recipe.state["checkpointer"], run.cursor.step)
         if recipe.config.logger.get("graph", False) and not quick:
             self.logger.graph(recipe.task.model, run.train.sample()[0])
             recipe.task.train()
@@ -93,7 +98,7 @@ class Output:
     def wait_for_save(self) -> None:
         """Wait for a checkpoint that is still being written."""
         if self.run is not None:
-            self.run.checkpointer.wait()
+            self.run.checkpointer.busy(None)
 
     def close(self) -> None:
         """Close files and give the log handlers back."""
@@ -118,6 +123,7 @@ class Output:
             "world_size": world.world_size,
             "nnodes": world.nnodes,
             "devices_per_replica": len(recipe.devices),
+            "split": [stage.first for stage in recipe.stages[1:]],
             "strategy": recipe.strategy.name,
             "device": torch.cuda.get_device_name(recipe.device) if recipe.device.type == "cuda" else "cpu",
             "global_step": cursor.step,
@@ -164,13 +170,21 @@ class Output:
                 f"{recipe.strategy.name} over {recipe.backend}" if world.world_size > 1 else recipe.strategy.name,
             ),
             ("replicas x devices", f"{replicas} x {len(recipe.devices)} ({device})"),
+            *((f"stage {number}", str(stage)) for number, stage in enumerate(recipe.stages)),
         ]
+        if (micro_batches := recipe.request.model.micro_batches) > 1:
+            note = "; batch norm takes its statistics from each" if batch_norms(recipe.task) else ""
+            rows.append(("micro-batches", f"{micro_batches} a batch{note}"))
         if run is not None:
             steps = recipe.total_steps
             plan = run.train.plan
             rows += [
                 ("data", f"{plan.num_samples:,} samples, {len(run.train):,} batches an epoch"),
-                ("global batch", f"{plan.global_batch_size:,} samples"),
+                (
+                    "global batch",
+                    f"{plan.global_batch_size:,} samples"
+                    + (f" in {plan.parts} shards" if plan.parts > world.world_size else ""),
+                ),
                 ("steps", f"{'until max_time' if steps is None else f'{steps:,}'}, from {run.cursor.step:,}"),
             ]
         if recipe.checkpoint_path is not None:

@@ -1,6 +1,7 @@
 """One run on one rank: get ready, agree with the others, work, and leave a summary behind."""
 
 import logging
+import re
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Store
 
-from ddp_recipes import loop
+from ddp_recipes import check, loop
 from ddp_recipes._version import __version__
 from ddp_recipes.checkpoint import write_aside
 from ddp_recipes.control import Control, timed_out
@@ -21,6 +22,8 @@ from ddp_recipes.output import Output
 from ddp_recipes.precision import make_precision
 from ddp_recipes.recipe import Recipe
 from ddp_recipes.run_directory import RunDirectory, Summary, write_trace
+from ddp_recipes.tasks import Task
+from ddp_recipes.weights import write_weights
 from ddp_recipes.world import World
 
 log = logging.getLogger(__name__)
@@ -46,7 +49,7 @@ def run(job: Job, world: World, store: Store | None) -> Summary:
     output = Output(recipe, control, directory)
     try:
         recipe.join()
-        WORK[recipe.mode](recipe, output)
+        WORK[recipe.request.run.check or recipe.mode](recipe, output)
         summary = output.facts() | {"status": "finished"}
         output.finish(summary)
         return summary
@@ -72,7 +75,9 @@ def prepare(job: Job, world: World, control: Control) -> tuple[Recipe, RunDirect
     except Exception as error:
         control.agree(error, {})
         raise
+    state = recipe.state
     facts = {
+        "checkpoint": "none" if state is None else f"step {state['cursor']['step']}, {state['digest'][:12]}",
         "version of ddp_recipes": __version__,
         "version of torch": torch.__version__,
         "digest of the config": digest(job.config)[:12],
@@ -144,9 +149,9 @@ def predict(recipe: Recipe, output: Output) -> None:
     indices: list[Tensor] = []
     outputs: list[Tensor] = []
     with torch.no_grad(), make_precision(recipe.trainer.precision, recipe.device.type).forward():
-        for number, batch in enumerate(loader.batches(epoch=0)):
+        for batch in loader.batches(epoch=0):
             if batch.share:
-                indices.append(loader.plan.indices(0, number))
+                indices.append(loader.plan.indices(0, batch.number, batch.part))
                 outputs.append(recipe.task.predict_step(batch.data).float().cpu())
     gathered = recipe.strategy.gather((indices, outputs))
     if gathered is not None:
@@ -156,19 +161,43 @@ def predict(recipe: Recipe, output: Output) -> None:
         write_aside(recipe.job.directory / "predictions.pt", lambda file: torch.save(predictions, file))
 
 
+def export(recipe: Recipe, output: Output) -> None:
+    """Write the checkpoint's weights alone to ``model.safetensors``."""
+    recipe.load_weights()
+    output.open(None)
+    if recipe.world.is_main:
+        write_weights(recipe.job.directory / "model.safetensors", recipe.task.weights())
+
+
 WORK: dict[str, Callable[[Recipe, Output], None]] = {
     "fit": fit,
     "validate": measure,
     "test": measure,
     "predict": predict,
+    "export": export,
+    "equivalence": check.equivalence,
 }
+
+
+def unused_parameters(error: BaseException, task: Task) -> list[str]:
+    """Return the parameters that ``DistributedDataParallel`` got no gradients of, which it tells by index alone."""
+    told = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+    trained = [name for name, parameter in task.named_parameters() if parameter.requires_grad]
+    return [trained[int(index)].removeprefix("model.") for index in told[1].split()] if told else []
 
 
 def fail(recipe: Recipe, control: Control, output: Output, error: BaseException) -> NoReturn:
     """Record a failure where the other ranks and a person find it, and raise what is to be shown of it."""
     told = isinstance(error, RecipeError)  # its message says it all; anything else needs its traceback
     text = f"{error}\n" if told else "".join(traceback.format_exception(error))
-    rank, cause = control.fail(text)
+    if unused := unused_parameters(error, recipe.task):
+        text = (
+            f"{text}The loss does not depend on these parameters: {', '.join(unused)}. Take them out of the model, "
+            f"freeze them (requires_grad=False), or use strategy.find_unused_parameters=true."
+        )
+        error = RunFailed(text)
+    culprit = error.rank if isinstance(error, RunFailed) else None  # of what all ranks see alike
+    rank, cause = control.fail(text, recipe.world.rank if culprit is None else culprit)
     if rank == recipe.world.rank and timed_out(error) and (silent := control.silent_ranks()):
         names = ", ".join(map(str, silent))
         cause = text = (

@@ -3,7 +3,9 @@
 import inspect
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,24 +15,32 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_recipes.callbacks import Callback
-from ddp_recipes.checkpoint import State, check_weights, find, load
+from ddp_recipes.checkpoint import State, check_weights, find, load_first
 from ddp_recipes.control import Control
 from ddp_recipes.data import Loader, size_of
 from ddp_recipes.errors import RequestError, nearest, not_one_of
 from ddp_recipes.job import Job
 from ddp_recipes.loggers import Logger
 from ddp_recipes.loop import Run, Schedule, restore
+from ddp_recipes.model_parallel import Rehearsal, Stage, in_micro_batches, split_model
 from ddp_recipes.order import BatchPlan
 from ddp_recipes.precision import make_precision
 from ddp_recipes.random import seed_everything
 from ddp_recipes.request import Request
-from ddp_recipes.settings import batches, seconds
+from ddp_recipes.settings import ModelSettings, batches, seconds
 from ddp_recipes.stopping import Stopper
 from ddp_recipes.strategies import Strategy
 from ddp_recipes.tasks import Task
+from ddp_recipes.watch import Watch
 from ddp_recipes.world import World
 
-SPLITS = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("predict", "test", "val")}
+SPLITS = {
+    "fit": ("train", "val"),
+    "validate": ("val",),
+    "test": ("test",),
+    "predict": ("predict", "test", "val"),
+    "export": (),
+}
 
 
 class Recipe:
@@ -61,6 +71,8 @@ class Recipe:
                 f"Use strategy=ddp, or start one process."
             )
         self.loaders = control.first_on_node(self._make_loaders) if self._downloads else self._make_loaders()
+        self.warnings: list[str] = []  # told once there is a log
+        self.stages: list[Stage] = []  # of a model that is split
         seed_everything(request.run.seed)
         self.task = self._make_task()
         self.strategy.check(self.task, self.devices, self.backend)
@@ -68,7 +80,7 @@ class Recipe:
             _instantiate(node, f"callbacks.{name}") for name, node in (self.config.get("callbacks") or {}).items()
         ]
         self.monitor = self._monitor()
-        self.checkpoint_path = find(request.run.ckpt_path, job.directory)
+        self.checkpoint_path: Path | None = None
         self.state = self._load()
         if self.mode == "fit":
             self.optimizer, self.schedule = self._make_optimizer()
@@ -109,6 +121,8 @@ class Recipe:
     def _make_loaders(self) -> dict[str, Loader]:
         """Return the loaders that this mode needs, by split; validation may be missing in ``fit``."""
         names = SPLITS[self.mode]
+        if not names:
+            return {}
         found = [name for name in names if self.config.data.get(name) is not None]
         if not found or (self.mode == "fit" and "train" not in found):
             needed = " or ".join(f"data.{name}" for name in (names[:1] if self.mode == "fit" else names))
@@ -125,7 +139,8 @@ class Recipe:
     def _make_loader(self, split: str) -> Loader:
         data, world = self.request.data, self.world
         dataset = _instantiate(self.config.data[split], f"data.{split}")
-        replicas = world.world_size * self.strategy.replicas(self.device.type)
+        parts = self.strategy.parts(world)
+        replicas = world.world_size * parts * self.strategy.replicas(self.device.type)
         training = split == "train"
         if not training:
             global_batch = data.val_batch_size * replicas
@@ -134,13 +149,12 @@ class Recipe:
             if global_batch < replicas:
                 raise RequestError(
                     f"data.global_batch_size={global_batch} is less than one sample for each of {replicas} replicas. "
-                    f"Use at least {replicas}, or fewer processes."
+                    f"Use at least {replicas}, or fewer {'processes' if parts == 1 else 'shards'}."
                 )
         plan = BatchPlan(
             num_samples=size_of(dataset),
             global_batch_size=global_batch,
-            rank=world.rank,
-            world_size=world.world_size,
+            parts=world.world_size * parts,
             seed=self.request.run.seed,
             shuffle=training and data.shuffle and not self.trainer.overfit_batches,
             drop_last=training and data.drop_last,
@@ -151,31 +165,46 @@ class Recipe:
             dataset,
             plan.limited(batches(limit, plan.num_batches)),
             self.device,
+            parts=range(world.rank * parts, (world.rank + 1) * parts),
             num_workers=data.num_workers,
             pin_memory=data.pin_memory,
         )
 
     def _make_task(self) -> Task:
         """Return the task with its model on the replica's devices, weights drawn from the seed on the CPU."""
-        node = self.config.model
+        node, settings = self.config.model, self.request.model
         places_itself = "devices" in _parameters(node._target_, "model")
-        if self.request.num_devices > 1 and not places_itself:
+        if places_itself and settings.split is not None:
             raise RequestError(
-                f"model.num_devices={self.request.num_devices}, but {node._target_} takes no `devices` and so "
-                f"cannot be spread. Use model.num_devices=1, or a model that places itself (toy_mp, resnet50_mp)."
+                f"model.split={settings.split}, but {node._target_} takes `devices` and places itself. Leave out "
+                f"model.split, or choose the model without '_mp'."
             )
         runtime = {"devices": self.devices} if places_itself else {}
-        model = self._make("model", without=["num_devices"], **runtime)
+        model = self._make("model", without=[key.name for key in fields(ModelSettings)], **runtime)
         if not isinstance(model, torch.nn.Module):
             raise RequestError(f"model._target_={node._target_} made a {type(model).__name__}, which is no nn.Module.")
         task: Task = self._make("task", model=model)
+        if settings.micro_batches > 1:
+            in_micro_batches(model, settings.micro_batches)
         if places_itself:
             task.loss.to(self.devices[-1])
+        elif settings.num_devices > 1 and self.loaders:
+            names = [str(name) for name in settings.split] if isinstance(settings.split, list) else None
+            rehearsal = self._rehearsal(task)
+            self.stages = split_model(task, self.devices, names, rehearsal)
+            if rehearsal.failure is not None:
+                self.warnings.append(f"The split could not be tried out before training: {rehearsal.failure}")
         else:
             task.to(self.device)
         if self.trainer.compile:
             model.compile()
         return task
+
+    def _rehearsal(self, task: Task) -> Rehearsal:
+        """Return a step of the task to be tried out on a batch of this run's size, the same on every rank."""
+        loader = next(iter(self.loaders.values()))
+        step = "training_step" if self.mode == "fit" else "predict_step"
+        return Rehearsal(task, step, loader.sample(), loader.plan.share(0, 0))
 
     def _monitor(self) -> str:
         """Return the metric to monitor; refuse one that cannot come up, as far as that is known before running."""
@@ -194,19 +223,46 @@ class Recipe:
         return monitor
 
     def _load(self) -> State | None:
-        if self.checkpoint_path is None:
-            return None
-        state = load(self.checkpoint_path)
-        check_weights(self.checkpoint_path, state["model"], self.task.weights())
-        if self.mode == "fit":
-            global_batch = self.loaders["train"].plan.global_batch_size
-            if state["global_batch_size"] != global_batch:
+        """Return the state to start from, checked against this run's model and batches, or ``None``."""
+        paths = find(self.request.run.ckpt_path, self.job.directory)
+        if not paths:
+            if self.mode == "export":
                 raise RequestError(
-                    f"{self.checkpoint_path} was trained with a global batch of {state['global_batch_size']} "
-                    f"samples, this run has {global_batch}: it would not go on where that one stopped. "
-                    f"Set data.global_batch_size={state['global_batch_size']}, or start afresh without ckpt_path."
+                    f"mode=export: {self.job.directory} has no checkpoint. Give a run directory or a file as ckpt_path."
                 )
+            return None
+        path, state, warnings = load_first(paths)
+        self.warnings += warnings
+        self.checkpoint_path = path
+        check_weights(path, state["model"], self.task.weights())
+        if self.mode == "fit":
+            self._fit_cursor(path, state)
         return state
+
+    def _fit_cursor(self, path: Path, state: State) -> None:
+        """See that this run's batches go on where those of the checkpoint ended; refuse, or begin a little earlier."""
+        train, cursor, was = self.loaders["train"], state["cursor"], state["global_batch_size"]
+        now, done = train.plan.global_batch_size, cursor["batch"]
+        if was == now and done < len(train):
+            return
+        if self.request.resume.strict:
+            differs, remedy = (
+                f"was trained with a global batch of {was} samples, this run has {now}",
+                f"data.global_batch_size={was}",
+            )
+            if was == now:
+                differs = f"is from after batch {done} of an epoch, this run has {len(train)} batches an epoch"
+                remedy = "the limits of trainer.* and the data as they were"
+            raise RequestError(
+                f"{path} {differs}: it would not go on where that one stopped. Set {remedy}, or resume.strict=false to "
+                f"go on as nearly as can be, or start afresh without ckpt_path."
+            )
+        cursor["batch"] = at = min(done * was // now, len(train) - 1)
+        again = min(done * was, len(train) * now) - at * now
+        self.warnings.append(
+            f"{path} is from after {done} batches of {was} samples. Epoch {cursor['epoch']} goes on at batch {at} of "
+            f"{now} samples: {again} are seen twice, none is left out. The schedule is the checkpoint's."
+        )
 
     def _make_optimizer(self) -> tuple[torch.optim.Optimizer, Schedule]:
         """Return optimizer and scheduler: the module's own, where it is one of Lightning's, else the config's."""
@@ -272,6 +328,7 @@ class Recipe:
             monitor=self.monitor,
             seed=self.request.run.seed,
             stopper=stopper,
+            watch=Watch(self.world, self.strategy.sum, self.device),
             callbacks=self.callbacks,
         )
         if self.state is not None:

@@ -4,7 +4,7 @@ import ctypes
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from omegaconf import Container, DictConfig, Node, OmegaConf
@@ -16,6 +16,8 @@ from ddp_recipes.settings import (
     CheckpointSettings,
     DataSettings,
     LauncherSettings,
+    ModelSettings,
+    ResumeSettings,
     RunSettings,
     SlurmSettings,
     TrainerSettings,
@@ -34,8 +36,10 @@ class Request:
     trainer: TrainerSettings
     checkpoint: CheckpointSettings
     launcher: LauncherSettings
-    num_devices: int  # devices of one replica
+    resume: ResumeSettings
+    model: ModelSettings
     single_process: bool  # the strategy runs in one process
+    shards: int | None  # parts that the strategy cuts each batch into, where it does
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "Request":
@@ -50,9 +54,9 @@ class Request:
                     f"The config has no section {group}. Choose an option of the group, e.g. in the defaults "
                     f"list of your primary config (conf/train.yaml lists them all)."
                 )
-        num_devices = config["model"].get("num_devices", 1)
-        if type(num_devices) is not int or num_devices < 1:
-            raise RequestError(f"model.num_devices={num_devices} is not allowed. Allowed: a whole number at least 1.")
+        shards = config["strategy"].get("shards")
+        if shards is not None and (type(shards) is not int or shards < 1):
+            raise RequestError(f"strategy.shards={shards} is not allowed. Allowed: a whole number at least 1.")
         request = cls(
             run=parse(RunSettings, "", config, others=True),
             data=parse(DataSettings, "data", config["data"], others=True),
@@ -63,10 +67,23 @@ class Request:
                 "launcher",
                 config["launcher"],
             ),
-            num_devices=num_devices,
+            resume=parse(ResumeSettings, "resume", config.get("resume", {"strict": True})),
+            model=parse(ModelSettings, "model", asdict(ModelSettings()) | dict(config["model"]), others=True),
             single_process=config["strategy"].get("processes") == 1,
+            shards=shards,
         )
+        if request.model.micro_batches > 1 and config["strategy"].get("sync_batchnorm"):
+            raise RequestError(
+                f"model.micro_batches={request.model.micro_batches} and strategy.sync_batchnorm=true do not go "
+                f"together: ranks may have different numbers of micro-batches, and would wait for each other's "
+                f"statistics. Leave out one of them."
+            )
         return request
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of one replica."""
+        return self.model.num_devices
 
     def device_type(self, gpus: int) -> str:
         """Return ``cuda`` or ``cpu`` for a machine with so many GPUs.
@@ -112,11 +129,25 @@ class Request:
                 f"launcher.nproc_per_node={max(gpus // k, 1)}"
                 f"{'' if gpus >= k else ' on a machine with more GPUs'}, or launcher.device=cpu."
             )
-        if asked != "auto":
-            return int(asked)
-        if self.single_process:
-            return 1
-        return gpus // k if on_gpu else 2
+        auto = 1 if self.single_process else gpus // k if on_gpu else 2
+        processes = auto if asked == "auto" else int(asked)
+        if self.shards is not None:
+            refuse_uneven(self.shards, processes)
+        return processes
+
+
+def refuse_uneven(shards: int, processes: int) -> None:
+    """Refuse a number of processes that does not divide the shards.
+
+    Raises:
+        RequestError: lists those that do.
+    """
+    if shards % processes:
+        sizes = ", ".join(str(size) for size in range(1, shards + 1) if shards % size == 0)
+        raise RequestError(
+            f"strategy.shards={shards} cannot be dealt evenly to {processes} processes. Use {sizes} processes "
+            f"(launcher.nproc_per_node), or other shards, which then give other weights."
+        )
 
 
 def resolve(config: DictConfig) -> dict[str, Any]:

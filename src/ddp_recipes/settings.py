@@ -32,6 +32,24 @@ Limit = Share | Natural  # a float is a share of the batches, an int is a number
 
 
 @dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    """The keys of ``model.*`` that are not the model's own: how a replica spans devices."""
+
+    num_devices: Count = 1
+    split: Literal["auto"] | list[str | int] | None = None
+    micro_batches: Count = 1
+
+    def __post_init__(self) -> None:
+        if isinstance(self.split, list) and len(self.split) + 1 != self.num_devices:
+            names = ", ".join(map(str, self.split))
+            raise RequestError(
+                f"model.split=[{names}] makes {len(self.split) + 1} stages, one a device, and model.num_devices="
+                f"{self.num_devices}. Each name begins the next stage: give {self.num_devices - 1} name(s), or set "
+                f"model.num_devices={len(self.split) + 1}."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainerSettings:
     """``trainer.*``: limits, cadence, precision."""
 
@@ -108,6 +126,7 @@ class LauncherSettings:
     nproc_per_node: Literal["auto"] | Count
     nnodes: Count
     max_restarts: Natural
+    start_method: Literal["forkserver", "spawn"]
     timeout_s: Annotated[float, Range(1)]
     backend: Literal["auto", "gloo", "nccl"]
     device: Literal["auto", "cpu", "cuda"]
@@ -167,7 +186,14 @@ class DataSettings:
     shard: Literal["contiguous", "strided"]
 
 
-Mode = Literal["fit", "validate", "test", "predict"]
+@dataclass(frozen=True, kw_only=True)
+class ResumeSettings:
+    """``resume.*``: what a run may change that goes on from a checkpoint."""
+
+    strict: bool
+
+
+Mode = Literal["fit", "validate", "test", "predict", "export"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,13 +205,18 @@ class RunSettings:
     ckpt_path: str | None
     plan: bool
     check: Literal["equivalence"] | None
+    check_steps: Count
+    check_tolerance: Annotated[float, Range(0)] | None
 
     def __post_init__(self) -> None:
-        asked = [text for text, on in (("plan=true", self.plan), ("check=equivalence", self.check)) if on]
-        if asked:
+        if self.plan:
             raise RequestError(
-                f"{asked[0]} has a name but is not built yet. Leave it out; debug=fast_dev_run comes nearest."
+                "plan=true has a name but is not built yet. Leave it out; debug=fast_dev_run comes nearest."
             )
+        if self.check is not None and self.mode != "fit":
+            raise RequestError(f"check={self.check} compares training, but mode={self.mode} is none. Use mode=fit.")
+        if self.mode == "export" and self.ckpt_path is None:
+            raise RequestError("mode=export needs ckpt_path, a run directory or a checkpoint file.")
 
 
 def parse(cls: type[T], section: str, values: Mapping[str, Any], *, others: bool = False) -> T:
@@ -255,6 +286,8 @@ def _fits(value: Any, hint: Any) -> bool:
         return isinstance(value, (int, float)) and not isinstance(value, bool)
     if hint is int:
         return isinstance(value, int) and not isinstance(value, bool)
+    if get_origin(hint) is list:
+        return isinstance(value, list) and all(_fits(item, *get_args(hint)) for item in value)
     return isinstance(value, get_origin(hint) or hint)
 
 
@@ -273,6 +306,7 @@ def _describe(hint: Any) -> str:
         str: "text",
         type(None): "null",
         dict: "names and values",
+        list: "a list of names",
     }
     return names[get_origin(hint) or hint]
 

@@ -3,5 +3,6 @@
 from ddp_recipes.strategies.base import Single, Strategy
 from ddp_recipes.strategies.data_parallel import DataParallel
 from ddp_recipes.strategies.ddp import DDP
+from ddp_recipes.strategies.ddp_exact import DDPExact
 
-__all__ = ["DDP", "DataParallel", "Single", "Strategy"]
+__all__ = ["DDP", "DDPExact", "DataParallel", "Single", "Strategy"]

@@ -23,9 +23,18 @@ class Strategy(Protocol):
     """How replicas learn together. The loop sees only this, and a strategy never sees the loop."""
 
     name: str
+    divisor: int  # gradients come out divided by it: where ranks' are averaged, the number of ranks
+    takes_empty: bool  # whether a part without a sample has to be run as well, on one that does not count
 
     def replicas(self, device_type: str) -> int:
-        """Return how many replicas one process holds; ``data.batch_size`` is for each of them."""
+        """Return how many replicas share a part of a batch; ``data.batch_size`` is for each of them."""
+
+    def parts(self, world: World) -> int:
+        """Return how many parts of each global batch a rank computes, one after the other.
+
+        Raises:
+            RequestError: this world size cannot be.
+        """
 
     def check(self, task: Task, devices: Sequence[torch.device], backend: str) -> None:
         """Refuse what cannot work, before anything is written.
@@ -42,11 +51,17 @@ class Strategy(Protocol):
     def wrap(self, task: Task, devices: Sequence[torch.device]) -> Wrapped:
         """Return the task as training steps run it, on this replica's devices."""
 
+    def part(self, share: float) -> AbstractContextManager[Any]:
+        """Return the context of one part of a step, which holds this share of the step's samples."""
+
     def accumulate(self, module: Wrapped, last: bool) -> AbstractContextManager[Any]:
-        """Return the context of one micro-batch; gradients are exchanged only in the ``last`` one of a step."""
+        """Return the context of one micro-batch; ``last`` is the last one of its part."""
+
+    def reduce(self) -> None:
+        """Make gradients those of the whole step, on every rank. Called once all parts are done; a collective."""
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return the sum over ranks. A collective; the tensor may be overwritten."""
+        """Return the sum over rows, [rows, ...] to [...], and over ranks. A collective: rows are as many on each."""
 
     def gather(self, value: Any) -> list[Any] | None:
         """Return every rank's value in rank order on rank 0, ``None`` elsewhere. A collective."""
@@ -62,9 +77,15 @@ class Single:
     """One process, no wrapper: the reference that every other strategy must agree with."""
 
     name = "single"
+    divisor = 1
+    takes_empty = False
 
     def replicas(self, device_type: str) -> int:
         """One."""
+        return 1
+
+    def parts(self, world: World) -> int:
+        """One: a batch is not cut."""
         return 1
 
     def check(self, task: Task, devices: Sequence[torch.device], backend: str) -> None:
@@ -79,13 +100,20 @@ class Single:
         """Return the task itself."""
         return cast(Wrapped, task)
 
+    def part(self, share: float) -> AbstractContextManager[Any]:
+        """There is one."""
+        return nullcontext()
+
     def accumulate(self, module: Wrapped, last: bool) -> AbstractContextManager[Any]:
         """Gradients add up by themselves."""
         return nullcontext()
 
+    def reduce(self) -> None:
+        """Gradients are complete."""
+
     def sum(self, values: Tensor) -> Tensor:
-        """Return the values of the only rank."""
-        return values
+        """Add the rows."""
+        return values.sum(dim=0)
 
     def gather(self, value: Any) -> list[Any] | None:
         """Return the value of the only rank."""

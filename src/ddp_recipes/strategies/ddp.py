@@ -3,22 +3,21 @@
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from datetime import timedelta
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import Store
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_recipes.errors import RequestError, nearest, not_one_of
 from ddp_recipes.strategies.base import Wrapped, batch_norms
-from ddp_recipes.tasks import Task
+from ddp_recipes.strategies.group import Group
+from ddp_recipes.tasks import StepOutput, Task
 from ddp_recipes.world import World
 
 
-class DDP:
+class DDP(Group):
     """One process a replica; gradients are averaged by all-reduce while backward runs.
 
     Args:
@@ -28,6 +27,7 @@ class DDP:
     """
 
     name = "ddp"
+    takes_empty = True  # or the others would wait for this rank in the all-reduce
 
     def __init__(self, *, sync_batchnorm: bool = False, comm_hook: str | None = None, **options: Any) -> None:
         if comm_hook is not None and comm_hook not in _COMM_HOOKS:
@@ -41,36 +41,23 @@ class DDP:
         self.sync_batchnorm = sync_batchnorm
         self.comm_hook = comm_hook
         self.options = {name: value for name, value in options.items() if value is not None}
-        self.world = World()
 
-    def replicas(self, device_type: str) -> int:
-        """One a process."""
+    @property
+    def divisor(self) -> int:
+        """Ranks' gradients are averaged."""
+        return self.world.world_size
+
+    def parts(self, world: World) -> int:
+        """One: each rank has its own."""
         return 1
 
     def check(self, task: Task, devices: Sequence[torch.device], backend: str) -> None:
-        """Refuse ``sync_batchnorm`` on CPU and a backend that this torch was built without."""
+        """Refuse ``sync_batchnorm`` on CPU, too."""
+        super().check(task, devices, backend)
         if self.sync_batchnorm and devices[0].type == "cpu":
             raise RequestError(
                 "strategy.sync_batchnorm=true works on GPUs only (torch's SyncBatchNorm), and this run is on the CPU. "
                 "Leave it false, or use a model without batch norm."
-            )
-        available = {"nccl": dist.is_nccl_available(), "gloo": dist.is_gloo_available()}
-        if not available[backend]:
-            have = ", ".join(name for name, there in available.items() if there)
-            raise RequestError(f"launcher.backend={backend} is not in this torch. It has: {have}. Choose one.")
-
-    def setup(
-        self, world: World, store: Store | None, backend: str, timeout: timedelta, init_method: str | None
-    ) -> None:
-        """Join the process group, over the launcher's store or an address of the user's own."""
-        self.world = world
-        if init_method is not None:
-            dist.init_process_group(
-                backend, init_method=init_method, rank=world.rank, world_size=world.world_size, timeout=timeout
-            )
-        else:
-            dist.init_process_group(
-                backend, store=store or dist.HashStore(), rank=world.rank, world_size=world.world_size, timeout=timeout
             )
 
     def wrap(self, task: Task, devices: Sequence[torch.device]) -> Wrapped:
@@ -83,6 +70,7 @@ class DDP:
         if self.sync_batchnorm and batch_norms(task):
             task.model = nn.SyncBatchNorm.convert_sync_batchnorm(task.model)  # type: ignore[no-untyped-call]
         module = DistributedDataParallel(task, device_ids=None, **self.options)
+        _settle_buckets(module, task)
         if self.comm_hook is not None:
             _COMM_HOOKS[self.comm_hook](module)
         return cast(Wrapped, module)
@@ -94,16 +82,18 @@ class DDP:
             return nullcontext()
         return module.no_sync()
 
+    def part(self, share: float) -> AbstractContextManager[Any]:
+        """There is one a rank."""
+        return nullcontext()
+
+    def reduce(self) -> None:
+        """Backward has done it."""
+
     def sum(self, values: Tensor) -> Tensor:
         """All-reduce by sum."""
+        values = values.sum(dim=0)
         if self.world.world_size > 1:
             dist.all_reduce(values)
-        return values
-
-    def gather(self, value: Any) -> list[Any] | None:
-        """Gather pickled values on rank 0."""
-        values: list[Any] | None = [None] * self.world.world_size if self.world.is_main else None
-        dist.gather_object(value, values)
         return values
 
     def sync_buffers(self, task: Task) -> None:
@@ -112,10 +102,26 @@ class DDP:
             for buffer in task.buffers():
                 dist.broadcast(buffer, src=0)
 
-    def teardown(self) -> None:
-        """Destroy the process group."""
-        if dist.is_initialized():
-            dist.destroy_process_group()
+
+def _settle_buckets(module: DistributedDataParallel, task: Task) -> None:
+    """Have torch arrange its buckets now, by a backward pass in which no model runs and all gradients are zero.
+
+    It arranges them anew after the first one, by the order in which gradients came, and with them the order in which
+    gradients of three or more ranks are added. The first step after a resume would then end with other bits.
+    """
+    if module.static_graph:
+        return  # this one learns the graph from its first pass
+
+    def forward(_: Any) -> StepOutput:
+        loss = next(task.parameters()).new_zeros(())
+        for parameter in task.parameters():
+            loss = loss + (0 * parameter.sum()).to(loss.device)
+        return StepOutput(loss, {}, 0)
+
+    task.forward = forward  # type: ignore[method-assign, assignment]
+    module(None).loss.backward()
+    del task.forward
+    module.zero_grad()
 
 
 def _hook(name: str) -> Callable[[DistributedDataParallel], None]:

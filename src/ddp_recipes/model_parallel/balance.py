@@ -1,0 +1,91 @@
+"""Where to cut a model so that no stage costs much more than another."""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+
+from torch import nn
+
+from ddp_recipes.errors import RequestError
+from ddp_recipes.model_parallel.placement import has_state, is_called, is_cut, ties
+from ddp_recipes.model_parallel.rehearsal import Conflict, Costs
+
+
+def balanced(model: nn.Module, stages: int, costs: Costs, rehearse: Callable[[Sequence[str]], object]) -> list[str]:
+    """Return the names at which stages begin, so that the costliest stage costs as little as possible.
+
+    A module's cost is the mean of its shares of time and of memory. The best cut is rehearsed; where it leads to an
+    operation that mixes stages, the model is not cut there, and the next best one is rehearsed.
+
+    Raises:
+        RequestError: there are not so many places to cut the model.
+    """
+    modules = dict(model.named_modules())
+    names = list(modules)
+    cost = [0.0, *accumulate(costs.share(name) for name in names)]
+    weights = [0, *accumulate(len(list(module.parameters(recurse=False))) for module in modules.values())]
+    banned: set[str] = set()  # names at which no stage begins
+    reason = ""
+    for owners in ties(model):
+        held = sorted(names.index(name.rpartition(".")[0]) for name, _ in owners)
+        banned.update(names[held[0] + 1 : held[-1] + 1])
+        reason = f" {' and '.join(name for name, _ in owners)} are one parameter, and so in one stage."
+    whole: set[str] = set()  # modules that are not cut inside
+    while True:
+        places = _places(model, costs, stages, whole)
+        ends = [0, *(names.index(name) for name in places if name in modules and name not in banned), len(names)]
+        found = _cut(ends, stages, cost, weights)
+        if found is None:
+            most = len({weights[end] for end in ends}) - 1
+            raise RequestError(
+                f"model.num_devices={stages}, but {type(model).__name__} can be cut into {most} stage(s) at most that "
+                f"have parameters.{reason} Use model.num_devices={most}."
+            )
+        starts = [names[end] for end in found]
+        try:
+            rehearse(starts)
+            return starts
+        except Conflict as conflict:
+            reason = f" {conflict}."
+            if conflict.module and is_cut(conflict.module, starts):
+                whole.add(conflict.module)
+            else:
+                first, last = conflict.stages
+                banned.update(starts[first:last])
+
+
+def _cut(ends: Sequence[int], stages: int, cost: Sequence[float], weights: Sequence[int]) -> tuple[int, ...] | None:
+    """Cut a chain into stages, each with a weight, so that the largest cost of one is smallest, if it can be cut so.
+
+    Args:
+        ends: where a stage may begin or end, from the chain's start to its end.
+        cost: of the chain before each position; ``weights`` likewise.
+    """
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}  # by end: the largest cost, and the cuts
+    for _ in range(stages):
+        best = {
+            end: min(ways)
+            for end in ends
+            if (
+                ways := [
+                    (max(largest, cost[end] - cost[first]), (*cuts, end))
+                    for first, (largest, cuts) in best.items()
+                    if weights[first] < weights[end]
+                ]
+            )
+        }
+    return best[ends[-1]][1][:-1] if ends[-1] in best else None
+
+
+def _places(model: nn.Module, costs: Costs, stages: int, whole: set[str], prefix: str = "") -> Iterator[str]:
+    """Yield where a stage may begin: at children of the model, and inside of those that can be divided.
+
+    Containers can, and any other module that costs more than a fair stage does. What has no state begins no stage.
+    """
+    for child_name, child in model.named_children():
+        if not has_state(child):
+            continue
+        name = prefix + child_name
+        yield name
+        contains = not is_called(child) or type(child).forward is nn.Sequential.forward
+        if contains or (name not in whole and costs.share(name, inside=True) > 1 / stages):
+            yield from _places(child, costs, stages, whole, f"{name}.")

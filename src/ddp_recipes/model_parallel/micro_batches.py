@@ -1,0 +1,87 @@
+"""A batch in parts, so that the devices of a replica work at the same time.
+
+A model over k devices that takes a batch as a whole keeps one of them busy at a time. With m micro-batches, one after
+the other, the second is in the first stage while the first is in the second: a GPU works off what it was given, and who
+gave it does not wait. The backward pass does the same from the other end, for autograd has a thread for each device. So
+k devices are done after m + k - 1 turns, each 1 / m of a stage's work, and there is nothing to schedule.
+
+The idea is that of GPipe (Huang et al., 2019).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from ddp_recipes.errors import RequestError
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def in_micro_batches(model: nn.Module, count: int) -> None:
+    """Have the model take its inputs in so many parts, and put its outputs together again.
+
+    The loss is that of the whole batch, so parts need not be equal, and gradients are exact. Batch norm takes its
+    statistics from each part. A batch with fewer samples has fewer parts.
+
+    The model gets a class of its own, as torch's ``fully_shard`` does it: names in the state dict stay what they are,
+    and a copy of the model is one of the same kind.
+    """
+    own = type(model)
+    model.__class__ = type(own.__name__, (_InMicroBatches, own), {"micro_batches": count, "__module__": own.__module__})
+
+
+class _InMicroBatches(nn.Module):
+    micro_batches: int
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model on each part of the inputs.
+
+        Raises:
+            RequestError: inputs or outputs are not tensors of a batch.
+        """
+        forward = super().forward
+        values, form = tree_flatten((args, kwargs))
+        size = _batch_size(values, f"{type(self).__name__} is given")
+        count = min(self.micro_batches, size)
+        if count < 2:
+            return forward(*args, **kwargs)
+        parts = [value.tensor_split(count) if isinstance(value, Tensor) else [value] * count for value in values]
+        outputs = []
+        for part in zip(*parts, strict=True):
+            part_args, part_kwargs = tree_unflatten(part, form)
+            outputs.append(forward(*part_args, **part_kwargs))
+        return _joined(outputs, size, f"{type(self).__name__} returns")
+
+
+def _joined(outputs: Sequence[Any], size: int, whose: str) -> Any:
+    """Put the outputs of the parts together."""
+    flat = [tree_flatten(output) for output in outputs]
+    if sum(_batch_size(values, whose) for values, _ in flat) != size:
+        raise _uncut(flat[0][0], whose)
+    columns = zip(*(values for values, _ in flat), strict=True)
+    joined = [torch.cat(column) if isinstance(column[0], Tensor) else column[0] for column in columns]
+    return tree_unflatten(joined, flat[0][1])
+
+
+def _batch_size(values: Sequence[Any], whose: str) -> int:
+    """Return how many samples there are in the tensors among some values.
+
+    Raises:
+        RequestError: they differ in that, or something can neither be cut nor given to each part.
+    """
+    sizes = {value.shape[:1] for value in values if isinstance(value, Tensor)}
+    if len(sizes) != 1 or not all(isinstance(value, (Tensor, *_PLAIN)) for value in values) or sizes == {()}:
+        raise _uncut(values, whose)
+    return int(sizes.pop()[0])
+
+
+def _uncut(values: Sequence[Any], whose: str) -> RequestError:
+    found = [f"a tensor {list(v.shape)}" if isinstance(v, Tensor) else f"a {type(v).__name__}" for v in values]
+    return RequestError(
+        f"model.micro_batches cuts a batch along the first dimension of its tensors, and {whose} "
+        f"{', '.join(found) or 'none'}. Allowed: tensors that all have the samples in that dimension, in tuples, lists "
+        f"and dicts. Use model.micro_batches=1."
+    )

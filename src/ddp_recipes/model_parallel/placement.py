@@ -1,0 +1,138 @@
+"""Which module is in which stage, and how tensors come to it.
+
+A stage is what one device of a replica holds. Stages follow the order in which modules are registered, as
+``named_modules()`` gives it: a name in ``starts`` begins the next one.
+"""
+
+import copy
+from collections.abc import Iterator, MutableMapping, Sequence
+from dataclasses import fields, is_dataclass
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+Stages = dict[nn.Module, int]
+
+
+def stages_of(model: nn.Module, starts: Sequence[str]) -> Stages:
+    """Return each module's stage; parameters of its own go there."""
+    stages, stage = {}, 0
+    for name, module in model.named_modules():
+        stage += name in starts
+        stages[module] = stage
+    return stages
+
+
+def blocks_of(model: nn.Module, starts: Sequence[str]) -> dict[str, nn.Module]:
+    """Return the modules through which a forward pass can enter another stage, by name.
+
+    These are the children of modules that span stages. What is inside a block runs in one stage, unless the block spans
+    stages itself.
+    """
+    entered: set[nn.Module] = set()
+    for name, module in model.named_modules():
+        if is_cut(name, starts) or (module in entered and not is_called(module)):
+            entered.update(module.children())
+    return {name: module for name, module in model.named_modules() if module in entered and is_called(module)}
+
+
+def is_cut(name: str, starts: Sequence[str]) -> bool:
+    """Whether a module of this name holds the start of a stage; the model itself (no name) always does."""
+    return name == "" or any(start.startswith(f"{name}.") for start in starts)
+
+
+def is_called(module: nn.Module) -> bool:
+    """Whether a module has a forward: ``ModuleList`` and ``ModuleDict`` only hold others."""
+    return type(module).forward is not nn.Module.forward
+
+
+def has_state(module: nn.Module) -> bool:
+    """Whether there are parameters or buffers in a module. One without, a ReLU say, runs wherever its inputs are."""
+    return next(chain(module.parameters(), module.buffers()), None) is not None
+
+
+def ties(model: nn.Module) -> Iterator[list[tuple[str, nn.Module]]]:
+    """Yield the owners of each parameter that several modules have: the parameter's name and the module."""
+    owners: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}
+    for name, module in model.named_modules():
+        for parameter_name, parameter in module.named_parameters(recurse=False):
+            owners.setdefault(parameter, []).append((f"{name}.{parameter_name}".lstrip("."), module))
+    return (found for found in owners.values() if len(found) > 1)
+
+
+def place(model: nn.Module, starts: Sequence[str], devices: Sequence[torch.device]) -> None:
+    """Put each stage on its device. Names in the state dict stay what they are, parameters the same objects."""
+    for module, stage in stages_of(model, starts).items():
+        put(module, devices[stage])
+
+
+def put(module: nn.Module, device: torch.device) -> None:
+    """Put a module's own parameters and buffers on a device, and not those of the modules in it."""
+    module._apply(partial(Tensor.to, device=device), recurse=False)  # type: ignore[no-untyped-call]
+
+
+def connect(model: nn.Module, starts: Sequence[str], devices: Sequence[torch.device]) -> None:
+    """From now on, whatever a block is called with comes to the block's device."""
+    stages = stages_of(model, starts)
+    for name, block in blocks_of(model, starts).items():
+        anywhere = not has_state(block) and name not in starts
+        follow = partial(_follow, devices[stages[block]], anywhere)
+        block.register_forward_pre_hook(follow, with_kwargs=True)
+
+
+def _follow(
+    device: torch.device, anywhere: bool, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]] | None:
+    """Move a block's inputs to its device, or let it run where they are, ``anywhere``, if they are all in one place."""
+    if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):  # mostly; a hook should cost next to nothing
+        return None if anywhere or args[0].device == device else ((args[0].to(device),), kwargs)
+    if anywhere and len({*_devices(args), *_devices(kwargs)}) < 2:
+        return None
+    return move(args, device), move(kwargs, device)
+
+
+def move(value: Any, device: torch.device) -> Any:
+    """Return a value with the tensors in it on a device: in tuples, lists, dicts and dataclasses, nested at will.
+
+    Lists, dicts and dataclasses stay the same objects: a block may write into one, and another read it.
+    """
+    if isinstance(value, (Tensor, PackedSequence)):
+        return value.to(device)  # type: ignore[arg-type]  # a packed sequence's type knows dtypes only
+    items = _items(value)
+    moved = {key: new for key, old in items if (new := move(old, device)) is not old}
+    if not moved:
+        return value
+    if isinstance(value, tuple):
+        values = [moved.get(key, old) for key, old in items]
+        return type(value)(*values) if hasattr(value, "_fields") else type(value)(values)
+    if isinstance(value, (list, MutableMapping)):
+        for key, new in moved.items():
+            value[key] = new
+        return value
+    if value.__dataclass_params__.frozen:
+        value = copy.copy(value)
+    for key, new in moved.items():
+        object.__setattr__(value, key, new)
+    return value
+
+
+def _items(value: Any) -> list[tuple[Any, Any]]:
+    """Return what is in a container by its key, index or field; nothing if it is none."""
+    if isinstance(value, (tuple, list)):
+        return list(enumerate(value))
+    if isinstance(value, MutableMapping):
+        return list(value.items())
+    if is_dataclass(value) and not isinstance(value, type):
+        return [(field.name, getattr(value, field.name)) for field in fields(value)]
+    return []
+
+
+def _devices(value: Any) -> Iterator[torch.device]:
+    if isinstance(value, Tensor):
+        yield value.device
+    for _, item in _items(value):
+        yield from _devices(item)

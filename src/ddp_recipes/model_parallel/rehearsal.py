@@ -1,0 +1,211 @@
+"""A forward pass on devices that are not there: finds operations that mix devices, and counts what modules cost.
+
+It runs a copy of the task whose tensors have shapes and devices but no data (torch's ``FakeTensorMode``), so it takes a
+fraction of a second, no memory and no GPU. What comes of it depends on the model and the shapes of a batch and on
+nothing else: every rank and every start gets the same.
+"""
+
+import copy
+import re
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ddp_recipes.errors import RequestError
+from ddp_recipes.model_parallel.placement import connect, stages_of
+from ddp_recipes.tasks import Task
+
+INTENSITY = 20  # operations in the time of moving a byte, about that of today's GPUs and CPUs in single precision
+
+OUTSIDE = "(task)"  # stands for what a step does around the model
+
+_MOVES = {torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default}
+
+
+@dataclass
+class Costs:
+    """What each module of a model costs, by name, without the modules in it.
+
+    Attributes:
+        time: of the forward pass, in bytes moved: an operation takes as long as its arithmetic or its memory traffic,
+            whichever is longer. The backward pass is about twice that, in every module alike.
+        memory: bytes of weights, gradients, one number of the optimizer's for each weight, and what the backward pass
+            of a batch needs.
+    """
+
+    time: Counter[str] = field(default_factory=Counter)
+    memory: Counter[str] = field(default_factory=Counter)
+
+    def share(self, name: str, *, inside: bool = False) -> float:
+        """Return the mean of a module's share of time and of memory; ``inside`` adds the modules in it."""
+        shares = [
+            sum(each[part] for part in (each if inside else (name,)) if f"{part}.".startswith(f"{name}.")) / total
+            for each in (self.time, self.memory)
+            if (total := sum(each.values()))
+        ]
+        return sum(shares) / len(shares) if shares else 0.0
+
+    @classmethod
+    def of_weights(cls, model: nn.Module) -> "Costs":
+        """Return what is known without a rehearsal."""
+        costs = cls()
+        for name, module in model.named_modules():
+            owned = list(module.parameters(recurse=False))
+            costs.memory[name] = sum(weight.nbytes * (3 if weight.requires_grad else 1) for weight in owned)
+        return costs
+
+
+class Conflict(Exception):
+    """An operation mixes tensors of two stages.
+
+    Attributes:
+        module: whose forward it is in: empty for the model itself, ``OUTSIDE`` for what is around it.
+        stages: the first and the last one.
+    """
+
+    def __init__(self, module: str, operation: str, stages: Collection[int]) -> None:
+        self.module, self.stages = module, (min(stages), max(stages))
+        where = "the task's step" if module == OUTSIDE else f"the forward of {module or 'the model'}"
+        super().__init__(
+            f"{operation} in {where} mixes tensors of stage {self.stages[0]} and stage {self.stages[1]}, and only "
+            f"what a block is called with is moved"
+        )
+
+
+@dataclass
+class Rehearsal:
+    """One training step's forward pass, to be run as often as needed.
+
+    Attributes:
+        task: is copied for each run, and left as it is.
+        step: its method to run.
+        sample: a batch of one.
+        size: samples in the batch to run.
+        failure: why it could not be run, where it could not.
+    """
+
+    task: Task
+    step: str
+    sample: Any
+    size: int
+    failure: str | None = None
+
+    def run(self, starts: Sequence[str] = ()) -> Costs:
+        """Run it with the model split at ``starts``, each stage on a device of its own.
+
+        A step whose flow depends on values cannot be run: then ``failure`` says so, and the costs are those of weights.
+
+        Raises:
+            Conflict: an operation mixes tensors of two stages.
+            RequestError: the model refused its inputs itself.
+        """
+        # Autograd starts a thread for each device with its first backward pass, and then the process cannot be forked.
+        # So that comes before the devices that are not there: for them it would start one as well.
+        torch.zeros((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
+        devices = [torch.device("cuda", number) for number in range(len(starts) + 1)]
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        observer = _Observer(Costs.of_weights(self.task.model))
+
+        def fake(tensor: Tensor) -> Tensor:
+            shape = (self.size, *tensor.shape[1:]) if tensor.dim() else tensor.shape
+            return torch.empty(shape, dtype=tensor.dtype, device=devices[0])
+
+        try:
+            stand_in = _without_data(self.task, starts, devices, mode)
+            connect(stand_in.model, starts, devices)
+            observer.watch(stand_in)
+            with mode, torch.enable_grad(), saved_tensors_hooks(observer.save, lambda saved: saved):
+                batch = tree_map_only(Tensor, fake, self.sample)
+                with observer:
+                    getattr(stand_in, self.step)(batch)
+        except (Conflict, RequestError):
+            raise
+        except Exception as error:  # what fails for another reason fails in the run as well, and is told there
+            named = {int(number) for number in re.findall(r"cuda:(\d+)", str(error))}
+            message = (str(error).splitlines() or [""])[0]
+            if len(named) > 1:  # some operations find the mixture themselves, before the observer sees it
+                raise Conflict(observer.module, message, named) from None
+            self.failure = f"{type(error).__name__}: {message}"
+            return Costs.of_weights(self.task.model)
+        return observer.costs
+
+
+class _Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees every operation, in whose forward it is, on which devices, and what is kept for the backward pass."""
+
+    def __init__(self, costs: Costs) -> None:
+        from torch.utils.flop_counter import flop_registry  # with it comes Triton, which takes its time
+
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.costs = costs
+        self.operations_of = flop_registry
+        self.active = [OUTSIDE]  # the names of the modules that are running, innermost last
+        self.seen: dict[int, Tensor] = {}  # by address of their memory: weights, and what is kept
+
+    @property
+    def module(self) -> str:
+        """The module whose forward is running."""
+        return self.active[-1]
+
+    def watch(self, task: Task) -> None:
+        """Follow which module of the model is running."""
+        for tensor in (*task.parameters(), *task.buffers()):
+            self.seen[tensor.untyped_storage()._cdata] = tensor
+
+        def enter(name: str, *_: Any) -> None:
+            self.active.append(name)
+
+        def leave(*_: Any) -> None:
+            self.active.pop()
+
+        for name, module in task.model.named_modules():
+            module.register_forward_pre_hook(partial(enter, name), prepend=True)
+            module.register_forward_hook(leave)
+
+    def save(self, tensor: Tensor) -> Tensor:
+        """Count what autograd keeps, once."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self.seen and self.module != OUTSIDE:
+            self.seen[storage._cdata] = tensor
+            self.costs.memory[self.module] += storage.nbytes()
+        return tensor
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        stages = {tensor.device.index for tensor in inputs if tensor.device.type == "cuda"}
+        if len(stages) > 1 and func not in _MOVES:
+            raise Conflict(self.module, str(func), stages)
+        output = func(*args, **kwargs)
+        if not func.is_view and self.module != OUTSIDE:
+            outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+            count = self.operations_of.get(func._overloadpacket)
+            operations = count(*args, **kwargs, out_val=output) if count is not None else 0
+            moved = sum(tensor.nbytes for tensor in (*inputs, *outputs))
+            self.costs.time[self.module] += max(operations // INTENSITY, moved)
+        return output
+
+
+def _without_data(task: Task, starts: Sequence[str], devices: Sequence[torch.device], mode: FakeTensorMode) -> Task:
+    """Return a copy of the task whose parameters and buffers are in their places, but have no data."""
+    stages = stages_of(task.model, starts)
+    memo: dict[int, Any] = {}
+    with mode:
+        for module in task.modules():
+            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                fake = torch.empty_like(tensor, device=devices[stages.get(module, -1)])
+                is_parameter = isinstance(tensor, nn.Parameter)
+                memo[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
+    return copy.deepcopy(task, memo)

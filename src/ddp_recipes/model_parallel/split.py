@@ -1,0 +1,125 @@
+"""A model over the devices of its replica, by names given or in even parts."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ddp_recipes.errors import RequestError, nearest
+from ddp_recipes.model_parallel.balance import balanced
+from ddp_recipes.model_parallel.placement import blocks_of, connect, is_cut, place, put, stages_of, ties
+from ddp_recipes.model_parallel.rehearsal import Conflict, Costs, Rehearsal
+from ddp_recipes.tasks import Task
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one device of a replica holds.
+
+    Attributes:
+        first: its first block; ``last`` likewise.
+        parameters: how many numbers.
+        time: its share of a step, ``None`` where the model could not be rehearsed; ``memory`` likewise.
+    """
+
+    first: str
+    last: str
+    parameters: int
+    time: float | None
+    memory: float | None
+
+    def __str__(self) -> str:
+        blocks = self.first if self.first == self.last else f"{self.first} to {self.last}"
+        shares = "" if self.time is None else f", {self.time:.0%} of the time, {self.memory:.0%} of the memory"
+        return f"{blocks}: {self.parameters:,} parameters{shares}"
+
+
+def split_model(
+    task: Task, devices: Sequence[torch.device], names: Sequence[str] | None, rehearsal: Rehearsal
+) -> list[Stage]:
+    """Put the model of a task on several devices, in stages; what else the task holds goes to the last one.
+
+    Args:
+        names: the modules at which stages begin; ``None`` for even parts.
+
+    Raises:
+        RequestError: the model cannot be cut so; says where it can.
+    """
+    model = task.model
+    if names is None:
+        costs = rehearsal.run()
+        starts = balanced(model, len(devices), costs, rehearsal.run)
+    else:
+        starts = _checked(model, names)
+        try:
+            costs = rehearsal.run(starts)
+        except Conflict as conflict:
+            first, last = conflict.stages
+            inside = conflict.module and is_cut(conflict.module, starts)
+            there = f"inside {conflict.module}" if inside else f"at {', '.join(starts[first:last])}"
+            raise RequestError(
+                f"model.split=[{', '.join(starts)}] cannot be: {conflict}. Let no stage begin {there}, or leave the "
+                f"choice to model.split=auto."
+            ) from None
+    put(task, devices[-1])
+    for part in task.children():
+        if part is not model:
+            part.to(devices[-1])
+    place(model, starts, devices)
+    connect(model, starts, devices)
+    return _described(model, starts, costs)
+
+
+def _checked(model: nn.Module, names: Sequence[str]) -> list[str]:
+    """Return the names if stages can begin there, as far as the names alone tell.
+
+    Raises:
+        RequestError: they cannot.
+    """
+    given, kind = f"model.split=[{', '.join(names)}]", type(model).__name__
+    there = [name for name, _ in model.named_modules() if name]
+    for name in names:
+        if name not in there:
+            around = name
+            while around not in there and around:
+                around = around.rpartition(".")[0]
+            inside = ", ".join(child for child, _ in model.get_submodule(around).named_children())
+            raise RequestError(
+                f"{given}: {kind} has no {name}.{nearest(name, there)} {around or kind} has {inside or 'no modules'}."
+            )
+    if (ordered := sorted(set(names), key=there.index)) != list(names):
+        raise RequestError(
+            f"{given}: stages follow the order of the model, each with blocks of its own: model.split="
+            f"[{', '.join(ordered)}]."
+        )
+    stages = stages_of(model, names)
+    for number in range(len(names) + 1):
+        if not any(list(module.parameters(recurse=False)) for module, stage in stages.items() if stage == number):
+            begin = f"before {names[0]}" if number == 0 else f"that begins at {names[number - 1]}"
+            raise RequestError(f"{given}: the stage {begin} has no parameters. Let each stage have some.")
+    for owners in ties(model):
+        held = {stages[module]: name for name, module in owners}
+        if len(held) > 1:
+            raise RequestError(
+                f"{given}: {' and '.join(held.values())} are one parameter, in stages {' and '.join(map(str, held))}. "
+                f"Let no stage begin between them."
+            )
+    return list(names)
+
+
+def _described(model: nn.Module, starts: Sequence[str], costs: Costs) -> list[Stage]:
+    stages = stages_of(model, starts)
+    described = []
+    for number in range(len(starts) + 1):
+        blocks = [name for name, block in blocks_of(model, starts).items() if stages[block] == number]
+        ends = [name for name in blocks if not is_cut(name, starts)] or blocks
+        names = [name for name, module in model.named_modules() if stages[module] == number]
+        modules = [module for module in stages if stages[module] == number]
+        total = {id(p): p.numel() for module in modules for p in module.parameters(recurse=False)}
+        shares = [
+            sum(each[name] for name in names) / sum(each.values()) if costs.time else None
+            for each in (costs.time, costs.memory)
+        ]
+        described.append(Stage(ends[0], ends[-1], sum(total.values()), *shares))
+    return described

@@ -1,0 +1,101 @@
+"""The same bits on any number of processes."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import Store
+
+from ddp_recipes.errors import RequestError
+from ddp_recipes.request import refuse_uneven
+from ddp_recipes.strategies.base import Wrapped
+from ddp_recipes.strategies.group import Group
+from ddp_recipes.strategies.ordered import OrderedSum
+from ddp_recipes.tasks import Task
+from ddp_recipes.world import World
+
+
+class DDPExact(Group):
+    """Cuts each global batch into the same parts on any number of ranks, and adds what they give in one order.
+
+    What comes out depends on ``shards`` but not on the world size. It does depend on the build of torch, on the kind of
+    processor and on the number of threads, which therefore is set; on a GPU it takes ``trainer.deterministic`` as well.
+
+    Args:
+        shards: parts of a global batch, each a replica in its own right: with its own randomness and its own batch-norm
+            statistics. The world size must divide it.
+        num_threads: threads of torch's CPU kernels in each rank; ``None`` leaves it to the environment.
+    """
+
+    name = "ddp_exact"
+    divisor = 1
+    takes_empty = False
+
+    def __init__(self, *, shards: int = 12, num_threads: int | None = 1) -> None:
+        self.shards = shards
+        self.num_threads = num_threads
+        self.total: OrderedSum | None = None
+
+    def parts(self, world: World) -> int:
+        """Return this rank's share of the shards.
+
+        Raises:
+            RequestError: the world size does not divide them; lists those that do.
+        """
+        refuse_uneven(self.shards, world.world_size)
+        return self.shards // world.world_size
+
+    def check(self, task: Task, devices: Sequence[torch.device], backend: str) -> None:
+        """Refuse sparse gradients, too."""
+        super().check(task, devices, backend)
+        for name, module in task.named_modules():
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+                raise RequestError(
+                    f"strategy=ddp_exact adds dense gradients, but those of {name} are sparse. Make it with "
+                    f"sparse=False, or use strategy=ddp."
+                )
+
+    def setup(
+        self, world: World, store: Store | None, backend: str, timeout: timedelta, init_method: str | None
+    ) -> None:
+        """Join the process group, and set the number of threads: sums within an operation depend on it."""
+        if self.num_threads is not None:
+            torch.set_num_threads(self.num_threads)
+        super().setup(world, store, backend, timeout, init_method)
+
+    def wrap(self, task: Task, devices: Sequence[torch.device]) -> Wrapped:
+        """Return the task itself: its gradients are taken after backward."""
+        self.total = OrderedSum(task, self.world, self.parts(self.world))
+        return cast(Wrapped, task)
+
+    @contextmanager
+    def part(self, share: float) -> Iterator[None]:
+        """Compute a part from the buffers that the step started from, and take what it leaves."""
+        assert self.total is not None
+        self.total.begin()
+        yield
+        self.total.take(share)
+
+    def accumulate(self, module: Wrapped, last: bool) -> AbstractContextManager[Any]:
+        """Gradients of a part's micro-batches add up by themselves."""
+        return nullcontext()
+
+    def reduce(self) -> None:
+        """Put the ordered sum in place."""
+        assert self.total is not None
+        self.total.reduce()
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Gather the rows of all ranks and add them in the order of the parts."""
+        rows = values.new_empty(self.world.world_size * len(values), *values.shape[1:])
+        if self.world.world_size > 1:
+            dist.all_gather_into_tensor(rows, values.contiguous())
+            values = rows
+        return values.sum(dim=0)
+
+    def sync_buffers(self, task: Task) -> None:
+        """They are the same on every rank after each step."""

@@ -1,0 +1,55 @@
+"""What strategies of several processes have in common: a process group."""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import Store
+
+from ddp_recipes.errors import RequestError
+from ddp_recipes.tasks import Task
+from ddp_recipes.world import World
+
+
+class Group:
+    """One process a replica; all of them in torch's default process group."""
+
+    world = World()
+
+    def replicas(self, device_type: str) -> int:
+        """One a process."""
+        return 1
+
+    def check(self, task: Task, devices: Sequence[torch.device], backend: str) -> None:
+        """Refuse a backend that this torch was built without."""
+        available = {"nccl": dist.is_nccl_available(), "gloo": dist.is_gloo_available()}
+        if not available[backend]:
+            have = ", ".join(name for name, there in available.items() if there)
+            raise RequestError(f"launcher.backend={backend} is not in this torch. It has: {have}. Choose one.")
+
+    def setup(
+        self, world: World, store: Store | None, backend: str, timeout: timedelta, init_method: str | None
+    ) -> None:
+        """Join the process group, over the launcher's store or an address of the user's own."""
+        self.world = world
+        if init_method is not None:
+            dist.init_process_group(
+                backend, init_method=init_method, rank=world.rank, world_size=world.world_size, timeout=timeout
+            )
+        else:
+            dist.init_process_group(
+                backend, store=store or dist.HashStore(), rank=world.rank, world_size=world.world_size, timeout=timeout
+            )
+
+    def gather(self, value: Any) -> list[Any] | None:
+        """Gather pickled values on rank 0."""
+        values: list[Any] | None = [None] * self.world.world_size if self.world.is_main else None
+        dist.gather_object(value, values)
+        return values
+
+    def teardown(self) -> None:
+        """Destroy the process group."""
+        if dist.is_initialized():
+            dist.destroy_process_group()

@@ -1,0 +1,242 @@
+"""A sum over parts in one fixed order, whoever computed them: the same bits on any number of ranks.
+
+What a part leaves (gradients, buffers) becomes a row of numbers. Rank w owns the w-th slice of every row: it gets that
+slice of all rows (all-to-all), adds them in the order of the parts, and gives the result to every rank (all-gather).
+With p parts on each of several ranks, a rank sends p + 1 rows in a step, less what stays with itself. One rank adds up
+in place.
+
+What is missing in a row (a parameter that the part did not use, a part without a sample) is -0.0: added to any number,
+0.0 and -0.0 included, it leaves that number as it is.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ddp_recipes.world import World
+
+_ALIGNMENT = 64  # bytes: as torch aligns new tensors, so that kernels treat a view like one of those
+_TOGETHER = 1 << 19  # bytes: rows are sent several at a time up to this size, for each message has a price of its own
+
+
+class OrderedSum:
+    """Takes what each part leaves as it is done; then leaves the sum over all parts of all ranks in its place.
+
+    Gradients are added. Every part starts from the buffers that the step started from; at its end a floating-point
+    buffer has moved by the mean of its moves in all parts, weighted by their samples, and any other is that of part 0.
+
+    Args:
+        module: what has the gradients and buffers. Parameters that need no gradient are left out for good.
+        parts: how many of them each rank computes. Rank r has those from r * parts on.
+    """
+
+    def __init__(self, module: nn.Module, world: World, parts: int) -> None:
+        self.parts = parts
+        self.done = 0  # parts of this step
+        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        buffers = _Buffer.all_of(module)
+        moving = [buffer for buffer in buffers if buffer.tensor.is_floating_point()]
+        others = [buffer for buffer in buffers if not buffer.tensor.is_floating_point()]
+        self.kinds: list[_Rows | _Firsts] = [
+            *(_Rows(*alike, world, parts) for alike in _alike(parameters, moving)),
+            *(_Firsts(alike, world) for _, alike in _alike([], others)),
+        ]
+
+    def begin(self) -> None:
+        """Begin a part."""
+        for kind in self.kinds:
+            kind.begin(self.done)
+
+    def take(self, share: float) -> None:
+        """Take what a part left that holds this share of the step's samples."""
+        for kind in self.kinds:
+            kind.take(self.done, share)
+        self.done += 1
+
+    def reduce(self) -> None:
+        """Leave the sums in ``grad`` and in the buffers; ``grad`` stays ``None`` where no part of any rank had one."""
+        assert self.done == self.parts, f"{self.done} of {self.parts} parts are done"
+        self.done = 0
+        for kind in self.kinds:
+            kind.reduce()
+
+
+class _Buffer:
+    """Where a module keeps a buffer: it may put another tensor there at any time."""
+
+    def __init__(self, owner: dict[str, Tensor | None], name: str) -> None:
+        self.owner, self.name = owner, name
+
+    @property
+    def tensor(self) -> Tensor:
+        tensor = self.owner[self.name]
+        assert tensor is not None
+        return tensor.detach()
+
+    @classmethod
+    def all_of(cls, module: nn.Module) -> list["_Buffer"]:
+        """Return each buffer once, also one that several modules share."""
+        found = {
+            id(tensor): cls(each._buffers, name)
+            for each in module.modules()
+            for name, tensor in each._buffers.items()
+            if tensor is not None
+        }
+        return list(found.values())
+
+
+def _alike(parameters: Sequence[Tensor], buffers: Sequence[_Buffer]) -> Iterator[tuple[list[Tensor], list[_Buffer]]]:
+    """Yield those of one dtype on one device together, in the order in which the kinds come up."""
+
+    def kind(tensor: Tensor) -> tuple[torch.dtype, torch.device]:
+        return tensor.dtype, tensor.device
+
+    for one in dict.fromkeys([*map(kind, parameters), *(kind(buffer.tensor) for buffer in buffers)]):
+        yield [each for each in parameters if kind(each) == one], [each for each in buffers if kind(each.tensor) == one]
+
+
+def _starts(tensors: Sequence[Tensor]) -> list[int]:
+    """Return where each tensor starts in a flat one, and where the last one ends."""
+    return [0, *accumulate(-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT // tensor.itemsize for tensor in tensors)]
+
+
+def _views(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the room of each tensor in a flat one, in its shape."""
+    starts = _starts(tensors)
+    return [flat[at : at + tensor.numel()].view(tensor.shape) for at, tensor in zip(starts, tensors, strict=False)]
+
+
+class _Row:
+    """What a part leaves: gradients, then 1 for each parameter that has one, then how far buffers have moved.
+
+    Args:
+        flat: [size], of -0.0.
+        moves: numbers in the buffers, which lie as they do in a flat tensor of their own.
+    """
+
+    def __init__(self, flat: Tensor, parameters: Sequence[Tensor], moves: int) -> None:
+        tensors = [*parameters, flat.new_empty(len(parameters)), flat.new_empty(moves)]
+        self.flat, (*self.gradients, self.used, self.moves) = flat, _views(flat, tensors)
+
+
+class _Rows:
+    """Gradients and floating-point buffers of one dtype on one device."""
+
+    def __init__(self, parameters: list[Tensor], buffers: list[_Buffer], world: World, parts: int) -> None:
+        self.parameters, self.buffers, self.world, self.parts = parameters, buffers, world, parts
+        tensors = [buffer.tensor for buffer in buffers]
+        first, moves = [*parameters, *tensors][0], _starts(tensors)[-1]
+        size = _starts([*parameters, first.new_empty(len(parameters)), first.new_empty(moves)])[-1]
+        ranks, width = world.world_size, -(-size // world.world_size)  # of a slice
+        self.together = min(parts, max(1, _TOGETHER // (size * first.itemsize)))
+        numbers = [min(self.together, parts - at) for at in range(0, parts, self.together)]
+
+        def zeros(*shape: int) -> Tensor:
+            return first.new_full(shape, -0.0)
+
+        self.start, self.end = zeros(moves), zeros(moves)  # the buffers at the start of a step, at the end of a part
+        self.started, self.ended = _views(self.start, tensors), _views(self.end, tensors)
+        self.total = _Row(zeros(ranks * width), parameters, moves)
+        self.unused: set[int] = set()  # parameters that no part of this rank has a gradient of, in this step
+        if ranks > 1:
+            self.rows = zeros(self.together, ranks, width)
+            self.row = [_Row(row.view(-1), parameters, moves) for row in self.rows]
+            self.received = [zeros(ranks, number, width) for number in numbers]  # this rank's slice of every row
+            self.slice = zeros(width)  # their sum
+            self.sending: list[tuple[dist.Work, Tensor]] = []
+
+    def begin(self, number: int) -> None:
+        """Note the buffers before the first part of a step; put them back before any other."""
+        if self.buffers:
+            tensors = [buffer.tensor for buffer in self.buffers]
+            torch._foreach_copy_(*((self.started, tensors) if number == 0 else (tensors, self.started)))
+
+    def take(self, number: int, share: float) -> None:
+        """Fill a row, and send it once there are as many as go together; or add to the total, on a single rank."""
+        if self.world.world_size == 1:
+            self._fill(self.total, number, share, add=number > 0)
+            return
+        at = number % self.together
+        if at == 0:
+            self._wait()  # rows may still be read
+        self._fill(self.row[at], number, share, add=False)
+        if at == self.together - 1 or number == self.parts - 1:
+            rows = self.rows[: at + 1].transpose(0, 1).contiguous()  # slices by rank; a single row is not copied
+            work = dist.all_to_all_single(self.received[number // self.together], rows, async_op=True)
+            assert work is not None
+            self.sending.append((work, rows))
+
+    def _fill(self, row: _Row, number: int, share: float, add: bool) -> None:
+        """Put gradients and moves into a row, or add them to what is there."""
+        gradients = {at: each.grad for at, each in enumerate(self.parameters) if each.grad is not None}
+        unused = set(range(len(self.parameters))) - gradients.keys()
+        self.unused = unused if number == 0 else self.unused & unused
+        if not add:
+            row.used.fill_(1)
+            for at in unused:
+                row.gradients[at].fill_(-0.0)
+                row.used[at] = 0
+        if gradients:
+            put = torch._foreach_add_ if add else torch._foreach_copy_
+            put([row.gradients[at] for at in gradients], list(gradients.values()))
+        for parameter in self.parameters:
+            parameter.grad = None
+        if self.buffers:
+            torch._foreach_copy_(self.ended, [buffer.tensor for buffer in self.buffers])
+            # What has not moved stays as it is, also where it is infinite.
+            moves = torch.where(self.end == self.start, -0.0, (self.end - self.start) * share)
+            row.moves.add_(moves) if add else row.moves.copy_(moves)
+
+    def _wait(self) -> None:
+        for work, _ in self.sending:
+            work.wait()
+        self.sending = []
+
+    def reduce(self) -> None:
+        """Add the rows up, and put the sums in place."""
+        if self.world.world_size > 1:
+            self._wait()
+            self.slice.fill_(-0.0)
+            for rank in range(self.world.world_size):
+                for rows in self.received:
+                    for row in rows[rank]:
+                        self.slice.add_(row)
+            dist.all_gather_into_tensor(self.total.flat, self.slice)
+        if self.unused and self.world.world_size > 1:  # only then: on a GPU this waits
+            used = self.total.used.tolist()
+            self.unused = {at for at in self.unused if used[at] == 0}
+        for at, (parameter, gradient) in enumerate(zip(self.parameters, self.total.gradients, strict=True)):
+            parameter.grad = None if at in self.unused else gradient
+        if self.buffers:
+            self.start.add_(self.total.moves)
+            torch._foreach_copy_([buffer.tensor for buffer in self.buffers], self.started)
+
+
+class _Firsts:
+    """Buffers of one dtype on one device that have no mean, such as counts: a step leaves those of part 0."""
+
+    def __init__(self, buffers: list[_Buffer], world: World) -> None:
+        self.buffers, self.world = buffers, world
+        tensors = [buffer.tensor for buffer in buffers]
+        size = _starts(tensors)[-1]
+        self.start, self.first = tensors[0].new_zeros(size), tensors[0].new_zeros(size)
+        self.started, self.firsts = _views(self.start, tensors), _views(self.first, tensors)
+
+    def begin(self, number: int) -> None:
+        """Note them before the first part of a step; put them back before any other."""
+        tensors = [buffer.tensor for buffer in self.buffers]
+        torch._foreach_copy_(*((self.started, tensors) if number == 0 else (tensors, self.started)))
+
+    def take(self, number: int, share: float) -> None:
+        """Keep what this rank's first part left; on rank 0 it is part 0."""
+        if number == 0:
+            torch._foreach_copy_(self.firsts, [buffer.tensor for buffer in self.buffers])
+
+    def reduce(self) -> None:
+        """Put rank 0's in place."""
+        if self.world.world_size > 1:
+            dist.broadcast(self.first.view(torch.uint8), src=0)
+        torch._foreach_copy_([buffer.tensor for buffer in self.buffers], self.firsts)

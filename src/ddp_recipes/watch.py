@@ -1,0 +1,98 @@
+"""Losses and weights that are no numbers end a run: all ranks at one step, before anything of it is saved."""
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from ddp_recipes.errors import RunFailed
+from ddp_recipes.world import World
+
+
+class Watch:
+    """Looks where it costs nothing: at the loss that is logged, summed over ranks anyway, and at weights before a save.
+
+    A step that 16-mixed skips because gradients overflowed is not seen here: neither loss nor weights show it.
+
+    Args:
+        total: sums rows over ranks, [rows, ...] to [...]; a collective.
+    """
+
+    def __init__(self, world: World, total: Callable[[Tensor], Tensor], device: torch.device) -> None:
+        self.world = world
+        self.total = total
+        self.device = device
+        self._losses: deque[tuple[int, Sequence[Tensor]]] = deque(maxlen=1000)  # of this rank, unread
+
+    def saw(self, step: int, losses: Sequence[Tensor]) -> None:
+        """Remember a step's losses on this rank, in case one has to say where it began."""
+        self._losses.append((step, losses))
+
+    def check_loss(self, step: int, loss: float, saved: int) -> None:
+        """End the run if the loss over all ranks is no number.
+
+        Args:
+            saved: the step of the last checkpoint, or -1.
+
+        Raises:
+            RunFailed: names the step, and the ranks and the step where it began.
+        """
+        if math.isfinite(loss):
+            self._losses.clear()
+        else:
+            self._end(f"At step {step} the loss is {loss}", saved, [1] * self.world.world_size)
+
+    def end_for_weights(self, step: int, bad: Mapping[str, bool], saved: int) -> NoReturn:
+        """End the run because some rank has weights that are no numbers.
+
+        Args:
+            bad: what :func:`not_finite` says of this rank's.
+
+        Raises:
+            RunFailed: names some of the weights, and the ranks and the step where it began.
+        """
+        counts = self.total(torch.tensor([list(map(int, bad.values()))], device=self.device)).tolist()
+        names = [name for name, count in zip(bad, counts, strict=True) if count]
+        listed = f"{', '.join(names[:3])}{', …' if len(names) > 3 else ''}"
+        by_rank = self._of_ranks(sum(bad.values()))
+        self._end(f"After step {step} the model's weights ({listed}) are no numbers", saved, by_rank)
+
+    def _end(self, what: str, saved: int, by_rank: list[int]) -> NoReturn:
+        """Find out together where it began, and raise the same on all ranks."""
+        mine = next((at for at, losses in self._losses if not all(loss.isfinite() for loss in losses)), 0)
+        first = self._of_ranks(mine)
+        began = min((step for step in first if step), default=0)
+        ranks = [rank for rank, step in enumerate(first) if step == began] if began else []
+        culprits = ranks or [rank for rank, bad in enumerate(by_rank) if bad]
+        where = f" on rank {', '.join(map(str, culprits))}" if self.world.world_size > 1 else ""
+        since = f"; the first loss that is no number was{where} at step {began}" if began else where
+        kept = f"the last checkpoint, of step {saved}, is good" if saved > 0 else "there is no earlier one"
+        raise RunFailed(
+            f"{what}{since}. Nothing of it was saved; {kept}. Try a lower optimizer.lr or trainer.gradient_clip_val; "
+            f"trainer.detect_anomaly=true finds the operation.",
+            rank=culprits[0],
+        )
+
+    def _of_ranks(self, value: int) -> list[int]:
+        """Return every rank's value, in rank order. A collective."""
+        values = torch.zeros(1, self.world.world_size, dtype=torch.int64, device=self.device)
+        values[0, self.world.rank] = value
+        of_ranks: list[int] = self.total(values).tolist()
+        return of_ranks
+
+
+def not_finite(task: nn.Module) -> dict[str, bool]:
+    """Return for each of the weights whether it is no number.
+
+    A parameter must be finite. A buffer must not be NaN; infinities are what attention masks are made of.
+    """
+    tensors = dict(task.named_parameters()) | dict(task.named_buffers())
+    bad = [
+        ~tensor.isfinite().all() if isinstance(tensor, nn.Parameter) else tensor.isnan().any()
+        for tensor in tensors.values()
+    ]
+    flags = torch.stack([one.to(bad[0].device) for one in bad]).tolist() if bad else []  # one wait for the device
+    return {name.removeprefix("model."): flag for name, flag in zip(tensors, flags, strict=True)}
