@@ -1,5 +1,6 @@
 """What all tests share: quick recipes on forked ranks, tiny data, and a watch over what a test leaves."""
 
+import fcntl
 import os
 import pickle
 import struct
@@ -77,6 +78,21 @@ def leaves_nothing_behind() -> Iterator[None]:
     assert not names, f"the test left processes: {names}"
     assert after == environ, "the test changed os.environ"
     assert folder_after == folder, "the test changed the current folder"
+
+
+@pytest.fixture(autouse=True)
+def nothing_beside(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Run a test that is marked ``alone`` while no other one runs: what is shared or exclusive is a lock on a file.
+
+    Everyone passes a gate first, where one who wants to be alone keeps those behind from overtaking.
+    """
+    folder = tmp_path_factory.getbasetemp().parent
+    alone = request.node.get_closest_marker("alone") is not None
+    with (folder / "gate.lock").open("w") as gate, (folder / "room.lock").open("w") as room:
+        fcntl.flock(gate, fcntl.LOCK_EX)
+        fcntl.flock(room, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        fcntl.flock(gate, fcntl.LOCK_UN)
+        yield
 
 
 # --- ways to run -----------------------------------------------------------------------------------------------------

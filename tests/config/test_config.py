@@ -270,6 +270,8 @@ DEFAULTS: dict[str, Any] = {
     "plan": False,
     "check": None,
     "model.num_devices": 1,
+    "model.split": None,
+    "model.micro_batches": 1,
     "data.root": "data",
     "data.in_features": 64,
     "data.out_features": 10,

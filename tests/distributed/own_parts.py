@@ -1,8 +1,11 @@
 """What a user might bring: models, a data set and a callback, found by their dotted names."""
 
 import json
+import os
+import signal
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +15,11 @@ from torch.utils.data import Dataset
 from ddp_recipes import Callback
 from ddp_recipes.datasets import random_regression
 from ddp_recipes.models import Toy
+
+
+def rank() -> int:
+    """Return the rank of this process."""
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 class Dropout(nn.Sequential):
@@ -30,6 +38,14 @@ class Norm(nn.Sequential):
         super().__init__(hidden, nn.BatchNorm1d(hidden_features), nn.ReLU(), nn.Linear(hidden_features, out_features))
 
 
+class Tied(nn.Sequential):
+    """Two layers of one weight."""
+
+    def __init__(self, in_features: int, hidden_features: int, out_features: int) -> None:
+        super().__init__(nn.Linear(in_features, in_features), nn.ReLU(), nn.Linear(in_features, in_features))
+        self[2].weight = self[0].weight
+
+
 class Spare(Toy):
     """Has a layer that it does not use."""
 
@@ -38,12 +54,56 @@ class Spare(Toy):
         self.spare = nn.Linear(2, 2)
 
 
+class Poisoned(Toy):
+    """Its output is no number on one rank in the training batch of one step, counted from the start of the process."""
+
+    def __init__(self, rank: int, step: int, value: float, **sizes: int) -> None:
+        super().__init__(**sizes)
+        self.rank, self.step, self.value, self.batches = rank, step, value, 0
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.batches += self.training
+        bad = self.training and self.batches == self.step and self.rank == rank()
+        return super().forward(input) * (self.value if bad else 1)
+
+
+class Buffered(Toy):
+    """Has a mask of infinities, as attention does, and a count that is no number on one rank from batch 3 on."""
+
+    def __init__(self, rank: int, **sizes: int) -> None:
+        super().__init__(**sizes)
+        self.rank, self.batches = rank, 0
+        self.register_buffer("mask", torch.full((2, 2), float("-inf")).triu(1))
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.batches += self.training
+        if self.batches >= 3 and self.rank == rank():
+            self.count.fill_(float("nan"))
+        return super().forward(input)
+
+
+class Loud(Toy):
+    """Its gradients overflow in 16 bits until the loss is scaled less."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * 4
+
+
 class Rooted(Toy):
     """Its gradient is 0 times infinity, which is no number."""
 
     def forward(self, input: Tensor) -> Tensor:
         output = super().forward(input)
         return output + (0 * output).sqrt()
+
+
+class Weighted(nn.MSELoss):
+    """A loss with a buffer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.ones(()))
 
 
 class OneByOne(Dataset[tuple[Tensor, Tensor]]):
@@ -58,6 +118,80 @@ class OneByOne(Dataset[tuple[Tensor, Tensor]]):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         inputs, targets = self.samples[index]
         return inputs + 0.1 * torch.randn_like(inputs), targets
+
+
+class Signalled(Callback):
+    """Sends its own process signals on one rank at a step.
+
+    Args:
+        where: ``step``, ``validation`` (in it), ``validated``, ``saving`` (while the state is gathered) or ``saved``.
+        name: of the signal.
+        times: how many of them.
+    """
+
+    def __init__(self, where: str, step: int, rank: int, name: str = "SIGKILL", times: int = 1) -> None:
+        self.where, self.step, self.rank, self.now = where, step, rank, 0
+        self.number, self.times = signal.Signals[name], times
+
+    def on_start(self, directory: Path | None, task: nn.Module) -> None:
+        def forward(module: nn.Module, inputs: object) -> None:
+            if not module.training:
+                self.come("validation")
+
+        task.model.register_forward_pre_hook(forward)
+
+    def on_step(self, step: int) -> None:
+        self.now = step
+        self.come("step")
+
+    def on_validation(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.come("validated")
+
+    def on_save(self, step: int) -> None:
+        self.come("saved")
+
+    def state(self) -> dict[str, Any]:
+        self.come("saving")
+        return {}
+
+    def come(self, where: str) -> None:
+        if (where, self.now, rank()) == (self.where, self.step, self.rank):
+            while self.times:
+                self.times -= 1
+                os.kill(os.getpid(), self.number)
+
+
+class Broken(Callback):
+    """Puts a file where the folder of checkpoints is, after a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.folder: Path | None = None
+
+    def on_start(self, directory: Path | None, task: nn.Module) -> None:
+        self.folder = directory / "checkpoints" if directory is not None else None
+
+    def on_step(self, step: int) -> None:
+        if step == self.step and self.folder is not None:
+            if self.folder.exists():
+                self.folder.rename(self.folder.with_name("good"))
+            self.folder.touch()
+
+
+class KilledCosine(torch.optim.lr_scheduler.CosineAnnealingLR):
+    """Kills its own process on one rank when it is about to go to a step."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, T_max: int, kill_at: int | None, rank: int) -> None:
+        self.kill_at, self.rank = kill_at, rank
+        super().__init__(optimizer, T_max)
+
+    def step(self, epoch: int | None = None) -> None:
+        if self.last_epoch + 1 == self.kill_at and self.rank == rank():
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: value for name, value in super().state_dict().items() if name not in ("kill_at", "rank")}
 
 
 class Notes(Callback):
@@ -79,14 +213,13 @@ class Notes(Callback):
         self.saves.append(step)
 
     def on_end(self) -> None:
-        rank = dist.get_rank() if dist.is_initialized() else 0
         notes = {
             "steps": self.steps,
             "validations": self.validations,
             "saves": self.saves,
             "deterministic": torch.are_deterministic_algorithms_enabled(),
         }
-        (self.folder / f"rank_{rank}.json").write_text(json.dumps(notes))
+        (self.folder / f"rank_{rank()}.json").write_text(json.dumps(notes))
 
 
 class Lit(Toy):

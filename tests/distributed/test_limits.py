@@ -40,8 +40,8 @@ def test_steps_of_a_run(overrides: list[str], steps: int, run: Run, notes: Notes
 
 
 def test_time_stops_all_ranks_at_one_step(run: Run, notes: Notes, noting: str) -> None:
-    overrides = ["trainer.max_epochs=-1", "trainer.max_time=0.5", "data.num_samples=100000", "data.batch_size=1"]
-    summary = run(noting, *overrides, world_size=2)
+    overrides = ["trainer.max_epochs=-1", "trainer.max_time=0.5", "data.num_samples=100000"]
+    summary = run(noting, *overrides, "data.batch_size=1", "optimizer.lr=1e-4", world_size=2)
     first, second = (note["steps"] for note in notes())
     assert first == second
     assert len(first) == summary["global_step"] > 10

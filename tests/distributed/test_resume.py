@@ -1,14 +1,22 @@
 """Going on from a checkpoint is as if the run had never stopped: the same bits."""
 
+import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import Store
 
-from ddp_recipes.checkpoint import load
+from ddp_recipes import rank
+from ddp_recipes.checkpoint import load, newest_first
+from ddp_recipes.control import Control
 from ddp_recipes.errors import RequestError
 from ddp_recipes.run_directory import Summary
+from ddp_recipes.testing import make_job, on_ranks
+from ddp_recipes.world import World
+from tests.conftest import QUICK
 
 Run = Callable[..., Summary]
 
@@ -50,8 +58,10 @@ def stops(checkpoints: Path) -> Iterator[Path]:
     yield next(path for path in files if cursors[path]["batch"] == 0)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("name", TRAINING)
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    [*((name, size) for name in TRAINING for size in (1, 2)), ("all together", 3), ("batch norm", 3)],
+)
 def test_a_resumed_run_ends_with_the_same_bits(name: str, world_size: int, run: Run) -> None:
     whole = run(*SAVING, *TRAINING[name], world_size=world_size)
     for path in stops(Path(whole["run_directory"]) / "checkpoints"):
@@ -117,13 +127,127 @@ def test_what_does_not_go_on_is_refused_and_nothing_is_written(run: Run, tmp_pat
     assert run(f"ckpt_path={path}", "data.global_batch_size=16")["global_step"] == 8
 
 
-def test_a_damaged_checkpoint_is_refused(run: Run, tmp_path: Path) -> None:
+def test_a_damaged_file_that_was_named_is_refused(run: Run, tmp_path: Path) -> None:
     path = Path(run()["last_checkpoint"])
-    content = bytearray(path.read_bytes())
     copy = tmp_path / "copy.pt"
-    copy.write_bytes(content[: len(content) // 2])
-    with pytest.raises(RequestError, match=r"copy\.pt cannot be read as a checkpoint"):
+    shutil.copy(path, copy)
+    damage(copy)
+    with pytest.raises(RequestError, match=r"copy\.pt is damaged or no checkpoint"):
         run(f"ckpt_path={copy}")
+
+
+def damage(path: Path) -> None:
+    """Flip a bit in the midst of the first tensor, where it is, so that other names of the file are of the same."""
+    weights = next(iter(load(path)["model"].values())).numpy().tobytes()
+    place = path.read_bytes().index(weights)
+    with path.open("r+b") as file:
+        file.seek(place)
+        file.write(bytes([weights[0] ^ 1]))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_damaged_newest_one_is_passed_over_loudly_and_does_not_come_back(
+    world_size: int, run: Run, tmp_path: Path
+) -> None:
+    overrides = ["data.num_samples=61", "data.global_batch_size=8", "checkpoint.every_n_steps=3"]
+    whole = run(*overrides, world_size=world_size)
+    folder, checkpoints = tmp_path / "hurt", tmp_path / "hurt" / "checkpoints"
+    run(*overrides, "trainer.max_steps=9", directory=folder, world_size=world_size)
+    bad = checkpoints / "step_00000009.pt"
+    damage(bad)
+    measured = run("mode=validate", f"ckpt_path={folder}", world_size=world_size)
+    words = (
+        f"{bad} is damaged: its content does not match its digest. {checkpoints / 'step_00000006.pt'} is used instead."
+    )
+    for directory, level in ((folder, 0), (Path(measured["run_directory"]), 1)):
+        assert (directory / "train.log").read_text().count(words) == level
+    for name in ("last", "auto"):
+        copy = tmp_path / name
+        shutil.copytree(folder, copy, copy_function=os.link)
+        resumed = run(*overrides, f"ckpt_path={name}", directory=copy, world_size=world_size)
+        assert resumed["weights_sha256"] == whole["weights_sha256"]
+        assert words.replace(str(folder), str(copy)) in (copy / "train.log").read_text()
+    resumed = run(*overrides, "trainer.max_steps=8", "ckpt_path=auto", directory=folder, world_size=world_size)
+    assert resumed["global_step"] == 8
+    assert load(Path(resumed["last_checkpoint"]))["cursor"]["step"] == 8
+    assert (checkpoints / "step_00000009.pt.aside").exists()
+    assert newest_first(checkpoints)[0].name == "step_00000008.pt"
+    again = run(*overrides, "ckpt_path=auto", directory=folder, world_size=world_size)
+    assert again["weights_sha256"] == whole["weights_sha256"]
+
+
+def test_when_all_are_damaged_the_run_is_refused_and_nothing_is_changed(run: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "hurt"
+    run("checkpoint.every_n_steps=3", directory=folder)
+    for path in newest_first(folder / "checkpoints"):
+        damage(path)
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    with pytest.raises(RequestError, match=r"Every checkpoint in .* is damaged") as refusal:
+        run("checkpoint.every_n_steps=3", "ckpt_path=auto", directory=folder, world_size=2)
+    assert [path.name in str(refusal.value) for path in newest_first(folder / "checkpoints")] == [True] * 2
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+
+
+def test_going_back_to_an_earlier_one_leaves_the_later_ones_aside(run: Run, tmp_path: Path) -> None:
+    overrides = ["data.global_batch_size=8", "checkpoint.every_n_steps=4", "checkpoint.save_top_k=-1"]
+    whole = run(*overrides, directory=tmp_path)
+    back = tmp_path / "checkpoints" / "step_00000008.pt"
+    run(*overrides, f"ckpt_path={back}", "trainer.max_steps=9", directory=tmp_path)
+    names = [path.name for path in newest_first(tmp_path / "checkpoints")]
+    assert names == [f"step_{step:08d}.pt" for step in (9, 8, 4)]
+    assert len(list((tmp_path / "checkpoints").glob("*.aside"))) == 2
+    assert run(*overrides, "ckpt_path=auto", directory=tmp_path)["weights_sha256"] == whole["weights_sha256"]
+
+
+def test_ranks_that_would_go_on_from_different_checkpoints_are_refused(tmp_path: Path, run: Run) -> None:
+    path = Path(run("trainer.max_epochs=1", "data.global_batch_size=8")["last_checkpoint"])
+
+    def prepare(world: World, store: Store | None) -> str:
+        (tmp_path / str(world.rank)).mkdir()
+        if world.rank == 0:  # as on nodes that share no disk
+            shutil.copytree(path.parent, tmp_path / "0" / "checkpoints")
+        job = make_job([*QUICK, "ckpt_path=auto", "data.global_batch_size=8"], tmp_path / str(world.rank))
+        with pytest.raises(RequestError) as refusal:
+            rank.prepare(job, world, Control(world, store, 20))
+        return str(refusal.value)
+
+    said = on_ranks(prepare, 2)
+    assert said[0] == said[1]
+    assert "checkpoint: step 8, " in said[0]
+    assert "on rank 0, none on rank 1" in said[0]
+    assert "one run directory" in said[0]
+
+
+# --- resume.strict ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("batch", "at", "again", "seen"),
+    [(4, 10, 0, 61), (6, 6, 4, 65), (16, 2, 8, 69), (61, 0, 40, 101)],
+)
+def test_another_global_batch_goes_on_when_it_is_asked_for(
+    batch: int, at: int, again: int, seen: int, run: Run, tmp_path: Path
+) -> None:
+    """From step 5 of 8 samples: no sample of the epoch is left out, and as few as can be are seen twice."""
+    overrides = ["data.num_samples=61", "trainer.max_epochs=1"]
+    path = run(*overrides, "data.global_batch_size=8", "trainer.max_steps=5")["last_checkpoint"]
+    other = [*overrides, f"data.global_batch_size={batch}", f"ckpt_path={path}"]
+    with pytest.raises(RequestError, match=r"resume\.strict=false"):
+        run(*other)
+    for world_size in (1, 2):
+        summary = run(*other, "resume.strict=false", world_size=world_size)
+        assert summary["samples_seen"] == seen
+        assert summary["global_step"] == 5 + -(-61 // batch) - at
+        log = (Path(summary["run_directory"]) / "train.log").read_text()
+        assert f"goes on at batch {at} of {batch} samples: {again} are seen twice, none is left out" in log
+
+
+def test_fewer_batches_an_epoch_than_are_done_are_refused(run: Run) -> None:
+    path = run("data.global_batch_size=8", "trainer.max_steps=5")["last_checkpoint"]
+    shorter = ["data.global_batch_size=8", "trainer.limit_train_batches=3", f"ckpt_path={path}"]
+    with pytest.raises(RequestError, match="from after batch 5 of an epoch, this run has 3 batches an epoch"):
+        run(*shorter)
+    assert run(*shorter, "trainer.max_epochs=1", "resume.strict=false")["global_step"] == 6
 
 
 def test_checkpoints_hold_plain_data(run: Run) -> None:

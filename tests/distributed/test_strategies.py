@@ -1,5 +1,6 @@
 """What is set for a strategy, a precision or torch itself takes effect, and runs."""
 
+import json
 import math
 import shutil
 from collections.abc import Callable
@@ -98,9 +99,12 @@ def test_parameters_without_gradient_need_their_option(run: Run, tmp_path: Path)
     assert run(spare)["status"] == "finished"
     assert run(spare, "strategy.find_unused_parameters=true", world_size=2)["status"] == "finished"
     folder = tmp_path / "failed"
-    with pytest.raises((RuntimeError, RunFailed)):
+    with pytest.raises(RunFailed):
         run(spare, world_size=2, directory=folder)
-    assert "find_unused_parameters=True" in (folder / "ranks" / "rank_0.txt").read_text()
+    told = (folder / "ranks" / "rank_0.txt").read_text().splitlines()[-1]
+    assert told.startswith("The loss does not depend on these parameters: spare.weight, spare.bias. Take them out")
+    assert "strategy.find_unused_parameters=true" in told
+    assert json.loads((folder / "summary.json").read_text())["error"].endswith(told)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +114,6 @@ def test_parameters_without_gradient_need_their_option(run: Run, tmp_path: Path)
         (["strategy.sync_batchnorm=true"], 2, "strategy.sync_batchnorm=true works on GPUs only"),
         (["+strategy.bucket_cap=3"], 2, "Did you mean 'bucket_cap_mb'?"),
         (["strategy=dp", "model=toy_mp"], 1, "strategy=dp copies the model to every GPU"),
-        (["model.num_devices=2"], 2, "takes no `devices` and so cannot be spread"),
         (["model._target_=own_parts.Nowhere"], 2, "model._target_=own_parts.Nowhere cannot be found"),
         (["+model.depth=3"], 2, "depth"),
         (["data.global_batch_size=1"], 2, "data.global_batch_size=1 is less than one sample for each of 2 replicas"),
@@ -167,7 +170,8 @@ def test_determinism_is_switched_on(run: Run, notes: Callable[[], list[dict[str,
 @pytest.mark.filterwarnings("ignore:Error detected in MulBackward0")  # torch's hint on where it ran forward
 def test_anomaly_detection_names_the_operation(run: Run) -> None:
     rooted = "model._target_=own_parts.Rooted"
-    assert run(rooted)["status"] == "finished"
+    with pytest.raises(RunFailed, match=r"the model's weights .* are no numbers"):
+        run(rooted)
     with pytest.raises(RuntimeError, match=r"Function 'MulBackward0' returned nan"):
         run(rooted, "trainer.detect_anomaly=true")
 

@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -23,6 +24,15 @@ class Slow(Toy):
 
     def forward(self, x: Tensor) -> Tensor:
         time.sleep(self.sleep_s)
+        return super().forward(x)
+
+
+class Stuck(Toy):
+    """Takes a minute for a batch, and says when it has begun with it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        Path(f"begun_{RANK}").touch()
+        time.sleep(60)
         return super().forward(x)
 
 
@@ -59,6 +69,14 @@ class Unbuildable(Toy):
         super().__init__(**sizes)
         if rank == RANK:
             raise ValueError("the cat sat on the blueprint")
+
+
+class Huge(Toy):
+    """Takes a minute to be made."""
+
+    def __init__(self, **sizes: Any) -> None:
+        super().__init__(**sizes)
+        time.sleep(60)
 
 
 class Secretive(Toy):

@@ -57,7 +57,17 @@ class Run:
 
     def pids(self) -> dict[int, str | None]:
         """Return the living processes of the run, with the rank of each that has one."""
-        return {pid: environ.get("RANK") for pid, environ in _environments() if environ.get(_MARK) == self.mark}
+        return {
+            pid: name.removeprefix("rank ") if name.startswith("rank ") else environ.get("RANK")
+            for pid, name, environ in _processes()
+            if environ.get(_MARK) == self.mark
+        }
+
+    @property
+    def fork_server(self) -> int:
+        """The process that the ranks were forked from."""
+        (pid,) = (pid for pid, rank in self.pids().items() if rank is None and pid != self.process.pid)
+        return pid
 
     def rank(self, number: int) -> int:
         """Return the process of a rank."""
@@ -81,7 +91,8 @@ def started(
         terminal: what the run is started on, in place of files that take its output.
     """
 
-    def take_terminal() -> None:
+    def as_from_a_shell() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # tests may run in the background of a shell, which ignores it
         if terminal is not None:
             fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)  # what is typed there reaches the run as from a shell
 
@@ -96,7 +107,7 @@ def started(
             stderr=err if terminal is None else terminal,
             env={**inherited, "CUDA_VISIBLE_DEVICES": "", **(environ or {}), _MARK: mark},
             start_new_session=True,
-            preexec_fn=take_terminal,
+            preexec_fn=as_from_a_shell,
         )
     run = Run(process, folder, mark)
     try:
@@ -145,12 +156,13 @@ def summary(directory: Path) -> dict[str, Any]:
     return values
 
 
-def _environments() -> Iterator[tuple[int, dict[str, str]]]:
-    """Yield the processes that may be looked at; one that has ended shows no environment."""
+def _processes() -> Iterator[tuple[int, str, dict[str, str]]]:
+    """Yield id, name and environment of the processes that may be looked at; one that has ended has none."""
     for path in Path("/proc").iterdir():
         if path.name.isdigit():
             try:
                 text = (path / "environ").read_bytes().decode(errors="replace")
+                name = (path / "comm").read_text().strip()
             except OSError:
                 continue
-            yield int(path.name), dict(pair.split("=", 1) for pair in text.split("\0") if "=" in pair)
+            yield int(path.name), name, dict(pair.split("=", 1) for pair in text.split("\0") if "=" in pair)

@@ -1,5 +1,7 @@
 """A wrong request ends with status 2 and one message: what was given, what is allowed, what to do."""
 
+import os
+import pickle
 import shutil
 from pathlib import Path
 
@@ -42,6 +44,7 @@ REFUSED_BEFORE_ANY_RANK: dict[str, tuple[list[str], list[str]]] = {
     "two processes for single": (["strategy=single", TWO], ["nproc_per_node=2", "one process", "strategy=ddp"]),
     "several nodes for the local launcher": (["launcher.nnodes=2"], ["launcher.nnodes=2", "torchrun"]),
     "launcher=env without a rank": (["launcher=env"], ["launcher=env", "RANK", "torchrun"]),
+    "export of nothing": (["mode=export"], ["mode=export needs ckpt_path", "a run directory or a checkpoint file"]),
     "no config folder": (["--config-dir", "nowhere"], ["--config-dir nowhere", "no folder"]),
     "csv without a path": (["data=csv", "data.inputs=[a]", "data.target=y", "data.out_features=2"], ["data.path"]),
 }
@@ -75,7 +78,7 @@ REFUSED_BY_A_RANK: dict[str, tuple[list[str], list[str]]] = {
     "metric that is not measured": (["checkpoint.monitor=val/acc"], ["val/acc", "Did you mean 'val/accuracy'?"]),
     "no last checkpoint": (["ckpt_path=last"], ["ckpt_path=last", "has no checkpoint"]),
     "no such checkpoint": (["ckpt_path=no.pt"], ["ckpt_path=no.pt", "last, best, auto"]),
-    "model that cannot be spread": (["model.num_devices=2"], ["num_devices=2", "toy_mp"]),
+    "model that cannot be split": (["model=linear", "model.num_devices=2"], ["num_devices=2", "into 1 stage(s)"]),
     "test without a test set": (["mode=test"], ["mode=test", "data.test"]),
 }
 
@@ -179,7 +182,14 @@ def test_the_checkpoint_of_another_model_is_refused_with_the_shapes_that_differ(
     )
 
 
-@pytest.mark.parametrize("damage", ["one bit", "cut in half", "empty", "another"])
+class Hostile:
+    """Runs a command when it is unpickled."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.system, ("touch proof",)
+
+
+@pytest.mark.parametrize("damage", ["one bit", "cut in half", "empty", "another", "hostile"])
 def test_a_damaged_checkpoint_is_refused(damage: str, here: Path, first_run: Path) -> None:
     content = (first_run / "checkpoints" / "last.pt").read_bytes()
     state = torch.load(first_run / "checkpoints" / "last.pt", weights_only=True)
@@ -192,11 +202,23 @@ def test_a_damaged_checkpoint_is_refused(damage: str, here: Path, first_run: Pat
         "cut in half": content[: len(content) // 2],
         "empty": b"",
         "another": b"hi",
+        "hostile": pickle.dumps(Hostile()),
     }
     (here / "damaged.pt").write_bytes(damaged[damage])
     refused_here(
         here, *SHORT, "ckpt_path=damaged.pt", parts=["damaged.pt", "is damaged", "No complete checkpoint is in"]
     )
+
+
+def test_the_directory_of_a_sweep_is_refused_with_its_runs(here: Path, first_run: Path) -> None:
+    shutil.copytree(first_run, here / "sweep" / "0")
+    (here / "sweep" / "1").mkdir()
+    refused_here(here, *SHORT, "ckpt_path=sweep", parts=["ckpt_path=sweep holds several runs", "them: sweep/0."])
+
+
+def test_an_empty_folder_is_refused_as_a_checkpoint(here: Path) -> None:
+    (here / "empty").mkdir()
+    refused_here(here, *SHORT, "ckpt_path=empty", parts=["ckpt_path=empty is a folder without a checkpoint"])
 
 
 @pytest.mark.spawn

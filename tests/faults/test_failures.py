@@ -75,9 +75,11 @@ def test_a_rank_that_dies_without_a_word_is_named_with_how_it_died(
     assert words in said["error"]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_is_killed_in_training_leaves_its_checkpoints_and_no_process(rank: int, folder: Path) -> None:
-    with started(folder, *ENDLESS, TWO) as run:
+@pytest.mark.parametrize(("rank", "method"), [(0, "forkserver"), (1, "forkserver"), (1, "spawn")])
+def test_a_rank_that_is_killed_in_training_leaves_its_checkpoints_and_no_process(
+    rank: int, method: str, folder: Path
+) -> None:
+    with started(folder, *ENDLESS, TWO, f"launcher.start_method={method}") as run:
         until_saved(run, folder / "run")
         pid = run.rank(rank)
         kill(pid, SIGKILL)
@@ -92,6 +94,7 @@ def test_a_rank_that_is_killed_in_training_leaves_its_checkpoints_and_no_process
     assert summary(folder / "run")["status"] == "finished"
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_stopped_rank_is_named_once_the_collective_timeout_is_over(rank: int, folder: Path) -> None:
     with started(folder, *ENDLESS, TWO, "launcher.timeout_s=3") as run:
@@ -106,13 +109,33 @@ def test_a_stopped_rank_is_named_once_the_collective_timeout_is_over(rank: int, 
         assert "loop.py" in (folder / "run" / "ranks" / f"rank_{number}.txt").read_text()
 
 
+def test_no_rank_outlives_the_process_it_was_forked_from(folder: Path) -> None:
+    with started(folder, *ENDLESS, TWO) as run:
+        until_saved(run, folder / "run")
+        kill(run.fork_server, SIGKILL)
+        ended = run.end(GONE_S)
+    assert ended.status == 1
+    assert "was killed by SIGKILL" in ended.err
+    assert summary(folder / "run")["status"] == "failed"
+
+
+def test_a_stopped_fork_server_delays_no_end(folder: Path) -> None:
+    with started(folder, *ENDLESS, TWO) as run:
+        until_saved(run, folder / "run")
+        kill(run.fork_server, SIGSTOP)
+        kill(run.rank(1), SIGKILL)
+        ended = run.end(GONE_S)
+    assert ended.status == 1
+    assert "Rank" in ended.err
+
+
 @pytest.mark.parametrize("stopped", [False, True], ids=["running", "with a stopped rank"])
 def test_no_rank_outlives_its_launcher(stopped: bool, folder: Path) -> None:
     with started(folder, *ENDLESS, TWO) as run:
         until_saved(run, folder / "run")
         if stopped:
             kill(run.rank(1), SIGSTOP)
-        assert len(run.pids()) == 3
+        assert len(run.pids()) == 4
         run.signal(SIGKILL)
         run.process.wait(GONE_S)
         run.see_all_gone()

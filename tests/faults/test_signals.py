@@ -79,11 +79,21 @@ def test_one_signal_to_the_launcher_saves_and_ends(number: Signals, folder: Path
     stopped_at(folder / "run")
 
 
+def test_a_signal_to_every_process_at_once_saves_and_ends(folder: Path) -> None:
+    with started(folder, *DISTURBED, ranks(2)) as run:
+        until_saved(run, folder / "run")
+        for pid in run.pids():  # as a service manager does, or a cluster that ends a job
+            kill(pid, SIGTERM)
+        ended = run.end(GONE_S)
+    assert ended.status == 75
+    stopped_at(folder / "run")
+
+
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_second_ctrl_c_ends_at_once(processes: int, folder: Path) -> None:
-    overrides = [*DISTURBED, "model.sleep_s=60", "checkpoint.every_n_steps=1"]
+    overrides = [*RUN, "model._target_=own_models.Stuck", "checkpoint.every_n_steps=1"]
     with started(folder, *overrides, ranks(processes)) as run:
-        until((folder / "run" / "config.yaml").exists, START_S, "not begun")  # the first step takes a minute
+        until(lambda: len(list(folder.glob("begun_*"))) == processes, START_S, "no first step")
         run.signal(SIGINT)
         until(lambda: not pending(run.process.pid, SIGINT), GONE_S, "the first one is not taken")
         assert run.process.poll() is None
@@ -113,7 +123,7 @@ def test_ctrl_c_with_a_stopped_rank_ends_all_the_same(folder: Path) -> None:
 
 @pytest.mark.parametrize("number", [SIGINT, SIGTERM])
 def test_a_signal_before_training_leaves_nothing(number: Signals, folder: Path) -> None:
-    with started(folder, *DISTURBED, ranks(2)) as run:
+    with started(folder, *RUN, "model._target_=own_models.Huge", ranks(2)) as run:
         until(lambda: "1" in run.pids().values(), START_S, "no rank")
         run.signal(number)
         ended = run.end(GONE_S)

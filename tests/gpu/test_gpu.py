@@ -81,9 +81,21 @@ def test_nccl_ddp_over_all_gpus_by_command(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "summary.json").exists()
 
 
+TWO = ["model.num_devices=2", "model.split=[net2]"]
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_a_replica_over_two_gpus_equals_one_on_one_gpu(tmp_path: Path) -> None:
-    split = rank.run(job(tmp_path / "split", "model=toy_mp"), World(), None)
+@pytest.mark.parametrize("model", [["model=toy_mp"], ["model=toy", *TWO], ["model=toy", *TWO, "model.micro_batches=3"]])
+def test_a_replica_over_two_gpus_equals_one_on_one_gpu(tmp_path: Path, model: list[str]) -> None:
+    split = rank.run(job(tmp_path / "split", *model), World(), None)
     whole = rank.run(job(tmp_path / "whole", "model=toy"), World(), None)
     assert split["devices_per_replica"] == 2
     assert split["metrics"]["val/loss"] == pytest.approx(whole["metrics"]["val/loss"], rel=1e-5)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_an_even_split_of_a_resnet_trains_on_two_gpus(tmp_path: Path) -> None:
+    images = ["data=fake_images", "data.num_samples=32", "data.val_samples=8", "data.image_size=32", "model=resnet18"]
+    split = rank.run(job(tmp_path, *images, "model.num_devices=2", "model.micro_batches=2"), World(), None)
+    assert split["status"] == "finished"
+    assert len(split["split"]) == 1

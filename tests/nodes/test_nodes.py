@@ -169,6 +169,7 @@ def test_a_sweep_over_two_nodes_makes_one_directory_a_job(nodes: Nodes, tmp_path
     assert {path.name for path in (tmp_path / "sweep").iterdir()} == {"0", "1", "multirun.yaml", "sweep.csv"}
 
 
+@pytest.mark.alone
 def test_both_sides_of_a_cut_link_end_soon_after_the_timeout(nodes: Nodes, tmp_path: Path) -> None:
     for node in (1, 2):
         nodes.torchrun(node, *ENDLESS, "hydra.run.dir=run")

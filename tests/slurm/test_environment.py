@@ -33,6 +33,7 @@ def launcher(nproc_per_node: int | None = None, nnodes: int = 1) -> LauncherSett
         nproc_per_node=nproc_per_node or "auto",
         nnodes=nnodes,
         max_restarts=0,
+        start_method="forkserver",
         timeout_s=60,
         backend="auto",
         device="auto",

@@ -52,8 +52,8 @@ class Pair(NamedTuple):
 
 
 def loader(dataset: Any, batch: int = 8, rank: int = 0, world: int = 1, workers: int = 0, **options: Any) -> Loader:
-    plan = BatchPlan(len(dataset), batch, rank, world, seed=42, shuffle=True, **options)
-    return Loader(dataset, plan, CPU, num_workers=workers)
+    plan = BatchPlan(len(dataset), batch, world, seed=42, shuffle=True, **options)
+    return Loader(dataset, plan, CPU, parts=range(rank, rank + 1), num_workers=workers)
 
 
 def assert_same(ones: list[Batch], others: list[Batch]) -> None:
@@ -127,10 +127,24 @@ def test_batches_go_on_in_the_middle_of_an_epoch(workers: int) -> None:
 
 def test_rank_without_a_sample_has_one_that_does_not_count() -> None:
     for dataset in (digits("val"), OneByOne(digits("val"))):
-        plan = BatchPlan(3, 2, rank=1, world_size=2, seed=42)
-        batches = list(Loader(dataset, plan, CPU).batches(0))
+        plan = BatchPlan(3, 2, parts=2, seed=42)
+        batches = list(Loader(dataset, plan, CPU, parts=range(1, 2)).batches(0))
         assert [(batch.share, batch.total) for batch in batches] == [(1, 2), (0, 1)]
         assert [len(batch.data[1]) for batch in batches] == [1, 1]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_parts_come_one_after_the_other_in_each_group_of_batches(workers: int) -> None:
+    plan = BatchPlan(23, 6, parts=3, seed=42, shuffle=True)
+    expected = [(0, 1), (1, 1), (0, 2), (1, 2), (2, 1), (3, 1), (2, 2), (3, 2)]
+    for dataset in (Noisy(), TensorDataset(torch.arange(23), torch.arange(23))):
+        batches = list(Loader(dataset, plan, CPU, parts=range(1, 3), num_workers=workers).batches(1, 0, group=2))
+        assert [(batch.number, batch.part) for batch in batches] == expected
+        for batch in batches:
+            assert torch.equal(batch.data[0], plan.indices(1, batch.number, batch.part))
+            assert (batch.share, batch.total) == (len(batch.data[0]), plan.total(batch.number))
+        rest = list(Loader(dataset, plan, CPU, parts=range(1, 3), num_workers=workers).batches(1, 3, group=2))
+        assert [(batch.number, batch.part) for batch in rest] == [(3, 1), (3, 2)]
 
 
 def test_limited_is_the_beginning() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ddp_recipes import datasets
 from ddp_recipes.datasets import Chain, InMemory, ScaleAndNormalize, csv_table
+from ddp_recipes.datasets.split import rows_of, standardize
 from ddp_recipes.datasets.transforms import for_tensors, runs_on_batches
 from ddp_recipes.errors import RequestError
 
@@ -281,11 +282,14 @@ def test_tabular(
 
 
 def test_train_and_val_are_the_whole_table() -> None:
-    from sklearn.datasets import load_breast_cancer
+    from sklearn.datasets import load_breast_cancer, load_digits
 
+    assert torch.equal(datasets.digits("all").targets, torch.from_numpy(load_digits().target))
+    whole, table = datasets.breast_cancer("all"), load_breast_cancer()
+    assert torch.equal(whole.targets, torch.from_numpy(table.target))
+    training = rows_of("train", len(table.data), val_fraction=0.2, seed=42)
+    assert torch.equal(whole.inputs, standardize(torch.from_numpy(table.data), training))
     train, val = datasets.breast_cancer("train"), datasets.breast_cancer("val")
-    labels = torch.cat([train.targets, val.targets]).bincount().tolist()
-    assert labels == torch.from_numpy(load_breast_cancer().target).bincount().tolist()
     assert not {tuple(row) for row in train.inputs.tolist()} & {tuple(row) for row in val.inputs.tolist()}
     assert len(datasets.breast_cancer("all")) == 569
 

@@ -18,8 +18,8 @@ def shuffled(n: int, seed: int = 0) -> NDArray[np.int64]:
     return permute(np.arange(n, dtype=np.uint64), n, seed).astype(np.int64)
 
 
-def epoch_of(plan: BatchPlan, epoch: int = 0) -> list[int]:
-    return [sample for batch in range(plan.num_batches) for sample in plan.indices(epoch, batch).tolist()]
+def epoch_of(plan: BatchPlan, epoch: int = 0, part: int = 0) -> list[int]:
+    return [sample for batch in range(plan.num_batches) for sample in plan.indices(epoch, batch, part).tolist()]
 
 
 # --- permute ---------------------------------------------------------------------------------------------------------
@@ -114,51 +114,52 @@ def test_positions_and_samples_are_strangers() -> None:
 # --- BatchPlan -------------------------------------------------------------------------------------------------------
 
 PLANS = [
-    pytest.param(n, batch, world, shard, id=f"{n} samples, batch {batch}, {world} ranks, {shard}")
-    for n, batch, world in [(1, 1, 1), (1, 8, 2), (21, 8, 2), (64, 8, 3), (455, 16, 2), (100, 7, 5), (70_001, 512, 4)]
+    pytest.param(n, batch, parts, shard, id=f"{n} samples, batch {batch}, {parts} parts, {shard}")
+    for n, batch, parts in [(1, 1, 1), (1, 8, 2), (21, 8, 2), (64, 8, 3), (455, 16, 2), (100, 7, 5), (70_001, 512, 4)]
     for shard in ("contiguous", "strided")
 ]
 
 
-@pytest.mark.parametrize(("n", "batch", "world", "shard"), PLANS)
+@pytest.mark.parametrize(("n", "batch", "parts", "shard"), PLANS)
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_every_sample_comes_once(n: int, batch: int, world: int, shard: str, shuffle: bool) -> None:
-    plans = [BatchPlan(n, batch, rank, world, 42, shuffle, shard=shard) for rank in range(world)]
+def test_every_sample_comes_once(n: int, batch: int, parts: int, shard: str, shuffle: bool) -> None:
+    plan = BatchPlan(n, batch, parts, 42, shuffle, shard=shard)
     for epoch in (0, 3):
-        dealt = [sample for plan in plans for sample in epoch_of(plan, epoch)]
+        dealt = [sample for part in range(parts) for sample in epoch_of(plan, epoch, part)]
         assert sorted(dealt) == list(range(n))
-    for number in range(plans[0].num_batches):
-        shares = [plan.share(number) for plan in plans]
-        assert shares == [len(plan.indices(0, number)) for plan in plans]
-        assert sum(shares) == plans[0].total(number)
+    for number in range(plan.num_batches):
+        shares = [plan.share(number, part) for part in range(parts)]
+        assert shares == [len(plan.indices(0, number, part)) for part in range(parts)]
+        assert sum(shares) == plan.total(number)
         assert max(shares) - min(shares) <= 1
 
 
-@pytest.mark.parametrize(("n", "batch", "world", "shard"), PLANS)
-def test_a_step_sees_the_same_samples_at_any_world_size(n: int, batch: int, world: int, shard: str) -> None:
-    alone = BatchPlan(n, batch, seed=42, shuffle=True, shard=shard)
-    plans = [BatchPlan(n, batch, rank, world, 42, True, shard=shard) for rank in range(world)]
-    assert {plan.num_batches for plan in plans} == {alone.num_batches}
-    for epoch, number in product((0, 1), range(alone.num_batches)):
-        parts = torch.cat([plan.indices(epoch, number) for plan in plans])
-        assert torch.equal(parts.sort().values, alone.indices(epoch, number).sort().values)
+@pytest.mark.parametrize(("n", "batch", "parts", "shard"), PLANS)
+def test_a_step_sees_the_same_samples_in_any_number_of_parts(n: int, batch: int, parts: int, shard: str) -> None:
+    whole = BatchPlan(n, batch, seed=42, shuffle=True, shard=shard)
+    cut = BatchPlan(n, batch, parts, 42, True, shard=shard)
+    assert cut.num_batches == whole.num_batches
+    for epoch, number in product((0, 1), range(whole.num_batches)):
+        samples = torch.cat([cut.indices(epoch, number, part) for part in range(parts)])
+        assert torch.equal(samples.sort().values, whole.indices(epoch, number).sort().values)
 
 
 def test_drop_last_drops_only_what_does_not_fill_a_global_batch() -> None:
-    plans = [BatchPlan(455, 16, rank, 2, 42, True, drop_last=True) for rank in range(2)]
-    assert [plan.num_batches for plan in plans] == [28, 28]
-    assert [plan.share(number) for plan in plans for number in range(28)] == [8] * 56
-    kept = {sample for plan in plans for sample in epoch_of(plan)}
+    plan = BatchPlan(455, 16, 2, 42, True, drop_last=True)
+    assert plan.num_batches == 28
+    assert [plan.share(number, part) for part in range(2) for number in range(28)] == [8] * 56
+    kept, other = ({sample for part in range(2) for sample in epoch_of(plan, epoch, part)} for epoch in (0, 1))
     assert len(kept) == 448
-    assert kept != {sample for plan in plans for sample in epoch_of(plan, 1)}, "other epochs drop others"
+    assert kept != other, "other epochs drop others"
 
 
 def test_shards_deal_as_they_are_called() -> None:
-    contiguous = [BatchPlan(10, 8, rank, 3).indices(0, 0).tolist() for rank in range(3)]
-    strided = [BatchPlan(10, 8, rank, 3, shard="strided").indices(0, 0).tolist() for rank in range(3)]
+    plan = BatchPlan(10, 8, 3)
+    contiguous = [plan.indices(0, 0, part).tolist() for part in range(3)]
+    strided = [BatchPlan(10, 8, 3, shard="strided").indices(0, 0, part).tolist() for part in range(3)]
     assert contiguous == [[0, 1, 2], [3, 4, 5], [6, 7]]
     assert strided == [[0, 3, 6], [1, 4, 7], [2, 5]]
-    assert [BatchPlan(10, 8, rank, 3).indices(0, 1).tolist() for rank in range(3)] == [[8], [9], []]
+    assert [plan.indices(0, 1, part).tolist() for part in range(3)] == [[8], [9], []]
 
 
 def test_order_differs_by_epoch_and_by_seed_but_not_by_who_asks_when() -> None:
@@ -175,9 +176,9 @@ def test_a_batch_may_lie_across_blocks() -> None:
     """Positions are permuted in blocks of 65,536."""
     n, batch = 200_000, 50_000
     for shard, epoch in product(("contiguous", "strided"), (0, 1)):
-        plans = [BatchPlan(n, batch, rank, 2, 9, True, shard=shard) for rank in range(2)]
+        plan = BatchPlan(n, batch, 2, 9, True, shard=shard)
         expected = shuffled(n, key(9, epoch))[batch : 2 * batch]
-        parts = [plan.indices(epoch, 1).numpy() for plan in plans]
+        parts = [plan.indices(epoch, 1, part).numpy() for part in range(2)]
         if shard == "contiguous":
             assert np.array_equal(np.concatenate(parts), expected)
         else:

@@ -96,7 +96,7 @@ def test_allowed(key: str, value: object, given: Parse) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("mode", "fitt", "mode=fitt is not allowed. Allowed: fit, validate, test, predict. Did you mean 'fit'?"),
+        ("mode", "fitt", "Allowed: fit, validate, test, predict, export. Did you mean 'fit'?"),
         ("seed", -1, "seed=-1 is not allowed. Allowed: a whole number from 0 to"),
         ("seed", "abc", "seed=abc is not allowed"),
         ("ckpt_path", 3, "ckpt_path=3 is not allowed. Allowed: text, or null."),

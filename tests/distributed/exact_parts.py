@@ -1,0 +1,76 @@
+"""Models whose gradients and buffers are awkward to add up."""
+
+import torch
+from torch import Tensor, nn
+
+from ddp_recipes.models import Toy
+from ddp_recipes.tasks import StepOutput, Task
+
+
+class Sometimes(Toy):
+    """Uses one layer only where the batch says so, and another one never."""
+
+    def __init__(self, in_features: int, hidden_features: int, out_features: int) -> None:
+        super().__init__(in_features, hidden_features, out_features)
+        self.rare, self.never = nn.Linear(in_features, out_features), nn.Linear(2, 2)
+
+    def forward(self, input: Tensor) -> Tensor:
+        output = super().forward(input)
+        return output + self.rare(input) if input.mean() > 0.2 else output
+
+
+class Keeping(Toy):
+    """Keeps the mean of what it saw in a new tensor each time, a count, and what never changes."""
+
+    def __init__(self, in_features: int, hidden_features: int, out_features: int) -> None:
+        super().__init__(in_features, hidden_features, out_features)
+        self.register_buffer("mean", torch.zeros(in_features))
+        self.register_buffer("batches", torch.tensor(0))
+        self.register_buffer("mask", torch.full((2, 2), float("-inf")).triu(1))
+        self.register_buffer("tenth", torch.tensor(0.1))
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.training:
+            self.mean = self.mean + input.mean(dim=0)
+            self.batches += 1
+        return super().forward(input - self.mean)
+
+
+class Sparse(Toy):
+    """Has sparse gradients."""
+
+    def __init__(self, in_features: int, hidden_features: int, out_features: int) -> None:
+        super().__init__(in_features, hidden_features, out_features)
+        self.words = nn.Embedding(10, 2, sparse=True)
+
+
+class Forgotten(Toy):
+    """Has a buffer that follows each replica's own samples, and that its output does not need."""
+
+    def __init__(self, in_features: int, hidden_features: int, out_features: int) -> None:
+        super().__init__(in_features, hidden_features, out_features)
+        self.register_buffer("latest", torch.zeros(in_features))
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.latest.copy_(input[0])
+        return super().forward(input)
+
+
+class ScaledTwice(Task):
+    """Divides its loss by the number of ranks, although the ranks' gradients are averaged."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor]) -> StepOutput:
+        output = super().training_step(batch)
+        return output._replace(loss=output.loss / _ranks())
+
+
+class HeadScaled(Toy):
+    """Scales the gradient of one layer by the number of ranks."""
+
+    def __init__(self, in_features: int, hidden_features: int, out_features: int) -> None:
+        super().__init__(in_features, hidden_features, out_features)
+        self.net2.bias.register_hook(lambda gradient: gradient * _ranks())
+
+
+def _ranks() -> int:
+    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1

@@ -1,0 +1,100 @@
+"""``check=equivalence`` is silent where a strategy is right, and names step and tensor where it is not."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ddp_recipes.errors import RequestError, RunFailed
+from ddp_recipes.run_directory import Summary
+
+Run = Callable[..., Summary]
+
+CHECK = ["check=equivalence", "data.num_samples=61"]
+EXACT = ["strategy=ddp_exact", "data.batch_size=2"]
+
+
+def found(run: Run, folder: Path, *overrides: str, world_size: int = 2) -> str:
+    """Return the message of a check that fails."""
+    with pytest.raises(RunFailed) as failure:
+        run(*CHECK, *overrides, world_size=world_size, directory=folder)
+    return str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world_size"),
+    [
+        (["trainer.accumulate_grad_batches=2", "trainer.gradient_clip_val=0.1", "optimizer=adamw"], 3),
+        (["model=toy_mp", "data.train._target_=own_parts.OneByOne", "data.num_workers=1"], 2),
+        (["trainer.precision=bf16-mixed"], 2),
+        (["trainer.precision=16-mixed", "trainer.gradient_clip_val=0.1"], 2),
+        ([*EXACT, "model._target_=own_parts.Spare", "optimizer.weight_decay=0.1"], 2),
+        (["strategy=single"], 1),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_is_right_passes(overrides: list[str], world_size: int, run: Run) -> None:
+    summary = run(*CHECK, *overrides, world_size=world_size)
+    assert summary["status"] == "finished"
+    assert set(summary["metrics"]) == {"check/gradient", "check/parameter", "check/buffer"}
+    mixed = any("mixed" in one for one in overrides)
+    assert all(value < (3e-2 if mixed else 1e-5) for value in summary["metrics"].values())
+
+
+def test_it_is_a_run_that_leaves_no_checkpoint(run: Run) -> None:
+    folder = Path(run(*CHECK, "model._target_=own_parts.Dropout", world_size=2)["run_directory"])
+    assert {path.name for path in folder.iterdir()} == {"config.yaml", "train.log", "summary.json"}
+    log = (folder / "train.log").read_text()
+    assert "Dropout is off for the check, in 1: its masks differ from rank to rank." in log
+    assert "strategy=ddp does what strategy=single does: 8 steps, check_tolerance 1e-05." in log
+
+
+def test_a_wrong_loss_scale_is_named(run: Run, tmp_path: Path) -> None:
+    message = found(run, tmp_path, "task._target_=exact_parts.ScaledTwice")
+    assert "strategy=ddp does not do what strategy=single does. The first difference is at step 1, on rank 0" in message
+    assert "All gradients are 0.5 times those of one process: is a loss scaled twice, or not at all?" in message
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["status"] == "failed"
+    assert summary["metrics"]["check/gradient"] > 0.1
+
+
+def test_one_wrong_gradient_is_named(run: Run, tmp_path: Path) -> None:
+    message = found(run, tmp_path, "model._target_=exact_parts.HeadScaled", world_size=3)
+    assert "the gradient net2.bias is off by" in message
+    assert "It is 3 times that of one process." in message
+
+
+def test_a_forgotten_buffer_is_named(run: Run, tmp_path: Path) -> None:
+    message = found(run, tmp_path, "model._target_=exact_parts.Forgotten")
+    assert "at step 1, on rank 1: the buffer latest is off by" in message
+    assert "Does each rank change it by its own samples?" in message
+
+
+def test_batch_norm_of_each_replica_is_a_difference(run: Run, tmp_path: Path) -> None:
+    message = found(run, tmp_path, "data.num_samples=64", "model._target_=own_parts.Norm")
+    assert "the gradient 0.weight is off by" in message
+    assert "The model has batch norm (1): each replica takes its statistics from its own samples." in message
+
+
+def test_a_difference_that_comes_later_is_found_at_its_step(run: Run, tmp_path: Path) -> None:
+    poisoned = ["model._target_=own_parts.Poisoned", "+model.rank=1", "+model.step=3", "+model.value=2.0"]
+    assert "The first difference is at step 3, on rank 0" in found(run, tmp_path, *poisoned)
+
+
+def test_the_tolerance_is_the_users(run: Run, tmp_path: Path) -> None:
+    lossy = "strategy.comm_hook=bf16"
+    assert "check_tolerance 1e-05" in found(run, tmp_path, lossy)
+    assert run(*CHECK, lossy, "check_tolerance=0.1", "check_steps=2", world_size=2)["status"] == "finished"
+
+
+def test_a_check_from_a_checkpoint_compares_the_steps_after_it(run: Run) -> None:
+    trained = run("data.num_samples=61", "trainer.max_steps=3", "optimizer=adamw", world_size=2)["last_checkpoint"]
+    assert run(*CHECK, "optimizer=adamw", f"ckpt_path={trained}", world_size=2)["global_step"] == 3
+    with pytest.raises(RequestError, match="at step 3 a limit of trainer"):
+        run(*CHECK, "optimizer=adamw", f"ckpt_path={trained}", "trainer.max_steps=3", world_size=2)
+
+
+def test_only_training_is_compared(run: Run) -> None:
+    with pytest.raises(RequestError, match="check=equivalence compares training, but mode=validate is none"):
+        run(*CHECK, "mode=validate")

@@ -1,0 +1,33 @@
+"""A short fault campaign: runs that are disturbed at random finish unaided, as if nothing had been done to them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CAMPAIGN = Path(__file__).parents[2] / "benchmarks" / "faults.py"
+# Ten runs for each mode. With this seed every kind of fault is done to one of them at least.
+SHORT = ["--runs=10", "--seed=1697", "--mode=both", "--most=2", "--sizes=1,2", "--jobs=2"]
+
+
+@pytest.mark.slow
+@pytest.mark.spawn
+@pytest.mark.alone
+def test_runs_that_are_disturbed_at_random_all_finish_as_if_they_had_not_been(tmp_path: Path) -> None:
+    record = tmp_path / "faults.json"
+    ended = subprocess.run(
+        [sys.executable, str(CAMPAIGN), *SHORT, f"--out={record}"], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert record.exists(), ended.stdout + ended.stderr
+    verdicts = [run["verdict"] for run in json.loads(record.read_text())["runs"]]
+    assert len(verdicts) == 20
+    flaws = [verdict["flaws"] for verdict in verdicts]
+    assert all(verdict["finished"] for verdict in verdicts), flaws
+    assert all(verdict["identical"] for verdict in verdicts), flaws
+    # What takes how long, and who is named, is for the campaign to count: here other work may be on the machine.
+    for count in ("twice", "missing", "differing", "orphans"):
+        assert not any(verdict[count] for verdict in verdicts), flaws
+    for verdict in verdicts:
+        assert all(lost <= allowed for lost, allowed in zip(verdict["lost"], verdict["allowed"], strict=True)), flaws

@@ -1,0 +1,242 @@
+"""A save that is killed, refused by the disk, or slow: the newest whole checkpoint is always there to go on from."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from signal import SIGKILL, SIGSTOP, SIGTERM, Signals
+
+import pytest
+
+from ddp_recipes.checkpoint import find, load, load_first, newest_first
+from ddp_recipes.checkpointer import FileCheckpointer
+from ddp_recipes.errors import RecipeError
+from tests.unit.checkpoints import checkpointer, state_of, steps_in
+
+from .processes import GONE_S, START_S, kill, started, summary, until, until_saved
+
+# What a save asks of the system, by all the names that Python and libc may have for it.
+CALLS = ("write", "fsync", "rename", "renameat", "renameat2", "link", "linkat", "unlink", "unlinkat")
+
+
+# --- strace, which cuts in between a process and the system ----------------------------------------------------------
+
+
+@contextmanager
+def tampered(pid: int, log: Path, *injections: str) -> Iterator[Path]:
+    """Attach strace to all threads of a process; yield its log of the calls that ``injections`` are about."""
+    calls = ",".join(injection.split(":")[0] for injection in injections)
+    command = ["strace", "-f", "-p", str(pid), "-o", str(log), "-e", f"trace={calls}"]
+    for injection in injections:
+        command += ["-e", f"inject={injection}"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as strace:
+        try:
+            assert strace.stderr is not None
+            told = strace.stderr.readline()
+            if "attached" not in told:
+                pytest.skip(f"strace cannot attach: {told.strip()}")
+            yield log
+        finally:
+            if Path(f"/proc/{pid}").exists():
+                strace.kill()  # which lets go of the process, also in the midst of a call that it holds up
+
+
+@pytest.fixture(autouse=True, scope="module")
+def needs_strace() -> None:
+    if sys.platform != "linux" or shutil.which("strace") is None:
+        pytest.skip("strace, which makes calls of the system fail, is not installed")
+
+
+def forked(work: Callable[[], str], log: Path, injection: str) -> tuple[int, str]:
+    """Do some work in a fork of this process, tampered with; return its wait status and what it said at the end."""
+    go_read, go_write = os.pipe()
+    said_read, said_write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            os.read(go_read, 1)
+            os.write(said_write, work().encode())
+            status = 0
+        finally:
+            os._exit(status)
+    os.close(go_read)
+    os.close(said_write)
+    try:
+        with tampered(pid, log, injection):
+            os.write(go_write, b"!")
+            _, status = os.waitpid(pid, 0)
+    except BaseException:
+        kill(pid, SIGKILL)
+        os.waitpid(pid, 0)
+        raise
+    finally:
+        os.close(go_write)
+        with os.fdopen(said_read) as pipe:
+            said = pipe.read()
+    return status, said
+
+
+def saved_twice(folder: Path) -> FileCheckpointer:
+    """Return a saver that has saved step 1, the best, and 2."""
+    keeper = checkpointer(folder / "checkpoints")
+    for step, value in ((1, 0.1), (2, 0.4)):
+        keeper.save(state_of(step, 4000), step, value)
+    return keeper
+
+
+def tampered_saves(
+    tmp_path: Path, how: str, work: Callable[[FileCheckpointer], str]
+) -> Iterator[tuple[Path, int, str]]:
+    """Do some work with a saver again and again, each time with another of its calls tampered with.
+
+    Yields:
+        The folder, the wait status, what was said; for each call until there is no further one.
+    """
+    for call in CALLS:
+        number, tampered_with = 0, True
+        while tampered_with:
+            number += 1
+            folder = tmp_path / f"{call}_{number}"
+            keeper, log = saved_twice(folder), tmp_path / f"{call}_{number}.log"
+            status, said = forked(lambda keeper=keeper: work(keeper), log, f"{call}:{how}:when={number}")
+            text = log.read_text()
+            tampered_with = "INJECTED" in text or "killed by" in text
+            if tampered_with:
+                yield folder, status, said
+
+
+def see_it_goes_on(folder: Path, steps: tuple[int, ...]) -> int:
+    """See that a whole checkpoint of one of these steps is found, and that saves go on from it; return the step."""
+    names = [path.name for path in find("auto", folder)]
+    assert names == [f"step_{step:08d}.pt" for step in range(len(names), 0, -1)], "no other file is taken for one"
+    _, state, said = load_first(find("auto", folder))
+    step: int = state["cursor"]["step"]
+    assert step in steps
+    assert said == [], "none is damaged"
+    expected = load_first(newest_first(reference(folder, step)))[1]
+    assert state["digest"] == expected["digest"]
+    for name in ("best.pt", "last.pt"):
+        load(folder / "checkpoints" / name)
+    after = checkpointer(folder / "checkpoints")
+    after.load_state(state["checkpointer"], step)
+    after.save(state_of(4, 4000), 4, 0.9)
+    assert {path.name for path in (folder / "checkpoints").iterdir()} == {
+        "last.pt",
+        "best.pt",
+        *(f"step_{kept:08d}.pt" for kept in (1, step, 4)),
+    }
+    assert (folder / "checkpoints" / "best.pt").samefile(folder / "checkpoints" / "step_00000001.pt")
+    return step
+
+
+def reference(folder: Path, step: int) -> Path:
+    """Return a folder whose newest checkpoint is that of a step, saved without disturbance."""
+    there = folder.parent / f"reference_{step}"
+    if not there.exists():
+        keeper = checkpointer(there)
+        for number, value in ((1, 0.1), (2, 0.4), (3, 0.3))[:step]:
+            keeper.save(state_of(number, 4000), number, value)
+    return there
+
+
+def test_a_kill_at_any_call_of_a_save_leaves_the_newest_whole_one(tmp_path: Path) -> None:
+    def save(keeper: FileCheckpointer) -> str:
+        keeper.save(state_of(3, 4000), 3, 0.3)
+        return "saved"
+
+    found = []
+    for folder, status, said in tampered_saves(tmp_path, "signal=SIGKILL", save):
+        assert os.WIFSIGNALED(status)
+        assert (os.WTERMSIG(status), said) == (SIGKILL, "")
+        found.append(see_it_goes_on(folder, (2, 3)))
+    assert len(found) > 10
+    assert set(found) == {2, 3}
+
+
+def test_an_input_output_error_at_any_call_of_a_save_is_named_and_harms_nothing(tmp_path: Path) -> None:
+    def save(keeper: FileCheckpointer) -> str:
+        try:
+            keeper.save(state_of(3, 4000), 3, 0.3)
+        except RecipeError as error:
+            said = str(error)
+            keeper.busy(None)
+            return said
+        return "saved"
+
+    count = 0
+    for folder, status, said in tampered_saves(tmp_path, "error=EIO", save):
+        path = folder / "checkpoints" / "step_00000003.pt"
+        if status == 0:  # else it was the report to this test that failed, after the save
+            assert said.startswith(f"{path} could not be written: Input/output error. It needs about 48,0")
+            assert said.endswith("Earlier checkpoints are untouched.")
+        see_it_goes_on(folder, (2, 3))
+        count += 1
+    assert count > 10
+
+
+# --- in a run of two ranks -------------------------------------------------------------------------------------------
+
+TIMEOUT_S = 3
+RUN = [
+    "data=random",
+    "data.num_samples=400",
+    "model=toy",
+    "model._target_=own_models.Slow",
+    "trainer.max_epochs=100000",
+    "checkpoint.every_n_steps=5",
+    "checkpoint.save_top_k=-1",
+    f"launcher.timeout_s={TIMEOUT_S}",
+    "launcher.nproc_per_node=2",
+    "hydra.run.dir=run",
+]
+
+
+def until_it_saves(log: Path) -> None:
+    """Wait until a process has asked for the sync that strace holds up."""
+    until(lambda: log.exists() and "fsync(" in log.read_text(), START_S, "no sync")
+
+
+def test_nobody_times_out_over_a_slow_save_and_a_signal_in_it_ends_the_run_after_it(folder: Path) -> None:
+    with started(folder, *RUN) as run:
+        until_saved(run, folder / "run")
+        slow = f"fsync:delay_enter={2 * TIMEOUT_S}s:when=1"
+        with tampered(run.rank(0), folder / "strace.log", slow) as log:
+            until_it_saves(log)
+            steps = steps_in(folder / "run" / "checkpoints")
+            until(lambda: "DELAYED" in log.read_text(), START_S, "it goes on")
+            until(lambda: steps_in(folder / "run" / "checkpoints")[-1] > steps[-1] + 5, START_S, "no further save")
+        with tampered(run.rank(0), folder / "again.log", slow) as log:
+            until_it_saves(log)
+            run.signal(SIGTERM)
+            run.signal(SIGTERM)
+            ended = run.end()
+    assert ended.status == 75, ended.err
+    assert ended.err.count("Stopped by SIGTERM") == 1
+    said = summary(folder / "run")
+    assert said["status"] == "preempted"
+    newest = newest_first(folder / "run" / "checkpoints")[0]
+    assert newest.name == f"step_{said['global_step']:08d}.pt"
+    assert load(newest)["cursor"]["step"] == said["global_step"]
+    assert not list((folder / "run").rglob("*.part"))
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("number", [SIGSTOP, SIGKILL])
+def test_a_rank_0_that_is_gone_in_a_save_ends_the_run(number: Signals, folder: Path) -> None:
+    with started(folder, *RUN) as run:
+        until_saved(run, folder / "run")
+        with tampered(run.rank(0), folder / "strace.log", "fsync:delay_enter=300s:when=1") as log:
+            until_it_saves(log)
+            kill(run.rank(0), number)
+        ended = run.end(TIMEOUT_S + GONE_S)
+    assert ended.status == 1
+    if number == SIGSTOP:
+        assert f"Rank 0 of 2 did not answer within launcher.timeout_s={TIMEOUT_S} seconds" in ended.err
+    else:
+        assert "was killed by SIGKILL" in ended.err
+    state = load_first(newest_first(folder / "run" / "checkpoints"))[1]
+    assert state["cursor"]["step"] % 5 == 0

@@ -1,0 +1,59 @@
+"""Small states, savers and disks for the tests of checkpoints."""
+
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ddp_recipes.checkpointer import FileCheckpointer
+from ddp_recipes.settings import CheckpointSettings
+
+
+def state_of(step: int, size: int = 4) -> dict[str, Any]:
+    """Return a state as the loop gathers it, with weights that only this step has."""
+    generator = torch.Generator().manual_seed(step)
+    return {
+        "model": {"weight": torch.randn(size, 3, generator=generator), "half": torch.ones(3, dtype=torch.bfloat16)},
+        "optimizer": {"state": {0: {"step": torch.tensor(3.0)}}, "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99)}]},
+        "cursor": {"epoch": 0, "batch": step, "step": step, "samples_seen": 8 * step},
+        "metrics": {"val/loss": 0.5},
+        "nothing": None,
+    }
+
+
+def checkpointer(folder: Path, *, background: bool = False, **changes: Any) -> FileCheckpointer:
+    """Return a saver with the default settings, but for what is given."""
+    settings: dict[str, Any] = {
+        "enabled": True,
+        "every_n_steps": None,
+        "every_n_epochs": None,
+        "monitor": "val/loss",
+        "mode": "min",
+        "save_top_k": 1,
+        "save_last": True,
+        "async_save": False,
+    }
+    return FileCheckpointer(folder, CheckpointSettings(**settings | changes), background)
+
+
+def steps_in(folder: Path) -> list[int]:
+    """Return the steps whose files are there."""
+    return sorted(int(path.stem.removeprefix("step_")) for path in folder.glob("step_*.pt"))
+
+
+@contextmanager
+def mounted(folder: Path, size: str) -> Iterator[Path]:
+    """Make a folder that is a file system of its own, of so many bytes (``256k``)."""
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("mounting a small disk takes root's rights")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
