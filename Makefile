@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint clean
+.PHONY: help train test lint bench faults clean
 
 help: ## say what there is
 	@echo 'make [PYTHON=python3.12] [ARGS="..."] <target>'
@@ -15,17 +15,23 @@ help: ## say what there is
 train: $(VENV)/installed ## train on real data; ARGS="model=toy_mp trainer.max_epochs=5" adds overrides
 	$(BIN)/python train.py $(ARGS)
 
-test: $(VENV)/installed-dev ## run the tests; ARGS="-m 'not slow'" adds options of pytest
-	$(BIN)/python -m pytest $(ARGS)
+test: $(VENV)/installed-dev ## run the tests, two files at a time; ARGS="-m 'not slow'" adds options of pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(VENV)/installed-dev ## check style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict
 
+bench: $(VENV)/installed-bench ## measure this package beside its peers, for an hour or two; ARGS="--quick" takes two minutes
+	$(BIN)/python benchmarks/run.py $(ARGS)
+
+faults: $(VENV)/installed-dev ## disturb runs at random and see that all finish; ARGS="--runs 200 --seed 0" takes hours
+	$(BIN)/python benchmarks/faults.py $(ARGS)
+
 clean: ## remove what make and the tools made; runs and data stay
 	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
-	find conf src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find benchmarks conf src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamps say that .venv holds what this pyproject.toml asks for. One call of pip resolves everything together: torch
 # and torchvision only work in matching versions.
@@ -35,6 +41,10 @@ $(VENV)/installed: pyproject.toml
 
 $(VENV)/installed-dev: pyproject.toml
 	$(call install,.[dev])
+	@touch $(VENV)/installed $@
+
+$(VENV)/installed-bench: pyproject.toml
+	$(call install,.[bench])
 	@touch $(VENV)/installed $@
 
 define install

@@ -1,0 +1,70 @@
+"""Lightning's ``Trainer``: with its defaults, with the loss logged and in the bar, and barebones."""
+
+from typing import Any
+
+import lightning
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from benchmarks.competitors.place import Place
+from benchmarks.player import Player
+
+
+class Module(lightning.LightningModule):
+    """A workload as a user of Lightning writes it."""
+
+    def __init__(self, place: Place, logs: bool) -> None:
+        super().__init__()
+        self.place, self.logs = place, logs
+        self.model: nn.Module = place.workload.make_model(place.device)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        inputs, targets = batch
+        loss: Tensor = self.place.workload.loss(self.model(inputs), targets)
+        if self.logs:
+            self.log("loss", loss, prog_bar=True)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.place.workload.make_optimizer(self.model)
+
+
+class TakeTurns(lightning.Callback):
+    """Waits before the first step and at the end of each turn."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.player: Player | None = None
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if self.player is None:
+            self.player = self.place.player(module.model)
+            self.player.begin()
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert self.player is not None
+        if not self.player.step():
+            trainer.should_stop = True
+
+
+def main() -> None:
+    """Train until the referee has seen enough."""
+    place = Place.mine()
+    seat, workload = place.seat, place.workload
+    trainer = lightning.Trainer(
+        accelerator=seat.device,
+        devices=seat.ranks,
+        strategy="ddp" if seat.ranks > 1 else "auto",
+        precision="bf16-mixed" if workload.bfloat16 else "32-true",
+        max_epochs=-1,
+        default_root_dir=seat.directory,
+        barebones=seat.option == "barebones",
+        callbacks=[TakeTurns(place)],
+    )
+    loader = DataLoader(workload.make_dataset(), batch_size=workload.batch_size, shuffle=seat.shuffle)
+    trainer.fit(Module(place, logs=seat.option == "log"), loader)
+
+
+if __name__ == "__main__":
+    main()

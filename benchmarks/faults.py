@@ -1,0 +1,146 @@
+"""The fault campaign: runs that are killed, stopped, interrupted and damaged at random instants, and must all finish.
+
+``python benchmarks/faults.py --runs 200 --seed 0 --mode both`` draws a script for each run (one to five faults, their
+instants, the world size of every start), plays it on the real command, starts the same command again until the run has
+finished, and compares what it left with the undisturbed run of one process.
+"""
+
+import argparse
+import shlex
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.campaign import report
+from benchmarks.campaign.judge import Reference, judge
+from benchmarks.campaign.play import Player, cut_off
+from benchmarks.campaign.report import Entry
+from benchmarks.campaign.script import KINDS, MODES, RECIPES, SIZES, Script, draw
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a campaign; return 0 if every run went as promised, else 1."""
+    options = parse(argv)
+    command = shlex.join(["python", "benchmarks/faults.py", *(sys.argv[1:] if argv is None else argv)])
+    # Runs are to take Ctrl-C as at a terminal, also where this was put in the background by a shell that ignores it.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
+
+    modes = MODES if options.mode == "both" else [options.mode]
+    numbers = range(options.runs) if options.only is None else [options.only]
+    drawn = {"most": options.most, "sizes": options.sizes, "without": options.without}
+    # Modes take turns, so that a campaign that is cut off has something to say on each.
+    scripts = [draw(options.seed, mode, number, **drawn) for number in numbers for mode in modes]
+    folder = Path(tempfile.mkdtemp(prefix="faults_"))
+    entries: list[Entry] = []
+    pool = ThreadPoolExecutor(options.jobs)
+    try:
+        campaign = Campaign(folder, options.strategy, 1 if options.strategy == "ddp_exact" else options.sizes[0])
+        for future in [pool.submit(campaign.play, script) for script in scripts]:
+            entries.append(future.result())
+            print(entries[-1].line(), flush=True)
+    except KeyboardInterrupt:
+        cut_off.set()
+        print("Cut off.", file=sys.stderr)
+    finally:
+        pool.shutdown(cancel_futures=True)
+        page = report.markdown(entries, command)
+        print(f"\n{page}")
+        if options.out is not None:
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            options.out.write_text(report.record(entries, command), encoding="utf-8")
+            options.out.with_suffix(".md").write_text(page, encoding="utf-8")
+    if options.only is not None:
+        show(entries)
+    perfect = len(entries) == len(scripts) and all(entry.perfect for entry in entries)
+    if perfect and options.only is None:
+        shutil.rmtree(folder)
+    else:
+        print(f"What is not as promised is kept in {folder}.", file=sys.stderr)
+    return 0 if perfect else 1
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Return the options of the command line."""
+
+    def numbers(text: str) -> list[int]:
+        return [int(number) for number in text.split(",")]
+
+    def kinds(text: str) -> list[str]:
+        if unknown := set(text.split(",")) - KINDS.keys():
+            raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: not one of {', '.join(KINDS)}")
+        return text.split(",")
+
+    parser = argparse.ArgumentParser(description="Disturb runs at random, and see that all of them finish.")
+    add = parser.add_argument
+    add("--runs", type=int, default=20, help="for each mode (default: %(default)s)")
+    add("--seed", type=int, default=0, help="what the runs are drawn from (default: %(default)s)")
+    add("--mode", choices=[*MODES, "both"], default="both", help="who starts the ranks (default: %(default)s)")
+    add("--only", type=int, metavar="NUMBER", help="play this run alone, show its output, and keep its folder")
+    add("--jobs", type=int, default=1, help="runs at a time (default: %(default)s)")
+    add("--most", type=int, default=5, help="faults a run, at most (default: %(default)s)")
+    add("--sizes", type=numbers, default=[*SIZES], help="world sizes to draw from, as in 1,2,2,4; each divides 12")
+    add("--without", type=kinds, default=[], help=f"kinds of faults to leave out, of {', '.join(KINDS)}")
+    add("--strategy", default="ddp_exact", help="with ddp, give one world size (default: %(default)s)")
+    add("--out", type=Path, help="json file for the record; the tables go beside it, as .md")
+    return parser.parse_args(argv)
+
+
+class Campaign:
+    """Plays scripts, each in a folder of its own, which is kept if not all was as promised.
+
+    Args:
+        strategy: of every run.
+        size: ranks of the undisturbed runs.
+    """
+
+    def __init__(self, folder: Path, strategy: str, size: int) -> None:
+        self.folder = folder
+        self.strategy = f"strategy={strategy}"
+        self.references = {name: self._reference(name, size) for name in RECIPES}
+
+    def play(self, script: Script) -> Entry:
+        """Play a script and judge it."""
+        began = time.monotonic()
+        folder = self.folder / f"{script.mode}_{script.number}"
+        player = Player(script, folder, self.strategy)
+        played = player.play()
+        verdict = judge(played, player.directory, self.references[script.recipe])
+        entry = Entry(script, played, verdict, time.monotonic() - began)
+        if entry.perfect:
+            shutil.rmtree(folder)
+        return entry
+
+    def _reference(self, recipe: str, size: int) -> Reference:
+        """Run a recipe undisturbed."""
+        script = Script("local", 0, 0, recipe, faults=(), world_sizes=(size,), max_restarts=0, timeout_s=60)
+        player = Player(script, self.folder / f"reference_{recipe}", self.strategy)
+        played = player.play()
+        if not played.finished:
+            raise SystemExit(f"The undisturbed run of {recipe} failed:\n{played.starts[0].text}")
+        return Reference.of(player.directory)
+
+
+def show(entries: Sequence[Entry]) -> None:
+    """Print the scripts, what was done, and what each start printed."""
+    for entry in entries:
+        print(f"\n{entry.script}")
+        for number, started in enumerate(entry.played.starts):
+            print(f"\n--- start {number}: {started.world_size} ranks, {started.seconds:.1f} s, status {started.status}")
+            for done in entry.played.done:
+                if done.start == number:
+                    print(
+                        f"    {done.fault}: rank {done.rank}, process {done.pid}, at step {done.step} {done.file or ''}"
+                    )
+            print(started.text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
