@@ -15,7 +15,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import torch._dynamo  # noqa: F401  # an optimizer's first step imports it, which takes seconds: once here, not in each rank
+import torch
+import torch._dynamo  # an optimizer's first step imports it, which takes seconds: once here, not in each rank
 from omegaconf import OmegaConf
 from torch.distributed import Store, TCPStore
 
@@ -103,6 +104,8 @@ def _on_rank(
     function: Callable[[World, Store | None], Any], world: World, listener: socket.socket, pipe: Connection
 ) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    # A fork's first use of torch's thread pool replaces it, which two threads at once (autograd's) do not survive.
+    torch.set_num_threads(torch.get_num_threads())
     try:
         store = None
         if world.world_size > 1:
