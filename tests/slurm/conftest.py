@@ -76,6 +76,10 @@ class Cluster:
         words = self.command("scontrol", "show", "job", "--oneliner", job).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
+    def idle(self) -> bool:
+        """Whether both nodes are free."""
+        return self.command("sinfo", "-h", "-t", "idle", "-o", "%D") == "2"
+
 
 @pytest.fixture(scope="session")
 def _slurm() -> Iterator[Cluster]:
@@ -99,7 +103,7 @@ def _slurm() -> Iterator[Cluster]:
 @pytest.fixture
 def slurm(_slurm: Cluster) -> Iterator[Cluster]:
     """A Slurm with both nodes free; what a test leaves in the queue is cancelled."""
-    assert _await(lambda: _slurm.command("sinfo", "-h", "-t", "idle", "-o", "%D") == "2", START_S), "busy nodes"
+    assert _await(_slurm.idle, START_S), "busy nodes"
     yield _slurm
     _slurm.command("scancel", "--user=root")
     assert _await(lambda: not _slurm.command("squeue", "--noheader"), STOP_S), "jobs are left in the queue"
@@ -131,8 +135,7 @@ def _start(cluster: Cluster) -> None:
             subprocess.run(
                 [program, *words[1:]], stdout=out, stderr=out, check=True, env={**os.environ, **cluster.environ}
             )
-    up = _await(lambda: cluster.command("sinfo", "-h", "-t", "idle", "-o", "%D") == "2", START_S)
-    assert up, "\n".join(path.read_text(errors="replace") for path in folder.glob("*.log"))
+    assert _await(cluster.idle, START_S), "\n".join(path.read_text(errors="replace") for path in folder.glob("*.log"))
 
 
 def _stop(folder: Path) -> None:

@@ -162,7 +162,9 @@ def test_a_preempted_job_goes_on_in_its_directory_and_ends_as_an_undisturbed_run
         slurm.command("scancel", "--signal=USR1", job)  # as --signal does before the end of the time
         until(lambda: slurm.state(job).get("Reason") == "BeginTime", END_S, "the job was not queued again")
         assert summary(folder / "run")["status"] == "preempted"
-        slurm.command("scontrol", "update", f"JobId={job}", "StartTime=now")  # else Slurm waits two minutes
+        # Slurm waits two minutes, so that its nodes are through with the job and its credential's second is over.
+        until(slurm.idle, END_S, "the nodes are not free")
+        slurm.command("scontrol", "update", f"JobId={job}", "StartTime=now+2")
         done(run.end())
     after = summary(folder / "run")
     assert slurm.state(job)["Restarts"] == "1"
