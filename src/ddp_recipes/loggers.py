@@ -64,7 +64,7 @@ class TensorBoardLogger(Logger):
         self._file = self._writer._get_file_writer()  # type: ignore[no-untyped-call]
         self._graph = graph
         self._step = purge_step or 0
-        self._resumed = purge_step is not None
+        self._resumed = (purge_step or 1) > 1  # at 1 there is nothing from before
         self._latest: dict[str, float] = {}
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:

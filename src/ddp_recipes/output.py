@@ -64,8 +64,9 @@ class Output:
         for warning in recipe.warnings:
             log.warning("%s", warning)
         if not quick:
-            goes_on = run is not None and recipe.resumes_in_place  # what was logged after the checkpoint comes again
-            self.logger = recipe.make_logger(run.cursor.step + 1 if run is not None and goes_on else None)
+            # What an earlier start logged after its checkpoint comes again.
+            purge_step = run.cursor.step + 1 if run is not None and recipe.resumes_in_place else None
+            self.logger = recipe.make_logger(purge_step)
             self._stack.callback(self.logger.close)
             self.logger.text("config", f"```yaml\n{OmegaConf.to_yaml(recipe.config)}\n```")
         if run is None:
