@@ -5,7 +5,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from torch.distributed import Store
 
-from ddp_recipes.errors import RequestError, RunFailed
+from ddp_recipes.errors import RequestError, RunFailed, not_arrived
 from ddp_recipes.world import World
 
 T = TypeVar("T")
@@ -172,14 +172,6 @@ class Control:
         lines = [self._wait(f"log/{number}", 5).rstrip() for number in range(self._logged + 1, count + 1)]
         self._logged = count
         return lines
-
-
-def not_arrived(missing: Iterable[int], world_size: int, timeout_s: float) -> str:
-    """Say which ranks did not come in time."""
-    return (
-        f"Rank {', '.join(map(str, sorted(missing)))} of {world_size} did not arrive within launcher.timeout_s="
-        f"{timeout_s:g} seconds. Look at what those processes printed."
-    )
 
 
 def timed_out(error: BaseException) -> bool:

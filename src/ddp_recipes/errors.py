@@ -7,7 +7,7 @@ RecipeError                 base of all, status 1
 """
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class RecipeError(Exception):
@@ -25,12 +25,12 @@ class RequestError(RecipeError):
 class RunFailed(RecipeError):
     """A rank failed. The message is that rank's own traceback or, where it left none, how it died.
 
-    ``silent`` is the number of ranks that did not answer any more: there is no point in waiting for them.
+    ``silent`` are the ranks that did not answer any more: there is no point in waiting for them.
     """
 
     exit_status = 1
 
-    def __init__(self, message: str, *, rank: int | None = None, silent: int = 0) -> None:
+    def __init__(self, message: str, *, rank: int | None = None, silent: Sequence[int] = ()) -> None:
         super().__init__(message)
         self.rank = rank
         self.silent = silent
@@ -44,6 +44,19 @@ class Preempted(RecipeError):
     def __init__(self, message: str, *, checkpoint: str | None = None) -> None:
         super().__init__(message)
         self.checkpoint = checkpoint
+
+
+def not_arrived(missing: Iterable[int], world_size: int, timeout_s: float) -> str:
+    """Say which ranks did not come in time."""
+    return (
+        f"Rank {', '.join(map(str, sorted(missing)))} of {world_size} did not arrive within launcher.timeout_s="
+        f"{timeout_s:g} seconds. Look at what those processes printed."
+    )
+
+
+def ended_without_word(ranks: Iterable[int], world_size: int) -> str:
+    """Say which ranks' processes ended, by ``os._exit`` or a kill, and left the others waiting."""
+    return f"Rank {', '.join(map(str, sorted(ranks)))} of {world_size} ended without a word."
 
 
 def nearest(given: str, allowed: Iterable[str]) -> str:

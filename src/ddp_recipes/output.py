@@ -245,7 +245,11 @@ class _Console(logging.Handler):
         self.progress = progress
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.name != "ddp_recipes.failure":
+        if record.name == "ddp_recipes.failure":
+            return
+        if type(self.progress) is Progress and record.levelno >= logging.WARNING:  # no progress, but not blind
+            print(self.format(record), file=sys.stderr, flush=True)
+        else:
             self.progress.line(self.format(record))
 
 

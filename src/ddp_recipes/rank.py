@@ -205,7 +205,7 @@ def fail(recipe: Recipe, control: Control, output: Output, error: BaseException)
             f"{text}Rank {names} of {recipe.world.world_size} did not answer within launcher.timeout_s="
             f"{control.timeout_s:g} seconds: stopped, stuck or cut off."
         )
-        error = RunFailed(text, silent=len(silent))
+        error = RunFailed(text, silent=silent)
     if output.opened:
         write_trace(recipe.job.directory, recipe.world.rank, text)
     last = cause.strip().splitlines()[-1]

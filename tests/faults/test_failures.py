@@ -109,6 +109,41 @@ def test_a_stopped_rank_is_named_once_the_collective_timeout_is_over(rank: int, 
         assert "loop.py" in (folder / "run" / "ranks" / f"rank_{number}.txt").read_text()
 
 
+@pytest.mark.alone
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_stopped_while_it_starts_is_named(rank: int, folder: Path) -> None:
+    with started(folder, *ENDLESS, TWO, "launcher.timeout_s=3") as run:
+        until(lambda: str(rank) in run.pids().values(), START_S, "the rank is not there")
+        kill(run.rank(rank), SIGSTOP)
+        ended = run.end(3 + GONE_S)
+    assert ended.status == 1
+    assert f"Rank {rank} of 2 did not" in ended.err
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("rank", [0, 1])
+def test_under_torchrun_a_stopped_rank_is_named_and_ended_and_leaves_its_stack(rank: int, folder: Path) -> None:
+    with started(folder, *ENDLESS, "launcher.timeout_s=3", command=TORCHRUN) as run:
+        until_saved(run, folder / "run")
+        kill(run.rank(rank), SIGSTOP)
+        ended = run.end(3 + GONE_S)
+    assert ended.status == 1
+    assert f"Rank {rank} of 2 did not answer within launcher.timeout_s=3 seconds" in ended.err
+    for number in (0, 1):
+        assert "loop.py" in (folder / "run" / "ranks" / f"rank_{number}.txt").read_text()
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("rank", [0, 1])
+def test_under_torchrun_a_rank_that_ends_without_a_word_is_named(rank: int, folder: Path) -> None:
+    overrides = [*FAULTY, "+model.what=exit", f"+model.rank={rank}"]
+    with started(folder, *overrides, command=TORCHRUN) as run:
+        until((folder / "run" / "ranks" / f"rank_{1 - rank}.txt").exists, START_S, "no trace")
+        ended = run.end(GONE_S)
+    assert ended.status == 1
+    assert f"Rank {rank} of 2 ended without a word." in ended.err
+
+
 def test_no_rank_outlives_the_process_it_was_forked_from(folder: Path) -> None:
     with started(folder, *ENDLESS, TWO) as run:
         until_saved(run, folder / "run")

@@ -6,6 +6,7 @@ import sys
 import time
 import traceback
 import uuid
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -13,10 +14,11 @@ from functools import partial
 from torch.distributed import PrefixStore, Store, TCPStore, rendezvous
 
 from ddp_recipes import rank
-from ddp_recipes.control import Patience, not_arrived, timed_out
-from ddp_recipes.errors import Preempted, RecipeError, RequestError, RunFailed
+from ddp_recipes.control import Patience, timed_out
+from ddp_recipes.errors import Preempted, RecipeError, RequestError, RunFailed, ended_without_word, not_arrived
 from ddp_recipes.job import Job
-from ddp_recipes.run_directory import Summary
+from ddp_recipes.launchers.peers import Peers, agent_holds_store
+from ddp_recipes.run_directory import Summary, leave_failure
 from ddp_recipes.world import World
 
 STORE_TIMEOUT = timedelta(minutes=30)
@@ -31,7 +33,7 @@ def _store(world: World) -> Store:
     Raises:
         RequestError: the port is taken.
     """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    if agent_holds_store():
         store: Store = next(iter(rendezvous("env://", timeout=STORE_TIMEOUT)))[0]
         return store
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -58,7 +60,8 @@ class Channel:
         self.root = _store(world)
         self._generation: Store | None = None
         self._next = 0
-        self._silent = 0  # ranks that no longer answer
+        self._peers = Peers(world)
+        self._silent: Sequence[int] = ()  # ranks that no longer answer
 
     @property
     def store(self) -> Store:
@@ -75,7 +78,7 @@ class Channel:
         if self._generation is not None:
             return
         name = uuid.uuid4().hex
-        self._generation = PrefixStore(f"ddp_recipes/{name}", self.root)
+        self._enter(name)
         missing = set(range(1, self.world.world_size))
         deadline = time.monotonic() + timeout_s
         while missing and time.monotonic() < deadline:
@@ -95,8 +98,12 @@ class Channel:
         self.root.set(f"ddp_recipes/hello/{self.world.rank}", word)
         welcome = f"ddp_recipes/welcome/{word}"
         self.root.wait([welcome], STORE_TIMEOUT)
-        self._generation = PrefixStore(f"ddp_recipes/{self.root.get(welcome).decode()}", self.root)
+        self._enter(self.root.get(welcome).decode())
         self.store.set(f"here/{self.world.rank}", "")
+
+    def _enter(self, generation: str) -> None:
+        self._generation = PrefixStore(f"ddp_recipes/{generation}", self.root)
+        self._peers.introduce(self._generation)
 
     def lead(self, job: Job) -> Summary:
         """Post a job and run it as rank 0; with one rank, a plain run."""
@@ -106,16 +113,25 @@ class Channel:
             return rank.run(job, self.world, self._store_of(number) if self.world.world_size > 1 else None)
         except RunFailed as error:
             self._silent = error.silent
+            self._peers.end(error.silent, job)
             raise
+        except RuntimeError as error:
+            if not (gone := self._peers.gone()):
+                raise
+            self._silent, message = gone, ended_without_word(gone, self.world.world_size)
+            leave_failure(job.directory, job.overrides, message, known_better=True)
+            raise RunFailed(f"{message}\n{traceback.format_exc().rstrip()}", rank=gone[0]) from error
 
     def stop(self, status: int) -> None:
         """Let the followers go, with the exit status that rank 0 has."""
         with suppress(RunFailed):
             self._meet(MEET_TO_STOP_S)
         self._post(f"stop {status}")
+        if agent_holds_store():
+            return
         # Started by srun or mpirun, rank 0 holds the store: it stays until they have read that, those that still can.
         deadline = time.monotonic() + STOP_S
-        there = self.world.world_size - 1 - self._silent
+        there = self.world.world_size - 1 - len(self._silent)
         while self.store.add("stopped", 0) < there and time.monotonic() < deadline:
             time.sleep(0.02)
 
@@ -149,10 +165,14 @@ class Channel:
             pass  # rank 0 says it
         except RunFailed as error:
             self._silent = error.silent
+            self._peers.end(error.silent, job)
             print(f"[rank {self.world.rank}] {error}", file=sys.stderr, flush=True)
             return False
         except Exception as error:
             text = str(error) if isinstance(error, RecipeError) else traceback.format_exc()
+            if isinstance(error, RuntimeError) and (gone := self._peers.gone()):
+                self._silent = gone
+                text = f"{text}{ended_without_word(gone, self.world.world_size)}"
             print(f"Rank {self.world.rank} failed:\n{text}", file=sys.stderr, flush=True)
             return False
         return True

@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import IO, Any
 
-from ddp_recipes.errors import Preempted, RequestError, RunFailed
+from ddp_recipes.errors import Preempted, RequestError, RunFailed, not_arrived
 from ddp_recipes.job import ASKS_TO_STOP, Job
+from ddp_recipes.launchers import stacks
 from ddp_recipes.launchers.fork_server import ForkedRank, ForkServer, python_path
 from ddp_recipes.run_directory import Summary, leave_failure, write_trace
 
@@ -78,7 +79,8 @@ class _Rank:
     lifeline: IO[bytes]  # brings the job; its end is the end of this process
     reports: IO[bytes]
     stacks: IO[bytes]  # where it writes its Python stacks when asked to by SIGUSR2
-    said: dict[str, Any] = field(default_factory=dict)
+    place: str = ""  # where it said it was while it started
+    said: dict[str, Any] = field(default_factory=dict)  # at its end
 
     @property
     def died(self) -> str | None:
@@ -118,13 +120,13 @@ def _start(job: Job, processes: int, server: ForkServer | None, stack: ExitStack
         }
         life, lifeline = os.pipe()
         reports, report = os.pipe()
-        stacks = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
-        fds = [life, report, stacks.fileno(), *([listener.fileno()] if number == 0 else [])]
+        trace = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
+        fds = [life, report, trace.fileno(), *([listener.fileno()] if number == 0 else [])]
         process = _start_process(server, fds, environ)
         os.close(life)
         os.close(report)
         rank = _Rank(
-            number, process, os.fdopen(lifeline, "wb", buffering=0), os.fdopen(reports, "rb", buffering=0), stacks
+            number, process, os.fdopen(lifeline, "wb", buffering=0), os.fdopen(reports, "rb", buffering=0), trace
         )
         stack.callback(_end, rank)
         ranks.append(rank)
@@ -162,10 +164,16 @@ def _supervise(job: Job, ranks: list[_Rank], interrupts: _Interrupts) -> Summary
     """Wait for the ranks, pass signals on, and end them all if one of them fails."""
     deadline: float | None = None
     passed_on = 0
-    for report in _reports(ranks):
-        if report is not None:
-            rank, said = report
-            rank.said = said
+    timeout_s = float(job.config["launcher"]["timeout_s"])
+    late = float("inf")  # when all ranks have to be inside the store
+    for rank in _reports(ranks):
+        if rank is not None and rank.place:
+            late = min(late, time.monotonic() + timeout_s)
+        if time.monotonic() > late and (missing := _missing(ranks)):
+            _keep_stacks(job, ranks)
+            message = not_arrived(missing, len(ranks), timeout_s)
+            leave_failure(job.directory, job.overrides, message)
+            raise RunFailed(message, silent=missing)
         if interrupts.names.count("SIGINT") > 1:
             leave_failure(job.directory, job.overrides, "interrupted by the keyboard, twice")
             raise KeyboardInterrupt
@@ -186,18 +194,23 @@ def _supervise(job: Job, ranks: list[_Rank], interrupts: _Interrupts) -> Summary
 
 def _keep_stacks(job: Job, ranks: list[_Rank]) -> None:
     """Write to ``ranks/`` where the ranks that are about to be killed stand."""
-    stuck = [rank for rank in ranks if rank.process.poll() is None and not rank.said]
-    for rank in stuck:
-        rank.process.send_signal(signal.SIGUSR2)
-        rank.process.send_signal(signal.SIGCONT)  # a stopped process takes signals when it goes on
-    deadline = time.monotonic() + 1
-    while stuck and time.monotonic() < deadline and not all(os.fstat(rank.stacks.fileno()).st_size for rank in stuck):
-        time.sleep(0.02)
-    for rank in stuck:
-        rank.stacks.seek(0)
-        text = rank.stacks.read().decode(errors="replace")
+    stuck = {
+        rank.process.pid: rank
+        for rank in ranks
+        if rank.process.poll() is None and not rank.said and rank.process.pid is not None
+    }
+    for pid, text in stacks.ask({pid: rank.stacks for pid, rank in stuck.items()}).items():
         if text and (job.directory / "config.yaml").exists():
-            write_trace(job.directory, rank.number, text)
+            write_trace(job.directory, stuck[pid].number, text)
+
+
+def _missing(ranks: list[_Rank]) -> list[int]:
+    """Return the ranks that others wait for at the start: those that never came, else those that hold up the store."""
+    outside = [rank.number for rank in ranks if rank.place != "inside" and not rank.said]
+    if never_came := [number for number in outside if not ranks[number].place]:
+        return never_came
+    # Rank 0 holds the store: where nobody else comes in, it is rank 0 that does not answer.
+    return [0] if 0 in outside or len(outside) == len(ranks) - 1 > 0 else outside
 
 
 def _tell(rank: _Rank, number: int) -> None:
@@ -205,8 +218,8 @@ def _tell(rank: _Rank, number: int) -> None:
         rank.process.send_signal(number)
 
 
-def _reports(ranks: list[_Rank]) -> Iterator[tuple[_Rank, dict[str, Any]] | None]:
-    """Yield what ranks report as it comes, and ``None`` at least ten times a second.
+def _reports(ranks: list[_Rank]) -> Iterator[_Rank | None]:
+    """Take in what ranks report as it comes; yield who did, and ``None`` at least ten times a second.
 
     Return codes are looked at before reports: a rank that has one has said all that it ever will.
     """
@@ -220,11 +233,13 @@ def _reports(ranks: list[_Rank]) -> Iterator[tuple[_Rank, dict[str, Any]] | None
             for chosen, _ in selector.select(timeout=0.1) if selector.get_map() else ():
                 rank = chosen.data
                 text = rank.reports.read(1 << 20)
-                texts[rank.number] += text
-                if not text or text.endswith(b"\n"):
+                *lines, texts[rank.number] = (texts[rank.number] + text).split(b"\n")
+                for said in map(json.loads, lines):
+                    rank.place = said.get("place", rank.place)
+                    rank.said = said if "kind" in said else rank.said
+                    yield rank
+                if not text:
                     selector.unregister(rank.reports)
-                    if text:
-                        yield rank, json.loads(texts[rank.number])
             if not selector.get_map():
                 time.sleep(0.01)
             yield None

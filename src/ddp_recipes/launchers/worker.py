@@ -1,7 +1,6 @@
 """One local rank: ``python -m ddp_recipes.launchers.worker <lifeline> <reports> <stacks> [<socket, rank 0>]``."""
 
 import atexit
-import faulthandler
 import json
 import os
 import signal
@@ -9,11 +8,13 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from typing import IO, Any, NoReturn
 
 from ddp_recipes.errors import Preempted, RecipeError, RequestError, RunFailed
 from ddp_recipes.job import Job
+from ddp_recipes.launchers.stacks import write_when_asked
 from ddp_recipes.world import World
 
 
@@ -29,26 +30,32 @@ def work(lifeline: int, reports: int, stacks: int, listener: int | None = None) 
     die_with_parent()
     world = World.from_env(os.environ)
     _set_name(f"rank {world.rank}")
-    faulthandler.register(signal.SIGUSR2, stacks, all_threads=True)
+    write_when_asked(stacks)
     pipe = os.fdopen(lifeline, "rb")
     job = Job.from_json(pipe.readline().decode())
     threading.Thread(target=_die_with_launcher, args=[pipe], daemon=True).start()
-    report = run(job, world, listener)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    with os.fdopen(reports, "w") as file:
-        file.write(json.dumps(report) + "\n")
+    with os.fdopen(reports, "w", buffering=1) as file:
+        report = run(job, world, listener, lambda place: print(json.dumps({"place": place}), file=file))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        print(json.dumps(report), file=file)
     atexit._run_exitfuncs()
     os._exit(report["exit_status"])  # taking torch apart would take another second
 
 
-def run(job: Job, world: World, listener: int | None) -> dict[str, Any]:
-    """Run the job and return how it ended, in words that go through a pipe."""
+def run(job: Job, world: World, listener: int | None, at: Callable[[str], None] = lambda place: None) -> dict[str, Any]:
+    """Run the job and return how it ended, in words that go through a pipe.
+
+    Args:
+        at: told when this rank is at the store's ``door``, and when it is ``inside``. The way in has no timeout of its
+            own: a rank 0 that is stopped there holds up the others, with their interpreters.
+    """
     try:
         from torch.distributed import TCPStore  # the first import of torch: errors in it are reported, too
 
         from ddp_recipes import rank
 
+        at("door")
         store = TCPStore(
             os.environ["MASTER_ADDR"],
             int(os.environ["MASTER_PORT"]),
@@ -58,6 +65,7 @@ def run(job: Job, world: World, listener: int | None) -> dict[str, Any]:
             wait_for_workers=False,
             master_listen_fd=listener,
         )
+        at("inside")
         return {"kind": "summary", "summary": rank.run(job, world, store), "exit_status": 0}
     except RequestError as error:
         return {"kind": "refused", "message": str(error), "exit_status": error.exit_status}
