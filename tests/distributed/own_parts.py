@@ -1,6 +1,7 @@
 """What a user might bring: models, a data set and a callback, found by their dotted names."""
 
 import json
+import logging
 import os
 import signal
 from collections.abc import Mapping
@@ -88,6 +89,15 @@ class Loud(Toy):
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input) * 4
+
+
+class Wary(Toy):
+    """Warns in training."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.training:
+            logging.getLogger(__name__).warning("the cat looks at the keyboard")
+        return super().forward(input)
 
 
 class Rooted(Toy):

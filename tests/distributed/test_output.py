@@ -132,8 +132,13 @@ def test_logged_numbers_are_the_same_at_any_world_size(run: Run) -> None:
         assert values[1] == pytest.approx(values[0], rel=1e-5), tag
 
 
-def test_lines_come_from_rank_0_and_warnings_from_all(run: Run) -> None:
-    log = (Path(run(world_size=2)["run_directory"]) / "train.log").read_text()
+def test_lines_come_from_rank_0_and_warnings_from_all(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
+    wary = ["model._target_=own_parts.Wary", "trainer.progress=false"]
+    log = (Path(run(*wary, world_size=2)["run_directory"]) / "train.log").read_text()
+    terminal = capfd.readouterr()
+    assert log.count("WARNING the cat looks") == log.count("rank 1: the cat looks") == 8
+    assert terminal.err.count("the cat looks at the keyboard") == 8, "told also where no progress is shown"
+    assert "val/loss" not in terminal.out.partition("finished in")[0]
     assert log.count("epoch 1  step 4  val/loss") == 1
     assert log.count("epoch 2  step 8  val/loss") == 1
 
