@@ -75,6 +75,7 @@ class Run:
     checkpoint: CheckpointSettings
     monitor: str
     seed: int
+    shards: int | None  # parts of a batch that the strategy fixes
     stopper: Stopper
     watch: Watch
     logger: Logger = field(default_factory=Logger)
@@ -341,6 +342,7 @@ def gather_state(run: Run) -> State:
         "seed": run.seed,
         "global_batch_size": run.train.plan.global_batch_size,
         "world_size": run.world.world_size,
+        "shards": run.shards,
     }
 
 

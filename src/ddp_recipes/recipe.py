@@ -243,6 +243,12 @@ class Recipe:
         """See that this run's batches go on where those of the checkpoint ended; refuse, or begin a little earlier."""
         train, cursor, was = self.loaders["train"], state["cursor"], state["global_batch_size"]
         now, done = train.plan.global_batch_size, cursor["batch"]
+        shards = state.get("shards")
+        if None not in (shards, self.request.shards) and shards != self.request.shards and self.request.resume.strict:
+            raise RequestError(
+                f"{path} was trained in {shards} shards, this run has {self.request.shards}: it would not end with the "
+                f"same weights. Set strategy.shards={shards}, or resume.strict=false to go on all the same."
+            )
         if was == now and done < len(train):
             return
         if self.request.resume.strict:
@@ -327,6 +333,7 @@ class Recipe:
             checkpoint=self.request.checkpoint,
             monitor=self.monitor,
             seed=self.request.run.seed,
+            shards=self.request.shards,
             stopper=stopper,
             watch=Watch(self.world, self.strategy.sum, self.device),
             callbacks=self.callbacks,

@@ -239,6 +239,15 @@ def test_large_gradients_go_one_part_at_a_time_and_give_the_same_bits(run: Run) 
     assert run(*overrides)["weights_sha256"] == run(*overrides, world_size=2)["weights_sha256"]
 
 
+def test_a_resume_with_other_shards_is_refused_unless_asked_for(run: Run) -> None:
+    saving = [*BASE, "checkpoint=default", "data.global_batch_size=24"]
+    path = run(*saving, "trainer.max_steps=2", world_size=2)["last_checkpoint"]
+    other = [*saving, "strategy.shards=6", "trainer.max_steps=3", f"ckpt_path={path}"]
+    with pytest.raises(RequestError, match=r"trained in 12 shards, this run has 6: .* Set strategy\.shards=12"):
+        run(*other, world_size=2)
+    assert run(*other, "resume.strict=false", world_size=2)["global_step"] == 3
+
+
 # --- what is refused -------------------------------------------------------------------------------------------------
 
 
