@@ -19,6 +19,7 @@ from ddp_recipes.world import World
 T = TypeVar("T")
 
 STORE_PATIENCE_S = 1.5  # for one answer of the store, once something has failed
+VERDICT_S = 2.0  # for rank 0 to say which rank it waited for in vain, before it is itself taken to be gone
 SILENCE_S = 1.5  # for the other ranks to fail as well, once a collective has timed out
 
 
@@ -50,15 +51,22 @@ class Control:
         self.store.set(f"ready/{self.world.rank}", json.dumps(said))
         if self.world.is_main:
             self.store.set("verdict", json.dumps(self._verdict(facts)))
-        kind, text, rank = json.loads(self._wait("verdict", self.timeout_s + 5))
+        try:
+            self._wait("ready/0", self.timeout_s)
+            kind, text, ranks = json.loads(self._wait("verdict", self.timeout_s + VERDICT_S))
+        except TimeoutError:
+            kind, text, ranks = "missing", not_arrived([0], self.world.world_size, self.timeout_s), [0]
+        if kind == "missing":
+            self._stay_until_others_know(len(ranks))
+            raise RunFailed(text, silent=ranks)
         if kind == "go":
             return
-        self._stay_until_all_know()
-        if rank != self.world.rank:  # the rank itself knows better
-            raise RequestError(text) if kind == "refused" else RunFailed(text, rank=rank)
+        self._stay_until_others_know()
+        if self.world.rank not in ranks:  # the rank itself knows better
+            raise RequestError(text) if kind == "refused" else RunFailed(text, rank=ranks[0])
 
-    def _verdict(self, facts: Mapping[str, str]) -> tuple[str, str, int | None]:
-        """Return ``go``, ``refused`` or ``failed``, why, and the rank it is about."""
+    def _verdict(self, facts: Mapping[str, str]) -> tuple[str, str, list[int]]:
+        """Return ``go``, ``refused``, ``failed`` or ``missing``, why, and the ranks it is about."""
         deadline = time.monotonic() + self.timeout_s
         missing = []
         differing = []
@@ -69,32 +77,31 @@ class Control:
                 missing.append(rank)
                 continue
             if said["kind"] == "refused":
-                return "refused", said["text"], rank
+                return "refused", said["text"], [rank]
             if said["kind"] == "failed":
-                return "failed", f"Rank {rank} failed while it got ready: {said['text']}", rank
+                return "failed", f"Rank {rank} failed while it got ready: {said['text']}", [rank]
             differing += [
                 f"{name}: {value} on rank 0, {said['facts'].get(name)} on rank {rank}"
                 for name, value in facts.items()
                 if said["facts"].get(name) != value
             ]
         if missing:
-            text = not_arrived(missing, self.world.world_size, self.timeout_s)
-            return "failed", text, None
+            return "missing", not_arrived(missing, self.world.world_size, self.timeout_s), missing
         if differing:
             listed = "\n  ".join(differing[:8])
             return (
                 "refused",
                 f"The ranks differ:\n  {listed}\nUse one version, one config and one run directory on every node.",
-                None,
+                [],
             )
-        return "go", "", None
+        return "go", "", []
 
-    def _stay_until_all_know(self) -> None:
-        """Keep rank 0, and with it the store, until the others have read why they do not start."""
+    def _stay_until_others_know(self, absent: int = 0) -> None:
+        """Keep rank 0, and with it the store, until the others that are there have read why they do not start."""
         assert self.store is not None
-        told = self.store.add("told", 1)
+        told = self._patience.ask(partial(self.store.add, "told", 1), 0)
         deadline = time.monotonic() + 3
-        while self.world.is_main and told < self.world.world_size and time.monotonic() < deadline:
+        while self.world.is_main and told + absent < self.world.world_size and time.monotonic() < deadline:
             time.sleep(0.02)
             told = self.store.add("told", 0)
 
@@ -102,16 +109,25 @@ class Control:
         """Return a value once it is there.
 
         Raises:
-            TimeoutError: it did not come in time.
+            TimeoutError: it did not come in time, or the store is gone.
         """
-        assert self.store is not None
-        try:
-            self.store.wait([name], timedelta(seconds=seconds))
-        except RuntimeError as error:
-            if not timed_out(error):
-                raise
-            raise TimeoutError(name) from None
-        return self.store.get(name).decode()
+        store = self.store
+        assert store is not None
+
+        def get() -> str | None:
+            try:
+                store.wait([name], timedelta(seconds=seconds))
+            except RuntimeError as error:
+                if not timed_out(error):
+                    raise
+                return None
+            return store.get(name).decode()
+
+        # Where the process with the store is stopped, torch's own timeout waits for its answer for ever.
+        value = self._patience.ask(get, None, seconds + STORE_PATIENCE_S)
+        if value is None:
+            raise TimeoutError(name)
+        return value
 
     def first_on_node(self, make: Any) -> Any:
         """Call ``make()`` on one rank of each node before the others: downloads happen once.
@@ -185,7 +201,7 @@ class Patience:
     def __init__(self) -> None:
         self.lost = False
 
-    def ask(self, call: Callable[[], T], otherwise: T) -> T:
+    def ask(self, call: Callable[[], T], otherwise: T, seconds: float = STORE_PATIENCE_S) -> T:
         """Return what the call returns, or ``otherwise`` if there is no answer."""
         if self.lost:
             return otherwise
@@ -197,7 +213,7 @@ class Patience:
 
         thread = threading.Thread(target=run, daemon=True)
         thread.start()
-        thread.join(STORE_PATIENCE_S)
+        thread.join(seconds)
         self.lost = not outcome
         return outcome[0] if outcome else otherwise
 

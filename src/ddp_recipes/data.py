@@ -1,8 +1,7 @@
 """Data sets to batches on one rank: whole batches where the set allows it, a DataLoader where it does not."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
@@ -12,8 +11,7 @@ from ddp_recipes.order import BatchPlan
 from ddp_recipes.random import key, seeded
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
+class Batch(NamedTuple):
     """A part of a global batch.
 
     Attributes:

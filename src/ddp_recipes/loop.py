@@ -5,7 +5,8 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,7 @@ from ddp_recipes.stopping import Stopper
 from ddp_recipes.strategies import Strategy
 from ddp_recipes.strategies.base import Wrapped
 from ddp_recipes.tasks import Task
-from ddp_recipes.watch import Watch, not_finite
+from ddp_recipes.watch import Losses, Watch, not_finite
 from ddp_recipes.world import World
 
 log = logging.getLogger(__name__)
@@ -34,8 +35,7 @@ SIGN_OF_LIFE_S = 0.25  # less than the least launcher.timeout_s
 Metrics = dict[str, float]
 
 
-@dataclass(frozen=True)
-class Cursor:
+class Cursor(NamedTuple):
     """Where a run is. Order and randomness follow from it and the seed, so nothing else needs to be restored."""
 
     epoch: int = 0
@@ -82,7 +82,7 @@ class Run:
     progress: Progress = field(default_factory=Progress)
     checkpointer: Checkpointer = field(default_factory=Checkpointer)
     callbacks: Sequence[Callback] = ()
-    cursor: Cursor = Cursor()
+    cursor: Cursor = Cursor()  # noqa: RUF009 (a tuple)
     metrics: Metrics = field(default_factory=dict)  # the latest of each
     step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=10_000))
     train_seconds: float = 0.0  # in steps, without validation and saving
@@ -117,7 +117,7 @@ def fit(run: Run) -> str:
             run.train_seconds += took
             run.progress.advance(run.cursor.step, run.cursor.epoch)
             if logged:
-                write_log(run, torch.stack(losses) / samples, norm, lr, clock)
+                write_log(run, losses, samples, norm, lr, clock)
             for callback in run.callbacks:
                 callback.on_step(run.cursor.step)
             measured = validation_due(run, before)
@@ -135,19 +135,19 @@ def fit(run: Run) -> str:
     return reason
 
 
-def forward_backward(run: Run, batches: Iterator[Batch]) -> tuple[list[Tensor], int]:
+def forward_backward(run: Run, batches: Iterator[Batch]) -> tuple[list[Losses], int]:
     """Run the micro-batches of one optimizer step, so that gradients are those of the mean over all its samples.
 
     Returns:
-        The loss summed over samples, on the device, for each of this rank's parts; the number of samples of all ranks.
+        The losses of each of this rank's parts; the number of samples of all ranks.
     """
     at, plan, strategy = run.cursor, run.train.plan, run.strategy
     numbers = range(at.batch, min(at.batch + run.trainer.accumulate_grad_batches, len(run.train)))
     samples = sum(plan.total(number) for number in numbers)
-    losses = []
+    losses: list[Losses] = []
     for part in run.train.parts:
         seed_step(key(run.seed, at.step, part), run.devices)
-        total = None
+        losses.append([])
         with strategy.part(sum(plan.share(number, part) for number in numbers) / samples):
             for number in numbers:
                 batch = next(batches)
@@ -158,9 +158,7 @@ def forward_backward(run: Run, batches: Iterator[Batch]) -> tuple[list[Tensor], 
                         loss = run.module(batch.data).loss
                     share = batch.share * strategy.divisor / samples
                     run.precision.backward(loss if share == 1 else loss * share)
-                counted = loss.detach() * batch.share
-                total = counted if total is None else total + counted
-        losses.append(torch.zeros((), device=run.devices[-1]) if total is None else total)
+                losses[-1].append((loss.detach(), batch.share))
     strategy.reduce()
     return losses, samples
 
@@ -185,17 +183,19 @@ def advance(run: Run, samples: int) -> Cursor:
     at = run.cursor
     batch = min(at.batch + run.trainer.accumulate_grad_batches, len(run.train))
     run.schedule.tick("step")
-    after = replace(at, batch=batch, step=at.step + 1, samples_seen=at.samples_seen + samples)
+    after = Cursor(at.epoch, batch, at.step + 1, at.samples_seen + samples)
     if batch == len(run.train):
         run.schedule.tick("epoch")
-        after = replace(after, epoch=at.epoch + 1, batch=0)
+        return after._replace(epoch=at.epoch + 1, batch=0)
     return after
 
 
-def write_log(run: Run, loss: Tensor, norm: Tensor | None, lr: float, clock: "Clock") -> None:
+def write_log(run: Run, losses: Sequence[Losses], samples: int, norm: Tensor | None, lr: float, clock: "Clock") -> None:
     """Log a step: the one place where a step waits for the device, and for the other ranks' losses."""
+    nothing = torch.zeros((), device=run.devices[-1])
+    of_parts = torch.stack([sum((loss * share for loss, share in part), nothing) for part in losses])
     values = {
-        "train/loss": run.strategy.sum(loss.double()).item(),
+        "train/loss": run.strategy.sum((of_parts / samples).double()).item(),
         "train/lr": lr,
         "train/samples_per_second": clock.samples_per_second(run.cursor),
         "train/epoch": run.cursor.epoch + run.cursor.batch / len(run.train),
@@ -337,7 +337,7 @@ def gather_state(run: Run) -> State:
         "scheduler": run.schedule.scheduler.state_dict(),
         "precision": run.precision.state(),
         "callbacks": [callback.state() for callback in run.callbacks],
-        "cursor": asdict(run.cursor),
+        "cursor": run.cursor._asdict(),
         "metrics": dict(run.metrics),
         "seed": run.seed,
         "global_batch_size": run.train.plan.global_batch_size,

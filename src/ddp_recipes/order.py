@@ -73,7 +73,7 @@ class BatchPlan:
     drop_last: bool = False
     shard: str = "contiguous"
     max_batches: int | None = None
-    _blocks: dict[tuple[int, int], Indices] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _blocks: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def num_batches(self) -> int:
@@ -97,30 +97,29 @@ class BatchPlan:
 
     def indices(self, epoch: int, batch: int, part: int = 0) -> torch.Tensor:
         """Return the samples in a part of a global batch, int64 [share(batch, part)]."""
-        first = batch * self.global_batch_size
-        each, more = divmod(self.total(batch), self.parts)
+        first, total = batch * self.global_batch_size, self.total(batch)
         if self.shard == "strided":
-            positions = range(first + part, first + self.total(batch), self.parts)
-        else:
-            start = first + part * each + min(part, more)
-            positions = range(start, start + self.share(batch, part))
-        return torch.from_numpy(self._samples(epoch, positions).astype(np.int64))
+            return self._samples(epoch, first + part, max(first + part, first + total), self.parts)
+        each, more = divmod(total, self.parts)
+        start = first + part * each + min(part, more)
+        return self._samples(epoch, start, start + each + (part < more))
 
-    def _samples(self, epoch: int, positions: range) -> Indices:
-        if not self.shuffle or not positions:
-            return np.arange(positions.start, positions.stop, positions.step, dtype=np.uint64)
-        first, last = positions[0] // _BLOCK, positions[-1] // _BLOCK
+    def _samples(self, epoch: int, start: int, stop: int, step: int = 1) -> torch.Tensor:
+        if not self.shuffle or start == stop:
+            return torch.arange(start, stop, step)
+        first, last = start // _BLOCK, (stop - 1) // _BLOCK
         blocks = [self._block(epoch, number) for number in range(first, last + 1)]
-        samples = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
+        samples = blocks[0] if len(blocks) == 1 else torch.cat(blocks)
         offset = first * _BLOCK
-        return samples[positions.start - offset : positions.stop - offset : positions.step]
+        return samples[start - offset : stop - offset : step]
 
-    def _block(self, epoch: int, number: int) -> Indices:
+    def _block(self, epoch: int, number: int) -> torch.Tensor:
         """Return the samples at one block of positions; the last two asked for are kept."""
         if (epoch, number) not in self._blocks:
             if len(self._blocks) > 1:
                 self._blocks.clear()
             stop = min((number + 1) * _BLOCK, self.num_samples)
             positions = np.arange(number * _BLOCK, stop, dtype=np.uint64)
-            self._blocks[epoch, number] = permute(positions, self.num_samples, key(self.seed, epoch))
+            samples = permute(positions, self.num_samples, key(self.seed, epoch))
+            self._blocks[epoch, number] = torch.from_numpy(samples.view(np.int64))
         return self._blocks[epoch, number]

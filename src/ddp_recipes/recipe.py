@@ -273,10 +273,27 @@ class Recipe:
     def _make_optimizer(self) -> tuple[torch.optim.Optimizer, Schedule]:
         """Return optimizer and scheduler: the module's own, where it is one of Lightning's, else the config's."""
         own = self.task.configure_optimizers()
-        optimizer = own[0] if own is not None else self._make("optimizer", self.task.parameters())
+        fused: dict[str, Any] = {"fused": True} if self._may_fuse else {}
+        optimizer = own[0] if own is not None else self._make("optimizer", self.task.parameters(), **fused)
         if own is None or own[1] is None:
             return optimizer, self._make_schedule(optimizer)
         return optimizer, Schedule(own[1], own[2])
+
+    @property
+    def _may_fuse(self) -> bool:
+        """Whether the optimizer is one of torch's that may update all parameters in one kernel, unless told otherwise.
+
+        Not with 16-mixed: where the very first step is skipped, torch's fused SGD goes on from uninitialised momentum.
+        """
+        node = self.config.optimizer
+        return (
+            node.get("fused") is None
+            and not node.get("foreach")
+            and node._target_.startswith("torch.optim.")
+            and "fused" in _parameters(node._target_, "optimizer")
+            and self.trainer.precision != "16-mixed"
+            and all(parameter.is_floating_point() for parameter in self.task.parameters())
+        )
 
     def _make_schedule(self, optimizer: torch.optim.Optimizer) -> Schedule:
         """Return the scheduler; a length that its yaml leaves null is that of the run, in ticks."""

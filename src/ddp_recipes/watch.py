@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from ddp_recipes.errors import RunFailed
 from ddp_recipes.world import World
 
+Losses = list[tuple[Tensor, int]]  # of a part's micro-batches: mean over the samples, on the device, and their number
+
 
 class Watch:
     """Looks where it costs nothing: at the loss that is logged, summed over ranks anyway, and at weights before a save.
@@ -25,9 +27,9 @@ class Watch:
         self.world = world
         self.total = total
         self.device = device
-        self._losses: deque[tuple[int, Sequence[Tensor]]] = deque(maxlen=1000)  # of this rank, unread
+        self._losses: deque[tuple[int, Sequence[Losses]]] = deque(maxlen=1000)  # of this rank, unread
 
-    def saw(self, step: int, losses: Sequence[Tensor]) -> None:
+    def saw(self, step: int, losses: Sequence[Losses]) -> None:
         """Remember a step's losses on this rank, in case one has to say where it began."""
         self._losses.append((step, losses))
 
@@ -62,7 +64,9 @@ class Watch:
 
     def _end(self, what: str, saved: int, by_rank: list[int]) -> NoReturn:
         """Find out together where it began, and raise the same on all ranks."""
-        mine = next((at for at, losses in self._losses if not all(loss.isfinite() for loss in losses)), 0)
+        mine = next(
+            (at for at, losses in self._losses if not all(loss.isfinite() for part in losses for loss, _ in part)), 0
+        )
         first = self._of_ranks(mine)
         began = min((step for step in first if step), default=0)
         ranks = [rank for rank, step in enumerate(first) if step == began] if began else []

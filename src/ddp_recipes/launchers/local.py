@@ -186,7 +186,9 @@ def _supervise(job: Job, ranks: list[_Rank], interrupts: _Interrupts) -> Summary
         failed = any(rank.died or rank.said.get("kind", "summary") != "summary" for rank in ranks)
         if failed and deadline is None:
             deadline = time.monotonic() + AFTER_FAILURE_S
-        if all(rank.process.returncode is not None for rank in ranks) or (deadline and time.monotonic() > deadline):
+        silent = {number for rank in ranks for number in rank.said.get("silent", ())}  # there is no waiting for them
+        awaited = [rank for rank in ranks if rank.process.returncode is None and rank.number not in silent]
+        if not awaited or (deadline and time.monotonic() > deadline):
             break
     _keep_stacks(job, ranks)
     return _outcome(job, ranks, interrupts)

@@ -75,7 +75,9 @@ def run(job: Job, world: World, listener: int | None, at: Callable[[str], None] 
     except BaseException as error:
         text = str(error) if isinstance(error, RecipeError) else traceback.format_exc()
         secondary = isinstance(error, RunFailed) and error.rank not in (None, world.rank)
-        return {"kind": "failed", "message": text, "cause": not secondary, "time": time.time(), "exit_status": 1}
+        silent = list(error.silent) if isinstance(error, RunFailed) else []
+        when = {"time": time.time(), "exit_status": 1}
+        return {"kind": "failed", "message": text, "cause": not secondary, "silent": silent} | when
 
 
 def die_with_parent() -> None:
