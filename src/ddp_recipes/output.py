@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from omegaconf import OmegaConf
+from torch import Tensor
 
 from ddp_recipes._version import __version__
 from ddp_recipes.checkpointer import FileCheckpointer
@@ -107,8 +108,12 @@ class Output:
         if self.directory is not None:
             self.directory.close()
 
-    def facts(self) -> Summary:
-        """Return what ``summary.json`` says of any run, however it ended."""
+    def facts(self, weights: Mapping[str, Tensor] | None) -> Summary:
+        """Return what ``summary.json`` says of any run, however it ended.
+
+        Args:
+            weights: the model's; ``None`` where this rank does not have them all.
+        """
         recipe, run, world = self.recipe, self.run, self.recipe.world
         cursor = run.cursor if run is not None else Cursor(**(recipe.state or {}).get("cursor", {}))
         steps = list(run.step_seconds) if run is not None else []
@@ -123,7 +128,7 @@ class Output:
             "mode": recipe.mode,
             "world_size": world.world_size,
             "nnodes": world.nnodes,
-            "devices_per_replica": len(recipe.devices),
+            "devices_per_replica": self._devices,
             "split": [stage.first for stage in recipe.stages[1:]],
             "strategy": recipe.strategy.name,
             "device": torch.cuda.get_device_name(recipe.device) if recipe.device.type == "cuda" else "cpu",
@@ -139,12 +144,18 @@ class Output:
             "samples_per_second": rate,
             "step_time_ms": statistics.median(steps) * 1e3 if steps else None,
             "wall_time_s": time.time() - self._started,
-            "weights_sha256": digest(recipe.task.weights()) if world.is_main else None,
+            "weights_sha256": digest(weights) if world.is_main and weights is not None else None,
             "run_directory": str(recipe.job.directory),
             "torch": torch.__version__,
             "ddp_recipes": __version__,
             "python": platform.python_version(),
         }
+
+    @property
+    def _devices(self) -> int:
+        """Devices of a replica, in all of its processes."""
+        world = self.recipe.world
+        return len(self.recipe.devices) * (world.world_size // self.recipe.strategy.reader(world)[1])
 
     def _attach(self, handler: logging.Handler, form: str) -> None:
         """Listen to all loggers and to Python's warnings until :meth:`close`."""
@@ -163,14 +174,15 @@ class Output:
         recipe, run, world = self.recipe, self.run, self.recipe.world
         count = sum(parameter.numel() for parameter in recipe.task.parameters())
         device = "CPU" if recipe.device.type == "cpu" else torch.cuda.get_device_name(recipe.device)
-        replicas = world.world_size * recipe.strategy.replicas(recipe.device.type)
+        readers = recipe.strategy.reader(world)[1]
+        replicas = readers * recipe.strategy.replicas(recipe.device.type)
         rows = [
             ("model", f"{type(recipe.task.model).__name__}, {count:,} parameters"),
             (
                 "strategy",
                 f"{recipe.strategy.name} over {recipe.backend}" if world.world_size > 1 else recipe.strategy.name,
             ),
-            ("replicas x devices", f"{replicas} x {len(recipe.devices)} ({device})"),
+            ("replicas x devices", f"{replicas} x {self._devices} ({device})"),
             *((f"stage {number}", str(stage)) for number, stage in enumerate(recipe.stages)),
         ]
         if (micro_batches := recipe.request.model.micro_batches) > 1:
