@@ -21,6 +21,7 @@ from ddp_recipes.tasks import StepOutput, Task
 META = torch.device("meta")
 KEPT = 16  # forms of batches (shapes of tensors) for which buffers are kept
 
+STEPS = ("training_step", "validation_step", "predict_step")
 SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved_1f1b": "ScheduleInterleaved1F1B"}
 
 
@@ -98,12 +99,32 @@ class Pipeline:
     ) -> None:
         self.task, self.layout, self.schedule, self.micro_batches = task, layout, schedule, micro_batches
         self.group, self.device = group, device
-        self.steps = {name: getattr(task, name) for name in ("training_step", "validation_step", "predict_step")}
         self.shapes = without_data(task, (), (META,), nullcontext())
-        self.shapes_cut = Cut(self.shapes, layout.starts, META, remember=False)
         keep_own(task, layout, device)
-        self.cut = Cut(task, layout.starts, META)
+        alone = len(layout.mine) == 1
+        self.tasks = {stage: task if alone else self._with_only(stage) for stage in layout.mine}
+        self.steps = {stage: {name: getattr(each, name) for name in STEPS} for stage, each in self.tasks.items()}
+        self.cuts = {stage: Cut(each, layout.starts, META) for stage, each in self.tasks.items()}
+        self.shapes_cut = Cut(self.shapes, layout.starts, META, remember=False)
         self._prepared: dict[Any, _Prepared] = {}
+
+    def _with_only(self, stage: int) -> Task:
+        """Return a copy of the task that has one stage of this process, the very same tensors, and no other."""
+        view = without_data(self.shapes, (), (META,), nullcontext())
+        stages = stages_of(self.task.model, self.layout.starts)
+        for module, copied in zip(self.task.modules(), view.modules(), strict=True):
+            if stages.get(module, self.layout.stages - 1) == stage:
+                copied._parameters.update(module._parameters)
+                copied._buffers.update(module._buffers)
+        return view
+
+    def _take_buffers(self) -> None:
+        """Take back buffers that a stage has put a new tensor in the place of."""
+        for view in self.tasks.values():
+            for module, copied in zip(self.task.modules(), view.modules(), strict=True):
+                for name, buffer in copied._buffers.items():
+                    if buffer is not None and not buffer.is_meta:
+                        module._buffers[name] = buffer
 
     def run(self, step: str, batch: Any, share: float = 1.0) -> tuple[list[Any], list[int]]:
         """Run a step of the task in micro-batches, in training with the backward pass of each.
@@ -124,6 +145,9 @@ class Pipeline:
         self._outputs: list[Any] = []
         self._numbers = dict.fromkeys(self.layout.mine, 0)
         self._failure: BaseException | None = None
+        for each in self.tasks.values():
+            if each.training != self.task.training:
+                each.train(self.task.training)
         self._now = self._prepare()
         with self._apart():
             try:
@@ -135,6 +159,8 @@ class Pipeline:
                 if self._failure is not None:  # torch puts a message of its own in its place
                     raise self._failure from None
                 raise
+        if len(self.tasks) > 1:
+            self._take_buffers()
         return self._outputs, [size for size in self._sizes if size] if self.layout.has_last else []
 
     @contextmanager
@@ -171,13 +197,10 @@ class Pipeline:
         seed_step(key(self._seed, stage, number), [self.device])  # no stage draws what another one does
         on, dtype = self._autocast
         with torch.autocast(self.device.type, dtype, enabled=on, cache_enabled=False):
-            call = partial(self.steps[self._step], self._parts[number])
-            output = self.cut.run(call, stage, receive, self._form if number == 0 else (self._form, size))
+            call = partial(self.steps[stage][self._step], self._parts[number])
+            output = self.cuts[stage].run(call, stage, receive, (self._form, size))
         if isinstance(output, Handover):
-            return tuple(
-                F.pad(tensor.reshape(-1), (0, flat.numel() - tensor.numel()))
-                for tensor, flat in zip(output.tensors, handed, strict=True)
-            )
+            return tuple(_flat(tensor, flat) for tensor, flat in zip(output.tensors, handed, strict=True))
         if not self._training:
             self._outputs.append(output)
             return torch.zeros((), device=self.device)
@@ -236,6 +259,14 @@ class Pipeline:
             torch.empty(tensor.numel(), dtype=tensor.dtype, device=META, requires_grad=tensor.requires_grad)
             for tensor in handover.tensors
         ]
+
+
+def _flat(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return a tensor flat, as long as ``like`` and of its type: what autocast has made 16 bits is sent in 32."""
+    assert tensor.numel() <= like.numel(), (
+        f"{list(tensor.shape)} is more than what {like.numel()} numbers were kept for"
+    )
+    return F.pad(tensor.reshape(-1).to(like.dtype), (0, like.numel() - tensor.numel()))
 
 
 class _StageModule(nn.Module):
