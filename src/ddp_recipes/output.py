@@ -15,14 +15,18 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from ddp_recipes._version import __version__
+from ddp_recipes.checkpoint import write_aside
 from ddp_recipes.checkpointer import FileCheckpointer
 from ddp_recipes.control import Control, ForwardHandler
 from ddp_recipes.digest import digest
+from ddp_recipes.figures.schedule import draw_schedule
 from ddp_recipes.loggers import Logger
 from ddp_recipes.loop import Cursor, Metrics, Run
+from ddp_recipes.model_parallel.timeline import Cell, bubble, order, timeline
 from ddp_recipes.progress import Progress, make_progress, number, table
 from ddp_recipes.recipe import Recipe
 from ddp_recipes.run_directory import RunDirectory, Summary, write_summary
+from ddp_recipes.settings import PipelineSettings
 from ddp_recipes.strategies.base import batch_norms
 
 log = logging.getLogger(__name__)
@@ -72,6 +76,8 @@ class Output:
             self.logger.text("config", f"```yaml\n{OmegaConf.to_yaml(recipe.config)}\n```")
         if run is None:
             return
+        if recipe.request.pipeline is not None and not quick:
+            self._draw_schedule(recipe.request.pipeline)
         run.logger, run.progress = self.logger, self.progress
         if recipe.request.checkpoint.enabled and not quick:
             folder, alone = job.directory / "checkpoints", recipe.world.world_size == 1
@@ -151,6 +157,17 @@ class Output:
             "python": platform.python_version(),
         }
 
+    def _draw_schedule(self, pipeline: PipelineSettings) -> None:
+        """Leave ``schedule.png``, also in the logger."""
+        assert self.directory is not None
+        try:
+            png = draw_schedule(cells_of(pipeline), f"{pipeline.schedule}, {pipeline.micro_batches} micro-batches")
+        except ModuleNotFoundError as error:
+            log.info("The schedule is not drawn: %s. pip install 'ddp-recipes[figures]' brings it.", error)
+            return
+        write_aside(self.directory.path / "schedule.png", lambda file: file.write(png))
+        self.logger.image("schedule", png)
+
     @property
     def _devices(self) -> int:
         """Devices of a replica, in all of its processes."""
@@ -188,6 +205,11 @@ class Output:
         if (micro_batches := recipe.request.model.micro_batches) > 1:
             note = "; batch norm takes its statistics from each" if batch_norms(recipe.task) else ""
             rows.append(("micro-batches", f"{micro_batches} a batch{note}"))
+        if (pipeline := recipe.request.pipeline) is not None:
+            waiting = bubble(cells_of(pipeline))
+            note = "; batch norm takes its statistics from each" if batch_norms(recipe.task) else ""
+            parts = f"{pipeline.micro_batches} micro-batches{note}"
+            rows.append(("schedule", f"{pipeline.schedule}, {parts}; processes wait {waiting:.0%} of the time at best"))
         if run is not None:
             steps = recipe.total_steps
             plan = run.train.plan
@@ -226,6 +248,12 @@ class Output:
         if Path(path).is_relative_to(here) and not here.is_relative_to(self.recipe.job.directory):
             return str(Path(path).relative_to(here))
         return str(path)
+
+
+def cells_of(pipeline: PipelineSettings) -> list[list[Cell]]:
+    """Return when the processes of a pipeline work, if all stages take equally long."""
+    works = order(pipeline.schedule, pipeline.stages, pipeline.processes, pipeline.micro_batches)
+    return timeline(works, pipeline.stages)
 
 
 class _LogFile(logging.FileHandler):

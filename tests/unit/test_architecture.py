@@ -26,7 +26,7 @@ LAYERS = [
     {"output"},
     {"recipe"},
     {"loop"},
-    {"strategies"},
+    {"figures", "strategies"},
     {"model_parallel"},
     {
         "checkpointer",
