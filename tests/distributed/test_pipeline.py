@@ -7,11 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.pipelining  # here once, not in each forked rank; and so is the next one
+import torch.utils.flop_counter
 
 from ddp_recipes.checkpoint import load
 from ddp_recipes.errors import RequestError, RunFailed
-from ddp_recipes.model_parallel.timeline import order
+from ddp_recipes.model_parallel.timeline import bubble, order, timeline
+from ddp_recipes.request import Request
 from ddp_recipes.run_directory import Summary
+from ddp_recipes.testing import make_job
 
 Run = Callable[..., Summary]
 Weights = Callable[[Summary], dict[str, Any]]
@@ -41,7 +45,6 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
         ("mlp", [], 2),
         ("mlp", ["strategy.schedule=gpipe", *THREE], 3),
         ("mlp", ["model.split=[layers.2]"], 4),
-        ("chain", ["model.split=[1]"], 2),
         ("chain", ["model.split=[3,6]", *THREE], 3),
         ("chain", INTERLEAVED, 2),
         ("encoder", [], 2),
@@ -125,13 +128,12 @@ def test_checkpoints_move_between_strategies(run: Run, weights: Weights, tmp_pat
         (["strategy=single"], 1),
         ([PIPELINE, *INTERLEAVED], 2),
         (["strategy=ddp"], 2),
-        ([PIPELINE], 2),
     ]
     for epochs, (layout, world_size) in enumerate(layouts, start=1):
-        limit = [f"trainer.max_epochs={epochs}", "scheduler.T_max=20"]
+        limit = [f"trainer.max_epochs={epochs}", "scheduler.T_max=16"]
         last = run(*common, *limit, *layout, "ckpt_path=auto", world_size=world_size, directory=folder)
-    whole = run(*common, "strategy=single", "trainer.max_epochs=5", "scheduler.T_max=20")
-    assert last["global_step"] == whole["global_step"] == 20
+    whole = run(*common, "strategy=single", "trainer.max_epochs=4", "scheduler.T_max=16")
+    assert last["global_step"] == whole["global_step"] == 16
     assert_same(weights(last), weights(whole))
     (ours, its) = (load(Path(each["run_directory"]) / "checkpoints" / "last.pt") for each in (last, whole))
     assert list(ours["optimizer"]["state"]) == list(its["optimizer"]["state"])
@@ -139,7 +141,7 @@ def test_checkpoints_move_between_strategies(run: Run, weights: Weights, tmp_pat
 
 
 def test_a_resumed_pipeline_ends_with_the_same_bits(run: Run, tmp_path: Path) -> None:
-    common = [*MODELS["chain"], PIPELINE, "+model.dropout=0.3", "optimizer=adamw", "checkpoint.every_n_steps=3"]
+    common = [*MODELS["chain"], PIPELINE, "+model.dropout=0.3", "optimizer=adamw", "data.batch_size=16"]
     whole = run(*common, "trainer.max_epochs=4", world_size=4)
     folder = tmp_path / "resumed"
     run(*common, "trainer.max_epochs=4", "trainer.max_steps=5", world_size=4, directory=folder)
@@ -193,6 +195,30 @@ def test_processes_work_in_the_order_of_the_schedule(
     assert done == [[[work.kind, work.stage, work.micro_batch] for work in works] for works in planned]
 
 
+def test_the_schedule_is_drawn(run: Run, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder = tmp_path / "drawn"
+    run(PIPELINE, "logger=tensorboard", "trainer.max_steps=1", world_size=2, directory=folder)
+    png = (folder / "schedule.png").read_bytes()
+    assert png.startswith(b"\x89PNG")
+    events = EventAccumulator(str(folder / "tensorboard")).Reload()
+    (image,) = events.Images("schedule")
+    assert image.encoded_image_string == png
+    assert image.width > image.height > 100
+
+
+def test_a_process_waits_less_the_more_micro_batches_there_are() -> None:
+    for processes in (2, 4):
+        for micro_batches in (4, 16):
+            for schedule in ("gpipe", "1f1b"):
+                cells = timeline(order(schedule, processes, processes, micro_batches), processes)
+                assert bubble(cells) == pytest.approx((processes - 1) / (micro_batches + processes - 1))
+    interleaved = timeline(order("interleaved_1f1b", 4, 2, 4), 4)
+    assert bubble(interleaved) < bubble(timeline(order("1f1b", 2, 2, 4), 2))
+
+
 # --- what goes wrong -------------------------------------------------------------------------------------------------
 
 
@@ -208,28 +234,56 @@ def test_an_error_in_a_stage_shows_the_users_own_line(run: Run) -> None:
         run("model._target_=own_chains.Chain", "~model.hidden_features", "model.in_features=7", PIPELINE, world_size=2)
 
 
-REFUSED: dict[str, tuple[list[str], int, list[str]]] = {
+REFUSED: dict[str, tuple[list[str], list[str]]] = {
     "too few micro-batches": (
         ["strategy.stages=4", "strategy.micro_batches=2"],
-        4,
         ["1f1b needs at least as many micro-batches as stages", "strategy.micro_batches=4 or more", "gpipe"],
     ),
     "rounds": (
         [*INTERLEAVED, "strategy.micro_batches=5", "data.batch_size=10"],
-        2,
         ["strategy.micro_batches=5 is no multiple of 2 rounds", "Use strategy.micro_batches=4"],
     ),
     "a batch that micro-batches do not divide": (
         ["data.batch_size=10"],
-        2,
         ["data.batch_size=10 cannot be cut into strategy.micro_batches=4", "data.batch_size=12"],
     ),
     "an unknown schedule": (
         ["strategy.schedule=f1b1"],
-        2,
         ["strategy.schedule=f1b1 is not allowed", "gpipe, 1f1b, interleaved_1f1b", "Did you mean '1f1b'?"],
     ),
-    "an unknown key": (["+strategy.micro_batchs=4"], 2, ["strategy.micro_batchs", "Did you mean 'micro_batches'?"]),
+    "an unknown key": (["+strategy.micro_batchs=4"], ["strategy.micro_batchs", "Did you mean 'micro_batches'?"]),
+    "more names than stages": (
+        ["model=mlp", "model.split=[layers.2,layers.4]"],
+        ["makes 3 stages and strategy.stages=2", "give 1 name(s), or set strategy.stages=3"],
+    ),
+    "processes": (
+        ["launcher.nproc_per_node=3"],
+        ["strategy.stages=2 takes 2 processes for each replica, and 3", "Use 2, 4, 6"],
+    ),
+    "a model that places itself": (["model=toy_mp"], ["model.num_devices=2 does not go"]),
+    "a model over devices": (["model.num_devices=2"], ["model.num_devices=2 does not go with strategy=ddp_pipeline"]),
+    "micro-batches of a replica": (["model.micro_batches=2"], ["model.micro_batches=2", "strategy.micro_batches"]),
+    "float16": (["trainer.precision=16-mixed"], ["trainer.precision=16-mixed", "bf16-mixed"]),
+    "a check": (["check=equivalence"], ["check=equivalence does not go with strategy=ddp_pipeline"]),
+    "stages in a process": (["strategy.stages_per_process=2"], ["strategy.schedule=1f1b", "interleaved_1f1b is for"]),
+    "no whole number of processes": (
+        [*INTERLEAVED, "strategy.stages=5"],
+        ["strategy.stages=5 with 2 stages in each process", "a multiple of 2 from 4 on"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_is_refused_before_anything_starts(case: str) -> None:
+    overrides, parts = REFUSED[case]
+    job = make_job(["data=random", "data.batch_size=8", "model=toy", PIPELINE, *overrides])
+    with pytest.raises(RequestError) as refusal:
+        Request.of(job.config).processes(0)
+    for part in parts:
+        assert part in str(refusal.value)
+
+
+REFUSED_MODELS: dict[str, tuple[list[str], int, list[str]]] = {
     "a name that is not there": (
         ["model=mlp", "model.split=[layers.22]"],
         2,
@@ -239,11 +293,6 @@ REFUSED: dict[str, tuple[list[str], int, list[str]]] = {
         ["strategy.stages=3"],
         3,
         ["strategy.stages=3, but Toy can be cut into 2 stage(s) at most", "Use strategy.stages=2"],
-    ),
-    "more names than stages": (
-        ["model=mlp", "model.split=[layers.2,layers.4]"],
-        2,
-        ["makes 3 stages and strategy.stages=2", "give 1 name(s), or set strategy.stages=3"],
     ),
     "tied weights": (
         ["model._target_=own_chains.Tied", "~model.hidden_features", "model.split=[second]"],
@@ -255,32 +304,12 @@ REFUSED: dict[str, tuple[list[str], int, list[str]]] = {
         3,
         ["last is called with a tensor of an earlier stage", "Let no stage begin at second"],
     ),
-    "processes": ([], 3, ["strategy.stages=2 takes 2 processes for each replica, and 3", "Use 2, 4, 6"]),
-    "a model over devices": (
-        ["model.num_devices=2"],
-        2,
-        ["model.num_devices=2 does not go with strategy=ddp_pipeline"],
-    ),
-    "a model that places itself": (["model=toy_mp"], 2, ["does not go with strategy=ddp_pipeline"]),
-    "micro-batches of a replica": (["model.micro_batches=2"], 2, ["model.micro_batches=2", "strategy.micro_batches"]),
-    "float16": (["trainer.precision=16-mixed"], 2, ["trainer.precision=16-mixed", "bf16-mixed"]),
-    "a check": (["check=equivalence"], 2, ["check=equivalence does not go with strategy=ddp_pipeline"]),
-    "stages in a process": (
-        ["strategy.stages_per_process=2"],
-        2,
-        ["strategy.schedule=1f1b", "interleaved_1f1b is for"],
-    ),
-    "no whole number of processes": (
-        [*INTERLEAVED, "strategy.stages=5"],
-        2,
-        ["strategy.stages=5 with 2 stages in each process", "a multiple of 2 from 4 on"],
-    ),
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_is_refused_on_all_ranks(case: str, run: Run, tmp_path: Path) -> None:
-    overrides, world_size, parts = REFUSED[case]
+@pytest.mark.parametrize("case", REFUSED_MODELS)
+def test_what_cannot_be_cut_is_refused_on_all_ranks(case: str, run: Run, tmp_path: Path) -> None:
+    overrides, world_size, parts = REFUSED_MODELS[case]
     folder = tmp_path / "refused"
     with pytest.raises(RequestError) as refusal:
         run(PIPELINE, *overrides, world_size=world_size, directory=folder)
