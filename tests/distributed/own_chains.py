@@ -136,3 +136,12 @@ class _Exploding(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         self.after -= self.training and not input.is_meta
         return input * self.scale * (float("nan") if self.after < 0 else 1.0)
+
+
+class Frozen(Chain):
+    """Its first blocks are not trained."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__(in_features, out_features)
+        for parameter in (*self[0].parameters(), *self[3].parameters()):
+            parameter.requires_grad_(False)

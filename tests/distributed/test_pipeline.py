@@ -2,13 +2,13 @@
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.pipelining  # here once, not in each forked rank; and so is the next one
-import torch.utils.flop_counter
 
 from ddp_recipes.checkpoint import load
 from ddp_recipes.errors import RequestError, RunFailed
@@ -20,10 +20,15 @@ from ddp_recipes.testing import make_job
 Run = Callable[..., Summary]
 Weights = Callable[[Summary], dict[str, Any]]
 
+for heavy in ("torch.distributed.pipelining", "torch.utils.flop_counter", "matplotlib.backends.backend_agg"):
+    with suppress(ModuleNotFoundError):
+        import_module(heavy)  # once here, not in each forked rank
+
 PIPELINE = "strategy=ddp_pipeline"
 MODELS = {
     "mlp": ["model=mlp"],
     "chain": ["model._target_=own_chains.Chain", "~model.hidden_features"],
+    "frozen": ["model._target_=own_chains.Frozen", "~model.hidden_features"],
     "encoder": ["model._target_=own_chains.Encoder", "~model.hidden_features"],
     "images": ["model._target_=own_chains.Images", "~model.hidden_features"],
 }
@@ -47,6 +52,7 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
         ("mlp", ["model.split=[layers.2]"], 4),
         ("chain", ["model.split=[3,6]", *THREE], 3),
         ("chain", INTERLEAVED, 2),
+        ("frozen", ["model.split=[3,5]", *THREE], 3),
         ("encoder", [], 2),
         ("encoder", ["model.split=[encoder.layers.1,encoder.layers.2]", *THREE], 3),
     ],

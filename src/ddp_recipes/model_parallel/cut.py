@@ -19,6 +19,8 @@ from ddp_recipes.errors import RequestError
 from ddp_recipes.model_parallel.placement import Conflict, blocks_of, has_state, is_cut, stages_of
 from ddp_recipes.tasks import Task
 
+FORMS = 64  # of batches, that blocks of other stages remember
+
 Receive = Callable[[int, Tensor], Tensor]
 
 
@@ -71,6 +73,8 @@ class Cut:
             Conflict: the stages do not follow each other like that.
         """
         self._stage, self._receive, self._latest, self._calls = stage, receive, 0, 0
+        if len(self._given) > FORMS:
+            self._given.clear()
         self._known = self._given.setdefault((form, stage), []) if self.remember else []
         try:
             output = step()
