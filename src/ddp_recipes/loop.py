@@ -153,11 +153,12 @@ def forward_backward(run: Run, batches: Iterator[Batch]) -> tuple[list[Losses], 
                 batch = next(batches)
                 if batch.share == 0 and not strategy.takes_empty:
                     continue
-                with strategy.accumulate(run.module, last=number == numbers[-1]):
+                share = batch.share * strategy.divisor / samples
+                with strategy.accumulate(run.module, share, last=number == numbers[-1]):
                     with run.precision.forward():
                         loss = run.module(batch.data).loss
-                    share = batch.share * strategy.divisor / samples
-                    run.precision.backward(loss if share == 1 else loss * share)
+                    if strategy.stages == 1:  # else the pipeline's schedule has run backward already
+                        run.precision.backward(loss if share == 1 else loss * share)
                 losses[-1].append((loss.detach(), batch.share))
     strategy.reduce()
     return losses, samples
@@ -165,15 +166,17 @@ def forward_backward(run: Run, batches: Iterator[Batch]) -> tuple[list[Losses], 
 
 def clip(run: Run, measured: bool) -> Tensor | None:
     """Clip gradients as configured; return their norm before that if it was needed or ``measured`` is set."""
-    limit = run.trainer.gradient_clip_val
+    limit, by_value = run.trainer.gradient_clip_val, run.trainer.gradient_clip_algorithm == "value"
     if limit is None and not measured:
         return None
     run.precision.unscale(run.optimizer)
     parameters = [parameter for group in run.optimizer.param_groups for parameter in group["params"]]
-    if limit is not None and run.trainer.gradient_clip_algorithm == "norm":
-        return nn.utils.clip_grad_norm_(parameters, limit)
-    norm = nn.utils.get_total_norm(p.grad for p in parameters if p.grad is not None) if measured else None
-    if limit is not None:
+    norm = None
+    if measured or not by_value:
+        norm = run.strategy.norm([p.grad for p in parameters if p.grad is not None])
+    if limit is not None and norm is not None and not by_value:
+        nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+    elif limit is not None:
         nn.utils.clip_grad_value_(parameters, limit)
     return norm
 
@@ -302,10 +305,8 @@ def save(run: Run, measured: bool) -> None:
     fresh = measured or run.monitor.startswith("train/")
     value = run.metrics.get(run.monitor) if fresh else None
     bad = not_finite(run.task)
-    if run.checkpoint.async_save:
-        await_writer(run, bad)
-    if not any(bad.values()):
-        run.checkpointer.save(gather_state(run), run.cursor.step, value)
+    await_writer(run, bad)
+    run.checkpointer.save(gather_state(run), run.cursor.step, value)
     if not run.checkpoint.async_save:
         await_writer(run, bad)
     run.saved_step = run.cursor.step
@@ -332,8 +333,8 @@ def await_writer(run: Run, bad: Mapping[str, bool]) -> None:
 def gather_state(run: Run) -> State:
     """Return all that a resume needs: weights, optimizer, scheduler, scaler, callbacks and the cursor."""
     return {
-        "model": run.task.weights(),
-        "optimizer": run.optimizer.state_dict(),
+        "model": run.strategy.weights(run.task),
+        "optimizer": run.strategy.optimizer_state(run.optimizer),
         "scheduler": run.schedule.scheduler.state_dict(),
         "precision": run.precision.state(),
         "callbacks": [callback.state() for callback in run.callbacks],
@@ -347,8 +348,7 @@ def gather_state(run: Run) -> State:
 
 
 def restore(run: Run, state: State) -> None:
-    """Take up a saved state; weights must have been checked already."""
-    run.task.load_weights(state["model"])
+    """Take up a saved state, whose weights the task has already."""
     run.optimizer.load_state_dict(state["optimizer"])
     run.schedule.scheduler.load_state_dict(state["scheduler"])
     run.precision.load_state(state["precision"])

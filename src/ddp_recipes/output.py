@@ -12,16 +12,21 @@ from typing import Any
 
 import torch
 from omegaconf import OmegaConf
+from torch import Tensor
 
 from ddp_recipes._version import __version__
+from ddp_recipes.checkpoint import write_aside
 from ddp_recipes.checkpointer import FileCheckpointer
 from ddp_recipes.control import Control, ForwardHandler
 from ddp_recipes.digest import digest
+from ddp_recipes.figures.schedule import draw_schedule
 from ddp_recipes.loggers import Logger
 from ddp_recipes.loop import Cursor, Metrics, Run
+from ddp_recipes.model_parallel.timeline import Cell, bubble, order, timeline
 from ddp_recipes.progress import Progress, make_progress, number, table
 from ddp_recipes.recipe import Recipe
 from ddp_recipes.run_directory import RunDirectory, Summary, write_summary
+from ddp_recipes.settings import PipelineSettings
 from ddp_recipes.strategies.base import batch_norms
 
 log = logging.getLogger(__name__)
@@ -71,6 +76,8 @@ class Output:
             self.logger.text("config", f"```yaml\n{OmegaConf.to_yaml(recipe.config)}\n```")
         if run is None:
             return
+        if recipe.request.pipeline is not None and not quick:
+            self._draw_schedule(recipe.request.pipeline)
         run.logger, run.progress = self.logger, self.progress
         if recipe.request.checkpoint.enabled and not quick:
             folder, alone = job.directory / "checkpoints", recipe.world.world_size == 1
@@ -107,8 +114,12 @@ class Output:
         if self.directory is not None:
             self.directory.close()
 
-    def facts(self) -> Summary:
-        """Return what ``summary.json`` says of any run, however it ended."""
+    def facts(self, weights: Mapping[str, Tensor] | None) -> Summary:
+        """Return what ``summary.json`` says of any run, however it ended.
+
+        Args:
+            weights: the model's; ``None`` where this rank does not have them all.
+        """
         recipe, run, world = self.recipe, self.run, self.recipe.world
         cursor = run.cursor if run is not None else Cursor(**(recipe.state or {}).get("cursor", {}))
         steps = list(run.step_seconds) if run is not None else []
@@ -123,7 +134,7 @@ class Output:
             "mode": recipe.mode,
             "world_size": world.world_size,
             "nnodes": world.nnodes,
-            "devices_per_replica": len(recipe.devices),
+            "devices_per_replica": self._devices,
             "split": [stage.first for stage in recipe.stages[1:]],
             "strategy": recipe.strategy.name,
             "device": torch.cuda.get_device_name(recipe.device) if recipe.device.type == "cuda" else "cpu",
@@ -139,12 +150,29 @@ class Output:
             "samples_per_second": rate,
             "step_time_ms": statistics.median(steps) * 1e3 if steps else None,
             "wall_time_s": time.time() - self._started,
-            "weights_sha256": digest(recipe.task.weights()) if world.is_main else None,
+            "weights_sha256": digest(weights) if world.is_main and weights is not None else None,
             "run_directory": str(recipe.job.directory),
             "torch": torch.__version__,
             "ddp_recipes": __version__,
             "python": platform.python_version(),
         }
+
+    def _draw_schedule(self, pipeline: PipelineSettings) -> None:
+        """Leave ``schedule.png``, also in the logger."""
+        assert self.directory is not None
+        try:
+            png = draw_schedule(cells_of(pipeline), f"{pipeline.schedule}, {pipeline.micro_batches} micro-batches")
+        except ModuleNotFoundError as error:
+            log.info("The schedule is not drawn: %s. pip install 'ddp-recipes[figures]' brings it.", error)
+            return
+        write_aside(self.directory.path / "schedule.png", lambda file: file.write(png))
+        self.logger.image("schedule", png)
+
+    @property
+    def _devices(self) -> int:
+        """Devices of a replica, in all of its processes."""
+        world = self.recipe.world
+        return len(self.recipe.devices) * (world.world_size // self.recipe.strategy.reader(world)[1])
 
     def _attach(self, handler: logging.Handler, form: str) -> None:
         """Listen to all loggers and to Python's warnings until :meth:`close`."""
@@ -163,19 +191,25 @@ class Output:
         recipe, run, world = self.recipe, self.run, self.recipe.world
         count = sum(parameter.numel() for parameter in recipe.task.parameters())
         device = "CPU" if recipe.device.type == "cpu" else torch.cuda.get_device_name(recipe.device)
-        replicas = world.world_size * recipe.strategy.replicas(recipe.device.type)
+        readers = recipe.strategy.reader(world)[1]
+        replicas = readers * recipe.strategy.replicas(recipe.device.type)
         rows = [
             ("model", f"{type(recipe.task.model).__name__}, {count:,} parameters"),
             (
                 "strategy",
                 f"{recipe.strategy.name} over {recipe.backend}" if world.world_size > 1 else recipe.strategy.name,
             ),
-            ("replicas x devices", f"{replicas} x {len(recipe.devices)} ({device})"),
+            ("replicas x devices", f"{replicas} x {self._devices} ({device})"),
             *((f"stage {number}", str(stage)) for number, stage in enumerate(recipe.stages)),
         ]
         if (micro_batches := recipe.request.model.micro_batches) > 1:
             note = "; batch norm takes its statistics from each" if batch_norms(recipe.task) else ""
             rows.append(("micro-batches", f"{micro_batches} a batch{note}"))
+        if (pipeline := recipe.request.pipeline) is not None:
+            waiting = bubble(cells_of(pipeline))
+            note = "; batch norm takes its statistics from each" if batch_norms(recipe.task) else ""
+            parts = f"{pipeline.micro_batches} micro-batches{note}"
+            rows.append(("schedule", f"{pipeline.schedule}, {parts}; processes wait {waiting:.0%} of the time at best"))
         if run is not None:
             steps = recipe.total_steps
             plan = run.train.plan
@@ -214,6 +248,12 @@ class Output:
         if Path(path).is_relative_to(here) and not here.is_relative_to(self.recipe.job.directory):
             return str(Path(path).relative_to(here))
         return str(path)
+
+
+def cells_of(pipeline: PipelineSettings) -> list[list[Cell]]:
+    """Return when the processes of a pipeline work, if all stages take equally long."""
+    works = order(pipeline.schedule, pipeline.stages, pipeline.processes, pipeline.micro_batches)
+    return timeline(works, pipeline.stages)
 
 
 class _LogFile(logging.FileHandler):

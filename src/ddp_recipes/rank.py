@@ -50,13 +50,13 @@ def run(job: Job, world: World, store: Store | None) -> Summary:
     try:
         recipe.join()
         WORK[recipe.request.run.check or recipe.mode](recipe, output)
-        summary = output.facts() | {"status": "finished"}
+        summary = output.facts(recipe.final_weights()) | {"status": "finished"}
         output.finish(summary)
         return summary
     except RequestError:
         raise
     except Preempted as error:
-        output.finish(output.facts() | {"status": "preempted", "error": str(error)})
+        output.finish(output.facts(recipe.final_weights()) | {"status": "preempted", "error": str(error)})
         raise
     except BaseException as error:
         fail(recipe, control, output, error)
@@ -134,6 +134,7 @@ def measure(recipe: Recipe, output: Output) -> None:
     """Evaluate without training: ``mode=validate`` and ``mode=test``."""
     ((split, loader),) = recipe.loaders.items()
     step = recipe.load_weights()
+    recipe.shard()
     output.open(None)
     precision = make_precision(recipe.trainer.precision, recipe.device.type)
     output.metrics = loop.evaluate(recipe.task, loader, recipe.strategy, split, precision)
@@ -144,6 +145,7 @@ def predict(recipe: Recipe, output: Output) -> None:
     """Write the outputs for every sample, in the data set's order, to ``predictions.pt``: a tensor [samples, ...]."""
     ((_, loader),) = recipe.loaders.items()
     recipe.load_weights()
+    recipe.shard()
     output.open(None)
     recipe.strategy.sync_buffers(recipe.task)
     recipe.task.eval()
@@ -151,9 +153,9 @@ def predict(recipe: Recipe, output: Output) -> None:
     outputs: list[Tensor] = []
     with torch.no_grad(), make_precision(recipe.trainer.precision, recipe.device.type).forward():
         for batch in loader.batches(epoch=0):
-            if batch.share:
+            if batch.share and (output_of_batch := recipe.task.predict_step(batch.data)) is not None:
                 indices.append(loader.plan.indices(0, batch.number, batch.part))
-                outputs.append(recipe.task.predict_step(batch.data).float().cpu())
+                outputs.append(output_of_batch.float().cpu())  # of a pipeline in its last process
     gathered = recipe.strategy.gather((indices, outputs))
     if gathered is not None:
         order = torch.cat([part for rank in gathered for part in rank[0]])
@@ -209,7 +211,8 @@ def fail(recipe: Recipe, control: Control, output: Output, error: BaseException)
     if output.opened:
         write_trace(recipe.job.directory, recipe.world.rank, text)
     last = cause.strip().splitlines()[-1]
-    output.finish(output.facts() | {"status": "failed", "error": f"rank {rank}: {last}"}, cause)
+    weights = recipe.task.weights() if recipe.whole else None  # others may not be there to ask
+    output.finish(output.facts(weights) | {"status": "failed", "error": f"rank {rank}: {last}"}, cause)
     if rank != recipe.world.rank:
         raise RunFailed(f"Rank {rank} failed, so rank {recipe.world.rank} stopped: {last}", rank=rank) from error
     raise error

@@ -13,6 +13,7 @@ from hydra._internal.utils import _locate  # hydra.utils.get_object is this, and
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
+from torch import Tensor
 
 from ddp_recipes.callbacks import Callback
 from ddp_recipes.checkpoint import State, check_weights, find, load_first
@@ -22,7 +23,7 @@ from ddp_recipes.errors import RequestError, nearest, not_one_of
 from ddp_recipes.job import Job
 from ddp_recipes.loggers import Logger
 from ddp_recipes.loop import Run, Schedule, restore
-from ddp_recipes.model_parallel import Rehearsal, Stage, in_micro_batches, split_model
+from ddp_recipes.model_parallel import Rehearsal, Stage, apart, in_micro_batches, split_model
 from ddp_recipes.order import BatchPlan
 from ddp_recipes.precision import make_precision
 from ddp_recipes.random import seed_everything
@@ -73,6 +74,7 @@ class Recipe:
         self.loaders = control.first_on_node(self._make_loaders) if self._downloads else self._make_loaders()
         self.warnings: list[str] = []  # told once there is a log
         self.stages: list[Stage] = []  # of a model that is split
+        self.whole = True  # this rank has all of the model
         seed_everything(request.run.seed)
         self.task = self._make_task()
         self.strategy.check(self.task, self.devices, self.backend)
@@ -140,7 +142,8 @@ class Recipe:
         data, world = self.request.data, self.world
         dataset = _instantiate(self.config.data[split], f"data.{split}")
         parts = self.strategy.parts(world)
-        replicas = world.world_size * parts * self.strategy.replicas(self.device.type)
+        reader, readers = self.strategy.reader(world)
+        replicas = readers * parts * self.strategy.replicas(self.device.type)
         training = split == "train"
         if not training:
             global_batch = data.val_batch_size * replicas
@@ -154,7 +157,7 @@ class Recipe:
         plan = BatchPlan(
             num_samples=size_of(dataset),
             global_batch_size=global_batch,
-            parts=world.world_size * parts,
+            parts=readers * parts,
             seed=self.request.run.seed,
             shuffle=training and data.shuffle and not self.trainer.overfit_batches,
             drop_last=training and data.drop_last,
@@ -165,7 +168,7 @@ class Recipe:
             dataset,
             plan.limited(batches(limit, plan.num_batches)),
             self.device,
-            parts=range(world.rank * parts, (world.rank + 1) * parts),
+            parts=range(reader * parts, (reader + 1) * parts),
             num_workers=data.num_workers,
             pin_memory=data.pin_memory,
         )
@@ -174,10 +177,11 @@ class Recipe:
         """Return the task with its model on the replica's devices, weights drawn from the seed on the CPU."""
         node, settings = self.config.model, self.request.model
         places_itself = "devices" in _parameters(node._target_, "model")
-        if places_itself and settings.split is not None:
+        cut = "strategy=ddp_pipeline cuts the model" if self.strategy.stages > 1 else f"model.split={settings.split}"
+        if places_itself and (settings.split is not None or self.strategy.stages > 1):
             raise RequestError(
-                f"model.split={settings.split}, but {node._target_} takes `devices` and places itself. Leave out "
-                f"model.split, or choose the model without '_mp'."
+                f"{cut}, but {node._target_} takes `devices` and places itself. Leave out "
+                f"{cut.split('=')[0]}, or choose the model without '_mp'."
             )
         runtime = {"devices": self.devices} if places_itself else {}
         model = self._make("model", without=[key.name for key in fields(ModelSettings)], **runtime)
@@ -188,10 +192,13 @@ class Recipe:
             in_micro_batches(model, settings.micro_batches)
         if places_itself:
             task.loss.to(self.devices[-1])
-        elif settings.num_devices > 1 and self.loaders:
+        elif (settings.num_devices > 1 or self.strategy.stages > 1) and self.loaders:
             names = [str(name) for name in settings.split] if isinstance(settings.split, list) else None
             rehearsal = self._rehearsal(task)
-            self.stages = split_model(task, self.devices, names, rehearsal)
+            if self.strategy.stages > 1:  # the task stays on the CPU: no device may have room for all of it
+                self.strategy.starts, self.stages = apart(task.model, self.strategy.stages, names, rehearsal)
+            else:
+                self.stages = split_model(task, self.devices, names, rehearsal)
             if rehearsal.failure is not None:
                 self.warnings.append(f"The split could not be tried out before training: {rehearsal.failure}")
         else:
@@ -334,6 +341,8 @@ class Recipe:
 
     def make_run(self, stopper: Stopper) -> Run:
         """Return what the loop works with, restored from the checkpoint if there is one. A collective."""
+        self.load_weights()
+        self.shard()
         module = self.strategy.wrap(self.task, self.devices)
         run = Run(
             world=self.world,
@@ -376,6 +385,15 @@ class Recipe:
         self.task.load_weights(self.state["model"])
         step: int = self.state["cursor"]["step"]
         return step
+
+    def shard(self) -> None:
+        """Leave this rank what it holds of the model. A collective."""
+        self.strategy.shard(self.task, self.devices)
+        self.whole = self.strategy.stages == 1
+
+    def final_weights(self) -> Mapping[str, Tensor]:
+        """Return the weights of the whole model on rank 0. A collective where ranks hold parts."""
+        return self.task.weights() if self.whole else self.strategy.weights(self.task)
 
     def make_stopper(self) -> Stopper:
         """Return what decides on stopping before the end."""

@@ -4,7 +4,7 @@ import ctypes
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from omegaconf import Container, DictConfig, Node, OmegaConf
@@ -17,6 +17,7 @@ from ddp_recipes.settings import (
     DataSettings,
     LauncherSettings,
     ModelSettings,
+    PipelineSettings,
     ResumeSettings,
     RunSettings,
     SlurmSettings,
@@ -40,6 +41,7 @@ class Request:
     model: ModelSettings
     single_process: bool  # the strategy runs in one process
     shards: int | None  # parts that the strategy cuts each batch into, where it does
+    pipeline: PipelineSettings | None  # where the strategy cuts the model over processes
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "Request":
@@ -71,7 +73,12 @@ class Request:
             model=parse(ModelSettings, "model", asdict(ModelSettings()) | dict(config["model"]), others=True),
             single_process=config["strategy"].get("processes") == 1,
             shards=shards,
+            pipeline=_pipeline(config["strategy"]),
         )
+        if request.pipeline is None:
+            request.model.check_split(request.model.num_devices, "model.num_devices")
+        else:
+            request._check_pipeline(request.pipeline)
         if request.model.micro_batches > 1 and config["strategy"].get("sync_batchnorm"):
             raise RequestError(
                 f"model.micro_batches={request.model.micro_batches} and strategy.sync_batchnorm=true do not go "
@@ -79,6 +86,33 @@ class Request:
                 f"statistics. Leave out one of them."
             )
         return request
+
+    def _check_pipeline(self, pipeline: PipelineSettings) -> None:
+        """Refuse what does not go together with stages in several processes."""
+        self.model.check_split(pipeline.stages, "strategy.stages")
+        refused = {
+            f"model.num_devices={self.model.num_devices}": (self.model.num_devices > 1, "each stage has one device"),
+            f"model.micro_batches={self.model.micro_batches}": (
+                self.model.micro_batches > 1,
+                "batches are cut by strategy.micro_batches",
+            ),
+            "trainer.precision=16-mixed": (
+                self.trainer.precision == "16-mixed",
+                "stages would scale their gradients differently; use bf16-mixed",
+            ),
+            "trainer.compile=true": (self.trainer.compile, "a process runs a part of the model"),
+            f"check={self.run.check}": (self.run.check is not None, "no process has the gradients of the whole model"),
+        }
+        for given, (there, reason) in refused.items():
+            if there:
+                raise RequestError(f"{given} does not go with strategy=ddp_pipeline: {reason}. Leave it out.")
+        if self.data.global_batch_size is None and self.data.batch_size % pipeline.micro_batches:
+            size = -(-self.data.batch_size // pipeline.micro_batches) * pipeline.micro_batches
+            raise RequestError(
+                f"data.batch_size={self.data.batch_size} cannot be cut into strategy.micro_batches="
+                f"{pipeline.micro_batches} equal parts. Use data.batch_size={size}, or another number of micro-"
+                f"batches. (The last batch of an epoch may be smaller.)"
+            )
 
     @property
     def num_devices(self) -> int:
@@ -130,10 +164,42 @@ class Request:
                 f"{'' if gpus >= k else ' on a machine with more GPUs'}, or launcher.device=cpu."
             )
         auto = 1 if self.single_process else gpus // k if on_gpu else 2
+        if self.pipeline is not None:
+            auto = max(1, auto // self.pipeline.processes if on_gpu else 1) * self.pipeline.processes
+            if on_gpu and auto > gpus:
+                raise RequestError(
+                    f"One replica of strategy.stages={self.pipeline.stages} takes {self.pipeline.processes} GPUs, one "
+                    f"a process, and {gpus} are visible. Use fewer stages, or launcher.device=cpu."
+                )
         processes = auto if asked == "auto" else int(asked)
+        if self.pipeline is not None:
+            refuse_uneven_pipelines(self.pipeline, processes)
         if self.shards is not None:
             refuse_uneven(self.shards, processes)
         return processes
+
+
+def _pipeline(strategy: Mapping[str, Any]) -> PipelineSettings | None:
+    """Return the keys of a strategy that cuts the model over processes."""
+    if "stages" not in strategy:
+        return None
+    names = [field.name for field in fields(PipelineSettings)]
+    known = {name: value for name, value in strategy.items() if name not in ("_target_", "processes")}
+    return parse(PipelineSettings, "strategy", dict.fromkeys(names) | known)
+
+
+def refuse_uneven_pipelines(pipeline: PipelineSettings, processes: int) -> None:
+    """Refuse a number of processes that makes no whole number of replicas.
+
+    Raises:
+        RequestError: says which numbers do.
+    """
+    if processes % pipeline.processes:
+        k = pipeline.processes
+        raise RequestError(
+            f"strategy.stages={pipeline.stages} takes {k} processes for each replica, and {processes} cannot be dealt "
+            f"evenly. Use {k}, {2 * k}, {3 * k}, … processes (launcher.nproc_per_node), or another number of stages."
+        )
 
 
 def refuse_uneven(shards: int, processes: int) -> None:

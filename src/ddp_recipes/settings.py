@@ -39,14 +39,67 @@ class ModelSettings:
     split: Literal["auto"] | list[str | int] | None = None
     micro_batches: Count = 1
 
-    def __post_init__(self) -> None:
-        if isinstance(self.split, list) and len(self.split) + 1 != self.num_devices:
+    def check_split(self, stages: int, key: str) -> None:
+        """Refuse names that do not make so many stages, as ``key`` says.
+
+        Raises:
+            RequestError: there are too many or too few.
+        """
+        if isinstance(self.split, list) and len(self.split) + 1 != stages:
             names = ", ".join(map(str, self.split))
+            one_a_device = ", one a device," if key == "model.num_devices" else ""
             raise RequestError(
-                f"model.split=[{names}] makes {len(self.split) + 1} stages, one a device, and model.num_devices="
-                f"{self.num_devices}. Each name begins the next stage: give {self.num_devices - 1} name(s), or set "
-                f"model.num_devices={len(self.split) + 1}."
+                f"model.split=[{names}] makes {len(self.split) + 1} stages{one_a_device} and {key}={stages}. Each name "
+                f"begins the next stage: give {stages - 1} name(s), or set {key}={len(self.split) + 1}."
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineSettings:
+    """The keys of ``strategy=ddp_pipeline``: how a model is cut over processes, and in which order they work."""
+
+    stages: Annotated[int, Range(2)]
+    schedule: Literal["gpipe", "1f1b", "interleaved_1f1b"]
+    micro_batches: Count
+    stages_per_process: Count | None
+
+    def __post_init__(self) -> None:
+        each, interleaved = self.each, self.schedule == "interleaved_1f1b"
+        if interleaved != (each > 1):
+            raise RequestError(
+                f"strategy.schedule={self.schedule} with strategy.stages_per_process={each}: interleaved_1f1b is for "
+                f"several stages in a process, gpipe and 1f1b are for one. Choose another schedule, or leave "
+                f"strategy.stages_per_process out."
+            )
+        if self.stages % each or self.processes < 2:
+            raise RequestError(
+                f"strategy.stages={self.stages} with {each} stages in each process (strategy.stages_per_process) "
+                f"leaves no {'whole number' if self.stages % each else 'second one'} of processes. Allowed: a multiple "
+                f"of {each} from {2 * each} on."
+            )
+        if self.schedule == "1f1b" and self.micro_batches < self.stages:
+            raise RequestError(
+                f"strategy.schedule=1f1b needs at least as many micro-batches as stages, and strategy.micro_batches="
+                f"{self.micro_batches}, strategy.stages={self.stages}. Use strategy.micro_batches={self.stages} or "
+                f"more, or strategy.schedule=gpipe."
+            )
+        rounds = max(1, self.micro_batches // self.processes)
+        if interleaved and self.micro_batches % rounds:
+            raise RequestError(
+                f"strategy.schedule=interleaved_1f1b sends micro-batches in rounds of at least {self.processes}, one a "
+                f"process, and strategy.micro_batches={self.micro_batches} is no multiple of {rounds} rounds. Use "
+                f"strategy.micro_batches={self.micro_batches - self.micro_batches % self.processes}."
+            )
+
+    @property
+    def each(self) -> int:
+        """Stages of a process."""
+        return self.stages_per_process or (2 if self.schedule == "interleaved_1f1b" else 1)
+
+    @property
+    def processes(self) -> int:
+        """Processes of a replica."""
+        return self.stages // self.each
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -91,12 +91,16 @@ class Watch:
 def not_finite(task: nn.Module) -> dict[str, bool]:
     """Return for each of the weights whether it is no number.
 
-    A parameter must be finite. A buffer must not be NaN; infinities are what attention masks are made of.
+    A parameter must be finite. A buffer must not be NaN; infinities are what attention masks are made of. What has no
+    data is held by another rank.
     """
     tensors = dict(task.named_parameters()) | dict(task.named_buffers())
-    bad = [
-        ~tensor.isfinite().all() if isinstance(tensor, nn.Parameter) else tensor.isnan().any()
-        for tensor in tensors.values()
-    ]
-    flags = torch.stack([one.to(bad[0].device) for one in bad]).tolist() if bad else []  # one wait for the device
-    return {name.removeprefix("model."): flag for name, flag in zip(tensors, flags, strict=True)}
+    bad = {
+        name: ~tensor.isfinite().all() if isinstance(tensor, nn.Parameter) else tensor.isnan().any()
+        for name, tensor in tensors.items()
+        if not tensor.is_meta
+    }
+    values = list(bad.values())
+    flags = torch.stack([one.to(values[0].device) for one in values]).tolist() if bad else []  # one wait for the device
+    found = dict(zip(bad, flags, strict=True))
+    return {name.removeprefix("model."): found.get(name, False) for name in tensors}

@@ -159,6 +159,7 @@ def test_each_option(group: str, option: str, tmp_path: Path, monkeypatch: pytes
     special = {
         "regression": ["data=random", "data.num_samples=40"],
         "lightning": ["model=linear", "model._target_=lightning_like.Module"],
+        "ddp_pipeline": ["data.batch_size=4"],  # a sample for each micro-batch
     }
     (tmp_path / "modules").mkdir()
     (tmp_path / "modules" / "lightning_like.py").write_text(LIGHTNING)

@@ -26,7 +26,8 @@ LAYERS = [
     {"output"},
     {"recipe"},
     {"loop"},
-    {"model_parallel", "strategies"},
+    {"figures", "strategies"},
+    {"model_parallel"},
     {
         "checkpointer",
         "compose",

@@ -19,7 +19,7 @@ from typing import Any
 from ddp_recipes.errors import Preempted, RequestError, RunFailed
 from ddp_recipes.job import Job
 from ddp_recipes.launchers.slurm_task import STARTED_AGAIN, State, Task, reports
-from ddp_recipes.request import Request
+from ddp_recipes.request import Request, refuse_uneven_pipelines
 from ddp_recipes.run_directory import Summary, leave_failure, write_text
 from ddp_recipes.settings import SlurmSettings
 
@@ -89,6 +89,10 @@ def _tasks_per_node(request: Request, settings: SlurmSettings) -> int:
             f"launcher.nproc_per_node={asked} with model.num_devices={k} does not fit on launcher.gpus_per_node={gpus}:"
             f" {fit} replica(s) do. Ask for more GPUs a node, or for fewer processes."
         )
+    if request.pipeline is not None:
+        if asked == "auto" and fit is None:
+            count = -(-request.pipeline.processes // settings.nnodes)
+        refuse_uneven_pipelines(request.pipeline, settings.nnodes * count)
     return count
 
 

@@ -6,15 +6,20 @@ from itertools import accumulate
 from torch import nn
 
 from ddp_recipes.errors import RequestError
-from ddp_recipes.model_parallel.placement import has_state, is_called, is_cut, ties
-from ddp_recipes.model_parallel.rehearsal import Conflict, Costs
+from ddp_recipes.model_parallel.placement import Conflict, has_state, is_called, is_cut, ties
+from ddp_recipes.model_parallel.rehearsal import Costs
 
 
-def balanced(model: nn.Module, stages: int, costs: Costs, rehearse: Callable[[Sequence[str]], object]) -> list[str]:
+def balanced(
+    model: nn.Module, stages: int, costs: Costs, rehearse: Callable[[Sequence[str]], object], key: str
+) -> list[str]:
     """Return the names at which stages begin, so that the costliest stage costs as little as possible.
 
     A module's cost is the mean of its shares of time and of memory. The best cut is rehearsed; where it leads to an
     operation that mixes stages, the model is not cut there, and the next best one is rehearsed.
+
+    Args:
+        key: what says how many stages there are, for messages.
 
     Raises:
         RequestError: there are not so many places to cut the model.
@@ -37,8 +42,8 @@ def balanced(model: nn.Module, stages: int, costs: Costs, rehearse: Callable[[Se
         if found is None:
             most = len({weights[end] for end in ends}) - 1
             raise RequestError(
-                f"model.num_devices={stages}, but {type(model).__name__} can be cut into {most} stage(s) at most that "
-                f"have parameters.{reason} Use model.num_devices={most}."
+                f"{key}={stages}, but {type(model).__name__} can be cut into {most} stage(s) at most that "
+                f"have parameters.{reason} Use {key}={most}."
             )
         starts = [names[end] for end in found]
         try:

@@ -5,7 +5,7 @@ A stage is what one device of a replica holds. Stages follow the order in which 
 """
 
 import copy
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Collection, Iterator, MutableMapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
 from itertools import chain
@@ -16,6 +16,19 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 Stages = dict[nn.Module, int]
+
+
+class Conflict(Exception):
+    """The model cannot be cut like that.
+
+    Attributes:
+        module: whose forward it shows in: empty for the model itself.
+        stages: the first and the last one between which it cannot be cut.
+    """
+
+    def __init__(self, module: str, message: str, stages: Collection[int]) -> None:
+        self.module, self.stages = module, (min(stages), max(stages))
+        super().__init__(message)
 
 
 def stages_of(model: nn.Module, starts: Sequence[str]) -> Stages:

@@ -8,7 +8,8 @@ nothing else: every rank and every start gets the same.
 import copy
 import re
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -22,7 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ddp_recipes.errors import RequestError
-from ddp_recipes.model_parallel.placement import connect, stages_of
+from ddp_recipes.model_parallel.cut import Cut
+from ddp_recipes.model_parallel.placement import Conflict, connect, stages_of
 from ddp_recipes.tasks import Task
 
 INTENSITY = 20  # operations in the time of moving a byte, about that of today's GPUs and CPUs in single precision
@@ -65,23 +67,6 @@ class Costs:
         return costs
 
 
-class Conflict(Exception):
-    """An operation mixes tensors of two stages.
-
-    Attributes:
-        module: whose forward it is in: empty for the model itself, ``OUTSIDE`` for what is around it.
-        stages: the first and the last one.
-    """
-
-    def __init__(self, module: str, operation: str, stages: Collection[int]) -> None:
-        self.module, self.stages = module, (min(stages), max(stages))
-        where = "the task's step" if module == OUTSIDE else f"the forward of {module or 'the model'}"
-        super().__init__(
-            f"{operation} in {where} mixes tensors of stage {self.stages[0]} and stage {self.stages[1]}, and only "
-            f"what a block is called with is moved"
-        )
-
-
 @dataclass
 class Rehearsal:
     """One training step's forward pass, to be run as often as needed.
@@ -109,32 +94,76 @@ class Rehearsal:
             Conflict: an operation mixes tensors of two stages.
             RequestError: the model refused its inputs itself.
         """
+        devices = [torch.device("cuda", number) for number in range(len(starts) + 1)]
+
+        def connected(stand_in: Task) -> Callable[[Any], object]:
+            connect(stand_in.model, starts, devices)
+            step: Callable[[Any], object] = getattr(stand_in, self.step)
+            return step
+
+        return self._run(starts, devices, devices[0], connected)
+
+    def run_apart(self, starts: Sequence[str] = ()) -> Costs:
+        """Run it for each stage as the process that holds it alone will, and return what :meth:`run` does.
+
+        Raises:
+            Conflict: a stage needs more than what its first block is called with.
+            RequestError: the model refused its inputs itself.
+        """
+        costs = self.run()
+        here, elsewhere = torch.device("cuda", 0), torch.device("cuda", 1)
+        for stage in range(len(starts) + 1):
+
+            def cut(stand_in: Task, stage: int = stage) -> Callable[[Any], object]:
+                cut = Cut(stand_in, starts, elsewhere, remember=False)
+                step = getattr(stand_in, self.step)
+                return lambda batch: cut.run(
+                    partial(step, batch), stage, lambda _, wanted: torch.empty_like(wanted, device=here)
+                )
+
+            devices = [here if number == stage else elsewhere for number in range(len(starts) + 1)]
+            if self.failure is None:
+                self._run(starts, devices, here, cut, between=(max(stage, 1) - 1, max(stage, 1)))
+        return costs
+
+    def _run(
+        self,
+        starts: Sequence[str],
+        devices: Sequence[torch.device],
+        first: torch.device,
+        prepare: Callable[[Task], Callable[[Any], object]],
+        between: Collection[int] = (),
+    ) -> Costs:
+        """Run what ``prepare`` makes of a copy of the task, for a batch on the device ``first``.
+
+        Args:
+            between: the stages that a mixture of devices is put down to, if these are not the stages.
+        """
         # Autograd starts a thread for each device with its first backward pass, and then the process cannot be forked.
         # So that comes before the devices that are not there: for them it would start one as well.
         torch.zeros((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
-        devices = [torch.device("cuda", number) for number in range(len(starts) + 1)]
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        observer = _Observer(Costs.of_weights(self.task.model))
+        observer = _Observer(Costs.of_weights(self.task.model), between)
 
         def fake(tensor: Tensor) -> Tensor:
             shape = (self.size, *tensor.shape[1:]) if tensor.dim() else tensor.shape
-            return torch.empty(shape, dtype=tensor.dtype, device=devices[0])
+            return torch.empty(shape, dtype=tensor.dtype, device=first)
 
         try:
-            stand_in = _without_data(self.task, starts, devices, mode)
-            connect(stand_in.model, starts, devices)
+            stand_in = without_data(self.task, starts, devices, mode)
+            step = prepare(stand_in)
             observer.watch(stand_in)
             with mode, torch.enable_grad(), saved_tensors_hooks(observer.save, lambda saved: saved):
                 batch = tree_map_only(Tensor, fake, self.sample)
                 with observer:
-                    getattr(stand_in, self.step)(batch)
+                    step(batch)
         except (Conflict, RequestError):
             raise
         except Exception as error:  # what fails for another reason fails in the run as well, and is told there
             named = {int(number) for number in re.findall(r"cuda:(\d+)", str(error))}
             message = (str(error).splitlines() or [""])[0]
             if len(named) > 1:  # some operations find the mixture themselves, before the observer sees it
-                raise Conflict(observer.module, message, named) from None
+                raise observer.conflict(message, named) from None
             self.failure = f"{type(error).__name__}: {message}"
             return Costs.of_weights(self.task.model)
         return observer.costs
@@ -143,11 +172,12 @@ class Rehearsal:
 class _Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every operation, in whose forward it is, on which devices, and what is kept for the backward pass."""
 
-    def __init__(self, costs: Costs) -> None:
+    def __init__(self, costs: Costs, between: Collection[int]) -> None:
         from torch.utils.flop_counter import flop_registry  # with it comes Triton, which takes its time
 
         super().__init__()  # type: ignore[no-untyped-call]
         self.costs = costs
+        self.between = between
         self.operations_of = flop_registry
         self.active = [OUTSIDE]  # the names of the modules that are running, innermost last
         self.seen: dict[int, Tensor] = {}  # by address of their memory: weights, and what is kept
@@ -156,6 +186,16 @@ class _Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def module(self) -> str:
         """The module whose forward is running."""
         return self.active[-1]
+
+    def conflict(self, operation: str, devices: Collection[int]) -> Conflict:
+        """Return the error for an operation that mixes tensors on several devices."""
+        stages = self.between or devices
+        where = "the task's step" if self.module == OUTSIDE else f"the forward of {self.module or 'the model'}"
+        message = (
+            f"{operation} in {where} mixes tensors of stage {min(stages)} and stage {max(stages)}, and only what a "
+            f"block is called with is moved"
+        )
+        return Conflict(self.module, message, stages)
 
     def watch(self, task: Task) -> None:
         """Follow which module of the model is running."""
@@ -187,7 +227,7 @@ class _Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         stages = {tensor.device.index for tensor in inputs if tensor.device.type == "cuda"}
         if len(stages) > 1 and func not in _MOVES:
-            raise Conflict(self.module, str(func), stages)
+            raise self.conflict(str(func), stages)
         output = func(*args, **kwargs)
         if not func.is_view and self.module != OUTSIDE:
             outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
@@ -198,14 +238,23 @@ class _Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return output
 
 
-def _without_data(task: Task, starts: Sequence[str], devices: Sequence[torch.device], mode: FakeTensorMode) -> Task:
-    """Return a copy of the task whose parameters and buffers are in their places, but have no data."""
+def without_data(
+    task: Task, starts: Sequence[str], devices: Sequence[torch.device], mode: AbstractContextManager[Any]
+) -> Task:
+    """Return a copy of the task whose parameters and buffers are in their places, but have no data.
+
+    Args:
+        mode: makes fake tensors of new ones; where all devices are ``meta`` none is needed.
+    """
     stages = stages_of(task.model, starts)
     memo: dict[int, Any] = {}
     with mode:
         for module in task.modules():
             for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-                fake = torch.empty_like(tensor, device=devices[stages.get(module, -1)])
+                device = devices[
+                    stages.get(module, -1)
+                ]  # nothing of the tensor itself: weak references to it would stay
+                fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
                 is_parameter = isinstance(tensor, nn.Parameter)
                 memo[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
     return copy.deepcopy(task, memo)

@@ -1,6 +1,6 @@
 """A model over the devices of its replica, by names given or in even parts."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -8,8 +8,8 @@ from torch import nn
 
 from ddp_recipes.errors import RequestError, nearest
 from ddp_recipes.model_parallel.balance import balanced
-from ddp_recipes.model_parallel.placement import blocks_of, connect, is_cut, place, put, stages_of, ties
-from ddp_recipes.model_parallel.rehearsal import Conflict, Costs, Rehearsal
+from ddp_recipes.model_parallel.placement import Conflict, blocks_of, connect, is_cut, place, put, stages_of, ties
+from ddp_recipes.model_parallel.rehearsal import Costs, Rehearsal
 from ddp_recipes.tasks import Task
 
 
@@ -47,21 +47,7 @@ def split_model(
         RequestError: the model cannot be cut so; says where it can.
     """
     model = task.model
-    if names is None:
-        costs = rehearsal.run()
-        starts = balanced(model, len(devices), costs, rehearsal.run)
-    else:
-        starts = _checked(model, names)
-        try:
-            costs = rehearsal.run(starts)
-        except Conflict as conflict:
-            first, last = conflict.stages
-            inside = conflict.module and is_cut(conflict.module, starts)
-            there = f"inside {conflict.module}" if inside else f"at {', '.join(starts[first:last])}"
-            raise RequestError(
-                f"model.split=[{', '.join(starts)}] cannot be: {conflict}. Let no stage begin {there}, or leave the "
-                f"choice to model.split=auto."
-            ) from None
+    starts, costs = _chosen(model, len(devices), names, rehearsal, rehearsal.run, "model.num_devices")
     put(task, devices[-1])
     for part in task.children():
         if part is not model:
@@ -69,6 +55,43 @@ def split_model(
     place(model, starts, devices)
     connect(model, starts, devices)
     return _described(model, starts, costs)
+
+
+def apart(
+    model: nn.Module, stages: int, names: Sequence[str] | None, rehearsal: Rehearsal
+) -> tuple[list[str], list[Stage]]:
+    """Return where to cut a model into stages that are in processes of their own, and what each of them holds.
+
+    Raises:
+        RequestError: the model cannot be cut so; says where it can.
+    """
+    starts, costs = _chosen(model, stages, names, rehearsal, rehearsal.run_apart, "strategy.stages")
+    return starts, _described(model, starts, costs)
+
+
+def _chosen(
+    model: nn.Module,
+    stages: int,
+    names: Sequence[str] | None,
+    rehearsal: Rehearsal,
+    rehearse: Callable[[Sequence[str]], Costs],
+    key: str,
+) -> tuple[list[str], Costs]:
+    """Return the names if a model can be cut there, or where it is best cut, and what its modules cost."""
+    if names is None:
+        costs = rehearsal.run()
+        return balanced(model, stages, costs, rehearse, key), costs
+    starts = _checked(model, names)
+    try:
+        return starts, rehearse(starts)
+    except Conflict as conflict:
+        first, last = conflict.stages
+        inside = conflict.module and is_cut(conflict.module, starts)
+        there = f"inside {conflict.module}" if inside else f"at {', '.join(starts[first:last])}"
+        raise RequestError(
+            f"model.split=[{', '.join(starts)}] cannot be: {conflict}. Let no stage begin {there}, or leave the "
+            f"choice to model.split=auto."
+        ) from None
 
 
 def _checked(model: nn.Module, names: Sequence[str]) -> list[str]:

@@ -25,12 +25,21 @@ class Strategy(Protocol):
     name: str
     divisor: int  # gradients come out divided by it: where ranks' are averaged, the number of ranks
     takes_empty: bool  # whether a part without a sample has to be run as well, on one that does not count
+    stages: int  # parts that the model is cut into, over processes; 1: each process has all of it
+    starts: Sequence[str]  # the blocks at which the 2nd, 3rd, … of them begins
 
     def replicas(self, device_type: str) -> int:
         """Return how many replicas share a part of a batch; ``data.batch_size`` is for each of them."""
 
+    def reader(self, world: World) -> tuple[int, int]:
+        """Return which of how many readers of the data this rank is. Ranks of one pipeline are one reader.
+
+        Raises:
+            RequestError: this world size cannot be.
+        """
+
     def parts(self, world: World) -> int:
-        """Return how many parts of each global batch a rank computes, one after the other.
+        """Return how many parts of each global batch a reader computes, one after the other.
 
         Raises:
             RequestError: this world size cannot be.
@@ -48,17 +57,29 @@ class Strategy(Protocol):
     ) -> None:
         """Join the other ranks. A collective: every rank calls it."""
 
+    def shard(self, task: Task, devices: Sequence[torch.device]) -> None:
+        """Leave this rank what it holds of the task, once its weights are loaded. Called before any step."""
+
     def wrap(self, task: Task, devices: Sequence[torch.device]) -> Wrapped:
         """Return the task as training steps run it, on this replica's devices."""
 
     def part(self, share: float) -> AbstractContextManager[Any]:
         """Return the context of one part of a step, which holds this share of the step's samples."""
 
-    def accumulate(self, module: Wrapped, last: bool) -> AbstractContextManager[Any]:
-        """Return the context of one micro-batch; ``last`` is the last one of its part."""
+    def accumulate(self, module: Wrapped, share: float, last: bool) -> AbstractContextManager[Any]:
+        """Return the context of one batch, its loss to be multiplied with ``share``; ``last`` ends its part."""
 
     def reduce(self) -> None:
         """Make gradients those of the whole step, on every rank. Called once all parts are done; a collective."""
+
+    def norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Return the norm over all gradients of the model, given this rank's. A collective."""
+
+    def weights(self, task: Task) -> dict[str, Tensor]:
+        """Return the weights of the whole model, under their names, on rank 0. A collective."""
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Return the state of the whole model's optimizer on rank 0. A collective."""
 
     def sum(self, values: Tensor) -> Tensor:
         """Return the sum over rows, [rows, ...] to [...], and over ranks. A collective: rows are as many on each."""
@@ -73,7 +94,33 @@ class Strategy(Protocol):
         """Leave the group."""
 
 
-class Single:
+class Whole:
+    """What strategies have in common whose ranks each hold the whole model."""
+
+    stages = 1
+    starts: Sequence[str] = ()
+
+    def reader(self, world: World) -> tuple[int, int]:
+        """Each rank reads for itself."""
+        return world.rank, world.world_size
+
+    def shard(self, task: Task, devices: Sequence[torch.device]) -> None:
+        """Nothing is left out."""
+
+    def norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        """They are all here."""
+        return nn.utils.get_total_norm(gradients)
+
+    def weights(self, task: Task) -> dict[str, Tensor]:
+        """They are all here."""
+        return task.weights()
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """It is all here."""
+        return optimizer.state_dict()
+
+
+class Single(Whole):
     """One process, no wrapper: the reference that every other strategy must agree with."""
 
     name = "single"
@@ -104,7 +151,7 @@ class Single:
         """There is one."""
         return nullcontext()
 
-    def accumulate(self, module: Wrapped, last: bool) -> AbstractContextManager[Any]:
+    def accumulate(self, module: Wrapped, share: float, last: bool) -> AbstractContextManager[Any]:
         """Gradients add up by themselves."""
         return nullcontext()
 

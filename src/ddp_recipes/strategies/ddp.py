@@ -7,17 +7,17 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_recipes.errors import RequestError, nearest, not_one_of
-from ddp_recipes.strategies.base import Wrapped, batch_norms
+from ddp_recipes.strategies.base import Whole, Wrapped, batch_norms
 from ddp_recipes.strategies.group import Group
 from ddp_recipes.tasks import StepOutput, Task
 from ddp_recipes.world import World
 
 
-class DDP(Group):
+class DDP(Whole, Group):
     """One process a replica; gradients are averaged by all-reduce while backward runs.
 
     Args:
@@ -75,7 +75,7 @@ class DDP(Group):
             _COMM_HOOKS[self.comm_hook](module)
         return cast(Wrapped, module)
 
-    def accumulate(self, module: Wrapped, last: bool) -> AbstractContextManager[Any]:
+    def accumulate(self, module: Wrapped, share: float, last: bool) -> AbstractContextManager[Any]:
         """Keep gradients local until the last micro-batch of a step."""
         # torch learns a static graph from the hooks that no_sync leaves out: there gradients are exchanged each time.
         if last or not isinstance(module, DistributedDataParallel) or module.static_graph:
@@ -88,13 +88,6 @@ class DDP(Group):
 
     def reduce(self) -> None:
         """Backward has done it."""
-
-    def sum(self, values: Tensor) -> Tensor:
-        """All-reduce by sum."""
-        values = values.sum(dim=0)
-        if self.world.world_size > 1:
-            dist.all_reduce(values)
-        return values
 
     def sync_buffers(self, task: Task) -> None:
         """Broadcast rank 0's buffers: each rank's batch norm has followed its own batches since the last step."""

@@ -12,14 +12,14 @@ from torch.distributed import Store
 
 from ddp_recipes.errors import RequestError
 from ddp_recipes.request import refuse_uneven
-from ddp_recipes.strategies.base import Wrapped
+from ddp_recipes.strategies.base import Whole, Wrapped
 from ddp_recipes.strategies.group import Group
 from ddp_recipes.strategies.ordered import OrderedSum
 from ddp_recipes.tasks import Task
 from ddp_recipes.world import World
 
 
-class DDPExact(Group):
+class DDPExact(Whole, Group):
     """Cuts each global batch into the same parts on any number of ranks, and adds what they give in one order.
 
     What comes out depends on ``shards`` but not on the world size. It does depend on the build of torch, on the kind of
@@ -80,7 +80,7 @@ class DDPExact(Group):
         yield
         self.total.take(share)
 
-    def accumulate(self, module: Wrapped, last: bool) -> AbstractContextManager[Any]:
+    def accumulate(self, module: Wrapped, share: float, last: bool) -> AbstractContextManager[Any]:
         """Gradients of a part's micro-batches add up by themselves."""
         return nullcontext()
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import Store
 
 from ddp_recipes.errors import RequestError
@@ -42,6 +43,13 @@ class Group:
             dist.init_process_group(
                 backend, store=store or dist.HashStore(), rank=world.rank, world_size=world.world_size, timeout=timeout
             )
+
+    def sum(self, values: Tensor) -> Tensor:
+        """All-reduce by sum."""
+        values = values.sum(dim=0)
+        if self.world.world_size > 1:
+            dist.all_reduce(values)
+        return values
 
     def gather(self, value: Any) -> list[Any] | None:
         """Gather pickled values on rank 0."""

@@ -1,0 +1,1 @@
+"""Pictures that a run leaves behind, where matplotlib is installed."""

@@ -1,0 +1,92 @@
+"""In which order the stages of a pipeline work, by the name of its schedule. Loads no torch."""
+
+from dataclasses import dataclass
+from itertools import count
+
+FORWARD, BACKWARD = "F", "B"
+LENGTH = {FORWARD: 1, BACKWARD: 2}  # of a micro-batch in a stage: backward computes gradients of inputs and of weights
+
+
+@dataclass(frozen=True)
+class Work:
+    """One micro-batch in one stage, forward or backward."""
+
+    kind: str
+    stage: int
+    micro_batch: int
+
+
+@dataclass(frozen=True)
+class Cell:
+    """When a process does a piece of work, in units of a forward pass through one stage."""
+
+    work: Work
+    start: int
+    end: int
+
+
+def order(schedule: str, stages: int, processes: int, micro_batches: int) -> list[list[Work]]:
+    """Return each process's work in the order in which it does it.
+
+    ``gpipe`` is that of Huang et al. (2019), ``1f1b`` that of PipeDream-Flush and ``interleaved_1f1b`` that of
+    Narayanan et al. (2021), as ``torch.distributed.pipelining`` has them.
+    """
+    each = stages // processes  # stages of a process
+    total = each * micro_batches
+    rounds = max(1, micro_batches // processes)
+    together = micro_batches // rounds if each > 1 else micro_batches  # micro-batches in a stage before the next one
+    orders = []
+    for process in range(processes):
+        if schedule == "gpipe":
+            ahead = total
+        elif each == 1:
+            ahead = min(total, processes - process)
+        else:
+            ahead = min(total, (each - 1) * together + 2 * (processes - 1 - process) + 1)
+        forward = _passes(FORWARD, range(each), process, processes, together, total)
+        backward = _passes(BACKWARD, range(each)[::-1], process, processes, together, total)
+        done = forward[:ahead]
+        for number in range(total):
+            done.append(backward[number])
+            done += forward[ahead + number : ahead + number + 1]
+        orders.append(done)
+    return orders
+
+
+def _passes(kind: str, turns: range, process: int, processes: int, together: int, total: int) -> list[Work]:
+    """Return the passes of one kind: so many micro-batches together through each of the process's stages in turn."""
+    counts = {turn: count() for turn in turns}
+    works = []
+    for number in range(total):
+        turn = turns[number // together % len(turns)]
+        works.append(Work(kind, turn * processes + process, next(counts[turn])))
+    return works
+
+
+def timeline(orders: list[list[Work]], stages: int) -> list[list[Cell]]:
+    """Return when each process does its work, if every stage takes equally long and nothing else takes time."""
+    ends: dict[Work, int] = {}
+    cells: list[list[Cell]] = [[] for _ in orders]
+    while any(len(done) < len(works) for done, works in zip(cells, orders, strict=True)):
+        for done, works in zip(cells, orders, strict=True):
+            while len(done) < len(works) and (needed := _before(works[len(done)], stages)) <= ends.keys():
+                work = works[len(done)]
+                start = max([done[-1].end if done else 0, *(ends[each] for each in needed)])
+                done.append(Cell(work, start, start + LENGTH[work.kind]))
+                ends[work] = done[-1].end
+    return cells
+
+
+def _before(work: Work, stages: int) -> set[Work]:
+    """Return what has to be done before: the stage before, in the direction of the pass, and the forward pass."""
+    if work.kind == FORWARD:
+        return {Work(FORWARD, work.stage - 1, work.micro_batch)} if work.stage else set()
+    after = {Work(BACKWARD, work.stage + 1, work.micro_batch)} if work.stage < stages - 1 else set()
+    return after | {Work(FORWARD, work.stage, work.micro_batch)}
+
+
+def bubble(cells: list[list[Cell]]) -> float:
+    """Return the share of the time in which processes wait."""
+    span = max(done[-1].end for done in cells)
+    busy = sum(cell.end - cell.start for done in cells for cell in done)
+    return 1 - busy / (span * len(cells))

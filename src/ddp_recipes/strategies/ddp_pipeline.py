@@ -1,0 +1,219 @@
+"""One process a stage, torch's pipeline schedules, and DDP across the replicas of a stage."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import Store
+from torch.distributed.device_mesh import DeviceMesh
+
+from ddp_recipes.request import refuse_uneven_pipelines
+from ddp_recipes.settings import PipelineSettings
+from ddp_recipes.strategies.base import Wrapped
+from ddp_recipes.strategies.group import Group
+from ddp_recipes.strategies.pipeline import Layout, Pipeline, joined
+from ddp_recipes.tasks import StepOutput, Task
+from ddp_recipes.world import World
+
+BUCKET = 25 << 20  # bytes of gradients that are exchanged together
+
+
+class DDPPipeline(Group):
+    """Cuts the model into stages, each in a process of its own, which work on different micro-batches at a time.
+
+    The processes of a replica are neighbouring ranks. They see the same batches; the first one reads the inputs, the
+    last one computes the loss. The gradients of a stage are added up over replicas once all micro-batches are done.
+
+    Args:
+        stages: parts of the model.
+        schedule: ``gpipe``, ``1f1b`` or ``interleaved_1f1b``.
+        micro_batches: parts of a replica's batch.
+        stages_per_process: more than one with ``interleaved_1f1b`` only; ``None``: 1, or 2 with that.
+    """
+
+    name = "ddp_pipeline"
+    divisor = 1
+    takes_empty = False
+
+    def __init__(
+        self, *, stages: int = 2, schedule: str = "1f1b", micro_batches: int = 4, stages_per_process: int | None = None
+    ) -> None:
+        self.settings = PipelineSettings(
+            stages=stages,
+            schedule=schedule,  # type: ignore[arg-type]  # the request has been checked
+            micro_batches=micro_batches,
+            stages_per_process=stages_per_process,
+        )
+        self.stages = stages
+        self.starts: Sequence[str] = ()
+        self.share = 1.0
+        self.pipeline: Pipeline | None = None
+
+    @property
+    def layout(self) -> Layout:
+        """Which stages this process has."""
+        processes = self.settings.processes
+        return Layout(self.starts, processes, self.world.rank % processes)
+
+    def reader(self, world: World) -> tuple[int, int]:
+        """Return the replica that this process belongs to, and how many there are.
+
+        Raises:
+            RequestError: the world size is no multiple of a replica's processes.
+        """
+        refuse_uneven_pipelines(self.settings, world.world_size)
+        return world.rank // self.settings.processes, world.world_size // self.settings.processes
+
+    def parts(self, world: World) -> int:
+        """One: a batch is cut into micro-batches within the replica."""
+        return 1
+
+    def setup(
+        self, world: World, store: Store | None, backend: str, timeout: timedelta, init_method: str | None
+    ) -> None:
+        """Join the process group, and make one of each replica and one of each stage."""
+        super().setup(world, store, backend, timeout, init_method)
+        ranks = torch.arange(world.world_size).view(-1, self.settings.processes)
+        # Groups of our own: a device mesh gives those that it makes torch's timeout, not the launcher's.
+        rows = (ranks.T.tolist(), ranks.tolist())
+        groups: Any = [dist.new_subgroups_by_enumeration(each, timeout=timeout)[0] for each in rows]
+        kind = "cuda" if backend == "nccl" else "cpu"
+        self.mesh = DeviceMesh.from_group(groups, kind, ranks, mesh_dim_names=("dp", "pp"))
+
+    @property
+    def replica(self) -> int:
+        """The replica that this process belongs to."""
+        return self.world.rank // self.settings.processes
+
+    def shard(self, task: Task, devices: Sequence[torch.device]) -> None:
+        """Leave the stages of this process; from now on all steps of the task go through the pipeline."""
+        settings = self.settings
+        self.pipeline = pipeline = Pipeline(
+            task, self.layout, settings.schedule, settings.micro_batches, self.mesh.get_group("pp"), devices[0]
+        )
+
+        def validation_step(batch: Any) -> StepOutput:
+            return self._told(pipeline.run("validation_step", batch))
+
+        def predict_step(batch: Any) -> Any:
+            outputs, _ = pipeline.run("predict_step", batch)
+            return torch.cat(outputs) if outputs else None
+
+        task.validation_step = validation_step  # type: ignore[method-assign]
+        task.predict_step = predict_step  # type: ignore[method-assign]
+
+    def _told(self, result: tuple[list[StepOutput], list[int]]) -> StepOutput:
+        """Return the whole output where the last stage is, elsewhere one of its names that counts nothing."""
+        assert self.pipeline is not None
+        names: list[list[str]] = [[]]
+        if self.layout.has_last:
+            output = joined(*result)
+            names = [list(output.metrics)]
+        group = self.mesh.get_group("pp")
+        dist.broadcast_object_list(names, group=group, group_src=(self.stages - 1) % self.settings.processes)
+        if self.layout.has_last:
+            return output
+        zero = torch.zeros((), device=self.pipeline.device)
+        return StepOutput(zero, {name: zero.new_zeros(0) for name in names[0]}, 0)
+
+    def wrap(self, task: Task, devices: Sequence[torch.device]) -> Wrapped:
+        """Return a step that runs forward and backward by the schedule; its loss counts in the last stage."""
+        pipeline = self.pipeline
+        assert pipeline is not None
+        self.trained = [parameter for parameter in task.parameters() if not parameter.is_meta]
+        self.trained = [parameter for parameter in self.trained if parameter.requires_grad]
+
+        def training_step(batch: Any) -> StepOutput:
+            outputs, sizes = pipeline.run("training_step", batch, self.share)
+            if outputs:
+                return joined([output._replace(metrics={}) for output in outputs], sizes)
+            return StepOutput(torch.zeros((), device=pipeline.device), {}, 0)
+
+        return training_step
+
+    def part(self, share: float) -> AbstractContextManager[Any]:
+        """There is one a replica."""
+        return nullcontext()
+
+    @contextmanager
+    def accumulate(self, module: Wrapped, share: float, last: bool) -> Iterator[None]:
+        """Note what the loss is to be multiplied with: backward runs within the step."""
+        self.share = share
+        yield
+
+    def reduce(self) -> None:
+        """Add up the gradients of this process's stages over replicas."""
+        group = self.mesh.get_group("dp")
+        if group.size() == 1:
+            return
+        used = torch.tensor([each.grad is not None for each in self.trained], dtype=torch.int32)
+        used = used.to(self.pipeline.device) if self.pipeline is not None else used
+        dist.all_reduce(used, group=group)
+        with_gradient = [each for each, count in zip(self.trained, used.tolist(), strict=True) if count]
+        for parameter in with_gradient:
+            if parameter.grad is None:  # this replica had no sample
+                parameter.grad = torch.zeros_like(parameter)
+        for bucket in _buckets([parameter.grad for parameter in with_gradient if parameter.grad is not None]):
+            flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+            dist.all_reduce(flat, group=group)
+            totals = torch.split(flat, [each.numel() for each in bucket])
+            for gradient, total in zip(bucket, totals, strict=True):
+                gradient.copy_(total.view_as(gradient))
+
+    def norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Return the norm over all stages."""
+        assert self.pipeline is not None
+        squared = nn.utils.get_total_norm(gradients).to(self.pipeline.device, torch.float64).square()
+        dist.all_reduce(squared, group=self.mesh.get_group("pp"))
+        return squared.sqrt().float()
+
+    def weights(self, task: Task) -> dict[str, Tensor]:
+        """Gather all stages' on rank 0."""
+        mine = task.weights()
+        gathered = self._on_rank_0({name: tensor for name, tensor in mine.items() if not tensor.is_meta})
+        return {name: gathered.get(name, tensor) for name, tensor in mine.items()}
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Gather all stages' on rank 0."""
+        state = optimizer.state_dict()
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        mine = {at: value for at, value in state["state"].items() if not parameters[at].is_meta}
+        return {**state, "state": dict(sorted(self._on_rank_0(mine).items()))}
+
+    def _on_rank_0(self, mine: dict[Any, Any]) -> dict[Any, Any]:
+        """Return on rank 0 what all processes of its replica have, elsewhere what is given."""
+        if self.replica != 0:
+            return mine
+        all_of_them: list[Any] | None = [None] * self.settings.processes if self.world.is_main else None
+        dist.gather_object(_on_cpu(mine), all_of_them, group=self.mesh.get_group("pp"), group_dst=0)
+        return mine if all_of_them is None else {name: value for each in all_of_them for name, value in each.items()}
+
+    def sync_buffers(self, task: Task) -> None:
+        """Give a stage's replicas the buffers of the first one."""
+        for buffer in task.buffers():
+            if not buffer.is_meta and self.mesh.get_group("dp").size() > 1:
+                dist.broadcast(buffer, group=self.mesh.get_group("dp"), group_src=0)
+
+
+def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield gradients of one dtype that go together."""
+    for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
+        bucket: list[Tensor] = []
+        for gradient in gradients:
+            if gradient.dtype != dtype:
+                continue
+            if bucket and sum(each.nbytes for each in bucket) + gradient.nbytes > BUCKET:
+                yield bucket
+                bucket = []
+            bucket.append(gradient)
+        yield bucket
+
+
+def _on_cpu(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().cpu()
+    return {name: _on_cpu(each) for name, each in value.items()} if isinstance(value, dict) else value

@@ -1,0 +1,147 @@
+"""Models of a user's own for runs in a pipeline."""
+
+import json
+import os
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torchvision.models import resnet18
+
+
+class Encoder(nn.Module):
+    """A transformer's encoder on a vector as tokens of one number, with parameters of its own and a mask."""
+
+    def __init__(self, in_features: int, out_features: int, blocks: int = 4, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embed = nn.Linear(1, 8)
+        self.position = nn.Parameter(torch.randn(in_features, 8) * 0.1)
+        layer = nn.TransformerEncoderLayer(8, nhead=2, dim_feedforward=16, dropout=dropout, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, blocks, enable_nested_tensor=False)
+        self.head = nn.Linear(8, out_features)
+
+    def forward(self, input: Tensor) -> Tensor:
+        mask = input < -2  # computed from the inputs: each stage does that itself
+        tokens = self.embed(input.unsqueeze(-1)) + self.position
+        tokens = self.encoder(tokens, src_key_padding_mask=mask)
+        output: Tensor = self.head(tokens.mean(dim=1))
+        return output
+
+
+class Chain(nn.Sequential):
+    """A plain chain, with a block that works in place and one that drops."""
+
+    def __init__(self, in_features: int, out_features: int, dropout: float = 0.0) -> None:
+        super().__init__(
+            nn.Linear(in_features, 16),
+            nn.ReLU(inplace=True),
+            nn.Dropout(dropout),
+            nn.Linear(16, 16),
+            nn.Tanh(),
+            nn.Linear(16, 16),
+            nn.ReLU(inplace=True),
+            nn.Linear(16, out_features),
+        )
+
+
+class Images(nn.Module):
+    """A residual network with batch norm on a vector as a tiny image."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.net = resnet18(num_classes=out_features)
+
+    def forward(self, input: Tensor) -> Tensor:
+        image = input[:, :1, None, None] * torch.ones(3, 32, 32) + input[:, 1:4, None, None]
+        output: Tensor = self.net(image)
+        return output
+
+
+class Tied(nn.Module):
+    """Two blocks with one weight."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(in_features, in_features)
+        self.second = nn.Linear(in_features, in_features)
+        self.last = nn.Linear(in_features, out_features)
+        self.second.weight = self.first.weight
+
+    def forward(self, input: Tensor) -> Tensor:
+        output: Tensor = self.last(self.second(self.first(input)))
+        return output
+
+
+class Skip(nn.Module):
+    """What the first block gives is needed by the last one."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(in_features, 8)
+        self.second = nn.Linear(8, 8)
+        self.last = nn.Bilinear(8, 8, out_features)
+
+    def forward(self, input: Tensor) -> Tensor:
+        first = self.first(input)
+        output: Tensor = self.last(first, self.second(first))
+        return output
+
+
+class Noted(nn.Sequential):
+    """Two or more linear layers that note, each in a file of its own, when they run forward and backward."""
+
+    def __init__(self, in_features: int, out_features: int, folder: str, blocks: int = 2) -> None:
+        sizes = [in_features, *[8] * (blocks - 1), out_features]
+        super().__init__(*(_Noting(sizes[at], sizes[at + 1], at, folder) for at in range(blocks)))
+
+
+class _Noting(nn.Linear):
+    def __init__(self, in_features: int, out_features: int, stage: int, folder: str) -> None:
+        super().__init__(in_features, out_features)
+        self.stage, self.folder = stage, folder
+        self.seen = 0
+
+    def note(self, kind: str, number: int) -> None:
+        with (Path(self.folder) / str(os.getpid())).open("a") as file:
+            file.write(json.dumps([kind, self.stage, number]) + "\n")
+
+    def forward(self, input: Tensor) -> Tensor:
+        output = super().forward(input)
+        if not self.training or output.is_meta or type(output) is not Tensor:  # a look at shapes alone
+            return output
+        number, self.seen = self.seen, self.seen + 1
+        self.note("F", number)
+
+        def backward(gradient: Tensor) -> None:
+            self.note("B", number)
+
+        output.register_hook(backward)
+        return output
+
+
+class Exploding(Chain):
+    """Its last block gives no number from some training step on."""
+
+    def __init__(self, in_features: int, out_features: int, after: int) -> None:
+        super().__init__(in_features, out_features)
+        self.append(_Exploding(after))
+
+
+class _Exploding(nn.Module):
+    def __init__(self, after: int) -> None:
+        super().__init__()
+        self.after = after
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.after -= self.training and not input.is_meta
+        return input * self.scale * (float("nan") if self.after < 0 else 1.0)
+
+
+class Frozen(Chain):
+    """Its first blocks are not trained."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__(in_features, out_features)
+        for parameter in (*self[0].parameters(), *self[3].parameters()):
+            parameter.requires_grad_(False)
