@@ -26,7 +26,7 @@ from ddp_recipes.model_parallel import Rehearsal, Stage, in_micro_batches, split
 from ddp_recipes.order import BatchPlan
 from ddp_recipes.precision import make_precision
 from ddp_recipes.random import seed_everything
-from ddp_recipes.request import Request
+from ddp_recipes.request import Request, visible_gpus
 from ddp_recipes.settings import ModelSettings, batches, seconds
 from ddp_recipes.stopping import Stopper
 from ddp_recipes.strategies import Strategy
@@ -58,6 +58,9 @@ class Recipe:
         self.request = request = Request.of(job.config)
         self.mode = request.run.mode
         self.trainer = request.trainer.effective()
+        self.layout = request.layout(visible_gpus()) if request.run.plan else None
+        if self.layout is not None:
+            self.world = world = self.layout.world
         self.devices = self._devices()
         self.device = self.devices[0]
         self.backend = request.launcher.backend
@@ -75,7 +78,7 @@ class Recipe:
         self.stages: list[Stage] = []  # of a model that is split
         seed_everything(request.run.seed)
         self.task = self._make_task()
-        self.strategy.check(self.task, self.devices, self.backend)
+        self._check_strategy()
         self.callbacks: list[Callback] = [
             _instantiate(node, f"callbacks.{name}") for name, node in (self.config.get("callbacks") or {}).items()
         ]
@@ -88,6 +91,8 @@ class Recipe:
     # What the config says
 
     def _devices(self) -> list[torch.device]:
+        if self.layout is not None:
+            return [torch.device("cpu")] * self.request.num_devices  # on paper nothing runs
         device_type = self.request.device_type(torch.cuda.device_count())
         k = self.request.num_devices
         if device_type == "cpu":
@@ -113,6 +118,13 @@ class Recipe:
         return _instantiate(
             OmegaConf.masked_copy(node, [name for name in node if name not in without]), section, *arguments, **runtime
         )
+
+    def _check_strategy(self) -> None:
+        devices, backend = self.devices, self.backend
+        if self.layout is not None:
+            devices = [torch.device(self.layout.device_type, number) for number in range(len(devices))]
+            backend = "gloo"  # what this torch was built without, the one on the cluster may have
+        self.strategy.check(self.task, devices, backend)
 
     @property
     def _downloads(self) -> bool:
@@ -196,7 +208,7 @@ class Recipe:
                 self.warnings.append(f"The split could not be tried out before training: {rehearsal.failure}")
         else:
             task.to(self.device)
-        if self.trainer.compile:
+        if self.trainer.compile and self.layout is None:
             model.compile()
         return task
 
@@ -263,6 +275,12 @@ class Recipe:
             f"{path} is from after {done} batches of {was} samples. Epoch {cursor['epoch']} goes on at batch {at} of "
             f"{now} samples: {again} are seen twice, none is left out. The schedule is the checkpoint's."
         )
+
+    def optimizer_of(self, task: Task) -> torch.optim.Optimizer:
+        """Return a new optimizer for a task of this recipe's kind."""
+        own = task.configure_optimizers()
+        optimizer: torch.optim.Optimizer = own[0] if own is not None else self._make("optimizer", task.parameters())
+        return optimizer
 
     def _make_optimizer(self) -> tuple[torch.optim.Optimizer, Schedule]:
         """Return optimizer and scheduler: the module's own, where it is one of Lightning's, else the config's."""

@@ -121,7 +121,7 @@ class Rehearsal:
             return torch.empty(shape, dtype=tensor.dtype, device=devices[0])
 
         try:
-            stand_in = _without_data(self.task, starts, devices, mode)
+            stand_in = without_data(self.task, starts, devices, mode)
             connect(stand_in.model, starts, devices)
             observer.watch(stand_in)
             with mode, torch.enable_grad(), saved_tensors_hooks(observer.save, lambda saved: saved):
@@ -198,7 +198,7 @@ class _Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return output
 
 
-def _without_data(task: Task, starts: Sequence[str], devices: Sequence[torch.device], mode: FakeTensorMode) -> Task:
+def without_data(task: Task, starts: Sequence[str], devices: Sequence[torch.device], mode: FakeTensorMode) -> Task:
     """Return a copy of the task whose parameters and buffers are in their places, but have no data."""
     stages = stages_of(task.model, starts)
     memo: dict[int, Any] = {}
