@@ -126,7 +126,7 @@ class Output:
             "devices_per_replica": len(recipe.devices),
             "split": [stage.first for stage in recipe.stages[1:]],
             "strategy": recipe.strategy.name,
-            "device": torch.cuda.get_device_name(recipe.device) if recipe.device.type == "cuda" else "cpu",
+            "device": "cpu" if recipe.device_name == "CPU" else recipe.device_name,
             "global_step": cursor.step,
             "epoch": cursor.epoch,
             "metrics": metrics,
@@ -162,7 +162,6 @@ class Output:
     def _start_rows(self) -> list[tuple[str, str]]:
         recipe, run, world = self.recipe, self.run, self.recipe.world
         count = sum(parameter.numel() for parameter in recipe.task.parameters())
-        device = "CPU" if recipe.device.type == "cpu" else torch.cuda.get_device_name(recipe.device)
         replicas = world.world_size * recipe.strategy.replicas(recipe.device.type)
         rows = [
             ("model", f"{type(recipe.task.model).__name__}, {count:,} parameters"),
@@ -170,7 +169,7 @@ class Output:
                 "strategy",
                 f"{recipe.strategy.name} over {recipe.backend}" if world.world_size > 1 else recipe.strategy.name,
             ),
-            ("replicas x devices", f"{replicas} x {len(recipe.devices)} ({device})"),
+            ("replicas x devices", f"{replicas} x {len(recipe.devices)} ({recipe.device_name})"),
             *((f"stage {number}", str(stage)) for number, stage in enumerate(recipe.stages)),
         ]
         if (micro_batches := recipe.request.model.micro_batches) > 1:

@@ -65,7 +65,8 @@ class Recipe:
         self.device = self.devices[0]
         self.backend = request.launcher.backend
         if self.backend == "auto":
-            self.backend = "nccl" if self.device.type == "cuda" else "gloo"
+            device_type = self.device.type if self.layout is None else self.layout.device_type
+            self.backend = "nccl" if device_type == "cuda" else "gloo"
         self._set_torch_up()
         self.strategy: Strategy = self._make("strategy", without=["processes"])
         if request.single_process and world.world_size > 1:
@@ -125,6 +126,13 @@ class Recipe:
             devices = [torch.device(self.layout.device_type, number) for number in range(len(devices))]
             backend = "gloo"  # what this torch was built without, the one on the cluster may have
         self.strategy.check(self.task, devices, backend)
+
+    @property
+    def device_name(self) -> str:
+        """What the devices are called; on paper a GPU has no name."""
+        if self.layout is not None:
+            return {"cuda": "GPU", "cpu": "CPU"}[self.layout.device_type]
+        return "CPU" if self.device.type == "cpu" else torch.cuda.get_device_name(self.device)
 
     @property
     def _downloads(self) -> bool:

@@ -35,7 +35,9 @@ def sent(exchange: Exchange, world: World) -> int:
     each (n - 1) S. The buffers that rank 0 broadcasts are left out.
     """
     n = world.world_size
-    return round(2 * (n - 1) / n * exchange.all_reduced + (n - 1) / n * exchange.scattered + (n - 1) * exchange.gathered)
+    return round(
+        2 * (n - 1) / n * exchange.all_reduced + (n - 1) / n * exchange.scattered + (n - 1) * exchange.gathered
+    )
 
 
 def link_seconds(exchange: Exchange, world: World, gbps: float) -> float:

@@ -60,8 +60,9 @@ def unused_parameters(recipe: Recipe, rehearsed: Rehearsed) -> str | None:
     text = f"The loss does not depend on {len(rehearsed.unused)} parameter(s): {names}."
     if options.get("static_graph"):
         return (
-            f"{text} With strategy.static_graph=true torch takes the first step's for unused for good: one that a later "
-            f"step uses is not learned from it. Take them out of the model, or freeze them (requires_grad=False)."
+            f"{text} With strategy.static_graph=true torch takes those of the first step for unused for good: "
+            f"one that a later step uses is not learned from it. Take them out of the model, or freeze them "
+            f"(requires_grad=False)."
         )
     if options.get("find_unused_parameters"):
         return None

@@ -26,7 +26,6 @@ from ddp_recipes.model_parallel.placement import connect, disconnect
 from ddp_recipes.model_parallel.rehearsal import without_data
 from ddp_recipes.planning.backward import backward
 from ddp_recipes.strategies import Strategy
-from ddp_recipes.strategies.base import Exchange
 from ddp_recipes.tasks import Task
 from ddp_recipes.world import World
 
@@ -39,7 +38,7 @@ Bytes = Counter[torch.device]
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes on one device. ``peak`` is the most at a time, less than the sum: not all of it is there at once.
+    """Bytes on one device.
 
     Attributes:
         weights: parameters and buffers.
@@ -48,7 +47,9 @@ class DeviceMemory:
         exchange: what a strategy keeps beside the gradients, such as buckets.
         batch: of one step.
         activations: what the forward pass of a batch keeps for the backward pass.
-        peak: of training and validation.
+        training: the most that is there at a time in a step. It may be less than the sum of the above, for not all of
+            it is there at once, and more, for operations need room for their results.
+        validation: the same of a validation batch.
     """
 
     weights: int
@@ -57,7 +58,13 @@ class DeviceMemory:
     exchange: int
     batch: int
     activations: int
-    peak: int
+    training: int
+    validation: int
+
+    @property
+    def peak(self) -> int:
+        """The most at any time."""
+        return max(self.training, self.validation)
 
     @property
     def state(self) -> int:
@@ -112,6 +119,7 @@ class Rehearsed:
         self.devices, self.whole = devices, whole
         self.failure: str | None = None
         self.unused: list[str] = []
+        self.batch, self.gradients, self.held, self.training, self.validation = (Bytes() for _ in range(5))
         self.precision = DTYPES[precision]
         self.mode = mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.task = without_data(task, starts, devices, mode)
@@ -123,6 +131,7 @@ class Rehearsed:
             self.optimizer = make_optimizer(self.task)
             _as_on(self.optimizer, devices[0].type)
             self.ledger = _Ledger(ROUNDED[devices[0].type])
+            self.saved = _Saved((*self.task.parameters(), *self.task.buffers()))
             self.ledger.add((*self.task.parameters(), *self.task.buffers(), *self.exchange.held))
             try:
                 with self.ledger:
@@ -134,36 +143,35 @@ class Rehearsed:
                 self._step_without_running()
 
     def _steps(self, batches: Batches) -> None:
-        """Run two optimizer steps, the first of which makes the optimizer's state, and a validation step."""
-        self.saved = _Saved((*self.task.parameters(), *self.task.buffers()))
-        self.batch, self.gradients, self.held = Bytes(), Bytes(), Bytes()
-        for number in range(2):
-            for micro in range(batches.accumulate):
-                batch = _fake(*batches.train, self.devices[0])
-                if number + micro == 0:
-                    self.batch = bytes_of(tree_leaves(batch))
-                    self.saved.known.update(_storages(tree_leaves(batch)))
-                with self.saved if number + micro == 0 else nullcontext():
-                    roots = [self._forward(batch)]
-                with torch.no_grad():
-                    backward(roots, self._take(last=micro == batches.accumulate - 1))
-            self._put()
-            gradients = [parameter.grad for parameter in self.task.parameters() if parameter.grad is not None]
-            self.gradients = bytes_of(gradients)
-            self.held = bytes_of(self.exchange.held, besides=gradients)
-            del gradients
-            self.unused = [
-                name.removeprefix("model.")
-                for name, parameter in self.task.named_parameters()
-                if parameter.requires_grad and parameter.grad is None
-            ]
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+        """Run an optimizer step and a validation step, as they are once the optimizer has its state."""
+        for micro in range(min(batches.accumulate, 2)):
+            batch = _fake(*batches.train, self.devices[0])
+            if micro == 0:
+                self.batch = bytes_of(tree_leaves(batch))
+                self.saved.known.update(_storages(tree_leaves(batch)))
+            with self.saved if micro == 0 else nullcontext():
+                roots = [self._forward(batch)]
+            with torch.no_grad():
+                backward(roots, self._take(last=micro == batches.accumulate - 1))
+        self._put()
+        trained = {name: each for name, each in self.task.named_parameters() if each.requires_grad}
+        self.unused = [name.removeprefix("model.") for name, each in trained.items() if each.grad is None]
+        gradients = [each.grad for each in trained.values() if each.grad is not None]
+        self.gradients = bytes_of(gradients)
+        self.held = bytes_of(self.exchange.held, besides=gradients)
+        before, peak = self.ledger.there.copy(), self.ledger.peak.copy()
+        self.optimizer.step()
+        state = self.ledger.there - before  # which is there from the second step on
+        self.optimizer.step()
+        self.training = peak + state | self.ledger.peak  # the larger one
+        self.optimizer.zero_grad()
+        del gradients, batch, trained
         if batches.val is not None:
+            self.ledger.peak = self.ledger.there.copy()
             self.task.eval()
-            batch = _fake(*batches.val, self.devices[0])
             with torch.no_grad(), _autocast(self.devices[0].type, self.precision):
-                self.task.validation_step(batch)
+                self.task.validation_step(_fake(*batches.val, self.devices[0]))
+            self.validation = self.ledger.peak
 
     def _step_without_running(self) -> None:
         """Have the optimizer make its state."""
@@ -174,7 +182,7 @@ class Rehearsed:
 
     def _forward(self, batch: Any) -> Tensor:
         with _autocast(self.devices[0].type, self.precision):
-            loss = self.task(batch).loss
+            loss: Tensor = self.task(batch).loss
         return loss
 
     def _take(self, last: bool) -> Callable[[Parameter, Tensor], None]:
@@ -198,7 +206,7 @@ class Rehearsed:
     @property
     def largest(self) -> int:
         """The peak of the fullest device."""
-        return max(self.ledger.peak[device] for device in self.devices)
+        return max(each.peak for each in self.memory())
 
     def memory(self) -> list[DeviceMemory]:
         """Return what each device holds."""
@@ -212,7 +220,8 @@ class Rehearsed:
                 self.held[device],
                 self.batch[device],
                 self.saved.bytes[device],
-                self.ledger.peak[device],
+                self.training[device],
+                self.validation[device],
             )
             for device in self.devices
         ]
@@ -268,7 +277,7 @@ class _Saved(saved_tensors_hooks):
         if key not in self.known:
             self.known.add(key)
             self.bytes[tensor.device] += tensor.untyped_storage().nbytes()
-        return tensor
+        return tensor.detach()  # or an output would keep its own graph
 
 
 def bytes_of(tensors: Iterable[Any], besides: Iterable[Tensor] = ()) -> Bytes:

@@ -1,4 +1,4 @@
-"""``plan=true``: the run on paper. What the config as given would do and take on a cluster, and what is wrong with it."""
+"""``plan=true``: the run on paper. What the config as given would do and take on a cluster, and what is wrong."""
 
 import json
 import logging
@@ -55,7 +55,7 @@ def make_plan(recipe: Recipe) -> Plan:
     planned = {
         **layout_of(recipe, recipe.layout, capacity),
         **batches_of(recipe),
-        "memory": None if rehearsed.failure else [asdict(each) for each in rehearsed.memory()],
+        "memory": None if rehearsed.failure else [asdict(each) | {"peak": each.peak} for each in rehearsed.memory()],
         "memory_of_replica": rehearsed.whole,
         "exchange": exchange_of(recipe, rehearsed),
         "pipeline": pipeline_of(recipe),
@@ -190,26 +190,22 @@ def pipeline_of(recipe: Recipe) -> Plan | None:
 
 
 def fit(recipe: Recipe, rehearsed: Rehearsed, capacity: int) -> Plan:
-    """Return whether it fits, and with how many devices a replica it does, if with any number that a node has."""
+    """Return whether it fits; where not, with how many devices a replica it does, if with any that a node has."""
     if rehearsed.failure:
         return {"fits": None, "smallest_k": None}
     mine = recipe.request.num_devices
     fits = rehearsed.largest <= capacity * (mine if rehearsed.whole else 1)
-    return {"fits": fits, "smallest_k": mine if fits and mine == 1 else smallest_k(recipe, rehearsed, fits, capacity)}
+    return {"fits": fits, "smallest_k": None if fits else smallest_k(recipe, rehearsed, capacity)}
 
 
-def smallest_k(recipe: Recipe, rehearsed: Rehearsed, fits: bool, capacity: int) -> int | None:
-    """Try each number of devices, from one on: the first that fits is the smallest."""
+def smallest_k(recipe: Recipe, rehearsed: Rehearsed, capacity: int) -> int | None:
+    """Try other numbers of devices, from one on: the first that fits is the smallest."""
     assert recipe.layout is not None
     mine, config = recipe.request.num_devices, recipe.job.config
     state = sum(each.state for each in rehearsed.memory())
     for k in range(1, recipe.layout.gpus + 1):
-        if k == mine:
-            if fits:
-                return k
+        if k == mine or state > k * capacity:  # not even in equal parts
             continue
-        if state > k * capacity:
-            continue  # not even in equal parts
         job = replace(recipe.job, config={**config, "model": {**config["model"], "num_devices": k, "split": None}})
         try:
             other = rehearse(Recipe(job, World(), recipe.control))
@@ -223,17 +219,13 @@ def smallest_k(recipe: Recipe, rehearsed: Rehearsed, fits: bool, capacity: int) 
 def checkpoint_bytes(recipe: Recipe, rehearsed: Rehearsed) -> int:
     """Return the size of a checkpoint: it is written to where only the bytes are counted, with no data in it."""
     run = recipe.make_run(recipe.make_stopper())
-    measured = {
-        name: 0.0
-        for name in (
-            *(f"train/{name}" for name in ("loss", "lr", "samples_per_second", "epoch", "grad_norm")),
-            *(f"val/{name}" for name in ("loss", *recipe.task.metrics) if run.val is not None),
-        )
-    }
+    names = [f"train/{name}" for name in ("loss", "lr", "samples_per_second", "epoch", "grad_norm")]
+    if run.val is not None:
+        names += [f"val/{name}" for name in ("loss", *recipe.task.metrics)]
     state = gather_state(run) | {
         "model": rehearsed.task.weights(),
         "optimizer": rehearsed.optimizer.state_dict(),
-        "metrics": measured,
+        "metrics": dict.fromkeys(names, 0.0),
         "world_size": recipe.world.world_size,
         "checkpointer": {"values": {}},
     }

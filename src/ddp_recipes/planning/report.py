@@ -60,8 +60,10 @@ def batches(planned: dict[str, Any]) -> list[tuple[str, str]]:
 
 def memory_of(device: dict[str, int]) -> str:
     """Say what a device holds."""
-    parts = ", ".join(f"{name} {in_words(device[name])}" for name in device if name != "peak" and device[name])
-    return f"{in_words(device['peak'])} at most ({parts})"
+    names = ("weights", "gradients", "optimizer", "exchange", "batch", "activations")
+    parts = ", ".join(f"{name} {in_words(device[name])}" for name in names if device[name])
+    validation = f", {in_words(device['validation'])} in validation" if device["validation"] else ""
+    return f"{in_words(device['training'])} in training ({parts}){validation}"
 
 
 def exchanged(exchange: dict[str, Any]) -> str:

@@ -102,11 +102,12 @@ class DDP(Group):
             return Exchange()
         trained = [parameter for parameter in task.parameters() if parameter.requires_grad]
         kinds = dict.fromkeys((parameter.device, parameter.dtype) for parameter in trained)
-        held, places = [], {}
+        held: list[Tensor] = []
+        places: dict[nn.Parameter, Tensor] = {}
         for device, dtype in kinds:
             alike = [parameter for parameter in trained if (parameter.device, parameter.dtype) == (device, dtype)]
             bucket = torch.empty(sum(parameter.numel() for parameter in alike), dtype=dtype, device=device)
-            views = bucket.split([parameter.numel() for parameter in alike])
+            views = torch.split(bucket, [parameter.numel() for parameter in alike])
             places |= {each: view.view(each.shape) for each, view in zip(alike, views, strict=True)}
             held.append(bucket)
         sent = {"fp16": 2, "bf16": 2}.get(self.comm_hook or "")  # bytes of a number; PowerSGD begins with all of them

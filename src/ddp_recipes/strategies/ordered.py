@@ -72,7 +72,7 @@ class OrderedSum:
         alone = self.world.world_size == 1
         return Exchange(
             held=[tensor for kind in self.kinds for tensor in kind.held()],
-            places=dict(pairs),
+            places={parameter: place for parameter, place in pairs if isinstance(parameter, nn.Parameter)},
             at_once=False,
             scattered=0 if alone else sum(self.parts * kind.total.flat.nbytes for kind in rows),
             gathered=0 if alone else sum(kind.slice.nbytes for kind in rows),
