@@ -40,7 +40,7 @@ def spelled_out(overrides: Sequence[str]) -> list[str]:
 
     A key cannot be true or false and a section as well, so what is planned for is a section of its own.
     """
-    spelled = [re.sub(r"^plan\.", "cluster.", override) for override in overrides]
+    spelled = [re.sub(r"^(\+{0,2}|~)plan\.", r"\1cluster.", override) for override in overrides]
     if spelled != list(overrides) and not any(override.startswith("plan=") for override in overrides):
         spelled.append("plan=true")
     return spelled

@@ -26,7 +26,7 @@ class Range:
 
 
 Count = Annotated[int, Range(1)]
-Positive = Annotated[float, Range(0.001)]
+Positive = Annotated[float, Range(1e-6)]
 Natural = Annotated[int, Range(0)]
 Share = Annotated[float, Range(0, 1)]
 Limit = Share | Natural  # a float is a share of the batches, an int is a number of them

@@ -32,6 +32,7 @@ QUICK = [
     "logger=none",
 ]
 IMAGES = ["data=fake_images", "data.num_samples=16", "data.val_samples=4", "data.image_size=32", "data.batch_size=4"]
+MANY = [*IMAGES, "data.num_samples=64", "model=resnet18"]
 GPUS = ["plan.nnodes=2", "plan.gpus_per_node=8"]
 
 
@@ -152,13 +153,13 @@ def test_activations_are_those_that_autograd_keeps(overrides: list[str], plan: P
 def test_the_backward_pass_on_paper_gives_the_gradients_of_autograd() -> None:
     """On real tensors, which it can be run on as well."""
 
-    def gradients(_: World, __: Store | None) -> list[list[torch.Tensor]]:
+    def gradients(_: World, __: Store | None) -> list[list[Any]]:
         from plan_parts import Residual
 
         torch.manual_seed(0)
         model, inputs = Residual(6, 5, 4), torch.randn(3, 6)
         model(inputs).square().mean().backward()
-        found = [[parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]]
+        found = [[parameter.grad.tolist() for parameter in model.parameters() if parameter.grad is not None]]
         model.zero_grad()
 
         def take(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
@@ -167,19 +168,20 @@ def test_the_backward_pass_on_paper_gives_the_gradients_of_autograd() -> None:
         roots = [model(inputs).square().mean()]
         with torch.no_grad():
             backward(roots, take)
-        return [*found, [parameter.grad for parameter in model.parameters() if parameter.grad is not None]]
+        return [*found, [parameter.grad.tolist() for parameter in model.parameters() if parameter.grad is not None]]
 
     expected, found = on_ranks(gradients, 1)[0]
     assert len(expected) == 5
-    torch.testing.assert_close(found, expected)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(torch.tensor(one), torch.tensor(other))
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
 def test_stages_hold_what_a_whole_replica_does(plan: Plan) -> None:
-    whole = plan(*GPUS, *IMAGES, "model=resnet18")
-    split = plan(*GPUS, *IMAGES, "model=resnet18", "model.num_devices=3")
+    whole = plan(*GPUS, *MANY)
+    split = plan(*GPUS, *MANY, "model.num_devices=3")
     assert (whole["replicas"], split["replicas"], len(split["memory"])) == (16, 4, 3)
     for name in ("weights", "gradients", "optimizer", "batch"):
         assert sum(each[name] for each in split["memory"]) == whole["memory"][0][name]
@@ -188,7 +190,14 @@ def test_stages_hold_what_a_whole_replica_does(plan: Plan) -> None:
 
 def test_mixed_precision_keeps_half(plan: Plan) -> None:
     precise, mixed = (
-        plan(*GPUS, "model=mlp", "model.hidden_features=[64,64,64]", "data.batch_size=512", *overrides)["memory"][0]
+        plan(
+            *GPUS,
+            "model=mlp",
+            "model.hidden_features=[64,64,64]",
+            "data.batch_size=512",
+            "data.num_samples=8192",
+            *overrides,
+        )["memory"][0]
         for overrides in ([], ["trainer.precision=bf16-mixed"])
     )
     assert mixed["weights"] == precise["weights"]
@@ -209,16 +218,16 @@ def test_buckets_are_a_copy_unless_gradients_are_views_of_them(overrides: list[s
 
 
 def test_the_smallest_number_of_devices_that_fits_is_the_smallest(plan: Plan) -> None:
-    overrides = [*GPUS, *IMAGES, "model=resnet18", "data.val=null"]
+    overrides = ["plan.nnodes=2", "plan.gpus_per_node=4", "model=mlp", "model.hidden_features=[64,64,64,64]"]
     peaks = [max(each["peak"] for each in plan(*overrides, f"model.num_devices={k}")["memory"]) for k in (1, 2, 3)]
-    assert peaks == sorted(peaks, reverse=True)
+    assert peaks == sorted(set(peaks), reverse=True)
     there = f"plan.gpu_memory_gb={(peaks[1] + peaks[2]) / 2 / 1e9}"
     planned = plan(*overrides, there)
     assert planned["fits"] is False
     assert planned["smallest_k"] == 3
     assert "It fits with model.num_devices=3, the smallest number" in message(planned, "memory_does_not_fit")
     assert plan(*overrides, there, "model.num_devices=3")["fits"] is True
-    assert plan(*overrides, "plan.gpu_memory_gb=0.001")["smallest_k"] is None
+    assert plan(*overrides, "plan.gpu_memory_gb=1e-6")["smallest_k"] is None
 
 
 def test_a_flow_that_depends_on_values_leaves_activations_unknown(plan: Plan) -> None:
@@ -245,7 +254,7 @@ def test_what_is_wrong_is_found(plan: Plan) -> None:
     assert "2 of 10 GPUs are left over" in message(planned, "devices_left_over")
     assert planned["pipeline"] == {"schedule": "gpipe", "stages": 2, "micro_batches": 8, "bubble": pytest.approx(1 / 9)}
     planned = plan(*GPUS, "model._target_=own_parts.Norm")
-    assert "statistics from 8 of the 128 samples" in message(planned, "batch_norm_without_sync")
+    assert "statistics from 4 of the 61 samples" in message(planned, "batch_norm_without_sync")
     assert kinds(plan(*GPUS, "model._target_=own_parts.Norm", "strategy.sync_batchnorm=true")) == []
     planned = plan(*GPUS, "model._target_=own_parts.Spare", "strategy.static_graph=true")
     assert "spare.weight, spare.bias. With strategy.static_graph=true" in message(planned, "unused_parameters")
@@ -268,7 +277,7 @@ def test_thousands_of_ranks(plan: Plan) -> None:
         (["mode=test"], "plan=true plans training, but mode=test is none"),
         (["ckpt_path=auto"], "leave out ckpt_path=auto"),
         (["check=equivalence"], "leave out check=equivalence"),
-        (["plan.gpu_memory_gb=-1"], "cluster.gpu_memory_gb=-1 is not allowed. Allowed: a number at least 0.001"),
+        (["plan.gpu_memory_gb=-1"], "cluster.gpu_memory_gb=-1 is not allowed. Allowed: a number at least 1e-06"),
         (["plan.nnodes=0"], "cluster.nnodes=0 is not allowed. Allowed: a whole number at least 1, or null."),
         (["+plan.nodes=2"], "cluster.nodes is not a key"),
         (["plan.gpus_per_node=0", "launcher.device=cuda"], "launcher.device=cuda, but cluster.gpus_per_node=0"),

@@ -40,14 +40,13 @@ def devices_left_over(recipe: Recipe, planned: dict[str, Any]) -> str | None:
 
 def batch_norm_without_sync(recipe: Recipe) -> str | None:
     """Find batch norm whose statistics are those of a part of the batch."""
-    norms, parts = batch_norms(recipe.task), recipe.loaders["train"].plan.parts
-    if not norms or parts == 1 or getattr(recipe.strategy, "sync_batchnorm", False):
+    norms, plan = batch_norms(recipe.task), recipe.loaders["train"].plan
+    if not norms or plan.parts == 1 or getattr(recipe.strategy, "sync_batchnorm", False):
         return None
-    each = recipe.loaders["train"].plan.share(0, 0)
     remedy = " strategy.sync_batchnorm=true takes them from all of it." if recipe.strategy.name == "ddp" else ""
     return (
-        f"Batch norm ({len(norms)} modules) takes its statistics from {each} of the "
-        f"{recipe.loaders['train'].plan.global_batch_size} samples of a batch.{remedy}"
+        f"Batch norm ({len(norms)} module(s)) takes its statistics from {plan.share(0, 0)} of the {plan.total(0)} "
+        f"samples of a batch.{remedy}"
     )
 
 

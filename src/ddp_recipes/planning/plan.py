@@ -219,7 +219,9 @@ def smallest_k(recipe: Recipe, rehearsed: Rehearsed, capacity: int) -> int | Non
 def checkpoint_bytes(recipe: Recipe, rehearsed: Rehearsed) -> int:
     """Return the size of a checkpoint: it is written to where only the bytes are counted, with no data in it."""
     run = recipe.make_run(recipe.make_stopper())
-    names = [f"train/{name}" for name in ("loss", "lr", "samples_per_second", "epoch", "grad_norm")]
+    names, steps = [], recipe.total_steps
+    if steps is None or steps >= recipe.trainer.log_every_n_steps:
+        names = [f"train/{name}" for name in ("loss", "lr", "samples_per_second", "epoch", "grad_norm")]
     if run.val is not None:
         names += [f"val/{name}" for name in ("loss", *recipe.task.metrics)]
     state = gather_state(run) | {
@@ -227,7 +229,7 @@ def checkpoint_bytes(recipe: Recipe, rehearsed: Rehearsed) -> int:
         "optimizer": rehearsed.optimizer.state_dict(),
         "metrics": dict.fromkeys(names, 0.0),
         "world_size": recipe.world.world_size,
-        "checkpointer": {"values": {}},
+        "checkpointer": {"values": {"1": 0.0}},
     }
     sink = _Counted()
     with rehearsed.mode, skip_data(materialize_fake_tensors=True):
