@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import struct
 import warnings
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -38,6 +39,9 @@ class Logger:
 
     def graph(self, model: nn.Module, inputs: Tensor) -> None:
         """Record the graph of ``model`` for one batch of ``inputs``, on the device of the model."""
+
+    def image(self, tag: str, png: bytes) -> None:
+        """Record a picture."""
 
     def flush(self) -> None:
         """Write out what is held back."""
@@ -124,6 +128,13 @@ class TensorBoardLogger(Logger):
         except Exception as error:
             reason = str(error).strip().splitlines() or [type(error).__name__]
             log.warning("The graph of %s is not written, it cannot be traced: %s", type(model).__name__, reason[0])
+
+    def image(self, tag: str, png: bytes) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        width, height = struct.unpack(">II", png[16:24])  # where every PNG has them
+        content = Summary.Image(width=width, height=height, colorspace=4, encoded_image_string=png)
+        self._file.add_summary(Summary(value=[Summary.Value(tag=tag, image=content)]), self._step)
 
     def flush(self) -> None:
         self._writer.flush()

@@ -14,11 +14,13 @@ import torch
 from omegaconf import OmegaConf
 
 from ddp_recipes._version import __version__
+from ddp_recipes.checkpoint import write_aside
 from ddp_recipes.checkpointer import FileCheckpointer
 from ddp_recipes.control import Control, ForwardHandler
 from ddp_recipes.digest import digest
 from ddp_recipes.loggers import Logger
 from ddp_recipes.loop import Cursor, Metrics, Run
+from ddp_recipes.model_parallel import picture
 from ddp_recipes.progress import Progress, make_progress, number, table
 from ddp_recipes.recipe import Recipe
 from ddp_recipes.run_directory import RunDirectory, Summary, write_summary
@@ -69,6 +71,7 @@ class Output:
             self.logger = recipe.make_logger(purge_step)
             self._stack.callback(self.logger.close)
             self.logger.text("config", f"```yaml\n{OmegaConf.to_yaml(recipe.config)}\n```")
+            self._draw_split()
         if run is None:
             return
         run.logger, run.progress = self.logger, self.progress
@@ -145,6 +148,17 @@ class Output:
             "ddp_recipes": __version__,
             "python": platform.python_version(),
         }
+
+    def _draw_split(self) -> None:
+        """Leave a picture of a model that was split."""
+        stages = self.recipe.stages
+        if not stages:
+            return
+        name, k = type(self.recipe.task.model).__name__, len(stages)
+        png = picture(stages, f"{name} over {k} devices: each replica's blocks and what they take")
+        if png is not None:
+            write_aside(self.recipe.job.directory / "split.png", lambda file: file.write(png))
+            self.logger.image("split", png)
 
     def _attach(self, handler: logging.Handler, form: str) -> None:
         """Listen to all loggers and to Python's warnings until :meth:`close`."""
