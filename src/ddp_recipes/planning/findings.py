@@ -43,10 +43,12 @@ def batch_norm_without_sync(recipe: Recipe) -> str | None:
     norms, plan = batch_norms(recipe.task), recipe.loaders["train"].plan
     if not norms or plan.parts == 1 or getattr(recipe.strategy, "sync_batchnorm", False):
         return None
-    remedy = " strategy.sync_batchnorm=true takes them from all of it." if recipe.strategy.name == "ddp" else ""
+    micro_batches = recipe.request.model.micro_batches
+    can = recipe.strategy.name == "ddp" and micro_batches == 1 and recipe.device_name == "GPU"
+    remedy = " strategy.sync_batchnorm=true takes them from all." if can else ""
     return (
-        f"Batch norm ({len(norms)} module(s)) takes its statistics from {plan.share(0, 0)} of the {plan.total(0)} "
-        f"samples of a batch.{remedy}"
+        f"Batch norm ({len(norms)} module(s)) takes its statistics from {-(-plan.share(0, 0) // micro_batches)} of the "
+        f"{plan.total(0)} samples of a batch.{remedy}"
     )
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-SHOWN = 8  # ranks
+SHOWN = 2  # ranks
 
 
 def rows(planned: dict[str, Any]) -> list[tuple[str, str]]:
@@ -44,7 +44,7 @@ def batches(planned: dict[str, Any]) -> list[tuple[str, str]]:
     """Say how long the run is."""
     dropped = planned["samples_dropped_an_epoch"]
     steps = planned["steps"]
-    size = f"{planned['global_batch_size']:,} samples, {planned['batch_size']:,} at most in a part"
+    size = f"{planned['global_batch_size']:,} samples, {planned['batch_size']:,} in a part"
     if planned["accumulate_grad_batches"] > 1:
         size += f"; {planned['accumulate_grad_batches']} of them a step"
     return [
