@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 from ddp_recipes.models import Toy
 from ddp_recipes.strategies import DDP, Single
@@ -47,7 +47,7 @@ class Counting(DDP):
 
 
 class Observed(Single):
-    """Notes the bytes that autograd keeps in the first training step, those of optimizer, weights and gradients."""
+    """Notes the bytes of the first batch, and those that autograd keeps of it, in a file."""
 
     def __init__(self, *, folder: str, processes: int = 1) -> None:
         self.file = Path(folder) / "observed.json"
@@ -71,6 +71,19 @@ class Observed(Single):
         return step
 
 
+class Recomputed(nn.Sequential):
+    """Keeps only the inputs of its blocks, and computes what is in them again."""
+
+    def __init__(self, in_features: int, hidden_features: int, out_features: int) -> None:
+        blocks = [nn.Sequential(nn.Linear(in_features, in_features), nn.Tanh(), nn.Softplus()) for _ in range(4)]
+        super().__init__(*blocks, nn.Linear(in_features, out_features))
+
+    def forward(self, input: Tensor) -> Tensor:
+        for block in self:
+            input = checkpoint(block, input, use_reentrant=False)
+        return input
+
+
 class Branching(Toy):
     """Its flow depends on values."""
 
@@ -91,8 +104,3 @@ class Residual(nn.Sequential):
         hidden = hidden + self.scale * hidden.flip(0).t().contiguous().t().exp()
         output: Tensor = self[1](hidden)
         return output
-
-
-def bytes_in(state: Any) -> int:
-    """Return the bytes of all tensors in a nested state."""
-    return sum(each.nbytes for each in tree_leaves(state) if isinstance(each, Tensor))

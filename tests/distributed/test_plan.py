@@ -12,8 +12,12 @@ from torch.distributed import Store
 
 from ddp_recipes import rank
 from ddp_recipes.checkpoint import load
+from ddp_recipes.control import Control
 from ddp_recipes.errors import RequestError
+from ddp_recipes.loop import forward_backward
 from ddp_recipes.planning.backward import backward
+from ddp_recipes.planning.memory import Ledger
+from ddp_recipes.recipe import Recipe
 from ddp_recipes.run_directory import Summary
 from ddp_recipes.testing import make_job, on_ranks
 from ddp_recipes.world import World
@@ -174,6 +178,35 @@ def test_the_backward_pass_on_paper_gives_the_gradients_of_autograd() -> None:
     assert len(expected) == 5
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(torch.tensor(one), torch.tensor(other))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["model._target_=plan_parts.Residual", "optimizer=adamw"],
+        ["model._target_=plan_parts.Recomputed"],
+        ["model=mlp", "trainer.precision=bf16-mixed"],
+        [*IMAGES, "model=resnet18"],
+    ],
+    ids=lambda value: " ".join(value),
+)
+def test_a_step_takes_what_a_real_one_takes(overrides: list[str], plan: Plan) -> None:
+    """At most at a time, counted in the same way; autograd's own engine runs backward."""
+    overrides = [*overrides, "data.batch_size=64", "strategy=single", "launcher.device=cpu", "data.val=null"]
+    (memory,) = plan(*overrides)["memory"]
+
+    def real(world: World, __: Store | None) -> int:
+        recipe = Recipe(make_job([*QUICK, *overrides]), world, Control(world, None, 60))
+        run, ledger = recipe.make_run(recipe.make_stopper()), Ledger(rounded=1)
+        ledger.add((*run.task.parameters(), *run.task.buffers()))
+        with ledger:
+            for _ in range(2):
+                forward_backward(run, run.train.batches(0))
+                run.optimizer.step()
+                run.optimizer.zero_grad()
+        return ledger.peak[torch.device("cpu")]
+
+    assert memory["training"] == pytest.approx(on_ranks(real, 1)[0], rel=0.01)
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------

@@ -24,11 +24,11 @@ def picture(stages: Sequence[Stage], caption: str) -> bytes | None:
         return None
     logging.getLogger("matplotlib").setLevel(logging.WARNING)
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     blocks = [merged(stage.blocks, max(1, ROWS // len(stages))) for stage in stages]
     height = 1.5 + 0.2 * sum(map(len, blocks)) + 0.12 * len(stages)
-    figure = Figure(figsize=(10, height), layout="constrained")
-    figure.get_layout_engine().set(h_pad=0.08)
+    figure = Figure(figsize=(10, height), layout=ConstrainedLayoutEngine(h_pad=0.08))
     figure.suptitle(caption, fontsize=11, x=0.01, ha="left")
     panels = figure.subplots(1, 2, sharey=True)
     for panel, title in zip(

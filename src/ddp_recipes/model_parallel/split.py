@@ -133,12 +133,12 @@ def _described(model: nn.Module, starts: Sequence[str], costs: Costs) -> list[St
         names = [name for name, module in model.named_modules() if stages[module] == number]
         modules = [module for module in stages if stages[module] == number]
         total = {id(p): p.numel() for module in modules for p in module.parameters(recurse=False)}
-        shares = [
+        time, memory = (
             sum(each[name] for name in names) / sum(each.values()) if costs.time else None
             for each in (costs.time, costs.memory)
-        ]
+        )
         costly = {name: costs.total(name) for name in ends}
         whole = max(1, sum(costs.time.values()))
-        parts = tuple(Block(name, time / whole, memory) for name, (time, memory) in costly.items())
-        described.append(Stage(ends[0], ends[-1], sum(total.values()), *shares, parts))
+        parts = tuple(Block(name, own / whole, taken) for name, (own, taken) in costly.items())
+        described.append(Stage(ends[0], ends[-1], sum(total.values()), time, memory, parts))
     return described

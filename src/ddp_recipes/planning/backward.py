@@ -6,13 +6,17 @@ each once all that it needs has come, and what a node saved is let go when it is
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from heapq import heappop, heappush
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+
+_numbers = count(1 << 40)  # not those of the engine
 
 
 def backward(roots: list[Tensor], accumulate: Callable[[Parameter, Tensor], None]) -> None:
@@ -21,12 +25,17 @@ def backward(roots: list[Tensor], accumulate: Callable[[Parameter, Tensor], None
     Args:
         accumulate: takes the gradient of a leaf.
     """
+    with _one_pass():
+        _run(roots, accumulate)
+
+
+def _run(roots: list[Tensor], accumulate: Callable[[Parameter, Tensor], None]) -> None:
     loss = roots.pop()
     root: Any = loss.grad_fn
     waiting = _uses(root)
     gradients: dict[Any, dict[int, Tensor]] = {root: {0: torch.ones_like(loss)}}  # of nodes to come, by output
     ready: list[tuple[int, int, Any]] = [(0, 0, root)]
-    count = 0
+    entered = 0
     del loss, root
     while ready:
         *_, node = heappop(ready)
@@ -47,9 +56,21 @@ def backward(roots: list[Tensor], accumulate: Callable[[Parameter, Tensor], None
             waiting[following] -= 1
             if waiting[following] == 0:
                 del waiting[following]
-                count += 1
-                heappush(ready, (_turn(following), count, following))
+                entered += 1
+                heappush(ready, (_turn(following), entered, following))
         del node, results, following, gradient
+
+
+@contextmanager
+def _one_pass() -> Iterator[None]:
+    """Give this pass a number, as the engine does: by it ``torch.utils.checkpoint`` computes only once again."""
+    module: Any = torch._C
+    asked, number = module._current_graph_task_id, next(_numbers)
+    module._current_graph_task_id = lambda: number
+    try:
+        yield
+    finally:
+        module._current_graph_task_id = asked
 
 
 def _uses(root: Any) -> Counter[Any]:

@@ -130,8 +130,8 @@ class Rehearsed:
             self.exchange = strategy.exchange(self.task, world)
             self.optimizer = make_optimizer(self.task)
             _as_on(self.optimizer, devices[0].type)
-            self.ledger = _Ledger(ROUNDED[devices[0].type])
-            self.saved = _Saved((*self.task.parameters(), *self.task.buffers()))
+            self.ledger = Ledger(ROUNDED[devices[0].type])
+            self.saved = Saved((*self.task.parameters(), *self.task.buffers()))
             self.ledger.add((*self.task.parameters(), *self.task.buffers(), *self.exchange.held))
             try:
                 with self.ledger:
@@ -144,7 +144,8 @@ class Rehearsed:
 
     def _steps(self, batches: Batches) -> None:
         """Run an optimizer step and a validation step, as they are once the optimizer has its state."""
-        for micro in range(min(batches.accumulate, 2)):
+        micros = min(batches.accumulate, 2)  # a third one would only repeat the second
+        for micro in range(micros):
             batch = _fake(*batches.train, self.devices[0])
             if micro == 0:
                 self.batch = bytes_of(tree_leaves(batch))
@@ -152,7 +153,7 @@ class Rehearsed:
             with self.saved if micro == 0 else nullcontext():
                 roots = [self._forward(batch)]
             with torch.no_grad():
-                backward(roots, self._take(last=micro == batches.accumulate - 1))
+                backward(roots, self._take(last=micro == micros - 1))
         self._put()
         trained = {name: each for name, each in self.task.named_parameters() if each.requires_grad}
         self.unused = [name.removeprefix("model.") for name, each in trained.items() if each.grad is None]
@@ -227,7 +228,7 @@ class Rehearsed:
         ]
 
 
-class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows the memory of tensors: what there is on each device, and the most there was."""
 
     def __init__(self, rounded: int) -> None:
@@ -264,7 +265,7 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return output
 
 
-class _Saved(saved_tensors_hooks):
+class Saved(saved_tensors_hooks):
     """Counts what autograd keeps for the backward pass, each memory once, but for what is known."""
 
     def __init__(self, known: Iterable[Tensor]) -> None:
