@@ -160,13 +160,17 @@ class Rehearsed:
         gradients = [each.grad for each in trained.values() if each.grad is not None]
         self.gradients = bytes_of(gradients)
         self.held = bytes_of(self.exchange.held, besides=gradients)
+        if self.devices[0].type == "cuda":
+            del batch  # the loader keeps what it copied there from, which on the CPU is the batch itself
         before, peak = self.ledger.there.copy(), self.ledger.peak.copy()
         self.optimizer.step()
         state = self.ledger.there - before  # which is there from the second step on
         self.optimizer.step()
-        self.training = peak + state | self.ledger.peak  # the larger one
         self.optimizer.zero_grad()
-        del gradients, batch, trained
+        del gradients, trained
+        batch = _fake(*batches.train, self.devices[0])  # the next one, before the last one goes
+        self.training = peak + state | self.ledger.peak  # the larger one
+        del batch
         if batches.val is not None:
             self.ledger.peak = self.ledger.there.copy()
             self.task.eval()
