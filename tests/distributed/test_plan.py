@@ -16,7 +16,7 @@ from ddp_recipes.control import Control
 from ddp_recipes.errors import RequestError
 from ddp_recipes.loop import forward_backward
 from ddp_recipes.planning.backward import backward
-from ddp_recipes.planning.memory import Ledger
+from ddp_recipes.planning.ledger import Ledger
 from ddp_recipes.recipe import Recipe
 from ddp_recipes.run_directory import Summary
 from ddp_recipes.testing import make_job, on_ranks

@@ -5,26 +5,22 @@ would, and a ledger follows what they allocate and let go. Allocations count as 
 Not in it: what libraries take beside it (cuBLAS, cuDNN and NCCL workspaces, the CUDA context), and fragmentation.
 """
 
-import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ddp_recipes.errors import RequestError
 from ddp_recipes.model_parallel.placement import connect, disconnect
 from ddp_recipes.model_parallel.rehearsal import without_data
 from ddp_recipes.planning.backward import backward
+from ddp_recipes.planning.ledger import Bytes, Ledger, Saved, bytes_of, storages
 from ddp_recipes.strategies import Strategy
 from ddp_recipes.tasks import Task
 from ddp_recipes.world import World
@@ -32,8 +28,6 @@ from ddp_recipes.world import World
 ROUNDED = {"cuda": 512, "cpu": 1}  # bytes: allocations are multiples of it
 
 DTYPES = {"32-true": None, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-
-Bytes = Counter[torch.device]
 
 
 @dataclass(frozen=True)
@@ -149,7 +143,7 @@ class Rehearsed:
             batch = _fake(*batches.train, self.devices[0])
             if micro == 0:
                 self.batch = bytes_of(tree_leaves(batch))
-                self.saved.known.update(_storages(tree_leaves(batch)))
+                self.saved.known.update(storages(tree_leaves(batch)))
             with self.saved if micro == 0 else nullcontext():
                 roots = [self._forward(batch)]
             with torch.no_grad():
@@ -230,74 +224,6 @@ class Rehearsed:
             )
             for device in self.devices
         ]
-
-
-class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Follows the memory of tensors: what there is on each device, and the most there was."""
-
-    def __init__(self, rounded: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.rounded = rounded
-        self.there: Bytes = Counter()
-        self.peak: Bytes = Counter()
-        self._known: dict[int, weakref.ref[Any]] = {}
-
-    def add(self, tensors: Iterable[Any]) -> None:
-        """Take in the memory of tensors that is not known yet; note when it is let go."""
-        for tensor in tensors:
-            if not isinstance(tensor, Tensor):
-                continue
-            storage, device = tensor.untyped_storage(), tensor.device
-            key = storage._cdata
-            if key in self._known:
-                continue
-            size = -(-storage.nbytes() // self.rounded) * self.rounded
-
-            def gone(_: Any, key: int = key, device: torch.device = device, size: int = size) -> None:
-                del self._known[key]
-                self.there[device] -= size
-
-            self._known[key] = weakref.ref(storage, gone)
-            self.there[device] += size
-            self.peak[device] = max(self.peak[device], self.there[device])
-
-    def __torch_dispatch__(
-        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        output = func(*args, **(kwargs or {}))
-        self.add(tree_leaves(output))
-        return output
-
-
-class Saved(saved_tensors_hooks):
-    """Counts what autograd keeps for the backward pass, each memory once, but for what is known."""
-
-    def __init__(self, known: Iterable[Tensor]) -> None:
-        super().__init__(self._pack, lambda saved: saved)
-        self.known = set(_storages(known))
-        self.bytes: Bytes = Counter()
-
-    def _pack(self, tensor: Tensor) -> Tensor:
-        key = tensor.untyped_storage()._cdata
-        if key not in self.known:
-            self.known.add(key)
-            self.bytes[tensor.device] += tensor.untyped_storage().nbytes()
-        return tensor.detach()  # or an output would keep its own graph
-
-
-def bytes_of(tensors: Iterable[Any], besides: Iterable[Tensor] = ()) -> Bytes:
-    """Return the bytes of the memory of tensors by device, each memory once; other values are left out."""
-    counted: Bytes = Counter()
-    known = set(_storages(besides))
-    for tensor in tensors:
-        if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in known:
-            known.add(tensor.untyped_storage()._cdata)
-            counted[tensor.device] += tensor.untyped_storage().nbytes()
-    return counted
-
-
-def _storages(tensors: Iterable[Any]) -> Iterator[int]:
-    return (tensor.untyped_storage()._cdata for tensor in tensors if isinstance(tensor, Tensor))
 
 
 def _fake(sample: Any, size: int, device: torch.device) -> Any:
