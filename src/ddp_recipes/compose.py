@@ -30,7 +30,20 @@ Task = Callable[[DictConfig], float | None]
 def parse(argv: Sequence[str]) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     """Parse a command line as Hydra does."""
     parser = get_args_parser()
-    return parser, parser.parse_args(list(argv))
+    args = parser.parse_args(list(argv))
+    args.overrides = spelled_out(args.overrides)
+    return parser, args
+
+
+def spelled_out(overrides: Sequence[str]) -> list[str]:
+    """Return overrides in which ``plan.nnodes=4`` is spelled out: ``cluster.nnodes=4``, and ``plan=true`` if unsaid.
+
+    A key cannot be true or false and a section as well, so what is planned for is a section of its own.
+    """
+    spelled = [re.sub(r"^(\+{0,2}|~)plan\.", r"\1cluster.", override) for override in overrides]
+    if spelled != list(overrides) and not any(override.startswith("plan=") for override in overrides):
+        spelled.append("plan=true")
+    return spelled
 
 
 def is_question(args: argparse.Namespace) -> bool:

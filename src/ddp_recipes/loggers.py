@@ -133,9 +133,9 @@ class TensorBoardLogger(Logger):
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         # Not `SummaryWriter.add_image`: that takes the picture apart and packs it again.
-        width, height = struct.unpack(">II", png[16:24])
-        picture = Summary.Image(height=height, width=width, colorspace=4, encoded_image_string=png)
-        self._file.add_summary(Summary(value=[Summary.Value(tag=tag, image=picture)]), self._step)
+        width, height = struct.unpack(">II", png[16:24])  # where every PNG has them
+        content = Summary.Image(width=width, height=height, colorspace=4, encoded_image_string=png)
+        self._file.add_summary(Summary(value=[Summary.Value(tag=tag, image=content)]), self._step)
 
     def flush(self) -> None:
         self._writer.flush()

@@ -208,6 +208,8 @@ class Leader:
             leader.release(0)
 
     def _launch(self, job: Job, request: Request) -> Summary:
+        if request.run.plan:  # whoever started us, and however many: this process alone does it
+            return local.launch(job, 1, None)
         name = request.launcher.name
         if name == "auto":
             name = "local" if self.world is None else "env"
@@ -260,7 +262,7 @@ class Leader:
 
 def _expects_ranks(args: Namespace) -> bool:
     """Guess from the command line whether ranks will be started here: a wrong guess costs a little, not the run."""
-    alone = ("strategy=single", "strategy=dp", "launcher.nproc_per_node=1")
+    alone = ("strategy=single", "strategy=dp", "launcher.nproc_per_node=1", "plan=true")
     elsewhere = ("launcher=slurm", "launcher.start_method=spawn")
     return not args.multirun and not {*alone, *elsewhere}.intersection(args.overrides)
 

@@ -22,6 +22,7 @@ from ddp_recipes.digest import digest
 from ddp_recipes.figures.schedule import draw_schedule
 from ddp_recipes.loggers import Logger
 from ddp_recipes.loop import Cursor, Metrics, Run
+from ddp_recipes.model_parallel import picture
 from ddp_recipes.model_parallel.timeline import Cell, bubble, order, timeline
 from ddp_recipes.progress import Progress, make_progress, number, table
 from ddp_recipes.recipe import Recipe
@@ -74,6 +75,7 @@ class Output:
             self.logger = recipe.make_logger(purge_step)
             self._stack.callback(self.logger.close)
             self.logger.text("config", f"```yaml\n{OmegaConf.to_yaml(recipe.config)}\n```")
+            self._draw_split()
         if run is None:
             return
         if recipe.request.pipeline is not None and not quick:
@@ -137,7 +139,7 @@ class Output:
             "devices_per_replica": self._devices,
             "split": [stage.first for stage in recipe.stages[1:]],
             "strategy": recipe.strategy.name,
-            "device": torch.cuda.get_device_name(recipe.device) if recipe.device.type == "cuda" else "cpu",
+            "device": "cpu" if recipe.device_name == "CPU" else recipe.device_name,
             "global_step": cursor.step,
             "epoch": cursor.epoch,
             "metrics": metrics,
@@ -174,6 +176,17 @@ class Output:
         world = self.recipe.world
         return len(self.recipe.devices) * (world.world_size // self.recipe.strategy.reader(world)[1])
 
+    def _draw_split(self) -> None:
+        """Leave a picture of a model that was split."""
+        stages = self.recipe.stages
+        if not stages:
+            return
+        name, k = type(self.recipe.task.model).__name__, len(stages)
+        png = picture(stages, f"{name} over {k} devices: each replica's blocks and what they take")
+        if png is not None:
+            write_aside(self.recipe.job.directory / "split.png", lambda file: file.write(png))
+            self.logger.image("split", png)
+
     def _attach(self, handler: logging.Handler, form: str) -> None:
         """Listen to all loggers and to Python's warnings until :meth:`close`."""
         root = logging.getLogger()
@@ -190,7 +203,6 @@ class Output:
     def _start_rows(self) -> list[tuple[str, str]]:
         recipe, run, world = self.recipe, self.run, self.recipe.world
         count = sum(parameter.numel() for parameter in recipe.task.parameters())
-        device = "CPU" if recipe.device.type == "cpu" else torch.cuda.get_device_name(recipe.device)
         readers = recipe.strategy.reader(world)[1]
         replicas = readers * recipe.strategy.replicas(recipe.device.type)
         rows = [
@@ -199,7 +211,7 @@ class Output:
                 "strategy",
                 f"{recipe.strategy.name} over {recipe.backend}" if world.world_size > 1 else recipe.strategy.name,
             ),
-            ("replicas x devices", f"{replicas} x {self._devices} ({device})"),
+            ("replicas x devices", f"{replicas} x {self._devices} ({recipe.device_name})"),
             *((f"stage {number}", str(stage)) for number, stage in enumerate(recipe.stages)),
         ]
         if (micro_batches := recipe.request.model.micro_batches) > 1:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Store
 
-from ddp_recipes import check, loop
+from ddp_recipes import check, loop, planning
 from ddp_recipes._version import __version__
 from ddp_recipes.checkpoint import write_aside
 from ddp_recipes.control import Control, timed_out
@@ -48,8 +48,9 @@ def run(job: Job, world: World, store: Store | None) -> Summary:
     recipe, directory = prepare(job, world, control)
     output = Output(recipe, control, directory)
     try:
-        recipe.join()
-        WORK[recipe.request.run.check or recipe.mode](recipe, output)
+        if recipe.layout is None:
+            recipe.join()
+        WORK[recipe.request.run.work](recipe, output)
         summary = output.facts(recipe.final_weights()) | {"status": "finished"}
         output.finish(summary)
         return summary
@@ -179,6 +180,7 @@ WORK: dict[str, Callable[[Recipe, Output], None]] = {
     "predict": predict,
     "export": export,
     "equivalence": check.equivalence,
+    "plan": planning.plan,
 }
 
 

@@ -27,7 +27,7 @@ from ddp_recipes.model_parallel import Rehearsal, Stage, apart, in_micro_batches
 from ddp_recipes.order import BatchPlan
 from ddp_recipes.precision import make_precision
 from ddp_recipes.random import seed_everything
-from ddp_recipes.request import Request
+from ddp_recipes.request import Request, visible_gpus
 from ddp_recipes.settings import ModelSettings, batches, seconds
 from ddp_recipes.stopping import Stopper
 from ddp_recipes.strategies import Strategy
@@ -59,11 +59,15 @@ class Recipe:
         self.request = request = Request.of(job.config)
         self.mode = request.run.mode
         self.trainer = request.trainer.effective()
+        self.layout = request.layout(visible_gpus()) if request.run.plan else None
+        if self.layout is not None:
+            self.world = world = self.layout.world
         self.devices = self._devices()
         self.device = self.devices[0]
         self.backend = request.launcher.backend
         if self.backend == "auto":
-            self.backend = "nccl" if self.device.type == "cuda" else "gloo"
+            device_type = self.device.type if self.layout is None else self.layout.device_type
+            self.backend = "nccl" if device_type == "cuda" else "gloo"
         self._set_torch_up()
         self.strategy: Strategy = self._make("strategy", without=["processes"])
         if request.single_process and world.world_size > 1:
@@ -77,7 +81,7 @@ class Recipe:
         self.whole = True  # this rank has all of the model
         seed_everything(request.run.seed)
         self.task = self._make_task()
-        self.strategy.check(self.task, self.devices, self.backend)
+        self._check_strategy()
         self.callbacks: list[Callback] = [
             _instantiate(node, f"callbacks.{name}") for name, node in (self.config.get("callbacks") or {}).items()
         ]
@@ -90,6 +94,8 @@ class Recipe:
     # What the config says
 
     def _devices(self) -> list[torch.device]:
+        if self.layout is not None:
+            return [torch.device("cpu")] * self.request.num_devices  # on paper nothing runs
         device_type = self.request.device_type(torch.cuda.device_count())
         k = self.request.num_devices
         if device_type == "cpu":
@@ -115,6 +121,20 @@ class Recipe:
         return _instantiate(
             OmegaConf.masked_copy(node, [name for name in node if name not in without]), section, *arguments, **runtime
         )
+
+    def _check_strategy(self) -> None:
+        devices, backend = self.devices, self.backend
+        if self.layout is not None:
+            devices = [torch.device(self.layout.device_type, number) for number in range(len(devices))]
+            backend = "gloo"  # what this torch was built without, the one on the cluster may have
+        self.strategy.check(self.task, devices, backend)
+
+    @property
+    def device_name(self) -> str:
+        """What the devices are called; on paper a GPU has no name."""
+        if self.layout is not None:
+            return {"cuda": "GPU", "cpu": "CPU"}[self.layout.device_type]
+        return "CPU" if self.device.type == "cpu" else torch.cuda.get_device_name(self.device)
 
     @property
     def _downloads(self) -> bool:
@@ -203,7 +223,7 @@ class Recipe:
                 self.warnings.append(f"The split could not be tried out before training: {rehearsal.failure}")
         else:
             task.to(self.device)
-        if self.trainer.compile:
+        if self.trainer.compile and self.layout is None:
             model.compile()
         return task
 
@@ -276,6 +296,12 @@ class Recipe:
             f"{path} is from after {done} batches of {was} samples. Epoch {cursor['epoch']} goes on at batch {at} of "
             f"{now} samples: {again} are seen twice, none is left out. The schedule is the checkpoint's."
         )
+
+    def optimizer_of(self, task: Task) -> torch.optim.Optimizer:
+        """Return a new optimizer for a task of this recipe's kind."""
+        own = task.configure_optimizers()
+        optimizer: torch.optim.Optimizer = own[0] if own is not None else self._make("optimizer", task.parameters())
+        return optimizer
 
     def _make_optimizer(self) -> tuple[torch.optim.Optimizer, Schedule]:
         """Return optimizer and scheduler: the module's own, where it is one of Lightning's, else the config's."""

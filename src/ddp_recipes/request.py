@@ -4,7 +4,7 @@ import ctypes
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from omegaconf import Container, DictConfig, Node, OmegaConf
@@ -14,6 +14,7 @@ from omegaconf.resolvers import oc
 from ddp_recipes.errors import RequestError, nearest
 from ddp_recipes.settings import (
     CheckpointSettings,
+    ClusterSettings,
     DataSettings,
     LauncherSettings,
     ModelSettings,
@@ -24,6 +25,7 @@ from ddp_recipes.settings import (
     TrainerSettings,
     parse,
 )
+from ddp_recipes.world import World
 
 GROUPS = ("data", "model", "task", "optimizer", "scheduler", "strategy", "launcher", "trainer", "logger", "checkpoint")
 
@@ -39,6 +41,7 @@ class Request:
     launcher: LauncherSettings
     resume: ResumeSettings
     model: ModelSettings
+    cluster: ClusterSettings
     single_process: bool  # the strategy runs in one process
     shards: int | None  # parts that the strategy cuts each batch into, where it does
     pipeline: PipelineSettings | None  # where the strategy cuts the model over processes
@@ -71,6 +74,7 @@ class Request:
             ),
             resume=parse(ResumeSettings, "resume", config.get("resume", {"strict": True})),
             model=parse(ModelSettings, "model", asdict(ModelSettings()) | dict(config["model"]), others=True),
+            cluster=parse(ClusterSettings, "cluster", asdict(ClusterSettings()) | dict(config.get("cluster") or {})),
             single_process=config["strategy"].get("processes") == 1,
             shards=shards,
             pipeline=_pipeline(config["strategy"]),
@@ -177,6 +181,44 @@ class Request:
         if self.shards is not None:
             refuse_uneven(self.shards, processes)
         return processes
+
+    def layout(self, gpus: int) -> "Layout":
+        """Return what ``plan=true`` plans for, seen from a machine with so many GPUs.
+
+        Raises:
+            RequestError: a run could not be there.
+        """
+        launcher, cluster = self.launcher, self.cluster
+        if cluster.gpus_per_node is not None:
+            gpus = cluster.gpus_per_node
+        elif isinstance(launcher, SlurmSettings) and launcher.gpus_per_node is not None:
+            gpus = launcher.gpus_per_node
+        if launcher.device == "cuda" and gpus == 0:
+            raise RequestError(
+                "launcher.device=cuda, but cluster.gpus_per_node=0"
+                f"{'' if cluster.gpus_per_node == 0 else ', as on this machine'}. State the GPUs of a node "
+                "(cluster.gpus_per_node=8, say), or use launcher.device=cpu."
+            )
+        on_node = replace(self, launcher=replace(launcher, nnodes=1), shards=None)
+        processes = on_node.processes(gpus)
+        nnodes = cluster.nnodes or launcher.nnodes
+        world = World(world_size=1 if self.single_process else nnodes * processes, local_world_size=processes)
+        return Layout(nnodes, gpus, self.device_type(gpus), world)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The nodes of a run on paper, and its ranks: as many on each node, rank by rank.
+
+    Attributes:
+        gpus: of a node; there may be more than are used, and some with ``device_type=cpu``.
+        world: as rank 0 sees it.
+    """
+
+    nnodes: int
+    gpus: int
+    device_type: str
+    world: World
 
 
 def _pipeline(strategy: Mapping[str, Any]) -> PipelineSettings | None:

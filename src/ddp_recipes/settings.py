@@ -26,6 +26,7 @@ class Range:
 
 
 Count = Annotated[int, Range(1)]
+Positive = Annotated[float, Range(1e-6)]
 Natural = Annotated[int, Range(0)]
 Share = Annotated[float, Range(0, 1)]
 Limit = Share | Natural  # a float is a share of the batches, an int is a number of them
@@ -246,6 +247,16 @@ class ResumeSettings:
     strict: bool
 
 
+@dataclass(frozen=True, kw_only=True)
+class ClusterSettings:
+    """``cluster.*``: what ``plan=true`` plans for; what is left out is as a run would find it here."""
+
+    nnodes: Count | None = None
+    gpus_per_node: Natural | None = None
+    gpu_memory_gb: Positive | None = None
+    interconnect_gbps: Positive | None = None
+
+
 Mode = Literal["fit", "validate", "test", "predict", "export"]
 
 
@@ -262,14 +273,22 @@ class RunSettings:
     check_tolerance: Annotated[float, Range(0)] | None
 
     def __post_init__(self) -> None:
-        if self.plan:
-            raise RequestError(
-                "plan=true has a name but is not built yet. Leave it out; debug=fast_dev_run comes nearest."
-            )
+        if self.plan and self.mode != "fit":
+            raise RequestError(f"plan=true plans training, but mode={self.mode} is none. Use mode=fit.")
+        for other in ("check", "ckpt_path"):
+            if self.plan and getattr(self, other) is not None:
+                raise RequestError(
+                    f"plan=true plans a run from its start, and runs nothing: leave out {other}={getattr(self, other)}."
+                )
         if self.check is not None and self.mode != "fit":
             raise RequestError(f"check={self.check} compares training, but mode={self.mode} is none. Use mode=fit.")
         if self.mode == "export" and self.ckpt_path is None:
             raise RequestError("mode=export needs ckpt_path, a run directory or a checkpoint file.")
+
+    @property
+    def work(self) -> str:
+        """What is to be done: the mode, or what takes its place."""
+        return "plan" if self.plan else self.check or self.mode
 
 
 def parse(cls: type[T], section: str, values: Mapping[str, Any], *, others: bool = False) -> T:

@@ -39,7 +39,7 @@ def make_job(
         config_dir: as ``--config-dir``.
     """
     with compose.session(CONF, config_dir) as hydra:
-        config = compose.compose(hydra, "train", list(overrides))
+        config = compose.compose(hydra, "train", compose.spelled_out(overrides))
     config = OmegaConf.masked_copy(config, [str(name) for name in config if name != "hydra"])
     return Job(resolve(config), Path(directory or tempfile.mkdtemp(prefix="ddp_recipes_")).absolute())
 

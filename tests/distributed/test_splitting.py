@@ -1,11 +1,13 @@
 """Runs with several devices a replica: the same weights at any number of them, checkpoints that move between them."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ddp_recipes.errors import RequestError
 from ddp_recipes.run_directory import Summary
@@ -95,3 +97,31 @@ def test_what_cannot_be_is_refused_on_all_ranks(case: str, run: Run, tmp_path: P
     for part in parts:
         assert part in str(refusal.value)
     assert not folder.exists() or not any(folder.iterdir())
+
+
+# --- the picture -----------------------------------------------------------------------------------------------------
+
+
+def pictures(folder: Path) -> list[str]:
+    """Return the tags of the pictures in a run's TensorBoard."""
+    found = EventAccumulator(str(folder / "tensorboard"), {"images": 0})
+    found.Reload()
+    tags: list[str] = found.Tags()["images"]
+    return tags
+
+
+def test_a_split_leaves_a_picture(run: Run) -> None:
+    pytest.importorskip("matplotlib")
+    split = ["model=mlp", "model.num_devices=2", "logger=tensorboard", "trainer.max_steps=1"]
+    folder = Path(run(*split, world_size=2)["run_directory"])
+    assert (folder / "split.png").read_bytes().startswith(b"\x89PNG")
+    assert pictures(folder) == ["split"]
+    for other in (["trainer.fast_dev_run=true"], ["model.num_devices=1"]):
+        assert not (Path(run(*split, *other)["run_directory"]) / "split.png").exists()
+
+
+def test_without_matplotlib_a_line_says_why_there_is_no_picture(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    folder = Path(run("model=mlp", "model.num_devices=2", "trainer.max_steps=1")["run_directory"])
+    assert not (folder / "split.png").exists()
+    assert "There is no split.png: it takes matplotlib." in (folder / "train.log").read_text()

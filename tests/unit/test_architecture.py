@@ -22,7 +22,7 @@ LAYERS = [
     {"main"},
     {"launchers"},
     {"rank"},
-    {"check"},
+    {"check", "planning"},
     {"output"},
     {"recipe"},
     {"loop"},

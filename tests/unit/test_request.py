@@ -21,6 +21,51 @@ def request_of(*overrides: str) -> Request:
     return Request.of(resolve(composed(*overrides)))
 
 
+# --- on paper --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "planned", "nnodes"),
+    [
+        ([], False, None),
+        (["plan=true"], True, None),
+        (["plan=true", "plan.nnodes=2"], True, 2),
+        (["plan.nnodes=2", "plan=true"], True, 2),
+        (["plan.nnodes=2"], True, 2),
+        (["cluster.nnodes=2"], False, 2),
+        (["plan.nnodes=2", "plan=false"], False, 2),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_cluster_is_stated_with_plan_in_any_order(overrides: list[str], planned: bool, nnodes: int | None) -> None:
+    request = request_of(*compose.spelled_out(overrides))
+    assert (request.run.plan, request.cluster.nnodes) == (planned, nnodes)
+
+
+def test_an_unknown_key_of_a_plan_is_refused_with_the_nearest() -> None:
+    with pytest.raises(RequestError, match=r"there is no key cluster\.nodes\. Did you mean 'cluster\.nnodes'\?"):
+        request_of(*compose.spelled_out(["plan.nodes=2"]))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gpus", "layout"),
+    [
+        ((), 0, (1, 2, "cpu")),
+        ((), 4, (1, 4, "cuda")),
+        (("launcher.nnodes=3",), 4, (3, 12, "cuda")),
+        (("cluster.nnodes=2", "cluster.gpus_per_node=8"), 0, (2, 16, "cuda")),
+        (("cluster.nnodes=2", "cluster.gpus_per_node=8", "model=toy_mp"), 0, (2, 8, "cuda")),
+        (("cluster.nnodes=2", "cluster.gpus_per_node=8", "strategy=single"), 0, (2, 1, "cuda")),
+        (("cluster.nnodes=2", "cluster.gpus_per_node=8", "launcher.nproc_per_node=3"), 0, (2, 6, "cuda")),
+        (("cluster.gpus_per_node=0",), 4, (1, 2, "cpu")),
+        (("launcher=slurm", "launcher.nnodes=2", "launcher.gpus_per_node=4"), 0, (2, 8, "cuda")),
+    ],
+)
+def test_the_layout_of_a_plan(overrides: tuple[str, ...], gpus: int, layout: tuple[int, int, str]) -> None:
+    found = request_of(*overrides).layout(gpus)
+    assert (found.nnodes, found.world.world_size, found.device_type) == layout
+
+
 # --- layout ----------------------------------------------------------------------------------------------------------
 
 

@@ -97,6 +97,15 @@ def connect(model: nn.Module, starts: Sequence[str], devices: Sequence[torch.dev
         block.register_forward_pre_hook(follow, with_kwargs=True)
 
 
+def disconnect(model: nn.Module) -> None:
+    """Take back what :func:`connect` did."""
+    for module in model.modules():
+        for number, hook in list(module._forward_pre_hooks.items()):
+            if isinstance(hook, partial) and hook.func is _follow:
+                del module._forward_pre_hooks[number]
+                del module._forward_pre_hooks_with_kwargs[number]
+
+
 def _follow(
     device: torch.device, anywhere: bool, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]] | None:

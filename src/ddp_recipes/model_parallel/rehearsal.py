@@ -57,6 +57,15 @@ class Costs:
         ]
         return sum(shares) / len(shares) if shares else 0.0
 
+    def total(self, name: str) -> tuple[int, int]:
+        """Return the time and memory of a module and those in it."""
+        inside = f"{name}."
+        time, memory = (
+            sum(cost for part, cost in each.items() if f"{part}.".startswith(inside))
+            for each in (self.time, self.memory)
+        )
+        return time, memory
+
     @classmethod
     def of_weights(cls, model: nn.Module) -> "Costs":
         """Return what is known without a rehearsal."""

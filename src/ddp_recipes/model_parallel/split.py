@@ -14,6 +14,20 @@ from ddp_recipes.tasks import Task
 
 
 @dataclass(frozen=True)
+class Block:
+    """A module that runs in one stage.
+
+    Attributes:
+        time: its share of a step.
+        memory: bytes of weights, gradients, one number of the optimizer's for each, and activations.
+    """
+
+    name: str
+    time: float
+    memory: int
+
+
+@dataclass(frozen=True)
 class Stage:
     """What one device of a replica holds.
 
@@ -21,6 +35,7 @@ class Stage:
         first: its first block; ``last`` likewise.
         parameters: how many numbers.
         time: its share of a step, ``None`` where the model could not be rehearsed; ``memory`` likewise.
+        blocks: what it holds, in the order of the model.
     """
 
     first: str
@@ -28,6 +43,7 @@ class Stage:
     parameters: int
     time: float | None
     memory: float | None
+    blocks: tuple[Block, ...] = ()
 
     def __str__(self) -> str:
         blocks = self.first if self.first == self.last else f"{self.first} to {self.last}"
@@ -140,9 +156,12 @@ def _described(model: nn.Module, starts: Sequence[str], costs: Costs) -> list[St
         names = [name for name, module in model.named_modules() if stages[module] == number]
         modules = [module for module in stages if stages[module] == number]
         total = {id(p): p.numel() for module in modules for p in module.parameters(recurse=False)}
-        shares = [
+        time, memory = (
             sum(each[name] for name in names) / sum(each.values()) if costs.time else None
             for each in (costs.time, costs.memory)
-        ]
-        described.append(Stage(ends[0], ends[-1], sum(total.values()), *shares))
+        )
+        costly = {name: costs.total(name) for name in ends}
+        whole = max(1, sum(costs.time.values()))
+        parts = tuple(Block(name, own / whole, taken) for name, (own, taken) in costly.items())
+        described.append(Stage(ends[0], ends[-1], sum(total.values()), time, memory, parts))
     return described

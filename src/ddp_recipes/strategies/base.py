@@ -1,7 +1,8 @@
 """What the loop knows of a strategy, and the simplest one."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol, cast
 
@@ -17,6 +18,30 @@ class Wrapped(Protocol):
     """A task as the strategy wrapped it: calling it runs a training step."""
 
     def __call__(self, batch: Any) -> StepOutput: ...
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """How a strategy exchanges gradients in an optimizer step, for a run on paper.
+
+    Attributes:
+        held: tensors that a rank keeps from step to step beside weights and optimizer.
+        places: where in them a gradient lies at the end of a step; empty where it is a tensor of its own.
+        at_once: whether a gradient is put there as soon as it is known, or once all are.
+        all_reduced: bytes that each rank gives to an all-reduce.
+        scattered: bytes that each rank gives to an all-to-all; ``gathered`` those to an all-gather.
+        broadcast: bytes that rank 0 gives to a broadcast.
+        every_batch: whether it does so for each batch of an optimizer step, or once for all of them.
+    """
+
+    held: Sequence[Tensor] = ()
+    places: Mapping[nn.Parameter, Tensor] = field(default_factory=dict)
+    at_once: bool = True
+    all_reduced: int = 0
+    scattered: int = 0
+    gathered: int = 0
+    broadcast: int = 0
+    every_batch: bool = False
 
 
 class Strategy(Protocol):
@@ -89,6 +114,13 @@ class Strategy(Protocol):
 
     def sync_buffers(self, task: Task) -> None:
         """Give every rank rank 0's buffers, so that all evaluate one model. A collective."""
+
+    def exchange(self, task: Task, world: World) -> Exchange:
+        """Return what a rank of that world would keep and send, for a task whose tensors may have no data.
+
+        Raises:
+            RequestError: nobody has put this on paper.
+        """
 
     def teardown(self) -> None:
         """Leave the group."""
@@ -168,6 +200,10 @@ class Single(Whole):
 
     def sync_buffers(self, task: Task) -> None:
         """There is one model."""
+
+    def exchange(self, task: Task, world: World) -> Exchange:
+        """There is nobody to exchange with."""
+        return Exchange()
 
     def teardown(self) -> None:
         """Nothing was set up."""

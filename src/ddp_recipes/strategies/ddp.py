@@ -7,11 +7,11 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_recipes.errors import RequestError, nearest, not_one_of
-from ddp_recipes.strategies.base import Whole, Wrapped, batch_norms
+from ddp_recipes.strategies.base import Exchange, Whole, Wrapped, batch_norms
 from ddp_recipes.strategies.group import Group
 from ddp_recipes.tasks import StepOutput, Task
 from ddp_recipes.world import World
@@ -88,6 +88,29 @@ class DDP(Whole, Group):
 
     def reduce(self) -> None:
         """Backward has done it."""
+
+    def exchange(self, task: Task, world: World) -> Exchange:
+        """Return buckets as large as the gradients, and in a step one all-reduce of each and a broadcast of buffers."""
+        if world.world_size == 1 and self.comm_hook is None:
+            return Exchange()
+        trained = [parameter for parameter in task.parameters() if parameter.requires_grad]
+        kinds = dict.fromkeys((parameter.device, parameter.dtype) for parameter in trained)
+        held: list[Tensor] = []
+        places: dict[nn.Parameter, Tensor] = {}
+        for device, dtype in kinds:
+            alike = [parameter for parameter in trained if (parameter.device, parameter.dtype) == (device, dtype)]
+            bucket = torch.empty(sum(parameter.numel() for parameter in alike), dtype=dtype, device=device)
+            views = torch.split(bucket, [parameter.numel() for parameter in alike])
+            places |= {each: view.view(each.shape) for each, view in zip(alike, views, strict=True)}
+            held.append(bucket)
+        sent = {"fp16": 2, "bf16": 2}.get(self.comm_hook or "")  # bytes of a number; PowerSGD begins with all of them
+        return Exchange(
+            held=held,
+            places=places if self.options.get("gradient_as_bucket_view") else {},
+            all_reduced=sum(each.numel() * (sent or each.itemsize) for each in trained),
+            broadcast=sum(buffer.nbytes for buffer in task.buffers() if self.options.get("broadcast_buffers", True)),
+            every_batch=bool(self.options.get("static_graph")),  # see accumulate
+        )
 
     def sync_buffers(self, task: Task) -> None:
         """Broadcast rank 0's buffers: each rank's batch norm has followed its own batches since the last step."""

@@ -12,7 +12,7 @@ from torch.distributed import Store
 
 from ddp_recipes.errors import RequestError
 from ddp_recipes.request import refuse_uneven
-from ddp_recipes.strategies.base import Whole, Wrapped
+from ddp_recipes.strategies.base import Exchange, Whole, Wrapped
 from ddp_recipes.strategies.group import Group
 from ddp_recipes.strategies.ordered import OrderedSum
 from ddp_recipes.tasks import Task
@@ -96,6 +96,10 @@ class DDPExact(Whole, Group):
             dist.all_gather_into_tensor(rows, values.contiguous())
             values = rows
         return values.sum(dim=0)
+
+    def exchange(self, task: Task, world: World) -> Exchange:
+        """Return the rows of this rank's parts, and what comes of them; a row goes out for each, then its own slice."""
+        return OrderedSum(task, world, self.parts(world)).exchange()
 
     def sync_buffers(self, task: Task) -> None:
         """They are the same on every rank after each step."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed import Store
 
 from ddp_recipes.errors import RequestError
+from ddp_recipes.strategies.base import Exchange
 from ddp_recipes.tasks import Task
 from ddp_recipes.world import World
 
@@ -56,6 +57,10 @@ class Group:
         values: list[Any] | None = [None] * self.world.world_size if self.world.is_main else None
         dist.gather_object(value, values)
         return values
+
+    def exchange(self, task: Task, world: World) -> Exchange:
+        """Refuse: each strategy has to say this for itself."""
+        raise RequestError("plan=true does not know what this strategy exchanges. Use strategy=ddp or ddp_exact.")
 
     def teardown(self) -> None:
         """Destroy the process group."""

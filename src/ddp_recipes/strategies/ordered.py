@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ddp_recipes.strategies.base import Exchange
 from ddp_recipes.world import World
 
 _ALIGNMENT = 64  # bytes: as torch aligns new tensors, so that kernels treat a view like one of those
@@ -34,6 +35,7 @@ class OrderedSum:
     """
 
     def __init__(self, module: nn.Module, world: World, parts: int) -> None:
+        self.world = world
         self.parts = parts
         self.done = 0  # parts of this step
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -62,6 +64,20 @@ class OrderedSum:
         self.done = 0
         for kind in self.kinds:
             kind.reduce()
+
+    def exchange(self) -> Exchange:
+        """Return what is kept and sent."""
+        rows = [kind for kind in self.kinds if isinstance(kind, _Rows)]
+        pairs = [pair for kind in rows for pair in zip(kind.parameters, kind.total.gradients, strict=True)]
+        alone = self.world.world_size == 1
+        return Exchange(
+            held=[tensor for kind in self.kinds for tensor in kind.held()],
+            places={parameter: place for parameter, place in pairs if isinstance(parameter, nn.Parameter)},
+            at_once=False,
+            scattered=0 if alone else sum(self.parts * kind.total.flat.nbytes for kind in rows),
+            gathered=0 if alone else sum(kind.slice.nbytes for kind in rows),
+            broadcast=0 if alone else sum(kind.first.nbytes for kind in self.kinds if isinstance(kind, _Firsts)),
+        )
 
 
 class _Buffer:
@@ -148,6 +164,11 @@ class _Rows:
             self.slice = zeros(width)  # their sum
             self.sending: list[tuple[dist.Work, Tensor]] = []
 
+    def held(self) -> list[Tensor]:
+        """Return what is kept from step to step."""
+        alone = [self.start, self.end, self.total.flat]
+        return alone if self.world.world_size == 1 else [*alone, self.rows, *self.received, self.slice]
+
     def begin(self, number: int) -> None:
         """Note the buffers before the first part of a step; put them back before any other."""
         if self.buffers:
@@ -224,6 +245,10 @@ class _Firsts:
         size = _starts(tensors)[-1]
         self.start, self.first = tensors[0].new_zeros(size), tensors[0].new_zeros(size)
         self.started, self.firsts = _views(self.start, tensors), _views(self.first, tensors)
+
+    def held(self) -> list[Tensor]:
+        """Return what is kept from step to step."""
+        return [self.start, self.first]
 
     def begin(self, number: int) -> None:
         """Note them before the first part of a step; put them back before any other."""

@@ -1,0 +1,79 @@
+"""What a run on paper comes to in samples, steps, bytes and turns: arithmetic on what the run itself would use."""
+
+from ddp_recipes.order import BatchPlan
+from ddp_recipes.strategies.base import Exchange
+from ddp_recipes.world import World
+
+
+def samples_of(plan: BatchPlan, part: int) -> int:
+    """Return how many samples of an epoch are in a part; batches but the last one are alike."""
+    return (plan.num_batches - 1) * plan.share(0, part) + plan.share(plan.num_batches - 1, part)
+
+
+def samples_seen(plan: BatchPlan, batches: int) -> int:
+    """Return how many samples so many batches hold, over as many epochs as they take."""
+    epochs, rest = divmod(batches, plan.num_batches)
+    return epochs * epoch_of(plan) + min(rest * plan.global_batch_size, epoch_of(plan))
+
+
+def epoch_of(plan: BatchPlan) -> int:
+    """Return how many samples an epoch holds."""
+    return (plan.num_batches - 1) * plan.global_batch_size + plan.total(plan.num_batches - 1)
+
+
+def batches_of(steps: int, batches_an_epoch: int, accumulate: int) -> int:
+    """Return how many batches so many optimizer steps take; the last one of an epoch may take fewer."""
+    epochs, rest = divmod(steps, -(-batches_an_epoch // accumulate))
+    return epochs * batches_an_epoch + rest * accumulate
+
+
+def sent(exchange: Exchange, world: World) -> int:
+    """Return the bytes that a rank sends at least for one exchange of gradients.
+
+    An all-reduce of S bytes among n takes 2 (n - 1) / n S from each (Patarasuk and Yuan, "Bandwidth optimal all-reduce
+    algorithms for clusters of workstations", 2009); an all-to-all of S bytes (n - 1) / n S; an all-gather of S bytes
+    each (n - 1) S. The buffers that rank 0 broadcasts are left out.
+    """
+    n = world.world_size
+    return round(
+        2 * (n - 1) / n * exchange.all_reduced + (n - 1) / n * exchange.scattered + (n - 1) * exchange.gathered
+    )
+
+
+def link_seconds(exchange: Exchange, world: World, gbps: float) -> float:
+    """Return the seconds that one exchange of gradients takes at least, if all of it goes at the links' full speed.
+
+    What has to leave each node goes through its link, and what is within a node takes no time; on a single node each
+    rank has a link. A part of it may go on while backward runs.
+
+    Args:
+        gbps: of a link, each way, in 10^9 bits a second.
+    """
+    n, ranks = (world.nnodes, world.local_world_size) if world.nnodes > 1 else (world.world_size, 1)
+    leaving = (
+        2 * (n - 1) / n * exchange.all_reduced
+        + ranks * (n - 1) / n * exchange.scattered
+        + ranks * (n - 1) * exchange.gathered
+    )
+    return leaving * 8 / (gbps * 1e9)
+
+
+def bubble(schedule: str, stages: int, micro_batches: int, stages_a_rank: int = 1) -> float:
+    """Return the share of a step for which a stage has nothing to do.
+
+    Narayanan et al., "Efficient large-scale language model training on GPU clusters using Megatron-LM", 2021, section
+    2.2, which has it relative to the ideal time, (p - 1) / (v m); of the whole it is (p - 1) / (v m + p - 1).
+
+    Args:
+        schedule: ``gpipe``, ``1f1b`` or ``interleaved``; stages take equal time.
+        stages: p, one a rank (``interleaved``: so many ranks).
+        micro_batches: m.
+        stages_a_rank: v, for ``interleaved``.
+
+    Raises:
+        ValueError: a schedule of another name.
+    """
+    if schedule not in ("gpipe", "1f1b", "interleaved"):
+        raise ValueError(f"{schedule} is no schedule. Allowed: gpipe, 1f1b, interleaved.")
+    v = stages_a_rank if schedule == "interleaved" else 1
+    return (stages - 1) / (v * micro_batches + stages - 1)

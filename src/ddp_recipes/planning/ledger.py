@@ -1,0 +1,84 @@
+"""What tensors take: followed while they come and go, kept by autograd, or held at one time."""
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+Bytes = Counter[torch.device]
+
+
+class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Follows the memory of tensors: what there is on each device, and the most there was."""
+
+    def __init__(self, rounded: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.rounded = rounded
+        self.there: Bytes = Counter()
+        self.peak: Bytes = Counter()
+        self._known: dict[int, weakref.ref[Any]] = {}
+
+    def add(self, tensors: Iterable[Any]) -> None:
+        """Take in the memory of tensors that is not known yet; note when it is let go."""
+        for tensor in tensors:
+            if not isinstance(tensor, Tensor):
+                continue
+            storage, device = tensor.untyped_storage(), tensor.device
+            key = storage._cdata
+            if key in self._known:
+                continue
+            size = -(-storage.nbytes() // self.rounded) * self.rounded
+
+            def gone(_: Any, key: int = key, device: torch.device = device, size: int = size) -> None:
+                del self._known[key]
+                self.there[device] -= size
+
+            self._known[key] = weakref.ref(storage, gone)
+            self.there[device] += size
+            self.peak[device] = max(self.peak[device], self.there[device])
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        output = func(*args, **(kwargs or {}))
+        self.add(tree_leaves(output))
+        return output
+
+
+class Saved(saved_tensors_hooks):
+    """Counts what autograd keeps for the backward pass, each memory once, but for what is known."""
+
+    def __init__(self, known: Iterable[Tensor]) -> None:
+        super().__init__(self._pack, lambda saved: saved)
+        self.known = set(storages(known))
+        self.bytes: Bytes = Counter()
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        key = tensor.untyped_storage()._cdata
+        if key not in self.known:
+            self.known.add(key)
+            self.bytes[tensor.device] += tensor.untyped_storage().nbytes()
+        return tensor.detach()  # or an output would keep its own graph
+
+
+def bytes_of(tensors: Iterable[Any], besides: Iterable[Tensor] = ()) -> Bytes:
+    """Return the bytes of the memory of tensors by device, each memory once; other values are left out."""
+    counted: Bytes = Counter()
+    known = set(storages(besides))
+    for tensor in tensors:
+        if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in known:
+            known.add(tensor.untyped_storage()._cdata)
+            counted[tensor.device] += tensor.untyped_storage().nbytes()
+    return counted
+
+
+def storages(tensors: Iterable[Any]) -> Iterator[int]:
+    """Return which memory each tensor lies in."""
+    return (tensor.untyped_storage()._cdata for tensor in tensors if isinstance(tensor, Tensor))

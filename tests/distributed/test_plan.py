@@ -1,0 +1,349 @@
+"""``plan=true``: what a plan says before is what a run says after, and nothing is trained."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import Store
+
+from ddp_recipes import rank
+from ddp_recipes.checkpoint import load
+from ddp_recipes.control import Control
+from ddp_recipes.errors import RequestError
+from ddp_recipes.loop import forward_backward
+from ddp_recipes.planning.backward import backward
+from ddp_recipes.planning.ledger import Ledger
+from ddp_recipes.recipe import Recipe
+from ddp_recipes.run_directory import Summary
+from ddp_recipes.testing import make_job, on_ranks
+from ddp_recipes.world import World
+
+Run = Callable[..., Summary]
+Plan = Callable[..., dict[str, Any]]
+
+QUICK = [
+    "data=random",
+    "data.num_samples=61",
+    "data.val_samples=21",
+    "data.batch_size=8",
+    "model=toy",
+    "trainer.max_epochs=2",
+    "trainer.progress=false",
+    "logger=none",
+]
+IMAGES = ["data=fake_images", "data.num_samples=16", "data.val_samples=4", "data.image_size=32", "data.batch_size=4"]
+MANY = [*IMAGES, "data.num_samples=64", "model=resnet18"]
+GPUS = ["plan.nnodes=2", "plan.gpus_per_node=8"]
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Plan:
+    """Plan with these overrides, and return what is in ``plan.json``."""
+
+    def planned(*overrides: str) -> dict[str, Any]:
+        folder = tmp_path / f"plan_{len(list(tmp_path.iterdir()))}"
+        job = make_job([*QUICK, "plan=true", *overrides], folder)
+
+        def run(world: World, store: Store | None) -> Summary:
+            return rank.run(job, world, store)
+
+        (summary,) = on_ranks(run, 1)
+        assert summary["status"] == "finished"
+        found: dict[str, Any] = json.loads((folder / "plan.json").read_text())
+        return found
+
+    return planned
+
+
+def kinds(planned: dict[str, Any]) -> list[str]:
+    return [finding["kind"] for finding in planned["findings"]]
+
+
+def message(planned: dict[str, Any], kind: str) -> str:
+    (found,) = [finding["message"] for finding in planned["findings"] if finding["kind"] == kind]
+    return str(found)
+
+
+# --- what a run says after -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world_size"),
+    [
+        (["strategy=single"], 1),
+        (["strategy=ddp"], 2),
+        (["strategy=ddp", "data.drop_last=true", "trainer.max_epochs=3"], 3),
+        (["strategy=ddp", "trainer.accumulate_grad_batches=2", "trainer.max_steps=3"], 2),
+        (["strategy=ddp", "data.global_batch_size=10", "trainer.max_steps=5", "trainer.limit_train_batches=3"], 3),
+        (["strategy=ddp_exact", "data.batch_size=2"], 2),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_counts_are_those_of_the_run(overrides: list[str], world_size: int, plan: Plan, run: Run) -> None:
+    planned = plan(*overrides, f"launcher.nproc_per_node={world_size}", "launcher.device=cpu")
+    summary = run(*QUICK, *overrides, "launcher.device=cpu", world_size=world_size)
+    assert planned["steps"] == summary["global_step"]
+    assert planned["samples_seen"] == summary["samples_seen"]
+    assert planned["world_size"] == summary["world_size"]
+    assert planned["samples_an_epoch"] + planned["samples_dropped_an_epoch"] == planned["samples"] == 61
+    assert sum(each["samples_an_epoch"] for each in planned["ranks"]) == planned["samples_an_epoch"]
+    state = load(Path(summary["last_checkpoint"]))
+    assert planned["global_batch_size"] == state["global_batch_size"]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["optimizer=sgd"],
+        ["model=mlp", "optimizer=adamw", "trainer.precision=16-mixed"],
+        [*IMAGES, "model=resnet18", "trainer.max_steps=1"],
+    ],
+    ids=lambda value: " ".join(value),
+)
+def test_weights_optimizer_and_checkpoint_are_those_of_the_run(overrides: list[str], plan: Plan, run: Run) -> None:
+    planned = plan(*overrides, "strategy=single", "launcher.device=cpu")
+    summary = run(*QUICK, *overrides, "strategy=single", "launcher.device=cpu")
+    path = Path(summary["last_checkpoint"])
+    state = load(path)
+    (memory,) = planned["memory"]
+    assert memory["weights"] == bytes_in(state["model"])
+    assert memory["optimizer"] == bytes_in(state["optimizer"]["state"])
+    assert planned["checkpoint_bytes"] == pytest.approx(path.stat().st_size, rel=0.01)
+
+
+def bytes_in(state: Any) -> int:
+    if isinstance(state, torch.Tensor):
+        return state.nbytes
+    return sum(map(bytes_in, state.values())) if isinstance(state, dict) else 0
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["trainer.accumulate_grad_batches=2"],
+        ["trainer.accumulate_grad_batches=2", "strategy.static_graph=true"],
+        ["model._target_=own_parts.Spare", "strategy.find_unused_parameters=true"],
+    ],
+    ids=lambda value: " ".join(value),
+)
+def test_bytes_all_reduced_are_those_of_the_run(overrides: list[str], plan: Plan, run: Run, tmp_path: Path) -> None:
+    overrides = [*overrides, "data.num_samples=64", "launcher.device=cpu"]
+    counting = ["strategy._target_=plan_parts.Counting", f"+strategy.folder={tmp_path}"]
+    planned = plan(*overrides, "launcher.nproc_per_node=2")
+    summary = run(*QUICK, *overrides, *counting, world_size=2)
+    sent = json.loads((tmp_path / "all_reduced.json").read_text())
+    assert planned["exchange"]["all_reduced_bytes"] * summary["global_step"] == sent > 0
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [["model=mlp"], ["model._target_=plan_parts.Residual"], [*IMAGES, "model=resnet18", "trainer.max_steps=1"]],
+    ids=lambda value: " ".join(value),
+)
+def test_activations_are_those_that_autograd_keeps(overrides: list[str], plan: Plan, run: Run, tmp_path: Path) -> None:
+    overrides = [*overrides, "strategy=single", "launcher.device=cpu"]
+    (memory,) = plan(*overrides)["memory"]
+    run(*QUICK, *overrides, "strategy._target_=plan_parts.Observed", f"+strategy.folder={tmp_path}")
+    assert {name: memory[name] for name in ("activations", "batch")} == json.loads(
+        (tmp_path / "observed.json").read_text()
+    )
+
+
+def test_the_backward_pass_on_paper_gives_the_gradients_of_autograd() -> None:
+    """On real tensors, which it can be run on as well."""
+
+    def gradients(_: World, __: Store | None) -> list[list[Any]]:
+        from plan_parts import Residual
+
+        torch.manual_seed(0)
+        model, inputs = Residual(6, 5, 4), torch.randn(3, 6)
+        model(inputs).square().mean().backward()
+        found = [[parameter.grad.tolist() for parameter in model.parameters() if parameter.grad is not None]]
+        model.zero_grad()
+
+        def take(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+        roots = [model(inputs).square().mean()]
+        with torch.no_grad():
+            backward(roots, take)
+        return [*found, [parameter.grad.tolist() for parameter in model.parameters() if parameter.grad is not None]]
+
+    expected, found = on_ranks(gradients, 1)[0]
+    assert len(expected) == 5
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(torch.tensor(one), torch.tensor(other))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["model._target_=plan_parts.Residual", "optimizer=adamw", "data.in_features=300"],
+        ["model._target_=plan_parts.Recomputed", "data.in_features=300"],
+        ["model=mlp", "trainer.precision=bf16-mixed", "data.in_features=300"],
+        [*IMAGES, "model=resnet18"],
+    ],
+    ids=lambda value: " ".join(value),
+)
+def test_a_step_takes_what_a_real_one_takes(overrides: list[str], plan: Plan) -> None:
+    """At most at a time, counted in the same way; autograd's own engine runs backward, indices are small."""
+    size = ["data.num_samples=128", "data.batch_size=64"]
+    overrides = [*overrides, *size, "strategy=single", "launcher.device=cpu", "data.val=null"]
+    (memory,) = plan(*overrides)["memory"]
+
+    def real(world: World, __: Store | None) -> int:
+        recipe = Recipe(make_job([*QUICK, *overrides]), world, Control(world, None, 60))
+        run, ledger = recipe.make_run(recipe.make_stopper()), Ledger(rounded=1)
+        ledger.add((*run.task.parameters(), *run.task.buffers()))
+        batches = run.train.batches(0)
+        with ledger:
+            for _ in range(2):
+                forward_backward(run, batches)
+                run.optimizer.step()
+                run.optimizer.zero_grad()
+        return ledger.peak[torch.device("cpu")]
+
+    assert memory["training"] == pytest.approx(on_ranks(real, 1)[0], rel=0.02)
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_stages_hold_what_a_whole_replica_does(plan: Plan) -> None:
+    whole = plan(*GPUS, *MANY)
+    split = plan(*GPUS, *MANY, "model.num_devices=3")
+    assert (whole["replicas"], split["replicas"], len(split["memory"])) == (16, 4, 3)
+    for name in ("weights", "gradients", "optimizer", "batch"):
+        assert sum(each[name] for each in split["memory"]) == whole["memory"][0][name]
+    assert max(each["training"] for each in split["memory"]) < whole["memory"][0]["training"]
+
+
+def test_mixed_precision_keeps_half(plan: Plan) -> None:
+    precise, mixed = (
+        plan(
+            *GPUS,
+            "model=mlp",
+            "model.hidden_features=[64,64,64]",
+            "data.batch_size=512",
+            "data.num_samples=8192",
+            *overrides,
+        )["memory"][0]
+        for overrides in ([], ["trainer.precision=bf16-mixed"])
+    )
+    assert mixed["weights"] == precise["weights"]
+    assert mixed["activations"] < 0.65 * precise["activations"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "copies"),
+    [
+        (["strategy=single"], 0),
+        (["strategy=ddp"], 0),
+        (["strategy=ddp", "strategy.gradient_as_bucket_view=false"], 1),
+    ],
+)
+def test_buckets_are_a_copy_unless_gradients_are_views_of_them(overrides: list[str], copies: int, plan: Plan) -> None:
+    (memory,) = plan(*GPUS, *overrides)["memory"]
+    assert memory["exchange"] == copies * memory["gradients"] == copies * 4 * 165
+
+
+def test_the_smallest_number_of_devices_that_fits_is_the_smallest(plan: Plan) -> None:
+    overrides = ["plan.nnodes=2", "plan.gpus_per_node=4", "model=mlp", "model.hidden_features=[64,64,64,64]"]
+    peaks = [max(each["peak"] for each in plan(*overrides, f"model.num_devices={k}")["memory"]) for k in (1, 2, 3)]
+    assert peaks == sorted(set(peaks), reverse=True)
+    there = f"plan.gpu_memory_gb={(peaks[1] + peaks[2]) / 2 / 1e9}"
+    planned = plan(*overrides, there)
+    assert planned["fits"] is False
+    assert planned["smallest_k"] == 3
+    assert "It fits with model.num_devices=3, the smallest number" in message(planned, "memory_does_not_fit")
+    assert plan(*overrides, there, "model.num_devices=3")["fits"] is True
+    assert plan(*overrides, "plan.gpu_memory_gb=1e-6")["smallest_k"] is None
+
+
+def test_a_flow_that_depends_on_values_leaves_activations_unknown(plan: Plan) -> None:
+    planned = plan("model._target_=plan_parts.Branching", *GPUS, "plan.gpu_memory_gb=80")
+    assert planned["memory"] is None
+    assert planned["fits"] is None
+    assert planned["checkpoint_bytes"] > 0
+    assert "A step could not be run without data" in message(planned, "not_rehearsed")
+
+
+@pytest.mark.parametrize("overrides", [[*GPUS, "model=toy_mp"], ["launcher.device=cpu", "model.num_devices=2"]])
+def test_devices_that_cannot_be_told_apart_are_counted_as_one(overrides: list[str], plan: Plan) -> None:
+    planned = plan(*overrides, "plan.gpu_memory_gb=1")
+    assert planned["memory_of_replica"] is True
+    assert planned["devices_per_replica"] == 2
+    assert planned["fits"] is True
+    (memory,) = planned["memory"]
+    assert memory["weights"] == 4 * 165
+
+
+# --- findings --------------------------------------------------------------------------------------------------------
+
+
+def test_a_good_plan_has_no_findings(plan: Plan) -> None:
+    planned = plan(*GPUS, "plan.gpu_memory_gb=80", "plan.interconnect_gbps=100")
+    assert planned["findings"] == []
+    assert planned["fits"] is True
+    assert planned["exchange"]["at_least_seconds"] == pytest.approx(2 * (1 / 2) * 165 * 4 * 8 / 100e9)
+
+
+def test_what_is_wrong_is_found(plan: Plan) -> None:
+    planned = plan(*GPUS, "model.num_devices=2", "model.split=[net2]", "model.micro_batches=16", "plan.gpus_per_node=5")
+    assert kinds(planned) == ["devices_left_over", "pipeline_not_filled"]
+    assert "2 of 10 GPUs are left over" in message(planned, "devices_left_over")
+    assert planned["pipeline"] == {"schedule": "gpipe", "stages": 2, "micro_batches": 8, "bubble": pytest.approx(1 / 9)}
+    planned = plan(*GPUS, "model._target_=own_parts.Norm")
+    assert "statistics from 4 of the 61 samples" in message(planned, "batch_norm_without_sync")
+    assert kinds(plan(*GPUS, "model._target_=own_parts.Norm", "strategy.sync_batchnorm=true")) == []
+    planned = plan(*GPUS, "model._target_=own_parts.Spare", "strategy.static_graph=true")
+    assert "spare.weight, spare.bias. With strategy.static_graph=true" in message(planned, "unused_parameters")
+
+
+# --- how it is asked for ---------------------------------------------------------------------------------------------
+
+
+def test_thousands_of_ranks(plan: Plan) -> None:
+    planned = plan("plan.nnodes=512", "plan.gpus_per_node=8", "data.num_samples=100003", "data.batch_size=3")
+    assert planned["world_size"] == len(planned["ranks"]) == 4096
+    assert planned["ranks"][4095]["node"] == 511
+    assert planned["ranks"][4095]["devices"] == ["cuda:7"]
+    assert sum(each["samples_an_epoch"] for each in planned["ranks"]) == 100003
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["mode=test"], "plan=true plans training, but mode=test is none"),
+        (["ckpt_path=auto"], "leave out ckpt_path=auto"),
+        (["check=equivalence"], "leave out check=equivalence"),
+        (["plan.gpu_memory_gb=-1"], "cluster.gpu_memory_gb=-1 is not allowed. Allowed: a number at least 1e-06"),
+        (["plan.nnodes=0"], "cluster.nnodes=0 is not allowed. Allowed: a whole number at least 1, or null."),
+        (["+plan.nodes=2"], "cluster.nodes is not a key"),
+        (["plan.gpus_per_node=0", "launcher.device=cuda"], "launcher.device=cuda, but cluster.gpus_per_node=0"),
+        (["plan.gpus_per_node=1", "model.num_devices=2", "model.split=[net2]"], "cannot run on 1 visible GPU"),
+        (["strategy=dp", "plan.gpus_per_node=4"], "plan=true does not know strategy=dp on several GPUs"),
+        (["strategy=ddp_exact", "plan.gpus_per_node=8"], "strategy.shards=12 cannot be dealt evenly to 8 processes"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_cannot_be_planned_is_refused(overrides: list[str], said: str, plan: Plan, tmp_path: Path) -> None:
+    with pytest.raises(RequestError) as refusal:
+        plan(*overrides)
+    assert said in str(refusal.value)
+
+
+def test_a_plan_trains_nothing(run: Run, tmp_path: Path) -> None:
+    summary = run(*QUICK, "plan=true", directory=tmp_path / "run")
+    assert (summary["global_step"], summary["samples_seen"], summary["last_checkpoint"]) == (0, 0, None)
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {
+        "config.yaml",
+        "plan.json",
+        "summary.json",
+        "train.log",
+    }
