@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 STORE_PATIENCE_S = 1.5  # for one answer of the store, once something has failed
 VERDICT_S = 2.0  # for rank 0 to say which rank it waited for in vain, before it is itself taken to be gone
-SILENCE_S = 1.5  # for the other ranks to fail as well, once a collective has timed out
+SILENCE_S = 2.5  # for the other ranks to fail as well, once a collective has timed out
 
 
 class Control:

@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from ddp_recipes.errors import RequestError
 from ddp_recipes.order import BatchPlan
+from ddp_recipes.process import die_with_parent
 from ddp_recipes.random import key, seeded
 
 
@@ -76,6 +77,7 @@ class Loader:
                 num_workers=num_workers,
                 pin_memory=self.pin_memory,
                 persistent_workers=num_workers > 0,
+                worker_init_fn=_die_with_rank,
             )
 
     def __len__(self) -> int:
@@ -180,6 +182,11 @@ class _PlanSampler:
         epoch, _, _ = self.position
         for batch, part in self.turns():
             yield [(epoch, int(index)) for index in self.indices(epoch, batch, part)]
+
+
+def _die_with_rank(number: int) -> None:
+    """End a data worker together with its rank, not when it next looks: it has the run directory's lock, too."""
+    die_with_parent()
 
 
 class _KeyedDataset(Dataset[Any]):

@@ -125,7 +125,7 @@ def _execute(sender: Connection, devices: str, number: int, overrides: Sequence[
     """Run one job in this fresh process and send what it came to, or what it raised to end the sweep."""
     import cloudpickle
 
-    from ddp_recipes.launchers.worker import die_with_parent
+    from ddp_recipes.process import die_with_parent
 
     if devices.strip(","):
         os.environ["CUDA_VISIBLE_DEVICES"] = devices

@@ -55,7 +55,7 @@ LAYERS = [
         "settings",
         "tasks",
     },
-    {"datasets", "models", "random", "world"},
+    {"datasets", "models", "process", "random", "world"},
     {"errors", "_version"},
 ]
 LEVEL = {module: -number for number, layer in enumerate(LAYERS) for module in layer}

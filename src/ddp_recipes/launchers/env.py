@@ -112,9 +112,7 @@ class Channel:
         try:
             return rank.run(job, self.world, self._store_of(number) if self.world.world_size > 1 else None)
         except RunFailed as error:
-            self._silent = error.silent
-            self._peers.end(error.silent, job)
-            raise
+            raise self._left_alone(error, job) from None
         except RuntimeError as error:
             if not (gone := self._peers.gone()):
                 raise
@@ -164,8 +162,7 @@ class Channel:
         except (RequestError, Preempted):
             pass  # rank 0 says it
         except RunFailed as error:
-            self._silent = error.silent
-            self._peers.end(error.silent, job)
+            error = self._left_alone(error, job)
             print(f"[rank {self.world.rank}] {error}", file=sys.stderr, flush=True)
             return False
         except Exception as error:
@@ -176,6 +173,16 @@ class Channel:
             print(f"Rank {self.world.rank} failed:\n{text}", file=sys.stderr, flush=True)
             return False
         return True
+
+    def _left_alone(self, error: RunFailed, job: Job) -> RunFailed:
+        """Wait no more for ranks that no longer answer; return the error, with those named whose process has ended."""
+        self._silent = error.silent
+        gone = sorted({*error.silent} & {*self._peers.gone()})
+        self._peers.end(error.silent, job)
+        if not gone:
+            return error
+        message = f"{error}\n{ended_without_word(gone, self.world.world_size)}"
+        return RunFailed(message, rank=error.rank, silent=error.silent)
 
     def _store_of(self, number: int) -> Store:
         return PrefixStore(f"run/{number}", self.store)

@@ -3,7 +3,6 @@
 import atexit
 import json
 import os
-import signal
 import sys
 import threading
 import time
@@ -15,6 +14,7 @@ from typing import IO, Any, NoReturn
 from ddp_recipes.errors import Preempted, RecipeError, RequestError, RunFailed
 from ddp_recipes.job import Job
 from ddp_recipes.launchers.stacks import write_when_asked
+from ddp_recipes.process import die_with_parent, set_name
 from ddp_recipes.world import World
 
 
@@ -29,7 +29,7 @@ def work(lifeline: int, reports: int, stacks: int, listener: int | None = None) 
     """
     die_with_parent()
     world = World.from_env(os.environ)
-    _set_name(f"rank {world.rank}")
+    set_name(f"rank {world.rank}")
     write_when_asked(stacks)
     pipe = os.fdopen(lifeline, "rb")
     job = Job.from_json(pipe.readline().decode())
@@ -78,24 +78,6 @@ def run(job: Job, world: World, listener: int | None, at: Callable[[str], None] 
         silent = list(error.silent) if isinstance(error, RunFailed) else []
         when = {"time": time.time(), "exit_status": 1}
         return {"kind": "failed", "message": text, "cause": not secondary, "silent": silent} | when
-
-
-def die_with_parent() -> None:
-    """Ask Linux to kill this process when the one that started it dies, also where it cannot run."""
-    set_parent_death_signal = 1  # PR_SET_PDEATHSIG
-    _prctl(set_parent_death_signal, signal.SIGKILL)
-
-
-def _set_name(name: str) -> None:
-    """Show which rank this is in ``ps -o comm`` and ``top``."""
-    set_name = 15  # PR_SET_NAME
-    _prctl(set_name, name.encode())
-
-
-def _prctl(option: int, argument: int | bytes) -> None:
-    import ctypes
-
-    ctypes.CDLL(None).prctl(option, argument)
 
 
 def _die_with_launcher(pipe: IO[bytes]) -> None:
