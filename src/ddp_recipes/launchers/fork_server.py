@@ -133,7 +133,10 @@ class ForkServer:
             ready, _, _ = select.select([self._channel], [], [], seconds)
             if not ready:
                 return
-            text = self._channel.recv(1 << 16)
+            try:
+                text = self._channel.recv(1 << 16)
+            except ConnectionResetError:  # it was killed before it read all that it was asked
+                text = b""
             if not text:
                 self.close()
                 return
