@@ -121,6 +121,18 @@ def test_a_rank_that_is_stopped_while_it_starts_is_named(rank: int, folder: Path
 
 
 @pytest.mark.alone
+def test_under_torchrun_a_rank_that_is_stopped_while_it_starts_is_named_and_ended(folder: Path) -> None:
+    with started(folder, *ENDLESS, "launcher.timeout_s=3", command=TORCHRUN) as run:
+        until(lambda: "1" in run.pids().values(), START_S, "the rank is not there")
+        kill(run.rank(1), SIGSTOP)
+        words = "Rank 1 of 2 did not arrive within launcher.timeout_s=3 seconds"
+        until(lambda: words in (folder / f"{run.mark}.err").read_text(), START_S, "nobody misses it")
+        ended = run.end(GONE_S)  # the agent would give the stopped rank half a minute
+    assert ended.status == 1
+    assert not (folder / "run").exists()
+
+
+@pytest.mark.alone
 @pytest.mark.parametrize("rank", [0, 1])
 def test_under_torchrun_a_stopped_rank_is_named_and_ended_and_leaves_its_stack(rank: int, folder: Path) -> None:
     with started(folder, *ENDLESS, "launcher.timeout_s=3", command=TORCHRUN) as run:

@@ -90,7 +90,7 @@ class Channel:
                     self.root.set(f"ddp_recipes/welcome/{self.root.get(hello).decode()}", name)
             time.sleep(0.01)
         if missing:
-            raise RunFailed(not_arrived(missing, self.world.world_size, timeout_s))
+            raise RunFailed(not_arrived(missing, self.world.world_size, timeout_s), silent=sorted(missing))
 
     def _arrive(self) -> None:
         """Say hello, and wait to be answered."""
@@ -107,9 +107,9 @@ class Channel:
 
     def lead(self, job: Job) -> Summary:
         """Post a job and run it as rank 0; with one rank, a plain run."""
-        self._meet(float(job.config["launcher"]["timeout_s"]))
-        number = self._post(job.to_json())
         try:
+            self._meet(float(job.config["launcher"]["timeout_s"]))
+            number = self._post(job.to_json())
             return rank.run(job, self.world, self._store_of(number) if self.world.world_size > 1 else None)
         except RunFailed as error:
             raise self._left_alone(error, job) from None

@@ -1,6 +1,5 @@
 """The other ranks' processes on this node, as far as torchrun's agent started them: which have ended, which hang."""
 
-import json
 import os
 import signal
 import tempfile
@@ -24,7 +23,7 @@ def agent_holds_store() -> bool:
 
 
 class Peers:
-    """Knows them by what each says of itself. Without an agent there is nothing to know: others see to their ranks."""
+    """Finds them among the children of the agent. Without one there is nothing to find: others see to their ranks."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -34,46 +33,46 @@ class Peers:
             stacks.write_when_asked(self._stacks.fileno())
 
     def introduce(self, store: Store) -> None:
-        """Say which process this rank is."""
+        """Say where this rank writes its stacks."""
         self._store = store
-        process = {"pid": os.getpid(), "parent": os.getppid(), "stacks": self._stacks.fileno()}
-        store.set(f"process/{self.world.rank}", json.dumps({"node": self.world.node_rank, **process}))
+        store.set(f"stacks/{self.world.rank}", str(self._stacks.fileno()))
 
     def gone(self) -> list[int]:
-        """Return the ranks here whose process has ended."""
-        others = (rank for rank in range(self.world.world_size) if rank != self.world.rank)
-        return [rank for rank in others if (found := self._find(rank)) is not None and not _runs(found[0])]
+        """Return the ranks of this node whose process has ended."""
+        if not agent_holds_store():
+            return []
+        first = self.world.rank - self.world.local_rank
+        return sorted({*range(first, first + self.world.local_world_size)} - self._running().keys())
 
     def end(self, ranks: Sequence[int], job: Job) -> None:
-        """Write where these ranks stand, and end them, those that are here and still run.
+        """Write where these ranks stand, and end them, those of this node that still run.
 
         The agent would first send SIGTERM, which a stopped process does not take, and then wait half a minute.
         """
-        for rank in ranks:
-            found = self._find(rank)
-            if found is None or not _runs(found[0]):
-                continue
-            pid, file = found
-            with suppress(OSError), open(f"/proc/{pid}/fd/{file}", "rb") as written:
-                if text := stacks.ask({pid: written})[pid]:
+        running = self._running() if agent_holds_store() else {}
+        for rank in running.keys() & {*ranks} - {self.world.rank}:
+            pid = running[rank]
+            with suppress(OSError), open(f"/proc/{pid}/fd/{self._file_of(rank)}", "rb") as file:
+                text = stacks.ask({pid: file})[pid]
+                if text and (job.directory / "config.yaml").exists():
                     write_trace(job.directory, rank, text)
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
-    def _find(self, rank: int) -> tuple[int, int] | None:
-        """Return a rank's process and its file for stacks, if it is a child of the agent that started this rank."""
-        if self._store is None or not agent_holds_store():
-            return None
-        said = Patience().ask(partial(self._store.get, f"process/{rank}"), None)
-        process = {} if said is None else json.loads(said)
-        here = (process.get("node"), process.get("parent")) == (self.world.node_rank, os.getppid())
-        return (process["pid"], process["stacks"]) if here else None
+    def _file_of(self, rank: int) -> str:
+        """Return the file descriptor of a rank's stacks; nothing if it never came so far."""
+        store = self._store
+        if store is None or not Patience().ask(partial(store.check, [f"stacks/{rank}"]), False):
+            return ""
+        return Patience().ask(partial(store.get, f"stacks/{rank}"), b"").decode()
 
-
-def _runs(pid: int) -> bool:
-    """Whether a child of this process's parent runs: it does not if it is gone, or was not waited for yet."""
-    try:
-        state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
-    except OSError:
-        return False
-    return state not in "ZX" and int(parent) == os.getppid()
+    def _running(self) -> dict[int, int]:
+        """Return the processes of ranks that this rank's parent started and that have not ended, by rank."""
+        found: dict[int, int] = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # it has ended meanwhile, or belongs to somebody else
+                state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
+                if int(parent) == os.getppid() and state not in "ZX":
+                    pairs = (folder / "environ").read_bytes().split(b"\0")
+                    found |= {int(pair[5:]): int(folder.name) for pair in pairs if pair.startswith(b"RANK=")}
+        return found

@@ -18,6 +18,7 @@ from ddp_recipes.world import World
 class Group:
     """One process a replica; all of them in torch's default process group."""
 
+    name: str
     world = World()
 
     def replicas(self, device_type: str) -> int:
@@ -60,7 +61,9 @@ class Group:
 
     def exchange(self, task: Task, world: World) -> Exchange:
         """Refuse: each strategy has to say this for itself."""
-        raise RequestError("plan=true does not know what this strategy exchanges. Use strategy=ddp or ddp_exact.")
+        raise RequestError(
+            f"plan=true does not know what strategy={self.name} exchanges. Use strategy=ddp, ddp_exact or single."
+        )
 
     def teardown(self) -> None:
         """Destroy the process group."""
