@@ -5,8 +5,9 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,9 @@ from ddp_recipes.checkpointer import FileCheckpointer
 from ddp_recipes.control import Control, ForwardHandler
 from ddp_recipes.digest import digest
 from ddp_recipes.figures.schedule import draw_schedule
+from ddp_recipes.figures.split import draw_split
 from ddp_recipes.loggers import Logger
 from ddp_recipes.loop import Cursor, Metrics, Run
-from ddp_recipes.model_parallel import picture
 from ddp_recipes.model_parallel.timeline import Cell, bubble, order, timeline
 from ddp_recipes.progress import Progress, make_progress, number, table
 from ddp_recipes.recipe import Recipe
@@ -76,10 +77,9 @@ class Output:
             self._stack.callback(self.logger.close)
             self.logger.text("config", f"```yaml\n{OmegaConf.to_yaml(recipe.config)}\n```")
             self._draw_split()
+            self._draw_schedule()
         if run is None:
             return
-        if recipe.request.pipeline is not None and not quick:
-            self._draw_schedule(recipe.request.pipeline)
         run.logger, run.progress = self.logger, self.progress
         if recipe.request.checkpoint.enabled and not quick:
             folder, alone = job.directory / "checkpoints", recipe.world.world_size == 1
@@ -159,17 +159,6 @@ class Output:
             "python": platform.python_version(),
         }
 
-    def _draw_schedule(self, pipeline: PipelineSettings) -> None:
-        """Leave ``schedule.png``, also in the logger."""
-        assert self.directory is not None
-        try:
-            png = draw_schedule(cells_of(pipeline), f"{pipeline.schedule}, {pipeline.micro_batches} micro-batches")
-        except ModuleNotFoundError as error:
-            log.info("The schedule is not drawn: %s. pip install 'ddp-recipes[figures]' brings it.", error)
-            return
-        write_aside(self.directory.path / "schedule.png", lambda file: file.write(png))
-        self.logger.image("schedule", png)
-
     @property
     def _devices(self) -> int:
         """Devices of a replica, in all of its processes."""
@@ -177,15 +166,31 @@ class Output:
         return len(self.recipe.devices) * (world.world_size // self.recipe.strategy.reader(world)[1])
 
     def _draw_split(self) -> None:
-        """Leave a picture of a model that was split."""
         stages = self.recipe.stages
         if not stages:
             return
-        name, k = type(self.recipe.task.model).__name__, len(stages)
-        png = picture(stages, f"{name} over {k} devices: each replica's blocks and what they take")
-        if png is not None:
-            write_aside(self.recipe.job.directory / "split.png", lambda file: file.write(png))
-            self.logger.image("split", png)
+        if stages[0].time is None:
+            log.info("There is no split.png: what blocks cost is known from trying the split out, which failed.")
+            return
+        name = type(self.recipe.task.model).__name__
+        caption = f"{name} over {len(stages)} devices: each replica's blocks and what they take"
+        self._leave_picture("split", lambda: draw_split(stages, caption))
+
+    def _draw_schedule(self) -> None:
+        pipeline = self.recipe.request.pipeline
+        if self.run is not None and pipeline is not None:
+            title = f"{pipeline.schedule}, {pipeline.micro_batches} micro-batches"
+            self._leave_picture("schedule", lambda: draw_schedule(cells_of(pipeline), title))
+
+    def _leave_picture(self, name: str, draw: Callable[[], bytes]) -> None:
+        """Draw a picture into the run directory and the logger, or say why there is none."""
+        if find_spec("matplotlib") is None:
+            log.info("There is no %s.png: it takes matplotlib. Install ddp-recipes[figures] for it.", name)
+            return
+        logging.getLogger("matplotlib").setLevel(logging.WARNING)
+        png = draw()
+        write_aside(self.recipe.job.directory / f"{name}.png", lambda file: file.write(png))
+        self.logger.image(name, png)
 
     def _attach(self, handler: logging.Handler, form: str) -> None:
         """Listen to all loggers and to Python's warnings until :meth:`close`."""

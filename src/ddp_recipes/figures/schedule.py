@@ -17,9 +17,6 @@ def draw_schedule(cells: list[list[Cell]], title: str) -> bytes:
 
     Returns:
         A PNG.
-
-    Raises:
-        ModuleNotFoundError: matplotlib is not installed.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

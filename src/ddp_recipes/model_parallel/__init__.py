@@ -1,8 +1,7 @@
 """One replica over several devices: which block is where, and micro-batches that keep the devices busy."""
 
-from ddp_recipes.model_parallel.figure import picture
 from ddp_recipes.model_parallel.micro_batches import in_micro_batches
 from ddp_recipes.model_parallel.rehearsal import Rehearsal
 from ddp_recipes.model_parallel.split import Stage, apart, split_model
 
-__all__ = ["Rehearsal", "Stage", "apart", "in_micro_batches", "picture", "split_model"]
+__all__ = ["Rehearsal", "Stage", "apart", "in_micro_batches", "split_model"]

@@ -1,28 +1,17 @@
 """A picture of a split: which block is on which device, and what of a step's time and memory is its own."""
 
-import logging
 from collections.abc import Sequence
-from importlib.util import find_spec
 from io import BytesIO
 from typing import Any
 
 from ddp_recipes.model_parallel.split import Block, Stage
 
-log = logging.getLogger(__name__)
-
 ROWS = 48  # about as many blocks as can be read; neighbours share a row where there are more
 COLORS = ("#3b6ea8", "#c97b2f", "#4d8f57", "#9a5ba5")  # stages take them in turn
 
 
-def picture(stages: Sequence[Stage], caption: str) -> bytes | None:
-    """Return the picture as PNG; ``None``, and a line in the log, where it cannot be drawn."""
-    if stages[0].time is None:
-        log.info("There is no split.png: what blocks cost is known from trying the split out, which failed.")
-        return None
-    if find_spec("matplotlib") is None:
-        log.info("There is no split.png: it takes matplotlib. Install ddp-recipes[figures] for it.")
-        return None
-    logging.getLogger("matplotlib").setLevel(logging.WARNING)
+def draw_split(stages: Sequence[Stage], caption: str) -> bytes:
+    """Return the picture as PNG; the stages must have been tried out."""
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
