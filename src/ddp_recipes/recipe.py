@@ -300,14 +300,18 @@ class Recipe:
     def optimizer_of(self, task: Task) -> torch.optim.Optimizer:
         """Return a new optimizer for a task of this recipe's kind."""
         own = task.configure_optimizers()
-        optimizer: torch.optim.Optimizer = own[0] if own is not None else self._make("optimizer", task.parameters())
+        return self._configured_optimizer(task) if own is None else own[0]
+
+    def _configured_optimizer(self, task: Task) -> torch.optim.Optimizer:
+        """Return the config's optimizer, of one kernel for all parameters where it may be."""
+        fused: dict[str, Any] = {"fused": True} if self._may_fuse else {}
+        optimizer: torch.optim.Optimizer = self._make("optimizer", task.parameters(), **fused)
         return optimizer
 
     def _make_optimizer(self) -> tuple[torch.optim.Optimizer, Schedule]:
         """Return optimizer and scheduler: the module's own, where it is one of Lightning's, else the config's."""
         own = self.task.configure_optimizers()
-        fused: dict[str, Any] = {"fused": True} if self._may_fuse else {}
-        optimizer = own[0] if own is not None else self._make("optimizer", self.task.parameters(), **fused)
+        optimizer = self._configured_optimizer(self.task) if own is None else own[0]
         if own is None or own[1] is None:
             return optimizer, self._make_schedule(optimizer)
         return optimizer, Schedule(own[1], own[2])

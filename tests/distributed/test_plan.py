@@ -112,7 +112,8 @@ def test_weights_optimizer_and_checkpoint_are_those_of_the_run(overrides: list[s
     (memory,) = planned["memory"]
     assert memory["weights"] == bytes_in(state["model"])
     assert memory["optimizer"] == bytes_in(state["optimizer"]["state"])
-    assert planned["checkpoint_bytes"] == pytest.approx(path.stat().st_size, rel=0.01)
+    # Within 1 %, or one place: what is in the file begins at multiples of 64 bytes.
+    assert planned["checkpoint_bytes"] == pytest.approx(path.stat().st_size, rel=0.01, abs=64)
 
 
 def bytes_in(state: Any) -> int:

@@ -254,7 +254,12 @@ def _autocast(device_type: str, dtype: torch.dtype | None) -> Iterator[None]:
 
 
 def _as_on(optimizer: torch.optim.Optimizer, device_type: str) -> None:
-    """Choose what torch chooses on GPUs: one operation for all tensors, which takes more memory at a time."""
+    """Choose what torch chooses on GPUs: one operation for all tensors, which takes more memory at a time.
+
+    One kernel takes no more memory than a tensor after the other does, and cannot run without data.
+    """
     for group in optimizer.param_groups:
-        if device_type == "cuda" and group.get("foreach", False) is None and not group.get("fused"):
+        if group.get("fused"):
+            group.update(fused=False, foreach=False)
+        elif device_type == "cuda" and group.get("foreach", False) is None:
             group["foreach"] = True
