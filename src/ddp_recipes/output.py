@@ -6,10 +6,10 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from omegaconf import OmegaConf
@@ -32,6 +32,8 @@ from ddp_recipes.settings import PipelineSettings
 from ddp_recipes.strategies.base import batch_norms
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Output:
@@ -109,6 +111,10 @@ class Output:
         """Wait for a checkpoint that is still being written."""
         if self.run is not None:
             self.run.checkpointer.busy(None)
+
+    def hold(self, context: AbstractContextManager[T]) -> T:
+        """Enter a context that lasts until :meth:`close`."""
+        return self._stack.enter_context(context)
 
     def close(self) -> None:
         """Close files and give the log handlers back."""

@@ -90,17 +90,17 @@ def prepare(job: Job, world: World, control: Control) -> tuple[Recipe, RunDirect
 
 def fit(recipe: Recipe, output: Output) -> None:
     """Train, from the start or from a checkpoint."""
-    with recipe.make_stopper() as stopper:
-        run = recipe.make_run(stopper)
-        check_validation(run)
-        output.open(run)
+    # To the end of all: the second of two signals, the launcher's or one to every process, must not cut it short.
+    run = recipe.make_run(output.hold(recipe.make_stopper()))
+    check_validation(run)
+    output.open(run)
+    for callback in run.callbacks:
+        callback.on_start(recipe.job.directory if recipe.world.is_main else None, recipe.task)
+    try:
+        reason = loop.fit(run)
+    finally:
         for callback in run.callbacks:
-            callback.on_start(recipe.job.directory if recipe.world.is_main else None, recipe.task)
-        try:
-            reason = loop.fit(run)
-        finally:
-            for callback in run.callbacks:
-                callback.on_end()
+            callback.on_end()
     if reason == "signal":
         stop_early(run)
     if run.cursor.samples_seen == run.samples_before:
