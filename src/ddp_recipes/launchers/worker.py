@@ -3,6 +3,7 @@
 import atexit
 import json
 import os
+import signal
 import sys
 import threading
 import time
