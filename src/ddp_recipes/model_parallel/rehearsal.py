@@ -260,9 +260,8 @@ def without_data(
     with mode:
         for module in task.modules():
             for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-                device = devices[
-                    stages.get(module, -1)
-                ]  # nothing of the tensor itself: weak references to it would stay
+                # Nothing of the tensor itself: weak references to it would stay.
+                device = devices[stages.get(module, -1)]
                 fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
                 is_parameter = isinstance(tensor, nn.Parameter)
                 memo[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake

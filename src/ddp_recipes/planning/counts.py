@@ -56,24 +56,3 @@ def link_seconds(exchange: Exchange, world: World, gbps: float) -> float:
         + ranks * (n - 1) * exchange.gathered
     )
     return leaving * 8 / (gbps * 1e9)
-
-
-def bubble(schedule: str, stages: int, micro_batches: int, stages_a_rank: int = 1) -> float:
-    """Return the share of a step for which a stage has nothing to do.
-
-    Narayanan et al., "Efficient large-scale language model training on GPU clusters using Megatron-LM", 2021, section
-    2.2, which has it relative to the ideal time, (p - 1) / (v m); of the whole it is (p - 1) / (v m + p - 1).
-
-    Args:
-        schedule: ``gpipe``, ``1f1b`` or ``interleaved``; stages take equal time.
-        stages: p, one a rank (``interleaved``: so many ranks).
-        micro_batches: m.
-        stages_a_rank: v, for ``interleaved``.
-
-    Raises:
-        ValueError: a schedule of another name.
-    """
-    if schedule not in ("gpipe", "1f1b", "interleaved"):
-        raise ValueError(f"{schedule} is no schedule. Allowed: gpipe, 1f1b, interleaved.")
-    v = stages_a_rank if schedule == "interleaved" else 1
-    return (stages - 1) / (v * micro_batches + stages - 1)

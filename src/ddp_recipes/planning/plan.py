@@ -13,6 +13,7 @@ from torch.serialization import skip_data
 from ddp_recipes.checkpoint import FORMAT
 from ddp_recipes.errors import RequestError
 from ddp_recipes.loop import gather_state
+from ddp_recipes.model_parallel.timeline import bubble, order, timeline
 from ddp_recipes.output import Output
 from ddp_recipes.planning import counts
 from ddp_recipes.planning.findings import findings
@@ -185,7 +186,7 @@ def pipeline_of(recipe: Recipe) -> Plan | None:
         "schedule": "gpipe",
         "stages": k,
         "micro_batches": micro_batches,
-        "bubble": counts.bubble("gpipe", k, micro_batches),
+        "bubble": bubble(timeline(order("gpipe", k, k, micro_batches), k)),
     }
 
 
