@@ -104,6 +104,12 @@ def write_trace(directory: Path, rank: int, text: str) -> None:
     (folder / f"rank_{rank}.txt").write_text(text, encoding="utf-8")
 
 
+def leave_trace(directory: Path, rank: int, text: str) -> None:
+    """Do the same for a rank that is about to be killed, if it wrote anything and the run began."""
+    if text and (directory / "config.yaml").exists():
+        write_trace(directory, rank, text)
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a small file aside and rename it."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -20,7 +20,7 @@ from ddp_recipes.errors import Preempted, RequestError, RunFailed, not_arrived
 from ddp_recipes.job import ASKS_TO_STOP, Job
 from ddp_recipes.launchers import stacks
 from ddp_recipes.launchers.fork_server import ForkedRank, ForkServer, python_path
-from ddp_recipes.run_directory import Summary, leave_failure, write_trace
+from ddp_recipes.run_directory import Summary, leave_failure, leave_trace
 
 AFTER_FAILURE_S = 3.0  # for the other ranks to end by themselves, and for rank 0 to write its summary
 AFTER_INTERRUPT_S = 6.0  # for a checkpoint after Ctrl-C
@@ -202,8 +202,7 @@ def _keep_stacks(job: Job, ranks: list[_Rank]) -> None:
         if rank.process.poll() is None and not rank.said and rank.process.pid is not None
     }
     for pid, text in stacks.ask({pid: rank.stacks for pid, rank in stuck.items()}).items():
-        if text and (job.directory / "config.yaml").exists():
-            write_trace(job.directory, stuck[pid].number, text)
+        leave_trace(job.directory, stuck[pid].number, text)
 
 
 def _missing(ranks: list[_Rank]) -> list[int]:

@@ -13,7 +13,7 @@ from torch.distributed import Store
 from ddp_recipes.control import Patience
 from ddp_recipes.job import Job
 from ddp_recipes.launchers import stacks
-from ddp_recipes.run_directory import write_trace
+from ddp_recipes.run_directory import leave_trace
 from ddp_recipes.world import World
 
 
@@ -53,9 +53,7 @@ class Peers:
         for rank in running.keys() & {*ranks} - {self.world.rank}:
             pid = running[rank]
             with suppress(OSError), open(f"/proc/{pid}/fd/{self._file_of(rank)}", "rb") as file:
-                text = stacks.ask({pid: file})[pid]
-                if text and (job.directory / "config.yaml").exists():
-                    write_trace(job.directory, rank, text)
+                leave_trace(job.directory, rank, stacks.ask({pid: file})[pid])
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
