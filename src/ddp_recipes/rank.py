@@ -64,8 +64,8 @@ def run(job: Job, world: World, store: Store | None) -> Summary:
     finally:
         with suppress(RecipeError):  # of a save that was under way when something else failed
             output.wait_for_save()
-        output.close()
         recipe.strategy.teardown()
+        output.close()  # last: a signal from here on may end this process before it has said why
 
 
 def prepare(job: Job, world: World, control: Control) -> tuple[Recipe, RunDirectory | None]:
