@@ -17,7 +17,7 @@ from ddp_recipes.errors import Preempted, RecipeError, RequestError, RunFailed
 from ddp_recipes.job import Job
 from ddp_recipes.launchers import local, slurm
 from ddp_recipes.launchers.fork_server import ForkServer
-from ddp_recipes.process import die_with_parent
+from ddp_recipes.process import die_with_parent, loading
 from ddp_recipes.request import Request, resolve, visible_gpus
 from ddp_recipes.run_directory import Summary, first_missing, leave_summary, refuse_used, remove_empty
 from ddp_recipes.world import World
@@ -76,7 +76,8 @@ def command_line(argv: Sequence[str], config_path: str, config_name: str) -> Sum
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent()  # torchrun's agent leaves its workers when it is killed
     if world is not None and not world.is_main:
-        from ddp_recipes.launchers.env import Channel
+        with loading():
+            from ddp_recipes.launchers.env import Channel
 
         sys.exit(Channel(world).follow())
     leader = Leader(world)
@@ -245,9 +246,10 @@ class Leader:
     @property
     def channel(self) -> "Channel":
         """The way to the other ranks, made when it is first needed: it loads torch."""
-        from ddp_recipes.launchers.env import Channel
-
         if self._channel is None:
+            with loading():
+                from ddp_recipes.launchers.env import Channel
+
             assert self.world is not None
             self._channel = Channel(self.world)
         return self._channel

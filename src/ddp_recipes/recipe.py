@@ -26,6 +26,7 @@ from ddp_recipes.loop import Run, Schedule, restore
 from ddp_recipes.model_parallel import Rehearsal, Stage, apart, in_micro_batches, split_model
 from ddp_recipes.order import BatchPlan
 from ddp_recipes.precision import make_precision
+from ddp_recipes.process import loading
 from ddp_recipes.random import seed_everything
 from ddp_recipes.request import Request, visible_gpus
 from ddp_recipes.settings import ModelSettings, batches, seconds
@@ -89,7 +90,8 @@ class Recipe:
         self.checkpoint_path: Path | None = None
         self.state = self._load()
         if self.mode == "fit":
-            self.optimizer, self.schedule = self._make_optimizer()
+            with loading():  # torch loads its compiler with a process's first optimizer
+                self.optimizer, self.schedule = self._make_optimizer()
 
     # What the config says
 
@@ -113,7 +115,8 @@ class Recipe:
     def _set_torch_up(self) -> None:
         if self.trainer.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
-        torch.use_deterministic_algorithms(self.trainer.deterministic)
+        if self.trainer.deterministic != torch.are_deterministic_algorithms_enabled():  # the call loads the compiler
+            torch.use_deterministic_algorithms(self.trainer.deterministic)
         torch.autograd.set_detect_anomaly(self.trainer.detect_anomaly)
 
     def _make(self, section: str, *arguments: Any, without: Sequence[str] = (), **runtime: Any) -> Any:

@@ -19,7 +19,7 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 from ddp_recipes.job import ASKS_TO_STOP
-from ddp_recipes.process import die_with_parent
+from ddp_recipes.process import die_with_parent, loading
 
 WAIT_S = 2.0  # for the word that a killed rank is gone
 MAX_FDS = 8
@@ -182,11 +182,10 @@ def main() -> None:
     channel = socket.socket(fileno=int(sys.argv[1]))
     if select.select([channel], [], [], 0)[0] and not channel.recv(1, socket.MSG_PEEK):
         return  # the parent died before it was asked about
-    with suppress(Exception):  # each rank meets the same error, and reports it
+    with suppress(Exception), loading():  # each rank meets the same error, and reports it
         import torch._dynamo  # noqa: F401 (the first optimizer would load it)
 
         import ddp_recipes.rank  # noqa: F401
-    gc.collect()
     gc.freeze()  # so that collections in the ranks do not copy all these pages
     serve(channel)
 

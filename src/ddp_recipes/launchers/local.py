@@ -20,6 +20,7 @@ from ddp_recipes.errors import Preempted, RequestError, RunFailed, not_arrived
 from ddp_recipes.job import ASKS_TO_STOP, Job
 from ddp_recipes.launchers import stacks
 from ddp_recipes.launchers.fork_server import ForkedRank, ForkServer, python_path
+from ddp_recipes.process import is_stopped, loading
 from ddp_recipes.run_directory import Summary, leave_failure, leave_trace
 
 AFTER_FAILURE_S = 3.0  # for the other ranks to end by themselves, and for rank 0 to write its summary
@@ -56,7 +57,8 @@ def launch(job: Job, processes: int, server: ForkServer | None, max_restarts: in
         return _launch_once(job, processes, server)
     if server is not None:
         server.close()
-    from ddp_recipes import rank
+    with loading():
+        from ddp_recipes import rank
     from ddp_recipes.world import World
 
     return rank.run(job, World(), None)
@@ -206,8 +208,10 @@ def _keep_stacks(job: Job, ranks: list[_Rank]) -> None:
 
 
 def _missing(ranks: list[_Rank]) -> list[int]:
-    """Return the ranks that others wait for at the start: those that never came, else those that hold up the store."""
+    """Return the ranks that others wait for at the start: stopped ones, those that never came, or the store's."""
     outside = [rank.number for rank in ranks if rank.place != "inside" and not rank.said]
+    if outside and (stopped := [rank.number for rank in ranks if rank.process.pid and is_stopped(rank.process.pid)]):
+        return stopped
     if never_came := [number for number in outside if not ranks[number].place]:
         return never_came
     # Rank 0 holds the store: where nobody else comes in, it is rank 0 that does not answer.

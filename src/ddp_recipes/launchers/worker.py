@@ -15,7 +15,7 @@ from typing import IO, Any, NoReturn
 from ddp_recipes.errors import Preempted, RecipeError, RequestError, RunFailed
 from ddp_recipes.job import ASKS_TO_STOP, Job
 from ddp_recipes.launchers.stacks import write_when_asked
-from ddp_recipes.process import die_with_parent, set_name
+from ddp_recipes.process import die_with_parent, loading, set_name
 from ddp_recipes.world import World
 
 
@@ -54,9 +54,10 @@ def run(job: Job, world: World, listener: int | None, at: Callable[[str], None] 
             own: a rank 0 that is stopped there holds up the others, with their interpreters.
     """
     try:
-        from torch.distributed import TCPStore  # the first import of torch: errors in it are reported, too
+        with loading():
+            from torch.distributed import TCPStore  # the first import of torch: errors in it are reported, too
 
-        from ddp_recipes import rank
+            from ddp_recipes import rank
 
         at("door")
         store = TCPStore(
