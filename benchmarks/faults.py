@@ -39,27 +39,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Modes take turns, so that a campaign that is cut off has something to say on each.
     scripts = [draw(options.seed, mode, number, **drawn) for number in numbers for mode in modes]
     folder = Path(tempfile.mkdtemp(prefix="faults_"))
+    known = [] if options.out is None else report.read(options.out)
+    runs = [
+        run for run in known if run["script"] in map(report.as_json, scripts)
+    ]  # a campaign that was cut off goes on
+    done = [run["script"] for run in runs]
     entries: list[Entry] = []
     pool = ThreadPoolExecutor(options.jobs)
     try:
         campaign = Campaign(folder, options.strategy, 1 if options.strategy == "ddp_exact" else options.sizes[0])
-        for future in [pool.submit(campaign.play, script) for script in scripts]:
+        left = [script for script in scripts if report.as_json(script) not in done]
+        for future in [pool.submit(campaign.play, script) for script in left]:
             entries.append(future.result())
-            print(entries[-1].line(), flush=True)
+            runs.append(entries[-1].record())
+            print(report.line(runs[-1]), flush=True)
     except KeyboardInterrupt:
         cut_off.set()
         print("Cut off.", file=sys.stderr)
     finally:
         pool.shutdown(cancel_futures=True)
-        page = report.markdown(entries, command)
+        page = report.markdown(runs, command)
         print(f"\n{page}")
         if options.out is not None:
             options.out.parent.mkdir(parents=True, exist_ok=True)
-            options.out.write_text(report.record(entries, command), encoding="utf-8")
+            options.out.write_text(report.text(runs, command), encoding="utf-8")
             options.out.with_suffix(".md").write_text(page, encoding="utf-8")
     if options.only is not None:
         show(entries)
-    perfect = len(entries) == len(scripts) and all(entry.perfect for entry in entries)
+    perfect = len(runs) == len(scripts) and not any(run["verdict"]["flaws"] for run in runs)
     if perfect and options.only is None:
         shutil.rmtree(folder)
     else:
@@ -89,7 +96,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--sizes", type=numbers, default=[*SIZES], help="world sizes to draw from, as in 1,2,2,4; each divides 12")
     add("--without", type=kinds, default=[], help=f"kinds of faults to leave out, of {', '.join(KINDS)}")
     add("--strategy", default="ddp_exact", help="with ddp, give one world size (default: %(default)s)")
-    add("--out", type=Path, help="json file for the record; the tables go beside it, as .md")
+    add("--out", type=Path, help="json file for the record; runs that it has are not played again")
     return parser.parse_args(argv)
 
 
