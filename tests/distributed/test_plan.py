@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed import Store
 
 from ddp_recipes import rank
@@ -15,7 +15,7 @@ from ddp_recipes.checkpoint import load
 from ddp_recipes.control import Control
 from ddp_recipes.errors import RequestError
 from ddp_recipes.loop import forward_backward
-from ddp_recipes.planning.backward import backward
+from ddp_recipes.planning.backward import backward, roots_of
 from ddp_recipes.planning.ledger import Ledger
 from ddp_recipes.recipe import Recipe
 from ddp_recipes.run_directory import Summary
@@ -156,28 +156,45 @@ def test_activations_are_those_that_autograd_keeps(overrides: list[str], plan: P
 
 
 def test_the_backward_pass_on_paper_gives_the_gradients_of_autograd() -> None:
-    """On real tensors, which it can be run on as well."""
+    """On real tensors, which it can be run on as well: from a loss, and from an output and what is made of it."""
 
     def gradients(_: World, __: Store | None) -> list[list[Any]]:
         from plan_parts import Residual
 
         torch.manual_seed(0)
-        model, inputs = Residual(6, 5, 4), torch.randn(3, 6)
+        model, inputs = Residual(6, 5, 4), torch.randn(3, 6, requires_grad=True)
+        leaves = [*model.parameters(), inputs]
+
+        def taken() -> list[Any]:
+            found = [leaf.grad.tolist() for leaf in leaves if leaf.grad is not None]
+            for leaf in leaves:
+                leaf.grad = None
+            return found
+
+        def take(leaf: torch.Tensor, gradient: torch.Tensor) -> None:
+            leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
+
+        def two() -> list[torch.Tensor]:
+            output = model(inputs)
+            return [output, output.square()]
+
+        given = [torch.randn(3, 4), torch.randn(3, 4)]
         model(inputs).square().mean().backward()
-        found = [[parameter.grad.tolist() for parameter in model.parameters() if parameter.grad is not None]]
-        model.zero_grad()
+        found = [taken()]
+        torch.autograd.backward(two(), given)
+        found.append(taken())
+        with torch.enable_grad():
+            roots = roots_of(model(inputs).square().mean())
+            more = [(get_gradient_edge(output), gradient) for output, gradient in zip(two(), given, strict=True)]
+        for each in (roots, more):
+            with torch.no_grad():
+                backward(each, take)
+            found.append(taken())
+        return found
 
-        def take(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-
-        roots = [model(inputs).square().mean()]
-        with torch.no_grad():
-            backward(roots, take)
-        return [*found, [parameter.grad.tolist() for parameter in model.parameters() if parameter.grad is not None]]
-
-    expected, found = on_ranks(gradients, 1)[0]
-    assert len(expected) == 5
-    for one, other in zip(found, expected, strict=True):
+    expected, expected_of_two, found, found_of_two = on_ranks(gradients, 1)[0]
+    assert len(expected) == len(expected_of_two) == 6
+    for one, other in zip([*found, *found_of_two], [*expected, *expected_of_two], strict=True):
         torch.testing.assert_close(torch.tensor(one), torch.tensor(other))
 
 

@@ -53,11 +53,15 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class Saved(saved_tensors_hooks):
-    """Counts what autograd keeps for the backward pass, each memory once, but for what is known."""
+    """Counts what autograd keeps for the backward pass, each memory once, but for what is known.
 
-    def __init__(self, known: Iterable[Tensor]) -> None:
+    Args:
+        known: as :func:`storages` gives it.
+    """
+
+    def __init__(self, known: Iterable[int]) -> None:
         super().__init__(self._pack, lambda saved: saved)
-        self.known = set(storages(known))
+        self.known = set(known)
         self.bytes: Bytes = Counter()
 
     def _pack(self, tensor: Tensor) -> Tensor:
