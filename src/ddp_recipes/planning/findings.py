@@ -37,8 +37,8 @@ def devices_left_over(recipe: Recipe, planned: dict[str, Any]) -> str | None:
     if recipe.request.launcher.nproc_per_node != "auto":
         return f"{text}launcher.nproc_per_node={recipe.request.launcher.nproc_per_node}. Use auto."
     if recipe.request.pipeline is not None:
-        there = f"{cluster['nnodes']} node(s) with {cluster['gpus_per_node']}"
-        return f"{text}strategy.stages={recipe.strategy.stages} takes {k} for a replica, which does not divide {there}."
+        takes = f"strategy.stages={recipe.strategy.stages} takes {k} GPUs for each replica"
+        return f"{text}{takes}, and nodes have {cluster['gpus_per_node']}."
     return f"{text}model.num_devices={k} does not divide the {cluster['gpus_per_node']} of a node."
 
 

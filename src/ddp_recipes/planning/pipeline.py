@@ -1,161 +1,22 @@
-"""What each process of a pipeline takes: its own stages, run micro-batch by micro-batch in the order of its schedule.
+"""What each process of a pipeline takes, of a replica whose processes are rehearsed one after the other."""
 
-Messages are not sent. What is received is there without data, for as long as ``torch.distributed.pipelining`` keeps it.
-"""
-
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ddp_recipes.model_parallel.rehearsal import without_data
-from ddp_recipes.model_parallel.timeline import FORWARD, Work, order
-from ddp_recipes.planning.backward import backward
-from ddp_recipes.planning.ledger import Bytes, Saved
-from ddp_recipes.planning.memory import Batches, DeviceMemory, Step, autocast, new_mode
+from ddp_recipes.planning.memory import Batches, DeviceMemory, Step, new_mode
+from ddp_recipes.planning.walk import PipelineOnPaper
 from ddp_recipes.settings import PipelineSettings
 from ddp_recipes.strategies.base import Exchange
 from ddp_recipes.strategies.ddp_pipeline import in_buckets
-from ddp_recipes.strategies.pipeline import META, Layout, Pipeline, joined
+from ddp_recipes.strategies.pipeline import META, Layout, joined
 from ddp_recipes.tasks import Task
 from ddp_recipes.world import World
-
-Key = tuple[int, int]  # a stage, and the number of a micro-batch
-
-
-@dataclass
-class _Passed:
-    """A micro-batch that a stage has passed forward: what its backward pass needs.
-
-    Attributes:
-        received: leaves of its graph; ``roots`` are where backward begins.
-        kept: bytes of its activations.
-    """
-
-    received: list[Tensor]
-    roots: list[GradientEdge]
-    kept: Bytes
-
-
-class PipelineOnPaper(Pipeline):
-    """The pipeline of one process, without the others.
-
-    Args:
-        known: memory that is no activation.
-        accumulate: takes the gradient of a leaf.
-
-    Attributes:
-        activations: the most that autograd keeps at a time.
-        sent: bytes that cross each cut in a training step, forward and backward.
-    """
-
-    def __init__(
-        self,
-        task: Task,
-        layout: Layout,
-        settings: PipelineSettings,
-        device: torch.device,
-        precision: torch.dtype | None,
-        known: set[int],
-        accumulate: Callable[[Tensor, Tensor], None],
-    ) -> None:
-        super().__init__(task, layout, settings.schedule, settings.micro_batches, None, device)
-        works = order(settings.schedule, settings.stages, settings.processes, settings.micro_batches)
-        self.works = works[layout.process]
-        self.precision, self.known, self.accumulate = precision, known, accumulate
-        self.activations = Bytes()
-        self.sent: dict[int, tuple[int, int]] = {}
-
-    @contextmanager
-    def _apart(self) -> Iterator[None]:
-        """Nothing is drawn."""
-        yield
-
-    @contextmanager
-    def _within(self, stage: int, number: int) -> Iterator[None]:
-        with autocast(self.device.type, self.precision, cached=False):
-            yield
-
-    def _schedule(self, crossing: Mapping[int, Sequence[Tensor]]) -> Callable[[], None]:
-        if self.training:
-            for cut, tensors in crossing.items():
-                back = sum(each.nbytes for each in tensors if each.requires_grad)
-                self.sent[cut] = (sum(each.nbytes for each in tensors) * self.micro_batches, back * self.micro_batches)
-        return lambda: _Walk(self, crossing).run()
-
-
-class _Walk:
-    """One batch by the schedule, with what torch keeps at each time.
-
-    A process keeps what it sends until it waits for it to have arrived: with ``gpipe`` after all forward passes, and
-    after all backward passes; with ``1f1b`` before the next of its kind; with ``interleaved_1f1b`` after the backward
-    pass of the same micro-batch, and at the end.
-    """
-
-    def __init__(self, pipeline: PipelineOnPaper, crossing: Mapping[int, Sequence[Tensor]]) -> None:
-        self.pipeline, self.crossing = pipeline, crossing
-        self.passed: dict[Key, _Passed] = {}
-        self.outputs: dict[Key, Any] = {}  # that are being sent
-        self.gradients: list[list[Tensor | None]] = []  # likewise
-        self.kept: Bytes = Bytes()
-
-    def run(self) -> None:
-        """Run it."""
-        for work in self.pipeline.works:
-            if work.kind == FORWARD:
-                self._forward(work)
-            else:
-                self._backward(work)
-
-    def _forward(self, work: Work) -> None:
-        pipeline, key = self.pipeline, (work.stage, work.micro_batch)
-        received = [self._received(each) for each in self.crossing.get(work.stage, ())]
-        for tensor, like in zip(received, self.crossing.get(work.stage, ()), strict=True):
-            tensor.requires_grad_(like.requires_grad)
-        saved = Saved(pipeline.known)
-        with saved:
-            given = pipeline.forward(work.stage, *received)
-        outputs = given if isinstance(given, tuple) else (given,)
-        self.kept += saved.bytes
-        pipeline.activations |= self.kept
-        roots = [get_gradient_edge(each) for each in outputs if each.requires_grad] if pipeline.training else []
-        self.passed[key] = _Passed(received, roots, saved.bytes)
-        if pipeline.schedule == "1f1b":
-            self.outputs.clear()
-        self.outputs[key] = [each.detach() for each in outputs]
-
-    def _backward(self, work: Work) -> None:
-        if not self.pipeline.training:
-            return
-        schedule, key = self.pipeline.schedule, (work.stage, work.micro_batch)
-        if schedule == "gpipe":
-            self.outputs.clear()
-        given = [torch.ones((), device=self.pipeline.device)]  # of the loss
-        if work.stage + 1 in self.crossing:
-            given = [self._received(each) for each in self.crossing[work.stage + 1] if each.requires_grad]
-        if schedule == "1f1b":
-            self.outputs.clear()
-        passed = self.passed.pop(key)
-        roots = list(zip(passed.roots, given, strict=True))
-        passed.roots.clear()
-        with torch.no_grad():
-            backward(roots, self.pipeline.accumulate)
-        self.kept -= passed.kept
-        self.outputs.pop(key, None)
-        if schedule == "1f1b":
-            self.gradients.clear()
-        self.gradients.append([each.grad for each in passed.received])
-        for each in passed.received:
-            each.grad = None
-
-    def _received(self, like: Tensor) -> Tensor:
-        return torch.empty_like(like, device=self.pipeline.device)
 
 
 class Process(Step):
