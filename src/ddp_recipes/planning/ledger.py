@@ -66,7 +66,8 @@ class Saved(saved_tensors_hooks):
 
     def _pack(self, tensor: Tensor) -> Tensor:
         key = tensor.untyped_storage()._cdata
-        if key not in self.known:
+        # What is on meta takes no memory. It may go at once, and its place in memory to another tensor.
+        if key not in self.known and tensor.device.type != "meta":
             self.known.add(key)
             self.bytes[tensor.device] += tensor.untyped_storage().nbytes()
         return tensor.detach()  # or an output would keep its own graph
