@@ -275,13 +275,19 @@ def test_a_pipeline_does_and_holds_what_its_plan_says(
 
 @pytest.mark.parametrize(
     ("overrides", "world_size"),
-    [*PIPELINES[:4], ([*INTERLEAVED, "strategy.micro_batches=16"], 2)],
+    [
+        (["strategy.stages=3", "strategy.micro_batches=8"], 3),
+        (["strategy.schedule=gpipe"], 4),
+        ([*INTERLEAVED, "strategy.micro_batches=16"], 2),
+        (["trainer.accumulate_grad_batches=2", "trainer.precision=bf16-mixed"], 2),
+    ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_a_step_of_a_pipeline_takes_what_a_real_one_takes(overrides: list[str], world_size: int, plan: Plan) -> None:
     """Each process, at most at a time, counted in the same way; indices of samples are small."""
-    size = ["data.num_samples=256", "data.batch_size=32", "data.val_samples=64", "data.val_batch_size=16"]
-    overrides = [*DEEP, *overrides, *PIPELINE, *size, f"launcher.nproc_per_node={world_size}"]
+    size = ["data.num_samples=128", "data.batch_size=32", "data.val_samples=64", "data.val_batch_size=16"]
+    model = ["model=mlp", "model.hidden_features=[256,256,256]", "data.in_features=64"]
+    overrides = [*model, *overrides, *PIPELINE, *size, f"launcher.nproc_per_node={world_size}"]
     planned = plan(*overrides)["memory"]
 
     def real(world: World, store: Store | None) -> dict[str, int]:
@@ -302,7 +308,7 @@ def test_a_step_of_a_pipeline_takes_what_a_real_one_takes(overrides: list[str], 
 
     for number, taken in enumerate(on_ranks(real, world_size)):
         memory = planned[number % len(planned)]
-        assert {name: memory[name] for name in taken} == pytest.approx(taken, rel=0.01)
+        assert {name: memory[name] for name in taken} == pytest.approx(taken, rel=0.005, abs=1500)
 
 
 def test_a_process_keeps_as_many_micro_batches_as_its_schedule_has_under_way(plan: Plan) -> None:
@@ -337,14 +343,14 @@ def test_a_replica_may_span_nodes(plan: Plan) -> None:
 
 def test_the_smallest_number_of_stages_that_fits_is_the_smallest(plan: Plan) -> None:
     overrides = [*GPUS, *DEEP, "strategy=ddp_pipeline", "strategy.schedule=gpipe", "data.in_features=64"]
-    peaks = [max(each["peak"] for each in plan(*overrides, f"strategy.stages={k}")["memory"]) for k in (2, 3, 4)]
-    assert peaks == sorted(set(peaks), reverse=True)
-    there = f"plan.gpu_memory_gb={(peaks[1] + peaks[2]) / 2 / 1e9}"
-    planned = plan(*overrides, there)
-    assert (planned["fits"], planned["smallest_stages"]) == (False, 4)
-    assert "It fits with strategy.stages=4, the smallest number" in message(planned, "memory_does_not_fit")
-    assert plan(*overrides, there, "strategy.stages=4")["fits"] is True
-    assert plan(*overrides, "plan.gpu_memory_gb=1e-6")["smallest_stages"] is None
+    two, three = (max(each["peak"] for each in plan(*overrides, f"strategy.stages={k}")["memory"]) for k in (2, 3))
+    assert three < two
+    planned = plan(*overrides, f"plan.gpu_memory_gb={(two + three) / 2 / 1e9}")
+    assert (planned["fits"], planned["smallest_stages"]) == (False, 3)
+    assert "It fits with strategy.stages=3, the smallest number" in message(planned, "memory_does_not_fit")
+    none = plan(*overrides, "plan.gpu_memory_gb=1e-6")
+    assert none["smallest_stages"] is None
+    assert "No number of stages that there are GPUs for makes it fit" in message(none, "memory_does_not_fit")
 
 
 def test_what_is_wrong_with_a_pipeline_is_found(plan: Plan) -> None:
@@ -488,7 +494,10 @@ def test_thousands_of_ranks(plan: Plan) -> None:
         (["plan.gpus_per_node=0", "launcher.device=cuda"], "launcher.device=cuda, but cluster.gpus_per_node=0"),
         (["plan.gpus_per_node=1", "model.num_devices=2", "model.split=[net2]"], "cannot run on 1 visible GPU"),
         (["strategy=dp", "plan.gpus_per_node=4"], "plan=true does not know strategy=dp on several GPUs"),
-        (["strategy=ddp_pipeline", "plan.gpus_per_node=1", "plan.nnodes=3"], "takes 2 processes for each replica, and 3"),
+        (
+            ["strategy=ddp_pipeline", "plan.gpus_per_node=1", "plan.nnodes=3"],
+            "takes 2 processes for each replica, and 3",
+        ),
         (["strategy=ddp_exact", "plan.gpus_per_node=8"], "strategy.shards=12 cannot be dealt evenly to 8 processes"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
