@@ -46,8 +46,7 @@ def batch_norm_without_sync(recipe: Recipe) -> str | None:
     """Find batch norm whose statistics are those of a part of the batch."""
     norms, plan, pipeline = batch_norms(recipe.task), recipe.loaders["train"].plan, recipe.request.pipeline
     micro_batches = recipe.request.model.micro_batches if pipeline is None else pipeline.micro_batches
-    alone = plan.parts == 1 and (pipeline is None or micro_batches == 1)
-    if not norms or alone or getattr(recipe.strategy, "sync_batchnorm", False):
+    if not norms or plan.parts * micro_batches == 1 or getattr(recipe.strategy, "sync_batchnorm", False):
         return None
     can = recipe.strategy.name == "ddp" and micro_batches == 1 and recipe.device_name == "GPU"
     remedy = " strategy.sync_batchnorm=true takes them from all." if can else ""

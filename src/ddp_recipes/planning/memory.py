@@ -5,8 +5,8 @@ would, and a ledger follows what they allocate and let go. Allocations count as 
 Not in it: what libraries take beside it (cuBLAS, cuDNN and NCCL workspaces, the CUDA context), and fragmentation.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,21 +15,20 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import Parameter
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from ddp_recipes.errors import RequestError
 from ddp_recipes.model_parallel.placement import connect, disconnect
 from ddp_recipes.model_parallel.rehearsal import without_data
 from ddp_recipes.planning.backward import backward, roots_of
 from ddp_recipes.planning.ledger import Bytes, Ledger, Saved, bytes_of, storages
+from ddp_recipes.planning.stand_ins import DTYPES, as_on, autocast, fake_batch, new_mode
 from ddp_recipes.strategies import Strategy
 from ddp_recipes.strategies.base import Exchange
 from ddp_recipes.tasks import Task
 from ddp_recipes.world import World
 
 ROUNDED = {"cuda": 512, "cpu": 1}  # bytes: allocations are multiples of it
-
-DTYPES = {"32-true": None, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -124,7 +123,7 @@ class Step:
         self.ledger.add((*state, *exchange.held))
         with mode, torch.enable_grad():
             self.optimizer = make_optimizer(task)
-            _as_on(self.optimizer, devices[0].type)
+            as_on(self.optimizer, devices[0].type)
 
     def run(self, batches: Batches) -> None:
         """Run it, once."""
@@ -142,7 +141,7 @@ class Step:
         """Run an optimizer step and a validation step, as they are once the optimizer has its state."""
         micros = min(batches.accumulate, 2)  # a third one would only repeat the second
         for micro in range(micros):
-            batch = _fake(*batches.train, self.devices[0])
+            batch = fake_batch(*batches.train, self.devices[0])
             if micro == 0:
                 self.batch = bytes_of(tree_leaves(batch))
                 self.known.update(storages(tree_leaves(batch)))
@@ -160,16 +159,16 @@ class Step:
         self.optimizer.step()
         self.optimizer.zero_grad()
         del gradients
-        following = _fake(*batches.train, self.devices[0])  # before the last one goes
+        following = fake_batch(*batches.train, self.devices[0])  # before the last one goes
         self.training = peak + state | self.ledger.peak  # the larger one
         del following
         if batches.val is not None:
             self.ledger.peak = self.ledger.there.copy()
             self.task.eval()
             with torch.no_grad():
-                measured = _fake(*batches.val, self.devices[0])
+                measured = fake_batch(*batches.val, self.devices[0])
                 self._validate(measured)
-                _fake(*batches.val, self.devices[0])
+                fake_batch(*batches.val, self.devices[0])
             self.validation = self.ledger.peak
 
     def _step_without_running(self) -> None:
@@ -266,52 +265,3 @@ class Rehearsed(Step):
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint has of model and optimizer."""
         return {"model": self.task.weights(), "optimizer": self.optimizer.state_dict()}
-
-
-def new_mode() -> FakeTensorMode:
-    """Return what makes tensors without data."""
-    # As in model_parallel.rehearsal: before there are devices that are not there, so that no thread is started.
-    torch.zeros((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
-    return FakeTensorMode(allow_non_fake_inputs=True)
-
-
-def _fake(sample: Any, size: int, device: torch.device) -> Any:
-    """Return a batch of so many samples like the one in a batch of one."""
-
-    def fake(tensor: Tensor) -> Tensor:
-        shape = (size, *tensor.shape[1:]) if tensor.dim() else tensor.shape
-        return torch.empty(shape, dtype=tensor.dtype, device=device)
-
-    return tree_map_only(Tensor, fake, sample)
-
-
-@contextmanager
-def autocast(device_type: str, dtype: torch.dtype | None, *, cached: bool = True) -> Iterator[None]:
-    """Do what ``torch.autocast`` does, which does nothing for CUDA where there is no driver."""
-    if dtype is None:
-        yield
-        return
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(cached)
-    torch.set_autocast_dtype(device_type, dtype)
-    torch.set_autocast_enabled(device_type, True)
-    torch.autocast_increment_nesting()
-    try:
-        yield
-    finally:
-        torch.autocast_decrement_nesting()
-        torch.clear_autocast_cache()
-        torch.set_autocast_enabled(device_type, False)
-        torch.set_autocast_cache_enabled(before)
-
-
-def _as_on(optimizer: torch.optim.Optimizer, device_type: str) -> None:
-    """Choose what torch chooses on GPUs: one operation for all tensors, which takes more memory at a time.
-
-    One kernel takes no more memory than a tensor after the other does, and cannot run without data.
-    """
-    for group in optimizer.param_groups:
-        if group.get("fused"):
-            group.update(fused=False, foreach=False)
-        elif device_type == "cuda" and group.get("foreach", False) is None:
-            group["foreach"] = True

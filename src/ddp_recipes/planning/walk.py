@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from ddp_recipes.model_parallel.timeline import BACKWARD, FORWARD, Work, asked, order
 from ddp_recipes.planning.backward import backward
 from ddp_recipes.planning.ledger import Bytes, Saved
-from ddp_recipes.planning.memory import autocast
+from ddp_recipes.planning.stand_ins import autocast
 from ddp_recipes.settings import PipelineSettings
 from ddp_recipes.strategies.pipeline import Layout, Pipeline
 from ddp_recipes.tasks import Task
