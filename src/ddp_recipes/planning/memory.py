@@ -118,7 +118,8 @@ class Step:
             name: each for name, each in task.named_parameters() if each.requires_grad and each.device in devices
         }
         state = (*task.parameters(), *task.buffers())
-        self.known = set(storages(state))  # and batches: what is no activation
+        self.own = set(storages(state))
+        self.known: set[int] = set()  # those and a batch: what is no activation
         self.ledger = Ledger(ROUNDED[devices[0].type])
         self.ledger.add((*state, *exchange.held))
         with mode, torch.enable_grad():
@@ -142,9 +143,9 @@ class Step:
         micros = min(batches.accumulate, 2)  # a third one would only repeat the second
         for micro in range(micros):
             batch = fake_batch(*batches.train, self.devices[0])
-            if micro == 0:
-                self.batch = bytes_of(tree_leaves(batch))
-                self.known.update(storages(tree_leaves(batch)))
+            self.batch = bytes_of(tree_leaves(batch))
+            self.known.clear()
+            self.known.update(self.own, storages(tree_leaves(batch)))
             self._forward_backward(batch, first=micro == 0, last=micro == micros - 1)
         self._put()
         self.unused = [name.removeprefix("model.") for name, each in self.trained.items() if each.grad is None]
