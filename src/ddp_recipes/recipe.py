@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from hydra._internal.utils import _locate  # hydra.utils.get_object is this, and also prints the error
@@ -32,6 +32,7 @@ from ddp_recipes.request import Request, visible_gpus
 from ddp_recipes.settings import ModelSettings, batches, seconds
 from ddp_recipes.stopping import Stopper
 from ddp_recipes.strategies import Strategy
+from ddp_recipes.strategies.base import Wrapped
 from ddp_recipes.tasks import Task
 from ddp_recipes.watch import Watch
 from ddp_recipes.world import World
@@ -375,8 +376,10 @@ class Recipe:
     def make_run(self, stopper: Stopper) -> Run:
         """Return what the loop works with, restored from the checkpoint if there is one. A collective."""
         self.load_weights()
-        self.shard()
-        module = self.strategy.wrap(self.task, self.devices)
+        module = cast(Wrapped, self.task)
+        if self.layout is None:  # on paper there are no other ranks
+            self.shard()
+            module = self.strategy.wrap(self.task, self.devices)
         run = Run(
             world=self.world,
             task=self.task,

@@ -199,11 +199,18 @@ class Request:
                 f"{'' if cluster.gpus_per_node == 0 else ', as on this machine'}. State the GPUs of a node "
                 "(cluster.gpus_per_node=8, say), or use launcher.device=cpu."
             )
-        on_node = replace(self, launcher=replace(launcher, nnodes=1), shards=None)
-        processes = on_node.processes(gpus)
+        on_node = replace(self, launcher=replace(launcher, nnodes=1), shards=None, pipeline=None)
+        processes, device_type = on_node.processes(gpus), self.device_type(gpus)
         nnodes = cluster.nnodes or launcher.nnodes
+        if self.pipeline is not None:  # whose replicas may span nodes
+            k = self.pipeline.processes
+            if launcher.nproc_per_node == "auto" and device_type == "cpu":
+                processes = k
+            elif launcher.nproc_per_node == "auto" and nnodes * processes % k and processes > k:
+                processes -= processes % k
+            refuse_uneven_pipelines(self.pipeline, nnodes * processes)
         world = World(world_size=1 if self.single_process else nnodes * processes, local_world_size=processes)
-        return Layout(nnodes, gpus, self.device_type(gpus), world)
+        return Layout(nnodes, gpus, device_type, world)
 
 
 @dataclass(frozen=True)

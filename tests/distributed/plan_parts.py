@@ -1,7 +1,11 @@
 """What counts, in a real run, what a plan says beforehand."""
 
 import json
+import os
+import weakref
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from ddp_recipes.models import Toy
-from ddp_recipes.strategies import DDP, Single
+from ddp_recipes.strategies import DDP, DDPPipeline, Single
 from ddp_recipes.strategies.base import Wrapped
 from ddp_recipes.tasks import StepOutput, Task
 
@@ -44,6 +49,93 @@ class Counting(DDP):
         if self.world.is_main:
             self.file.write_text(json.dumps(self.bytes))
         super().teardown()
+
+
+class CountingPipeline(DDPPipeline):
+    """Notes the bytes that each rank passes on and all-reduces in each step, and those it holds, in ``$NOTES``."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.notes: dict[str, list[int]] = {}
+
+    def note(self, name: str, size: int) -> None:
+        self.notes.setdefault(name, []).append(size)
+
+    def wrap(self, task: Task, devices: Sequence[torch.device]) -> Wrapped:
+        step = super().wrap(task, devices)
+        own = [each for each in (*task.parameters(), *task.buffers()) if not each.is_meta]
+        self.note("weights", sum(each.nbytes for each in own))
+
+        def counted(batch: Any) -> StepOutput:
+            with _Given("c10d::send") as given, _Kept(own, batch) as kept:
+                output = step(batch)
+            self.note("passed", given.bytes)
+            self.note("activations", kept.most)
+            self.note("batch", sum(each.nbytes for each in batch))
+            return output
+
+        return counted
+
+    def reduce(self) -> None:
+        with _Given("c10d::allreduce_") as given:
+            super().reduce()
+        self.note("all_reduced", given.bytes)
+        self.note("gradients", sum(each.grad.nbytes for each in self.trained if each.grad is not None))
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        state = optimizer.state_dict()["state"].values()
+        self.note("optimizer", sum(each.nbytes for one in state for each in one.values() if isinstance(each, Tensor)))
+        return super().optimizer_state(optimizer)
+
+    def teardown(self) -> None:
+        (Path(os.environ["NOTES"]) / f"rank_{self.world.rank}.json").write_text(json.dumps(self.notes))
+        super().teardown()
+
+
+class _Given(TorchDispatchMode):
+    """Counts the bytes of tensors that are given to a kind of communication."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.bytes = kind, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.name() == self.kind:
+            self.bytes += sum(tensor.nbytes for tensor in args[0])
+        return func(*args, **(kwargs or {}))
+
+
+class _Kept(saved_tensors_hooks):
+    """Follows the bytes that autograd keeps; those of weights and of the batch are none."""
+
+    def __init__(self, own: Sequence[Tensor], batch: Sequence[Tensor]) -> None:
+        self.known = {each.untyped_storage().data_ptr() for each in (*own, *batch)}
+        self.holders: Counter[tuple[int, int]] = Counter()
+        self.most = 0
+        super().__init__(self.pack, lambda holder: holder.tensor)
+
+    def __enter__(self) -> "_Kept":
+        super().__enter__()
+        return self
+
+    def pack(self, tensor: Tensor) -> Any:
+        storage, holder = tensor.untyped_storage(), _Holder(tensor.detach())
+        key = storage.data_ptr(), storage.nbytes()
+        if key[0] not in self.known and not tensor.is_meta:
+            self.holders[key] += 1
+            weakref.finalize(holder, self.release, key)
+            self.most = max(self.most, sum(size for _, size in self.holders))
+        return holder
+
+    def release(self, key: tuple[int, int]) -> None:
+        self.holders[key] -= 1
+        if not self.holders[key]:
+            del self.holders[key]
+
+
+@dataclass
+class _Holder:
+    tensor: Tensor
 
 
 class Observed(Single):

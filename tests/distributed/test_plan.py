@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed import Store
 
 from ddp_recipes import rank
 from ddp_recipes.checkpoint import load
 from ddp_recipes.control import Control
 from ddp_recipes.errors import RequestError
-from ddp_recipes.loop import forward_backward
-from ddp_recipes.planning.backward import backward
+from ddp_recipes.loop import evaluate, forward_backward
+from ddp_recipes.planning.backward import backward, roots_of
 from ddp_recipes.planning.ledger import Ledger
 from ddp_recipes.recipe import Recipe
 from ddp_recipes.run_directory import Summary
@@ -156,28 +156,45 @@ def test_activations_are_those_that_autograd_keeps(overrides: list[str], plan: P
 
 
 def test_the_backward_pass_on_paper_gives_the_gradients_of_autograd() -> None:
-    """On real tensors, which it can be run on as well."""
+    """On real tensors, which it can be run on as well: from a loss, and from an output and what is made of it."""
 
     def gradients(_: World, __: Store | None) -> list[list[Any]]:
         from plan_parts import Residual
 
         torch.manual_seed(0)
-        model, inputs = Residual(6, 5, 4), torch.randn(3, 6)
+        model, inputs = Residual(6, 5, 4), torch.randn(3, 6, requires_grad=True)
+        leaves = [*model.parameters(), inputs]
+
+        def taken() -> list[Any]:
+            found = [leaf.grad.tolist() for leaf in leaves if leaf.grad is not None]
+            for leaf in leaves:
+                leaf.grad = None
+            return found
+
+        def take(leaf: torch.Tensor, gradient: torch.Tensor) -> None:
+            leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
+
+        def two() -> list[torch.Tensor]:
+            output = model(inputs)
+            return [output, output.square()]
+
+        given = [torch.randn(3, 4), torch.randn(3, 4)]
         model(inputs).square().mean().backward()
-        found = [[parameter.grad.tolist() for parameter in model.parameters() if parameter.grad is not None]]
-        model.zero_grad()
+        found = [taken()]
+        torch.autograd.backward(two(), given)
+        found.append(taken())
+        with torch.enable_grad():
+            roots = roots_of(model(inputs).square().mean())
+            more = [(get_gradient_edge(output), gradient) for output, gradient in zip(two(), given, strict=True)]
+        for each in (roots, more):
+            with torch.no_grad():
+                backward(each, take)
+            found.append(taken())
+        return found
 
-        def take(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-
-        roots = [model(inputs).square().mean()]
-        with torch.no_grad():
-            backward(roots, take)
-        return [*found, [parameter.grad.tolist() for parameter in model.parameters() if parameter.grad is not None]]
-
-    expected, found = on_ranks(gradients, 1)[0]
-    assert len(expected) == 5
-    for one, other in zip(found, expected, strict=True):
+    expected, expected_of_two, found, found_of_two = on_ranks(gradients, 1)[0]
+    assert len(expected) == len(expected_of_two) == 6
+    for one, other in zip([*found, *found_of_two], [*expected, *expected_of_two], strict=True):
         torch.testing.assert_close(torch.tensor(one), torch.tensor(other))
 
 
@@ -210,6 +227,151 @@ def test_a_step_takes_what_a_real_one_takes(overrides: list[str], plan: Plan) ->
         return ledger.peak[torch.device("cpu")]
 
     assert memory["training"] == pytest.approx(on_ranks(real, 1)[0], rel=0.02)
+
+
+# --- pipelines -------------------------------------------------------------------------------------------------------
+
+PIPELINE = ["strategy=ddp_pipeline", "launcher.device=cpu"]
+DEEP = ["model=mlp", "model.hidden_features=[64,64,64,64,64]", "data.in_features=300"]
+INTERLEAVED = ["strategy.stages=4", "strategy.schedule=interleaved_1f1b"]
+PIPELINES = [
+    (["strategy.micro_batches=8"], 2),
+    (["strategy.schedule=gpipe", "optimizer=adamw"], 4),
+    ([*INTERLEAVED, "strategy.micro_batches=4"], 2),
+    (["strategy.stages=3", "trainer.accumulate_grad_batches=2", "trainer.precision=bf16-mixed"], 3),
+    (["model._target_=own_chains.Frozen", "~model.hidden_features", "model.split=[5]"], 4),
+]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world_size"), PIPELINES, ids=lambda value: " ".join(value) if isinstance(value, list) else ""
+)
+def test_a_pipeline_does_and_holds_what_its_plan_says(
+    overrides: list[str], world_size: int, plan: Plan, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For each process: 64 samples are four batches for one replica, and two for two."""
+    overrides = [*DEEP, *overrides, *PIPELINE, "data.num_samples=64", "data.batch_size=16"]
+    planned = plan(*overrides, f"launcher.nproc_per_node={world_size}")
+    monkeypatch.setenv("NOTES", str(tmp_path))
+    summary = run(*QUICK, *overrides, "strategy._target_=plan_parts.CountingPipeline", world_size=world_size)
+    assert planned["steps"] == summary["global_step"]
+    assert planned["samples_seen"] == summary["samples_seen"]
+    assert planned["devices_per_replica"] == summary["devices_per_replica"] == len(planned["memory"])
+    assert planned["replicas"] * planned["devices_per_replica"] == summary["world_size"] == len(planned["ranks"])
+    path = Path(summary["last_checkpoint"])
+    assert planned["global_batch_size"] == load(path)["global_batch_size"]
+    assert planned["checkpoint_bytes"] == pytest.approx(path.stat().st_size, rel=0.01)
+    notes = [json.loads((tmp_path / f"rank_{number}.json").read_text()) for number in range(world_size)]
+    for number, noted in enumerate(notes):
+        memory = planned["memory"][number % len(planned["memory"])]
+        for name in ("weights", "gradients", "optimizer", "batch", "activations"):
+            assert set(noted[name]) == {memory[name]}, name
+    batches = planned["accumulate_grad_batches"]
+    # In the first step of all torch sees to it that neighbours are connected.
+    passed = [sum(noted["passed"][batches : 2 * batches]) for noted in notes]
+    assert planned["exchange"]["passed_bytes"] == max(passed) > 0
+    assert planned["exchange"]["all_reduced_bytes"] == max(noted["all_reduced"][-1] for noted in notes)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world_size"),
+    [
+        (["strategy.stages=3", "strategy.micro_batches=8"], 3),
+        (["strategy.schedule=gpipe"], 4),
+        ([*INTERLEAVED, "strategy.micro_batches=16"], 2),
+        (["trainer.accumulate_grad_batches=2", "trainer.precision=bf16-mixed"], 2),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_step_of_a_pipeline_takes_what_a_real_one_takes(overrides: list[str], world_size: int, plan: Plan) -> None:
+    """Each process, at most at a time, counted in the same way; indices of samples are small."""
+    size = ["data.num_samples=128", "data.batch_size=32", "data.val_samples=64", "data.val_batch_size=16"]
+    model = ["model=mlp", "model.hidden_features=[256,256,256]", "data.in_features=64"]
+    overrides = [*model, *overrides, *PIPELINE, *size, f"launcher.nproc_per_node={world_size}"]
+    planned = plan(*overrides)["memory"]
+
+    def real(world: World, store: Store | None) -> dict[str, int]:
+        recipe = Recipe(make_job([*QUICK, *overrides]), world, Control(world, store, 60))
+        recipe.join()
+        run, ledger, cpu = recipe.make_run(recipe.make_stopper()), Ledger(rounded=1), torch.device("cpu")
+        ledger.add((*run.task.parameters(), *run.task.buffers()))
+        batches = run.train.batches(0, 0, run.trainer.accumulate_grad_batches)
+        with ledger:
+            for _ in range(2):
+                forward_backward(run, batches)
+                run.optimizer.step()
+                run.optimizer.zero_grad()
+            training, ledger.peak = ledger.peak[cpu], ledger.there.copy()
+            assert run.val is not None
+            evaluate(run.task, run.val, run.strategy, "val", run.precision)
+        return {"training": training, "validation": ledger.peak[cpu]}
+
+    for number, taken in enumerate(on_ranks(real, world_size)):
+        memory = planned[number % len(planned)]
+        assert {name: memory[name] for name in taken} == pytest.approx(taken, rel=0.005, abs=1500)
+
+
+def test_a_process_keeps_as_many_micro_batches_as_its_schedule_has_under_way(plan: Plan) -> None:
+    size = ["strategy.stages=3", "strategy.micro_batches=8", "data.batch_size=32", "data.num_samples=256"]
+    kept = {
+        schedule: [
+            each["activations"]
+            for each in plan(*DEEP, *PIPELINE, *size, f"strategy.schedule={schedule}", *more)["memory"]
+        ]
+        for schedule, more in (("gpipe", []), ("1f1b", []))
+    }
+    for process, (all_of_them, some) in enumerate(zip(kept["gpipe"], kept["1f1b"], strict=True)):
+        assert all_of_them * (3 - process) == some * 8 > 0
+
+
+def test_a_replica_may_span_nodes(plan: Plan) -> None:
+    four = [*DEEP, "strategy=ddp_pipeline", "strategy.stages=4", "data.num_samples=64", "data.batch_size=16"]
+    planned = plan(*four, "plan.nnodes=2", "plan.gpus_per_node=2", "plan.interconnect_gbps=8")
+    assert (planned["replicas"], planned["devices_per_replica"], planned["devices_left_over"]) == (1, 4, 0)
+    placed = [(each["node"], each["devices"], each["stages"]) for each in planned["ranks"]]
+    assert placed == [(0, ["cuda:0"], [0]), (0, ["cuda:1"], [1]), (1, ["cuda:0"], [2]), (1, ["cuda:1"], [3])]
+    assert {each["samples_an_epoch"] for each in planned["ranks"]} == {64}
+    crossing = 4 * 64 * 16  # bytes of a batch that cross each cut, each way
+    assert planned["exchange"]["passed_bytes"] == 2 * crossing
+    assert planned["exchange"]["at_least_seconds"] == pytest.approx(crossing / 1e9)
+    two = plan(*four, "plan.nnodes=2", "plan.gpus_per_node=5", "plan.interconnect_gbps=8")
+    assert (two["replicas"], two["devices_left_over"], kinds(two)) == (2, 2, ["devices_left_over"])
+    assert "strategy.stages=4 takes 4 GPUs for each replica, and nodes have 5" in message(two, "devices_left_over")
+    gradients = sum(each["gradients"] for each in two["memory"]) + 4 * 12  # and a mark for each of 12 parameters
+    assert two["exchange"]["at_least_seconds"] == pytest.approx(gradients / 1e9)
+
+
+def test_the_smallest_number_of_stages_that_fits_is_the_smallest(plan: Plan) -> None:
+    overrides = [*GPUS, *DEEP, "strategy=ddp_pipeline", "strategy.schedule=gpipe", "data.in_features=64"]
+    two, three = (max(each["peak"] for each in plan(*overrides, f"strategy.stages={k}")["memory"]) for k in (2, 3))
+    assert three < two
+    planned = plan(*overrides, f"plan.gpu_memory_gb={(two + three) / 2 / 1e9}")
+    assert (planned["fits"], planned["smallest_stages"]) == (False, 3)
+    assert "It fits with strategy.stages=3, the smallest number" in message(planned, "memory_does_not_fit")
+    none = plan(*overrides, "plan.gpu_memory_gb=1e-6")
+    assert none["smallest_stages"] is None
+    assert "No number of stages that there are GPUs for makes it fit" in message(none, "memory_does_not_fit")
+
+
+def test_what_is_wrong_with_a_pipeline_is_found(plan: Plan) -> None:
+    planned = plan(*DEEP, *PIPELINE, "strategy.stages=3", "strategy.schedule=gpipe", "strategy.micro_batches=2")
+    assert "Use strategy.micro_batches=12, or at least 3" in message(planned, "pipeline_not_filled")
+    assert planned["pipeline"] == {
+        "schedule": "gpipe",
+        "stages": 3,
+        "stages_per_process": 1,
+        "micro_batches": 2,
+        "bubble": pytest.approx(1 / 2),
+    }
+    small = plan(*DEEP, *PIPELINE, "data.global_batch_size=3")
+    assert "a replica's batch of 3 samples is too small for strategy.micro_batches=4" in message(
+        small, "pipeline_not_filled"
+    )
+    norm = plan("model._target_=own_parts.Norm", *PIPELINE)
+    assert "statistics from 2 of the 8 samples" in message(norm, "batch_norm_without_sync")
+    branching = plan("model._target_=plan_parts.Branching", *PIPELINE)
+    assert (branching["memory"], branching["exchange"]["passed_bytes"]) == (None, None)
+    assert "A step could not be run without data" in message(branching, "not_rehearsed")
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------
@@ -315,6 +477,9 @@ def test_thousands_of_ranks(plan: Plan) -> None:
     assert planned["ranks"][4095]["node"] == 511
     assert planned["ranks"][4095]["devices"] == ["cuda:7"]
     assert sum(each["samples_an_epoch"] for each in planned["ranks"]) == 100003
+    staged = plan("plan.nnodes=512", "plan.gpus_per_node=8", "data.num_samples=100003", "strategy=ddp_pipeline")
+    assert (staged["replicas"], staged["global_batch_size"]) == (2048, 2048 * 8)
+    assert sum(each["samples_an_epoch"] for each in staged["ranks"]) == 2 * 100003
 
 
 @pytest.mark.parametrize(
@@ -329,6 +494,10 @@ def test_thousands_of_ranks(plan: Plan) -> None:
         (["plan.gpus_per_node=0", "launcher.device=cuda"], "launcher.device=cuda, but cluster.gpus_per_node=0"),
         (["plan.gpus_per_node=1", "model.num_devices=2", "model.split=[net2]"], "cannot run on 1 visible GPU"),
         (["strategy=dp", "plan.gpus_per_node=4"], "plan=true does not know strategy=dp on several GPUs"),
+        (
+            ["strategy=ddp_pipeline", "plan.gpus_per_node=1", "plan.nnodes=3"],
+            "takes 2 processes for each replica, and 3",
+        ),
         (["strategy=ddp_exact", "plan.gpus_per_node=8"], "strategy.shards=12 cannot be dealt evenly to 8 processes"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

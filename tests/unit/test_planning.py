@@ -52,12 +52,27 @@ def test_the_bubble_is_what_counting_turns_gives(stages: int, micro_batches: int
 
 
 def test_what_leaves_a_node_bounds_the_time() -> None:
-    exchange, gigabyte = Exchange(all_reduced=10**9), 8.0
+    exchange = Exchange(all_reduced=10**9)
     alone = World(world_size=1, local_world_size=1)
     node = World(world_size=8, local_world_size=8)
     nodes = World(world_size=32, local_world_size=8)
-    assert counts.link_seconds(exchange, alone, gigabyte) == 0
-    assert counts.link_seconds(exchange, node, gigabyte) == pytest.approx(2 * 7 / 8)
-    assert counts.link_seconds(exchange, nodes, gigabyte) == pytest.approx(2 * 3 / 4)
+    for world, share in ((alone, 0.0), (node, 2 * 7 / 8), (nodes, 2 * 3 / 4)):
+        assert counts.link_seconds(counts.leaving(exchange, world), gbps=8.0) == pytest.approx(share)
     exact = Exchange(scattered=12 * 10**9, gathered=10**9 // 8)
     assert counts.sent(exact, node) == pytest.approx(12 * 10**9 * 7 / 8 + 7 / 8 * 10**9)
+
+
+def test_what_leaves_a_node_of_pipelines() -> None:
+    """Three processes, with 100, 200 and 300 bytes of gradients; 10 and 20 cross forward, 1 and 2 backward."""
+    reduced, passed = [100, 200, 300], [(10, 1), (20, 2)]
+
+    def leaving(world_size: int, ranks: int) -> int:
+        return counts.leaving_of_pipelines(reduced, passed, World(world_size=world_size), ranks)
+
+    assert leaving(3, 1) == 21  # one replica: the middle process passes on most
+    assert leaving(6, 1) == 302  # two: the last one sends its gradients, 2 (2 - 1) / 2 of them
+    assert leaving(6, 6) == 0
+    assert leaving(6, 3) == 600  # a replica on each node: all of the model's gradients
+    assert (
+        leaving(6, 2) == 501
+    )  # the second replica begins on the second node: the third one has 200, 300 and 1 to send

@@ -85,6 +85,28 @@ def _before(work: Work, stages: int) -> set[Work]:
     return after | {Work(FORWARD, work.stage, work.micro_batch)}
 
 
+def asked(orders: list[list[Work]], stages: int) -> list[list[list[Work]]]:
+    """Return, for each process and each piece of its work, what inputs it asks for before: those sent in the meantime.
+
+    So ``torch.distributed.pipelining`` does it where a process has several stages: processes take turns, one piece of
+    work each, and who is done with one has the receiver ask for it.
+    """
+    done: set[Work] = set()
+    at = [0] * len(orders)
+    needed: list[list[list[Work]]] = [[[] for _ in works] for works in orders]
+    while any(number < len(works) for number, works in zip(at, orders, strict=True)):
+        for process, works in enumerate(orders):
+            if at[process] == len(works) or not _before(work := works[at[process]], stages) <= done:
+                continue
+            done.add(work)
+            at[process] += 1
+            receiver = work.stage + (1 if work.kind == FORWARD else -1)
+            if 0 <= receiver < stages:
+                other = receiver % len(orders)
+                needed[other][at[other]].append(Work(work.kind, receiver, work.micro_batch))
+    return needed
+
+
 def bubble(cells: list[list[Cell]]) -> float:
     """Return the share of the time in which processes wait."""
     span = max(done[-1].end for done in cells)

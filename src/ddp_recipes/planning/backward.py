@@ -6,37 +6,42 @@ each once all that it needs has come, and what a node saved is let go when it is
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 _numbers = count(1 << 40)  # not those of the engine
 
+Roots = list[tuple[GradientEdge, Tensor]]  # where a graph begins, and the gradient that is given there
 
-def backward(roots: list[Tensor], accumulate: Callable[[Parameter, Tensor], None]) -> None:
-    """Run the graph of a scalar loss, the only one in ``roots``, which is emptied: nothing may keep the graph alive.
+
+def roots_of(loss: Tensor) -> Roots:
+    """Return where the graph of a scalar loss begins; they keep the graph, not the loss."""
+    return [(get_gradient_edge(loss), torch.ones_like(loss))]
+
+
+def backward(roots: Roots, accumulate: Callable[[Tensor, Tensor], None]) -> None:
+    """Run the graph that begins at ``roots``, which are emptied: nothing may keep the graph alive.
 
     Args:
-        accumulate: takes the gradient of a leaf.
+        accumulate: takes the gradient of a leaf: a parameter, or an input that requires one.
     """
     with _one_pass():
         _run(roots, accumulate)
 
 
-def _run(roots: list[Tensor], accumulate: Callable[[Parameter, Tensor], None]) -> None:
-    loss = roots.pop()
-    root: Any = loss.grad_fn
-    waiting = _uses(root)
-    gradients: dict[Any, dict[int, Tensor]] = {root: {0: torch.ones_like(loss)}}  # of nodes to come, by output
-    ready: list[tuple[int, int, Any]] = [(0, 0, root)]
+def _run(roots: Roots, accumulate: Callable[[Tensor, Tensor], None]) -> None:
+    gradients = _given(roots)  # of nodes to come, by output
+    waiting = _uses(gradients)
+    ready = [(_turn(node), -number, node) for number, node in enumerate(gradients) if node not in waiting]
+    heapify(ready)
     entered = 0
-    del loss, root
     while ready:
         *_, node = heappop(ready)
         given = gradients.pop(node, {})
@@ -50,15 +55,26 @@ def _run(roots: list[Tensor], accumulate: Callable[[Parameter, Tensor], None]) -
             if following is None:
                 continue
             if gradient is not None:
-                there = gradients.setdefault(following, {})
-                # The engine adds in place where nobody else has the tensor, which is mostly so.
-                there[at] = there[at].add_(gradient) if at in there else gradient
+                _add(gradients.setdefault(following, {}), at, gradient)
             waiting[following] -= 1
             if waiting[following] == 0:
                 del waiting[following]
                 entered += 1
                 heappush(ready, (_turn(following), entered, following))
         del node, results, following, gradient
+
+
+def _given(roots: Roots) -> dict[Any, dict[int, Tensor]]:
+    gradients: dict[Any, dict[int, Tensor]] = {}
+    while roots:
+        edge, gradient = roots.pop()
+        _add(gradients.setdefault(edge.node, {}), edge.output_nr, gradient)
+    return gradients
+
+
+def _add(there: dict[int, Tensor], at: int, gradient: Tensor) -> None:
+    """Add a gradient to what there is, in place as the engine does it where nobody else has the tensor: mostly."""
+    there[at] = there[at].add_(gradient) if at in there else gradient
 
 
 @contextmanager
@@ -73,15 +89,17 @@ def _one_pass() -> Iterator[None]:
         module._current_graph_task_id = asked
 
 
-def _uses(root: Any) -> Counter[Any]:
-    """Return how many gradients come to each node."""
+def _uses(roots: Iterable[Any]) -> Counter[Any]:
+    """Return how many gradients come to each node from others."""
     uses: Counter[Any] = Counter()
-    todo = [root]
+    seen = set(roots)
+    todo = list(seen)
     while todo:
         for following, _ in todo.pop().next_functions:
             if following is not None:
                 uses[following] += 1
-                if uses[following] == 1:
+                if following not in seen:
+                    seen.add(following)
                     todo.append(following)
     return uses
 

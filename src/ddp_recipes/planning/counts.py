@@ -1,5 +1,8 @@
 """What a run on paper comes to in samples, steps, bytes and turns: arithmetic on what the run itself would use."""
 
+from collections import Counter
+from collections.abc import Sequence
+
 from ddp_recipes.order import BatchPlan
 from ddp_recipes.strategies.base import Exchange
 from ddp_recipes.world import World
@@ -40,19 +43,47 @@ def sent(exchange: Exchange, world: World) -> int:
     )
 
 
-def link_seconds(exchange: Exchange, world: World, gbps: float) -> float:
-    """Return the seconds that one exchange of gradients takes at least, if all of it goes at the links' full speed.
-
-    What has to leave each node goes through its link, and what is within a node takes no time; on a single node each
-    rank has a link. A part of it may go on while backward runs.
-
-    Args:
-        gbps: of a link, each way, in 10^9 bits a second.
-    """
+def leaving(exchange: Exchange, world: World) -> float:
+    """Return the bytes that one exchange of gradients has leave each node at least, or each rank of a single node."""
     n, ranks = (world.nnodes, world.local_world_size) if world.nnodes > 1 else (world.world_size, 1)
-    leaving = (
+    return (
         2 * (n - 1) / n * exchange.all_reduced
         + ranks * (n - 1) / n * exchange.scattered
         + ranks * (n - 1) * exchange.gathered
     )
+
+
+def leaving_of_pipelines(reduced: Sequence[int], passed: Sequence[tuple[int, int]], world: World, ranks: int) -> int:
+    """Return the bytes that leave one link at least in a step of pipelines: the link that most leave.
+
+    A stage's gradients are added up over the links that have a replica of it; what crosses a cut leaves a link where
+    its two sides have different ones.
+
+    Args:
+        reduced: bytes that each process of a replica gives to all-reduces.
+        passed: bytes that cross each cut of a replica, forward and backward.
+        ranks: that share a link: those of a node, or 1.
+    """
+    processes, leaving = len(reduced), Counter[int]()
+    for process, size in enumerate(reduced):
+        links = {rank // ranks for rank in range(process, world.world_size, processes)}
+        for link in links:
+            leaving[link] += round(2 * (len(links) - 1) / len(links) * size)
+    for first in range(0, world.world_size, processes):
+        for cut, (forward, backward) in enumerate(passed, start=1):
+            before, after = ((first + stage % processes) // ranks for stage in (cut - 1, cut))
+            if before != after:
+                leaving[before] += forward
+                leaving[after] += backward
+    return max(leaving.values())
+
+
+def link_seconds(leaving: float, gbps: float) -> float:
+    """Return the seconds that so many bytes take at least to leave a link, if all of it is at the link's full speed.
+
+    What is within a node takes no time. A part of it may go on while others compute.
+
+    Args:
+        gbps: of the link, each way, in 10^9 bits a second.
+    """
     return leaving * 8 / (gbps * 1e9)

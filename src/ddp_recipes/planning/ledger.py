@@ -53,16 +53,21 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class Saved(saved_tensors_hooks):
-    """Counts what autograd keeps for the backward pass, each memory once, but for what is known."""
+    """Counts what autograd keeps for the backward pass, each memory once, but for what is known.
 
-    def __init__(self, known: Iterable[Tensor]) -> None:
+    Args:
+        known: as :func:`storages` gives it.
+    """
+
+    def __init__(self, known: Iterable[int]) -> None:
         super().__init__(self._pack, lambda saved: saved)
-        self.known = set(storages(known))
+        self.known = set(known)
         self.bytes: Bytes = Counter()
 
     def _pack(self, tensor: Tensor) -> Tensor:
         key = tensor.untyped_storage()._cdata
-        if key not in self.known:
+        # What is on meta takes no memory. It may go at once, and its place in memory to another tensor.
+        if key not in self.known and tensor.device.type != "meta":
             self.known.add(key)
             self.bytes[tensor.device] += tensor.untyped_storage().nbytes()
         return tensor.detach()  # or an output would keep its own graph

@@ -5,29 +5,30 @@ would, and a ledger follows what they allocate and let go. Allocations count as 
 Not in it: what libraries take beside it (cuBLAS, cuDNN and NCCL workspaces, the CUDA context), and fragmentation.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import Parameter
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from ddp_recipes.errors import RequestError
 from ddp_recipes.model_parallel.placement import connect, disconnect
 from ddp_recipes.model_parallel.rehearsal import without_data
-from ddp_recipes.planning.backward import backward
+from ddp_recipes.planning.backward import backward, roots_of
 from ddp_recipes.planning.ledger import Bytes, Ledger, Saved, bytes_of, storages
+from ddp_recipes.planning.stand_ins import DTYPES, as_on, autocast, fake_batch, new_mode
 from ddp_recipes.strategies import Strategy
+from ddp_recipes.strategies.base import Exchange
 from ddp_recipes.tasks import Task
 from ddp_recipes.world import World
 
 ROUNDED = {"cuda": 512, "cpu": 1}  # bytes: allocations are multiples of it
-
-DTYPES = {"32-true": None, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -80,12 +81,13 @@ class Batches:
     accumulate: int
 
 
-class Rehearsed:
-    """A task on paper: a copy without data, its optimizer, and what a step of it takes.
+class Step:
+    """A step of one process on paper: a copy of its task without data, its optimizer, and what both take.
 
     Args:
-        starts: the names at which stages begin; empty for a model that is not split.
-        devices: one for each stage.
+        task: the copy, its tensors on ``devices``; elsewhere are those that the process does not have.
+        mode: makes tensors without data.
+        exchange: what the process keeps and sends.
         make_optimizer: from a task.
         precision: as ``trainer.precision``.
 
@@ -93,6 +95,149 @@ class Rehearsed:
         failure: why a step could not be run without data, where it could not: its flow depends on values, mostly. Then
             neither activations nor the peak are known.
         unused: parameters that are trained and get no gradient.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        devices: Sequence[torch.device],
+        mode: FakeTensorMode,
+        exchange: Exchange,
+        make_optimizer: Callable[[Task], torch.optim.Optimizer],
+        precision: str,
+    ) -> None:
+        self.task, self.devices, self.mode, self.exchange = task, devices, mode, exchange
+        self.failure: str | None = None
+        self.unused: list[str] = []
+        self.batch, self.activations, self.gradients, self.held, self.training, self.validation = (
+            Bytes() for _ in range(6)
+        )
+        self.precision = DTYPES[precision]
+        self.task.train()
+        self.trained = {
+            name: each for name, each in task.named_parameters() if each.requires_grad and each.device in devices
+        }
+        state = (*task.parameters(), *task.buffers())
+        self.own = set(storages(state))
+        self.known: set[int] = set()  # those and a batch: what is no activation
+        self.ledger = Ledger(ROUNDED[devices[0].type])
+        self.ledger.add((*state, *exchange.held))
+        with mode, torch.enable_grad():
+            self.optimizer = make_optimizer(task)
+            as_on(self.optimizer, devices[0].type)
+
+    def run(self, batches: Batches) -> None:
+        """Run it, once."""
+        with self.mode, torch.enable_grad():
+            try:
+                with self.ledger:
+                    self._steps(batches)
+            except RequestError:
+                raise
+            except Exception as error:  # what fails for another reason fails in the run as well, and is told there
+                self.failure = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+                self._step_without_running()
+
+    def _steps(self, batches: Batches) -> None:
+        """Run an optimizer step and a validation step, as they are once the optimizer has its state."""
+        micros = min(batches.accumulate, 2)  # a third one would only repeat the second
+        for micro in range(micros):
+            batch = fake_batch(*batches.train, self.devices[0])
+            self.batch = bytes_of(tree_leaves(batch))
+            self.known.clear()
+            self.known.update(self.own, storages(tree_leaves(batch)))
+            self._forward_backward(batch, first=micro == 0, last=micro == micros - 1)
+        self._put()
+        self.unused = [name.removeprefix("model.") for name, each in self.trained.items() if each.grad is None]
+        gradients = [each.grad for each in self.trained.values() if each.grad is not None]
+        self.gradients = bytes_of(gradients)
+        self.held = bytes_of(self.exchange.held, besides=gradients)
+        if self.devices[0].type == "cuda":
+            del batch  # the loader keeps what it copied there from, which on the CPU is the batch itself
+        before, peak = self.ledger.there.copy(), self.ledger.peak.copy()
+        self.optimizer.step()
+        state = self.ledger.there - before  # which is there from the second step on
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        del gradients
+        following = fake_batch(*batches.train, self.devices[0])  # before the last one goes
+        self.training = peak + state | self.ledger.peak  # the larger one
+        del following
+        if batches.val is not None:
+            self.ledger.peak = self.ledger.there.copy()
+            self.task.eval()
+            with torch.no_grad():
+                measured = fake_batch(*batches.val, self.devices[0])
+                self._validate(measured)
+                fake_batch(*batches.val, self.devices[0])
+            self.validation = self.ledger.peak
+
+    def _step_without_running(self) -> None:
+        """Have the optimizer make its state."""
+        for parameter in self.trained.values():
+            parameter.grad = torch.empty_like(parameter)
+        self._put()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def _forward_backward(self, batch: Any, first: bool, last: bool) -> None:
+        """Run one batch of an optimizer step, and count the activations of the first one."""
+        saved = Saved(self.known)
+        with saved if first else nullcontext(), autocast(self.devices[0].type, self.precision):
+            loss = self.task(batch).loss
+        if first:
+            self.activations = saved.bytes
+        roots = roots_of(loss)
+        del loss
+        with torch.no_grad():
+            backward(roots, partial(self._take, last))
+
+    def _take(self, last: bool, leaf: Tensor, gradient: Tensor) -> None:
+        """Take a gradient: where a strategy has a place of its own for it, it goes there."""
+        if leaf.grad is None:
+            leaf.grad = gradient
+        else:
+            leaf.grad.add_(gradient)
+        if last and self.exchange.at_once and isinstance(leaf, Parameter) and leaf in self.exchange.places:
+            leaf.grad = self.exchange.places[leaf]
+
+    def _put(self) -> None:
+        """Do what the strategy does once all gradients are there."""
+        for parameter, place in self.exchange.places.items():
+            if parameter.grad is not None:
+                parameter.grad = place
+
+    def _validate(self, batch: Any) -> None:
+        with autocast(self.devices[0].type, self.precision):
+            self.task.validation_step(batch)
+
+    def memory(self) -> list[DeviceMemory]:
+        """Return what each device holds."""
+        weights = bytes_of((*self.task.parameters(), *self.task.buffers()))
+        state = bytes_of(tree_leaves(list(self.optimizer.state.values())))
+        return [
+            DeviceMemory(
+                weights[device],
+                self.gradients[device],
+                state[device],
+                self.held[device],
+                self.batch[device],
+                self.activations[device],
+                self.training[device],
+                self.validation[device],
+            )
+            for device in self.devices
+        ]
+
+
+class Rehearsed(Step):
+    """A step of a process that has all of a replica, on one device or several.
+
+    Args:
+        starts: the names at which stages begin; empty for a model that is not split.
+        devices: one for each stage.
+
+    Attributes:
         whole: whether a replica spans several devices and this counts them as one.
     """
 
@@ -108,158 +253,16 @@ class Rehearsed:
         precision: str,
         whole: bool = False,
     ) -> None:
-        # As in model_parallel.rehearsal: before there are devices that are not there, so that no thread is started.
-        torch.zeros((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
-        self.devices, self.whole = devices, whole
-        self.failure: str | None = None
-        self.unused: list[str] = []
-        self.batch, self.gradients, self.held, self.training, self.validation = (Bytes() for _ in range(5))
-        self.precision = DTYPES[precision]
-        self.mode = mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self.task = without_data(task, starts, devices, mode)
-        disconnect(self.task.model)
-        connect(self.task.model, starts, devices)
-        self.task.train()
+        self.whole = whole
+        mode = new_mode()
+        copied = without_data(task, starts, devices, mode)
+        disconnect(copied.model)
+        connect(copied.model, starts, devices)
         with mode, torch.enable_grad():
-            self.exchange = strategy.exchange(self.task, world)
-            self.optimizer = make_optimizer(self.task)
-            _as_on(self.optimizer, devices[0].type)
-            self.ledger = Ledger(ROUNDED[devices[0].type])
-            self.saved = Saved((*self.task.parameters(), *self.task.buffers()))
-            self.ledger.add((*self.task.parameters(), *self.task.buffers(), *self.exchange.held))
-            try:
-                with self.ledger:
-                    self._steps(batches)
-            except RequestError:
-                raise
-            except Exception as error:  # what fails for another reason fails in the run as well, and is told there
-                self.failure = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-                self._step_without_running()
+            exchange = strategy.exchange(copied, world)
+        super().__init__(copied, devices, mode, exchange, make_optimizer, precision)
+        self.run(batches)
 
-    def _steps(self, batches: Batches) -> None:
-        """Run an optimizer step and a validation step, as they are once the optimizer has its state."""
-        micros = min(batches.accumulate, 2)  # a third one would only repeat the second
-        for micro in range(micros):
-            batch = _fake(*batches.train, self.devices[0])
-            if micro == 0:
-                self.batch = bytes_of(tree_leaves(batch))
-                self.saved.known.update(storages(tree_leaves(batch)))
-            with self.saved if micro == 0 else nullcontext():
-                roots = [self._forward(batch)]
-            with torch.no_grad():
-                backward(roots, self._take(last=micro == micros - 1))
-        self._put()
-        trained = {name: each for name, each in self.task.named_parameters() if each.requires_grad}
-        self.unused = [name.removeprefix("model.") for name, each in trained.items() if each.grad is None]
-        gradients = [each.grad for each in trained.values() if each.grad is not None]
-        self.gradients = bytes_of(gradients)
-        self.held = bytes_of(self.exchange.held, besides=gradients)
-        if self.devices[0].type == "cuda":
-            del batch  # the loader keeps what it copied there from, which on the CPU is the batch itself
-        before, peak = self.ledger.there.copy(), self.ledger.peak.copy()
-        self.optimizer.step()
-        state = self.ledger.there - before  # which is there from the second step on
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        del gradients, trained
-        batch = _fake(*batches.train, self.devices[0])  # the next one, before the last one goes
-        self.training = peak + state | self.ledger.peak  # the larger one
-        del batch
-        if batches.val is not None:
-            self.ledger.peak = self.ledger.there.copy()
-            self.task.eval()
-            with torch.no_grad(), _autocast(self.devices[0].type, self.precision):
-                self.task.validation_step(_fake(*batches.val, self.devices[0]))
-            self.validation = self.ledger.peak
-
-    def _step_without_running(self) -> None:
-        """Have the optimizer make its state."""
-        for parameter in self.task.parameters():
-            parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def _forward(self, batch: Any) -> Tensor:
-        with _autocast(self.devices[0].type, self.precision):
-            loss: Tensor = self.task(batch).loss
-        return loss
-
-    def _take(self, last: bool) -> Callable[[Parameter, Tensor], None]:
-        """Return what takes a gradient: where a strategy has a place of its own for it, it goes there."""
-
-        def take(parameter: Parameter, gradient: Tensor) -> None:
-            if parameter.grad is None:
-                parameter.grad = gradient
-            else:
-                parameter.grad.add_(gradient)
-            if last and self.exchange.at_once and parameter in self.exchange.places:
-                parameter.grad = self.exchange.places[parameter]
-
-        return take
-
-    def _put(self) -> None:
-        for parameter, place in self.exchange.places.items():
-            if parameter.grad is not None:
-                parameter.grad = place
-
-    @property
-    def largest(self) -> int:
-        """The peak of the fullest device."""
-        return max(each.peak for each in self.memory())
-
-    def memory(self) -> list[DeviceMemory]:
-        """Return what each device holds."""
-        weights = bytes_of((*self.task.parameters(), *self.task.buffers()))
-        state = bytes_of(tree_leaves(list(self.optimizer.state.values())))
-        return [
-            DeviceMemory(
-                weights[device],
-                self.gradients[device],
-                state[device],
-                self.held[device],
-                self.batch[device],
-                self.saved.bytes[device],
-                self.training[device],
-                self.validation[device],
-            )
-            for device in self.devices
-        ]
-
-
-def _fake(sample: Any, size: int, device: torch.device) -> Any:
-    """Return a batch of so many samples like the one in a batch of one."""
-
-    def fake(tensor: Tensor) -> Tensor:
-        shape = (size, *tensor.shape[1:]) if tensor.dim() else tensor.shape
-        return torch.empty(shape, dtype=tensor.dtype, device=device)
-
-    return tree_map_only(Tensor, fake, sample)
-
-
-@contextmanager
-def _autocast(device_type: str, dtype: torch.dtype | None) -> Iterator[None]:
-    """Do what ``torch.autocast`` does, which does nothing for CUDA where there is no driver."""
-    if dtype is None:
-        yield
-        return
-    torch.set_autocast_dtype(device_type, dtype)
-    torch.set_autocast_enabled(device_type, True)
-    torch.autocast_increment_nesting()
-    try:
-        yield
-    finally:
-        torch.autocast_decrement_nesting()
-        torch.clear_autocast_cache()
-        torch.set_autocast_enabled(device_type, False)
-
-
-def _as_on(optimizer: torch.optim.Optimizer, device_type: str) -> None:
-    """Choose what torch chooses on GPUs: one operation for all tensors, which takes more memory at a time.
-
-    One kernel takes no more memory than a tensor after the other does, and cannot run without data.
-    """
-    for group in optimizer.param_groups:
-        if group.get("fused"):
-            group.update(fused=False, foreach=False)
-        elif device_type == "cuda" and group.get("foreach", False) is None:
-            group["foreach"] = True
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint has of model and optimizer."""
+        return {"model": self.task.weights(), "optimizer": self.optimizer.state_dict()}

@@ -2,22 +2,21 @@
 
 import json
 import logging
-import os
 import sys
 from dataclasses import asdict, replace
 from typing import Any
 
 import torch
-from torch.serialization import skip_data
 
-from ddp_recipes.checkpoint import FORMAT
 from ddp_recipes.errors import RequestError
-from ddp_recipes.loop import gather_state
 from ddp_recipes.model_parallel.timeline import bubble, order, timeline
-from ddp_recipes.output import Output
+from ddp_recipes.output import Output, cells_of
 from ddp_recipes.planning import counts
+from ddp_recipes.planning.checkpoint import checkpoint_bytes
+from ddp_recipes.planning.exchange import exchange_of
 from ddp_recipes.planning.findings import findings
 from ddp_recipes.planning.memory import Batches, Rehearsed
+from ddp_recipes.planning.pipeline import RehearsedPipeline
 from ddp_recipes.planning.report import rows
 from ddp_recipes.progress import table
 from ddp_recipes.recipe import Recipe
@@ -66,19 +65,36 @@ def make_plan(recipe: Recipe) -> Plan:
     return {**planned, **fits, "findings": findings(recipe, rehearsed, {**planned, **fits})}
 
 
-def rehearse(recipe: Recipe) -> Rehearsed:
+def rehearse(recipe: Recipe) -> Rehearsed | RehearsedPipeline:
     """Run a step of the recipe on paper, on the devices of one replica.
 
-    A model that places itself knows no devices but those it was made for, and the CPU has one memory: then all is on
-    one device.
+    A model that places itself knows no devices but those it was made for, and the CPU has one memory for each process:
+    then all that a process has is on one device.
     """
     assert recipe.layout is not None
+    train, val = recipe.loaders["train"], recipe.loaders.get("val")
+    batches = Batches(
+        (train.sample(), train.plan.share(0, 0)),
+        None if val is None else (val.sample(), val.plan.share(0, 0)),
+        min(recipe.trainer.accumulate_grad_batches, len(train)),
+    )
     starts = [stage.first for stage in recipe.stages[1:]]
+    on_cpu = recipe.layout.device_type == "cpu"
+    if (pipeline := recipe.request.pipeline) is not None:
+        return RehearsedPipeline(
+            recipe.task,
+            starts,
+            torch.device("cpu") if on_cpu else torch.device("cuda", 0),
+            pipeline,
+            recipe.world,
+            recipe.optimizer_of,
+            batches,
+            recipe.trainer.precision,
+        )
     devices = [torch.device("cuda", number) for number in range(len(starts) + 1)]
-    whole = recipe.layout.device_type == "cpu" or (recipe.request.num_devices > 1 and not starts)
+    whole = on_cpu or (recipe.request.num_devices > 1 and not starts)
     if whole:
         starts, devices = [], [torch.device("cpu")]
-    train, val = recipe.loaders["train"], recipe.loaders.get("val")
     return Rehearsed(
         recipe.task,
         starts,
@@ -86,11 +102,7 @@ def rehearse(recipe: Recipe) -> Rehearsed:
         recipe.strategy,
         recipe.world,
         recipe.optimizer_of,
-        Batches(
-            (train.sample(), train.plan.share(0, 0)),
-            None if val is None else (val.sample(), val.plan.share(0, 0)),
-            min(recipe.trainer.accumulate_grad_batches, len(train)),
-        ),
+        batches,
         recipe.trainer.precision,
         whole=whole and recipe.request.num_devices > 1,
     )
@@ -107,16 +119,19 @@ def capacity_of(recipe: Recipe, layout: Layout) -> int | None:
 
 
 def layout_of(recipe: Recipe, layout: Layout, capacity: int | None) -> Plan:
-    """Return which rank is where."""
+    """Return which rank is where, and what it has."""
     world, k, cuda = layout.world, recipe.request.num_devices, layout.device_type == "cuda"
-    plan_, parts = recipe.loaders["train"].plan, len(recipe.loaders["train"].parts)
+    plan_, parts, pipeline = recipe.loaders["train"].plan, len(recipe.loaders["train"].parts), recipe.request.pipeline
     samples = {share: counts.samples_of(plan_, share) for share in range(plan_.parts)}
     ranks = []
     for rank in range(world.world_size):
         node, local = divmod(rank, world.local_world_size)
         devices = [f"cuda:{local * k + number}" for number in range(k)] if cuda else ["cpu"]
-        dealt = sum(samples[part] for part in range(rank * parts, (rank + 1) * parts))
+        reader, _ = recipe.strategy.reader(replace(world, rank=rank))
+        dealt = sum(samples[part] for part in range(reader * parts, (reader + 1) * parts))
         ranks.append({"rank": rank, "node": node, "devices": devices, "samples_an_epoch": dealt})
+        if pipeline is not None:
+            ranks[-1]["stages"] = list(range(rank % pipeline.processes, pipeline.stages, pipeline.processes))
     return {
         "cluster": {
             "nnodes": layout.nnodes,
@@ -127,16 +142,11 @@ def layout_of(recipe: Recipe, layout: Layout, capacity: int | None) -> Plan:
         "device": layout.device_type,
         "strategy": recipe.strategy.name,
         "world_size": world.world_size,
-        "replicas": world.world_size,
-        "devices_per_replica": k,
-        "devices_left_over": left_over(layout, k) if cuda else 0,
+        "replicas": recipe.strategy.reader(world)[1],
+        "devices_per_replica": k if pipeline is None else pipeline.processes,
+        "devices_left_over": layout.nnodes * layout.gpus - world.world_size * k if cuda else 0,
         "ranks": ranks,
     }
-
-
-def left_over(layout: Layout, k: int) -> int:
-    """Return how many GPUs of the cluster no rank has."""
-    return layout.nnodes * layout.gpus - layout.world.world_size * k
 
 
 def batches_of(recipe: Recipe) -> Plan:
@@ -159,26 +169,17 @@ def batches_of(recipe: Recipe) -> Plan:
     }
 
 
-def exchange_of(recipe: Recipe, rehearsed: Rehearsed) -> Plan:
-    """Return what ranks send each other in an optimizer step."""
-    exchange, gbps = rehearsed.exchange, recipe.request.cluster.interconnect_gbps
-    times = recipe.trainer.accumulate_grad_batches if exchange.every_batch else 1
-    bound = None
-    if gbps is not None:
-        bound = times * counts.link_seconds(exchange, recipe.world, gbps)
-    return {
-        "all_reduced_bytes": times * exchange.all_reduced,
-        "scattered_bytes": times * exchange.scattered,
-        "gathered_bytes": times * exchange.gathered,
-        "broadcast_bytes": times * exchange.broadcast,
-        "sent_bytes_a_rank": times * counts.sent(exchange, recipe.world),
-        "at_least_seconds": bound,
-    }
-
-
 def pipeline_of(recipe: Recipe) -> Plan | None:
     """Return how long the devices of a replica have nothing to do, where it has several."""
-    k, asked = recipe.request.num_devices, recipe.request.model.micro_batches
+    k, asked, pipeline = recipe.request.num_devices, recipe.request.model.micro_batches, recipe.request.pipeline
+    if pipeline is not None:
+        return {
+            "schedule": pipeline.schedule,
+            "stages": pipeline.stages,
+            "stages_per_process": pipeline.each,
+            "micro_batches": pipeline.micro_batches,
+            "bubble": bubble(cells_of(pipeline)),
+        }
     if k == 1:
         return None
     micro_batches = min(asked, recipe.loaders["train"].plan.share(0, 0))
@@ -190,72 +191,42 @@ def pipeline_of(recipe: Recipe) -> Plan | None:
     }
 
 
-def fit(recipe: Recipe, rehearsed: Rehearsed, capacity: int) -> Plan:
-    """Return whether it fits; where not, with how many devices a replica it does, if with any that a node has."""
+def fit(recipe: Recipe, rehearsed: Rehearsed | RehearsedPipeline, capacity: int) -> Plan:
+    """Return whether it fits; where not, with how many devices or stages a replica it does, if there are as many."""
+    smallest = "smallest_k" if recipe.request.pipeline is None else "smallest_stages"
     if rehearsed.failure:
-        return {"fits": None, "smallest_k": None}
-    mine = recipe.request.num_devices
-    fits = rehearsed.largest <= capacity * (mine if rehearsed.whole else 1)
-    return {"fits": fits, "smallest_k": None if fits else smallest_k(recipe, rehearsed, capacity)}
+        return {"fits": None, smallest: None}
+    fits = largest(rehearsed) <= capacity * (recipe.request.num_devices if rehearsed.whole else 1)
+    return {"fits": fits, smallest: None if fits else smallest_that_fits(recipe, rehearsed, capacity)}
 
 
-def smallest_k(recipe: Recipe, rehearsed: Rehearsed, capacity: int) -> int | None:
-    """Try other numbers of devices, from one on: the first that fits is the smallest."""
+def largest(rehearsed: Rehearsed | RehearsedPipeline) -> int:
+    """Return the peak of the fullest device."""
+    return max(each.peak for each in rehearsed.memory())
+
+
+def smallest_that_fits(recipe: Recipe, rehearsed: Rehearsed | RehearsedPipeline, capacity: int) -> int | None:
+    """Try other numbers of devices, from one on, or of stages: the first that fits is the smallest."""
     assert recipe.layout is not None
-    mine, config = recipe.request.num_devices, recipe.job.config
+    config, pipeline, gpus = recipe.job.config, recipe.request.pipeline, recipe.layout.gpus
+    section, key, mine, most = "model", "num_devices", recipe.request.num_devices, gpus
+    if pipeline is not None:
+        section, key, mine = "strategy", "stages", pipeline.stages
+        most = recipe.layout.nnodes * max(gpus, 1) * pipeline.each
     state = sum(each.state for each in rehearsed.memory())
-    for k in range(1, recipe.layout.gpus + 1):
-        if k == mine or state > k * capacity:  # not even in equal parts
+    for number in range(1, most + 1):
+        devices = number if pipeline is None else number // pipeline.each
+        if number == mine or state > devices * capacity:  # not even in equal parts
             continue
-        job = replace(recipe.job, config={**config, "model": {**config["model"], "num_devices": k, "split": None}})
+        changed = {**config, "model": {**config["model"], "split": None}}
+        changed[section] = {**changed[section], key: number}
         try:
-            other = rehearse(Recipe(job, World(), recipe.control))
+            other = rehearse(Recipe(replace(recipe.job, config=changed), World(), recipe.control))
         except RequestError:
-            continue  # it cannot be cut so, or so many do not go into a node
-        if other.failure is None and other.largest <= capacity:
-            return k
+            continue  # it cannot be cut so, or so many are not there
+        if other.failure is None and largest(other) <= capacity:
+            return number
     return None
-
-
-def checkpoint_bytes(recipe: Recipe, rehearsed: Rehearsed) -> int:
-    """Return the size of a checkpoint: it is written to where only the bytes are counted, with no data in it."""
-    run = recipe.make_run(recipe.make_stopper())
-    names, steps = [], recipe.total_steps
-    if steps is None or steps >= recipe.trainer.log_every_n_steps:
-        names = [f"train/{name}" for name in ("loss", "lr", "samples_per_second", "epoch", "grad_norm")]
-    if run.val is not None:
-        names += [f"val/{name}" for name in ("loss", *recipe.task.metrics)]
-    state = gather_state(run) | {
-        "model": rehearsed.task.weights(),
-        "optimizer": rehearsed.optimizer.state_dict(),
-        "metrics": dict.fromkeys(names, 0.0),
-        "world_size": recipe.world.world_size,
-        "checkpointer": {"values": {"1": 0.0}},
-    }
-    sink = _Counted()
-    with rehearsed.mode, skip_data(materialize_fake_tensors=True):
-        torch.save({"format": FORMAT, **state, "digest": "0" * 64}, sink)  # type: ignore[arg-type]
-    return sink.size
-
-
-class _Counted:
-    """A file that keeps nothing but its size."""
-
-    def __init__(self) -> None:
-        self.size = 0
-
-    def write(self, data: Any) -> int:
-        written = memoryview(data).nbytes
-        self.size += written
-        return written
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Skip what has no data."""
-        self.size = offset + (self.size if whence == os.SEEK_CUR else 0)
-        return self.size
-
-    def flush(self) -> None:
-        """Nothing is held back."""
 
 
 def as_text(planned: Plan) -> str:

@@ -19,8 +19,10 @@ def rows(planned: dict[str, Any]) -> list[tuple[str, str]]:
     if (more := planned["world_size"] - SHOWN) > 0:
         found.append(("…", f"and {more:,} more, in plan.json"))
     found += batches(planned)
+    staged = (planned["pipeline"] or {}).get("stages_per_process")
     for number, each in enumerate(planned["memory"] or ()):
-        name = "memory" if len(planned["memory"]) == 1 else f"memory of stage {number}"
+        whose = "stage" if staged is None else "process"
+        name = "memory" if len(planned["memory"]) == 1 else f"memory of {whose} {number}"
         found.append((name, memory_of(each) + (", all devices together" if planned["memory_of_replica"] else "")))
     found.append(("exchanged a step", exchanged(exchange)))
     if planned["pipeline"] is not None:
@@ -29,15 +31,17 @@ def rows(planned: dict[str, Any]) -> list[tuple[str, str]]:
             (
                 "bubble",
                 f"{pipeline['bubble']:.0%} of a step: {pipeline['stages']} stages, "
-                f"{pipeline['micro_batches']} micro-batch(es)",
+                f"{pipeline['micro_batches']} micro-batch(es)"
+                + ("" if staged is None else f", {pipeline['schedule']}"),
             )
         )
     return [*found, ("checkpoint", in_words(planned["checkpoint_bytes"]))]
 
 
 def placed(rank: dict[str, Any]) -> str:
-    """Say where a rank is."""
-    return f"node {rank['node']}, {' '.join(rank['devices'])}: {rank['samples_an_epoch']:,} samples an epoch"
+    """Say where a rank is, and what it has."""
+    stages = f"stage {' '.join(map(str, rank['stages']))}, " if "stages" in rank else ""
+    return f"node {rank['node']}, {' '.join(rank['devices'])}: {stages}{rank['samples_an_epoch']:,} samples an epoch"
 
 
 def batches(planned: dict[str, Any]) -> list[tuple[str, str]]:
@@ -68,7 +72,13 @@ def memory_of(device: dict[str, int]) -> str:
 
 def exchanged(exchange: dict[str, Any]) -> str:
     """Say what ranks send each other."""
-    kinds = {"all_reduced": "all-reduce", "scattered": "all-to-all", "gathered": "all-gather", "broadcast": "broadcast"}
+    kinds = {
+        "all_reduced": "all-reduce",
+        "scattered": "all-to-all",
+        "gathered": "all-gather",
+        "broadcast": "broadcast",
+        "passed": "passed on",
+    }
     sent = [f"{name} {in_words(exchange[f'{key}_bytes'])}" for key, name in kinds.items() if exchange[f"{key}_bytes"]]
     bound = exchange["at_least_seconds"]
     return (", ".join(sent) or "nothing") + ("" if bound is None else f"; at least {bound * 1e3:.3g} ms")

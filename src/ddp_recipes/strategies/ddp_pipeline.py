@@ -1,6 +1,6 @@
 """One process a stage, torch's pipeline schedules, and DDP across the replicas of a stage."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -157,12 +157,8 @@ class DDPPipeline(Group):
         for parameter in with_gradient:
             if parameter.grad is None:  # this replica had no sample
                 parameter.grad = torch.zeros_like(parameter)
-        for bucket in _buckets([parameter.grad for parameter in with_gradient if parameter.grad is not None]):
-            flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
-            dist.all_reduce(flat, group=group)
-            totals = torch.split(flat, [each.numel() for each in bucket])
-            for gradient, total in zip(bucket, totals, strict=True):
-                gradient.copy_(total.view_as(gradient))
+        gradients = [parameter.grad for parameter in with_gradient if parameter.grad is not None]
+        in_buckets(gradients, lambda flat: dist.all_reduce(flat, group=group))
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """Return the norm over all stages."""
@@ -197,6 +193,16 @@ class DDPPipeline(Group):
         for buffer in task.buffers():
             if not buffer.is_meta and self.mesh.get_group("dp").size() > 1:
                 dist.broadcast(buffer, group=self.mesh.get_group("dp"), group_src=0)
+
+
+def in_buckets(gradients: Sequence[Tensor], reduce: Callable[[Tensor], object]) -> None:
+    """Put in the place of gradients what ``reduce`` makes of them, in tensors of 25 MB or one gradient."""
+    for bucket in _buckets(gradients):
+        flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+        reduce(flat)
+        totals = torch.split(flat, [each.numel() for each in bucket])
+        for gradient, total in zip(bucket, totals, strict=True):
+            gradient.copy_(total.view_as(gradient))
 
 
 def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:

@@ -1,6 +1,6 @@
 """Steps of a task whose model is cut into stages, some of which are in this process."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -72,9 +72,9 @@ def keep_own(task: Task, layout: Layout, device: torch.device) -> None:
 
 @dataclass
 class _Prepared:
-    """What a form of batch needs: a schedule of torch's, and the tensors that cross each cut, flat and without data."""
+    """What a form of batch needs: a schedule to run, and the tensors that cross each cut, flat and without data."""
 
-    schedule: Any
+    schedule: Callable[[], None]
     crossing: dict[int, list[Tensor]]
 
 
@@ -85,7 +85,7 @@ class Pipeline:
 
     Args:
         task: is left with the stages of this process.
-        group: the processes of this replica.
+        group: the processes of this replica; ``None`` where no other one is asked.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Pipeline:
         layout: Layout,
         schedule: str,
         micro_batches: int,
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup | None,
         device: torch.device,
     ) -> None:
         self.task, self.layout, self.schedule, self.micro_batches = task, layout, schedule, micro_batches
@@ -151,10 +151,7 @@ class Pipeline:
         self._now = self._prepare()
         with self._apart():
             try:
-                # Micro-batches come to the stages by their numbers: torch hands on no more than these.
-                numbers = torch.arange(self.micro_batches)
-                first = (numbers,) if 0 in self.layout.mine else ()
-                self._now.schedule.step(*first, target=numbers if self.layout.has_last else None, return_outputs=False)
+                self._now.schedule()
             except RuntimeError:
                 if self._failure is not None:  # torch puts a message of its own in its place
                     raise self._failure from None
@@ -173,8 +170,23 @@ class Pipeline:
         with torch.random.fork_rng(devices=cuda), torch.autocast(kind, enabled=False):
             yield
 
-    def _forward(self, stage: int, *received: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """Run a stage on its next micro-batch, for torch's schedule."""
+    @contextmanager
+    def _within(self, stage: int, number: int) -> Iterator[None]:
+        """Seed and cast a forward pass."""
+        seed_step(key(self._seed, stage, number), [self.device])  # no stage draws what another one does
+        on, dtype = self._autocast
+        with torch.autocast(self.device.type, dtype, enabled=on, cache_enabled=False):
+            yield
+
+    def forward(self, stage: int, *received: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """Run a stage on its next micro-batch, for the schedule.
+
+        Args:
+            received: what crosses the cut before it, flat.
+
+        Returns:
+            What crosses the next cut, flat; of the last stage its loss, weighted.
+        """
         number = self._numbers[stage]
         self._numbers[stage] += 1
         try:
@@ -194,14 +206,12 @@ class Pipeline:
             tensor = received[at][: wanted.numel()].view(wanted.shape)
             return tensor.clone() if tensor.requires_grad else tensor  # a block may work in place
 
-        seed_step(key(self._seed, stage, number), [self.device])  # no stage draws what another one does
-        on, dtype = self._autocast
-        with torch.autocast(self.device.type, dtype, enabled=on, cache_enabled=False):
+        with self._within(stage, number):
             call = partial(self.steps[stage][self._step], self._parts[number])
             output = self.cuts[stage].run(call, stage, receive, (self._form, size))
         if isinstance(output, Handover):
             return tuple(_flat(tensor, flat) for tensor, flat in zip(output.tensors, handed, strict=True))
-        if not self._training:
+        if not self.training:
             self._outputs.append(output)
             return torch.zeros((), device=self.device)
         self._outputs.append(output._replace(loss=output.loss.detach()))
@@ -209,7 +219,8 @@ class Pipeline:
         return loss
 
     @property
-    def _training(self) -> bool:
+    def training(self) -> bool:
+        """Whether the step that runs has a backward pass."""
         return self._step == "training_step"
 
     def _prepare(self) -> _Prepared:
@@ -221,11 +232,19 @@ class Pipeline:
         return self._prepared[self._form]
 
     def _make(self) -> _Prepared:
-        from torch.distributed import pipelining
-
         layout, own = self.layout, self.layout.mine
         crossing = {cut: self._crossing(cut) for stage in own for cut in (stage, stage + 1) if 0 < cut < layout.stages}
-        nothing = [torch.empty((), device=META)]
+        return _Prepared(self._schedule(crossing), crossing)
+
+    def _schedule(self, crossing: Mapping[int, Sequence[Tensor]]) -> Callable[[], None]:
+        """Return what runs :meth:`forward`, and backward, for all micro-batches and stages: torch's schedule.
+
+        Args:
+            crossing: tensors like those that cross each cut.
+        """
+        from torch.distributed import pipelining
+
+        layout, nothing = self.layout, [torch.empty((), device=META)]
         stages = [
             pipelining.PipelineStage(
                 _StageModule(self, stage),
@@ -236,24 +255,31 @@ class Pipeline:
                 output_args=tuple(crossing.get(stage + 1, nothing)),
                 group=self.group,
             )
-            for stage in own
+            for stage in layout.mine
         ]
         # The stages' losses are weighted already, and the last stage's output is its loss.
-        return _Prepared(
-            getattr(pipelining, SCHEDULES[self.schedule])(
-                stages if self.schedule.startswith("interleaved") else stages[0],
-                self.micro_batches,
-                loss_fn=(lambda loss, _: loss) if self._training else None,
-                scale_grads=False,
-            ),
-            crossing,
+        schedule = getattr(pipelining, SCHEDULES[self.schedule])(
+            stages if self.schedule.startswith("interleaved") else stages[0],
+            self.micro_batches,
+            loss_fn=(lambda loss, _: loss) if self.training else None,
+            scale_grads=False,
         )
+
+        def run() -> None:
+            # Micro-batches come to the stages by their numbers: torch hands on no more than these.
+            numbers = torch.arange(self.micro_batches)
+            first = (numbers,) if 0 in layout.mine else ()
+            schedule.step(*first, target=numbers if layout.has_last else None, return_outputs=False)
+            for stage in stages:
+                stage.clear_runtime_states()  # without a backward pass they keep what they have received
+
+        return run
 
     def _crossing(self, cut: int) -> list[Tensor]:
         """Return what crosses a cut for the largest micro-batch, flat and without data."""
         self.shapes.train(self.task.training)
         step = partial(getattr(self.shapes, self._step), self._parts[0])
-        with torch.set_grad_enabled(self._training):
+        with torch.set_grad_enabled(self.training):
             handover = self.shapes_cut.run(step, cut, None)
         return [
             torch.empty(tensor.numel(), dtype=tensor.dtype, device=META, requires_grad=tensor.requires_grad)
@@ -274,7 +300,7 @@ class _StageModule(nn.Module):
 
     def __init__(self, pipeline: Pipeline, stage: int) -> None:
         super().__init__()
-        self.call = partial(pipeline._forward, stage)
+        self.call = partial(pipeline.forward, stage)
 
     def forward(self, *received: Tensor) -> Tensor | tuple[Tensor, ...]:
         return self.call(*received)
