@@ -91,11 +91,18 @@ class Loader:
             group: so many batches belong together: all of them come for one part, then all of them for the next.
         """
         plan, fetch, pin = self.plan, self.fetch, self.fetch is not None and self.pin_memory
+        elsewhere, last = self.device.type != "cpu", plan.num_batches - 1
+        usual, final = (
+            (plan.total(number), {part: plan.share(number, part) for part in self.parts}) for number in (0, last)
+        )
         self._sampler.position = epoch, start, group
         loaded = iter(self._one_by_one or ())
         for number, part in self._sampler.turns():
             data = next(loaded) if fetch is None else fetch(self._sampler.indices(epoch, number, part))
-            yield Batch(to_device(data, self.device, pin), plan.share(number, part), plan.total(number), number, part)
+            if elsewhere:
+                data = to_device(data, self.device, pin)
+            total, shares = final if number == last else usual
+            yield Batch(data, shares[part], total, number, part)
 
     def limited(self, max_batches: int) -> "Loader":
         """Return the same loader cut off after so many batches an epoch; for whole-batch data sets and first looks."""

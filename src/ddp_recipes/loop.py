@@ -110,7 +110,7 @@ def fit(run: Run) -> str:
             norm = clip(run, measured=logged)
             lr = run.optimizer.param_groups[0]["lr"]
             run.precision.step(run.optimizer)
-            run.optimizer.zero_grad()
+            zero_grad(run.optimizer)
             run.cursor = advance(run, samples)
             run.watch.saw(run.cursor.step, losses)
             run.step_seconds.append(took := clock.lap())
@@ -142,13 +142,13 @@ def forward_backward(run: Run, batches: Iterator[Batch]) -> tuple[list[Losses], 
         The losses of each of this rank's parts; the number of samples of all ranks.
     """
     at, plan, strategy = run.cursor, run.train.plan, run.strategy
-    numbers = range(at.batch, min(at.batch + run.trainer.accumulate_grad_batches, len(run.train)))
-    samples = sum(plan.total(number) for number in numbers)
+    numbers = range(at.batch, min(at.batch + run.trainer.accumulate_grad_batches, plan.num_batches))
+    samples = plan.samples(numbers)
     losses: list[Losses] = []
     for part in run.train.parts:
         seed_step(key(run.seed, at.step, part), run.devices)
-        losses.append([])
-        with strategy.part(sum(plan.share(number, part) for number in numbers) / samples):
+        mine: Losses = []
+        with strategy.part(plan.samples(numbers, part) / samples):
             for number in numbers:
                 batch = next(batches)
                 if batch.share == 0 and not strategy.takes_empty:
@@ -159,7 +159,8 @@ def forward_backward(run: Run, batches: Iterator[Batch]) -> tuple[list[Losses], 
                         loss = run.module(batch.data).loss
                     if strategy.stages == 1:  # else the pipeline's schedule has run backward already
                         run.precision.backward(loss if share == 1 else loss * share)
-                losses[-1].append((loss.detach(), batch.share))
+                mine.append((loss.detach(), batch.share))
+        losses.append(mine)
     strategy.reduce()
     return losses, samples
 
@@ -181,16 +182,25 @@ def clip(run: Run, measured: bool) -> Tensor | None:
     return norm
 
 
+def zero_grad(optimizer: torch.optim.Optimizer) -> None:
+    """Let gradients go. torch's own way asks the compiler and the profiler first, which takes longer than the rest."""
+    if type(optimizer).zero_grad is not torch.optim.Optimizer.zero_grad:
+        optimizer.zero_grad()
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None
+
+
 def advance(run: Run, samples: int) -> Cursor:
     """Return the cursor after a step, in the next epoch if this one is over; tick the scheduler."""
-    at = run.cursor
-    batch = min(at.batch + run.trainer.accumulate_grad_batches, len(run.train))
+    at, batches = run.cursor, len(run.train)
+    batch = min(at.batch + run.trainer.accumulate_grad_batches, batches)
     run.schedule.tick("step")
-    after = Cursor(at.epoch, batch, at.step + 1, at.samples_seen + samples)
-    if batch == len(run.train):
-        run.schedule.tick("epoch")
-        return after._replace(epoch=at.epoch + 1, batch=0)
-    return after
+    if batch < batches:
+        return Cursor(at.epoch, batch, at.step + 1, at.samples_seen + samples)
+    run.schedule.tick("epoch")
+    return Cursor(at.epoch + 1, 0, at.step + 1, at.samples_seen + samples)
 
 
 def write_log(run: Run, losses: Sequence[Losses], samples: int, norm: Tensor | None, lr: float, clock: "Clock") -> None:

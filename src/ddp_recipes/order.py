@@ -1,7 +1,9 @@
 """Data order that is computed, not stored: which samples are in each part of each batch."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -11,7 +13,8 @@ from ddp_recipes.random import key
 
 Indices = NDArray[np.uint64]
 
-_BLOCK = 1 << 16  # positions permuted at once: the cost a batch is then a slice
+_BLOCK = 1 << 16  # positions permuted at once, or those of one batch, if that is larger
+_BATCHES = 1 << 12  # of them at most: each is a tensor
 _HALF_ROUNDS = 8
 
 
@@ -73,9 +76,11 @@ class BatchPlan:
     drop_last: bool = False
     shard: str = "contiguous"
     max_batches: int | None = None
-    _blocks: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _blocks: dict[tuple[int, int], Sequence[torch.Tensor]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
-    @property
+    @cached_property
     def num_batches(self) -> int:
         """Global batches an epoch."""
         full, rest = divmod(self.num_samples, self.global_batch_size)
@@ -95,31 +100,36 @@ class BatchPlan:
         each, more = divmod(self.total(batch), self.parts)
         return each + (part < more)
 
+    def samples(self, batches: range, part: int | None = None) -> int:
+        """Return the number of samples in these global batches, or in a part of each."""
+        count = 0
+        for batch in batches:
+            count += self.total(batch) if part is None else self.share(batch, part)
+        return count
+
     def indices(self, epoch: int, batch: int, part: int = 0) -> torch.Tensor:
         """Return the samples in a part of a global batch, int64 [share(batch, part)]."""
-        first, total = batch * self.global_batch_size, self.total(batch)
+        block, at = divmod(batch, self._batches_a_block)
+        samples = self._block(epoch, block)[at]
+        if self.parts == 1:
+            return samples
         if self.shard == "strided":
-            return self._samples(epoch, first + part, max(first + part, first + total), self.parts)
-        each, more = divmod(total, self.parts)
-        start = first + part * each + min(part, more)
-        return self._samples(epoch, start, start + each + (part < more))
+            return samples[part :: self.parts]
+        each, more = divmod(len(samples), self.parts)
+        start = part * each + min(part, more)
+        return samples[start : start + each + (part < more)]
 
-    def _samples(self, epoch: int, start: int, stop: int, step: int = 1) -> torch.Tensor:
-        if not self.shuffle or start == stop:
-            return torch.arange(start, stop, step)
-        first, last = start // _BLOCK, (stop - 1) // _BLOCK
-        blocks = [self._block(epoch, number) for number in range(first, last + 1)]
-        samples = blocks[0] if len(blocks) == 1 else torch.cat(blocks)
-        offset = first * _BLOCK
-        return samples[start - offset : stop - offset : step]
+    @cached_property
+    def _batches_a_block(self) -> int:
+        return max(1, min(_BLOCK // self.global_batch_size, _BATCHES))
 
-    def _block(self, epoch: int, number: int) -> torch.Tensor:
-        """Return the samples at one block of positions; the last two asked for are kept."""
+    def _block(self, epoch: int, number: int) -> Sequence[torch.Tensor]:
+        """Return the samples of so many global batches in a row; the last two blocks asked for are kept."""
         if (epoch, number) not in self._blocks:
             if len(self._blocks) > 1:
                 self._blocks.clear()
-            stop = min((number + 1) * _BLOCK, self.num_samples)
-            positions = np.arange(number * _BLOCK, stop, dtype=np.uint64)
-            samples = permute(positions, self.num_samples, key(self.seed, epoch))
-            self._blocks[epoch, number] = torch.from_numpy(samples.view(np.int64))
+            size = self._batches_a_block * self.global_batch_size
+            positions = np.arange(number * size, min((number + 1) * size, self.num_samples), dtype=np.uint64)
+            samples = permute(positions, self.num_samples, key(self.seed, epoch)) if self.shuffle else positions
+            self._blocks[epoch, number] = torch.split(torch.from_numpy(samples.view(np.int64)), self.global_batch_size)
         return self._blocks[epoch, number]

@@ -43,30 +43,28 @@ class Task(nn.Module):
 
     def training_step(self, batch: Any) -> StepOutput:
         """Return the mean loss of a batch; metrics are left to validation."""
-        outputs, targets = self._outputs(batch)
-        return StepOutput(self.loss(outputs, targets), {}, len(targets))
+        inputs, targets = batch
+        outputs = self.model(inputs)
+        targets = targets.to(outputs.device)  # a model over several devices ends on its last
+        return StepOutput(self.loss(outputs, targets), {}, targets.shape[0])
 
     def validation_step(self, batch: Any) -> StepOutput:
         """Return loss and metrics of a batch. Called without gradients, on the bare module."""
-        outputs, targets = self._outputs(batch)
+        inputs, targets = batch
+        outputs = self.model(inputs)
+        targets = targets.to(outputs.device)
         values = {}
         for name, metric in self.metrics.items():
             if is_stateful(metric):
                 metric.to(outputs.device).update(outputs, targets)  # type: ignore[attr-defined]
             else:
                 values[name] = metric(outputs, targets)
-        return StepOutput(self.loss(outputs, targets), values, len(targets))
+        return StepOutput(self.loss(outputs, targets), values, targets.shape[0])
 
     def predict_step(self, batch: Any) -> Any:
         """Return the model's outputs; targets, where a batch has them, are ignored."""
         inputs = batch[0] if isinstance(batch, (tuple, list)) else batch
         return self.model(inputs)
-
-    def _outputs(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """Return outputs and targets on one device: a model over several devices ends on its last."""
-        inputs, targets = batch
-        outputs = self.model(inputs)
-        return outputs, targets.to(outputs.device)
 
     def configure_optimizers(self) -> tuple[torch.optim.Optimizer, Any, str] | None:
         """Return optimizer, scheduler (or ``None``) and its interval; ``None`` to leave both to the config."""
