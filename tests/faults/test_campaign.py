@@ -14,7 +14,6 @@ SHORT = ["--runs=10", "--seed=1697", "--mode=both", "--most=2", "--sizes=1,2", "
 
 @pytest.mark.slow
 @pytest.mark.spawn
-@pytest.mark.alone
 def test_runs_that_are_disturbed_at_random_all_finish_as_if_they_had_not_been(tmp_path: Path) -> None:
     record = tmp_path / "faults.json"
     ended = subprocess.run(
