@@ -17,7 +17,7 @@ from ddp_recipes.errors import Preempted, RecipeError, RequestError, RunFailed
 from ddp_recipes.job import Job
 from ddp_recipes.launchers import local, slurm
 from ddp_recipes.launchers.fork_server import ForkServer
-from ddp_recipes.process import die_with_parent, loading
+from ddp_recipes.process import die_with_parent, leave, loading
 from ddp_recipes.request import Request, resolve, visible_gpus
 from ddp_recipes.run_directory import Summary, first_missing, leave_summary, refuse_used, remove_empty
 from ddp_recipes.world import World
@@ -79,7 +79,7 @@ def command_line(argv: Sequence[str], config_path: str, config_name: str) -> Sum
         with loading():
             from ddp_recipes.launchers.env import Channel
 
-        sys.exit(Channel(world).follow())
+        leave(Channel(world).follow())
     leader = Leader(world)
     status = 1
     try:

@@ -284,7 +284,8 @@ def test_a_pipeline_does_and_holds_what_its_plan_says(
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_a_step_of_a_pipeline_takes_what_a_real_one_takes(overrides: list[str], world_size: int, plan: Plan) -> None:
-    """Each process, at most at a time, counted in the same way; indices of samples are small."""
+    """Each process, at most at a time, counted in the same way; a plan leaves out the indices of samples."""
+    indices = 8 * (128 + 64)
     size = ["data.num_samples=128", "data.batch_size=32", "data.val_samples=64", "data.val_batch_size=16"]
     model = ["model=mlp", "model.hidden_features=[256,256,256]", "data.in_features=64"]
     overrides = [*model, *overrides, *PIPELINE, *size, f"launcher.nproc_per_node={world_size}"]
@@ -308,7 +309,7 @@ def test_a_step_of_a_pipeline_takes_what_a_real_one_takes(overrides: list[str], 
 
     for number, taken in enumerate(on_ranks(real, world_size)):
         memory = planned[number % len(planned)]
-        assert {name: memory[name] for name in taken} == pytest.approx(taken, rel=0.005, abs=1500)
+        assert {name: memory[name] for name in taken} == pytest.approx(taken, rel=0.005, abs=indices + 1000)
 
 
 def test_a_process_keeps_as_many_micro_batches_as_its_schedule_has_under_way(plan: Plan) -> None:

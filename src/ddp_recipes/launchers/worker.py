@@ -1,6 +1,5 @@
 """One local rank: ``python -m ddp_recipes.launchers.worker <lifeline> <reports> <stacks> [<socket, rank 0>]``."""
 
-import atexit
 import json
 import os
 import signal
@@ -15,7 +14,7 @@ from typing import IO, Any, NoReturn
 from ddp_recipes.errors import Preempted, RecipeError, RequestError, RunFailed
 from ddp_recipes.job import ASKS_TO_STOP, Job
 from ddp_recipes.launchers.stacks import write_when_asked
-from ddp_recipes.process import die_with_parent, loading, set_name
+from ddp_recipes.process import die_with_parent, leave, loading, set_name
 from ddp_recipes.world import World
 
 
@@ -42,8 +41,7 @@ def work(lifeline: int, reports: int, stacks: int, listener: int | None = None) 
         sys.stdout.flush()
         sys.stderr.flush()
         print(json.dumps(report), file=file)
-    atexit._run_exitfuncs()
-    os._exit(report["exit_status"])  # taking torch apart would take another second
+    leave(report["exit_status"])
 
 
 def run(job: Job, world: World, listener: int | None, at: Callable[[str], None] = lambda place: None) -> dict[str, Any]:
