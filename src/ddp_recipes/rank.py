@@ -65,6 +65,8 @@ def run(job: Job, world: World, store: Store | None) -> Summary:
         with suppress(RecipeError):  # of a save that was under way when something else failed
             output.wait_for_save()
         recipe.strategy.teardown()
+        for loader in recipe.loaders.values():
+            loader.close()
         output.close()  # last: a signal from here on may end this process before it has said why
 
 

@@ -8,7 +8,9 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from ddp_recipes.models import Toy
 
@@ -25,6 +27,20 @@ class Slow(Toy):
     def forward(self, x: Tensor) -> Tensor:
         time.sleep(self.sleep_s)
         return super().forward(x)
+
+
+class OneByOne(Dataset[tuple[Tensor, Tensor]]):
+    """Random samples for data workers."""
+
+    def __init__(self) -> None:
+        self.inputs, self.targets = torch.randn(64, 10), torch.randn(64, 5)
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        time.sleep(0.005)
+        return self.inputs[index], self.targets[index]
 
 
 class Stuck(Toy):

@@ -18,6 +18,10 @@ from typing import Any
 
 TRAIN = str(Path(__file__).parents[2] / "train.py")
 TORCHRUN = [str(Path(sysconfig.get_path("scripts")) / "torchrun"), "--nproc-per-node=2", "--standalone"]
+ONE_BY_ONE = [
+    *(f"~data.train.{name}" for name in ("num_samples", "in_features", "out_features", "seed", "split")),
+    "data.train._target_=own_models.OneByOne",
+]
 GONE_S = 10.0  # what the contract gives a run to be gone, however it ended
 START_S = 90.0  # for a run to import, start and do something, on a busy machine
 _MARK = "DDP_RECIPES_TEST_RUN"

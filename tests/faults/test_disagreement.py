@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from .processes import GONE_S, START_S, kill, ran, started, summary, until, until_saved
+from .processes import GONE_S, ONE_BY_ONE, START_S, kill, ran, started, summary, until, until_saved
 
 pytestmark = [pytest.mark.slow, pytest.mark.spawn]
 
@@ -26,25 +26,6 @@ class Unequal(Toy):
     def __init__(self, **sizes):
         super().__init__(**sizes)
         torch.nn.init.constant_(self.net1.bias, float(os.environ["RANK"]))
-"""
-
-ONE_BY_ONE = """
-import os
-import time
-
-import torch
-
-
-class OneByOne(torch.utils.data.Dataset):
-    def __init__(self):
-        self.inputs, self.targets = torch.randn(64, 10), torch.randn(64, 5)
-
-    def __len__(self):
-        return 64
-
-    def __getitem__(self, index):
-        time.sleep(0.005)
-        return self.inputs[index], self.targets[index]
 """
 
 
@@ -83,12 +64,10 @@ def test_a_taken_port_is_told_and_nothing_hangs(folder: Path) -> None:
 
 
 def test_a_data_worker_that_is_killed_ends_the_run_and_is_named(folder: Path) -> None:
-    (folder / "one_by_one.py").write_text(ONE_BY_ONE)
-    data = ["~data.train.num_samples", "~data.train.in_features", "~data.train.out_features", "~data.train.seed"]
-    data += ["~data.train.split", "data.train._target_=one_by_one.OneByOne", "data.num_workers=1"]
     overrides = [
         *SMALL,
-        *data,
+        *ONE_BY_ONE,
+        "data.num_workers=1",
         "model=toy",
         "trainer.max_epochs=100000",
         "hydra.run.dir=run",

@@ -6,7 +6,7 @@ from signal import SIGKILL, SIGSTOP
 
 import pytest
 
-from .processes import GONE_S, START_S, TORCHRUN, kill, ran, started, summary, until, until_saved
+from .processes import GONE_S, ONE_BY_ONE, START_S, TORCHRUN, kill, ran, started, summary, until, until_saved
 
 pytestmark = [pytest.mark.spawn, pytest.mark.slow]
 
@@ -203,6 +203,15 @@ def test_under_torchrun_the_failing_rank_gives_its_traceback_and_the_other_one_n
     assert "frame #" not in ours, "C++ stack frames"
     said = summary(folder / "run")
     assert (said["status"], said["error"]) == ("failed", f"rank {rank}: ValueError: the cat sat on the keyboard")
+
+
+def test_under_torchrun_data_workers_delay_no_end(folder: Path) -> None:
+    overrides = [*SMALL[2:], "data=random", *ONE_BY_ONE, "data.num_workers=3", "model._target_=own_models.Faulty"]
+    with started(folder, *overrides, "+model.what=raise", "+model.rank=1", command=TORCHRUN) as run:
+        until((folder / "run" / "ranks" / "rank_1.txt").exists, START_S, "no trace")
+        ended = run.end(GONE_S)
+    assert ended.status == 1
+    assert "Rank 1 failed:\nTraceback" in ended.err
 
 
 def test_a_job_that_fails_in_a_sweep_fails_alone(folder: Path) -> None:
