@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from ddp_recipes.callbacks import Callback
 from ddp_recipes.models import Toy
 
 RANK = int(os.environ.get("RANK", "0"))
@@ -50,6 +51,14 @@ class Stuck(Toy):
         Path(f"begun_{RANK}").touch()
         time.sleep(60)
         return super().forward(x)
+
+
+class Deserter(Callback):
+    """Has rank 0 leave once training is over, when nobody waits for it in a collective."""
+
+    def on_end(self) -> None:
+        if RANK == 0:
+            os._exit(0)
 
 
 class Faulty(Toy):

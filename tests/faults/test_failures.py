@@ -205,6 +205,14 @@ def test_under_torchrun_the_failing_rank_gives_its_traceback_and_the_other_one_n
     assert (said["status"], said["error"]) == ("failed", f"rank {rank}: ValueError: the cat sat on the keyboard")
 
 
+def test_under_torchrun_others_do_not_wait_for_a_rank_0_that_has_left(folder: Path) -> None:
+    leave = "+callbacks.leave._target_=own_models.Deserter"
+    with started(folder, *SMALL, leave, command=TORCHRUN) as run:
+        ended = run.end()
+    assert ended.status == 1
+    assert "Rank 0 of 2 ended without a word." in ended.err
+
+
 def test_under_torchrun_data_workers_delay_no_end(folder: Path) -> None:
     overrides = [*SMALL[2:], "data=random", *ONE_BY_ONE, "data.num_workers=3", "model._target_=own_models.Faulty"]
     with started(folder, *overrides, "+model.what=raise", "+model.rank=1", command=TORCHRUN) as run:

@@ -193,16 +193,21 @@ class Channel:
         return number
 
     def _receive(self, patience_s: float | None) -> str | None:
-        """Return the next message, or ``None`` if it does not come within a given patience."""
+        """Return the next message, or ``None`` if there will be none, or not within a given patience."""
         deadline = None if patience_s is None else time.monotonic() + patience_s
         name = f"message/{self._next}"
+        ended = False  # rank 0; what it had posted is there
         while deadline is None or time.monotonic() < deadline:
             try:
-                self.store.wait([name], timedelta(seconds=60 if deadline is None else 1))
+                self.store.wait([name], timedelta(seconds=1))
             except RuntimeError as error:
-                if timed_out(error):
-                    continue
-                return None  # the store is gone, and rank 0 with it
+                if not timed_out(error):
+                    return None  # the store is gone, and rank 0 with it
+                if ended:
+                    print(ended_without_word([0], self.world.world_size), file=sys.stderr, flush=True)
+                    return None
+                ended = 0 in self._peers.gone()  # the store may be torchrun's, and know nothing of it
+                continue
             self._next += 1
             return self.store.get(name).decode()
         return None
