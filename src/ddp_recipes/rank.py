@@ -2,6 +2,7 @@
 
 import logging
 import re
+import signal
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,7 +18,7 @@ from ddp_recipes.checkpoint import write_aside
 from ddp_recipes.control import Control, timed_out
 from ddp_recipes.digest import digest
 from ddp_recipes.errors import Preempted, RecipeError, RequestError, RunFailed
-from ddp_recipes.job import Job
+from ddp_recipes.job import ASKS_TO_STOP, Job
 from ddp_recipes.output import Output
 from ddp_recipes.precision import make_precision
 from ddp_recipes.recipe import Recipe
@@ -29,11 +30,12 @@ from ddp_recipes.world import World
 log = logging.getLogger(__name__)
 
 
-def run(job: Job, world: World, store: Store | None) -> Summary:
+def run(job: Job, world: World, store: Store | None, *, leaves: bool = False) -> Summary:
     """Run a job as one of its ranks.
 
     Args:
         store: where the ranks of this very run meet; ``None`` with one process.
+        leaves: whether this process ends with the run: from then on it takes no signal that asks it to.
 
     Returns:
         The summary; rank 0's is also in ``summary.json``.
@@ -67,6 +69,9 @@ def run(job: Job, world: World, store: Store | None) -> Summary:
         recipe.strategy.teardown()
         for loader in recipe.loaders.values():
             loader.close()
+        if leaves:
+            for number in ASKS_TO_STOP:
+                signal.signal(number, signal.SIG_IGN)
         output.close()  # last: a signal from here on may end this process before it has said why
 
 

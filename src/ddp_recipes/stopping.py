@@ -79,4 +79,5 @@ class Stopper:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for number, handler in self._former.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+            if signal.getsignal(number) == self._handle:  # else somebody wants another one from here on
+                signal.signal(number, handler)  # type: ignore[arg-type]

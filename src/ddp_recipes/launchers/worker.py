@@ -68,7 +68,7 @@ def run(job: Job, world: World, listener: int | None, at: Callable[[str], None] 
             master_listen_fd=listener,
         )
         at("inside")
-        return {"kind": "summary", "summary": rank.run(job, world, store), "exit_status": 0}
+        return {"kind": "summary", "summary": rank.run(job, world, store, leaves=True), "exit_status": 0}
     except RequestError as error:
         return {"kind": "refused", "message": str(error), "exit_status": error.exit_status}
     except Preempted as error:
