@@ -39,16 +39,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Modes take turns, so that a campaign that is cut off has something to say on each.
     scripts = [draw(options.seed, mode, number, **drawn) for number in numbers for mode in modes]
     folder = Path(tempfile.mkdtemp(prefix="faults_"))
-    known = [] if options.out is None else report.read(options.out)
-    runs = [
-        run for run in known if run["script"] in map(report.as_json, scripts)
-    ]  # a campaign that was cut off goes on
+    wanted = [report.as_json(script) for script in scripts]
+    runs = [run for run in report.read(options.out) if run["script"] in wanted]  # one that was cut off goes on
     done = [run["script"] for run in runs]
     entries: list[Entry] = []
     pool = ThreadPoolExecutor(options.jobs)
     try:
         campaign = Campaign(folder, options.strategy, 1 if options.strategy == "ddp_exact" else options.sizes[0])
-        left = [script for script in scripts if report.as_json(script) not in done]
+        left = [script for script, record in zip(scripts, wanted, strict=True) if record not in done]
         for future in [pool.submit(campaign.play, script) for script in left]:
             entries.append(future.result())
             runs.append(entries[-1].record())

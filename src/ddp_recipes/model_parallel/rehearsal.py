@@ -148,22 +148,15 @@ class Rehearsal:
         Args:
             between: the stages that a mixture of devices is put down to, if these are not the stages.
         """
-        # Autograd starts a thread for each device with its first backward pass, and then the process cannot be forked.
-        # So that comes before the devices that are not there: for them it would start one as well.
-        torch.zeros((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        mode = new_mode()
         observer = _Observer(Costs.of_weights(self.task.model), between)
-
-        def fake(tensor: Tensor) -> Tensor:
-            shape = (self.size, *tensor.shape[1:]) if tensor.dim() else tensor.shape
-            return torch.empty(shape, dtype=tensor.dtype, device=first)
 
         try:
             stand_in = without_data(self.task, starts, devices, mode)
             step = prepare(stand_in)
             observer.watch(stand_in)
             with mode, torch.enable_grad(), saved_tensors_hooks(observer.save, lambda saved: saved):
-                batch = tree_map_only(Tensor, fake, self.sample)
+                batch = fake_batch(self.sample, self.size, first)
                 with observer:
                     step(batch)
         except (Conflict, RequestError):
@@ -245,6 +238,24 @@ class _Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             moved = sum(tensor.nbytes for tensor in (*inputs, *outputs))
             self.costs.time[self.module] += max(operations // INTENSITY, moved)
         return output
+
+
+def new_mode() -> FakeTensorMode:
+    """Return what makes tensors without data."""
+    # Autograd starts a thread for each device with its first backward pass, and then the process cannot be forked.
+    # So that comes before the devices that are not there: for them it would start one as well.
+    torch.zeros((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def fake_batch(sample: Any, size: int, device: torch.device) -> Any:
+    """Return a batch of so many samples like the one in a batch of one."""
+
+    def fake(tensor: Tensor) -> Tensor:
+        shape = (size, *tensor.shape[1:]) if tensor.dim() else tensor.shape
+        return torch.empty(shape, dtype=tensor.dtype, device=device)
+
+    return tree_map_only(Tensor, fake, sample)
 
 
 def without_data(

@@ -19,10 +19,10 @@ from torch.utils._pytree import tree_leaves
 
 from ddp_recipes.errors import RequestError
 from ddp_recipes.model_parallel.placement import connect, disconnect
-from ddp_recipes.model_parallel.rehearsal import without_data
+from ddp_recipes.model_parallel.rehearsal import fake_batch, new_mode, without_data
 from ddp_recipes.planning.backward import backward, roots_of
 from ddp_recipes.planning.ledger import Bytes, Ledger, Saved, bytes_of, storages
-from ddp_recipes.planning.stand_ins import DTYPES, as_on, autocast, fake_batch, new_mode
+from ddp_recipes.planning.stand_ins import DTYPES, as_on, autocast
 from ddp_recipes.strategies import Strategy
 from ddp_recipes.strategies.base import Exchange
 from ddp_recipes.tasks import Task

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ddp_recipes.model_parallel.rehearsal import without_data
+from ddp_recipes.model_parallel.rehearsal import new_mode, without_data
 from ddp_recipes.planning.memory import Batches, DeviceMemory, Step
-from ddp_recipes.planning.stand_ins import new_mode
 from ddp_recipes.planning.walk import PipelineOnPaper
 from ddp_recipes.settings import PipelineSettings
 from ddp_recipes.strategies.base import Exchange

@@ -1,32 +1,11 @@
-"""What stands in for devices that are not there: tensors without data, and what torch does on such a device."""
+"""What torch does on devices that are there, done for those that are not."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_map_only
 
 DTYPES = {"32-true": None, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-
-
-def new_mode() -> FakeTensorMode:
-    """Return what makes tensors without data."""
-    # As in model_parallel.rehearsal: before there are devices that are not there, so that no thread is started.
-    torch.zeros((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
-    return FakeTensorMode(allow_non_fake_inputs=True)
-
-
-def fake_batch(sample: Any, size: int, device: torch.device) -> Any:
-    """Return a batch of so many samples like the one in a batch of one."""
-
-    def fake(tensor: Tensor) -> Tensor:
-        shape = (size, *tensor.shape[1:]) if tensor.dim() else tensor.shape
-        return torch.empty(shape, dtype=tensor.dtype, device=device)
-
-    return tree_map_only(Tensor, fake, sample)
 
 
 @contextmanager
