@@ -5,7 +5,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from torch.distributed import Store
 
-from ddp_recipes.errors import RequestError, RunFailed, not_arrived
+from ddp_recipes.errors import RequestError, RunFailed, ended_without_word, not_arrived
 from ddp_recipes.world import World
 
 T = TypeVar("T")
@@ -21,15 +21,24 @@ T = TypeVar("T")
 STORE_PATIENCE_S = 1.5  # for one answer of the store, once something has failed
 VERDICT_S = 2.0  # for rank 0 to say which rank it waited for in vain, before it is itself taken to be gone
 SILENCE_S = 2.5  # for the other ranks to fail as well, once a collective has timed out
+LOG_S = 5.0  # for a line that a rank has announced
+LOOK_S = 1.0  # between looks at whether the process that is waited for has ended
 
 
 class Control:
-    """One run's messages. With one process there is no store and nothing to say."""
+    """One run's messages. With one process there is no store and nothing to say.
 
-    def __init__(self, world: World, store: Store | None, timeout_s: float) -> None:
+    Args:
+        gone: tells the ranks whose process is known to have ended, which need not be waited for.
+    """
+
+    def __init__(
+        self, world: World, store: Store | None, timeout_s: float, gone: Callable[[], Iterable[int]] = tuple
+    ) -> None:
         self.world = world
         self.store = store
         self.timeout_s = timeout_s
+        self._gone = gone
         self._logged = 0
         self._patience = Patience()
 
@@ -52,10 +61,10 @@ class Control:
         if self.world.is_main:
             self.store.set("verdict", json.dumps(self._verdict(facts)))
         try:
-            self._wait("ready/0", self.timeout_s)
-            kind, text, ranks = json.loads(self._wait("verdict", self.timeout_s + VERDICT_S))
+            self._wait("ready/0", self.timeout_s, 0)
+            kind, text, ranks = json.loads(self._wait("verdict", self.timeout_s + VERDICT_S, 0))
         except TimeoutError:
-            kind, text, ranks = "missing", not_arrived([0], self.world.world_size, self.timeout_s), [0]
+            kind, text, ranks = "missing", self._absent([0]), [0]
         if kind == "missing":
             self._stay_until_others_know(len(ranks))
             raise RunFailed(text, silent=ranks)
@@ -72,7 +81,7 @@ class Control:
         differing = []
         for rank in range(self.world.world_size):
             try:
-                said = json.loads(self._wait(f"ready/{rank}", max(0.1, deadline - time.monotonic())))
+                said = json.loads(self._wait(f"ready/{rank}", max(0.1, deadline - time.monotonic()), rank))
             except TimeoutError:
                 missing.append(rank)
                 continue
@@ -86,7 +95,7 @@ class Control:
                 if said["facts"].get(name) != value
             ]
         if missing:
-            return "missing", not_arrived(missing, self.world.world_size, self.timeout_s), missing
+            return "missing", self._absent(missing), missing
         if differing:
             listed = "\n  ".join(differing[:8])
             return (
@@ -105,12 +114,31 @@ class Control:
             time.sleep(0.02)
             told = self.store.add("told", 0)
 
-    def _wait(self, name: str, seconds: float) -> str:
-        """Return a value once it is there.
+    def _absent(self, ranks: Iterable[int]) -> str:
+        """Say of ranks that were waited for in vain what became of them."""
+        gone = {*ranks} & {*self._gone()}
+        if gone:
+            return ended_without_word(gone, self.world.world_size)
+        return not_arrived(ranks, self.world.world_size, self.timeout_s)
+
+    def _wait(self, name: str, seconds: float, rank: int) -> str:
+        """Return a value of another rank once it is there.
 
         Raises:
-            TimeoutError: it did not come in time, or the store is gone.
+            TimeoutError: it did not come in time, or the store is gone, or the rank that was to write it.
         """
+        deadline = time.monotonic() + seconds
+        ended = False
+        while not self._patience.lost and (left := deadline - time.monotonic()) > 0:
+            if (value := self._ask(name, min(left, LOOK_S))) is not None:
+                return value
+            if ended:
+                break
+            ended = rank in self._gone()  # what it had written is there
+        raise TimeoutError(name)
+
+    def _ask(self, name: str, seconds: float) -> str | None:
+        """Return a value if it is there in time."""
         store = self.store
         assert store is not None
 
@@ -124,10 +152,7 @@ class Control:
             return store.get(name).decode()
 
         # Where the process with the store is stopped, torch's own timeout waits for its answer for ever.
-        value = self._patience.ask(get, None, seconds + STORE_PATIENCE_S)
-        if value is None:
-            raise TimeoutError(name)
-        return value
+        return self._patience.ask(get, None, seconds + STORE_PATIENCE_S)
 
     def first_on_node(self, make: Any) -> Any:
         """Call ``make()`` on one rank of each node before the others: downloads happen once.
@@ -146,7 +171,7 @@ class Control:
             finally:
                 self.store.set(name, outcome)
             return made
-        if self._wait(name, self.timeout_s) == "failed":
+        if self._wait(name, self.timeout_s, self.world.rank - self.world.local_rank) == "failed":
             raise RequestError(
                 f"Local rank 0 of node {self.world.node_rank} could not prepare the data; see its message."
             )
@@ -185,9 +210,9 @@ class Control:
         if self.store is None:
             return []
         count = self.store.add("log/count", 0)
-        lines = [self._wait(f"log/{number}", 5).rstrip() for number in range(self._logged + 1, count + 1)]
+        lines = [self._ask(f"log/{number}", LOG_S) for number in range(self._logged + 1, count + 1)]
         self._logged = count
-        return lines
+        return [line.rstrip() for line in lines if line is not None]
 
 
 def timed_out(error: BaseException) -> bool:

@@ -4,7 +4,7 @@ import logging
 import re
 import signal
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import NoReturn
 
@@ -30,12 +30,15 @@ from ddp_recipes.world import World
 log = logging.getLogger(__name__)
 
 
-def run(job: Job, world: World, store: Store | None, *, leaves: bool = False) -> Summary:
+def run(
+    job: Job, world: World, store: Store | None, *, leaves: bool = False, gone: Callable[[], Iterable[int]] = tuple
+) -> Summary:
     """Run a job as one of its ranks.
 
     Args:
         store: where the ranks of this very run meet; ``None`` with one process.
         leaves: whether this process ends with the run: from then on it takes no signal that asks it to.
+        gone: tells the ranks whose process is known to have ended, where nobody else sees to that.
 
     Returns:
         The summary; rank 0's is also in ``summary.json``.
@@ -46,7 +49,7 @@ def run(job: Job, world: World, store: Store | None, *, leaves: bool = False) ->
         RunFailed: it failed on another rank, which is named.
         Exception: it failed on this rank.
     """
-    control = Control(world, store, float(job.config["launcher"]["timeout_s"]))
+    control = Control(world, store, float(job.config["launcher"]["timeout_s"]), gone)
     recipe, directory = prepare(job, world, control)
     output = Output(recipe, control, directory)
     try:

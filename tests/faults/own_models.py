@@ -96,6 +96,15 @@ class Unbuildable(Toy):
             raise ValueError("the cat sat on the blueprint")
 
 
+class Deserted(Toy):
+    """Ends its process while it is made, on one rank."""
+
+    def __init__(self, rank: int, **sizes: Any) -> None:
+        super().__init__(**sizes)
+        if rank == RANK:
+            os._exit(0)
+
+
 class Huge(Toy):
     """Takes a minute to be made."""
 

@@ -156,6 +156,18 @@ def test_under_torchrun_a_rank_that_ends_without_a_word_is_named(rank: int, fold
     assert f"Rank {rank} of 2 ended without a word." in ended.err
 
 
+@pytest.mark.alone
+def test_under_torchrun_a_rank_that_ends_while_it_gets_ready_is_not_waited_for(folder: Path) -> None:
+    with started(folder, *SMALL, "model._target_=own_models.Deserted", "+model.rank=1", command=TORCHRUN) as run:
+        until(lambda: "1" in run.pids().values(), START_S, "the rank is not there")
+        until(lambda: "1" not in run.pids().values(), START_S, "the rank stays")
+        ended = run.end(GONE_S)
+    assert ended.status == 1
+    assert "\nRank 1 of 2 ended without a word.\n" in f"\n{ended.err}"
+    assert "did not arrive" not in ended.err
+    assert not (folder / "run").exists()
+
+
 def test_no_rank_outlives_the_process_it_was_forked_from(folder: Path) -> None:
     with started(folder, *ENDLESS, TWO) as run:
         until_saved(run, folder / "run")

@@ -110,7 +110,7 @@ class Channel:
         try:
             self._meet(float(job.config["launcher"]["timeout_s"]))
             number = self._post(job.to_json())
-            return rank.run(job, self.world, self._store_of(number) if self.world.world_size > 1 else None)
+            return self._run(job, number)
         except RunFailed as error:
             raise self._left_alone(error, job) from None
         except RuntimeError as error:
@@ -158,7 +158,7 @@ class Channel:
 
     def _run_as_follower(self, job: Job, number: int) -> bool:
         try:
-            rank.run(job, self.world, self._store_of(number))
+            self._run(job, number)
         except (RequestError, Preempted):
             pass  # rank 0 says it
         except RunFailed as error:
@@ -179,13 +179,13 @@ class Channel:
         self._silent = error.silent
         gone = sorted({*error.silent} & {*self._peers.gone()})
         self._peers.end(error.silent, job)
-        if not gone:
+        if not gone or (message := ended_without_word(gone, self.world.world_size)) in str(error):
             return error
-        message = f"{error}\n{ended_without_word(gone, self.world.world_size)}"
-        return RunFailed(message, rank=error.rank, silent=error.silent)
+        return RunFailed(f"{error}\n{message}", rank=error.rank, silent=error.silent)
 
-    def _store_of(self, number: int) -> Store:
-        return PrefixStore(f"run/{number}", self.store)
+    def _run(self, job: Job, number: int) -> Summary:
+        store = PrefixStore(f"run/{number}", self.store) if self.world.world_size > 1 else None
+        return rank.run(job, self.world, store, gone=self._peers.gone)
 
     def _post(self, message: str) -> int:
         number, self._next = self._next, self._next + 1
