@@ -3,4 +3,4 @@
 from ddp_recipes.main import main
 
 if __name__ == "__main__":
-    main()
+    main(leaves=True)

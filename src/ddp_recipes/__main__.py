@@ -2,5 +2,11 @@
 
 from ddp_recipes.main import main
 
+
+def command() -> None:
+    """``ddp-recipes``."""
+    main(leaves=True)
+
+
 if __name__ == "__main__":
-    main()
+    command()

@@ -30,13 +30,14 @@ if TYPE_CHECKING:
 CONF = "pkg://ddp_recipes.conf"
 
 
-def main(config_path: str = CONF, config_name: str = "train") -> None:
+def main(config_path: str = CONF, config_name: str = "train", *, leaves: bool = False) -> None:
     """Run the command line and exit: 0 finished, 1 failed, 2 refused, 75 stopped after a checkpoint, 130 interrupted.
 
     Args:
         config_path: absolute folder or ``pkg://`` path of an application's own primary config; groups that it does not
             have come from ``ddp_recipes``.
         config_name: the primary config.
+        leaves: whether nothing comes after this in the process: it then ends a second sooner, and does not unwind.
     """
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())  # own models in the current folder, also for the console script
@@ -49,6 +50,8 @@ def main(config_path: str = CONF, config_name: str = "train") -> None:
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
         status = 130
+    if leaves:
+        leave(status)
     sys.exit(status)
 
 

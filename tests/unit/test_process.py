@@ -1,0 +1,37 @@
+"""A process that leaves early loses nothing that one which ends as usual would have kept."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LEAVES = """\
+import atexit, sys, threading, time
+from concurrent.futures import ThreadPoolExecutor
+from ddp_recipes.process import leave
+
+def late(text, *wait):
+    time.sleep(*wait or [0])
+    print(text)
+
+atexit.register(late, "a handler")
+threading.Thread(target=late, args=["a thread", 0.2]).start()
+pool = ThreadPoolExecutor(1)
+pool.submit(late, "a pool")
+unclosed = open("unclosed.txt", "w")
+unclosed.write("kept")
+sys.stderr.write("no newline")
+leave(7)
+"""
+
+
+@pytest.mark.parametrize("way", [[], ["-m", "cProfile", "-o", "profile"]], ids=["alone", "under a profiler"])
+def test_what_waits_for_the_end_of_a_process_that_leaves_is_done(way: list[str], tmp_path: Path) -> None:
+    (tmp_path / "leaves.py").write_text(LEAVES)
+    done = subprocess.run([sys.executable, *way, "leaves.py"], cwd=tmp_path, capture_output=True, text=True, timeout=30)
+    assert done.returncode == (0 if way else 7)  # cProfile has an exit status of its own
+    assert sorted(done.stdout.splitlines()) == ["a handler", "a pool", "a thread"]
+    assert done.stderr == "no newline"
+    assert (tmp_path / "unclosed.txt").read_text() == "kept"
+    assert (tmp_path / "profile").exists() == bool(way)
