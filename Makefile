@@ -15,8 +15,8 @@ help: ## say what there is
 train: $(VENV)/installed ## train on real data; ARGS="model=toy_mp trainer.max_epochs=5" adds overrides
 	$(BIN)/python train.py $(ARGS)
 
-test: $(VENV)/installed-dev ## run the tests, two files at a time; ARGS="-m 'not slow'" adds options of pytest
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+test: $(VENV)/installed-dev ## run the tests, three files at a time; ARGS="-m 'not slow'" adds options of pytest
+	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(VENV)/installed-dev ## check style and types
 	$(BIN)/ruff check .

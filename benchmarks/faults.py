@@ -33,11 +33,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
 
-    modes = MODES if options.mode == "both" else [options.mode]
-    numbers = range(options.runs) if options.only is None else [options.only]
+    modes = MODES if options.mode == "both" else (options.mode,)
+    runs_of = dict(zip(modes, options.runs * len(modes), strict=False))  # one number is for each mode
+    numbers = range(max(runs_of.values())) if options.only is None else [options.only]
     drawn = {"most": options.most, "sizes": options.sizes, "without": options.without}
     # Modes take turns, so that a campaign that is cut off has something to say on each.
-    scripts = [draw(options.seed, mode, number, **drawn) for number in numbers for mode in modes]
+    scripts = [
+        draw(options.seed, mode, number, **drawn)
+        for number in numbers
+        for mode in modes
+        if number < runs_of[mode] or options.only is not None
+    ]
     folder = Path(tempfile.mkdtemp(prefix="faults_"))
     wanted = [report.as_json(script) for script in scripts]
     runs = [run for run in report.read(options.out) if run["script"] in wanted]  # one that was cut off goes on
@@ -85,7 +91,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
     parser = argparse.ArgumentParser(description="Disturb runs at random, and see that all of them finish.")
     add = parser.add_argument
-    add("--runs", type=int, default=20, help="for each mode (default: %(default)s)")
+    add("--runs", type=numbers, default=[20], help="for each mode, or as in 30,10 local and torchrun (default: 20)")
     add("--seed", type=int, default=0, help="what the runs are drawn from (default: %(default)s)")
     add("--mode", choices=[*MODES, "both"], default="both", help="who starts the ranks (default: %(default)s)")
     add("--only", type=int, metavar="NUMBER", help="play this run alone, show its output, and keep its folder")

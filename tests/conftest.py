@@ -18,8 +18,10 @@ from ddp_recipes.testing import run_recipe
 ROOT = Path(__file__).parents[1]
 BOUND_S = 15  # for a process that was told to end
 
-# A fork does not survive that torch has run on several threads.
+# A fork does not survive that torch has run on several threads. What tests start takes one as well, for more than one
+# test runs at a time: threads that wait for each other's core would spin away most of the time.
 torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["DDP_RECIPES_TEST_PROCESS"] = MARK = str(os.getpid())  # processes inherit it, orphans as well
 
 QUICK = (
@@ -78,6 +80,12 @@ def leaves_nothing_behind() -> Iterator[None]:
     assert not names, f"the test left processes: {names}"
     assert after == environ, "the test changed os.environ"
     assert folder_after == folder, "the test changed the current folder"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files of tests that run alone come last, when there is nothing left that would have to wait for them."""
+    shared = {item.path for item in items if item.get_closest_marker("alone") is None}
+    items.sort(key=lambda item: item.path not in shared)
 
 
 @pytest.fixture(autouse=True)

@@ -25,7 +25,7 @@ def environ(tmp_path: Path) -> dict[str, str]:
     for name, module in (("torchrun", "-m torch.distributed.run"), ("python", "")):
         (programs / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {module} "$@"\n')
         (programs / name).chmod(0o700)
-    return os.environ | {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    return os.environ | {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
 
 
 def test_the_pods_of_the_kubernetes_manifest_make_one_run(tmp_path: Path, environ: dict[str, str]) -> None:

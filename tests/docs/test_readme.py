@@ -110,7 +110,6 @@ def environ(tmp_path: Path) -> dict[str, str]:
         "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
         "PORT": str(port),
         "HEAD": "127.0.0.1",
-        "OMP_NUM_THREADS": "1",
         "COLUMNS": "200",
     }
 

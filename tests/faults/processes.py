@@ -18,6 +18,10 @@ from typing import Any
 
 TRAIN = str(Path(__file__).parents[2] / "train.py")
 TORCHRUN = [str(Path(sysconfig.get_path("scripts")) / "torchrun"), "--nproc-per-node=2", "--standalone"]
+SMALL = ["data=random", "data.num_samples=400", "model=toy", "trainer.max_epochs=3", "hydra.run.dir=run"]
+FAULTY = [*SMALL, "model._target_=own_models.Faulty"]
+ENDLESS = [*SMALL, "model._target_=own_models.Slow", "trainer.max_epochs=100000", "checkpoint.every_n_steps=5"]
+TWO = "launcher.nproc_per_node=2"
 ONE_BY_ONE = [
     *(f"~data.train.{name}" for name in ("num_samples", "in_features", "out_features", "seed", "split")),
     "data.train._target_=own_models.OneByOne",

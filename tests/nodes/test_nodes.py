@@ -86,7 +86,7 @@ class Nodes:
             *(f"--rdzv-conf=is_host={int(node == 1)},last_call_timeout=3", *options),
             *("-m", "ddp_recipes", *overrides),
         ]
-        environ = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
+        environ = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0"}
         with (self.folder / f"node_{node}.log").open("ab") as log:
             process = subprocess.Popen(command, cwd=self.folder, env=environ, stdout=log, stderr=subprocess.STDOUT)
         self.processes.append(process)
