@@ -164,7 +164,7 @@ def _whole_batch_fetch(dataset: Any) -> Any:
     if getattr(dataset, "batched", False):
         return dataset.fetch
     if type(dataset) is TensorDataset:
-        return lambda indices: tuple(tensor[indices] for tensor in dataset.tensors)
+        return lambda indices: tuple(tensor.index_select(0, indices) for tensor in dataset.tensors)
     return None
 
 

@@ -7,10 +7,12 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
+
+from ddp_recipes.errors import Preempted
 
 
 def die_with_parent() -> None:
@@ -25,12 +27,28 @@ def set_name(name: str) -> None:
     _prctl(set_name, name.encode())
 
 
+def state(process: int) -> tuple[str, int]:
+    """Return the letter of what a process does, as ``ps`` shows it, and the process that started it.
+
+    Raises:
+        OSError: there is no such process.
+    """
+    letter, parent = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[:2]
+    return letter, int(parent)
+
+
 def is_stopped(process: int) -> bool:
     """Whether a process is stopped, by SIGSTOP or a debugger."""
     try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+        return state(process)[0] in "Tt"
     except OSError:  # it has ended
         return False
+
+
+def ignore(signals: Iterable[int]) -> None:
+    """Take none of these signals any more."""
+    for number in signals:
+        signal.signal(number, signal.SIG_IGN)
 
 
 @contextmanager
@@ -48,12 +66,13 @@ def loading() -> Iterator[None]:
 def leave(status: int) -> NoReturn:
     """End this process as ``sys.exit`` would, but for taking torch apart, which takes another second.
 
-    Threads are waited for, exit handlers run, and files that nobody closed are flushed. A debugger or a profiler has
-    the last word, as ever.
+    Exit handlers run, and files that nobody closed are flushed. Threads are waited for, but not after a failure, in
+    which they may be stuck. A debugger or a profiler has the last word, as ever.
     """
     if _is_watched():
         sys.exit(status)
-    threading._shutdown()  # type: ignore[attr-defined]  # as the interpreter does: idle thread pools end with it
+    if status in (0, Preempted.exit_status):
+        threading._shutdown()  # type: ignore[attr-defined]  # as the interpreter does: idle thread pools end with it
     atexit._run_exitfuncs()
     writers = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
     for file in (sys.stdout, sys.stderr, *(each for each in gc.get_objects() if issubclass(type(each), writers))):

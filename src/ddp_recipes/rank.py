@@ -2,7 +2,6 @@
 
 import logging
 import re
-import signal
 import traceback
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -21,6 +20,7 @@ from ddp_recipes.errors import Preempted, RecipeError, RequestError, RunFailed
 from ddp_recipes.job import ASKS_TO_STOP, Job
 from ddp_recipes.output import Output
 from ddp_recipes.precision import make_precision
+from ddp_recipes.process import ignore
 from ddp_recipes.recipe import Recipe
 from ddp_recipes.run_directory import RunDirectory, Summary, write_trace
 from ddp_recipes.tasks import Task
@@ -73,8 +73,7 @@ def run(
         for loader in recipe.loaders.values():
             loader.close()
         if leaves:
-            for number in ASKS_TO_STOP:
-                signal.signal(number, signal.SIG_IGN)
+            ignore(ASKS_TO_STOP)
         output.close()  # last: a signal from here on may end this process before it has said why
 
 

@@ -22,7 +22,7 @@ pool.submit(late, "a pool")
 unclosed = open("unclosed.txt", "w")
 unclosed.write("kept")
 sys.stderr.write("no newline")
-leave(7)
+leave(0)
 """
 
 
@@ -30,8 +30,15 @@ leave(7)
 def test_what_waits_for_the_end_of_a_process_that_leaves_is_done(way: list[str], tmp_path: Path) -> None:
     (tmp_path / "leaves.py").write_text(LEAVES)
     done = subprocess.run([sys.executable, *way, "leaves.py"], cwd=tmp_path, capture_output=True, text=True, timeout=30)
-    assert done.returncode == (0 if way else 7)  # cProfile has an exit status of its own
+    assert done.returncode == 0
     assert sorted(done.stdout.splitlines()) == ["a handler", "a pool", "a thread"]
     assert done.stderr == "no newline"
     assert (tmp_path / "unclosed.txt").read_text() == "kept"
     assert (tmp_path / "profile").exists() == bool(way)
+
+
+def test_a_process_that_failed_waits_for_no_thread(tmp_path: Path) -> None:
+    lines = ["import threading", "from ddp_recipes.process import leave"]
+    lines += ["threading.Thread(target=threading.Event().wait).start()", "leave(1)"]
+    (tmp_path / "leaves.py").write_text("\n".join(lines))
+    assert subprocess.run([sys.executable, "leaves.py"], cwd=tmp_path, timeout=30).returncode == 1

@@ -19,7 +19,7 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 from ddp_recipes.job import ASKS_TO_STOP
-from ddp_recipes.process import die_with_parent, loading
+from ddp_recipes.process import die_with_parent, ignore, loading
 
 WAIT_S = 2.0  # for the word that a killed rank is gone
 MAX_FDS = 8
@@ -177,8 +177,7 @@ def _signal(pid: int, number: int) -> None:
 def main() -> None:
     """Load what every rank needs, then fork whenever asked."""
     die_with_parent()
-    for number in ASKS_TO_STOP:
-        signal.signal(number, signal.SIG_IGN)  # a whole cgroup or job may be told: the ranks have yet to save
+    ignore(ASKS_TO_STOP)  # a whole cgroup or job may be told: the ranks have yet to save
     channel = socket.socket(fileno=int(sys.argv[1]))
     if select.select([channel], [], [], 0)[0] and not channel.recv(1, socket.MSG_PEEK):
         return  # the parent died before it was asked about

@@ -13,6 +13,7 @@ from torch.distributed import Store
 from ddp_recipes.control import Patience
 from ddp_recipes.job import Job
 from ddp_recipes.launchers import stacks
+from ddp_recipes.process import state
 from ddp_recipes.run_directory import leave_trace
 from ddp_recipes.world import World
 
@@ -69,8 +70,8 @@ class Peers:
         found: dict[int, int] = {}
         for folder in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):  # it has ended meanwhile, or belongs to somebody else
-                state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
-                if int(parent) == os.getppid() and state not in "ZX":
+                letter, parent = state(int(folder.name))
+                if parent == os.getppid() and letter not in "ZX":
                     pairs = (folder / "environ").read_bytes().split(b"\0")
                     found |= {int(pair[5:]): int(folder.name) for pair in pairs if pair.startswith(b"RANK=")}
         return found

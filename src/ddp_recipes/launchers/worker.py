@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import sys
 import threading
 import time
@@ -14,7 +13,7 @@ from typing import IO, Any, NoReturn
 from ddp_recipes.errors import Preempted, RecipeError, RequestError, RunFailed
 from ddp_recipes.job import ASKS_TO_STOP, Job
 from ddp_recipes.launchers.stacks import write_when_asked
-from ddp_recipes.process import die_with_parent, leave, loading, set_name
+from ddp_recipes.process import die_with_parent, ignore, leave, loading, set_name
 from ddp_recipes.world import World
 
 
@@ -36,8 +35,7 @@ def work(lifeline: int, reports: int, stacks: int, listener: int | None = None) 
     threading.Thread(target=_die_with_launcher, args=[pipe], daemon=True).start()
     with os.fdopen(reports, "w", buffering=1) as file:
         report = run(job, world, listener, lambda place: print(json.dumps({"place": place}), file=file))
-        for number in ASKS_TO_STOP:
-            signal.signal(number, signal.SIG_IGN)  # it is over
+        ignore(ASKS_TO_STOP)  # it is over
         sys.stdout.flush()
         sys.stderr.flush()
         print(json.dumps(report), file=file)
