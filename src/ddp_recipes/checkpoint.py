@@ -20,7 +20,7 @@ _STEP_FILE = re.compile(r"step_(\d{8,})\.pt")
 State = dict[str, Any]
 
 
-def write(path: Path, state: State) -> None:
+def write(path: Path, state: State, link: Callable[[], object] = lambda: None) -> None:
     """Write a state with its format number and digest: to a hidden file, synced, renamed, the folder synced.
 
     Raises:
@@ -32,7 +32,7 @@ def write(path: Path, state: State) -> None:
         torch.save({**content, "digest": digest(content)}, file)
 
     try:
-        write_aside(path, save)
+        write_aside(path, save, link)
     except (OSError, RuntimeError) as error:
         raise unwritable(path, state, error) from error
 
@@ -45,8 +45,12 @@ def unwritable(path: Path, state: Mapping[str, Any], error: Exception) -> Recipe
     )
 
 
-def write_aside(path: Path, save: Callable[[BinaryIO], object]) -> None:
-    """Let ``save`` write a file so that it is complete at ``path`` or not there at all."""
+def write_aside(path: Path, save: Callable[[BinaryIO], object], link: Callable[[], object] = lambda: None) -> None:
+    """Let ``save`` write a file so that it is complete at ``path`` or not there at all.
+
+    Args:
+        link: gives it further names in its folder, which then become durable together.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.part")
     try:
@@ -58,10 +62,11 @@ def write_aside(path: Path, save: Callable[[BinaryIO], object]) -> None:
     except BaseException:
         aside.unlink(missing_ok=True)
         raise
-    sync_directory(path.parent)
+    link()
+    _sync_directory(path.parent)
 
 
-def sync_directory(directory: Path) -> None:
+def _sync_directory(directory: Path) -> None:
     """Make renames in a folder durable."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:

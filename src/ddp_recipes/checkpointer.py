@@ -6,12 +6,13 @@ import os
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ddp_recipes.checkpoint import BEST, LAST, State, step_files, step_of, sync_directory, unwritable, write
+from ddp_recipes.checkpoint import BEST, LAST, State, step_files, step_of, unwritable, write
 from ddp_recipes.settings import CheckpointSettings
 
 log = logging.getLogger(__name__)
@@ -98,12 +99,10 @@ class FileCheckpointer(Checkpointer):
         return False
 
     def _write(self, content: State, step: int, kept: list[int]) -> None:
-        """Write, then link, then prune: at any instant the newest complete checkpoint is on disk."""
-        write(self._path(step), content)
+        """Write and link, then prune: at any instant the newest complete checkpoint is on disk."""
+        write(self._path(step), content, partial(self._link, step, kept))
         try:
-            self._link(step, kept)
-            self._prune(step, kept)
-            sync_directory(self.directory)
+            self._prune(step, kept)  # should the power fail, some of them are back
         except OSError as error:
             raise unwritable(self._path(step), content, error) from error
 

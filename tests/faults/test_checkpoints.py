@@ -153,7 +153,7 @@ def test_a_kill_at_any_call_of_a_save_leaves_the_newest_whole_one(tmp_path: Path
         assert os.WIFSIGNALED(status)
         assert (os.WTERMSIG(status), said) == (SIGKILL, "")
         found.append(see_it_goes_on(folder, (2, 3)))
-    assert len(found) > 10
+    assert len(found) >= 10
     assert set(found) == {2, 3}
 
 
@@ -175,7 +175,7 @@ def test_an_input_output_error_at_any_call_of_a_save_is_named_and_harms_nothing(
             assert said.endswith("Earlier checkpoints are untouched.")
         see_it_goes_on(folder, (2, 3))
         count += 1
-    assert count > 10
+    assert count >= 10
 
 
 # --- in a run of two ranks -------------------------------------------------------------------------------------------
