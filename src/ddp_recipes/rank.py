@@ -129,13 +129,14 @@ def check_validation(run: loop.Run) -> None:
 
 def stop_early(run: loop.Run) -> NoReturn:
     """End a run that a signal stopped."""
-    name = run.stopper.signal or "a signal to another rank"
     if not run.checkpoint.enabled or run.trainer.fast_dev_run:
-        raise RunFailed(f"Stopped by {name} at step {run.cursor.step}; checkpoints are off, so nothing was saved.")
+        raise RunFailed(
+            f"Stopped by {run.stopper.cause} at step {run.cursor.step}; checkpoints are off, so nothing was saved."
+        )
     saved = "after a checkpoint was saved" if run.cursor.step > 0 else "before there was anything to save"
     raise Preempted(
-        f"Stopped by {name} at step {run.cursor.step}, {saved}. To go on, start again with the same hydra.run.dir and "
-        f"ckpt_path=auto.",
+        f"Stopped by {run.stopper.cause} at step {run.cursor.step}, {saved}. To go on, start again with the same "
+        f"hydra.run.dir and ckpt_path=auto.",
         checkpoint=str(run.checkpointer.last),
     )
 

@@ -30,7 +30,8 @@ class Stopper:
         self.total = total
         self.device = device
         self.deadline = None if max_time is None else time.monotonic() + max_time
-        self.signal: str | None = None
+        self.cause = ""  # of a stop by a signal: which one it was
+        self._signal: signal.Signals | None = None
         self._interrupts = 0
         self._next = 0
         self._checked: tuple[int, float] | None = None  # step and time of the last exchange
@@ -40,17 +41,24 @@ class Stopper:
         """Return ``"signal"`` or ``"max_time"`` if the run stops at this step, the same on every rank."""
         if step < self._next:
             return None
-        signalled = self.signal is not None
+        signalled = self._signal is not None
         late = self.deadline is not None and time.monotonic() >= self.deadline
+        self.cause = "" if self._signal is None else self._signal.name
         if self.world.world_size > 1:
             interval = self._interval(step)
             flags = torch.tensor(
-                [signalled, self.world.is_main and late, interval if self.world.is_main else 0],
+                [
+                    *(self._signal == number for number in ASKS_TO_STOP),
+                    self.world.is_main and late,
+                    interval if self.world.is_main else 0,
+                ],
                 dtype=torch.int64,
                 device=self.device,
             )
-            signals, lates, interval = self.total(flags[None]).tolist()
-            signalled, late = signals > 0, lates > 0
+            *ranks, lates, interval = self.total(flags[None]).tolist()
+            taken = [number.name for number, count in zip(ASKS_TO_STOP, ranks, strict=True) if count]
+            signalled, late = bool(taken), lates > 0
+            self.cause = self.cause or "".join(f"{name} to another rank" for name in taken[:1])
             self._next = step + interval
         return "signal" if signalled else "max_time" if late else None
 
@@ -63,7 +71,7 @@ class Stopper:
         return max(1, min(int(_AGREE_EVERY_S / seconds_a_step), 8 * (step - former[0])))
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.signal = self.signal or signal.Signals(number).name
+        self._signal = self._signal or signal.Signals(number)
         if number == signal.SIGINT:
             self._interrupts += 1
             if self._interrupts > 1:
