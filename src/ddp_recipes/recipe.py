@@ -5,6 +5,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,6 +25,7 @@ from ddp_recipes.job import Job
 from ddp_recipes.loggers import Logger
 from ddp_recipes.loop import Run, Schedule, restore
 from ddp_recipes.model_parallel import Rehearsal, Stage, apart, in_micro_batches, split_model
+from ddp_recipes.optimizers import uncompiled
 from ddp_recipes.order import BatchPlan
 from ddp_recipes.precision import make_precision
 from ddp_recipes.process import loading
@@ -91,7 +93,7 @@ class Recipe:
         self.checkpoint_path: Path | None = None
         self.state = self._load()
         if self.mode == "fit":
-            with loading():  # torch loads its compiler with a process's first optimizer
+            with loading():  # an optimizer that is not torch's own may bring its compiler
                 self.optimizer, self.schedule = self._make_optimizer()
 
     # What the config says
@@ -461,7 +463,8 @@ def _instantiate(node: DictConfig, section: str, *arguments: Any, **runtime: Any
     if "_target_" not in node:
         raise RequestError(f"{section} has no _target_, the dotted name of a class or function to call.")
     try:
-        return instantiate(node, _convert_="all", _partial_=True)(*arguments, **runtime)
+        made = instantiate(node, _convert_="all", _partial_=True)
+        return partial(uncompiled(made.func), *made.args, **made.keywords)(*arguments, **runtime)
     except InstantiationException as error:
         cause = error.__cause__ or error
         if isinstance(cause, RequestError) or not isinstance(cause, (ImportError, InstantiationException)):

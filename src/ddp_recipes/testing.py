@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # an optimizer's first step imports it, which takes seconds: once here, not in each rank
+import torch._dynamo  # DistributedDataParallel imports it, which takes a second: once here, not in each rank
 from omegaconf import OmegaConf
 from torch.distributed import Store, TCPStore
 

@@ -4,6 +4,7 @@ import ast
 import json
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 
 import ddp_recipes
 
+ROOT = Path(__file__).parents[2]
 PACKAGE = Path(ddp_recipes.__file__).parent
 NAME = "ddp_recipes"
 
@@ -55,7 +57,7 @@ LAYERS = [
         "settings",
         "tasks",
     },
-    {"datasets", "models", "process", "random", "world"},
+    {"datasets", "models", "optimizers", "process", "random", "world"},
     {"errors", "_version"},
 ]
 LEVEL = {module: -number for number, layer in enumerate(LAYERS) for module in layer}
@@ -144,3 +146,8 @@ ddp_recipes.run(["strategy=single", "data=random", "data.num_samples=16", "model
     loaded = loaded_by(code, tmp_path)
     assert "torch" in loaded
     assert not loaded & {"torchvision", "torchmetrics", "tensorboard", "sklearn", "PIL"}
+
+
+def test_every_folder_of_tests_is_run() -> None:
+    paths = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]["testpaths"]
+    assert sorted(paths) == sorted({str(file.parent.relative_to(ROOT)) for file in ROOT.glob("tests/**/test_*.py")})

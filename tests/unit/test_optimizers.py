@@ -1,0 +1,96 @@
+"""torch's optimizers without its compiler: the same steps, the same state, the same hooks, and less to load."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ddp_recipes.optimizers import uncompiled
+
+OURS = [
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "fused": True}),
+    (torch.optim.Adam, {"lr": 0.01, "amsgrad": True}),
+    (torch.optim.AdamW, {"lr": 0.01, "foreach": True}),
+    (torch.optim.AdamW, {"lr": 0.01, "fused": True}),
+    (torch.optim.RMSprop, {"lr": 0.01}),
+    (torch.optim.Adagrad, {"lr": 0.01}),
+    (torch.optim.Adafactor, {"lr": 0.01}),
+    (torch.optim.LBFGS, {"lr": 0.1, "max_iter": 3}),
+]
+
+
+def trained(made: Callable[..., Optimizer], options: dict[str, Any], steps: int) -> tuple[nn.Module, Optimizer]:
+    """Return a small model and its optimizer after some steps."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1))
+    optimizer = made(model.parameters(), **options)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = model(torch.ones(3, 5)).square().sum()
+        loss.backward()
+        return loss
+
+    for _ in range(steps):
+        closure()
+        optimizer.step(closure if isinstance(optimizer, torch.optim.LBFGS) else None)  # type: ignore[arg-type]
+    return model, optimizer
+
+
+@pytest.mark.parametrize(("kind", "options"), OURS, ids=lambda value: getattr(value, "__name__", str(value)))
+def test_steps_and_state_are_those_of_torch(kind: type[Optimizer], options: dict[str, Any]) -> None:
+    (model, optimizer), (expected, torchs) = trained(uncompiled(kind), options, 4), trained(kind, options, 4)
+    for mine, its in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(mine, its)
+        assert its.requires_grad
+    assert isinstance(optimizer, kind)
+    assert str(optimizer) == str(torchs)
+    mine, its = optimizer.state_dict(), torchs.state_dict()
+    assert mine["param_groups"] == its["param_groups"]
+    torch.testing.assert_close(mine["state"], its["state"], rtol=0, atol=0)
+    again = trained(kind, options, 0)[1]
+    again.load_state_dict(mine)
+    trained(uncompiled(kind), options, 0)[1].load_state_dict(its)
+
+
+def test_hooks_and_schedulers_are_called() -> None:
+    model, optimizer = trained(uncompiled(torch.optim.SGD), {"lr": 0.1}, 0)
+    calls: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)  # warns, which fails, unless it sees the step
+    model(torch.ones(3, 5)).sum().backward()
+    optimizer.step()
+    scheduler.step()
+    assert calls == ["before", "after"]
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
+
+
+def test_what_is_not_torchs_own_is_left_as_it_is() -> None:
+    class Mine(torch.optim.SGD):
+        pass
+
+    def make(parameters: Any) -> Optimizer:
+        return torch.optim.SGD(parameters)
+
+    assert uncompiled(Mine) is Mine
+    assert uncompiled(make) is make
+    assert uncompiled(torch.optim.SGD) is uncompiled(torch.optim.SGD)
+
+
+def test_the_compiler_is_not_loaded() -> None:
+    lines = [
+        "import sys, torch",
+        "from ddp_recipes.optimizers import uncompiled",
+        "weight = torch.nn.Parameter(torch.ones(3))",
+        "optimizer = uncompiled(torch.optim.AdamW)([weight])",
+        "weight.sum().backward(); optimizer.step(); optimizer.load_state_dict(optimizer.state_dict())",
+        "sys.exit('torch._dynamo' in sys.modules)",
+    ]
+    assert subprocess.run([sys.executable, "-c", "\n".join(lines)], timeout=60).returncode == 0
