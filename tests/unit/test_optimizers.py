@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ddp_recipes.optimizers import uncompiled
 
@@ -70,6 +71,25 @@ def test_hooks_and_schedulers_are_called() -> None:
     scheduler.step()
     assert calls == ["before", "after"]
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
+
+
+def test_hooks_on_every_optimizer_are_called() -> None:
+    optimizer = trained(uncompiled(torch.optim.SGD), {"lr": 0.1}, 1)[1]
+    calls: list[Optimizer] = []
+    handle = register_optimizer_step_post_hook(lambda which, *_: calls.append(which))
+    try:
+        optimizer.step()
+    finally:
+        handle.remove()
+    optimizer.step()
+    assert calls == [optimizer]
+
+
+def test_a_profiler_sees_the_step() -> None:
+    optimizer = trained(uncompiled(torch.optim.SGD), {"lr": 0.1}, 1)[1]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        optimizer.step()
+    assert "Optimizer.step#SGD.step" in {event.key for event in profile.key_averages()}
 
 
 def test_what_is_not_torchs_own_is_left_as_it_is() -> None:
