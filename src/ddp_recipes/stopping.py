@@ -58,7 +58,8 @@ class Stopper:
             *ranks, lates, interval = self.total(flags[None]).tolist()
             taken = [number.name for number, count in zip(ASKS_TO_STOP, ranks, strict=True) if count]
             signalled, late = bool(taken), lates > 0
-            self.cause = self.cause or "".join(f"{name} to another rank" for name in taken[:1])
+            if taken and not self.cause:
+                self.cause = f"{taken[0]} to another rank"
             self._next = step + interval
         return "signal" if signalled else "max_time" if late else None
 

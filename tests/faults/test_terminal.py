@@ -15,13 +15,13 @@ from signal import SIGKILL
 
 import pytest
 
-from .processes import GONE_S, START_S, TORCHRUN, Run, kill, ran, started, until, until_saved
+from . import processes
+from .processes import GONE_S, START_S, TORCHRUN, TWO, Run, kill, ran, started, until, until_saved
 
 pytestmark = [pytest.mark.spawn, pytest.mark.slow]
 
-TWO = "launcher.nproc_per_node=2"
-SMALL = ["data=random", "data.num_samples=400", "model=toy", "trainer.max_epochs=3", "hydra.run.dir=run", TWO]
-ENDLESS = [*SMALL, "model._target_=own_models.Slow", "trainer.max_epochs=100000", "checkpoint.every_n_steps=5"]
+SMALL = [*processes.SMALL, TWO]
+ENDLESS = [*processes.ENDLESS, TWO]
 
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"
