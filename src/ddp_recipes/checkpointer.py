@@ -3,17 +3,20 @@
 import logging
 import math
 import os
-from collections.abc import Mapping
+import sys
+import threading
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-import torch
-
-from ddp_recipes.checkpoint import BEST, LAST, State, step_files, step_of, unwritable, write
+from ddp_recipes.checkpoint import BEST, LAST, State, content_of, size_of, step_files, step_of, unwritable, write
 from ddp_recipes.settings import CheckpointSettings
+from ddp_recipes.staging import Staging
+
+YIELDING = 10  # niceness; gets a tenth of a processor that is wanted by others all the time
 
 log = logging.getLogger(__name__)
 
@@ -52,15 +55,18 @@ class FileCheckpointer(Checkpointer):
     The two names are hard links, so they cannot dangle and cost no space. Of the newest two the one before is there in
     case the newest is damaged.
 
+    With ``async_save`` the state is copied and written on a thread. The memory for that is kept from save to save.
+
     Args:
-        background: whether a save only begins in :meth:`save`; ``async_save`` does that, too, with a copy of the state.
+        background: whether a save only begins in :meth:`save` without that, too: the state must not change then.
     """
 
     def __init__(self, directory: Path, settings: CheckpointSettings, background: bool = False) -> None:
         self.directory = directory
         self.settings = settings
         self.values: dict[int, float] = {}  # step -> monitored value, of the files that are kept for it
-        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._staging = Staging()
+        self._writer = ThreadPoolExecutor(1, "checkpoint", _give_way if settings.async_save else None)
         self._background = background or settings.async_save
         self._pending: Future[None] | None = None
 
@@ -76,13 +82,17 @@ class FileCheckpointer(Checkpointer):
             self.values[step] = value
         kept = self._best_steps({step, *self._steps()})
         self.values = {kept_step: self.values[kept_step] for kept_step in kept}
-        content = {**state, "checkpointer": self.state()}
+        content = content_of({**state, "checkpointer": self.state()})
         if self.settings.async_save:
-            content = _copied(content)
-        if self._background:
-            self._pending = self._writer.submit(self._write, content, step, kept)
+            self._staging.hold(content)
+            put = self._staging.release
         else:
-            self._write(content, step, kept)
+            put = partial(self._staging.save, content)
+        work = partial(self._write, put, size_of(content), step, kept)
+        if self._background:
+            self._pending = self._writer.submit(work)
+        else:
+            work()
 
     def busy(self, seconds: float | None) -> bool:
         """Wait so long for a save that is under way (``None``: to its end); return whether it still is.
@@ -98,13 +108,13 @@ class FileCheckpointer(Checkpointer):
         done.result()
         return False
 
-    def _write(self, content: State, step: int, kept: list[int]) -> None:
+    def _write(self, put: Callable[[BinaryIO], None], size: int, step: int, kept: list[int]) -> None:
         """Write and link, then prune: at any instant the newest complete checkpoint is on disk."""
-        write(self._path(step), content, partial(self._link, step, kept))
+        write(self._path(step), put, size, partial(self._link, step, kept))
         try:
             self._prune(step, kept)  # should the power fail, some of them are back
         except OSError as error:
-            raise unwritable(self._path(step), content, error) from error
+            raise unwritable(self._path(step), size, error) from error
 
     def _link(self, step: int, kept: list[int]) -> None:
         if self.settings.save_last:
@@ -165,10 +175,7 @@ class FileCheckpointer(Checkpointer):
         return self.directory / f"step_{step:08d}.pt"
 
 
-def _copied(content: Any) -> Any:
-    """Return nested plain data with every tensor copied to the CPU: training changes the ones it was given."""
-    if isinstance(content, torch.Tensor):
-        return content.detach().to("cpu", copy=True)
-    if isinstance(content, dict):
-        return {name: _copied(value) for name, value in content.items()}
-    return type(content)(map(_copied, content)) if isinstance(content, (list, tuple)) else content
+def _give_way() -> None:
+    """Have this thread leave the processor to training, which all of its threads wait for when one does."""
+    if sys.platform == "linux":  # elsewhere it would be the whole process
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), YIELDING)

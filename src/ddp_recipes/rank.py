@@ -87,7 +87,7 @@ def prepare(job: Job, world: World, control: Control) -> tuple[Recipe, RunDirect
         raise
     state = recipe.state
     facts = {
-        "checkpoint": "none" if state is None else f"step {state['cursor']['step']}, {state['digest'][:12]}",
+        "checkpoint": "none" if state is None else f"step {state['cursor']['step']}, checksum {state['checksum']}",
         "version of ddp_recipes": __version__,
         "version of torch": torch.__version__,
         "digest of the config": digest(job.config)[:12],

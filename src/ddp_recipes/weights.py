@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ddp_recipes.checkpoint import find, load_first, unwritable, write_aside
+from ddp_recipes.checkpoint import find, load_first, size_of, unwritable, write_aside
 
 
 def export(ckpt_path: str | Path, file: str | Path = "model.safetensors") -> Path:
@@ -49,4 +49,4 @@ def write_weights(file: Path, weights: Mapping[str, Tensor]) -> None:
     try:
         write_aside(file, lambda out: out.write(content))
     except OSError as error:
-        raise unwritable(file, tensors, error) from error
+        raise unwritable(file, size_of(tensors), error) from error

@@ -156,9 +156,8 @@ def test_a_damaged_newest_one_is_passed_over_loudly_and_does_not_come_back(
     bad = checkpoints / "step_00000009.pt"
     damage(bad)
     measured = run("mode=validate", f"ckpt_path={folder}", world_size=world_size)
-    words = (
-        f"{bad} is damaged: its content does not match its digest. {checkpoints / 'step_00000006.pt'} is used instead."
-    )
+    why = "its content does not match its checksum (archive/data/0)"
+    words = f"{bad} is damaged: {why}. {checkpoints / 'step_00000006.pt'} is used instead."
     for directory, level in ((folder, 0), (Path(measured["run_directory"]), 1)):
         assert (directory / "train.log").read_text().count(words) == level
     for name in ("last", "auto"):

@@ -4,14 +4,17 @@ import os
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from ddp_recipes import checkpoint
 from ddp_recipes.checkpointer import FileCheckpointer
 from ddp_recipes.settings import CheckpointSettings
+from ddp_recipes.staging import Staging
 
 
 def state_of(step: int, size: int = 4) -> dict[str, Any]:
@@ -24,6 +27,17 @@ def state_of(step: int, size: int = 4) -> dict[str, Any]:
         "metrics": {"val/loss": 0.5},
         "nothing": None,
     }
+
+
+def write(path: Path, state: dict[str, Any]) -> None:
+    """Write a state as a checkpointer does, but no other names."""
+    content = checkpoint.content_of(state)
+    checkpoint.write(path, partial(Staging().save, content), checkpoint.size_of(content), lambda: None)
+
+
+def plain(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state that was saved from one that was loaded."""
+    return {name: value for name, value in state.items() if name not in ("format", "checksum")}
 
 
 def checkpointer(folder: Path, *, background: bool = False, **changes: Any) -> FileCheckpointer:

@@ -55,6 +55,7 @@ LAYERS = [
         "progress",
         "run_directory",
         "settings",
+        "staging",
         "tasks",
     },
     {"datasets", "models", "optimizers", "process", "random", "world"},

@@ -22,14 +22,13 @@ from ddp_recipes.checkpoint import (
     load,
     load_first,
     newest_first,
-    write,
     write_aside,
 )
 from ddp_recipes.digest import digest
 from ddp_recipes.errors import RequestError
 from ddp_recipes.models import Toy
 
-from .checkpoints import checkpointer, state_of
+from .checkpoints import checkpointer, plain, state_of, write
 
 # --- one file --------------------------------------------------------------------------------------------------------
 
@@ -38,9 +37,8 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     path = tmp_path / "checkpoints" / "step_00000003.pt"
     write(path, state_of(3))
     state = load(path)
-    assert state.pop("format") == FORMAT
-    assert len(state.pop("digest")) == 64
-    assert digest(state) == digest(state_of(3))
+    assert state["format"] == FORMAT
+    assert digest(plain(state)) == digest(state_of(3))
     assert state["optimizer"]["param_groups"] == [{"lr": 0.1, "betas": (0.9, 0.99)}]
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
 
@@ -70,32 +68,48 @@ def test_what_cannot_be_written_leaves_what_was_there(tmp_path: Path) -> None:
 
 
 def test_whatever_byte_is_flipped_is_found_or_harms_nothing(tmp_path: Path) -> None:
-    """Some bytes of a zip file mean nothing; whichever do are watched over by the zip's own checks or by the digest."""
+    """Some bytes of a zip file mean nothing; whichever do are watched over by its checksums."""
     path, weight = tmp_path / "step_00000003.pt", torch.randn(5, generator=torch.Generator().manual_seed(3))
     write(path, {"model": {"weight": weight}, "cursor": {"step": 3}})
-    good, expected = path.read_bytes(), load(path)["digest"]
+    good, expected = path.read_bytes(), digest(load(path))
     harmless = set()
     for place in range(len(good)):
         path.write_bytes(good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :])
         with suppress(DamagedCheckpoint):
             state = load(path)
             harmless.add(place)
-            assert digest({name: state[name] for name in state if name != "digest"}) == state["digest"] == expected
+            assert digest(state) == expected
     first = good.index(weight.numpy().tobytes())
-    assert harmless, "otherwise there is no digest needed to say that nothing happened"
+    assert harmless, "there are bytes that mean nothing"
     assert not harmless & {*range(first, first + weight.nbytes)}
 
 
-def test_a_change_that_the_file_format_does_not_notice_is_found(tmp_path: Path) -> None:
+def test_a_flipped_byte_that_torch_reads_over_is_found(tmp_path: Path) -> None:
     path = tmp_path / "step_00000003.pt"
     write(path, state_of(3))
-    state = torch.load(path, weights_only=True)
-    state["cursor"]["step"] = 4
-    torch.save(state, path)
+    content, weight = bytearray(path.read_bytes()), state_of(3)["model"]["weight"].numpy().tobytes()
+    content[content.index(weight)] ^= 1
+    path.write_bytes(content)
+    torch.load(path, weights_only=True)
     with pytest.raises(
-        DamagedCheckpoint, match=r"step_00000003\.pt is damaged .* its content does not match its digest"
+        DamagedCheckpoint,
+        match=r"step_00000003\.pt is damaged .*its content does not match its checksum \(archive/data/0\)",
     ):
         load(path)
+
+
+def test_any_program_can_verify_a_checkpoint(tmp_path: Path) -> None:
+    for folder, wanted in (("plain", False), ("async", True)):
+        saver = checkpointer(tmp_path / folder, async_save=wanted)
+        saver.save(state_of(3), 3, None)
+        saver.busy(None)
+        with zipfile.ZipFile(tmp_path / folder / "last.pt") as archive:
+            assert archive.testzip() is None
+
+
+def test_a_checkpoint_of_the_first_format_is_read(tmp_path: Path) -> None:
+    torch.save({"format": 1, **state_of(3), "digest": "0" * 64}, tmp_path / "step_00000003.pt")
+    assert load(tmp_path / "step_00000003.pt")["cursor"]["step"] == 3
 
 
 def test_a_file_that_was_cut_short_anywhere_is_refused(tmp_path: Path) -> None:
@@ -172,7 +186,7 @@ def test_nothing_in_a_checkpoint_runs(kind: str, tmp_path: Path) -> None:
     pickle.loads(pickle.dumps(bad))
     assert proof.exists(), "otherwise this test shows nothing"
     proof.unlink()
-    content = {"format": FORMAT, "digest": "0", "model": {"weight": torch.ones(1), "bad": bad}}
+    content = {"format": FORMAT, "model": {"weight": torch.ones(1), "bad": bad}}
     for save in (torch.save, partial(torch.save, _use_new_zipfile_serialization=False)):
         save(content, path)
         with pytest.raises(DamagedCheckpoint, match="holds more than tensors and plain data") as refusal:
@@ -217,16 +231,16 @@ def test_other_files_are_refused(content: bytes, tmp_path: Path) -> None:
     "state",
     [
         Toy().state_dict(),
-        {"format": FORMAT, "model": {}},
-        {"format": "1", "digest": "0", "model": {}},
-        {"format": FORMAT, "digest": "0", "model": {1, 2}},
+        {"model": {}},
+        {"format": "1", "model": {}},
+        {"format": FORMAT, "model": {1, 2}},
         [torch.ones(2)],
     ],
-    ids=["weights alone", "no digest", "no number", "a set", "a list"],
+    ids=["weights alone", "no format", "no number", "a set", "a list"],
 )
 def test_what_torch_reads_but_we_did_not_write_is_refused(state: Any, tmp_path: Path) -> None:
     torch.save(state, tmp_path / "step_00000001.pt")
-    with pytest.raises(DamagedCheckpoint, match=r"it has not the format and digest|does not match its digest"):
+    with pytest.raises(DamagedCheckpoint, match=r"it has not the format|it has no weights"):
         load(tmp_path / "step_00000001.pt")
 
 
@@ -234,7 +248,7 @@ def test_no_file_and_a_newer_format_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "step_00000001.pt"
     with pytest.raises(RequestError, match=r"There is no checkpoint .*No complete checkpoint is in"):
         load(path)
-    torch.save({"format": FORMAT + 1, "digest": ""}, path)
+    torch.save({"format": FORMAT + 1}, path)
     with pytest.raises(RequestError, match=f"has format {FORMAT + 1}, this version reads up to {FORMAT}"):
         load(path)
     write(tmp_path / "step_00000000.pt", state_of(0))

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from ddp_recipes.checkpoint import load, load_first, newest_first, write
+from ddp_recipes.checkpoint import load, load_first, newest_first
 from ddp_recipes.digest import digest
 from ddp_recipes.errors import RecipeError
 
-from .checkpoints import checkpointer, mounted, state_of, steps_in
+from .checkpoints import checkpointer, mounted, state_of, steps_in, write
 
 VALUES = [0.5, 0.3, 0.4, float("nan"), 0.3, 0.9]  # at the steps 1 to 6
 
