@@ -95,12 +95,24 @@ def not_finite(task: nn.Module) -> dict[str, bool]:
     data is held by another rank.
     """
     tensors = dict(task.named_parameters()) | dict(task.named_buffers())
+    # A sum is finite only if all of its terms are, and takes a tenth of the time of a look at each.
+    finite = _read({name: _sum(tensor).isfinite() for name, tensor in tensors.items() if not tensor.is_meta})
+    suspects = {name: tensors[name] for name, is_finite in finite.items() if not is_finite}
     bad = {
         name: ~tensor.isfinite().all() if isinstance(tensor, nn.Parameter) else tensor.isnan().any()
-        for name, tensor in tensors.items()
-        if not tensor.is_meta
+        for name, tensor in suspects.items()
     }
-    values = list(bad.values())
-    flags = torch.stack([one.to(values[0].device) for one in values]).tolist() if bad else []  # one wait for the device
-    found = dict(zip(bad, flags, strict=True))
+    found = _read(bad)
     return {name.removeprefix("model."): found.get(name, False) for name in tensors}
+
+
+def _sum(tensor: Tensor) -> Tensor:
+    return tensor.sum(dtype=torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else None)
+
+
+def _read(flags: Mapping[str, Tensor]) -> dict[str, bool]:
+    """Return the values of single booleans on any devices, with one wait."""
+    if not flags:
+        return {}
+    values = list(flags.values())
+    return dict(zip(flags, torch.stack([one.to(values[0].device) for one in values]).tolist(), strict=True))
