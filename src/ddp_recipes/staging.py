@@ -28,9 +28,7 @@ class Staging(io.RawIOBase, BinaryIO):
     def __init__(self) -> None:
         self._blocks: list[mmap.mmap] = []
         self._file: BinaryIO | None = None  # where full blocks go; none: all are kept
-        self._first = 0  # position in the file of the first block
-        self._end = 0  # length of the file so far
-        self._position = 0  # of the next read
+        self._begin(None)
 
     def save(self, content: Any, file: BinaryIO) -> None:
         """Write content to a new file, with no more than a block of it in memory.
@@ -63,28 +61,43 @@ class Staging(io.RawIOBase, BinaryIO):
 
     def _begin(self, file: BinaryIO | None) -> None:
         self._file = file
-        self._first = self._end = self._position = 0
         if file is not None:
             del self._blocks[1:]
+        self._blocks = self._blocks or [mmap.mmap(-1, BLOCK)]
+        self._index = self._used = 0  # the block that is being filled, and the bytes in it
+        self._gone = 0  # bytes that went to the file already
+        self._position = 0  # of the next read
+
+    @property
+    def _end(self) -> int:
+        """The length of the file so far."""
+        return self._gone + self._index * BLOCK + self._used
 
     # --- what torch.save needs of a file
 
     def write(self, data: Any) -> int:
-        """Append bytes."""
-        rest = memoryview(data).cast("B")
-        size = len(rest)
-        while rest:
-            index, used = divmod(self._end - self._first, BLOCK)
-            if index and self._file is not None:
-                self._put_out(self._file, BLOCK)
-                index = 0
-            if index == len(self._blocks):
-                self._blocks.append(mmap.mmap(-1, BLOCK))
-            count = min(len(rest), BLOCK - used)
-            self._blocks[index][used : used + count] = rest[:count]
-            self._end += count
-            rest = rest[count:]
+        """Append bytes. Thousands of times a file, so what fits into the block takes the short way."""
+        size = len(data)
+        if size > BLOCK - self._used:
+            data = memoryview(data)
+            while len(data) > (room := BLOCK - self._used):
+                self._blocks[self._index][self._used :] = data[:room]
+                self._used = BLOCK
+                data = data[room:]
+                self._next_block()
+        used = self._used + len(data)
+        self._blocks[self._index][self._used : used] = data
+        self._used = used
         return size
+
+    def _next_block(self) -> None:
+        if self._file is not None:
+            self._put_out(self._file, 0, BLOCK)
+        else:
+            self._index += 1
+            if self._index == len(self._blocks):
+                self._blocks.append(mmap.mmap(-1, BLOCK))
+        self._used = 0
 
     # --- checksums, which the file format has a place for
 
@@ -148,13 +161,14 @@ class Staging(io.RawIOBase, BinaryIO):
     # --- to the disk
 
     def _drain(self, file: BinaryIO) -> None:
-        """Write what is left."""
-        while self._first < self._end:
-            self._put_out(file, min(BLOCK, self._end - self._first))
+        """Write what is there."""
+        for index in range(self._index):
+            self._put_out(file, index, BLOCK)
+        self._put_out(file, self._index, self._used)
 
-    def _put_out(self, file: BinaryIO, size: int) -> None:
-        """Write the next block, or what there is of it."""
-        rest = memoryview(self._blocks[0 if self._file is not None else self._first // BLOCK])[:size]
+    def _put_out(self, file: BinaryIO, index: int, size: int) -> None:
+        """Write a block, or the beginning of one."""
+        rest = memoryview(self._blocks[index])[:size]
         direct = _past_the_page_cache(file, size == BLOCK)  # no less than whole pages can be
         while rest:
             try:
@@ -163,7 +177,7 @@ class Staging(io.RawIOBase, BinaryIO):
                 if error.errno != errno.EINVAL or not direct:
                     raise
                 direct = _past_the_page_cache(file, False)  # the disk has blocks of another size
-        self._first += size
+        self._gone += size
 
 
 def _past_the_page_cache(file: BinaryIO, wanted: bool) -> bool:
