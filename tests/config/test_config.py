@@ -325,6 +325,7 @@ THERE = [
             "find_unused_parameters",
             "static_graph",
             "gradient_as_bucket_view",
+            "broadcast_buffers",
             "sync_batchnorm",
             "comm_hook",
         )

@@ -39,6 +39,20 @@ class Norm(nn.Sequential):
         super().__init__(hidden, nn.BatchNorm1d(hidden_features), nn.ReLU(), nn.Linear(hidden_features, out_features))
 
 
+class Centered(Toy):
+    """Reads in training what follows each rank's own batches."""
+
+    def __init__(self, in_features: int, hidden_features: int, out_features: int) -> None:
+        super().__init__(in_features, hidden_features, out_features)
+        self.register_buffer("mean", torch.zeros(in_features))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        centered = inputs - self.mean
+        if self.training:
+            self.mean = self.mean.lerp(inputs.mean(0), 0.1)
+        return super().forward(centered)
+
+
 class Tied(nn.Sequential):
     """Two layers of one weight."""
 

@@ -86,6 +86,18 @@ def test_options_leave_the_result(overrides: list[str], atol: float, run: Run, w
     torch.testing.assert_close(found, expected, rtol=0, atol=atol)
 
 
+def test_ranks_exchange_no_batch_norms_and_rank_0_ends_with_the_same(run: Run, tmp_path: Path) -> None:
+    """Training does not read them, and an evaluation gets rank 0's. Anybody else's buffers are exchanged."""
+
+    def digest(model: str, *overrides: str) -> tuple[str, float]:
+        summary = run(f"model._target_=own_parts.{model}", *overrides, world_size=2)
+        return summary["weights_sha256"], summary["metrics"]["val/loss"]
+
+    always, never = "strategy.broadcast_buffers=true", "strategy.broadcast_buffers=false"
+    assert digest("Norm") == digest("Norm", always) == digest("Norm", never)
+    assert digest("Centered") == digest("Centered", always) != digest("Centered", never)
+
+
 def test_powersgd_runs_and_learns(run: Run) -> None:
     options = ["strategy.comm_hook=powersgd", "trainer.max_epochs=6"]
     start, end = (

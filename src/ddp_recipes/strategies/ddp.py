@@ -23,7 +23,8 @@ class DDP(Whole, Group):
     Args:
         sync_batchnorm: batch-norm statistics over all ranks; GPU only, as torch's ``SyncBatchNorm`` is.
         comm_hook: ``fp16``, ``bf16`` or ``powersgd``: what the all-reduce sends; ``None``: gradients as they are.
-        options: any other argument of ``DistributedDataParallel``.
+        options: any other argument of ``DistributedDataParallel``; ``broadcast_buffers=None``: unless all buffers are
+            those of batch norms.
     """
 
     name = "ddp"
@@ -69,11 +70,25 @@ class DDP(Whole, Group):
             return cast(Wrapped, task)
         if self.sync_batchnorm and batch_norms(task):
             task.model = nn.SyncBatchNorm.convert_sync_batchnorm(task.model)  # type: ignore[no-untyped-call]
-        module = DistributedDataParallel(task, device_ids=None, **self.options)
+        options = {name: value for name, value in self.options.items() if name not in _SEND_BUFFERS}
+        options[_SEND_BUFFERS[0]] = self._sends_buffers(task)
+        module = DistributedDataParallel(task, device_ids=None, **options)
         _settle_buckets(module, task)
         if self.comm_hook is not None:
             _COMM_HOOKS[self.comm_hook](module)
         return cast(Wrapped, module)
+
+    def _sends_buffers(self, task: Task) -> bool:
+        """Whether ranks get rank 0's buffers before each forward pass, which waits for the slowest of them.
+
+        Batch norms' are not read in training, and rank 0's, which are saved, are the same either way; ranks get them
+        before an evaluation.
+        """
+        for name in _SEND_BUFFERS:
+            if name in self.options:
+                return bool(self.options[name])
+        norms = {id(buffer) for name in batch_norms(task) for buffer in task.get_submodule(name).buffers()}
+        return any(id(buffer) not in norms for buffer in task.buffers())
 
     def accumulate(self, module: Wrapped, share: float, last: bool) -> AbstractContextManager[Any]:
         """Keep gradients local until the last micro-batch of a step."""
@@ -108,7 +123,7 @@ class DDP(Whole, Group):
             held=held,
             places=places if self.options.get("gradient_as_bucket_view") else {},
             all_reduced=sum(each.numel() * (sent or each.itemsize) for each in trained),
-            broadcast=sum(buffer.nbytes for buffer in task.buffers() if self.options.get("broadcast_buffers", True)),
+            broadcast=sum(buffer.nbytes for buffer in task.buffers()) if self._sends_buffers(task) else 0,
             every_batch=bool(self.options.get("static_graph")),  # see accumulate
         )
 
@@ -156,6 +171,9 @@ def _powersgd(module: DistributedDataParallel) -> None:
 
 
 _OPTIONS = sorted(inspect.signature(DistributedDataParallel).parameters.keys() - {"module", "device_ids"})
+_SEND_BUFFERS = [
+    name for name in ("forward_sync_buffers", "broadcast_buffers") if name in _OPTIONS
+]  # torch 2.15, before
 _COMM_HOOKS: dict[str, Callable[[DistributedDataParallel], None]] = {
     "fp16": _hook("fp16_compress_hook"),
     "bf16": _hook("bf16_compress_hook"),
