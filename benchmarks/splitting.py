@@ -4,14 +4,18 @@ On the CPU both stages are on the same device, so what remains is the price of t
 in processor time, for others may disturb, and over several starts: a process may be a tenth slower than the same one
 started again.
 
-``--classifiers`` cuts all of torchvision's instead, and says how even their stages are.
+``--classifiers`` cuts all of torchvision's instead, and says how even their stages are. ``--times`` cuts some of them
+in two by ``model.split=auto`` and ``timed``, and says how even these stages are by the time they really take here.
 """
 
 import argparse
 import os
 import statistics
 import tempfile
+import time
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torchvision
@@ -22,7 +26,7 @@ from benchmarks.player import Seat
 from benchmarks.results import Group, Row, Settings, raw_turns, table
 from benchmarks.samples import DATA
 from benchmarks.turns import Entry, Session, Spread, session
-from ddp_recipes.model_parallel import Rehearsal, split_model
+from ddp_recipes.model_parallel import Rehearsal, split_model, timed
 from ddp_recipes.tasks import Task
 
 GOAL = 1.02
@@ -73,6 +77,54 @@ def costliest(name: str, devices: int) -> float:
     return devices * max((stage.time or 0) + (stage.memory or 0) for stage in stages) / 2
 
 
+def truly(name: str, side: int, batch: int) -> tuple[float, float]:
+    """Return what the costlier of two stages costs against an even share, by ``auto`` and by ``timed``.
+
+    A cost is the mean of the shares of time and memory, of which time is measured: a step is watched where the second
+    stage begins, forward and backward.
+    """
+    inputs, targets = torch.randn(batch, 3, side, side), torch.randint(10, (batch,))
+    found = []
+    for how in ("auto", "timed"):
+        model = torchvision.models.get_model(name, num_classes=10)
+        rehearsal = Rehearsal(
+            Task(model, nn.CrossEntropyLoss()), "training_step", (inputs[:1], targets[:1]), size=batch
+        )
+        times = partial(timed, rehearsal, torch.device("cpu"), nullcontext) if how == "timed" else None
+        stages = split_model(rehearsal.task, [torch.device("cpu")] * 2, None, rehearsal, times)
+        first = statistics.median(share_of_first(model, stages[1].first, (inputs, targets)) for _ in range(5))
+        memory = stages[0].memory or 0
+        found.append(2 * max((first + memory) / 2, (1 - first + 1 - memory) / 2))
+    return found[0], found[1]
+
+
+def share_of_first(model: nn.Module, second: str, batch: tuple[torch.Tensor, torch.Tensor]) -> float:
+    """Return the share of a step's time that is spent before the block ``second`` is called, and after its backward."""
+    passed: list[float] = []
+
+    def called(module: nn.Module, arguments: tuple[torch.Tensor, ...]) -> None:
+        passed.append(time.perf_counter())
+        arguments[0].register_hook(lambda _: passed.append(time.perf_counter()))  # type: ignore[no-untyped-call]
+
+    hook = model.get_submodule(second).register_forward_pre_hook(called)
+    begin = time.perf_counter()
+    nn.functional.cross_entropy(model(batch[0]), batch[1]).backward()  # type: ignore[no-untyped-call]
+    end = time.perf_counter()
+    hook.remove()
+    return (passed[0] - begin + end - passed[1]) / (end - begin)
+
+
+TIMED = {  # side of the images, batch
+    "resnet18": (64, 16),
+    "resnet50": (96, 8),
+    "vit_b_16": (224, 2),
+    "mobilenet_v3_large": (224, 8),
+    "efficientnet_b0": (160, 8),
+    "convnext_tiny": (160, 4),
+    "densenet121": (96, 8),
+    "swin_t": (224, 2),
+}
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
@@ -80,7 +132,18 @@ if __name__ == "__main__":
     )
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
     parser.add_argument("--classifiers", action="store_true", help="how even the stages of torchvision's are")
+    parser.add_argument("--times", action="store_true", help="how even some are by the time they take")
     options = parser.parse_args()
+    if options.times:
+        torch.set_num_threads(1)
+        for name, (side, batch) in TIMED.items():
+            auto, by_time = truly(name, side, batch)
+            print(
+                f"{name}: the costlier of two stages costs {auto:.2f} times an even share with auto, "
+                f"{by_time:.2f} with timed",
+                flush=True,
+            )
+        raise SystemExit
     if options.classifiers:
         names = torchvision.models.list_models(module=torchvision.models)
         for devices in (2, 3, 4, 8):

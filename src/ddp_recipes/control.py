@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from torch.distributed import Store
 
@@ -176,6 +176,26 @@ class Control:
                 f"Local rank 0 of node {self.world.node_rank} could not prepare the data; see its message."
             )
         return make()
+
+    def of_main(self, name: str, make: Callable[[], T]) -> T:
+        """Return on every rank what ``make()`` returns on rank 0: plain data.
+
+        Raises:
+            RequestError: rank 0 failed, on the others.
+        """
+        if self.store is None:
+            return make()
+        if self.world.is_main:
+            outcome: list[Any] = ["failed"]
+            try:
+                outcome = ["made", make()]
+            finally:
+                self.store.set(name, json.dumps(outcome))
+            return cast(T, outcome[1])
+        kind, *made = json.loads(self._wait(name, self.timeout_s, 0))
+        if kind == "failed":
+            raise RequestError(f"Rank 0 could not give the others its {name}; see its message.")
+        return cast(T, made[0])
 
     def fail(self, text: str, culprit: int) -> tuple[int, str]:
         """Record a failure and whose it is; return the rank and text of the first one, the cause of the others."""

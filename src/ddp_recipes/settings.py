@@ -37,7 +37,7 @@ class ModelSettings:
     """The keys of ``model.*`` that are not the model's own: how a replica spans devices."""
 
     num_devices: Count = 1
-    split: Literal["auto"] | list[str | int] | None = None
+    split: Literal["auto", "timed"] | list[str | int] | None = None
     micro_batches: Count = 1
 
     def check_split(self, stages: int, key: str) -> None:

@@ -1,5 +1,8 @@
 """A user's own modules for runs over several devices."""
 
+from typing import Any
+
+import torch
 from torch import Tensor, nn
 
 
@@ -41,3 +44,33 @@ class Around(Steps):
             hidden = hidden + block({"pair": (hidden, hidden)}, scale=hidden)["pair"][0]
         output: Tensor = self.head(hidden)
         return output
+
+
+class _Grind(torch.autograd.Function):
+    """Hands values on, and takes its time with gradients: what no count of the forward pass shows."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor) -> Tensor:
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        work = torch.ones(400, 400)
+        for _ in range(20):
+            work = work @ work * 0
+        return gradient + work[0, 0]
+
+
+class Grinding(nn.Linear):
+    """A layer whose backward pass takes most of a step."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return _Grind.apply(super().forward(inputs))  # type: ignore[no-any-return, no-untyped-call]
+
+
+class Uneven(nn.Sequential):
+    """Four layers with about as many weights, of which the first takes most of the time."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        layers = (nn.Linear(in_features, in_features) for _ in range(2))
+        super().__init__(Grinding(in_features, in_features), *layers, nn.Linear(in_features, out_features))

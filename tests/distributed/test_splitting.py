@@ -65,6 +65,32 @@ def test_a_model_that_places_itself_takes_micro_batches(run: Run, weights: Weigh
     torch.testing.assert_close(weights(parted), weights(whole), rtol=0, atol=1e-6)
 
 
+UNEVEN = ["model._target_=own_blocks.Uneven", "~model.hidden_features"]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_stages_are_even_by_the_time_they_take_where_that_is_asked_for(world_size: int, run: Run) -> None:
+    """Rank 0 times, and all ranks cut there; weights, batch order and random numbers are what they would have been."""
+    whole = run(*UNEVEN, world_size=world_size)
+    over_two = [*UNEVEN, "model.num_devices=2"]
+    counted, timed = (run(*over_two, f"model.split={how}", world_size=world_size) for how in ("auto", "timed"))
+    assert counted["split"] == ["2"]
+    assert timed["split"] == ["1"]
+    assert whole["weights_sha256"] == counted["weights_sha256"] == timed["weights_sha256"]
+
+
+def test_stages_in_processes_of_their_own_can_be_even_by_time(run: Run) -> None:
+    timed = run(*UNEVEN, "strategy=ddp_pipeline", "model.split=timed", world_size=2)
+    assert timed["split"] == ["1"]
+
+
+def test_on_paper_nothing_is_timed(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
+    run(*UNEVEN, "model.num_devices=2", "model.split=timed", "plan=true")
+    assert "model.split=timed: on paper there is no device to time on, so stages are even as with auto." in "".join(
+        capfd.readouterr()
+    )
+
+
 TWO = "model.num_devices=2"
 REFUSED = {
     "a name that is not there": (
@@ -74,7 +100,10 @@ REFUSED = {
     "too many devices": (["model.num_devices=3"], ["model.num_devices=3", "Toy can be cut into 2 stage(s) at most"]),
     "too many names": (["model.split=[net2]"], ["model.split=[net2] makes 2 stages", "set model.num_devices=2"]),
     "too few names": (["model.num_devices=3", "model.split=[net2]"], ["give 2 name(s)"]),
-    "no list": ([TWO, "model.split=net2"], ["model.split=net2 is not allowed. Allowed: auto, or a list of names"]),
+    "no list": (
+        [TWO, "model.split=net2"],
+        ["model.split=net2 is not allowed. Allowed: auto, timed, or a list of names"],
+    ),
     "a model that places itself": (["model=toy_mp", "model.split=auto"], ["model.split=auto", "places itself"]),
     "no micro-batch": (["model.micro_batches=0"], ["model.micro_batches=0 is not allowed", "number at least 1"]),
     "statistics of all ranks": (

@@ -8,6 +8,7 @@ import copy
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from ddp_recipes.errors import RequestError
-from ddp_recipes.model_parallel import Rehearsal, Stage, in_micro_batches, split_model
+from ddp_recipes.model_parallel import Rehearsal, Stage, in_micro_batches, split_model, timed
 from ddp_recipes.model_parallel.placement import connect, move, place
 from ddp_recipes.tasks import Task
 
@@ -495,6 +496,59 @@ def test_a_flow_that_depends_on_values_is_split_by_weights() -> None:
 
 
 # --- micro-batches ---------------------------------------------------------------------------------------------------
+
+
+class Work(torch.autograd.Function):
+    """Hands values and gradients on, with some work of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, forward: int, backward: int) -> Tensor:
+        ctx.backward_work = backward
+        return Work.done(inputs.clone(), forward)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return Work.done(gradient, ctx.backward_work), None, None
+
+    @staticmethod
+    def done(values: Tensor, times: int) -> Tensor:
+        for _ in range(times):
+            torch.ones(300, 300) @ torch.ones(300, 300)
+        return values
+
+
+class Loaded(nn.Module):
+    """A layer with more to do in forward or in backward, and an operation in place behind it."""
+
+    def __init__(self, forward: int = 0, backward: int = 0) -> None:
+        super().__init__()
+        self.layer, self.work = nn.Linear(8, 8), (forward, backward)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = Work.apply(self.layer(inputs), *self.work)  # type: ignore[no-untyped-call]
+        return outputs.relu_()
+
+
+@pytest.mark.parametrize("step", ["training_step", "predict_step"])
+def test_a_module_is_timed_forward_and_backward(step: str) -> None:
+    model = nn.Sequential(Loaded(), Loaded(forward=5), nn.Sequential(Loaded(), Loaded(backward=15)), Loaded())
+    rehearsal = rehearsal_of(model, torch.randn(4, 8))
+    rehearsal.step = step
+    times = timed(rehearsal, CPU, nullcontext)
+    assert times.keys() <= {name for name, _ in model.named_modules()}
+    by_time = sorted(times, key=lambda name: times[name], reverse=True)
+    assert by_time[: 2 if step == "training_step" else 1] == ["2.1", "1"][step == "predict_step" :]
+
+
+def test_timing_leaves_the_task_and_the_random_numbers_alone() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 8))
+    rehearsal = rehearsal_of(model, torch.randn(4, 8))
+    before, generator = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    timed(rehearsal, CPU, nullcontext)
+    assert_same(model.state_dict(), before)
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
 class Named(Residual):

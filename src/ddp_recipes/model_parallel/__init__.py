@@ -3,5 +3,6 @@
 from ddp_recipes.model_parallel.micro_batches import in_micro_batches
 from ddp_recipes.model_parallel.rehearsal import Rehearsal
 from ddp_recipes.model_parallel.split import Stage, apart, split_model
+from ddp_recipes.model_parallel.timing import timed
 
-__all__ = ["Rehearsal", "Stage", "apart", "in_micro_batches", "split_model"]
+__all__ = ["Rehearsal", "Stage", "apart", "in_micro_batches", "split_model", "timed"]

@@ -40,7 +40,8 @@ class Costs:
 
     Attributes:
         time: of the forward pass, in bytes moved: an operation takes as long as its arithmetic or its memory traffic,
-            whichever is longer. The backward pass is about twice that, in every module alike.
+            whichever is longer. The backward pass is about twice that, in every module alike. Or of both, in
+            nanoseconds, where they were timed.
         memory: bytes of weights, gradients, one number of the optimizer's for each weight, and what the backward pass
             of a batch needs.
     """

@@ -1,0 +1,125 @@
+"""How long the modules of a model take, on a device that is there: each operation of a step on its own."""
+
+import copy
+import statistics
+import time
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C._autograd import _get_sequence_nr
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from ddp_recipes.errors import RequestError
+from ddp_recipes.model_parallel.rehearsal import OUTSIDE, Rehearsal
+
+STEPS = 3  # that count, after one that does not
+
+
+def timed(
+    rehearsal: Rehearsal, device: torch.device, forward: Callable[[], AbstractContextManager[Any]]
+) -> dict[str, int]:
+    """Return the nanoseconds that a step spends in each module itself, forward and in training backward.
+
+    The median over a few steps of a copy of the task. Nothing is left of them: neither in weights and buffers nor in
+    random generators.
+
+    Args:
+        forward: the context of a forward pass, of ``trainer.precision``.
+
+    Raises:
+        RequestError: the whole model does not fit on the device.
+    """
+    steps = []
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            task = copy.deepcopy(rehearsal.task).to(device)
+            batch = tree_map_only(Tensor, partial(_repeated, rehearsal.size, device), rehearsal.sample)
+            for _ in range(1 + STEPS):
+                watch = _Stopwatch(device)
+                hooks = watch.follow(task.model)
+                with watch, torch.set_grad_enabled(rehearsal.step == "training_step"):
+                    with forward():
+                        output = getattr(task, rehearsal.step)(batch)
+                    if rehearsal.step == "training_step":
+                        output.loss.backward()
+                for hook in hooks:
+                    hook.remove()
+                task.zero_grad()
+                steps.append(watch.time)
+    except torch.OutOfMemoryError as error:
+        raise RequestError(
+            f"model.split=timed runs all of the model on {device}, where it does not fit "
+            f"({str(error).splitlines()[0]}). Use model.split=auto, or give names."
+        ) from None
+    return {name: round(statistics.median(step[name] for step in steps[1:])) for name in steps[-1] if name != OUTSIDE}
+
+
+def _repeated(size: int, device: torch.device, tensor: Tensor) -> Tensor:
+    """Return a batch of so many of the one sample in a batch."""
+    return (tensor.repeat_interleave(size, 0) if tensor.dim() else tensor).to(device)
+
+
+class _Stopwatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Times every operation, and knows in whose forward it is, or whose it was that it is the backward of.
+
+    Autograd numbers its nodes as they come, so the numbers given out in a module's forward are that module's.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.time: Counter[str] = Counter()
+        self.device = device
+        self.active = [OUTSIDE]  # the names of the modules that are running, innermost last
+        self.numbers = [0]  # of the first node since another module runs
+        self.names = [OUTSIDE]  # which one that is
+
+    def follow(self, model: nn.Module) -> list[Any]:
+        """Follow which module is running; return the hooks."""
+
+        def enter(name: str, *_: Any) -> None:
+            if torch._C._current_autograd_node() is None:  # else it is run once more, for the backward pass
+                self.active.append(name)
+                self._note()
+
+        def leave(*_: Any) -> None:
+            if torch._C._current_autograd_node() is None:
+                self.active.pop()
+                self._note()
+
+        return [
+            hook
+            for name, module in model.named_modules()
+            for hook in (
+                module.register_forward_pre_hook(partial(enter, name), prepend=True),
+                module.register_forward_hook(leave),
+            )
+        ]
+
+    def _note(self) -> None:
+        self.numbers.append(_get_sequence_nr())
+        self.names.append(self.active[-1])
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        node = torch._C._current_autograd_node()
+        begin = self._now()
+        output = func(*args, **(kwargs or {}))
+        took = self._now() - begin
+        # What adds up gradients has a number beyond all others, and is nobody's.
+        module = self.active[-1] if node is None else self.names[bisect_right(self.numbers, node._sequence_nr()) - 1]
+        self.time[module] += took
+        return output
+
+    def _now(self) -> int:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter_ns()
