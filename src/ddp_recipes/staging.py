@@ -26,7 +26,7 @@ class Staging(io.RawIOBase, BinaryIO):
     """What ``torch.save`` writes a file to. Its memory, blocks that begin at pages, is kept from file to file."""
 
     def __init__(self) -> None:
-        self._blocks: list[mmap.mmap] = []
+        self._blocks: list[mmap.mmap] = []  # shared with forks, data workers say: writing copies no page
         self._file: BinaryIO | None = None  # where full blocks go; none: all are kept
         self._begin(None)
 
