@@ -90,11 +90,12 @@ def truly(name: str, side: int, batch: int) -> tuple[float, float]:
         rehearsal = Rehearsal(
             Task(model, nn.CrossEntropyLoss()), "training_step", (inputs[:1], targets[:1]), size=batch
         )
-        times = partial(timed, rehearsal, torch.device("cpu"), nullcontext) if how == "timed" else None
-        stages = split_model(rehearsal.task, [torch.device("cpu")] * 2, None, rehearsal, times)
+        if how == "timed":
+            rehearsal.times = partial(timed, rehearsal, torch.device("cpu"), nullcontext)
+        stages = split_model(rehearsal.task, [torch.device("cpu")] * 2, None, rehearsal)
         first = statistics.median(share_of_first(model, stages[1].first, (inputs, targets)) for _ in range(5))
-        memory = stages[0].memory or 0
-        found.append(2 * max((first + memory) / 2, (1 - first + 1 - memory) / 2))
+        cost = first + (stages[0].memory or 0)
+        found.append(max(cost, 2 - cost))
     return found[0], found[1]
 
 

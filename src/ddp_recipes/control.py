@@ -160,22 +160,11 @@ class Control:
         Raises:
             RequestError: the first one failed, on the others.
         """
-        name = f"node/{self.world.node_rank}"
-        if self.store is None:
-            return make()
-        if self.world.local_rank == 0:
-            outcome = "failed"
-            try:
-                made = make()
-                outcome = "made"
-            finally:
-                self.store.set(name, outcome)
-            return made
-        if self._wait(name, self.timeout_s, self.world.rank - self.world.local_rank) == "failed":
-            raise RequestError(
-                f"Local rank 0 of node {self.world.node_rank} could not prepare the data; see its message."
-            )
-        return make()
+        made: list[Any] = []
+        first = self.world.rank - self.world.local_rank
+        failed = f"Local rank 0 of node {self.world.node_rank} could not prepare the data; see its message."
+        self._of_rank(first, f"node/{self.world.node_rank}", lambda: made.append(make()), failed)
+        return made[0] if made else make()
 
     def of_main(self, name: str, make: Callable[[], T]) -> T:
         """Return on every rank what ``make()`` returns on rank 0: plain data.
@@ -183,19 +172,23 @@ class Control:
         Raises:
             RequestError: rank 0 failed, on the others.
         """
+        return self._of_rank(0, name, make, f"Rank 0 could not give the others its {name}; see its message.")
+
+    def _of_rank(self, rank: int, name: str, make: Callable[[], T], failed: str) -> T:
+        """Return what ``make()`` returns on one rank, plain data, on each rank that asks; or raise if it failed."""
         if self.store is None:
             return make()
-        if self.world.is_main:
-            outcome: list[Any] = ["failed"]
+        if self.world.rank == rank:
+            outcome: list[Any] = []
             try:
-                outcome = ["made", make()]
+                outcome = [make()]
             finally:
                 self.store.set(name, json.dumps(outcome))
-            return cast(T, outcome[1])
-        kind, *made = json.loads(self._wait(name, self.timeout_s, 0))
-        if kind == "failed":
-            raise RequestError(f"Rank 0 could not give the others its {name}; see its message.")
-        return cast(T, made[0])
+        else:
+            outcome = json.loads(self._wait(name, self.timeout_s, rank))
+        if not outcome:
+            raise RequestError(failed)
+        return cast(T, outcome[0])
 
     def fail(self, text: str, culprit: int) -> tuple[int, str]:
         """Record a failure and whose it is; return the rank and text of the first one, the cause of the others."""

@@ -37,6 +37,4 @@ def _update(hasher: Any, content: Any) -> None:
         text = repr(content)
         hasher.update(f"{type(content).__name__}:{len(text)}:{text}".encode())
     else:
-        raise TypeError(
-            f"{type(content).__name__} cannot be in a checkpoint: use tensors, numbers, text, lists and dicts."
-        )
+        raise TypeError(f"{type(content).__name__} has no digest: use tensors, numbers, text, lists and dicts.")

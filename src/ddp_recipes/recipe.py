@@ -220,19 +220,19 @@ class Recipe:
             task.loss.to(self.devices[-1])
         elif (settings.num_devices > 1 or self.strategy.stages > 1) and self.loaders:
             names = [str(name) for name in settings.split] if isinstance(settings.split, list) else None
-            rehearsal, times = self._rehearsal(task), None
+            rehearsal = self._rehearsal(task)
             if settings.split == "timed" and self.layout is None:
                 precision = make_precision(self.trainer.precision, self.device.type)
                 time_it = partial(timed, rehearsal, self.device, precision.forward)
-                times = partial(self.control.of_main, "times of the model's modules", time_it)
+                rehearsal.times = partial(self.control.of_main, "times of the model's modules", time_it)
             elif settings.split == "timed":
                 self.warnings.append(
                     "model.split=timed: on paper there is no device to time on, so stages are even as with auto."
                 )
             if self.strategy.stages > 1:  # the task stays on the CPU: no device may have room for all of it
-                self.strategy.starts, self.stages = apart(task.model, self.strategy.stages, names, rehearsal, times)
+                self.strategy.starts, self.stages = apart(task.model, self.strategy.stages, names, rehearsal)
             else:
-                self.stages = split_model(task, self.devices, names, rehearsal, times)
+                self.stages = split_model(task, self.devices, names, rehearsal)
             if rehearsal.failure is not None:
                 self.warnings.append(f"The split could not be tried out before training: {rehearsal.failure}")
         else:

@@ -1,7 +1,8 @@
 """A checkpoint on its way to the disk: put together in memory of its own, written from there past the page cache.
 
 Both save time that a training loop would have to give. A copy into memory that was used before takes a tenth of one
-into new memory, and so does a write that the disk fetches by itself against one through the page cache.
+into new memory, or less, and a write that the disk fetches by itself a tenth of the processor's time of one through the
+page cache.
 """
 
 import errno

@@ -86,7 +86,7 @@ def test_options_leave_the_result(overrides: list[str], atol: float, run: Run, w
     torch.testing.assert_close(found, expected, rtol=0, atol=atol)
 
 
-def test_ranks_exchange_no_batch_norms_and_rank_0_ends_with_the_same(run: Run, tmp_path: Path) -> None:
+def test_ranks_exchange_no_batch_norms_and_rank_0_ends_with_the_same(run: Run) -> None:
     """Training does not read them, and an evaluation gets rank 0's. Anybody else's buffers are exchanged."""
 
     def digest(model: str, *overrides: str) -> tuple[str, float]:

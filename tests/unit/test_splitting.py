@@ -495,9 +495,6 @@ def test_a_flow_that_depends_on_values_is_split_by_weights() -> None:
     assert_same(trained(whole, VECTORS, 2), trained(parted, VECTORS, 2))
 
 
-# --- micro-batches ---------------------------------------------------------------------------------------------------
-
-
 class Work(torch.autograd.Function):
     """Hands values and gradients on, with some work of its own."""
 
@@ -549,6 +546,9 @@ def test_timing_leaves_the_task_and_the_random_numbers_alone() -> None:
     assert torch.equal(torch.get_rng_state(), generator)
     assert all(parameter.grad is None for parameter in model.parameters())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+# --- micro-batches ---------------------------------------------------------------------------------------------------
 
 
 class Named(Residual):

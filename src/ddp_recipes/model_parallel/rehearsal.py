@@ -8,7 +8,7 @@ nothing else: every rank and every start gets the same.
 import copy
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -86,6 +86,7 @@ class Rehearsal:
         step: its method to run.
         sample: a batch of one.
         size: samples in the batch to run.
+        times: what modules take, by name, the same on every rank; ``None`` for what is counted.
         failure: why it could not be run, where it could not.
     """
 
@@ -93,6 +94,7 @@ class Rehearsal:
     step: str
     sample: Any
     size: int
+    times: Callable[[], Mapping[str, int]] | None = None
     failure: str | None = None
 
     def run(self, starts: Sequence[str] = ()) -> Costs:

@@ -1,7 +1,7 @@
 """A model over the devices of its replica, by names given or in even parts."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,23 +53,18 @@ class Stage:
 
 
 def split_model(
-    task: Task,
-    devices: Sequence[torch.device],
-    names: Sequence[str] | None,
-    rehearsal: Rehearsal,
-    times: Callable[[], Mapping[str, int]] | None = None,
+    task: Task, devices: Sequence[torch.device], names: Sequence[str] | None, rehearsal: Rehearsal
 ) -> list[Stage]:
     """Put the model of a task on several devices, in stages; what else the task holds goes to the last one.
 
     Args:
         names: the modules at which stages begin; ``None`` for even parts.
-        times: what modules take, by name, the same on every rank; ``None`` for what is counted.
 
     Raises:
         RequestError: the model cannot be cut so; says where it can.
     """
     model = task.model
-    starts, costs = _chosen(model, len(devices), names, rehearsal, times, rehearsal.run, "model.num_devices")
+    starts, costs = _chosen(model, len(devices), names, rehearsal, rehearsal.run, "model.num_devices")
     put(task, devices[-1])
     for part in task.children():
         if part is not model:
@@ -80,21 +75,14 @@ def split_model(
 
 
 def apart(
-    model: nn.Module,
-    stages: int,
-    names: Sequence[str] | None,
-    rehearsal: Rehearsal,
-    times: Callable[[], Mapping[str, int]] | None = None,
+    model: nn.Module, stages: int, names: Sequence[str] | None, rehearsal: Rehearsal
 ) -> tuple[list[str], list[Stage]]:
     """Return where to cut a model into stages that are in processes of their own, and what each of them holds.
-
-    Args:
-        names: as for :func:`split_model`; ``times`` likewise.
 
     Raises:
         RequestError: the model cannot be cut so; says where it can.
     """
-    starts, costs = _chosen(model, stages, names, rehearsal, times, rehearsal.run_apart, "strategy.stages")
+    starts, costs = _chosen(model, stages, names, rehearsal, rehearsal.run_apart, "strategy.stages")
     return starts, _described(model, starts, costs)
 
 
@@ -103,15 +91,14 @@ def _chosen(
     stages: int,
     names: Sequence[str] | None,
     rehearsal: Rehearsal,
-    times: Callable[[], Mapping[str, int]] | None,
     rehearse: Callable[[Sequence[str]], Costs],
     key: str,
 ) -> tuple[list[str], Costs]:
     """Return the names if a model can be cut there, or where it is best cut, and what its modules cost."""
     if names is None:
         costs = rehearsal.run()
-        if times is not None:
-            costs.time = Counter(times())
+        if rehearsal.times is not None:
+            costs.time = Counter(rehearsal.times())
         return balanced(model, stages, costs, rehearse, key), costs
     starts = _checked(model, names)
     try:

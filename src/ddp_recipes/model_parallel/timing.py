@@ -42,16 +42,14 @@ def timed(
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             task = copy.deepcopy(rehearsal.task).to(device)
             batch = tree_map_only(Tensor, partial(_repeated, rehearsal.size, device), rehearsal.sample)
+            watch = _Stopwatch(task.model, device)
             for _ in range(1 + STEPS):
-                watch = _Stopwatch(device)
-                hooks = watch.follow(task.model)
+                watch.time = Counter()
                 with watch, torch.set_grad_enabled(rehearsal.step == "training_step"):
                     with forward():
                         output = getattr(task, rehearsal.step)(batch)
                     if rehearsal.step == "training_step":
                         output.loss.backward()
-                for hook in hooks:
-                    hook.remove()
                 task.zero_grad()
                 steps.append(watch.time)
     except torch.OutOfMemoryError as error:
@@ -73,35 +71,26 @@ class _Stopwatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Autograd numbers its nodes as they come, so the numbers given out in a module's forward are that module's.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.time: Counter[str] = Counter()
         self.device = device
         self.active = [OUTSIDE]  # the names of the modules that are running, innermost last
         self.numbers = [0]  # of the first node since another module runs
         self.names = [OUTSIDE]  # which one that is
+        for name, module in model.named_modules():
+            module.register_forward_pre_hook(partial(self._enter, name), prepend=True)
+            module.register_forward_hook(self._leave)
 
-    def follow(self, model: nn.Module) -> list[Any]:
-        """Follow which module is running; return the hooks."""
+    def _enter(self, name: str, *_: Any) -> None:
+        if torch._C._current_autograd_node() is None:  # else it is run once more, for the backward pass
+            self.active.append(name)
+            self._note()
 
-        def enter(name: str, *_: Any) -> None:
-            if torch._C._current_autograd_node() is None:  # else it is run once more, for the backward pass
-                self.active.append(name)
-                self._note()
-
-        def leave(*_: Any) -> None:
-            if torch._C._current_autograd_node() is None:
-                self.active.pop()
-                self._note()
-
-        return [
-            hook
-            for name, module in model.named_modules()
-            for hook in (
-                module.register_forward_pre_hook(partial(enter, name), prepend=True),
-                module.register_forward_hook(leave),
-            )
-        ]
+    def _leave(self, *_: Any) -> None:
+        if torch._C._current_autograd_node() is None:
+            self.active.pop()
+            self._note()
 
     def _note(self) -> None:
         self.numbers.append(_get_sequence_nr())

@@ -171,9 +171,8 @@ def _powersgd(module: DistributedDataParallel) -> None:
 
 
 _OPTIONS = sorted(inspect.signature(DistributedDataParallel).parameters.keys() - {"module", "device_ids"})
-_SEND_BUFFERS = [
-    name for name in ("forward_sync_buffers", "broadcast_buffers") if name in _OPTIONS
-]  # torch 2.15, before
+# Since torch 2.15, and before.
+_SEND_BUFFERS = [name for name in ("forward_sync_buffers", "broadcast_buffers") if name in _OPTIONS]
 _COMM_HOOKS: dict[str, Callable[[DistributedDataParallel], None]] = {
     "fp16": _hook("fp16_compress_hook"),
     "bf16": _hook("bf16_compress_hook"),
