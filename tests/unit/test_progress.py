@@ -3,6 +3,7 @@
 import io
 import os
 import re
+import select
 import threading
 import time
 
@@ -115,7 +116,9 @@ def test_bar_on_a_real_terminal() -> None:
         bar.start(total_steps=10, first_step=0, samples_per_step=1)
         bar.advance(10, 0)
         bar.stop()
-        shown = os.read(leader, 65536).decode()
+        shown = ""
+        while "step 10/10" not in shown and select.select([leader], [], [], 10.0)[0]:  # a terminal passes on in pieces
+            shown += os.read(leader, 65536).decode()
     os.close(leader)
     assert type(bar) is Bar
     assert "step 10/10" in shown
