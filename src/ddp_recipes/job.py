@@ -19,12 +19,14 @@ class Job:
         directory: the run directory, absolute.
         hydra: Hydra's own record, file name to text, for ``.hydra/``.
         overrides: what the command line, or the sweep, said.
+        last: whether the processes that run it end with it: then they take no signal that asks them to, once each.
     """
 
     config: Mapping[str, Any]
     directory: Path
     hydra: Mapping[str, str] = field(default_factory=dict)
     overrides: Sequence[str] = ()
+    last: bool = False
 
     def resumed(self) -> "Job":
         """Return the job as it goes on from its last checkpoint, or from the start if there is none."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_recipes import compose, environment, sweep
@@ -43,7 +44,7 @@ def main(config_path: str = CONF, config_name: str = "train", *, leaves: bool = 
         sys.path.append(os.getcwd())  # own models in the current folder, also for the console script
     status = 0
     try:
-        command_line(sys.argv[1:], config_path, config_name)
+        command_line(sys.argv[1:], config_path, config_name, leaves=leaves)
     except RecipeError as error:
         print(error, file=sys.stderr)
         status = error.exit_status
@@ -71,8 +72,14 @@ def run(
     return command_line(overrides, config_path, config_name)
 
 
-def command_line(argv: Sequence[str], config_path: str, config_name: str) -> Summary | list[Summary]:
-    """Lead the ranks that there are, or follow; return what came out."""
+def command_line(
+    argv: Sequence[str], config_path: str, config_name: str, *, leaves: bool = False
+) -> Summary | list[Summary]:
+    """Lead the ranks that there are, or follow; return what came out.
+
+    Args:
+        leaves: whether this process ends with it.
+    """
     world = environment.join(os.environ)
     if world is not None:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as the local launcher does
@@ -83,7 +90,7 @@ def command_line(argv: Sequence[str], config_path: str, config_name: str) -> Sum
             from ddp_recipes.launchers.env import Channel
 
         leave(Channel(world).follow())
-    leader = Leader(world)
+    leader = Leader(world, leaves)
     status = 1
     try:
         outcome = leader.lead(argv, config_path, config_name)
@@ -102,8 +109,9 @@ def command_line(argv: Sequence[str], config_path: str, config_name: str) -> Sum
 class Leader:
     """The one process that composes: it has what it composes run, by processes of its own or by those there are."""
 
-    def __init__(self, world: World | None) -> None:
+    def __init__(self, world: World | None, leaves: bool = False) -> None:
         self.world = world
+        self._leaves = leaves  # with what it leads
         self._summary: Summary = {}
         self._channel: Channel | None = None
         self._server = ForkServer()
@@ -148,6 +156,7 @@ class Leader:
             directory,
             {"config.yaml": OmegaConf.to_yaml(config), **compose.record()},
             compose.overrides_of_job(),
+            last=self._leaves and HydraConfig.get().mode is RunMode.RUN,
         )
         self._summary = self._launch(job, request)
         objective: float | None = self._summary["objective"]

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn
 
 from ddp_recipes.errors import Preempted
@@ -49,6 +50,16 @@ def ignore(signals: Iterable[int]) -> None:
     """Take none of these signals any more."""
     for number in signals:
         signal.signal(number, signal.SIG_IGN)
+
+
+def ignore_once(signals: Iterable[int]) -> None:
+    """Take each of these signals no more than once: what they ask for is done, or about to be; then as ever."""
+
+    def let_pass(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+    for number in signals:
+        signal.signal(number, let_pass)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from ddp_recipes.errors import Preempted, RecipeError, RequestError, RunFailed
 from ddp_recipes.job import ASKS_TO_STOP, Job
 from ddp_recipes.output import Output
 from ddp_recipes.precision import make_precision
-from ddp_recipes.process import ignore
+from ddp_recipes.process import ignore_once
 from ddp_recipes.recipe import Recipe
 from ddp_recipes.run_directory import RunDirectory, Summary, write_trace
 from ddp_recipes.tasks import Task
@@ -30,14 +30,11 @@ from ddp_recipes.world import World
 log = logging.getLogger(__name__)
 
 
-def run(
-    job: Job, world: World, store: Store | None, *, leaves: bool = False, gone: Callable[[], Iterable[int]] = tuple
-) -> Summary:
+def run(job: Job, world: World, store: Store | None, gone: Callable[[], Iterable[int]] = tuple) -> Summary:
     """Run a job as one of its ranks.
 
     Args:
         store: where the ranks of this very run meet; ``None`` with one process.
-        leaves: whether this process ends with the run: from then on it takes no signal that asks it to.
         gone: tells the ranks whose process is known to have ended, where nobody else sees to that.
 
     Returns:
@@ -72,8 +69,8 @@ def run(
         recipe.strategy.teardown()
         for loader in recipe.loaders.values():
             loader.close()
-        if leaves:
-            ignore(ASKS_TO_STOP)
+        if job.last:
+            ignore_once(ASKS_TO_STOP)
         output.close()  # last: a signal from here on may end this process before it has said why
 
 

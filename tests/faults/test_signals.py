@@ -111,6 +111,19 @@ def pending(pid: int, number: Signals) -> bool:
     return any(mask >> (number - 1) & 1 for mask in masks)
 
 
+@pytest.mark.parametrize("number", [SIGINT, SIGTERM])
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_signal_after_the_end_changes_nothing(processes: int, number: Signals, folder: Path) -> None:
+    with started(folder, *QUICK, "trainer.max_steps=20", ranks(processes)) as run:
+        printed = folder / f"{run.mark}.out"
+        until(lambda: "finished in" in printed.read_text(), START_S, "it does not end")
+        run.signal(number)
+        ended = run.end(GONE_S)
+    assert ended.status == 0
+    assert ended.err == ""
+    assert summary(folder / "run")["status"] == "finished"
+
+
 def test_ctrl_c_with_a_stopped_rank_ends_all_the_same(folder: Path) -> None:
     with started(folder, *DISTURBED, ranks(2)) as run:
         until_saved(run, folder / "run")

@@ -185,7 +185,7 @@ class Channel:
 
     def _run(self, job: Job, number: int) -> Summary:
         store = PrefixStore(f"run/{number}", self.store) if self.world.world_size > 1 else None
-        return rank.run(job, self.world, store, gone=self._peers.gone)
+        return rank.run(job, self.world, store, self._peers.gone)
 
     def _post(self, message: str) -> int:
         number, self._next = self._next, self._next + 1

@@ -20,12 +20,19 @@ from ddp_recipes.errors import Preempted, RequestError, RunFailed, not_arrived
 from ddp_recipes.job import ASKS_TO_STOP, Job
 from ddp_recipes.launchers import stacks
 from ddp_recipes.launchers.fork_server import ForkedRank, ForkServer, python_path
-from ddp_recipes.process import is_stopped, loading
+from ddp_recipes.process import ignore_once, is_stopped, loading
 from ddp_recipes.run_directory import Summary, leave_failure, leave_trace
 
 AFTER_FAILURE_S = 3.0  # for the other ranks to end by themselves, and for rank 0 to write its summary
 AFTER_INTERRUPT_S = 6.0  # for a checkpoint after Ctrl-C
 AFTER_TERM_S = 25.0  # for a checkpoint after SIGTERM or SIGUSR1, within a scheduler's usual 30 s
+
+
+@dataclass
+class _Interrupts:
+    """Signals that this process got, in order."""
+
+    names: list[str] = field(default_factory=list)
 
 
 def launch(job: Job, processes: int, server: ForkServer | None, max_restarts: int = 0) -> Summary:
@@ -43,18 +50,21 @@ def launch(job: Job, processes: int, server: ForkServer | None, max_restarts: in
         RunFailed: a rank raised or died; its traceback is the message.
         KeyboardInterrupt: interrupted twice, or before there was anything to save.
     """
-    for attempt in range(max_restarts):
-        try:
-            return _launch_once(job, processes, server)
-        except RunFailed as error:
-            print(
-                f"{error}\nRestart {attempt + 1} of {max_restarts}, from the last checkpoint.",
-                file=sys.stderr,
-                flush=True,
-            )
-            job = job.resumed()
     if processes > 1 or max_restarts:
-        return _launch_once(job, processes, server)
+        with _signals_caught(job.last) as interrupts:
+            for attempt in range(max_restarts):
+                try:
+                    return _launch_once(job, processes, server, interrupts)
+                except RunFailed as error:
+                    if interrupts.names:  # it was to end anyway
+                        raise
+                    print(
+                        f"{error}\nRestart {attempt + 1} of {max_restarts}, from the last checkpoint.",
+                        file=sys.stderr,
+                        flush=True,
+                    )
+                    job = job.resumed()
+            return _launch_once(job, processes, server, interrupts)
     if server is not None:
         server.close()
     with loading():
@@ -64,10 +74,9 @@ def launch(job: Job, processes: int, server: ForkServer | None, max_restarts: in
     return rank.run(job, World(), None)
 
 
-def _launch_once(job: Job, processes: int, server: ForkServer | None) -> Summary:
+def _launch_once(job: Job, processes: int, server: ForkServer | None, interrupts: _Interrupts) -> Summary:
     """Start the ranks and wait for them."""
     with ExitStack() as stack:
-        interrupts = stack.enter_context(_signals_caught())
         ranks = _start(job, processes, server, stack)
         return _supervise(job, ranks, interrupts)
 
@@ -91,13 +100,6 @@ class _Rank:
         if status is None or self.said:
             return None
         return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit status {status}"
-
-
-@dataclass
-class _Interrupts:
-    """Signals that this process got, in order."""
-
-    names: list[str] = field(default_factory=list)
 
 
 def _start(job: Job, processes: int, server: ForkServer | None, stack: ExitStack) -> list[_Rank]:
@@ -294,8 +296,12 @@ def _all_done(ranks: list[_Rank]) -> bool:
 
 
 @contextmanager
-def _signals_caught() -> Iterator[_Interrupts]:
-    """Collect SIGINT, SIGTERM and SIGUSR1 instead of dying of them; in the main thread only."""
+def _signals_caught(last: bool) -> Iterator[_Interrupts]:
+    """Collect SIGINT, SIGTERM and SIGUSR1 instead of dying of them; in the main thread only.
+
+    Args:
+        last: whether this process leaves after what is done meanwhile.
+    """
     caught = _Interrupts()
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -308,5 +314,8 @@ def _signals_caught() -> Iterator[_Interrupts]:
     try:
         yield caught
     finally:
-        for number, handler in former.items():
-            signal.signal(number, handler)
+        if last:
+            ignore_once(ASKS_TO_STOP)
+        else:
+            for number, handler in former.items():
+                signal.signal(number, handler)

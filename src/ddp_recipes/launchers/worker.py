@@ -7,6 +7,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from typing import IO, Any, NoReturn
 
@@ -31,7 +32,7 @@ def work(lifeline: int, reports: int, stacks: int, listener: int | None = None) 
     set_name(f"rank {world.rank}")
     write_when_asked(stacks)
     pipe = os.fdopen(lifeline, "rb")
-    job = Job.from_json(pipe.readline().decode())
+    job = replace(Job.from_json(pipe.readline().decode()), last=True)
     threading.Thread(target=_die_with_launcher, args=[pipe], daemon=True).start()
     with os.fdopen(reports, "w", buffering=1) as file:
         report = run(job, world, listener, lambda place: print(json.dumps({"place": place}), file=file))
@@ -66,7 +67,7 @@ def run(job: Job, world: World, listener: int | None, at: Callable[[str], None] 
             master_listen_fd=listener,
         )
         at("inside")
-        return {"kind": "summary", "summary": rank.run(job, world, store, leaves=True), "exit_status": 0}
+        return {"kind": "summary", "summary": rank.run(job, world, store), "exit_status": 0}
     except RequestError as error:
         return {"kind": "refused", "message": str(error), "exit_status": error.exit_status}
     except Preempted as error:
