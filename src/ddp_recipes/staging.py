@@ -52,13 +52,19 @@ class Staging(io.RawIOBase, BinaryIO):
             set_crc32_options(checksums)
 
     def release(self, file: BinaryIO) -> None:
-        """Write what is held to a new file.
+        """Write what is held to a new file, each block as soon as the checksums in it are there.
+
+        So the processor, which training wants, is busy for moments, between which it waits for the disk.
 
         Raises:
             OSError: the file cannot be written.
         """
-        self._fill_in_checksums()
-        self._drain(file)
+        written = 0  # blocks
+        for complete in self._fill_in_checksums():
+            while written < complete // BLOCK:
+                self._put_out(file, written, BLOCK)
+                written += 1
+        self._drain(file, written)
 
     def _begin(self, file: BinaryIO | None) -> None:
         self._file = file
@@ -94,6 +100,7 @@ class Staging(io.RawIOBase, BinaryIO):
     def _next_block(self) -> None:
         if self._file is not None:
             self._put_out(self._file, 0, BLOCK)
+            self._gone += BLOCK
         else:
             self._index += 1
             if self._index == len(self._blocks):
@@ -102,18 +109,24 @@ class Staging(io.RawIOBase, BinaryIO):
 
     # --- checksums, which the file format has a place for
 
-    def _fill_in_checksums(self) -> None:
-        """Give each record of the zip file its CRC-32: in the central directory, and behind the record itself."""
+    def _fill_in_checksums(self) -> Iterator[int]:
+        """Give each record of the zip file its CRC-32: in the central directory, and behind the record itself.
+
+        Yields:
+            How many bytes from the beginning are as they will be.
+        """
         with zipfile.ZipFile(self) as archive:
             entry = archive.start_dir
             for record in archive.infolist():
                 name, extra = unpack_from("<HH", self._bytes(record.header_offset, 30), 26)
                 begin = record.header_offset + 30 + name + extra
-                checksum = 0
-                for part in self._parts(begin, begin + record.file_size):
+                end, checksum = begin + record.file_size, 0
+                for part in self._parts(begin, end):
                     checksum = zlib.crc32(part, checksum)
+                    begin += len(part)
+                    yield begin
                 self._replace(entry + 16, checksum)
-                self._replace(begin + record.file_size + 4, checksum)
+                self._replace(end + 4, checksum)
                 entry += 46 + sum(unpack_from("<HHH", self._bytes(entry, 46), 28))
 
     def _replace(self, position: int, number: int) -> None:
@@ -161,9 +174,9 @@ class Staging(io.RawIOBase, BinaryIO):
 
     # --- to the disk
 
-    def _drain(self, file: BinaryIO) -> None:
-        """Write what is there."""
-        for index in range(self._index):
+    def _drain(self, file: BinaryIO, first: int = 0) -> None:
+        """Write what is there, from a block on."""
+        for index in range(first, self._index):
             self._put_out(file, index, BLOCK)
         self._put_out(file, self._index, self._used)
 
@@ -178,7 +191,6 @@ class Staging(io.RawIOBase, BinaryIO):
                 if error.errno != errno.EINVAL or not direct:
                     raise
                 direct = _past_the_page_cache(file, False)  # the disk has blocks of another size
-        self._gone += size
 
 
 def _past_the_page_cache(file: BinaryIO, wanted: bool) -> bool:
