@@ -6,6 +6,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
+from ddp_recipes.ahead import Ahead
+from ddp_recipes.datasets.memory import InMemory
+from ddp_recipes.datasets.transforms import is_known
 from ddp_recipes.errors import RequestError
 from ddp_recipes.order import BatchPlan
 from ddp_recipes.process import die_with_parent
@@ -68,6 +71,7 @@ class Loader:
         self.fetch = _whole_batch_fetch(dataset)
         self.pin_memory = pin_memory and device.type == "cuda"
         self._sampler = _PlanSampler(plan, parts)
+        self._ahead = Ahead(self.fetch, self.pin_memory) if _may_be_fetched_ahead(dataset) else None
         self._one_by_one: DataLoader[Any] | None = None
         if self.fetch is None:
             self._one_by_one = DataLoader(
@@ -90,22 +94,29 @@ class Loader:
         Args:
             group: so many batches belong together: all of them come for one part, then all of them for the next.
         """
-        plan, fetch, pin = self.plan, self.fetch, self.fetch is not None and self.pin_memory
+        plan = self.plan
         elsewhere, last = self.device.type != "cpu", plan.num_batches - 1
         usual, final = (
             (plan.total(number), {part: plan.share(number, part) for part in self.parts}) for number in (0, last)
         )
         self._sampler.position = epoch, start, group
-        loaded = iter(self._one_by_one or ())
-        for number, part in self._sampler.turns():
-            data = next(loaded) if fetch is None else fetch(self._sampler.indices(epoch, number, part))
+        for (number, part), data in zip(self._sampler.turns(), self._loaded(epoch), strict=False):
             if elsewhere:
-                data = to_device(data, self.device, pin)
+                data = to_device(data, self.device, self.pin_memory)
             total, shares = final if number == last else usual
             yield Batch(data, shares[part], total, number, part)
 
+    def _loaded(self, epoch: int) -> Iterator[Any]:
+        """Yield what is in each batch, in the sampler's order."""
+        if self._one_by_one is not None:
+            return iter(self._one_by_one)
+        chosen = (self._sampler.indices(epoch, number, part) for number, part in self._sampler.turns())
+        return map(self.fetch, chosen) if self._ahead is None else self._ahead.batches(chosen)
+
     def close(self) -> None:
         """End the data workers now. At the interpreter's end each one would be waited for, for up to five seconds."""
+        if self._ahead is not None:
+            self._ahead.close()
         workers = getattr(self._one_by_one, "_iterator", None)
         if workers is not None:
             workers._shutdown_workers()
@@ -166,6 +177,14 @@ def _whole_batch_fetch(dataset: Any) -> Any:
     if type(dataset) is TensorDataset:
         return lambda indices: tuple(tensor.index_select(0, indices) for tensor in dataset.tensors)
     return None
+
+
+def _may_be_fetched_ahead(dataset: Any) -> bool:
+    """Whether many batches can be fetched in one go, on another thread: each sample's rows follow from it alone.
+
+    What a user's own ``fetch`` or ``batched`` transform does is not known: it may draw random numbers.
+    """
+    return type(dataset) is TensorDataset or (type(dataset) is InMemory and is_known(dataset.transform))
 
 
 class _PlanSampler:

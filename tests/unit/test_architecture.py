@@ -45,6 +45,7 @@ LAYERS = [
     },
     {"checkpoint"},
     {
+        "ahead",
         "callbacks",
         "digest",
         "elastic",

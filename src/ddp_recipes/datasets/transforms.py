@@ -71,12 +71,22 @@ def runs_on_batches(transform: Transform | None) -> bool:
     A transform says so itself with an attribute ``batched``. Otherwise only known ones do; what is random (each
     sample has to draw its own numbers) or unknown does not.
     """
-    if transform is None or type(transform) is nn.Identity:
-        return True
     if (declared := getattr(transform, "batched", None)) is not None:
         return bool(declared)
-    if type(transform) is nn.Sequential or _is_torchvision(transform, {"Compose"}):
-        return all(runs_on_batches(part) for part in _parts(transform))
+    return _is_known_or_made_of(transform, runs_on_batches)
+
+
+def is_known(transform: Transform | None) -> bool:
+    """Whether what ``transform`` does to a sample is known to depend on that alone, so that it may run at any time."""
+    return type(transform) is ScaleAndNormalize or _is_known_or_made_of(transform, is_known)
+
+
+def _is_known_or_made_of(transform: Transform | None, condition: Callable[[Transform], bool]) -> bool:
+    """Whether a transform is one of torchvision's for batches, or made of others that fulfil a condition."""
+    if transform is None or type(transform) is nn.Identity:
+        return True
+    if type(transform) in (Chain, nn.Sequential) or _is_torchvision(transform, {"Compose"}):
+        return all(map(condition, _parts(transform)))
     return _is_torchvision(transform, _BATCHED)
 
 
@@ -105,9 +115,11 @@ def for_tensors(transforms: Transforms) -> Transform:
 
 
 def _parts(transforms: Any) -> list[Transform]:
-    """Return what a sequence, a ``Compose`` or an ``nn.Sequential`` is made of; of any other transform, itself."""
+    """Return what a sequence, ``Chain``, ``Compose`` or ``nn.Sequential`` is made of; of another transform, itself."""
     if _is_torchvision(transforms, {"Compose"}):
         return list(transforms.transforms)
+    if type(transforms) is Chain:
+        return transforms.transforms
     if type(transforms) is nn.Sequential or not callable(transforms):
         return list(transforms)
     return [transforms]

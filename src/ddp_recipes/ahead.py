@@ -1,0 +1,68 @@
+"""Batches of a data set in memory: many in one go, on a thread, while those before are used."""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+Rows = tuple[Tensor, ...]
+"""Of some samples: inputs ``[n, ...]``, targets ``[n, ...]``, and so on."""
+
+AT_ONCE = 8 << 20  # bytes fetched in one go, about
+MOST = 64  # batches fetched in one go
+GROWTH = 4  # an epoch begins with few, so that its first steps do not wait
+ALIGNED = 64  # bytes: where torch has tensors begin. Some kernels round otherwise where they begin elsewhere
+
+
+class Ahead:
+    """Fetches batches before they are asked for. What is fetched in one go is then cut into them.
+
+    Args:
+        fetch: returns the rows of samples, int64 ``[n]``; those of each follow from itself alone.
+        pin: whether to pin them in memory, from which a GPU fetches by itself.
+    """
+
+    def __init__(self, fetch: Callable[[Tensor], Rows], pin: bool) -> None:
+        self._fetch = fetch
+        self._pin = pin
+        self._thread = ThreadPoolExecutor(1, "batches")
+
+    def batches(self, samples: Iterator[Tensor]) -> Iterator[Rows]:
+        """Yield the rows of each batch, of which ``samples`` says what is in it. There is at least one."""
+        rows = self._rows(next(samples))
+        most = _at_once(rows)
+        if most == 1:
+            yield rows
+            yield from map(self._rows, samples)
+            return
+        count = min(GROWTH, most)
+        coming = self._begin(list(islice(samples, count)))
+        yield rows
+        while coming is not None:
+            sizes, fetched = coming
+            count = min(GROWTH * count, most)
+            coming = self._begin(list(islice(samples, count)))
+            yield from zip(*(torch.split(tensor, sizes) for tensor in fetched.result()), strict=True)
+
+    def _begin(self, batches: list[Tensor]) -> tuple[list[int], "Future[Rows]"] | None:
+        """Begin to fetch batches; return their sizes, and what will be all of their rows."""
+        if not batches:
+            return None
+        return [len(samples) for samples in batches], self._thread.submit(self._rows, torch.cat(batches))
+
+    def _rows(self, samples: Tensor) -> Rows:
+        rows = self._fetch(samples)
+        return tuple(tensor.pin_memory() for tensor in rows) if self._pin else rows
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown(cancel_futures=True)
+
+
+def _at_once(batch: Rows) -> int:
+    """Return how many batches like this one to fetch in one go."""
+    if any(tensor.nbytes % ALIGNED for tensor in batch):
+        return 1
+    return max(1, min(MOST, AT_ONCE // max(1, sum(tensor.nbytes for tensor in batch))))
