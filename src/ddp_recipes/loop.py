@@ -19,7 +19,7 @@ from ddp_recipes.errors import RequestError, nearest
 from ddp_recipes.loggers import Logger
 from ddp_recipes.precision import Precision
 from ddp_recipes.progress import Progress
-from ddp_recipes.random import key, seed_step
+from ddp_recipes.random import seed_step, step_key
 from ddp_recipes.settings import CheckpointSettings, TrainerSettings
 from ddp_recipes.stopping import Stopper
 from ddp_recipes.strategies import Strategy
@@ -146,7 +146,7 @@ def forward_backward(run: Run, batches: Iterator[Batch]) -> tuple[list[Losses], 
     samples = plan.samples(numbers)
     losses: list[Losses] = []
     for part in run.train.parts:
-        seed_step(key(run.seed, at.step, part), run.devices)
+        seed_step(step_key(run.seed, at.step, part), run.devices)
         mine: Losses = []
         with strategy.part(plan.samples(numbers, part) / samples):
             for number in numbers:
