@@ -35,11 +35,13 @@ class Ahead:
         most = _at_once(rows)
         if most == 1:
             yield rows
+            del rows  # or it would stay to the end
             yield from map(self._rows, samples)
             return
         count = min(GROWTH, most)
         coming = self._begin(list(islice(samples, count)))
         yield rows
+        del rows
         while coming is not None:
             sizes, fetched = coming
             count = min(GROWTH * count, most)

@@ -326,6 +326,7 @@ THERE = [
             "static_graph",
             "gradient_as_bucket_view",
             "broadcast_buffers",
+            "shared_memory",
             "sync_batchnorm",
             "comm_hook",
         )

@@ -27,7 +27,7 @@ class Counting(DDP):
     """Notes the bytes that rank 0 gives to each all-reduce of gradients, in a file."""
 
     def __init__(self, *, folder: str, **options: Any) -> None:
-        super().__init__(**options)
+        super().__init__(**options | {"shared_memory": False})
         self.file = Path(folder) / "all_reduced.json"
         self.bytes = 0
 

@@ -10,7 +10,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed import Store
 
-from ddp_recipes import rank
+from ddp_recipes import ahead, rank
 from ddp_recipes.checkpoint import load
 from ddp_recipes.control import Control
 from ddp_recipes.errors import RequestError
@@ -198,6 +198,12 @@ def test_the_backward_pass_on_paper_gives_the_gradients_of_autograd() -> None:
         torch.testing.assert_close(torch.tensor(one), torch.tensor(other))
 
 
+@pytest.fixture
+def one_batch_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have nothing fetched ahead, which a plan leaves out."""
+    monkeypatch.setattr(ahead, "MOST", 1)
+
+
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -208,7 +214,7 @@ def test_the_backward_pass_on_paper_gives_the_gradients_of_autograd() -> None:
     ],
     ids=lambda value: " ".join(value),
 )
-def test_a_step_takes_what_a_real_one_takes(overrides: list[str], plan: Plan) -> None:
+def test_a_step_takes_what_a_real_one_takes(overrides: list[str], plan: Plan, one_batch_at_once: None) -> None:
     """At most at a time, counted in the same way; autograd's own engine runs backward, indices are small."""
     size = ["data.num_samples=128", "data.batch_size=64"]
     overrides = [*overrides, *size, "strategy=single", "launcher.device=cpu", "data.val=null"]
@@ -283,7 +289,9 @@ def test_a_pipeline_does_and_holds_what_its_plan_says(
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_a_step_of_a_pipeline_takes_what_a_real_one_takes(overrides: list[str], world_size: int, plan: Plan) -> None:
+def test_a_step_of_a_pipeline_takes_what_a_real_one_takes(
+    overrides: list[str], world_size: int, plan: Plan, one_batch_at_once: None
+) -> None:
     """Each process, at most at a time, counted in the same way; a plan leaves out the indices of samples."""
     indices = 8 * (128 + 64)
     size = ["data.num_samples=128", "data.batch_size=32", "data.val_samples=64", "data.val_batch_size=16"]

@@ -59,7 +59,9 @@ def test_options_reach_ddp() -> None:
                 name: value for name, value in options.items() if name in seen
             }
             assert seen["device_ids"] is None
-            assert not seen["hooked"]
+            assert seen["hooked"], "ranks of one machine share memory"
+    (seen, _) = on_ranks(partial(wrapped, shared_memory=False), 2)
+    assert not seen["hooked"]
     (seen, _) = on_ranks(partial(wrapped, bucket_cap_mb=3, comm_hook="bf16"), 2)
     assert seen["bucket_bytes"] == 3 * 2**20
     assert seen["hooked"]

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_recipes.errors import RequestError, nearest, not_one_of
 from ddp_recipes.strategies.base import Exchange, Whole, Wrapped, batch_norms
 from ddp_recipes.strategies.group import Group
+from ddp_recipes.strategies.shared_memory import SharedMemory, join
 from ddp_recipes.tasks import StepOutput, Task
 from ddp_recipes.world import World
 
@@ -22,6 +23,7 @@ class DDP(Whole, Group):
 
     Args:
         sync_batchnorm: batch-norm statistics over all ranks; GPU only, as torch's ``SyncBatchNorm`` is.
+        shared_memory: whether ranks on the CPUs of one machine average gradients in memory that they share.
         comm_hook: ``fp16``, ``bf16`` or ``powersgd``: what the all-reduce sends; ``None``: gradients as they are.
         options: any other argument of ``DistributedDataParallel``; ``broadcast_buffers=None``: unless all buffers are
             those of batch norms.
@@ -30,7 +32,14 @@ class DDP(Whole, Group):
     name = "ddp"
     takes_empty = True  # or the others would wait for this rank in the all-reduce
 
-    def __init__(self, *, sync_batchnorm: bool = False, comm_hook: str | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        sync_batchnorm: bool = False,
+        shared_memory: bool = True,
+        comm_hook: str | None = None,
+        **options: Any,
+    ) -> None:
         if comm_hook is not None and comm_hook not in _COMM_HOOKS:
             raise not_one_of("strategy.comm_hook", comm_hook, ["null", *_COMM_HOOKS])
         for name in options:
@@ -40,7 +49,9 @@ class DDP(Whole, Group):
                     f"{nearest(name, _OPTIONS)}"
                 )
         self.sync_batchnorm = sync_batchnorm
+        self.shared_memory = shared_memory
         self.comm_hook = comm_hook
+        self._shared: SharedMemory | None = None
         self.options = {name: value for name, value in options.items() if value is not None}
 
     @property
@@ -76,6 +87,10 @@ class DDP(Whole, Group):
         _settle_buckets(module, task)
         if self.comm_hook is not None:
             _COMM_HOOKS[self.comm_hook](module)
+        elif self.shared_memory and devices[0].type == "cpu":
+            self._shared = join(self.world, self.timeout_s)
+        if self._shared is not None:
+            module.register_comm_hook(None, self._shared.hook)
         return cast(Wrapped, module)
 
     def _sends_buffers(self, task: Task) -> bool:
@@ -127,6 +142,12 @@ class DDP(Whole, Group):
             every_batch=bool(self.options.get("static_graph")),  # see accumulate
         )
 
+    def teardown(self) -> None:
+        """Leave the others first: they may wait for this rank."""
+        if self._shared is not None:
+            self._shared.close()
+        super().teardown()
+
     def sync_buffers(self, task: Task) -> None:
         """Broadcast rank 0's buffers: each rank's batch norm has followed its own batches since the last step."""
         if self.world.world_size > 1:
@@ -140,8 +161,8 @@ def _settle_buckets(module: DistributedDataParallel, task: Task) -> None:
     It arranges them anew after the first one, by the order in which gradients came, and with them the order in which
     gradients of three or more ranks are added. The first step after a resume would then end with other bits.
     """
-    if module.static_graph:
-        return  # this one learns the graph from its first pass
+    if module.static_graph or any(getattr(each, "sparse", False) for each in task.modules()):
+        return  # the one learns the graph from its first pass, the other would wonder at gradients that are dense
 
     def forward(_: Any) -> StepOutput:
         loss = next(task.parameters()).new_zeros(())

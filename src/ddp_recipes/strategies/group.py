@@ -20,6 +20,7 @@ class Group:
 
     name: str
     world = World()
+    timeout_s = 0.0  # of a collective
 
     def replicas(self, device_type: str) -> int:
         """One a process."""
@@ -36,7 +37,7 @@ class Group:
         self, world: World, store: Store | None, backend: str, timeout: timedelta, init_method: str | None
     ) -> None:
         """Join the process group, over the launcher's store or an address of the user's own."""
-        self.world = world
+        self.world, self.timeout_s = world, timeout.total_seconds()
         if init_method is not None:
             dist.init_process_group(
                 backend, init_method=init_method, rank=world.rank, world_size=world.world_size, timeout=timeout

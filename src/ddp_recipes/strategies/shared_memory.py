@@ -1,0 +1,163 @@
+"""All-reduce among the ranks of one machine, through memory that they share.
+
+gloo sends numbers through the machine's own network, which takes several threads of each rank and a millisecond. Here
+each rank puts its numbers where all can read them, says so, and adds up what is there.
+"""
+
+import mmap
+import os
+import socket
+import struct
+import sys
+import uuid
+from collections.abc import Sequence
+from contextlib import nullcontext
+from itertools import combinations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import profiler
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+from ddp_recipes.world import World
+
+MOST_RANKS = 8  # each reads what all have put there: with many it would be quicker to share out the sums
+CHUNK = 1 << 20  # bytes that a rank puts there at once: small enough for the processor's cache
+PATIENCE_S = 10.0  # for processes of one machine to meet
+_BYTE = b"\0"
+
+
+class SharedMemory:
+    """Means of tensors over ranks. They are added in the order of ranks, so all get the same bits, in any run.
+
+    Each rank has two places, which it uses in turns. A turn ends when all ranks have put something there, so nobody is
+    two turns ahead of another one: what a rank overwrites has been read by all.
+
+    Args:
+        links: a connection to each other rank, by rank. It ends with that rank.
+        memory: the places, two times ``CHUNK`` bytes for each rank.
+        timeout_s: how long another rank is waited for.
+    """
+
+    def __init__(self, rank: int, links: dict[int, socket.socket], memory: mmap.mmap, timeout_s: float) -> None:
+        self._rank = rank
+        self._links = links
+        self._timeout_s = timeout_s
+        self._places = torch.frombuffer(memory, dtype=torch.uint8).view(2, len(links) + 1, CHUNK)
+        self._turn = 0
+        for link in links.values():
+            link.settimeout(timeout_s)
+
+    def mean(self, tensor: Tensor) -> None:
+        """Replace the numbers of a contiguous tensor by their means over ranks. A collective.
+
+        Raises:
+            RuntimeError: a rank is gone, or did not come in time; names it.
+        """
+        places = self._places.view(tensor.dtype)
+        ranks = places.shape[1]
+        for part in torch.split(tensor.view(-1), places.shape[2]):
+            self._turn = 1 - self._turn
+            of_ranks = places[self._turn, :, : len(part)]
+            torch.mul(part, 1 / ranks, out=of_ranks[self._rank])  # as DDP does by itself
+            self._meet()
+            torch.add(of_ranks[0], of_ranks[1], out=part)
+            for rank in range(2, ranks):
+                part.add_(of_ranks[rank])
+
+    def _meet(self) -> None:
+        """Wait until all ranks are here."""
+        rank = self._rank
+        try:
+            for rank in self._links:
+                self._links[rank].send(_BYTE)
+            for rank in self._links:
+                if not self._links[rank].recv(1):
+                    raise ConnectionResetError
+        except TimeoutError:
+            message = f"Timed out waiting {self._timeout_s:g} s for rank {rank} to all-reduce gradients."
+            raise RuntimeError(message) from None
+        except OSError:
+            raise RuntimeError(f"Connection closed by rank {rank} while gradients were all-reduced.") from None
+
+    def hook(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Average a bucket of gradients, as a communication hook of ``DistributedDataParallel``."""
+        gradients = bucket.buffer()
+        if gradients.is_sparse:
+            return allreduce_hook(_everyone(), bucket)
+        profiled = profiler.record_function("all-reduce") if profiler._is_profiler_enabled else nullcontext()
+        with profiled:
+            self.mean(gradients)
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        done.set_result(gradients)
+        return done
+
+    def close(self) -> None:
+        """Let the others know that this rank is gone."""
+        for link in self._links.values():
+            link.close()
+
+
+def _everyone() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+def join(world: World, timeout_s: float) -> SharedMemory | None:
+    """Meet the other ranks in a place of this machine; return what they share. A collective of the process group.
+
+    Returns:
+        ``None``, on all ranks, where some are elsewhere (another machine or container), or they are too many.
+    """
+    if not 1 < world.world_size == world.local_world_size <= MOST_RANKS or sys.platform != "linux":
+        return None
+    with socket.socket(socket.AF_UNIX) as door:
+        door.settimeout(PATIENCE_S)
+        name = [f"\0ddp_recipes/{uuid.uuid4()}"]  # begins with a zero: no file, and gone with the process
+        if world.is_main:
+            door.bind(name[0])
+            door.listen(MOST_RANKS)
+        dist.broadcast_object_list(name)
+        here = torch.ones(())
+        if not world.is_main and door.connect_ex(name[0]) != 0:
+            here.zero_()
+        dist.all_reduce(here, dist.ReduceOp.MIN)
+        if not here:
+            return None
+        if world.is_main:
+            memory, *links = _hand_out(door, world.world_size)
+        else:
+            door.send(bytes([world.rank]))
+            _, (memory, *links), _, _ = socket.recv_fds(door, 1, MOST_RANKS)
+    others = [rank for rank in range(world.world_size) if rank != world.rank]
+    try:
+        mapped = mmap.mmap(memory, 0)
+    finally:
+        os.close(memory)
+    sockets = {rank: socket.socket(fileno=link) for rank, link in zip(others, links, strict=True)}
+    return SharedMemory(world.rank, sockets, mapped, timeout_s)
+
+
+def _hand_out(door: socket.socket, world_size: int) -> Sequence[int]:
+    """Make the memory and a connection between any two ranks; return rank 0's descriptors, and send others theirs."""
+    memory = os.memfd_create("ddp_recipes")
+    os.ftruncate(memory, 2 * world_size * CHUNK)
+    links: dict[int, dict[int, socket.socket]] = {rank: {} for rank in range(world_size)}
+    for one, other in combinations(range(world_size), 2):
+        links[one][other], links[other][one] = socket.socketpair()
+    expected = set(range(1, world_size))
+    while expected:
+        visitor, _ = door.accept()
+        with visitor:
+            _, user, _ = struct.unpack("3i", visitor.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+            if user != os.geteuid():
+                continue
+            visitor.settimeout(PATIENCE_S)
+            rank = visitor.recv(1)[0]
+            theirs = links.pop(rank)
+            socket.send_fds(visitor, [_BYTE], [memory, *(theirs[other].fileno() for other in sorted(theirs))])
+            expected.remove(rank)
+            for link in theirs.values():
+                link.close()
+    return [memory, *(links[0][other].detach() for other in sorted(links[0]))]
