@@ -180,15 +180,15 @@ class Output:
             return
         name = type(self.recipe.task.model).__name__
         caption = f"{name} over {len(stages)} devices: each replica's blocks and what they take"
-        self._leave_picture("split", lambda: draw_split(stages, caption))
+        self.leave_picture("split", lambda: draw_split(stages, caption))
 
     def _draw_schedule(self) -> None:
         pipeline = self.recipe.request.pipeline
         if self.run is not None and pipeline is not None:
             title = f"{pipeline.schedule}, {pipeline.micro_batches} micro-batches"
-            self._leave_picture("schedule", lambda: draw_schedule(cells_of(pipeline), title))
+            self.leave_picture("schedule", lambda: draw_schedule(cells_of(pipeline), title))
 
-    def _leave_picture(self, name: str, draw: Callable[[], bytes]) -> None:
+    def leave_picture(self, name: str, draw: Callable[[], bytes]) -> None:
         """Draw a picture into the run directory and the logger, or say why there is none."""
         if find_spec("matplotlib") is None:
             log.info("There is no %s.png: it takes matplotlib. Install ddp-recipes[figures] for it.", name)
@@ -216,12 +216,10 @@ class Output:
         count = sum(parameter.numel() for parameter in recipe.task.parameters())
         readers = recipe.strategy.reader(world)[1]
         replicas = readers * recipe.strategy.replicas(recipe.device.type)
+        backend = recipe.backend + (" and shared memory" if recipe.strategy.shares_memory else "")
         rows = [
             ("model", f"{type(recipe.task.model).__name__}, {count:,} parameters"),
-            (
-                "strategy",
-                f"{recipe.strategy.name} over {recipe.backend}" if world.world_size > 1 else recipe.strategy.name,
-            ),
+            ("strategy", recipe.strategy.name + (f" over {backend}" if world.world_size > 1 else "")),
             ("replicas x devices", f"{replicas} x {self._devices} ({recipe.device_name})"),
             *((f"stage {number}", str(stage)) for number, stage in enumerate(recipe.stages)),
         ]

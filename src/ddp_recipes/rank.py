@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Store
 
-from ddp_recipes import check, loop, planning
+from ddp_recipes import check, loop, planning, profiling
 from ddp_recipes._version import __version__
 from ddp_recipes.checkpoint import write_aside
 from ddp_recipes.control import Control, timed_out
@@ -100,6 +100,7 @@ def fit(recipe: Recipe, output: Output) -> None:
     run = recipe.make_run(output.hold(recipe.make_stopper()))
     check_validation(run)
     output.open(run)
+    profiling.record(run, output.leave_picture)  # only where there is a profiler
     for callback in run.callbacks:
         callback.on_start(recipe.job.directory if recipe.world.is_main else None, recipe.task)
     try:

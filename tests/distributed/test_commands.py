@@ -95,7 +95,7 @@ def test_train_makes_one_directory(local: tuple[Path, str]) -> None:
     assert_complete(folder)
     assert [path.name for path in where.iterdir()] == ["outputs"]
     assert summary_of(folder)["devices_per_replica"] == 2
-    for word in ("ToyMP", "ddp over gloo", "2 x 2 (CPU)", "val/loss"):
+    for word in ("ToyMP", "ddp over gloo and shared memory", "2 x 2 (CPU)", "val/loss"):
         assert word in printed
 
 

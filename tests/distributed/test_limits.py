@@ -85,10 +85,3 @@ def test_limits_of_validation(run: Run) -> None:
     shorter = run("data.val_batch_size=9", "trainer.limit_val_batches=1")["metrics"]["val/loss"]
     assert few == pytest.approx(shorter, rel=1e-6)
     assert few != pytest.approx(whole)
-
-
-def test_the_profiler_leaves_a_trace(run: Run) -> None:
-    summary = run("debug=profiler", "trainer.max_epochs=4", world_size=2)
-    folder = Path(summary["run_directory"])
-    assert [path.name for path in (folder / "tensorboard").iterdir()] == ["rank_0.pt.trace.json"]
-    assert "Profile of 5 steps" in (folder / "train.log").read_text()

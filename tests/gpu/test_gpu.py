@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -72,6 +73,18 @@ def test_a_step_that_does_not_log_does_not_wait_for_the_device(tmp_path: Path) -
 def test_mixed_precision_trains(tmp_path: Path, precision: str) -> None:
     summary = rank.run(job(tmp_path, "model=toy", f"trainer.precision={precision}"), World(), None)
     assert summary["metrics"]["val/loss"] < 1.0
+
+
+def test_the_profiler_counts_what_kernels_take(tmp_path: Path) -> None:
+    overrides = ["debug=profiler", "trainer.log_every_n_steps=1", "data.batch_size=16", "logger=none"]
+    rank.run(job(tmp_path, "model=toy", *overrides), World(), None)
+    rows = re.findall(
+        r"^  (\S.*?) +[\d.]+ ms +\d+% +GPU ([\d.]+) ms$", (tmp_path / "train.log").read_text(), re.MULTILINE
+    )
+    kernels = {name: float(took) for name, took in rows}
+    assert all(kernels[name] > 0 for name in ("forward", "backward", "optimizer"))
+    step = kernels.pop("step")
+    assert sum(kernels.values()) == pytest.approx(step, abs=0.01)
 
 
 @pytest.mark.spawn

@@ -26,7 +26,7 @@ LAYERS = [
     {"rank"},
     {"check", "planning"},
     {"output"},
-    {"recipe"},
+    {"profiling", "recipe"},
     {"loop"},
     {"figures", "strategies"},
     {"model_parallel"},

@@ -52,6 +52,7 @@ class Strategy(Protocol):
     takes_empty: bool  # whether a part without a sample has to be run as well, on one that does not count
     stages: int  # parts that the model is cut into, over processes; 1: each process has all of it
     starts: Sequence[str]  # the blocks at which the 2nd, 3rd, … of them begins
+    shares_memory: bool  # ranks exchange gradients in memory, not by the backend; known once the task is wrapped
 
     def replicas(self, device_type: str) -> int:
         """Return how many replicas share a part of a batch; ``data.batch_size`` is for each of them."""
@@ -158,6 +159,7 @@ class Single(Whole):
     name = "single"
     divisor = 1
     takes_empty = False
+    shares_memory = False
 
     def replicas(self, device_type: str) -> int:
         """One."""

@@ -89,6 +89,7 @@ class DDP(Whole, Group):
             _COMM_HOOKS[self.comm_hook](module)
         elif self.shared_memory and devices[0].type == "cpu":
             self._shared = join(self.world, self.timeout_s)
+        self.shares_memory = self._shared is not None
         if self._shared is not None:
             module.register_comm_hook(None, self._shared.hook)
         return cast(Wrapped, module)

@@ -21,6 +21,7 @@ class Group:
     name: str
     world = World()
     timeout_s = 0.0  # of a collective
+    shares_memory = False
 
     def replicas(self, device_type: str) -> int:
         """One a process."""

@@ -1,0 +1,31 @@
+"""Where a step's time goes."""
+
+from collections.abc import Mapping
+from io import BytesIO
+
+
+def draw_profile(times: Mapping[str, float], title: str) -> bytes:
+    """Draw a bar for each phase of a step.
+
+    Args:
+        times: of each phase, in ms.
+
+    Returns:
+        A PNG.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 1 + 0.35 * len(times)), layout="constrained")
+    axis = figure.add_subplot()
+    bars = axis.barh(list(times), list(times.values()), height=0.7, color="#3b6ea8")
+    step = sum(times.values())
+    axis.bar_label(bars, [f"{took:.3f} ms, {took / step:.0%}" for took in times.values()], padding=4, fontsize=9)
+    axis.set_xlim(0, 1.25 * max(times.values()))
+    axis.invert_yaxis()
+    axis.set_title(title, fontsize=11, loc="left")
+    axis.tick_params(length=0)
+    axis.xaxis.set_visible(False)
+    axis.spines[["top", "right", "bottom"]].set_visible(False)
+    file = BytesIO()
+    figure.savefig(file, format="png", dpi=110)
+    return file.getvalue()
