@@ -1,5 +1,6 @@
 """Batches of a data set in memory: many in one go, on a thread, while those before are used."""
 
+import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
@@ -32,27 +33,31 @@ class Ahead:
     def batches(self, samples: Iterator[Tensor]) -> Iterator[Rows]:
         """Yield the rows of each batch, of which ``samples`` says what is in it. There is at least one."""
         rows = self._rows(next(samples))
-        most = _at_once(rows)
+        unit = _unit(rows)
+        most = _at_once(rows, unit)
         if most == 1:
             yield rows
             del rows  # or it would stay to the end
             yield from map(self._rows, samples)
             return
         count = min(GROWTH, most)
-        coming = self._begin(list(islice(samples, count)))
+        coming = self._begin(list(islice(samples, count)), unit)
         yield rows
         del rows
         while coming is not None:
             sizes, fetched = coming
             count = min(GROWTH * count, most)
-            coming = self._begin(list(islice(samples, count)))
-            yield from zip(*(torch.split(tensor, sizes) for tensor in fetched.result()), strict=True)
+            coming = self._begin(list(islice(samples, count)), unit)
+            yield from zip(*(torch.split(tensor, sizes)[::2] for tensor in fetched.result()), strict=True)
 
-    def _begin(self, batches: list[Tensor]) -> tuple[list[int], "Future[Rows]"] | None:
-        """Begin to fetch batches; return their sizes, and what will be all of their rows."""
+    def _begin(self, batches: list[Tensor], unit: int) -> tuple[list[int], "Future[Rows]"] | None:
+        """Begin to fetch batches, each filled up to whole units; return how many rows are in it and in what fills it
+        up, then of the next, and what will be all of these rows."""
         if not batches:
             return None
-        return [len(samples) for samples in batches], self._thread.submit(self._rows, torch.cat(batches))
+        filling = torch.zeros(unit, dtype=torch.int64)
+        pieces = [piece for samples in batches for piece in (samples, filling[: -len(samples) % unit])]
+        return [len(piece) for piece in pieces], self._thread.submit(self._rows, torch.cat(pieces))
 
     def _rows(self, samples: Tensor) -> Rows:
         rows = self._fetch(samples)
@@ -63,8 +68,12 @@ class Ahead:
         self._thread.shutdown(cancel_futures=True)
 
 
-def _at_once(batch: Rows) -> int:
+def _unit(batch: Rows) -> int:
+    """Return the number of rows after which a tensor could begin."""
+    return math.lcm(*(ALIGNED // math.gcd(ALIGNED, tensor[:1].nbytes) for tensor in batch))
+
+
+def _at_once(batch: Rows, unit: int) -> int:
     """Return how many batches like this one to fetch in one go."""
-    if any(tensor.nbytes % ALIGNED for tensor in batch):
-        return 1
-    return max(1, min(MOST, AT_ONCE // max(1, sum(tensor.nbytes for tensor in batch))))
+    filled = -(-len(batch[0]) // unit) * unit
+    return max(1, min(MOST, AT_ONCE // max(1, filled * sum(tensor[:1].nbytes for tensor in batch))))

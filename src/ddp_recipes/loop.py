@@ -205,10 +205,9 @@ def advance(run: Run, samples: int) -> Cursor:
 
 def write_log(run: Run, losses: Sequence[Losses], samples: int, norm: Tensor | None, lr: float, clock: "Clock") -> None:
     """Log a step: the one place where a step waits for the device, and for the other ranks' losses."""
-    nothing = torch.zeros((), device=run.devices[-1])
-    of_parts = torch.stack([sum((loss * share for loss, share in part), nothing) for part in losses])
+    of_parts = [sum(loss.item() * share for loss, share in part) / samples for part in losses]
     values = {
-        "train/loss": run.strategy.sum((of_parts / samples).double()).item(),
+        "train/loss": run.strategy.sum(torch.tensor(of_parts, dtype=torch.float64, device=run.devices[-1])).item(),
         "train/lr": lr,
         "train/samples_per_second": clock.samples_per_second(run.cursor),
         "train/epoch": run.cursor.epoch + run.cursor.batch / len(run.train),

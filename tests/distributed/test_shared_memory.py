@@ -63,12 +63,14 @@ def test_each_rank_has_the_mean_of_all_added_in_their_order(monkeypatch: pytest.
         generator = torch.Generator().manual_seed(rank)
         return [torch.randn(size, generator=generator).to(kind) for kind in kinds for size in sizes]
 
-    def work(shared: SharedMemory) -> list[list[float]]:
+    def work(shared: SharedMemory) -> list[Any]:
         mine = numbers(dist.get_rank())
         for _ in range(3):
             for tensor in mine:
                 shared.mean(tensor)
-        return [tensor.tolist() for tensor in mine]
+        counts = torch.full((3, 700), 2**40 + dist.get_rank())
+        shared.sum(counts)
+        return [counts[2, 699].item(), *(tensor.tolist() for tensor in mine)]
 
     for world_size in (2, 3, 5):
         expected = [numbers(rank) for rank in range(world_size)]
@@ -81,7 +83,8 @@ def test_each_rank_has_the_mean_of_all_added_in_their_order(monkeypatch: pytest.
                     tensor.copy_(total)
         found = on_ranks(lambda world, store: met(world, store, work), world_size)
         for rank in range(world_size):
-            assert found[rank] == [tensor.tolist() for tensor in expected[rank]]
+            total = world_size * 2**40 + sum(range(world_size))
+            assert found[rank] == [total, *(tensor.tolist() for tensor in expected[rank])]
 
 
 def test_a_rank_that_is_gone_is_named() -> None:
@@ -94,7 +97,7 @@ def test_a_rank_that_is_gone_is_named() -> None:
         return str(caught.value)
 
     said = on_ranks(lambda world, store: met(world, store, work), 3)
-    assert said[0] == "Connection closed by rank 1 while gradients were all-reduced."
+    assert said[0] == "Connection closed by rank 1 in an all-reduce."
     assert said[2].startswith("Connection closed by rank ")
 
 
@@ -109,7 +112,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
         return str(caught.value)
 
     said = on_ranks(lambda world, store: met(world, store, work, timeout_s=0.3), 2)
-    assert said[0] == "Timed out waiting 0.3 s for rank 1 to all-reduce gradients."
+    assert said[0] == "Timed out waiting 0.3 s for rank 1 in an all-reduce."
 
 
 def test_ranks_that_cannot_meet_use_gloo(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

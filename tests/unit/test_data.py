@@ -1,6 +1,7 @@
 """Loaders: whole batches or sample by sample, the same samples on any number of ranks and workers."""
 
 import random
+import threading
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -94,6 +95,46 @@ def drawn(world: int, workers: int, epoch: int = 0, batch: int = 4) -> dict[int,
             if part.share:
                 found.update(zip(numbers.tolist(), values.tolist(), strict=True))
     return found
+
+
+@pytest.mark.parametrize("features", [1, 10, 16, 100])
+@pytest.mark.parametrize("batch", [1, 7, 20, 64])
+def test_batches_that_are_fetched_ahead_begin_where_torch_has_tensors_begin(features: int, batch: int) -> None:
+    samples = torch.randn(1000, features)
+    seen = [part.data for part in loader(TensorDataset(samples, torch.arange(1000)), batch).batches(0)]
+    assert len({inputs.untyped_storage().data_ptr() for inputs, _ in seen}) < len(seen) / 4, "many in one go"
+    assert all(tensor.data_ptr() % 64 == 0 and tensor.is_contiguous() for rows in seen for tensor in rows)
+    numbers = torch.cat([targets for _, targets in seen])
+    assert sorted(numbers.tolist()) == list(range(1000))
+    assert torch.equal(torch.cat([inputs for inputs, _ in seen]), samples[numbers])
+
+
+class Tripling:
+    """A user's transform: nobody knows what else it does."""
+
+    batched = True
+
+    def __init__(self) -> None:
+        self.threads: set[str] = set()
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        self.threads.add(threading.current_thread().name)
+        return inputs * 3
+
+
+def test_a_users_transform_runs_when_its_batch_is_due() -> None:
+    transform = Tripling()
+    list(loader(InMemory(torch.randn(100, 4), torch.arange(100), transform)).batches(0))
+    assert transform.threads == {threading.current_thread().name}
+
+
+def test_an_error_in_what_is_fetched_ahead_comes_out() -> None:
+    dataset = InMemory(torch.randn(100, 16), torch.arange(100))
+    batches = loader(dataset).batches(0)
+    next(batches)
+    dataset.targets = torch.zeros(3)
+    with pytest.raises(IndexError):
+        list(batches)
 
 
 def test_random_transforms_draw_the_same_whoever_loads_a_sample() -> None:

@@ -143,6 +143,14 @@ class DDP(Whole, Group):
             every_batch=bool(self.options.get("static_graph")),  # see accumulate
         )
 
+    def sum(self, values: Tensor) -> Tensor:
+        """All-reduce by sum, in shared memory where there is some."""
+        if self._shared is None:
+            return super().sum(values)
+        values = values.sum(dim=0)
+        self._shared.sum(values)
+        return values
+
     def teardown(self) -> None:
         """Leave the others first: they may wait for this rank."""
         if self._shared is not None:

@@ -1,4 +1,4 @@
-"""All-reduce among the ranks of one machine, through memory that they share.
+"""All-reduce among the processes of one machine, through memory that they share.
 
 gloo sends numbers through the machine's own network, which takes several threads of each rank and a millisecond. Here
 each rank puts its numbers where all can read them, says so, and adds up what is there.
@@ -29,7 +29,7 @@ _BYTE = b"\0"
 
 
 class SharedMemory:
-    """Means of tensors over ranks. They are added in the order of ranks, so all get the same bits, in any run.
+    """Means and sums of tensors over ranks. They are added in the order of ranks, so all get the same bits, in any run.
 
     Each rank has two places, which it uses in turns. A turn ends when all ranks have put something there, so nobody is
     two turns ahead of another one: what a rank overwrites has been read by all.
@@ -55,12 +55,19 @@ class SharedMemory:
         Raises:
             RuntimeError: a rank is gone, or did not come in time; names it.
         """
+        self._add(tensor, 1 / (len(self._links) + 1))  # as DDP does by itself
+
+    def sum(self, tensor: Tensor) -> None:
+        """Replace them by their sums, like :meth:`mean`."""
+        self._add(tensor, 1)
+
+    def _add(self, tensor: Tensor, factor: float) -> None:
         places = self._places.view(tensor.dtype)
         ranks = places.shape[1]
         for part in torch.split(tensor.view(-1), places.shape[2]):
             self._turn = 1 - self._turn
             of_ranks = places[self._turn, :, : len(part)]
-            torch.mul(part, 1 / ranks, out=of_ranks[self._rank])  # as DDP does by itself
+            torch.mul(part, factor, out=of_ranks[self._rank])
             self._meet()
             torch.add(of_ranks[0], of_ranks[1], out=part)
             for rank in range(2, ranks):
@@ -76,10 +83,10 @@ class SharedMemory:
                 if not self._links[rank].recv(1):
                     raise ConnectionResetError
         except TimeoutError:
-            message = f"Timed out waiting {self._timeout_s:g} s for rank {rank} to all-reduce gradients."
+            message = f"Timed out waiting {self._timeout_s:g} s for rank {rank} in an all-reduce."
             raise RuntimeError(message) from None
         except OSError:
-            raise RuntimeError(f"Connection closed by rank {rank} while gradients were all-reduced.") from None
+            raise RuntimeError(f"Connection closed by rank {rank} in an all-reduce.") from None
 
     def hook(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Average a bucket of gradients, as a communication hook of ``DistributedDataParallel``."""
