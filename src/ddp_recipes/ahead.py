@@ -3,10 +3,9 @@
 import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import islice
 
-import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 Rows = tuple[Tensor, ...]
 """Of some samples: inputs ``[n, ...]``, targets ``[n, ...]``, and so on."""
@@ -30,34 +29,33 @@ class Ahead:
         self._pin = pin
         self._thread = ThreadPoolExecutor(1, "batches")
 
-    def batches(self, samples: Iterator[Tensor]) -> Iterator[Rows]:
-        """Yield the rows of each batch, of which ``samples`` says what is in it. There is at least one."""
-        rows = self._rows(next(samples))
+    def batches(self, samples: Callable[[int], Tensor]) -> Iterator[Rows]:
+        """Yield the rows of each batch.
+
+        Args:
+            samples: returns those of the next so many batches, or of fewer: int64 ``[batches, n]``. There is at least
+                one, and none at the end.
+        """
+        rows = self._rows(samples(1)[0])
         unit = _unit(rows)
         most = _at_once(rows, unit)
-        if most == 1:
-            yield rows
-            del rows  # or it would stay to the end
-            yield from map(self._rows, samples)
-            return
         count = min(GROWTH, most)
-        coming = self._begin(list(islice(samples, count)), unit)
+        coming = self._begin(samples(count), unit)
         yield rows
-        del rows
+        del rows  # or it would stay to the end
         while coming is not None:
-            sizes, fetched = coming
+            size, fetched = coming
             count = min(GROWTH * count, most)
-            coming = self._begin(list(islice(samples, count)), unit)
-            yield from zip(*(torch.split(tensor, sizes)[::2] for tensor in fetched.result()), strict=True)
+            coming = self._begin(samples(count), unit)
+            yield from zip(*(_cut(tensor, size, unit) for tensor in fetched.result()), strict=True)
 
-    def _begin(self, batches: list[Tensor], unit: int) -> tuple[list[int], "Future[Rows]"] | None:
-        """Begin to fetch batches, each filled up to whole units; return how many rows are in it and in what fills it
-        up, then of the next, and what will be all of these rows."""
-        if not batches:
+    def _begin(self, batches: Tensor, unit: int) -> tuple[int, "Future[Rows]"] | None:
+        """Begin to fetch batches, each filled up to whole units; return their size, and what will be all their rows."""
+        if not len(batches):
             return None
-        filling = torch.zeros(unit, dtype=torch.int64)
-        pieces = [piece for samples in batches for piece in (samples, filling[: -len(samples) % unit])]
-        return [len(piece) for piece in pieces], self._thread.submit(self._rows, torch.cat(pieces))
+        size = batches.shape[1]
+        filled = pad(batches, (0, -size % unit)).flatten()
+        return size, self._thread.submit(self._rows, filled)
 
     def _rows(self, samples: Tensor) -> Rows:
         rows = self._fetch(samples)
@@ -77,3 +75,9 @@ def _at_once(batch: Rows, unit: int) -> int:
     """Return how many batches like this one to fetch in one go."""
     filled = -(-len(batch[0]) // unit) * unit
     return max(1, min(MOST, AT_ONCE // max(1, filled * sum(tensor[:1].nbytes for tensor in batch))))
+
+
+def _cut(rows: Tensor, size: int, unit: int) -> tuple[Tensor, ...]:
+    """Return the batches that were fetched, without what filled them up."""
+    filled = -(-size // unit) * unit
+    return rows.view(-1, filled, *rows.shape[1:])[:, :size].unbind()

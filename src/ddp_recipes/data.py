@@ -110,8 +110,26 @@ class Loader:
         """Yield what is in each batch, in the sampler's order."""
         if self._one_by_one is not None:
             return iter(self._one_by_one)
-        chosen = (self._sampler.indices(epoch, number, part) for number, part in self._sampler.turns())
-        return map(self.fetch, chosen) if self._ahead is None else self._ahead.batches(chosen)
+        if self._ahead is not None and len(self.parts) == 1:
+            return self._fetched_ahead(self._ahead, *self._sampler.position[:2])
+        return map(self.fetch, (self._sampler.indices(epoch, number, part) for number, part in self._sampler.turns()))
+
+    def _fetched_ahead(self, ahead: Ahead, epoch: int, start: int) -> Iterator[Any]:
+        """Yield the same; the last batch, which may be smaller, is fetched by itself."""
+        plan, (part,) = self.plan, self.parts
+        last = plan.num_batches - 1
+
+        def samples(count: int) -> torch.Tensor:
+            nonlocal start
+            found = plan.indices_of(epoch, range(start, min(start + count, last)), part)
+            start += len(found)
+            return found
+
+        if start < last and plan.share(0, part):
+            yield from ahead.batches(samples)
+        while start <= last:
+            yield self.fetch(self._sampler.indices(epoch, start, part))
+            start += 1
 
     def close(self) -> None:
         """End the data workers now. At the interpreter's end each one would be waited for, for up to five seconds."""

@@ -76,7 +76,7 @@ class BatchPlan:
     drop_last: bool = False
     shard: str = "contiguous"
     max_batches: int | None = None
-    _blocks: dict[tuple[int, int], Sequence[torch.Tensor]] = field(
+    _blocks: dict[tuple[int, int], tuple[torch.Tensor, Sequence[torch.Tensor]]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
@@ -110,26 +110,39 @@ class BatchPlan:
     def indices(self, epoch: int, batch: int, part: int = 0) -> torch.Tensor:
         """Return the samples in a part of a global batch, int64 [share(batch, part)]."""
         block, at = divmod(batch, self._batches_a_block)
-        samples = self._block(epoch, block)[at]
+        _, batches = self._block(epoch, block)
+        return self._part(batches[at], part)
+
+    def indices_of(self, epoch: int, batches: range, part: int = 0) -> torch.Tensor:
+        """Return the same of whole global batches in a row, int64 [batches, share]; of fewer where a block ends."""
+        block, at = divmod(batches.start, self._batches_a_block)
+        samples, _ = self._block(epoch, block)
+        size = self.global_batch_size
+        found = samples[at * size : (at + len(batches)) * size]
+        return self._part(found[: len(found) // size * size].view(-1, size), part)
+
+    def _part(self, samples: torch.Tensor, part: int) -> torch.Tensor:
+        """Return a part of each global batch, [..., samples] to [..., share]."""
         if self.parts == 1:
             return samples
         if self.shard == "strided":
-            return samples[part :: self.parts]
-        each, more = divmod(len(samples), self.parts)
+            return samples[..., part :: self.parts]
+        each, more = divmod(samples.shape[-1], self.parts)
         start = part * each + min(part, more)
-        return samples[start : start + each + (part < more)]
+        return samples[..., start : start + each + (part < more)]
 
     @cached_property
     def _batches_a_block(self) -> int:
         return max(1, min(_BLOCK // self.global_batch_size, _BATCHES))
 
-    def _block(self, epoch: int, number: int) -> Sequence[torch.Tensor]:
-        """Return the samples of so many global batches in a row; the last two blocks asked for are kept."""
+    def _block(self, epoch: int, number: int) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        """Return the samples of so many global batches in a row, and of each; the last two asked for are kept."""
         if (epoch, number) not in self._blocks:
             if len(self._blocks) > 1:
                 self._blocks.clear()
             size = self._batches_a_block * self.global_batch_size
             positions = np.arange(number * size, min((number + 1) * size, self.num_samples), dtype=np.uint64)
             samples = permute(positions, self.num_samples, key(self.seed, epoch)) if self.shuffle else positions
-            self._blocks[epoch, number] = torch.split(torch.from_numpy(samples.view(np.int64)), self.global_batch_size)
+            indices = torch.from_numpy(samples.view(np.int64))
+            self._blocks[epoch, number] = indices, torch.split(indices, self.global_batch_size)
         return self._blocks[epoch, number]
