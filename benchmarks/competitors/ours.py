@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from benchmarks.player import Player, Seat
 from ddp_recipes.callbacks import Callback
+from ddp_recipes.strategies.shared_memory import SharedMemory
 
 
 class TakeTurns(Callback):
@@ -56,6 +57,7 @@ def count_collectives(player: Player) -> None:
 
     for name in ("all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "all_to_all", "barrier", "reduce"):
         setattr(dist, name, counted(getattr(dist, name)))
+    setattr(SharedMemory, "sum", counted(SharedMemory.sum))  # noqa: B010
 
 
 def command(seat: Seat, *overrides: str) -> list[str]:
