@@ -12,7 +12,7 @@ Rows = tuple[Tensor, ...]
 
 AT_ONCE = 8 << 20  # bytes fetched in one go, about
 MOST = 64  # batches fetched in one go
-GROWTH = 4  # an epoch begins with few, so that its first steps do not wait
+GROWTH = 16  # an epoch begins with fewer, so that its second step does not wait long
 ALIGNED = 64  # bytes: where torch has tensors begin. Some kernels round otherwise where they begin elsewhere
 
 
