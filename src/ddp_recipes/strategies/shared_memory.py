@@ -11,7 +11,7 @@ import struct
 import sys
 import uuid
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from itertools import combinations
 
 import torch
@@ -24,7 +24,7 @@ from ddp_recipes.world import World
 
 MOST_RANKS = 8  # each reads what all have put there: with many it would be quicker to share out the sums
 CHUNK = 1 << 20  # bytes that a rank puts there at once: small enough for the processor's cache
-PATIENCE_S = 10.0  # for processes of one machine to meet
+LONGEST_S = 1e6  # that a socket can be told to wait
 _BYTE = b"\0"
 
 
@@ -47,7 +47,7 @@ class SharedMemory:
         self._places = torch.frombuffer(memory, dtype=torch.uint8).view(2, len(links) + 1, CHUNK)
         self._turn = 0
         for link in links.values():
-            link.settimeout(timeout_s)
+            link.settimeout(min(timeout_s, LONGEST_S))
 
     def mean(self, tensor: Tensor) -> None:
         """Replace the numbers of a contiguous tensor by their means over ranks. A collective.
@@ -115,41 +115,56 @@ def join(world: World, timeout_s: float) -> SharedMemory | None:
     """Meet the other ranks in a place of this machine; return what they share. A collective of the process group.
 
     Returns:
-        ``None``, on all ranks, where some are elsewhere (another machine or container), or they are too many.
+        ``None``, on all ranks, where some are elsewhere (another machine or container), where they are too many, or
+        where the system gives no memory to share.
+
+    Raises:
+        RuntimeError: a rank did not come in time.
     """
     if not 1 < world.world_size == world.local_world_size <= MOST_RANKS or sys.platform != "linux":
         return None
     with socket.socket(socket.AF_UNIX) as door:
-        door.settimeout(PATIENCE_S)
+        door.settimeout(min(timeout_s, LONGEST_S))
         name = [f"\0ddp_recipes/{uuid.uuid4()}"]  # begins with a zero: no file, and gone with the process
         if world.is_main:
             door.bind(name[0])
             door.listen(MOST_RANKS)
         dist.broadcast_object_list(name)
-        here = torch.ones(())
-        if not world.is_main and door.connect_ex(name[0]) != 0:
-            here.zero_()
-        dist.all_reduce(here, dist.ReduceOp.MIN)
-        if not here:
+        made = _make_memory(world.world_size) if world.is_main else None
+        able = torch.tensor(made is not None or (not world.is_main and door.connect_ex(name[0]) == 0)).int()
+        dist.all_reduce(able, dist.ReduceOp.MIN)
+        if not able:
+            if made is not None:
+                os.close(made)
             return None
-        if world.is_main:
-            memory, *links = _hand_out(door, world.world_size)
-        else:
-            door.send(bytes([world.rank]))
-            _, (memory, *links), _, _ = socket.recv_fds(door, 1, MOST_RANKS)
+        try:
+            memory, *links = _receive(door, world.rank) if made is None else _hand_out(door, world.world_size, made)
+        except TimeoutError:
+            raise RuntimeError(f"Timed out after {timeout_s:g} s of waiting for other ranks to share memory.") from None
+    mapped = mmap.mmap(memory, 0)
+    os.close(memory)
     others = [rank for rank in range(world.world_size) if rank != world.rank]
-    try:
-        mapped = mmap.mmap(memory, 0)
-    finally:
-        os.close(memory)
     sockets = {rank: socket.socket(fileno=link) for rank, link in zip(others, links, strict=True)}
     return SharedMemory(world.rank, sockets, mapped, timeout_s)
 
 
-def _hand_out(door: socket.socket, world_size: int) -> Sequence[int]:
-    """Make the memory and a connection between any two ranks; return rank 0's descriptors, and send others theirs."""
-    memory = os.memfd_create("ddp_recipes")
-    os.ftruncate(memory, 2 * world_size * CHUNK)
+def _receive(door: socket.socket, rank: int) -> Sequence[int]:
+    """Return this rank's descriptors, of what rank 0 makes."""
+    door.send(bytes([rank]))
+    return socket.recv_fds(door, 1, MOST_RANKS)[1]
+
+
+def _make_memory(world_size: int) -> int | None:
+    """Return the descriptor of memory for so many ranks, or ``None`` where the system gives none."""
+    with suppress(OSError):
+        memory = os.memfd_create("ddp_recipes")
+        os.ftruncate(memory, 2 * world_size * CHUNK)
+        return memory
+    return None
+
+
+def _hand_out(door: socket.socket, world_size: int, memory: int) -> Sequence[int]:
+    """Make a connection between any two ranks; return rank 0's descriptors, and send the others theirs."""
     links: dict[int, dict[int, socket.socket]] = {rank: {} for rank in range(world_size)}
     for one, other in combinations(range(world_size), 2):
         links[one][other], links[other][one] = socket.socketpair()
@@ -160,7 +175,7 @@ def _hand_out(door: socket.socket, world_size: int) -> Sequence[int]:
             _, user, _ = struct.unpack("3i", visitor.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
             if user != os.geteuid():
                 continue
-            visitor.settimeout(PATIENCE_S)
+            visitor.settimeout(door.gettimeout())
             rank = visitor.recv(1)[0]
             theirs = links.pop(rank)
             socket.send_fds(visitor, [_BYTE], [memory, *(theirs[other].fileno() for other in sorted(theirs))])
