@@ -37,25 +37,24 @@ class Ahead:
                 one, and none at the end.
         """
         rows = self._rows(samples(1)[0])
-        unit = _unit(rows)
-        most = _at_once(rows, unit)
+        size, bytes_a_row = len(rows[0]), [tensor[:1].nbytes for tensor in rows]
+        filling = -size % math.lcm(*(ALIGNED // math.gcd(ALIGNED, count) for count in bytes_a_row))
+        most = max(1, min(MOST, AT_ONCE // max(1, (size + filling) * sum(bytes_a_row))))
         count = min(GROWTH, most)
-        coming = self._begin(samples(count), unit)
+        coming = self._begin(samples(count), filling)
         yield rows
         del rows  # or it would stay to the end
         while coming is not None:
-            size, fetched = coming
+            fetched = coming
             count = min(GROWTH * count, most)
-            coming = self._begin(samples(count), unit)
-            yield from zip(*(_cut(tensor, size, unit) for tensor in fetched.result()), strict=True)
+            coming = self._begin(samples(count), filling)
+            yield from zip(*(_cut(tensor, size, filling) for tensor in fetched.result()), strict=True)
 
-    def _begin(self, batches: Tensor, unit: int) -> tuple[int, "Future[Rows]"] | None:
-        """Begin to fetch batches, each filled up to whole units; return their size, and what will be all their rows."""
+    def _begin(self, batches: Tensor, filling: int) -> "Future[Rows] | None":
+        """Begin to fetch batches, each filled up so that the next one begins where a tensor could."""
         if not len(batches):
             return None
-        size = batches.shape[1]
-        filled = pad(batches, (0, -size % unit)).flatten()
-        return size, self._thread.submit(self._rows, filled)
+        return self._thread.submit(self._rows, pad(batches, (0, filling)).flatten())
 
     def _rows(self, samples: Tensor) -> Rows:
         rows = self._fetch(samples)
@@ -66,18 +65,6 @@ class Ahead:
         self._thread.shutdown(cancel_futures=True)
 
 
-def _unit(batch: Rows) -> int:
-    """Return the number of rows after which a tensor could begin."""
-    return math.lcm(*(ALIGNED // math.gcd(ALIGNED, tensor[:1].nbytes) for tensor in batch))
-
-
-def _at_once(batch: Rows, unit: int) -> int:
-    """Return how many batches like this one to fetch in one go."""
-    filled = -(-len(batch[0]) // unit) * unit
-    return max(1, min(MOST, AT_ONCE // max(1, filled * sum(tensor[:1].nbytes for tensor in batch))))
-
-
-def _cut(rows: Tensor, size: int, unit: int) -> tuple[Tensor, ...]:
+def _cut(rows: Tensor, size: int, filling: int) -> tuple[Tensor, ...]:
     """Return the batches that were fetched, without what filled them up."""
-    filled = -(-size // unit) * unit
-    return rows.view(-1, filled, *rows.shape[1:])[:, :size].unbind()
+    return rows.view(-1, size + filling, *rows.shape[1:])[:, :size].unbind()

@@ -100,18 +100,18 @@ class Loader:
             (plan.total(number), {part: plan.share(number, part) for part in self.parts}) for number in (0, last)
         )
         self._sampler.position = epoch, start, group
-        for (number, part), data in zip(self._sampler.turns(), self._loaded(epoch), strict=False):
+        for (number, part), data in zip(self._sampler.turns(), self._loaded(epoch, start), strict=False):
             if elsewhere:
                 data = to_device(data, self.device, self.pin_memory)
             total, shares = final if number == last else usual
             yield Batch(data, shares[part], total, number, part)
 
-    def _loaded(self, epoch: int) -> Iterator[Any]:
+    def _loaded(self, epoch: int, start: int) -> Iterator[Any]:
         """Yield what is in each batch, in the sampler's order."""
         if self._one_by_one is not None:
             return iter(self._one_by_one)
         if self._ahead is not None and len(self.parts) == 1:
-            return self._fetched_ahead(self._ahead, *self._sampler.position[:2])
+            return self._fetched_ahead(self._ahead, epoch, start)
         return map(self.fetch, (self._sampler.indices(epoch, number, part) for number, part in self._sampler.turns()))
 
     def _fetched_ahead(self, ahead: Ahead, epoch: int, start: int) -> Iterator[Any]:

@@ -10,7 +10,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed import Store
 
-from ddp_recipes import ahead, rank
+from ddp_recipes import data, rank
 from ddp_recipes.checkpoint import load
 from ddp_recipes.control import Control
 from ddp_recipes.errors import RequestError
@@ -201,7 +201,7 @@ def test_the_backward_pass_on_paper_gives_the_gradients_of_autograd() -> None:
 @pytest.fixture
 def one_batch_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have nothing fetched ahead, which a plan leaves out."""
-    monkeypatch.setattr(ahead, "MOST", 1)
+    monkeypatch.setattr(data, "_may_be_fetched_ahead", lambda dataset: False)
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,9 @@ from torch.autograd.profiler_util import FunctionEvent
 
 from ddp_recipes.callbacks import BETWEEN_STEPS
 from ddp_recipes.profiling.intervals import Interval, common, length, minus
+from ddp_recipes.strategies.shared_memory import ALL_REDUCE
 
-ALL_REDUCE, OTHER = "all-reduce", "other"
+OTHER = "other"
 
 
 @dataclass

@@ -13,7 +13,8 @@ from torch.profiler import record_function
 from ddp_recipes.callbacks import Profiler
 from ddp_recipes.figures.profile import draw_profile
 from ddp_recipes.loop import Run
-from ddp_recipes.profiling.breakdown import ALL_REDUCE, breakdown
+from ddp_recipes.profiling.breakdown import breakdown
+from ddp_recipes.strategies.shared_memory import ALL_REDUCE
 
 Context = AbstractContextManager[Any]
 LeavePicture = Callable[[str, Callable[[], bytes]], None]

@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import profiler
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from ddp_recipes.world import World
 
 MOST_RANKS = 8  # each reads what all have put there: with many it would be quicker to share out the sums
 CHUNK = 1 << 20  # bytes that a rank puts there at once: small enough for the processor's cache
 LONGEST_S = 1e6  # that a socket can be told to wait
+ALL_REDUCE = "all-reduce"  # its range in a trace
 _BYTE = b"\0"
 
 
@@ -92,8 +92,10 @@ class SharedMemory:
         """Average a bucket of gradients, as a communication hook of ``DistributedDataParallel``."""
         gradients = bucket.buffer()
         if gradients.is_sparse:
-            return allreduce_hook(_everyone(), bucket)
-        profiled = profiler.record_function("all-reduce") if profiler._is_profiler_enabled else nullcontext()
+            from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook  # seldom needed
+
+            return allreduce_hook(None, bucket)  # type: ignore[arg-type]  # its default: all ranks
+        profiled = profiler.record_function(ALL_REDUCE) if profiler._is_profiler_enabled else nullcontext()
         with profiled:
             self.mean(gradients)
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
@@ -104,11 +106,6 @@ class SharedMemory:
         """Let the others know that this rank is gone."""
         for link in self._links.values():
             link.close()
-
-
-def _everyone() -> dist.ProcessGroup:
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD
 
 
 def join(world: World, timeout_s: float) -> SharedMemory | None:
