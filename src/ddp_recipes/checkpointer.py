@@ -17,6 +17,7 @@ from ddp_recipes.settings import CheckpointSettings
 from ddp_recipes.staging import Staging
 
 YIELDING = 10  # niceness; gets a tenth of a processor that is wanted by others all the time
+PATIENCE_S = 1.0  # how long a copy waits for the step after it to be over
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +36,8 @@ class Checkpointer:
 
     def busy(self, seconds: float | None) -> bool:
         """Wait so long for a save that is under way (``None``: to its end); return whether it still is.
+
+        The loop asks at the end of each step.
 
         Raises:
             RecipeError: the save failed.
@@ -55,7 +58,8 @@ class FileCheckpointer(Checkpointer):
     The two names are hard links, so they cannot dangle and cost no space. Of the newest two the one before is there in
     case the newest is damaged.
 
-    With ``async_save`` the state is copied and written on a thread. The memory for that is kept from save to save.
+    With ``async_save`` the state is copied, and written on a thread from the end of the next step on: no step is slowed
+    by both. The memory for the copy is kept from save to save.
 
     Args:
         background: whether a save only begins in :meth:`save` without that, too: the state must not change then.
@@ -68,6 +72,7 @@ class FileCheckpointer(Checkpointer):
         self._staging = Staging()
         self._writer = ThreadPoolExecutor(1, "checkpoint", _give_way if settings.async_save else None)
         self._background = background or settings.async_save
+        self._asked = threading.Event()  # whether :meth:`busy` was called since the state was copied
         self._pending: Future[None] | None = None
 
     def save(self, state: State, step: int, value: float | None) -> None:
@@ -85,7 +90,8 @@ class FileCheckpointer(Checkpointer):
         content = content_of({**state, "checkpointer": self.state()})
         if self.settings.async_save:
             self._staging.hold(content)
-            put = self._staging.release
+            self._asked.clear()
+            put = self._release
         else:
             put = partial(self._staging.save, content)
         work = partial(self._write, put, size_of(content), step, kept)
@@ -102,11 +108,17 @@ class FileCheckpointer(Checkpointer):
         """
         if self._pending is None:
             return False
+        self._asked.set()
         if wait_for([self._pending], seconds).not_done:
             return True
         done, self._pending = self._pending, None
         done.result()
         return False
+
+    def _release(self, file: BinaryIO) -> None:
+        """Write the copy, once the loop has asked for it or a second has passed."""
+        self._asked.wait(PATIENCE_S)
+        self._staging.release(file)
 
     def _write(self, put: Callable[[BinaryIO], None], size: int, step: int, kept: list[int]) -> None:
         """Write and link, then prune: at any instant the newest complete checkpoint is on disk."""

@@ -103,7 +103,6 @@ def fit(run: Run) -> str:
         epoch = run.cursor.epoch
         batches = run.train.batches(epoch, run.cursor.batch, run.trainer.accumulate_grad_batches)
         while run.cursor.epoch == epoch and (reason := _reason_to_stop(run)) is None:
-            run.checkpointer.busy(0)  # an async_save that failed ends the run here
             before = run.cursor
             logged = (before.step + 1) % every == 0
             losses, samples = forward_backward(run, batches)
@@ -120,6 +119,7 @@ def fit(run: Run) -> str:
                 write_log(run, losses, samples, norm, lr, clock)
             for callback in run.callbacks:
                 callback.on_step(run.cursor.step)
+            run.checkpointer.busy(0)  # an async_save that failed ends the run here
             measured = validation_due(run, before)
             if measured:
                 validate(run)

@@ -1,9 +1,10 @@
 """Losses and weights that are no numbers end a run: all ranks at one step, before anything of it is saved."""
 
+import cmath
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -95,9 +96,10 @@ def not_finite(task: nn.Module) -> dict[str, bool]:
     data is held by another rank.
     """
     tensors = dict(task.named_parameters()) | dict(task.named_buffers())
+    looked_at = {name: tensor for name, tensor in tensors.items() if not tensor.is_meta and _may_be_no_number(tensor)}
     # A sum is finite only if all of its terms are, and takes a tenth of the time of a look at each.
-    finite = _read({name: _sum(tensor).isfinite() for name, tensor in tensors.items() if not tensor.is_meta})
-    suspects = {name: tensors[name] for name, is_finite in finite.items() if not is_finite}
+    sums = _read({name: _sum(tensor) for name, tensor in looked_at.items()})
+    suspects = {name: tensors[name] for name, total in sums.items() if not cmath.isfinite(total)}
     bad = {
         name: ~tensor.isfinite().all() if isinstance(tensor, nn.Parameter) else tensor.isnan().any()
         for name, tensor in suspects.items()
@@ -106,13 +108,21 @@ def not_finite(task: nn.Module) -> dict[str, bool]:
     return {name.removeprefix("model."): found.get(name, False) for name in tensors}
 
 
+def _may_be_no_number(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
 def _sum(tensor: Tensor) -> Tensor:
     return tensor.sum(dtype=torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else None)
 
 
-def _read(flags: Mapping[str, Tensor]) -> dict[str, bool]:
-    """Return the values of single booleans on any devices, with one wait."""
-    if not flags:
-        return {}
-    values = list(flags.values())
-    return dict(zip(flags, torch.stack([one.to(values[0].device) for one in values]).tolist(), strict=True))
+def _read(values: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return single values on any devices as Python's numbers, with one wait for those of a kind on a device."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[str]] = {}
+    for name, value in values.items():
+        kinds.setdefault((value.dtype, value.device), []).append(name)
+    return {
+        name: number
+        for names in kinds.values()
+        for name, number in zip(names, torch.stack([values[name] for name in names]).tolist(), strict=True)
+    }

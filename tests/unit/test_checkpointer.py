@@ -1,6 +1,7 @@
 """Which checkpoints are kept, and what becomes of a save that fails."""
 
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -192,6 +193,29 @@ def test_async_save_writes_the_state_as_it_was_when_asked(tmp_path: Path) -> Non
     written = load(tmp_path / "last.pt")
     assert digest({name: written[name] for name in state}) == expected
     assert (saver.last, saver.best) == (tmp_path / "last.pt", tmp_path / "best.pt")
+
+
+def test_a_copy_is_written_once_the_loop_has_taken_another_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ddp_recipes.checkpointer.PATIENCE_S", 600.0)
+    saver = checkpointer(tmp_path, async_save=True)
+    for step in (1, 2):
+        saver.save(state_of(step), step, 0.5)
+        assert step not in steps_in(tmp_path)
+        saver.busy(0)
+        while saver.busy(0.1):
+            pass
+        assert step in steps_in(tmp_path)
+
+
+def test_a_copy_is_written_soon_though_the_next_step_takes_long(tmp_path: Path) -> None:
+    saver = checkpointer(tmp_path, async_save=True)
+    saver.save(state_of(1), 1, 0.5)
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "last.pt").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert load(tmp_path / "last.pt")["cursor"]["step"] == 1
 
 
 def test_async_saves_leave_what_others_leave(tmp_path: Path) -> None:
