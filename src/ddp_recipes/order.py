@@ -33,16 +33,21 @@ def permute(positions: Indices, n: int, seed: int) -> Indices:
     keys = [np.uint64(key(seed, i)) for i in range(_HALF_ROUNDS)]
 
     def encrypt(values: Indices) -> Indices:
-        left, right = values // columns, values % columns
+        left, right = values // columns, _remainder(values, columns)
         for i in range(0, _HALF_ROUNDS, 2):
-            left = (left + _mix(right, keys[i])) % rows
-            right = (right + _mix(left, keys[i + 1])) % columns
+            left = _remainder(left + _mix(right, keys[i]), rows)
+            right = _remainder(right + _mix(left, keys[i + 1]), columns)
         return left * columns + right
 
     samples = encrypt(positions)
     while (outside := samples >= n).any():
         samples[outside] = encrypt(samples[outside])
     return samples
+
+
+def _remainder(values: Indices, divisor: np.uint64) -> Indices:
+    """Return what is left of a division by one number. NumPy's own ``%`` takes twice as long: it really divides."""
+    return values - values // divisor * divisor
 
 
 def _mix(values: Indices, round_key: np.uint64) -> Indices:
