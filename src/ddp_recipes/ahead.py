@@ -48,13 +48,16 @@ class Ahead:
             fetched = coming
             count = min(GROWTH * count, most)
             coming = self._begin(samples(count), filling)
-            yield from zip(*(_cut(tensor, size, filling) for tensor in fetched.result()), strict=True)
+            yield from fetched.result()
 
-    def _begin(self, batches: Tensor, filling: int) -> "Future[Rows] | None":
-        """Begin to fetch batches, each filled up so that the next one begins where a tensor could."""
-        if not len(batches):
-            return None
-        return self._thread.submit(self._rows, pad(batches, (0, filling)).flatten())
+    def _begin(self, batches: Tensor, filling: int) -> "Future[list[Rows]] | None":
+        """Begin to fetch batches, if there are any."""
+        return self._thread.submit(self._each, batches, filling) if len(batches) else None
+
+    def _each(self, batches: Tensor, filling: int) -> list[Rows]:
+        """Return the rows of each batch, filled up in between so that each begins where a tensor could."""
+        rows = self._rows(pad(batches, (0, filling)).flatten())
+        return list(zip(*(_cut(tensor, batches.shape[1], filling) for tensor in rows), strict=True))
 
     def _rows(self, samples: Tensor) -> Rows:
         rows = self._fetch(samples)

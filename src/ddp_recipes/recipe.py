@@ -28,7 +28,7 @@ from ddp_recipes.model_parallel import Rehearsal, Stage, apart, in_micro_batches
 from ddp_recipes.optimizers import uncompiled
 from ddp_recipes.order import BatchPlan
 from ddp_recipes.precision import make_precision
-from ddp_recipes.process import loading
+from ddp_recipes.process import keep_freed_memory, loading
 from ddp_recipes.random import seed_everything
 from ddp_recipes.request import Request, visible_gpus
 from ddp_recipes.settings import ModelSettings, batches, seconds
@@ -121,6 +121,8 @@ class Recipe:
         if self.trainer.deterministic != torch.are_deterministic_algorithms_enabled():  # the call loads the compiler
             torch.use_deterministic_algorithms(self.trainer.deterministic)
         torch.autograd.set_detect_anomaly(self.trainer.detect_anomaly)
+        if self.device.type == "cpu":
+            keep_freed_memory()
 
     def _make(self, section: str, *arguments: Any, without: Sequence[str] = (), **runtime: Any) -> Any:
         node = self.config[section]
