@@ -130,6 +130,8 @@ class Bar(_Shown):
 
         left, right = f"epoch {self._epoch} ", f" {self._status()}"
         room = options.max_width - len(left) - len(right)
+        if room < 0:  # the terminal is narrow
+            right = f"{right[: room - 1]}…"
         yield Segment(left)
         if room > 0:
             bar = ProgressBar(total=self._total, completed=self._step, width=room)

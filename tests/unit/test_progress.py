@@ -65,6 +65,21 @@ def test_bar_shows_where_the_run_is() -> None:
     assert re.match(r"epoch 2 .*step 50/200  loss 0\.1235?  4321 samples/s  0:00 left", last)
 
 
+@pytest.mark.parametrize(("columns", "shown"), [("60", "…"), ("30", "…"), ("100", "left")])
+def test_bar_keeps_to_one_line(columns: str, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    stream = Terminal()
+    bar = Bar(stream)
+    bar.start(total_steps=400_000, first_step=0, samples_per_step=16)
+    bar.metrics({"train/loss": 0.012345, "samples_per_second": 73957.0})
+    bar.advance(11_187, epoch=2)
+    bar.stop()
+    last = stream.plain().rstrip("\n").rsplit("\r", 1)[-1]
+    assert len(last) == int(columns)
+    assert last.startswith("epoch 2 ")
+    assert last.endswith(shown)
+
+
 def test_bar_draws_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
