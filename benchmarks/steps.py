@@ -40,7 +40,7 @@ class Race:
 
 
 RACES = {
-    # A turn at one rank takes about 0.2 s: ours draws its bar that often, and always once after it had to wait.
+    # Ours draws its bar five times a second, and always once after it had to wait for its turn.
     "toy": Race("toy", {1: 500, 2: 250}, 15, 8, {(1, "tutorial"): 0.80, (1, "fast"): 1.08, (2, "tutorial"): 0.97}),
     "mnist": Race(
         "mnist", None, 6, 3, {(1, "tutorial"): 0.20, (1, "fast"): 1.05, (2, "tutorial"): 0.40}, quick_ranks=(1,)

@@ -33,7 +33,8 @@ def permute(positions: Indices, n: int, seed: int) -> Indices:
     keys = [np.uint64(key(seed, i)) for i in range(_HALF_ROUNDS)]
 
     def encrypt(values: Indices) -> Indices:
-        left, right = values // columns, _remainder(values, columns)
+        left = values // columns
+        right = values - left * columns
         for i in range(0, _HALF_ROUNDS, 2):
             left = _remainder(left + _mix(right, keys[i]), rows)
             right = _remainder(right + _mix(left, keys[i + 1]), columns)

@@ -134,8 +134,7 @@ class Bar(_Shown):
             right = f"{right[: room - 1]}…"
         yield Segment(left)
         if room > 0:
-            bar = ProgressBar(total=self._total, completed=self._step, width=room)
-            yield from bar.__rich_console__(console, options)
+            yield ProgressBar(total=self._total, completed=self._step, width=room)
         yield Segment(right)
 
 

@@ -67,11 +67,10 @@ def test_a_kind_of_tensor_of_its_own_is_asked_first() -> None:
     assert Tensor.backward in called
 
 
-def test_torchs_own_log_of_backward_passes_is_written(caplog: pytest.LogCaptureFixture) -> None:
+def test_torchs_own_log_of_backward_passes_is_written(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graph.log, "propagate", True)
     with caplog.at_level(logging.DEBUG, logger=graph.log.name):
-        graph.log.propagate, before = True, graph.log.propagate
-        try:
-            backward(torch.ones(3, requires_grad=True).square().sum())
-        finally:
-            graph.log.propagate = before
+        backward(torch.ones(3, requires_grad=True).square().sum())
     assert "PowBackward0" in caplog.text
