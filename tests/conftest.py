@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from ddp_recipes.run_directory import Summary
+from ddp_recipes.reporting.run_directory import Summary
 from ddp_recipes.testing import run_recipe
 
 ROOT = Path(__file__).parents[1]

@@ -7,12 +7,12 @@ from ddp_recipes.errors import Preempted, RecipeError, RequestError, RunFailed
 
 if TYPE_CHECKING:
     from ddp_recipes.callbacks import Callback
+    from ddp_recipes.checkpointing.export import export
     from ddp_recipes.loggers import Logger
     from ddp_recipes.main import run
+    from ddp_recipes.runtime.world import World
     from ddp_recipes.strategies import Strategy
     from ddp_recipes.tasks import StepOutput, Task
-    from ddp_recipes.weights import export
-    from ddp_recipes.world import World
 
 __all__ = [
     "Callback",
@@ -36,8 +36,8 @@ _HOME = {
     "StepOutput": "tasks",
     "Strategy": "strategies",
     "Task": "tasks",
-    "World": "world",
-    "export": "weights",
+    "World": "runtime.world",
+    "export": "checkpointing.export",
     "run": "main",
 }
 

@@ -12,16 +12,17 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from ddp_recipes import compose, environment, sweep
-from ddp_recipes.elastic import RestartNote
+from ddp_recipes.config import compose
+from ddp_recipes.config.request import Request, resolve, visible_gpus
 from ddp_recipes.errors import Preempted, RecipeError, RequestError, RunFailed
-from ddp_recipes.job import Job
-from ddp_recipes.launchers import local, slurm
+from ddp_recipes.launchers import environment, local, slurm
+from ddp_recipes.launchers.elastic import RestartNote
 from ddp_recipes.launchers.fork_server import ForkServer
-from ddp_recipes.process import die_with_parent, leave, loading
-from ddp_recipes.request import Request, resolve, visible_gpus
-from ddp_recipes.run_directory import Summary, first_missing, leave_summary, refuse_used, remove_empty
-from ddp_recipes.world import World
+from ddp_recipes.reporting import sweep
+from ddp_recipes.reporting.run_directory import Summary, first_missing, leave_summary, refuse_used, remove_empty
+from ddp_recipes.runtime.job import Job
+from ddp_recipes.runtime.process import die_with_parent, leave, loading
+from ddp_recipes.runtime.world import World
 
 if TYPE_CHECKING:
     from hydra._internal.hydra import Hydra

@@ -16,20 +16,20 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from ddp_recipes._version import __version__
-from ddp_recipes.checkpoint import write_aside
-from ddp_recipes.checkpointer import FileCheckpointer
-from ddp_recipes.control import Control, ForwardHandler
-from ddp_recipes.digest import digest
-from ddp_recipes.figures.schedule import draw_schedule
-from ddp_recipes.figures.split import draw_split
+from ddp_recipes.build.recipe import Recipe
+from ddp_recipes.checkpointing.files import write_aside
+from ddp_recipes.checkpointing.manager import FileCheckpointer
+from ddp_recipes.config.settings import PipelineSettings
 from ddp_recipes.loggers import Logger
-from ddp_recipes.loop import Cursor, Metrics, Run
 from ddp_recipes.model_parallel.timeline import Cell, bubble, order, timeline
-from ddp_recipes.progress import Progress, make_progress, number, table
-from ddp_recipes.recipe import Recipe
-from ddp_recipes.run_directory import RunDirectory, Summary, write_summary
-from ddp_recipes.settings import PipelineSettings
+from ddp_recipes.reporting.figures.schedule import draw_schedule
+from ddp_recipes.reporting.figures.split import draw_split
+from ddp_recipes.reporting.progress import Progress, make_progress, number, table
+from ddp_recipes.reporting.run_directory import RunDirectory, Summary, write_summary
+from ddp_recipes.runtime.control import Control, ForwardHandler
+from ddp_recipes.runtime.digest import digest
 from ddp_recipes.strategies.base import batch_norms
+from ddp_recipes.training.loop import Cursor, Metrics, Run
 
 log = logging.getLogger(__name__)
 

@@ -11,21 +11,24 @@ import torch
 from torch import Tensor
 from torch.distributed import Store
 
-from ddp_recipes import check, loop, planning, profiling
 from ddp_recipes._version import __version__
-from ddp_recipes.checkpoint import write_aside
-from ddp_recipes.control import Control, timed_out
-from ddp_recipes.digest import digest
+from ddp_recipes.build.recipe import Recipe
+from ddp_recipes.checkpointing.export import write_weights
+from ddp_recipes.checkpointing.files import write_aside
 from ddp_recipes.errors import Preempted, RecipeError, RequestError, RunFailed
-from ddp_recipes.job import ASKS_TO_STOP, Job
 from ddp_recipes.output import Output
-from ddp_recipes.precision import make_precision
-from ddp_recipes.process import ignore_once
-from ddp_recipes.recipe import Recipe
-from ddp_recipes.run_directory import RunDirectory, Summary, write_trace
+from ddp_recipes.reporting.run_directory import RunDirectory, Summary, write_trace
+from ddp_recipes.runtime.control import Control, timed_out
+from ddp_recipes.runtime.digest import digest
+from ddp_recipes.runtime.job import ASKS_TO_STOP, Job
+from ddp_recipes.runtime.process import ignore_once
+from ddp_recipes.runtime.world import World
 from ddp_recipes.tasks import Task
-from ddp_recipes.weights import write_weights
-from ddp_recipes.world import World
+from ddp_recipes.tools import dry_run as planning
+from ddp_recipes.tools import equivalence as check
+from ddp_recipes.tools import profiling
+from ddp_recipes.training import loop
+from ddp_recipes.training.precision import make_precision
 
 log = logging.getLogger(__name__)
 

@@ -20,13 +20,14 @@ import torch._dynamo  # DistributedDataParallel imports it, which takes a second
 from omegaconf import OmegaConf
 from torch.distributed import Store, TCPStore
 
-from ddp_recipes import compose, rank
+from ddp_recipes import rank
+from ddp_recipes.config import compose
+from ddp_recipes.config.request import resolve
 from ddp_recipes.errors import RecipeError
-from ddp_recipes.job import Job
 from ddp_recipes.main import CONF
-from ddp_recipes.request import resolve
-from ddp_recipes.run_directory import Summary
-from ddp_recipes.world import World
+from ddp_recipes.reporting.run_directory import Summary
+from ddp_recipes.runtime.job import Job
+from ddp_recipes.runtime.world import World
 
 
 def make_job(

@@ -64,8 +64,8 @@ class DevicesLauncher(Launcher):
             RequestError: a job needs more devices than there are.
             BaseException: what a job raised to end the sweep.
         """
+        from ddp_recipes.config.request import visible_gpus
         from ddp_recipes.errors import RequestError
-        from ddp_recipes.request import visible_gpus
 
         setup_globals()
         Path(str(self.config.hydra.sweep.dir)).mkdir(parents=True, exist_ok=True)
@@ -98,8 +98,8 @@ class DevicesLauncher(Launcher):
         return [done[number] for number in sorted(done)]
 
     def _needed(self, overrides: Sequence[str], gpus: int) -> int:
+        from ddp_recipes.config.request import Request, resolve
         from ddp_recipes.errors import RequestError
-        from ddp_recipes.request import Request, resolve
 
         config = self.hydra_context.config_loader.load_sweep_config(self.config, list(overrides))
         task = OmegaConf.masked_copy(config, [str(name) for name in config if name != "hydra"])
@@ -125,7 +125,7 @@ def _execute(sender: Connection, devices: str, number: int, overrides: Sequence[
     """Run one job in this fresh process and send what it came to, or what it raised to end the sweep."""
     import cloudpickle
 
-    from ddp_recipes.process import die_with_parent
+    from ddp_recipes.runtime.process import die_with_parent
 
     if devices.strip(","):
         os.environ["CUDA_VISIBLE_DEVICES"] = devices

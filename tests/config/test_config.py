@@ -12,16 +12,16 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from ddp_recipes import compose
-from ddp_recipes.control import Control
+from ddp_recipes.build.recipe import Recipe
+from ddp_recipes.config import compose
+from ddp_recipes.config.request import resolve
 from ddp_recipes.errors import RequestError
-from ddp_recipes.job import Job
 from ddp_recipes.loggers import Logger
 from ddp_recipes.main import CONF
-from ddp_recipes.recipe import Recipe
-from ddp_recipes.request import resolve
-from ddp_recipes.run_directory import Summary
-from ddp_recipes.world import World
+from ddp_recipes.reporting.run_directory import Summary
+from ddp_recipes.runtime.control import Control
+from ddp_recipes.runtime.job import Job
+from ddp_recipes.runtime.world import World
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "conf"

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from ddp_recipes.checkpoint import load
-from ddp_recipes.run_directory import Summary
+from ddp_recipes.checkpointing.files import load
+from ddp_recipes.reporting.run_directory import Summary
 
 
 @pytest.fixture(autouse=True)

@@ -4,9 +4,9 @@ import pytest
 from torch.distributed import Store
 
 from ddp_recipes import RequestError, RunFailed
-from ddp_recipes.control import Control
+from ddp_recipes.runtime.control import Control
+from ddp_recipes.runtime.world import World
 from ddp_recipes.testing import on_ranks
-from ddp_recipes.world import World
 
 
 def test_what_differs_is_named_on_every_rank() -> None:

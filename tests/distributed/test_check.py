@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ddp_recipes.errors import RequestError, RunFailed
-from ddp_recipes.run_directory import Summary
+from ddp_recipes.reporting.run_directory import Summary
 
 Run = Callable[..., Summary]
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ddp_recipes.run_directory import Summary
+from ddp_recipes.reporting.run_directory import Summary
 
 Run = Callable[..., Summary]
 
@@ -77,7 +77,7 @@ def test_limits_cut_evaluation_off(trained: str, run: Run) -> None:
 
 def test_predictions_are_in_the_order_of_the_data(trained: str, run: Run) -> None:
     import ddp_recipes.datasets as datasets
-    from ddp_recipes.checkpoint import load
+    from ddp_recipes.checkpointing.files import load
     from ddp_recipes.models import MLP
 
     def predicted(world_size: int, *overrides: str) -> torch.Tensor:

@@ -13,13 +13,13 @@ from torch.distributed import PrefixStore, Store
 from torch.profiler import ProfilerActivity, profile
 
 from ddp_recipes import rank
+from ddp_recipes.config.request import Request
 from ddp_recipes.errors import RequestError
-from ddp_recipes.job import Job
-from ddp_recipes.request import Request
-from ddp_recipes.run_directory import Summary
+from ddp_recipes.reporting.run_directory import Summary
+from ddp_recipes.runtime.job import Job
+from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies import DDPExact
 from ddp_recipes.testing import make_job, on_ranks
-from ddp_recipes.world import World
 
 Run = Callable[..., Summary]
 Weights = Callable[[Summary], dict[str, Any]]

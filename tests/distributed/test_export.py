@@ -8,11 +8,11 @@ import torch
 from safetensors.torch import load_file
 
 import ddp_recipes
-from ddp_recipes.checkpoint import load
-from ddp_recipes.digest import digest
+from ddp_recipes.checkpointing.files import load
 from ddp_recipes.errors import RequestError
 from ddp_recipes.models import Toy
-from ddp_recipes.run_directory import Summary
+from ddp_recipes.reporting.run_directory import Summary
+from ddp_recipes.runtime.digest import digest
 
 Run = Callable[..., Summary]
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from ddp_recipes.checkpoint import load, newest_first
+from ddp_recipes.checkpointing.files import load, newest_first
 from ddp_recipes.errors import Preempted, RunFailed
-from ddp_recipes.run_directory import Summary
+from ddp_recipes.reporting.run_directory import Summary
 
 Run = Callable[..., Summary]
 

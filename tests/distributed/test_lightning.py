@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ddp_recipes import RequestError
-from ddp_recipes.run_directory import Summary
+from ddp_recipes.reporting.run_directory import Summary
 
 Run = Callable[..., Summary]
 Weights = Callable[[Summary], dict[str, Any]]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ddp_recipes.run_directory import Summary
+from ddp_recipes.reporting.run_directory import Summary
 
 Run = Callable[..., Summary]
 Notes = Callable[[], list[dict[str, Any]]]

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from ddp_recipes.checkpoint import load
+from ddp_recipes.checkpointing.files import load
+from ddp_recipes.config.request import Request
 from ddp_recipes.errors import RequestError, RunFailed
 from ddp_recipes.model_parallel.timeline import bubble, order, timeline
-from ddp_recipes.request import Request
-from ddp_recipes.run_directory import Summary
+from ddp_recipes.reporting.run_directory import Summary
 from ddp_recipes.testing import make_job
 
 Run = Callable[..., Summary]

@@ -14,12 +14,12 @@ from torch.distributed import Store
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
+from ddp_recipes.data.batch_plan import BatchPlan
 from ddp_recipes.datasets import fake_images, random_regression
 from ddp_recipes.models import MLP, Toy
-from ddp_recipes.order import BatchPlan
-from ddp_recipes.run_directory import Summary
+from ddp_recipes.reporting.run_directory import Summary
+from ddp_recipes.runtime.world import World
 from ddp_recipes.testing import on_ranks
-from ddp_recipes.world import World
 
 Run = Callable[..., Summary]
 

@@ -10,17 +10,18 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed import Store
 
-from ddp_recipes import data, rank
-from ddp_recipes.checkpoint import load
-from ddp_recipes.control import Control
+from ddp_recipes import rank
+from ddp_recipes.build.recipe import Recipe
+from ddp_recipes.checkpointing.files import load
+from ddp_recipes.data import loader as data
 from ddp_recipes.errors import RequestError
-from ddp_recipes.loop import evaluate, forward_backward
-from ddp_recipes.planning.backward import backward, roots_of
-from ddp_recipes.planning.ledger import Ledger
-from ddp_recipes.recipe import Recipe
-from ddp_recipes.run_directory import Summary
+from ddp_recipes.reporting.run_directory import Summary
+from ddp_recipes.runtime.control import Control
+from ddp_recipes.runtime.world import World
 from ddp_recipes.testing import make_job, on_ranks
-from ddp_recipes.world import World
+from ddp_recipes.tools.dry_run.backward import backward, roots_of
+from ddp_recipes.tools.dry_run.ledger import Ledger
+from ddp_recipes.training.loop import evaluate, forward_backward
 
 Run = Callable[..., Summary]
 Plan = Callable[..., dict[str, Any]]

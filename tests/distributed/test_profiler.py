@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from ddp_recipes.run_directory import Summary
+from ddp_recipes.reporting.run_directory import Summary
 
 Run = Callable[..., Summary]
 

@@ -10,12 +10,12 @@ import pytest
 from torch.distributed import Store
 
 from ddp_recipes import rank
-from ddp_recipes.checkpoint import load, newest_first
-from ddp_recipes.control import Control
+from ddp_recipes.checkpointing.files import load, newest_first
 from ddp_recipes.errors import RequestError
-from ddp_recipes.run_directory import Summary
+from ddp_recipes.reporting.run_directory import Summary
+from ddp_recipes.runtime.control import Control
+from ddp_recipes.runtime.world import World
 from ddp_recipes.testing import make_job, on_ranks
-from ddp_recipes.world import World
 from tests.conftest import QUICK
 
 Run = Callable[..., Summary]

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from ddp_recipes.checkpoint import load_first, newest_first
+from ddp_recipes.checkpointing.files import load_first, newest_first
 from ddp_recipes.errors import RecipeError
-from ddp_recipes.run_directory import Summary
+from ddp_recipes.reporting.run_directory import Summary
 from tests.unit.checkpoints import mounted
 
 Run = Callable[..., Summary]

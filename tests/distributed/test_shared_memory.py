@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import Store
 
-from ddp_recipes.run_directory import Summary
+from ddp_recipes.reporting.run_directory import Summary
+from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies import shared_memory
 from ddp_recipes.strategies.group import Group
 from ddp_recipes.strategies.shared_memory import SharedMemory, join
 from ddp_recipes.testing import on_ranks
-from ddp_recipes.world import World
 
 Run = Callable[..., Summary]
 

@@ -10,7 +10,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ddp_recipes.errors import RequestError
-from ddp_recipes.run_directory import Summary
+from ddp_recipes.reporting.run_directory import Summary
 
 Run = Callable[..., Summary]
 Weights = Callable[[Summary], dict[str, Any]]

@@ -16,11 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_recipes.errors import RequestError, RunFailed
 from ddp_recipes.models import Toy
-from ddp_recipes.run_directory import Summary
+from ddp_recipes.reporting.run_directory import Summary
+from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies import DDP
 from ddp_recipes.tasks import Task
 from ddp_recipes.testing import on_ranks
-from ddp_recipes.world import World
 
 Run = Callable[..., Summary]
 Weights = Callable[[Summary], dict[str, Any]]

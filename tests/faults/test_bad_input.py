@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import ddp_recipes
+from ddp_recipes.config.request import Request
 from ddp_recipes.errors import RequestError
-from ddp_recipes.request import Request
 from ddp_recipes.testing import make_job
 
 from .processes import TORCHRUN, Ended, ran

@@ -11,10 +11,10 @@ from signal import SIGKILL, SIGSTOP, SIGTERM, Signals
 
 import pytest
 
-from ddp_recipes.checkpoint import find, load, load_first, newest_first
-from ddp_recipes.checkpointer import FileCheckpointer
-from ddp_recipes.digest import digest
+from ddp_recipes.checkpointing.files import find, load, load_first, newest_first
+from ddp_recipes.checkpointing.manager import FileCheckpointer
 from ddp_recipes.errors import RecipeError
+from ddp_recipes.runtime.digest import digest
 from tests.unit.checkpoints import checkpointer, plain, state_of, steps_in
 
 from .processes import GONE_S, START_S, kill, started, summary, until, until_saved

@@ -12,9 +12,9 @@ import torch
 
 from ddp_recipes import rank
 from ddp_recipes.callbacks import Callback
-from ddp_recipes.job import Job
+from ddp_recipes.runtime.job import Job
+from ddp_recipes.runtime.world import World
 from ddp_recipes.testing import make_job
-from ddp_recipes.world import World
 
 pytestmark = [
     pytest.mark.gpu,

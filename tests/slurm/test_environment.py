@@ -2,10 +2,10 @@
 
 import pytest
 
-from ddp_recipes import environment
+from ddp_recipes.config.settings import LauncherSettings
 from ddp_recipes.errors import RequestError
-from ddp_recipes.settings import LauncherSettings
-from ddp_recipes.world import World
+from ddp_recipes.launchers import environment
+from ddp_recipes.runtime.world import World
 
 # What srun sets for the fourth of five tasks on three nodes.
 STEP = {

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_recipes.run_directory import Summary
+from ddp_recipes.reporting.run_directory import Summary
 
 pytestmark = pytest.mark.spawn
 

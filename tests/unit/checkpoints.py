@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from ddp_recipes import checkpoint
-from ddp_recipes.checkpointer import FileCheckpointer
-from ddp_recipes.settings import CheckpointSettings
-from ddp_recipes.staging import Staging
+from ddp_recipes.checkpointing import files as checkpoint
+from ddp_recipes.checkpointing.manager import FileCheckpointer
+from ddp_recipes.checkpointing.staging import Staging
+from ddp_recipes.config.settings import CheckpointSettings
 
 
 def state_of(step: int, size: int = 4) -> dict[str, Any]:

@@ -24,42 +24,16 @@ LAYERS = [
     {"main"},
     {"launchers"},
     {"rank"},
-    {"check", "planning"},
+    {"tools"},
     {"output"},
-    {"profiling", "recipe"},
-    {"loop"},
-    {"figures", "strategies"},
+    {"build"},
+    {"training"},
+    {"reporting", "strategies"},
     {"model_parallel"},
-    {
-        "checkpointer",
-        "compose",
-        "control",
-        "data",
-        "environment",
-        "lightning",
-        "request",
-        "stopping",
-        "sweep",
-        "watch",
-        "weights",
-    },
-    {"checkpoint"},
-    {
-        "ahead",
-        "callbacks",
-        "digest",
-        "elastic",
-        "job",
-        "loggers",
-        "order",
-        "precision",
-        "progress",
-        "run_directory",
-        "settings",
-        "staging",
-        "tasks",
-    },
-    {"datasets", "models", "optimizers", "process", "random", "world"},
+    {"checkpointing", "lightning"},
+    {"callbacks", "data", "loggers", "tasks"},
+    {"config"},
+    {"datasets", "models", "runtime"},
     {"errors", "_version"},
 ]
 LEVEL = {module: -number for number, layer in enumerate(LAYERS) for module in layer}
@@ -127,8 +101,9 @@ def test_importing_the_package_loads_nothing_heavy(tmp_path: Path) -> None:
 @pytest.mark.spawn
 def test_the_launching_parent_needs_no_torch(tmp_path: Path) -> None:
     code = """
-from ddp_recipes import main, compose
-from ddp_recipes.request import Request, resolve
+from ddp_recipes.config import compose
+from ddp_recipes import main
+from ddp_recipes.config.request import Request, resolve
 import ddp_recipes.launchers.local
 from omegaconf import OmegaConf
 with compose.session(main.CONF) as hydra:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from ddp_recipes.checkpoint import (
+from ddp_recipes.checkpointing.files import (
     FORMAT,
     DamagedCheckpoint,
     check_weights,
@@ -24,9 +24,9 @@ from ddp_recipes.checkpoint import (
     newest_first,
     write_aside,
 )
-from ddp_recipes.digest import digest
 from ddp_recipes.errors import RequestError
 from ddp_recipes.models import Toy
+from ddp_recipes.runtime.digest import digest
 
 from .checkpoints import checkpointer, plain, state_of, write
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from ddp_recipes.checkpoint import load, load_first, newest_first
-from ddp_recipes.digest import digest
+from ddp_recipes.checkpointing.files import load, load_first, newest_first
 from ddp_recipes.errors import RecipeError
+from ddp_recipes.runtime.digest import digest
 
 from .checkpoints import checkpointer, mounted, state_of, steps_in, write
 
@@ -198,7 +198,7 @@ def test_async_save_writes_the_state_as_it_was_when_asked(tmp_path: Path) -> Non
 def test_a_copy_is_written_once_the_loop_has_taken_another_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ddp_recipes.checkpointer.PATIENCE_S", 600.0)
+    monkeypatch.setattr("ddp_recipes.checkpointing.manager.PATIENCE_S", 600.0)
     saver = checkpointer(tmp_path, async_save=True)
     for step in (1, 2):
         saver.save(state_of(step), step, 0.5)

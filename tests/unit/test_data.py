@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from ddp_recipes.data import Batch, Loader, size_of, to_device
+from ddp_recipes.data.batch_plan import BatchPlan
+from ddp_recipes.data.loader import Batch, Loader, size_of, to_device
 from ddp_recipes.datasets import InMemory, ScaleAndNormalize, digits, fake_images
 from ddp_recipes.errors import RequestError
-from ddp_recipes.order import BatchPlan
 
 CPU = torch.device("cpu")
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ddp_recipes.optimizers import uncompiled
+from ddp_recipes.training.optimizers import uncompiled
 
 OURS = [
     (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
@@ -107,7 +107,7 @@ def test_what_is_not_torchs_own_is_left_as_it_is() -> None:
 def test_the_compiler_is_not_loaded() -> None:
     lines = [
         "import sys, torch",
-        "from ddp_recipes.optimizers import uncompiled",
+        "from ddp_recipes.training.optimizers import uncompiled",
         "weight = torch.nn.Parameter(torch.ones(3))",
         "optimizer = uncompiled(torch.optim.AdamW)([weight])",
         "weight.sum().backward(); optimizer.step(); optimizer.load_state_dict(optimizer.state_dict())",

@@ -8,8 +8,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from ddp_recipes.order import BatchPlan, permute
-from ddp_recipes.random import key
+from ddp_recipes.data.batch_plan import BatchPlan, permute
+from ddp_recipes.runtime.seeding import key
 
 SIZES = [*range(1, 130), 1000, 1797, 4095, 4096, 4097, 65535, 65536, 65537, 99991, 250_000]
 

@@ -2,11 +2,11 @@
 
 import pytest
 
+from ddp_recipes.data.batch_plan import BatchPlan
 from ddp_recipes.model_parallel.timeline import bubble, order, timeline
-from ddp_recipes.order import BatchPlan
-from ddp_recipes.planning import counts
+from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import Exchange
-from ddp_recipes.world import World
+from ddp_recipes.tools.dry_run import counts
 
 PLANS = [
     BatchPlan(61, 8, 3),

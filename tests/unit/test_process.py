@@ -9,7 +9,7 @@ import pytest
 LEAVES = """\
 import atexit, sys, threading, time
 from concurrent.futures import ThreadPoolExecutor
-from ddp_recipes.process import leave
+from ddp_recipes.runtime.process import leave
 
 def late(text, *wait):
     time.sleep(*wait or [0])
@@ -38,7 +38,7 @@ def test_what_waits_for_the_end_of_a_process_that_leaves_is_done(way: list[str],
 
 
 def test_a_process_that_failed_waits_for_no_thread(tmp_path: Path) -> None:
-    lines = ["import threading", "from ddp_recipes.process import leave"]
+    lines = ["import threading", "from ddp_recipes.runtime.process import leave"]
     lines += ["threading.Thread(target=threading.Event().wait).start()", "leave(1)"]
     (tmp_path / "leaves.py").write_text("\n".join(lines))
     assert subprocess.run([sys.executable, "leaves.py"], cwd=tmp_path, timeout=30).returncode == 1

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from ddp_recipes.errors import RequestError
-from ddp_recipes.progress import Bar, Lines, Progress, make_progress, table
+from ddp_recipes.reporting.progress import Bar, Lines, Progress, make_progress, table
 
 
 class Terminal(io.StringIO):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ddp_recipes.random import key, step_key
+from ddp_recipes.runtime.seeding import key, step_key
 
 
 @pytest.mark.parametrize("seed", [0, 1, 42, 2**32 - 1, 2**64 - 1, -3])

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from ddp_recipes import compose
+from ddp_recipes.config import compose
+from ddp_recipes.config.request import Request, resolve
 from ddp_recipes.errors import RequestError
 from ddp_recipes.main import CONF
-from ddp_recipes.request import Request, resolve
 
 
 def composed(*overrides: str) -> DictConfig:

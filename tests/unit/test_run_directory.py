@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ddp_recipes.errors import RequestError
-from ddp_recipes.run_directory import (
+from ddp_recipes.reporting.run_directory import (
     RunDirectory,
     first_missing,
     leave_failure,

@@ -6,10 +6,8 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from ddp_recipes import compose
-from ddp_recipes.errors import RequestError
-from ddp_recipes.main import CONF
-from ddp_recipes.settings import (
+from ddp_recipes.config import compose
+from ddp_recipes.config.settings import (
     CheckpointSettings,
     DataSettings,
     LauncherSettings,
@@ -19,6 +17,8 @@ from ddp_recipes.settings import (
     parse,
     seconds,
 )
+from ddp_recipes.errors import RequestError
+from ddp_recipes.main import CONF
 
 SECTIONS: dict[str, tuple[type[Any], bool]] = {
     "": (RunSettings, True),

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from ddp_recipes import staging
-from ddp_recipes.checkpoint import write_aside
-from ddp_recipes.staging import Staging
+from ddp_recipes.checkpointing import staging
+from ddp_recipes.checkpointing.files import write_aside
+from ddp_recipes.checkpointing.staging import Staging
 
 
 @pytest.fixture(autouse=True)

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddp_recipes.digest import digest
 from ddp_recipes.models import Toy
+from ddp_recipes.runtime.digest import digest
 from ddp_recipes.tasks import Accuracy, MeanAbsoluteError, StepOutput, Task
 
 

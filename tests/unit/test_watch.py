@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddp_recipes.watch import not_finite
+from ddp_recipes.training.non_finite import not_finite
 
 HUGE = torch.finfo(torch.float32).max
 CASES = {

@@ -14,12 +14,12 @@ from functools import partial
 from torch.distributed import PrefixStore, Store, TCPStore, rendezvous
 
 from ddp_recipes import rank
-from ddp_recipes.control import Patience, timed_out
 from ddp_recipes.errors import Preempted, RecipeError, RequestError, RunFailed, ended_without_word, not_arrived
-from ddp_recipes.job import Job
 from ddp_recipes.launchers.peers import Peers, agent_holds_store
-from ddp_recipes.run_directory import Summary, leave_failure
-from ddp_recipes.world import World
+from ddp_recipes.reporting.run_directory import Summary, leave_failure
+from ddp_recipes.runtime.control import Patience, timed_out
+from ddp_recipes.runtime.job import Job
+from ddp_recipes.runtime.world import World
 
 STORE_TIMEOUT = timedelta(minutes=30)
 MEET_TO_STOP_S = 10.0  # for followers that still import torch when there is nothing to do

@@ -18,8 +18,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
-from ddp_recipes.job import ASKS_TO_STOP
-from ddp_recipes.process import die_with_parent, ignore, loading
+from ddp_recipes.runtime.job import ASKS_TO_STOP
+from ddp_recipes.runtime.process import die_with_parent, ignore, loading
 
 WAIT_S = 2.0  # for the word that a killed rank is gone
 MAX_FDS = 8

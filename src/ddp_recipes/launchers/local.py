@@ -17,11 +17,11 @@ from types import FrameType
 from typing import IO, Any
 
 from ddp_recipes.errors import Preempted, RequestError, RunFailed, not_arrived
-from ddp_recipes.job import ASKS_TO_STOP, Job
 from ddp_recipes.launchers import stacks
 from ddp_recipes.launchers.fork_server import ForkedRank, ForkServer, python_path
-from ddp_recipes.process import ignore_once, is_stopped, loading
-from ddp_recipes.run_directory import Summary, leave_failure, leave_trace
+from ddp_recipes.reporting.run_directory import Summary, leave_failure, leave_trace
+from ddp_recipes.runtime.job import ASKS_TO_STOP, Job
+from ddp_recipes.runtime.process import ignore_once, is_stopped, loading
 
 AFTER_FAILURE_S = 3.0  # for the other ranks to end by themselves, and for rank 0 to write its summary
 AFTER_INTERRUPT_S = 6.0  # for a checkpoint after Ctrl-C
@@ -69,7 +69,7 @@ def launch(job: Job, processes: int, server: ForkServer | None, max_restarts: in
         server.close()
     with loading():
         from ddp_recipes import rank
-    from ddp_recipes.world import World
+    from ddp_recipes.runtime.world import World
 
     return rank.run(job, World(), None)
 

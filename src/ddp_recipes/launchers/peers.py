@@ -10,12 +10,12 @@ from pathlib import Path
 
 from torch.distributed import Store
 
-from ddp_recipes.control import Patience
-from ddp_recipes.job import Job
 from ddp_recipes.launchers import stacks
-from ddp_recipes.process import state
-from ddp_recipes.run_directory import leave_trace
-from ddp_recipes.world import World
+from ddp_recipes.reporting.run_directory import leave_trace
+from ddp_recipes.runtime.control import Patience
+from ddp_recipes.runtime.job import Job
+from ddp_recipes.runtime.process import state
+from ddp_recipes.runtime.world import World
 
 
 def agent_holds_store() -> bool:

@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ddp_recipes.config.request import Request, refuse_uneven_pipelines
+from ddp_recipes.config.settings import SlurmSettings
 from ddp_recipes.errors import Preempted, RequestError, RunFailed
-from ddp_recipes.job import Job
 from ddp_recipes.launchers.slurm_task import STARTED_AGAIN, State, Task, reports
-from ddp_recipes.request import Request, refuse_uneven_pipelines
-from ddp_recipes.run_directory import Summary, leave_failure, write_text
-from ddp_recipes.settings import SlurmSettings
+from ddp_recipes.reporting.run_directory import Summary, leave_failure, write_text
+from ddp_recipes.runtime.job import Job
 
 SHORTEST_POLL_S, LONGEST_POLL_S = 0.5, 10.0  # Slurm's controller is shared: the longer nothing changes, the rarer
 

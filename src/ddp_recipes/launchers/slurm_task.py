@@ -11,10 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ddp_recipes import environment
-from ddp_recipes.job import Job
-from ddp_recipes.launchers import worker
-from ddp_recipes.run_directory import write_text
+from ddp_recipes.launchers import environment, worker
+from ddp_recipes.reporting.run_directory import write_text
+from ddp_recipes.runtime.job import Job
 
 LINGER_S = 5.0  # a rank that failed stays so long for the others to say what they saw: Slurm ends them with it
 STARTED_AGAIN = "Started again by Slurm, restart"  # what came before in a log is over
@@ -61,7 +60,7 @@ class Task:
 
 def _resumed(job: Job, main: bool) -> Job:
     """Return what a job that Slurm started again runs: it goes on from its last checkpoint, or begins anew."""
-    from ddp_recipes.checkpoint import find
+    from ddp_recipes.checkpointing.files import find
 
     if find("auto", job.directory):
         return job.resumed()

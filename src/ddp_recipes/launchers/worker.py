@@ -12,10 +12,10 @@ from datetime import timedelta
 from typing import IO, Any, NoReturn
 
 from ddp_recipes.errors import Preempted, RecipeError, RequestError, RunFailed
-from ddp_recipes.job import ASKS_TO_STOP, Job
 from ddp_recipes.launchers.stacks import write_when_asked
-from ddp_recipes.process import die_with_parent, ignore, leave, loading, set_name
-from ddp_recipes.world import World
+from ddp_recipes.runtime.job import ASKS_TO_STOP, Job
+from ddp_recipes.runtime.process import die_with_parent, ignore, leave, loading, set_name
+from ddp_recipes.runtime.world import World
 
 
 def work(lifeline: int, reports: int, stacks: int, listener: int | None = None) -> NoReturn:

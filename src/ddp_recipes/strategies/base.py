@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import Store
 
+from ddp_recipes.runtime.world import World
 from ddp_recipes.tasks import StepOutput, Task
-from ddp_recipes.world import World
 
 
 class Wrapped(Protocol):

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_recipes.errors import RequestError, nearest, not_one_of
+from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import Exchange, Whole, Wrapped, batch_norms
 from ddp_recipes.strategies.group import Group
 from ddp_recipes.strategies.shared_memory import SharedMemory, join
 from ddp_recipes.tasks import StepOutput, Task
-from ddp_recipes.world import World
 
 
 class DDP(Whole, Group):

@@ -10,13 +10,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import Store
 
+from ddp_recipes.config.request import refuse_uneven
 from ddp_recipes.errors import RequestError
-from ddp_recipes.request import refuse_uneven
+from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import Exchange, Whole, Wrapped
 from ddp_recipes.strategies.group import Group
 from ddp_recipes.strategies.ordered import OrderedSum
 from ddp_recipes.tasks import Task
-from ddp_recipes.world import World
 
 
 class DDPExact(Whole, Group):

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.distributed import Store
 from torch.distributed.device_mesh import DeviceMesh
 
-from ddp_recipes.request import refuse_uneven_pipelines
-from ddp_recipes.settings import PipelineSettings
+from ddp_recipes.config.request import refuse_uneven_pipelines
+from ddp_recipes.config.settings import PipelineSettings
+from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import Wrapped
 from ddp_recipes.strategies.group import Group
 from ddp_recipes.strategies.pipeline import Layout, Pipeline, joined
 from ddp_recipes.tasks import StepOutput, Task
-from ddp_recipes.world import World
 
 BUCKET = 25 << 20  # bytes of gradients that are exchanged together
 

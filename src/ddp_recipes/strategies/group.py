@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.distributed import Store
 
 from ddp_recipes.errors import RequestError
+from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import Exchange
 from ddp_recipes.tasks import Task
-from ddp_recipes.world import World
 
 
 class Group:

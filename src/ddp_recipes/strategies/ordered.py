@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import Exchange
-from ddp_recipes.world import World
 
 _ALIGNMENT = 64  # bytes: as torch aligns new tensors, so that kernels treat a view like one of those
 _TOGETHER = 1 << 19  # bytes: rows are sent several at a time up to this size, for each message has a price of its own

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from ddp_recipes.model_parallel.cut import Cut, Handover, parts_of
 from ddp_recipes.model_parallel.placement import stages_of
 from ddp_recipes.model_parallel.rehearsal import without_data
-from ddp_recipes.random import key, seed_step
+from ddp_recipes.runtime.seeding import key, seed_step
 from ddp_recipes.tasks import StepOutput, Task
 
 META = torch.device("meta")

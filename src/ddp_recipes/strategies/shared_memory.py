@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import profiler
 
-from ddp_recipes.world import World
+from ddp_recipes.runtime.world import World
 
 MOST_RANKS = 8  # each reads what all have put there: with many it would be quicker to share out the sums
 CHUNK = 1 << 20  # bytes that a rank puts there at once: small enough for the processor's cache

@@ -1,0 +1,1 @@
+"""From a checked config to the objects of a run."""

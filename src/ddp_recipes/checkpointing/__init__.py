@@ -1,0 +1,1 @@
+"""Checkpoints: files, which are kept, and how they are written."""

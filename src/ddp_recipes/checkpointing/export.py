@@ -1,0 +1,52 @@
+"""The weights alone, for other programs: ``model.safetensors``."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ddp_recipes.checkpointing.files import find, load_first, size_of, unwritable, write_aside
+
+
+def export(ckpt_path: str | Path, file: str | Path = "model.safetensors") -> Path:
+    """Write the weights of a checkpoint as safetensors, under the names that the model itself has for them.
+
+    Needs no model: the checkpoint is read, verified, and nothing in it is run. ``mode=export`` also sees that the
+    weights are those of a config's model.
+
+    Args:
+        ckpt_path: a checkpoint file, or a run directory, whose newest one is taken.
+        file: what to write; complete or not there at all.
+
+    Returns:
+        The file.
+
+    Raises:
+        RequestError: there is no such checkpoint, or it is damaged.
+        RecipeError: the file cannot be written.
+    """
+    _, state, _ = load_first(find(str(Path(ckpt_path).absolute()), Path.cwd()))
+    write_weights(Path(file), state["model"])
+    return Path(file)
+
+
+def write_weights(file: Path, weights: Mapping[str, Tensor]) -> None:
+    """Write weights as safetensors; what a task holds beside its model (``task.…``) is left out.
+
+    Raises:
+        RecipeError: the file cannot be written.
+    """
+    from safetensors.torch import save
+
+    # Each tensor gets memory of its own: the format has no word for two names of one tensor.
+    tensors = {
+        name: value.detach().cpu().clone(memory_format=torch.contiguous_format)
+        for name, value in weights.items()
+        if not name.startswith("task.")
+    }
+    content = save(tensors, metadata={"format": "pt"})
+    try:
+        write_aside(file, lambda out: out.write(content))
+    except OSError as error:
+        raise unwritable(file, size_of(tensors), error) from error

@@ -1,0 +1,1 @@
+"""Which samples come when, and how batches get to the device."""

@@ -1,0 +1,257 @@
+"""Data sets to batches on one rank: whole batches where the set allows it, a DataLoader where it does not."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from ddp_recipes.data.batch_plan import BatchPlan
+from ddp_recipes.data.prefetch import Ahead
+from ddp_recipes.datasets.memory import InMemory
+from ddp_recipes.datasets.transforms import is_known
+from ddp_recipes.errors import RequestError
+from ddp_recipes.runtime.process import die_with_parent
+from ddp_recipes.runtime.seeding import key, seeded
+
+
+class Batch(NamedTuple):
+    """A part of a global batch.
+
+    Attributes:
+        data: what the task's step takes, usually ``(inputs, targets)``, on the replica's first device.
+        share: real samples in it. Where it is 0 the data hold one sample that must not count: a rank without a sample
+            still has to take part in the all-reduce.
+        total: real samples in the global batch.
+        number: of the global batch in its epoch.
+        part: of the global batch.
+    """
+
+    data: Any
+    share: int
+    total: int
+    number: int = 0
+    part: int = 0
+
+
+class Loader:
+    """Batches of one data set as one rank sees them.
+
+    Args:
+        dataset: map-style. Where it has ``fetch(indices) -> batch`` and a true ``batched``, or is a ``TensorDataset``,
+            a batch is fetched as a whole; else sample by sample through torch's ``DataLoader``.
+        plan: which samples come when.
+        device: where batches are put.
+        parts: the parts of each global batch that this rank gets, one after the other.
+
+    Raises:
+        RequestError: the set is iterable-style or empty, or ``drop_last`` leaves no batch of it.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        plan: BatchPlan,
+        device: torch.device,
+        *,
+        parts: range = range(1),
+        num_workers: int = 0,
+        pin_memory: bool = True,
+    ) -> None:
+        if plan.num_batches == 0:
+            raise RequestError(
+                f"No batch to run: {plan.num_samples} samples, a global batch of {plan.global_batch_size}"
+                f"{', the rest dropped' if plan.drop_last else ''}, at most {plan.max_batches} batches. Use a smaller "
+                f"data.batch_size, data.drop_last=false, or a higher trainer.limit_*_batches."
+            )
+        self.dataset = dataset
+        self.plan = plan
+        self.device = device
+        self.parts = parts
+        self.fetch = _whole_batch_fetch(dataset)
+        self.pin_memory = pin_memory and device.type == "cuda"
+        self._sampler = _PlanSampler(plan, parts)
+        self._ahead = Ahead(self.fetch, self.pin_memory) if _may_be_fetched_ahead(dataset) else None
+        self._one_by_one: DataLoader[Any] | None = None
+        if self.fetch is None:
+            self._one_by_one = DataLoader(
+                _KeyedDataset(dataset, plan.seed),
+                batch_sampler=self._sampler,
+                generator=torch.Generator(),  # its iterators draw from it, which must not shift what a step draws from
+                num_workers=num_workers,
+                pin_memory=self.pin_memory,
+                persistent_workers=num_workers > 0,
+                worker_init_fn=_die_with_rank,
+            )
+
+    def __len__(self) -> int:
+        """Number of batches an epoch, the same on every rank."""
+        return self.plan.num_batches
+
+    def batches(self, epoch: int, start: int = 0, group: int = 1) -> Iterator[Batch]:
+        """Yield an epoch's batches from number ``start`` on, part by part.
+
+        Args:
+            group: so many batches belong together: all of them come for one part, then all of them for the next.
+        """
+        plan = self.plan
+        elsewhere, last = self.device.type != "cpu", plan.num_batches - 1
+        usual, final = (
+            (plan.total(number), {part: plan.share(number, part) for part in self.parts}) for number in (0, last)
+        )
+        self._sampler.position = epoch, start, group
+        for (number, part), data in zip(self._sampler.turns(), self._loaded(epoch, start), strict=False):
+            if elsewhere:
+                data = to_device(data, self.device, self.pin_memory)
+            total, shares = final if number == last else usual
+            yield Batch(data, shares[part], total, number, part)
+
+    def _loaded(self, epoch: int, start: int) -> Iterator[Any]:
+        """Yield what is in each batch, in the sampler's order."""
+        if self._one_by_one is not None:
+            return iter(self._one_by_one)
+        if self._ahead is not None and len(self.parts) == 1:
+            return self._fetched_ahead(self._ahead, epoch, start)
+        return map(self.fetch, (self._sampler.indices(epoch, number, part) for number, part in self._sampler.turns()))
+
+    def _fetched_ahead(self, ahead: Ahead, epoch: int, start: int) -> Iterator[Any]:
+        """Yield the same; the last batch, which may be smaller, is fetched by itself."""
+        plan, (part,) = self.plan, self.parts
+        last = plan.num_batches - 1
+
+        def samples(count: int) -> torch.Tensor:
+            nonlocal start
+            found = plan.indices_of(epoch, range(start, min(start + count, last)), part)
+            start += len(found)
+            return found
+
+        if start < last and plan.share(0, part):
+            yield from ahead.batches(samples)
+        while start <= last:
+            yield self.fetch(self._sampler.indices(epoch, start, part))
+            start += 1
+
+    def close(self) -> None:
+        """End the data workers now. At the interpreter's end each one would be waited for, for up to five seconds."""
+        if self._ahead is not None:
+            self._ahead.close()
+        workers = getattr(self._one_by_one, "_iterator", None)
+        if workers is not None:
+            workers._shutdown_workers()
+
+    def limited(self, max_batches: int) -> "Loader":
+        """Return the same loader cut off after so many batches an epoch; for whole-batch data sets and first looks."""
+        return Loader(
+            self.dataset,
+            self.plan.limited(min(max_batches, len(self))),
+            self.device,
+            parts=self.parts,
+            pin_memory=self.pin_memory,
+        )
+
+    def sample(self) -> Any:
+        """Return the first sample as a batch of one, on the device: for the model graph and for size checks."""
+        indices = torch.zeros(1, dtype=torch.int64)
+        if self.fetch is not None:
+            return to_device(self.fetch(indices), self.device)
+        assert self._one_by_one is not None
+        data = torch.utils.data.default_collate(self._one_by_one.dataset.__getitems__([(0, 0)]))  # type: ignore[attr-defined]
+        return to_device(data, self.device)
+
+
+def size_of(dataset: Any) -> int:
+    """Return the number of samples of a map-style data set.
+
+    Raises:
+        RequestError: it has no length, or is iterable-style, so no order over it can be computed.
+    """
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        raise RequestError(
+            f"{type(dataset).__name__} is no map-style data set. Every sample has to count once on any number "
+            f"of ranks, which needs __len__ and __getitem__(index)."
+        )
+    if len(dataset) == 0:
+        raise RequestError(f"{type(dataset).__name__} is empty: give it at least one sample.")
+    return len(dataset)
+
+
+def to_device(data: Any, device: torch.device, pin: bool = False) -> Any:
+    """Move every tensor in (nested) tuples, lists and dicts; from pinned memory the copy does not wait."""
+    if isinstance(data, torch.Tensor):
+        if data.device == device:
+            return data
+        return (data.pin_memory() if pin else data).to(device, non_blocking=True)
+    if isinstance(data, dict):
+        return {name: to_device(value, device, pin) for name, value in data.items()}
+    if isinstance(data, (tuple, list)):
+        moved = [to_device(value, device, pin) for value in data]
+        return type(data)(*moved) if hasattr(data, "_fields") else type(data)(moved)
+    return data
+
+
+def _whole_batch_fetch(dataset: Any) -> Any:
+    if getattr(dataset, "batched", False):
+        return dataset.fetch
+    if type(dataset) is TensorDataset:
+        return lambda indices: tuple(tensor.index_select(0, indices) for tensor in dataset.tensors)
+    return None
+
+
+def _may_be_fetched_ahead(dataset: Any) -> bool:
+    """Whether many batches can be fetched in one go, on another thread: each sample's rows follow from it alone.
+
+    What a user's own ``fetch`` or ``batched`` transform does is not known: it may draw random numbers.
+    """
+    return type(dataset) is TensorDataset or (type(dataset) is InMemory and is_known(dataset.transform))
+
+
+class _PlanSampler:
+    """The plan as a batch sampler: one list of (epoch, sample) a batch; never an empty one."""
+
+    def __init__(self, plan: BatchPlan, parts: range) -> None:
+        self.plan = plan
+        self.parts = parts
+        self.position = 0, 0, 1  # epoch, first batch and batches in a group, for whoever begins to iterate
+
+    def __len__(self) -> int:
+        return (self.plan.num_batches - self.position[1]) * len(self.parts)
+
+    def turns(self) -> Iterator[tuple[int, int]]:
+        """Yield (batch, part) in the order in which they come."""
+        _, start, group = self.position
+        for first in range(start, self.plan.num_batches, group):
+            for part in self.parts:
+                for batch in range(first, min(first + group, self.plan.num_batches)):
+                    yield batch, part
+
+    def indices(self, epoch: int, batch: int, part: int) -> torch.Tensor:
+        indices = self.plan.indices(epoch, batch, part)
+        return indices if len(indices) else torch.zeros(1, dtype=torch.int64)
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        epoch, _, _ = self.position
+        for batch, part in self.turns():
+            yield [(epoch, int(index)) for index in self.indices(epoch, batch, part)]
+
+
+def _die_with_rank(number: int) -> None:
+    """End a data worker together with its rank, not when it next looks: it has the run directory's lock, too."""
+    die_with_parent()
+
+
+class _KeyedDataset(Dataset[Any]):
+    """Draws what a sample's random transforms draw from (seed, epoch, sample): the same in any worker of any rank."""
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self.dataset = dataset
+        self.seed = seed
+
+    def __getitems__(self, keys: Sequence[tuple[int, int]]) -> list[Any]:
+        samples = []
+        for epoch, index in keys:
+            with seeded(key(self.seed, epoch, index)):
+                samples.append(self.dataset[index])
+        return samples
+
+    def __getitem__(self, item: tuple[int, int]) -> Any:
+        return self.__getitems__([item])[0]

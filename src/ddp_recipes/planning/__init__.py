@@ -1,5 +1,0 @@
-"""``plan=true``: the run on paper."""
-
-from ddp_recipes.planning.plan import make_plan, plan
-
-__all__ = ["make_plan", "plan"]

@@ -1,0 +1,1 @@
+"""What a process knows and does as one of the ranks of a run."""

@@ -1,0 +1,5 @@
+"""Tasks: module, loss and metrics, which a strategy wraps."""
+
+from ddp_recipes.tasks.task import Accuracy, MeanAbsoluteError, StepOutput, Task
+
+__all__ = ["Accuracy", "MeanAbsoluteError", "StepOutput", "Task"]

@@ -1,0 +1,1 @@
+"""What runs instead of, or beside, training: dry run, equivalence check, profiling."""

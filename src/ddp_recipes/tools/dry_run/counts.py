@@ -1,0 +1,89 @@
+"""What a run on paper comes to in samples, steps, bytes and turns: arithmetic on what the run itself would use."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from ddp_recipes.data.batch_plan import BatchPlan
+from ddp_recipes.runtime.world import World
+from ddp_recipes.strategies.base import Exchange
+
+
+def samples_of(plan: BatchPlan, part: int) -> int:
+    """Return how many samples of an epoch are in a part; batches but the last one are alike."""
+    return (plan.num_batches - 1) * plan.share(0, part) + plan.share(plan.num_batches - 1, part)
+
+
+def samples_seen(plan: BatchPlan, batches: int) -> int:
+    """Return how many samples so many batches hold, over as many epochs as they take."""
+    epochs, rest = divmod(batches, plan.num_batches)
+    return epochs * epoch_of(plan) + min(rest * plan.global_batch_size, epoch_of(plan))
+
+
+def epoch_of(plan: BatchPlan) -> int:
+    """Return how many samples an epoch holds."""
+    return (plan.num_batches - 1) * plan.global_batch_size + plan.total(plan.num_batches - 1)
+
+
+def batches_of(steps: int, batches_an_epoch: int, accumulate: int) -> int:
+    """Return how many batches so many optimizer steps take; the last one of an epoch may take fewer."""
+    epochs, rest = divmod(steps, -(-batches_an_epoch // accumulate))
+    return epochs * batches_an_epoch + rest * accumulate
+
+
+def sent(exchange: Exchange, world: World) -> int:
+    """Return the bytes that a rank sends at least for one exchange of gradients.
+
+    An all-reduce of S bytes among n takes 2 (n - 1) / n S from each (Patarasuk and Yuan, "Bandwidth optimal all-reduce
+    algorithms for clusters of workstations", 2009); an all-to-all of S bytes (n - 1) / n S; an all-gather of S bytes
+    each (n - 1) S. The buffers that rank 0 broadcasts are left out.
+    """
+    n = world.world_size
+    return round(
+        2 * (n - 1) / n * exchange.all_reduced + (n - 1) / n * exchange.scattered + (n - 1) * exchange.gathered
+    )
+
+
+def leaving(exchange: Exchange, world: World) -> float:
+    """Return the bytes that one exchange of gradients has leave each node at least, or each rank of a single node."""
+    n, ranks = (world.nnodes, world.local_world_size) if world.nnodes > 1 else (world.world_size, 1)
+    return (
+        2 * (n - 1) / n * exchange.all_reduced
+        + ranks * (n - 1) / n * exchange.scattered
+        + ranks * (n - 1) * exchange.gathered
+    )
+
+
+def leaving_of_pipelines(reduced: Sequence[int], passed: Sequence[tuple[int, int]], world: World, ranks: int) -> int:
+    """Return the bytes that leave one link at least in a step of pipelines: the link that most leave.
+
+    A stage's gradients are added up over the links that have a replica of it; what crosses a cut leaves a link where
+    its two sides have different ones.
+
+    Args:
+        reduced: bytes that each process of a replica gives to all-reduces.
+        passed: bytes that cross each cut of a replica, forward and backward.
+        ranks: that share a link: those of a node, or 1.
+    """
+    processes, leaving = len(reduced), Counter[int]()
+    for process, size in enumerate(reduced):
+        links = {rank // ranks for rank in range(process, world.world_size, processes)}
+        for link in links:
+            leaving[link] += round(2 * (len(links) - 1) / len(links) * size)
+    for first in range(0, world.world_size, processes):
+        for cut, (forward, backward) in enumerate(passed, start=1):
+            before, after = ((first + stage % processes) // ranks for stage in (cut - 1, cut))
+            if before != after:
+                leaving[before] += forward
+                leaving[after] += backward
+    return max(leaving.values())
+
+
+def link_seconds(leaving: float, gbps: float) -> float:
+    """Return the seconds that so many bytes take at least to leave a link, if all of it is at the link's full speed.
+
+    What is within a node takes no time. A part of it may go on while others compute.
+
+    Args:
+        gbps: of the link, each way, in 10^9 bits a second.
+    """
+    return leaving * 8 / (gbps * 1e9)

@@ -1,0 +1,119 @@
+"""What a plan shows to be wrong, or less than it could be."""
+
+from typing import Any
+
+from ddp_recipes.build.recipe import Recipe
+from ddp_recipes.strategies.base import batch_norms
+from ddp_recipes.tools.dry_run.memory import Rehearsed
+from ddp_recipes.tools.dry_run.pipeline import RehearsedPipeline
+from ddp_recipes.tools.dry_run.report import in_words
+
+
+def findings(recipe: Recipe, rehearsed: Rehearsed | RehearsedPipeline, planned: dict[str, Any]) -> list[dict[str, str]]:
+    """Return what was found, each with a ``kind`` to look for and a ``message`` to read."""
+    found = {
+        "devices_left_over": devices_left_over(recipe, planned),
+        "batch_norm_without_sync": batch_norm_without_sync(recipe),
+        "unused_parameters": unused_parameters(recipe, rehearsed),
+        "pipeline_not_filled": pipeline_not_filled(recipe, planned),
+        "memory_does_not_fit": memory_does_not_fit(recipe, planned),
+        "not_rehearsed": None
+        if rehearsed.failure is None
+        else f"A step could not be run without data, so activations and the peak of memory are not known: "
+        f"{rehearsed.failure}",
+    }
+    return [{"kind": kind, "message": message} for kind, message in found.items() if message is not None]
+
+
+def devices_left_over(recipe: Recipe, planned: dict[str, Any]) -> str | None:
+    """Find GPUs that no rank has."""
+    left, k = planned["devices_left_over"], planned["devices_per_replica"]
+    if not left:
+        return None
+    cluster = planned["cluster"]
+    text = f"{left} of {cluster['nnodes'] * cluster['gpus_per_node']} GPUs are left over: "
+    if recipe.request.single_process:
+        return f"{text}strategy={planned['strategy']} runs in one process. Use strategy=ddp."
+    if recipe.request.launcher.nproc_per_node != "auto":
+        return f"{text}launcher.nproc_per_node={recipe.request.launcher.nproc_per_node}. Use auto."
+    if recipe.request.pipeline is not None:
+        takes = f"strategy.stages={recipe.strategy.stages} takes {k} GPUs for each replica"
+        return f"{text}{takes}, and nodes have {cluster['gpus_per_node']}."
+    return f"{text}model.num_devices={k} does not divide the {cluster['gpus_per_node']} of a node."
+
+
+def batch_norm_without_sync(recipe: Recipe) -> str | None:
+    """Find batch norm whose statistics are those of a part of the batch."""
+    norms, plan, pipeline = batch_norms(recipe.task), recipe.loaders["train"].plan, recipe.request.pipeline
+    micro_batches = recipe.request.model.micro_batches if pipeline is None else pipeline.micro_batches
+    if not norms or plan.parts * micro_batches == 1 or getattr(recipe.strategy, "sync_batchnorm", False):
+        return None
+    can = recipe.strategy.name == "ddp" and micro_batches == 1 and recipe.device_name == "GPU"
+    remedy = " strategy.sync_batchnorm=true takes them from all." if can else ""
+    return (
+        f"Batch norm ({len(norms)} module(s)) takes its statistics from {-(-plan.share(0, 0) // micro_batches)} of the "
+        f"{plan.total(0)} samples of a batch.{remedy}"
+    )
+
+
+def unused_parameters(recipe: Recipe, rehearsed: Rehearsed | RehearsedPipeline) -> str | None:
+    """Find parameters that the loss does not depend on, where the strategy minds."""
+    options = getattr(recipe.strategy, "options", {})
+    if not rehearsed.unused or recipe.world.world_size == 1 or recipe.strategy.name != "ddp":
+        return None
+    names = ", ".join(rehearsed.unused[:4]) + (", …" if len(rehearsed.unused) > 4 else "")
+    text = f"The loss does not depend on {len(rehearsed.unused)} parameter(s): {names}."
+    if options.get("static_graph"):
+        return (
+            f"{text} With strategy.static_graph=true torch takes those of the first step for unused for good: "
+            f"one that a later step uses is not learned from it. Take them out of the model, or freeze them "
+            f"(requires_grad=False)."
+        )
+    if options.get("find_unused_parameters"):
+        return None
+    return (
+        f"{text} ddp will fail in the second step. Take them out of the model, freeze them (requires_grad=False), or "
+        f"use strategy.find_unused_parameters=true."
+    )
+
+
+def pipeline_not_filled(recipe: Recipe, planned: dict[str, Any]) -> str | None:
+    """Find a pipeline that is never full, because there are fewer micro-batches than stages."""
+    pipeline, processes = planned["pipeline"], recipe.request.pipeline
+    if pipeline is None:
+        return None
+    key, asked, who = "model.micro_batches", recipe.request.model.micro_batches, "devices"
+    if processes is not None:
+        key, asked, who = "strategy.micro_batches", processes.micro_batches, "processes"
+    there, working = min(asked, planned["batch_size"]), planned["devices_per_replica"]
+    if there >= max(asked, working):
+        return None
+    idle = f"Each of {working} {who} has nothing to do for {pipeline['bubble']:.0%} of a step"
+    if there < asked:
+        return (
+            f"{idle}: a replica's batch of {planned['batch_size']} samples is too small for {key}={asked}. Use a "
+            f"larger data.batch_size, or fewer of them."
+        )
+    return f"{idle}: micro-batches are fewer than {who}. Use {key}={4 * working}, or at least {working}."
+
+
+def memory_does_not_fit(recipe: Recipe, planned: dict[str, Any]) -> str | None:
+    """Find memory that is not there."""
+    if planned.get("fits") is not False:
+        return None
+    k = planned["devices_per_replica"]
+    key, smallest = "model.num_devices", planned.get("smallest_k")
+    if recipe.request.pipeline is not None:
+        key, smallest = "strategy.stages", planned["smallest_stages"]
+    there = planned["cluster"]["gpu_memory_bytes"] * (k if planned["memory_of_replica"] else 1)
+    needed = max(each["peak"] for each in planned["memory"])
+    text = f"A step takes {in_words(needed)} of a device that has {in_words(there)}."
+    if planned["memory_of_replica"]:
+        text = f"A step takes {in_words(needed)} in all of the {k} devices of a replica, which have {in_words(there)}."
+    if smallest is not None:
+        return f"{text} It fits with {key}={smallest}, the smallest number that it fits with."
+    none = "devices that a node has" if key == "model.num_devices" else "stages that there are GPUs for"
+    return (
+        f"{text} No number of {none} makes it fit. Use a smaller data.batch_size, "
+        f"trainer.precision=bf16-mixed, or GPUs with more memory."
+    )

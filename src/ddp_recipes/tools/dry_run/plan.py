@@ -1,0 +1,235 @@
+"""``plan=true``: the run on paper. What the config as given would do and take on a cluster, and what is wrong."""
+
+import json
+import logging
+import sys
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+
+from ddp_recipes.build.recipe import Recipe
+from ddp_recipes.config.request import Layout
+from ddp_recipes.errors import RequestError
+from ddp_recipes.model_parallel.timeline import bubble, order, timeline
+from ddp_recipes.output import Output, cells_of
+from ddp_recipes.reporting.progress import table
+from ddp_recipes.reporting.run_directory import write_text
+from ddp_recipes.runtime.world import World
+from ddp_recipes.tools.dry_run import counts
+from ddp_recipes.tools.dry_run.checkpoint import checkpoint_bytes
+from ddp_recipes.tools.dry_run.exchange import exchange_of
+from ddp_recipes.tools.dry_run.findings import findings
+from ddp_recipes.tools.dry_run.memory import Batches, Rehearsed
+from ddp_recipes.tools.dry_run.pipeline import RehearsedPipeline
+from ddp_recipes.tools.dry_run.report import rows
+
+log = logging.getLogger(__name__)
+
+Plan = dict[str, Any]
+
+
+def plan(recipe: Recipe, output: Output) -> None:
+    """Print the plan, and write it to ``plan.json``.
+
+    Raises:
+        RequestError: it is of something that has not been put on paper.
+    """
+    planned = make_plan(recipe)
+    output.open(None)
+    table("on paper", rows(planned), sys.stdout)
+    for finding in planned["findings"]:
+        log.warning("%s", finding["message"])
+    write_text(recipe.job.directory / "plan.json", as_text(planned))
+
+
+def make_plan(recipe: Recipe) -> Plan:
+    """Return what goes into ``plan.json``."""
+    assert recipe.layout is not None
+    if recipe.strategy.name == "dp" and recipe.layout.device_type == "cuda" and recipe.layout.gpus > 1:
+        raise RequestError(
+            "plan=true does not know strategy=dp on several GPUs, where one process drives them all. Use strategy=ddp."
+        )
+    rehearsed = rehearse(recipe)
+    capacity = capacity_of(recipe, recipe.layout)
+    planned = {
+        **layout_of(recipe, recipe.layout, capacity),
+        **batches_of(recipe),
+        "memory": None if rehearsed.failure else [asdict(each) | {"peak": each.peak} for each in rehearsed.memory()],
+        "memory_of_replica": rehearsed.whole,
+        "exchange": exchange_of(recipe, rehearsed),
+        "pipeline": pipeline_of(recipe),
+        "checkpoint_bytes": checkpoint_bytes(recipe, rehearsed),
+    }
+    fits = fit(recipe, rehearsed, capacity) if capacity is not None else {}
+    return {**planned, **fits, "findings": findings(recipe, rehearsed, {**planned, **fits})}
+
+
+def rehearse(recipe: Recipe) -> Rehearsed | RehearsedPipeline:
+    """Run a step of the recipe on paper, on the devices of one replica.
+
+    A model that places itself knows no devices but those it was made for, and the CPU has one memory for each process:
+    then all that a process has is on one device.
+    """
+    assert recipe.layout is not None
+    train, val = recipe.loaders["train"], recipe.loaders.get("val")
+    batches = Batches(
+        (train.sample(), train.plan.share(0, 0)),
+        None if val is None else (val.sample(), val.plan.share(0, 0)),
+        min(recipe.trainer.accumulate_grad_batches, len(train)),
+    )
+    starts = [stage.first for stage in recipe.stages[1:]]
+    on_cpu = recipe.layout.device_type == "cpu"
+    if (pipeline := recipe.request.pipeline) is not None:
+        return RehearsedPipeline(
+            recipe.task,
+            starts,
+            torch.device("cpu") if on_cpu else torch.device("cuda", 0),
+            pipeline,
+            recipe.world,
+            recipe.optimizer_of,
+            batches,
+            recipe.trainer.precision,
+        )
+    devices = [torch.device("cuda", number) for number in range(len(starts) + 1)]
+    whole = on_cpu or (recipe.request.num_devices > 1 and not starts)
+    if whole:
+        starts, devices = [], [torch.device("cpu")]
+    return Rehearsed(
+        recipe.task,
+        starts,
+        devices,
+        recipe.strategy,
+        recipe.world,
+        recipe.optimizer_of,
+        batches,
+        recipe.trainer.precision,
+        whole=whole and recipe.request.num_devices > 1,
+    )
+
+
+def capacity_of(recipe: Recipe, layout: Layout) -> int | None:
+    """Return the bytes of a device, where they are stated or it is one of this machine's GPUs."""
+    cluster = recipe.request.cluster
+    if cluster.gpu_memory_gb is not None:
+        return round(cluster.gpu_memory_gb * 1e9)
+    if layout.device_type == "cuda" and cluster.gpus_per_node is None and torch.cuda.is_available():
+        return torch.cuda.get_device_properties(0).total_memory
+    return None
+
+
+def layout_of(recipe: Recipe, layout: Layout, capacity: int | None) -> Plan:
+    """Return which rank is where, and what it has."""
+    world, k, cuda = layout.world, recipe.request.num_devices, layout.device_type == "cuda"
+    plan_, parts, pipeline = recipe.loaders["train"].plan, len(recipe.loaders["train"].parts), recipe.request.pipeline
+    samples = {share: counts.samples_of(plan_, share) for share in range(plan_.parts)}
+    ranks = []
+    for rank in range(world.world_size):
+        node, local = divmod(rank, world.local_world_size)
+        devices = [f"cuda:{local * k + number}" for number in range(k)] if cuda else ["cpu"]
+        reader, _ = recipe.strategy.reader(replace(world, rank=rank))
+        dealt = sum(samples[part] for part in range(reader * parts, (reader + 1) * parts))
+        ranks.append({"rank": rank, "node": node, "devices": devices, "samples_an_epoch": dealt})
+        if pipeline is not None:
+            ranks[-1]["stages"] = list(range(rank % pipeline.processes, pipeline.stages, pipeline.processes))
+    return {
+        "cluster": {
+            "nnodes": layout.nnodes,
+            "gpus_per_node": layout.gpus,
+            "gpu_memory_bytes": capacity,
+            "interconnect_gbps": recipe.request.cluster.interconnect_gbps,
+        },
+        "device": layout.device_type,
+        "strategy": recipe.strategy.name,
+        "world_size": world.world_size,
+        "replicas": recipe.strategy.reader(world)[1],
+        "devices_per_replica": k if pipeline is None else pipeline.processes,
+        "devices_left_over": layout.nnodes * layout.gpus - world.world_size * k if cuda else 0,
+        "ranks": ranks,
+    }
+
+
+def batches_of(recipe: Recipe) -> Plan:
+    """Return how many samples, batches and steps there are."""
+    train = recipe.loaders["train"]
+    steps, accumulate = recipe.total_steps, recipe.trainer.accumulate_grad_batches
+    batches = None if steps is None else counts.batches_of(steps, len(train), accumulate)
+    epoch = counts.epoch_of(train.plan)
+    return {
+        "global_batch_size": train.plan.global_batch_size,
+        "batch_size": train.plan.share(0, 0),
+        "accumulate_grad_batches": accumulate,
+        "batches_an_epoch": len(train),
+        "steps_an_epoch": recipe.steps_per_epoch,
+        "steps": steps,
+        "samples": train.plan.num_samples,
+        "samples_an_epoch": epoch,
+        "samples_dropped_an_epoch": train.plan.num_samples - epoch,
+        "samples_seen": None if batches is None else counts.samples_seen(train.plan, batches),
+    }
+
+
+def pipeline_of(recipe: Recipe) -> Plan | None:
+    """Return how long the devices of a replica have nothing to do, where it has several."""
+    k, asked, pipeline = recipe.request.num_devices, recipe.request.model.micro_batches, recipe.request.pipeline
+    if pipeline is not None:
+        return {
+            "schedule": pipeline.schedule,
+            "stages": pipeline.stages,
+            "stages_per_process": pipeline.each,
+            "micro_batches": pipeline.micro_batches,
+            "bubble": bubble(cells_of(pipeline)),
+        }
+    if k == 1:
+        return None
+    micro_batches = min(asked, recipe.loaders["train"].plan.share(0, 0))
+    return {
+        "schedule": "gpipe",
+        "stages": k,
+        "micro_batches": micro_batches,
+        "bubble": bubble(timeline(order("gpipe", k, k, micro_batches), k)),
+    }
+
+
+def fit(recipe: Recipe, rehearsed: Rehearsed | RehearsedPipeline, capacity: int) -> Plan:
+    """Return whether it fits; where not, with how many devices or stages a replica it does, if there are as many."""
+    smallest = "smallest_k" if recipe.request.pipeline is None else "smallest_stages"
+    if rehearsed.failure:
+        return {"fits": None, smallest: None}
+    fits = largest(rehearsed) <= capacity * (recipe.request.num_devices if rehearsed.whole else 1)
+    return {"fits": fits, smallest: None if fits else smallest_that_fits(recipe, rehearsed, capacity)}
+
+
+def largest(rehearsed: Rehearsed | RehearsedPipeline) -> int:
+    """Return the peak of the fullest device."""
+    return max(each.peak for each in rehearsed.memory())
+
+
+def smallest_that_fits(recipe: Recipe, rehearsed: Rehearsed | RehearsedPipeline, capacity: int) -> int | None:
+    """Try other numbers of devices, from one on, or of stages: the first that fits is the smallest."""
+    assert recipe.layout is not None
+    config, pipeline, gpus = recipe.job.config, recipe.request.pipeline, recipe.layout.gpus
+    section, key, mine, most = "model", "num_devices", recipe.request.num_devices, gpus
+    if pipeline is not None:
+        section, key, mine = "strategy", "stages", pipeline.stages
+        most = recipe.layout.nnodes * max(gpus, 1) * pipeline.each
+    state = sum(each.state for each in rehearsed.memory())
+    for number in range(1, most + 1):
+        devices = number if pipeline is None else number // pipeline.each
+        if number == mine or state > devices * capacity:  # not even in equal parts
+            continue
+        changed = {**config, "model": {**config["model"], "split": None}}
+        changed[section] = {**changed[section], key: number}
+        try:
+            other = rehearse(Recipe(replace(recipe.job, config=changed), World(), recipe.control))
+        except RequestError:
+            continue  # it cannot be cut so, or so many are not there
+        if other.failure is None and largest(other) <= capacity:
+            return number
+    return None
+
+
+def as_text(planned: Plan) -> str:
+    """Return the plan as JSON, a line for each rank."""
+    ranks = ",\n    ".join(json.dumps(rank) for rank in planned["ranks"])
+    return json.dumps({**planned, "ranks": []}, indent=2).replace('"ranks": []', f'"ranks": [\n    {ranks}\n  ]') + "\n"

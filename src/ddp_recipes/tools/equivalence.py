@@ -1,0 +1,212 @@
+"""``check=equivalence``: does a strategy compute what one process computes? Where not, it names step and tensor."""
+
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ddp_recipes.build.recipe import Recipe
+from ddp_recipes.errors import RequestError, RunFailed
+from ddp_recipes.output import Output
+from ddp_recipes.runtime.control import Control
+from ddp_recipes.runtime.world import World
+from ddp_recipes.strategies.base import batch_norms
+from ddp_recipes.training.loop import Run, advance, clip, forward_backward
+
+log = logging.getLogger(__name__)
+
+KINDS = ("gradient", "parameter", "buffer")
+TOLERANCE = {"32-true": 1e-5, "bf16-mixed": 3e-2, "16-mixed": 3e-2}  # over five times what rounding was seen to do
+
+Tensors = dict[str, Tensor]
+
+
+def equivalence(recipe: Recipe, output: Output) -> None:
+    """Train with the recipe's strategy and, beside it on every rank, with ``strategy=single``; compare at each step.
+
+    Gradients are compared once they are reduced, before they are clipped; then the reference takes them over, so that
+    both start each step from one point and what comes of rounding does not grow. Parameters and buffers are compared
+    after the optimizer's step. Dropout is off in both: its masks differ between ranks.
+
+    Raises:
+        RequestError: no step is left to compare.
+        RunFailed: something differs by more than ``check_tolerance``; the same on every rank.
+    """
+    settings, reference = recipe.request.run, alone(recipe)
+    pair = [each.make_run(each.make_stopper()) for each in (recipe, reference)]
+    start, end = pair[0].cursor.step, recipe.total_steps
+    steps = settings.check_steps if end is None else min(settings.check_steps, end - start)
+    if steps < 1:
+        raise RequestError(
+            f"check=equivalence has no step to compare: at step {start} a limit of trainer.* is reached."
+        )
+    output.open(None)
+    (without, _) = [switch_dropout_off(run.task) for run in pair]
+    if without:
+        log.info("Dropout is off for the check, in %s: its masks differ from rank to rank.", ", ".join(without))
+    tolerance = settings.check_tolerance
+    if tolerance is None:
+        tolerance = TOLERANCE[recipe.trainer.precision]
+    comparison = Comparison(tolerance)
+    ours, its = (train(run) for run in pair)
+    group = dist.new_subgroups(1)[0] if dist.is_initialized() else None
+    for number in range(2 * steps):
+        mine = next(ours)
+        with one_process(group):
+            single = next(its)
+        for kind in mine:
+            comparison.add(start + number // 2 + 1, kind, mine[kind], single[kind])
+        if "gradient" in mine:
+            for one, other in zip(pair[0].task.parameters(), pair[1].task.parameters(), strict=True):
+                other.grad = None if one.grad is None else one.grad.clone()
+    # What each rank has found, in rows of numbers: so every rank knows of all.
+    table = torch.zeros(1, recipe.world.world_size, len(comparison.row()), dtype=torch.float64, device=recipe.device)
+    table[0, recipe.world.rank] = torch.tensor(comparison.row(), dtype=torch.float64)
+    rows: list[list[float]] = recipe.strategy.sum(table).tolist()
+    output.metrics = {f"check/{kind}": max(row[at] for row in rows) for at, kind in enumerate(KINDS)}
+    found = [(row[3], row[4], rank) for rank, row in enumerate(rows) if row[3]]
+    if found:
+        rank = min(found)[2]
+        raise RunFailed(describe(recipe, tolerance, rank, rows[rank]), rank=0)
+    name = recipe.strategy.name
+    log.info("strategy=%s does what strategy=single does: %d steps, check_tolerance %g.", name, steps, tolerance)
+
+
+def alone(recipe: Recipe) -> Recipe:
+    """Return the same recipe for one process: ``strategy=single`` on whole global batches, on this rank's device."""
+    config = dict(recipe.job.config)
+    config["strategy"] = {"_target_": "ddp_recipes.strategies.Single", "processes": 1}
+    config["data"] = {**config["data"], "global_batch_size": recipe.loaders["train"].plan.global_batch_size}
+    world = World(local_rank=recipe.world.local_rank)
+    return Recipe(replace(recipe.job, config=config), world, Control(world, None, recipe.control.timeout_s))
+
+
+@contextmanager
+def one_process(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Let a model that asks torch.distributed find ``group``, of this process alone: it may divide by its size."""
+    ranks = dist.group.WORLD
+    dist.group.WORLD = group
+    try:
+        yield
+    finally:
+        dist.group.WORLD = ranks
+
+
+def train(run: Run) -> Iterator[dict[str, Tensors]]:
+    """Train without an end; yield the gradients of each step, then the parameters and buffers after it."""
+    parameters = {name.removeprefix("model."): parameter for name, parameter in run.task.named_parameters()}
+    while True:
+        epoch = run.cursor.epoch
+        batches = run.train.batches(epoch, run.cursor.batch, run.trainer.accumulate_grad_batches)
+        while run.cursor.epoch == epoch:
+            _, samples = forward_backward(run, batches)
+            yield {
+                "gradient": {
+                    name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                    for name, parameter in parameters.items()
+                }
+            }
+            clip(run, measured=False)
+            run.precision.step(run.optimizer)
+            run.optimizer.zero_grad()
+            run.cursor = advance(run, samples)
+            buffers = {name.removeprefix("model."): buffer for name, buffer in run.task.named_buffers()}
+            yield {"parameter": {name: each.detach() for name, each in parameters.items()}, "buffer": buffers}
+
+
+def switch_dropout_off(module: nn.Module) -> list[str]:
+    """Let torch's modules drop nothing; return the names of those that did."""
+    dropping = []
+    for name, each in module.named_modules():
+        key = "p" if isinstance(each, nn.modules.dropout._DropoutNd) else "dropout"
+        if (key == "p" or isinstance(each, (nn.MultiheadAttention, nn.RNNBase))) and getattr(each, key) > 0:
+            setattr(each, key, 0.0)
+            dropping.append(name.removeprefix("model."))
+    return dropping
+
+
+class Comparison:
+    """The largest difference of each kind so far, and the first one that is more than the tolerance.
+
+    Tensors differ by the largest difference of two numbers in them, relative to the largest floating-point number in
+    all tensors of their kind: what comes of rounding is small beside that, also in a tensor that should be zero.
+    """
+
+    def __init__(self, tolerance: float) -> None:
+        self.tolerance = tolerance
+        self.largest = dict.fromkeys(KINDS, 0.0)
+        self.first: list[float] = [0, 0, 0, 0, 0, 0]
+
+    def row(self) -> list[float]:
+        """Return all as numbers: largest differences; then step, kind, tensor, its difference, and factors.
+
+        The factors are by how much all gradients and this one are too large, NaN where they are not by any one factor.
+        """
+        return [*self.largest.values(), *self.first]
+
+    def add(self, step: int, kind: str, mine: Tensors, single: Tensors) -> None:
+        """Compare the tensors of a kind, which are in one order."""
+        scale = max((_largest(each) for each in single.values() if each.is_floating_point()), default=0.0) or 1.0
+        sizes = [difference(mine[name], each, scale) for name, each in single.items()]
+        self.largest[kind] = max(self.largest[kind], *sizes, 0.0)
+        if self.first[0] == 0 and max(sizes, default=0.0) > self.tolerance:
+            at = next(number for number, size in enumerate(sizes) if size > self.tolerance)
+            names = list(single)
+            factors = [
+                factor([mine[name] for name in some], [single[name] for name in some], self.tolerance)
+                for some in (names, names[at : at + 1])
+            ]
+            self.first = [step, KINDS.index(kind), at, sizes[at], *factors]
+
+
+def difference(one: Tensor, other: Tensor, scale: float) -> float:
+    """Return the largest difference of two numbers, relative to ``scale``."""
+    if one.numel() == 0:
+        return 0.0
+    one, other = one.double(), other.double()
+    same = (one == other) | (one.isnan() & other.isnan())
+    off = torch.where(same, 0.0, (one - other).abs()).nan_to_num(nan=math.inf).max().item()
+    return off / scale
+
+
+def factor(ones: Sequence[Tensor], others: Sequence[Tensor], tolerance: float) -> float:
+    """Return the number that the others are multiplied with to give the ones, or NaN if there is no such number."""
+    one, other = (torch.cat([each.double().flatten() for each in some]) for some in (ones, others))
+    found = ((one @ other) / (other @ other)).item()
+    off = (one - found * other).abs().max().item()
+    return found if off <= tolerance * abs(found) * _largest(other) else math.nan
+
+
+def _largest(tensor: Tensor) -> float:
+    finite = tensor[tensor.isfinite()].abs()
+    return finite.max().item() if finite.numel() else 0.0
+
+
+def describe(recipe: Recipe, tolerance: float, rank: int, row: Sequence[float]) -> str:
+    """Say what differs first, and what may be the cause."""
+    step, number, at, size, of_all, of_one = row[len(KINDS) :]
+    kind = KINDS[int(number)]
+    named = recipe.task.named_buffers() if kind == "buffer" else recipe.task.named_parameters()
+    name = [name for name, _ in named][int(at)].removeprefix("model.")
+    text = (
+        f"strategy={recipe.strategy.name} does not do what strategy=single does. The first difference is at step "
+        f"{int(step)}, on rank {rank}: the {kind} {name} is off by {size:.2g} of the largest {kind} "
+        f"(check_tolerance {tolerance:g})."
+    )
+    if not math.isnan(of_all) and kind == "gradient":
+        text += f" All gradients are {of_all:.4g} times those of one process: is a loss scaled twice, or not at all?"
+    elif not math.isnan(of_one):
+        text += f" It is {of_one:.4g} times that of one process."
+    elif norms := [name.removeprefix("model.") for name in batch_norms(recipe.task)]:
+        text += (
+            f" The model has batch norm ({', '.join(norms[:2])}{', …' if len(norms) > 2 else ''}): each replica takes "
+            f"its statistics from its own samples. With strategy.sync_batchnorm=true, on GPUs, ddp takes them from all."
+        )
+    elif kind == "buffer":
+        text += " Does each rank change it by its own samples?"
+    return text

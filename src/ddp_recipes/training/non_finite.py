@@ -1,0 +1,127 @@
+"""Losses and weights that are no numbers end a run: all ranks at one step, before anything of it is saved."""
+
+import cmath
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from ddp_recipes.errors import RunFailed
+from ddp_recipes.runtime.world import World
+
+Losses = list[tuple[Tensor, int]]  # of a part's micro-batches: mean over the samples, on the device, and their number
+
+
+class Watch:
+    """Looks where it costs nothing: at the loss that is logged, summed over ranks anyway, and at weights before a save.
+
+    A step that 16-mixed skips because gradients overflowed is not seen here: neither loss nor weights show it.
+
+    Args:
+        total: sums rows over ranks, [rows, ...] to [...]; a collective.
+    """
+
+    def __init__(self, world: World, total: Callable[[Tensor], Tensor], device: torch.device) -> None:
+        self.world = world
+        self.total = total
+        self.device = device
+        self._losses: deque[tuple[int, Sequence[Losses]]] = deque(maxlen=1000)  # of this rank, unread
+
+    def saw(self, step: int, losses: Sequence[Losses]) -> None:
+        """Remember a step's losses on this rank, in case one has to say where it began."""
+        self._losses.append((step, losses))
+
+    def check_loss(self, step: int, loss: float, saved: int) -> None:
+        """End the run if the loss over all ranks is no number.
+
+        Args:
+            saved: the step of the last checkpoint, or -1.
+
+        Raises:
+            RunFailed: names the step, and the ranks and the step where it began.
+        """
+        if math.isfinite(loss):
+            self._losses.clear()
+        else:
+            self._end(f"At step {step} the loss is {loss}", saved, [1] * self.world.world_size)
+
+    def end_for_weights(self, step: int, bad: Mapping[str, bool], saved: int) -> NoReturn:
+        """End the run because some rank has weights that are no numbers.
+
+        Args:
+            bad: what :func:`not_finite` says of this rank's.
+
+        Raises:
+            RunFailed: names some of the weights, and the ranks and the step where it began.
+        """
+        counts = self.total(torch.tensor([list(map(int, bad.values()))], device=self.device)).tolist()
+        names = [name for name, count in zip(bad, counts, strict=True) if count]
+        listed = f"{', '.join(names[:3])}{', …' if len(names) > 3 else ''}"
+        by_rank = self._of_ranks(sum(bad.values()))
+        self._end(f"After step {step} the model's weights ({listed}) are no numbers", saved, by_rank)
+
+    def _end(self, what: str, saved: int, by_rank: list[int]) -> NoReturn:
+        """Find out together where it began, and raise the same on all ranks."""
+        mine = next(
+            (at for at, losses in self._losses if not all(loss.isfinite() for part in losses for loss, _ in part)), 0
+        )
+        first = self._of_ranks(mine)
+        began = min((step for step in first if step), default=0)
+        ranks = [rank for rank, step in enumerate(first) if step == began] if began else []
+        culprits = ranks or [rank for rank, bad in enumerate(by_rank) if bad]
+        where = f" on rank {', '.join(map(str, culprits))}" if self.world.world_size > 1 else ""
+        since = f"; the first loss that is no number was{where} at step {began}" if began else where
+        kept = f"the last checkpoint, of step {saved}, is good" if saved > 0 else "there is no earlier one"
+        raise RunFailed(
+            f"{what}{since}. Nothing of it was saved; {kept}. Try a lower optimizer.lr or trainer.gradient_clip_val; "
+            f"trainer.detect_anomaly=true finds the operation.",
+            rank=culprits[0],
+        )
+
+    def _of_ranks(self, value: int) -> list[int]:
+        """Return every rank's value, in rank order. A collective."""
+        values = torch.zeros(1, self.world.world_size, dtype=torch.int64, device=self.device)
+        values[0, self.world.rank] = value
+        of_ranks: list[int] = self.total(values).tolist()
+        return of_ranks
+
+
+def not_finite(task: nn.Module) -> dict[str, bool]:
+    """Return for each of the weights whether it is no number.
+
+    A parameter must be finite. A buffer must not be NaN; infinities are what attention masks are made of. What has no
+    data is held by another rank.
+    """
+    tensors = dict(task.named_parameters()) | dict(task.named_buffers())
+    # A sum is finite only if all of its terms are, and takes a tenth of the time of a look at each.
+    sums = _numbers({name: _sum(tensor) for name, tensor in tensors.items() if _may_be_no_number(tensor)})
+    suspects = [name for name, total in sums.items() if not cmath.isfinite(total)]
+    bad = _numbers({name: _is_no_number(tensors[name]) for name in suspects})
+    return {name.removeprefix("model."): bool(bad.get(name, False)) for name in tensors}
+
+
+def _may_be_no_number(tensor: Tensor) -> bool:
+    return not tensor.is_meta and (tensor.is_floating_point() or tensor.is_complex())
+
+
+def _is_no_number(tensor: Tensor) -> Tensor:
+    return ~tensor.isfinite().all() if isinstance(tensor, nn.Parameter) else tensor.isnan().any()
+
+
+def _sum(tensor: Tensor) -> Tensor:
+    return tensor.sum(dtype=torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else None)
+
+
+def _numbers(values: Mapping[str, Tensor]) -> dict[str, complex]:
+    """Return single values on any devices as Python's numbers, with one wait for those of a kind on a device."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[str]] = {}
+    for name, value in values.items():
+        kinds.setdefault((value.dtype, value.device), []).append(name)
+    return {
+        name: number
+        for names in kinds.values()
+        for name, number in zip(names, torch.stack([values[name] for name in names]).tolist(), strict=True)
+    }

@@ -1,0 +1,92 @@
+"""When to stop before the end: a signal, or the time that was given. All ranks stop at one step."""
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType, TracebackType
+
+import torch
+
+from ddp_recipes.runtime.job import ASKS_TO_STOP
+from ddp_recipes.runtime.world import World
+
+_AGREE_EVERY_S = 1.0
+
+
+class Stopper:
+    """Decides on one step at which all ranks stop, without a collective in every step.
+
+    Signals only set a flag. Ranks exchange flags about once a second: each exchange also carries, from rank 0, the
+    number of steps until the next one, so that all ranks hold it at the same step. One process looks at every step.
+
+    Use it as a context manager: handlers are in place inside (in the main thread only), and put back after.
+    """
+
+    def __init__(
+        self, world: World, total: Callable[[torch.Tensor], torch.Tensor], device: torch.device, max_time: float | None
+    ) -> None:
+        self.world = world
+        self.total = total
+        self.device = device
+        self.deadline = None if max_time is None else time.monotonic() + max_time
+        self.cause = ""  # of a stop by a signal: which one it was
+        self._signal: signal.Signals | None = None
+        self._interrupts = 0
+        self._next = 0
+        self._checked: tuple[int, float] | None = None  # step and time of the last exchange
+        self._former: dict[int, object] = {}
+
+    def reason(self, step: int) -> str | None:
+        """Return ``"signal"`` or ``"max_time"`` if the run stops at this step, the same on every rank."""
+        if step < self._next:
+            return None
+        signalled = self._signal is not None
+        late = self.deadline is not None and time.monotonic() >= self.deadline
+        self.cause = "" if self._signal is None else self._signal.name
+        if self.world.world_size > 1:
+            interval = self._interval(step)
+            flags = torch.tensor(
+                [
+                    *(self._signal == number for number in ASKS_TO_STOP),
+                    self.world.is_main and late,
+                    interval if self.world.is_main else 0,
+                ],
+                dtype=torch.int64,
+                device=self.device,
+            )
+            *ranks, lates, interval = self.total(flags[None]).tolist()
+            taken = [number.name for number, count in zip(ASKS_TO_STOP, ranks, strict=True) if count]
+            signalled, late = bool(taken), lates > 0
+            if taken and not self.cause:
+                self.cause = f"{taken[0]} to another rank"
+            self._next = step + interval
+        return "signal" if signalled else "max_time" if late else None
+
+    def _interval(self, step: int) -> int:
+        now = time.monotonic()
+        former, self._checked = self._checked, (step, now)
+        if former is None or step == former[0]:
+            return 1
+        seconds_a_step = (now - former[1]) / (step - former[0])
+        return max(1, min(int(_AGREE_EVERY_S / seconds_a_step), 8 * (step - former[0])))
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._signal = self._signal or signal.Signals(number)
+        if number == signal.SIGINT:
+            self._interrupts += 1
+            if self._interrupts > 1:
+                raise KeyboardInterrupt
+
+    def __enter__(self) -> "Stopper":
+        if threading.current_thread() is threading.main_thread():
+            for number in ASKS_TO_STOP:
+                self._former[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._former.items():
+            if signal.getsignal(number) == self._handle:  # else somebody wants another one from here on
+                signal.signal(number, handler)  # type: ignore[arg-type]
