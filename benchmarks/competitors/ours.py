@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from benchmarks.player import Player, Seat
 from ddp_recipes.callbacks import Callback
-from ddp_recipes.strategies.shared_memory import SharedMemory
+from ddp_recipes.strategies.ddp.shared_memory import SharedMemory
 
 
 class TakeTurns(Callback):

@@ -8,6 +8,7 @@ from ddp_recipes.errors import Preempted, RecipeError, RequestError, RunFailed
 if TYPE_CHECKING:
     from ddp_recipes.callbacks import Callback
     from ddp_recipes.checkpointing.export import export
+    from ddp_recipes.config.parallelism import StrategySettings
     from ddp_recipes.loggers import Logger
     from ddp_recipes.main import run
     from ddp_recipes.runtime.world import World
@@ -23,6 +24,7 @@ __all__ = [
     "RunFailed",
     "StepOutput",
     "Strategy",
+    "StrategySettings",
     "Task",
     "World",
     "__version__",
@@ -35,6 +37,7 @@ _HOME = {
     "Logger": "loggers",
     "StepOutput": "tasks",
     "Strategy": "strategies",
+    "StrategySettings": "config.parallelism",
     "Task": "tasks",
     "World": "runtime.world",
     "export": "checkpointing.export",

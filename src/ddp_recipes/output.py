@@ -19,7 +19,7 @@ from ddp_recipes._version import __version__
 from ddp_recipes.build.recipe import Recipe
 from ddp_recipes.checkpointing.files import write_aside
 from ddp_recipes.checkpointing.manager import FileCheckpointer
-from ddp_recipes.config.settings import PipelineSettings
+from ddp_recipes.config.parallelism import PipelineShape
 from ddp_recipes.loggers import Logger
 from ddp_recipes.model_parallel.timeline import Cell, bubble, order, timeline
 from ddp_recipes.reporting.figures.schedule import draw_schedule
@@ -144,7 +144,7 @@ class Output:
             "nnodes": world.nnodes,
             "devices_per_replica": self._devices,
             "split": [stage.first for stage in recipe.stages[1:]],
-            "strategy": recipe.strategy.name,
+            "strategy": recipe.request.strategy.name,
             "device": "cpu" if recipe.device_name == "CPU" else recipe.device_name,
             "global_step": cursor.step,
             "epoch": cursor.epoch,
@@ -169,7 +169,7 @@ class Output:
     def _devices(self) -> int:
         """Devices of a replica, in all of its processes."""
         world = self.recipe.world
-        return len(self.recipe.devices) * (world.world_size // self.recipe.strategy.reader(world)[1])
+        return len(self.recipe.devices) * (world.world_size // self.recipe.request.strategy.batch_shards(world).readers)
 
     def _draw_split(self) -> None:
         stages = self.recipe.stages
@@ -183,7 +183,7 @@ class Output:
         self.leave_picture("split", lambda: draw_split(stages, caption))
 
     def _draw_schedule(self) -> None:
-        pipeline = self.recipe.request.pipeline
+        pipeline = self.recipe.request.strategy.pipeline
         if self.run is not None and pipeline is not None:
             title = f"{pipeline.schedule}, {pipeline.micro_batches} micro-batches"
             self.leave_picture("schedule", lambda: draw_schedule(cells_of(pipeline), title))
@@ -214,19 +214,19 @@ class Output:
     def _start_rows(self) -> list[tuple[str, str]]:
         recipe, run, world = self.recipe, self.run, self.recipe.world
         count = sum(parameter.numel() for parameter in recipe.task.parameters())
-        readers = recipe.strategy.reader(world)[1]
+        readers = recipe.request.strategy.batch_shards(world).readers
         replicas = readers * recipe.strategy.replicas(recipe.device.type)
         backend = recipe.backend + (" and shared memory" if recipe.strategy.shares_memory else "")
         rows = [
             ("model", f"{type(recipe.task.model).__name__}, {count:,} parameters"),
-            ("strategy", recipe.strategy.name + (f" over {backend}" if world.world_size > 1 else "")),
+            ("strategy", recipe.request.strategy.name + (f" over {backend}" if world.world_size > 1 else "")),
             ("replicas x devices", f"{replicas} x {self._devices} ({recipe.device_name})"),
             *((f"stage {number}", str(stage)) for number, stage in enumerate(recipe.stages)),
         ]
         if (micro_batches := recipe.request.model.micro_batches) > 1:
             note = "; batch norm takes its statistics from each" if batch_norms(recipe.task) else ""
             rows.append(("micro-batches", f"{micro_batches} a batch{note}"))
-        if (pipeline := recipe.request.pipeline) is not None:
+        if (pipeline := recipe.request.strategy.pipeline) is not None:
             waiting = bubble(cells_of(pipeline))
             note = "; batch norm takes its statistics from each" if batch_norms(recipe.task) else ""
             parts = f"{pipeline.micro_batches} micro-batches{note}"
@@ -271,7 +271,7 @@ class Output:
         return str(path)
 
 
-def cells_of(pipeline: PipelineSettings) -> list[list[Cell]]:
+def cells_of(pipeline: PipelineShape) -> list[list[Cell]]:
     """Return when the processes of a pipeline work, if all stages take equally long."""
     works = order(pipeline.schedule, pipeline.stages, pipeline.processes, pipeline.micro_batches)
     return timeline(works, pipeline.stages)

@@ -1,7 +1,6 @@
 """One run on one rank: get ready, agree with the others, work, and leave a summary behind."""
 
 import logging
-import re
 import traceback
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -23,7 +22,6 @@ from ddp_recipes.runtime.digest import digest
 from ddp_recipes.runtime.job import ASKS_TO_STOP, Job
 from ddp_recipes.runtime.process import ignore_once
 from ddp_recipes.runtime.world import World
-from ddp_recipes.tasks import Task
 from ddp_recipes.tools import dry_run as planning
 from ddp_recipes.tools import equivalence as check
 from ddp_recipes.tools import profiling
@@ -195,22 +193,12 @@ WORK: dict[str, Callable[[Recipe, Output], None]] = {
 }
 
 
-def unused_parameters(error: BaseException, task: Task) -> list[str]:
-    """Return the parameters that ``DistributedDataParallel`` got no gradients of, which it tells by index alone."""
-    told = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
-    trained = [name for name, parameter in task.named_parameters() if parameter.requires_grad]
-    return [trained[int(index)].removeprefix("model.") for index in told[1].split()] if told else []
-
-
 def fail(recipe: Recipe, control: Control, output: Output, error: BaseException) -> NoReturn:
     """Record a failure where the other ranks and a person find it, and raise what is to be shown of it."""
     told = isinstance(error, RecipeError)  # its message says it all; anything else needs its traceback
     text = f"{error}\n" if told else "".join(traceback.format_exception(error))
-    if unused := unused_parameters(error, recipe.task):
-        text = (
-            f"{text}The loss does not depend on these parameters: {', '.join(unused)}. Take them out of the model, "
-            f"freeze them (requires_grad=False), or use strategy.find_unused_parameters=true."
-        )
+    if (remedy := recipe.strategy.explain(error, recipe.task)) is not None:
+        text = f"{text}{remedy}"
         error = RunFailed(text)
     culprit = error.rank if isinstance(error, RunFailed) else None  # of what all ranks see alike
     rank, cause = control.fail(text, recipe.world.rank if culprit is None else culprit)

@@ -5,7 +5,7 @@ import os
 import weakref
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +18,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from ddp_recipes.models import Toy
-from ddp_recipes.strategies import DDP, DDPPipeline, Single
+from ddp_recipes.strategies import DDP, DDPPipeline, DDPPipelineSettings, DDPSettings, Single, SingleSettings
 from ddp_recipes.strategies.base import Wrapped
 from ddp_recipes.tasks import StepOutput, Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class CountingSettings(DDPSettings):
+    folder: str
 
 
 class Counting(DDP):
     """Notes the bytes that rank 0 gives to each all-reduce of gradients, in a file."""
 
-    def __init__(self, *, folder: str, **options: Any) -> None:
-        super().__init__(**options | {"shared_memory": False})
-        self.file = Path(folder) / "all_reduced.json"
+    def __init__(self, settings: CountingSettings) -> None:
+        super().__init__(replace(settings, shared_memory=False))
+        self.file = Path(settings.folder) / "all_reduced.json"
         self.bytes = 0
 
     def wrap(self, task: Task, devices: Sequence[torch.device]) -> Wrapped:
@@ -54,8 +59,8 @@ class Counting(DDP):
 class CountingPipeline(DDPPipeline):
     """Notes the bytes that each rank passes on and all-reduces in each step, and those it holds, in ``$NOTES``."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(self, settings: DDPPipelineSettings) -> None:
+        super().__init__(settings)
         self.notes: dict[str, list[int]] = {}
 
     def note(self, name: str, size: int) -> None:
@@ -138,11 +143,17 @@ class _Holder:
     tensor: Tensor
 
 
+@dataclass(frozen=True, kw_only=True)
+class ObservedSettings(SingleSettings):
+    folder: str
+
+
 class Observed(Single):
     """Notes the bytes of the first batch, and those that autograd keeps of it, in a file."""
 
-    def __init__(self, *, folder: str, processes: int = 1) -> None:
-        self.file = Path(folder) / "observed.json"
+    def __init__(self, settings: ObservedSettings) -> None:
+        super().__init__(settings)
+        self.file = Path(settings.folder) / "observed.json"
 
     def wrap(self, task: Task, devices: Sequence[torch.device]) -> Wrapped:
         def step(batch: Any) -> StepOutput:

@@ -18,7 +18,7 @@ from ddp_recipes.errors import RequestError
 from ddp_recipes.reporting.run_directory import Summary
 from ddp_recipes.runtime.job import Job
 from ddp_recipes.runtime.world import World
-from ddp_recipes.strategies import DDPExact
+from ddp_recipes.strategies import DDPExact, DDPExactSettings
 from ddp_recipes.testing import make_job, on_ranks
 
 Run = Callable[..., Summary]
@@ -281,7 +281,7 @@ def test_the_launcher_refuses_it_before_it_starts_anything(gpus: int, asked: str
 
 def test_the_number_of_threads_is_set() -> None:
     def threads(world: World, store: Store | None) -> int:
-        strategy = DDPExact(num_threads=2)
+        strategy = DDPExact(DDPExactSettings(num_threads=2))
         strategy.setup(world, store, "gloo", timedelta(seconds=60), None)
         strategy.teardown()
         return torch.get_num_threads()

@@ -13,9 +13,9 @@ from torch.distributed import Store
 
 from ddp_recipes.reporting.run_directory import Summary
 from ddp_recipes.runtime.world import World
-from ddp_recipes.strategies import shared_memory
+from ddp_recipes.strategies.ddp import shared_memory
+from ddp_recipes.strategies.ddp.shared_memory import SharedMemory, join
 from ddp_recipes.strategies.group import Group
-from ddp_recipes.strategies.shared_memory import SharedMemory, join
 from ddp_recipes.testing import on_ranks
 
 Run = Callable[..., Summary]

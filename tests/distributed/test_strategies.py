@@ -18,7 +18,7 @@ from ddp_recipes.errors import RequestError, RunFailed
 from ddp_recipes.models import Toy
 from ddp_recipes.reporting.run_directory import Summary
 from ddp_recipes.runtime.world import World
-from ddp_recipes.strategies import DDP
+from ddp_recipes.strategies import DDP, DDPSettings
 from ddp_recipes.tasks import Task
 from ddp_recipes.testing import on_ranks
 
@@ -31,7 +31,7 @@ def wrapped(world: World, store: Store | None, **options: Any) -> dict[str, Any]
     """Return what DDP says of itself after one step."""
     from datetime import timedelta
 
-    strategy = DDP(**options)
+    strategy = DDP(DDPSettings(**options))
     strategy.setup(world, store, "gloo", timedelta(seconds=60), None)
     try:
         module = strategy.wrap(Task(Toy(), nn.MSELoss()), [CPU])

@@ -73,12 +73,8 @@ class Recipe:
             device_type = self.device.type if self.layout is None else self.layout.device_type
             self.backend = "nccl" if device_type == "cuda" else "gloo"
         self._set_torch_up()
-        self.strategy: Strategy = self._make("strategy", without=["processes"])
-        if request.single_process and world.world_size > 1:
-            raise RequestError(
-                f"strategy={self.strategy.name} runs in one process, but {world.world_size} were started. "
-                f"Use strategy=ddp, or start one process."
-            )
+        request.strategy.check_world_size(world.world_size)
+        self.strategy: Strategy = locate(self.config.strategy._target_, "strategy")(request.strategy)
         self.loaders = control.first_on_node(self._make_loaders) if self._downloads else self._make_loaders()
         self.warnings: list[str] = []  # told once there is a log
         self.stages: list[Stage] = []  # of a model that is split
@@ -169,9 +165,8 @@ class Recipe:
     def _make_loader(self, split: str) -> Loader:
         data, world = self.request.data, self.world
         dataset = _instantiate(self.config.data[split], f"data.{split}")
-        parts = self.strategy.parts(world)
-        reader, readers = self.strategy.reader(world)
-        replicas = readers * parts * self.strategy.replicas(self.device.type)
+        shards = self.request.strategy.batch_shards(world)
+        replicas = shards.total * self.strategy.replicas(self.device.type)
         training = split == "train"
         if not training:
             global_batch = data.val_batch_size * replicas
@@ -180,12 +175,12 @@ class Recipe:
             if global_batch < replicas:
                 raise RequestError(
                     f"data.global_batch_size={global_batch} is less than one sample for each of {replicas} replicas. "
-                    f"Use at least {replicas}, or fewer {'processes' if parts == 1 else 'shards'}."
+                    f"Use at least {replicas}, or fewer {'processes' if shards.count == 1 else 'shards'}."
                 )
         plan = BatchPlan(
             num_samples=size_of(dataset),
             global_batch_size=global_batch,
-            parts=readers * parts,
+            parts=shards.total,
             seed=self.request.run.seed,
             shuffle=training and data.shuffle and not self.trainer.overfit_batches,
             drop_last=training and data.drop_last,
@@ -196,7 +191,7 @@ class Recipe:
             dataset,
             plan.limited(batches(limit, plan.num_batches)),
             self.device,
-            parts=range(reader * parts, (reader + 1) * parts),
+            parts=shards.numbers,
             num_workers=data.num_workers,
             pin_memory=data.pin_memory,
         )
@@ -205,11 +200,14 @@ class Recipe:
         """Return the task with its model on the replica's devices, weights drawn from the seed on the CPU."""
         node, settings = self.config.model, self.request.model
         places_itself = "devices" in _parameters(node._target_, "model")
-        cut = "strategy=ddp_pipeline cuts the model" if self.strategy.stages > 1 else f"model.split={settings.split}"
-        if places_itself and (settings.split is not None or self.strategy.stages > 1):
+        pipeline = self.request.strategy.pipeline
+        if places_itself and (settings.split is not None or pipeline is not None):
+            cut, out = f"model.split={settings.split}", "model.split"
+            if pipeline is not None:
+                cut, out = f"strategy={self.request.strategy.name} cuts the model", "strategy"
             raise RequestError(
-                f"{cut}, but {node._target_} takes `devices` and places itself. Leave out "
-                f"{cut.split('=')[0]}, or choose the model without '_mp'."
+                f"{cut}, but {node._target_} takes `devices` and places itself. Leave out {out}, or choose the model "
+                f"without '_mp'."
             )
         runtime = {"devices": self.devices} if places_itself else {}
         model = self._make("model", without=[key.name for key in fields(ModelSettings)], **runtime)
@@ -220,7 +218,7 @@ class Recipe:
             in_micro_batches(model, settings.micro_batches)
         if places_itself:
             task.loss.to(self.devices[-1])
-        elif (settings.num_devices > 1 or self.strategy.stages > 1) and self.loaders:
+        elif (settings.num_devices > 1 or pipeline is not None) and self.loaders:
             names = [str(name) for name in settings.split] if isinstance(settings.split, list) else None
             rehearsal = self._rehearsal(task)
             if settings.split == "timed" and self.layout is None:
@@ -231,8 +229,10 @@ class Recipe:
                 self.warnings.append(
                     "model.split=timed: on paper there is no device to time on, so stages are even as with auto."
                 )
-            if self.strategy.stages > 1:  # the task stays on the CPU: no device may have room for all of it
-                self.strategy.starts, self.stages = apart(task.model, self.strategy.stages, names, rehearsal)
+            if pipeline is not None:  # the task stays on the CPU: no device may have room for all of it
+                self.strategy.starts, self.stages = apart(
+                    task.model, pipeline.stages, names, rehearsal, pipeline.stages_key
+                )
             else:
                 self.stages = split_model(task, self.devices, names, rehearsal)
             if rehearsal.failure is not None:
@@ -286,12 +286,8 @@ class Recipe:
         """See that this run's batches go on where those of the checkpoint ended; refuse, or begin a little earlier."""
         train, cursor, was = self.loaders["train"], state["cursor"], state["global_batch_size"]
         now, done = train.plan.global_batch_size, cursor["batch"]
-        shards = state.get("shards")
-        if None not in (shards, self.request.shards) and shards != self.request.shards and self.request.resume.strict:
-            raise RequestError(
-                f"{path} was trained in {shards} shards, this run has {self.request.shards}: it would not end with the "
-                f"same weights. Set strategy.shards={shards}, or resume.strict=false to go on all the same."
-            )
+        if self.request.resume.strict:
+            self.request.strategy.check_resume(path, state.get("shards"))
         if was == now and done < len(train):
             return
         if self.request.resume.strict:
@@ -407,7 +403,7 @@ class Recipe:
             checkpoint=self.request.checkpoint,
             monitor=self.monitor,
             seed=self.request.run.seed,
-            shards=self.request.shards,
+            shards=self.request.strategy.fixed_shards,
             stopper=stopper,
             watch=Watch(self.world, self.strategy.sum, self.device),
             callbacks=self.callbacks,
@@ -437,7 +433,7 @@ class Recipe:
     def shard(self) -> None:
         """Leave this rank what it holds of the model. A collective."""
         self.strategy.shard(self.task, self.devices)
-        self.whole = self.strategy.stages == 1
+        self.whole = self.request.strategy.pipeline is None
 
     def final_weights(self) -> Mapping[str, Tensor]:
         """Return the weights of the whole model on rank 0. A collective where ranks hold parts."""
@@ -453,11 +449,20 @@ class Recipe:
         return logger
 
 
-def _parameters(target: str, section: str) -> Mapping[str, inspect.Parameter]:
+def locate(target: str, section: str) -> Any:
+    """Return what a dotted name stands for.
+
+    Raises:
+        RequestError: there is no such thing.
+    """
     try:
-        found = _locate(target)
+        return _locate(target)
     except (ImportError, AttributeError, ValueError) as error:
         raise RequestError(f"{section}._target_={target} cannot be found: {_last_line(error)}") from None
+
+
+def _parameters(target: str, section: str) -> Mapping[str, inspect.Parameter]:
+    found = locate(target, section)
     try:
         return inspect.signature(found).parameters
     except (TypeError, ValueError):  # it has none, or cannot be called, which comes out when it is

@@ -4,20 +4,20 @@ import ctypes
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from omegaconf import Container, DictConfig, Node, OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 from omegaconf.resolvers import oc
 
+from ddp_recipes.config.parallelism import StrategySettings, strategy_settings
 from ddp_recipes.config.settings import (
     CheckpointSettings,
     ClusterSettings,
     DataSettings,
     LauncherSettings,
     ModelSettings,
-    PipelineSettings,
     ResumeSettings,
     RunSettings,
     SlurmSettings,
@@ -42,9 +42,7 @@ class Request:
     resume: ResumeSettings
     model: ModelSettings
     cluster: ClusterSettings
-    single_process: bool  # the strategy runs in one process
-    shards: int | None  # parts that the strategy cuts each batch into, where it does
-    pipeline: PipelineSettings | None  # where the strategy cuts the model over processes
+    strategy: StrategySettings
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "Request":
@@ -59,9 +57,6 @@ class Request:
                     f"The config has no section {group}. Choose an option of the group, e.g. in the defaults "
                     f"list of your primary config (conf/train.yaml lists them all)."
                 )
-        shards = config["strategy"].get("shards")
-        if shards is not None and (type(shards) is not int or shards < 1):
-            raise RequestError(f"strategy.shards={shards} is not allowed. Allowed: a whole number at least 1.")
         request = cls(
             run=parse(RunSettings, "", config, others=True),
             data=parse(DataSettings, "data", config["data"], others=True),
@@ -75,48 +70,12 @@ class Request:
             resume=parse(ResumeSettings, "resume", config.get("resume", {"strict": True})),
             model=parse(ModelSettings, "model", asdict(ModelSettings()) | dict(config["model"]), others=True),
             cluster=parse(ClusterSettings, "cluster", asdict(ClusterSettings()) | dict(config.get("cluster") or {})),
-            single_process=config["strategy"].get("processes") == 1,
-            shards=shards,
-            pipeline=_pipeline(config["strategy"]),
+            strategy=strategy_settings(config["strategy"]),
         )
-        if request.pipeline is None:
+        if request.strategy.pipeline is None:
             request.model.check_split(request.model.num_devices, "model.num_devices")
-        else:
-            request._check_pipeline(request.pipeline)
-        if request.model.micro_batches > 1 and config["strategy"].get("sync_batchnorm"):
-            raise RequestError(
-                f"model.micro_batches={request.model.micro_batches} and strategy.sync_batchnorm=true do not go "
-                f"together: ranks may have different numbers of micro-batches, and would wait for each other's "
-                f"statistics. Leave out one of them."
-            )
+        request.strategy.check(request)
         return request
-
-    def _check_pipeline(self, pipeline: PipelineSettings) -> None:
-        """Refuse what does not go together with stages in several processes."""
-        self.model.check_split(pipeline.stages, "strategy.stages")
-        refused = {
-            f"model.num_devices={self.model.num_devices}": (self.model.num_devices > 1, "each stage has one device"),
-            f"model.micro_batches={self.model.micro_batches}": (
-                self.model.micro_batches > 1,
-                "batches are cut by strategy.micro_batches",
-            ),
-            "trainer.precision=16-mixed": (
-                self.trainer.precision == "16-mixed",
-                "stages would scale their gradients differently; use bf16-mixed",
-            ),
-            "trainer.compile=true": (self.trainer.compile, "a process runs a part of the model"),
-            f"check={self.run.check}": (self.run.check is not None, "no process has the gradients of the whole model"),
-        }
-        for given, (there, reason) in refused.items():
-            if there:
-                raise RequestError(f"{given} does not go with strategy=ddp_pipeline: {reason}. Leave it out.")
-        if self.data.global_batch_size is None and self.data.batch_size % pipeline.micro_batches:
-            size = -(-self.data.batch_size // pipeline.micro_batches) * pipeline.micro_batches
-            raise RequestError(
-                f"data.batch_size={self.data.batch_size} cannot be cut into strategy.micro_batches="
-                f"{pipeline.micro_batches} equal parts. Use data.batch_size={size}, or another number of micro-"
-                f"batches. (The last batch of an epoch may be smaller.)"
-            )
 
     @property
     def num_devices(self) -> int:
@@ -146,40 +105,37 @@ class Request:
         """Return how many local processes to start on a machine with so many GPUs.
 
         Raises:
-            RequestError: they do not fit, or the strategy is one of a single process.
+            RequestError: they do not fit, or the strategy cannot have so many.
         """
-        asked, k = self.launcher.nproc_per_node, self.num_devices
         if self.launcher.nnodes > 1:
             raise RequestError(
                 f"launcher.nnodes={self.launcher.nnodes}, but the local launcher starts processes on this "
                 f"machine only. Start train.py with torchrun on each node, or use launcher=slurm; both take the same "
                 f"overrides."
             )
-        if self.single_process and asked not in ("auto", 1):
+        processes = self._processes_on_node(gpus)
+        self.strategy.check_world_size(processes)
+        return processes
+
+    def _processes_on_node(self, gpus: int) -> int:
+        """Return how many processes one node of so many GPUs gets."""
+        requested, k = self.launcher.nproc_per_node, self.num_devices
+        fit = gpus // k if self.device_type(gpus) == "cuda" else None
+        if fit is not None and k * (1 if requested == "auto" else int(requested)) > gpus:
             raise RequestError(
-                f"launcher.nproc_per_node={asked}, but this strategy runs in one process. Use strategy=ddp for more."
-            )
-        on_gpu = self.device_type(gpus) == "cuda"
-        if on_gpu and k * (1 if asked == "auto" else int(asked)) > gpus:
-            raise RequestError(
-                f"{'One replica' if asked == 'auto' else f'{asked} replicas'} of {k} device(s) (model.num_devices) "
-                f"cannot run on {gpus} visible GPU(s): {gpus // k} fit(s). Use "
-                f"launcher.nproc_per_node={max(gpus // k, 1)}"
+                f"{'One replica' if requested == 'auto' else f'{requested} replicas'} of {k} device(s) "
+                f"(model.num_devices) cannot run on {gpus} visible GPU(s): {fit} fit(s). Use "
+                f"launcher.nproc_per_node={max(fit, 1)}"
                 f"{'' if gpus >= k else ' on a machine with more GPUs'}, or launcher.device=cpu."
             )
-        auto = 1 if self.single_process else gpus // k if on_gpu else 2
-        if self.pipeline is not None:
-            auto = max(1, auto // self.pipeline.processes if on_gpu else 1) * self.pipeline.processes
-            if on_gpu and auto > gpus:
-                raise RequestError(
-                    f"One replica of strategy.stages={self.pipeline.stages} takes {self.pipeline.processes} GPUs, one "
-                    f"a process, and {gpus} are visible. Use fewer stages, or launcher.device=cpu."
-                )
-        processes = auto if asked == "auto" else int(asked)
-        if self.pipeline is not None:
-            refuse_uneven_pipelines(self.pipeline, processes)
-        if self.shards is not None:
-            refuse_uneven(self.shards, processes)
+        if requested != "auto":
+            return int(requested)
+        processes = self.strategy.auto_processes(fit)
+        if fit is not None and processes > fit and self.cluster.nnodes is None:
+            raise RequestError(
+                f"One replica takes {processes} processes of {k} GPU(s) each, and {gpus} GPU(s) are visible. Use "
+                f"fewer stages, or launcher.device=cpu."
+            )
         return processes
 
     def layout(self, gpus: int) -> "Layout":
@@ -199,23 +155,24 @@ class Request:
                 f"{'' if cluster.gpus_per_node == 0 else ', as on this machine'}. State the GPUs of a node "
                 "(cluster.gpus_per_node=8, say), or use launcher.device=cpu."
             )
-        on_node = replace(self, launcher=replace(launcher, nnodes=1), shards=None, pipeline=None)
-        processes, device_type = on_node.processes(gpus), self.device_type(gpus)
-        nnodes = cluster.nnodes or launcher.nnodes
-        if self.pipeline is not None:  # whose replicas may span nodes
-            k = self.pipeline.processes
-            if launcher.nproc_per_node == "auto" and device_type == "cpu":
-                processes = k
-            elif launcher.nproc_per_node == "auto" and nnodes * processes % k and processes > k:
+        nnodes, k = cluster.nnodes or launcher.nnodes, self.strategy.processes_per_replica
+        if launcher.nproc_per_node == "auto" and k > 1 and gpus and self.device_type(gpus) == "cuda":
+            # Replicas may span nodes: all GPUs are used, but for those that would be left over of a node with room.
+            processes = gpus // self.num_devices
+            if nnodes * processes % k and processes > k:
                 processes -= processes % k
-            refuse_uneven_pipelines(self.pipeline, nnodes * processes)
-        world = World(world_size=1 if self.single_process else nnodes * processes, local_world_size=processes)
-        return Layout(nnodes, gpus, device_type, world)
+        else:
+            processes = self._processes_on_node(gpus)
+        if self.strategy.max_world_size == 1:
+            return Layout(nnodes, gpus, self.device_type(gpus), World(local_world_size=processes))
+        self.strategy.check_world_size(nnodes * processes)
+        world = World(world_size=nnodes * processes, local_world_size=processes)
+        return Layout(nnodes, gpus, self.device_type(gpus), world)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The nodes of a run on paper, and its ranks: as many on each node, rank by rank.
+    """The nodes of a dry run, and its ranks: as many on each node, rank by rank.
 
     Attributes:
         gpus: of a node; there may be more than are used, and some with ``device_type=cpu``.
@@ -226,43 +183,6 @@ class Layout:
     gpus: int
     device_type: str
     world: World
-
-
-def _pipeline(strategy: Mapping[str, Any]) -> PipelineSettings | None:
-    """Return the keys of a strategy that cuts the model over processes."""
-    if "stages" not in strategy:
-        return None
-    names = [field.name for field in fields(PipelineSettings)]
-    known = {name: value for name, value in strategy.items() if name not in ("_target_", "processes")}
-    return parse(PipelineSettings, "strategy", dict.fromkeys(names) | known)
-
-
-def refuse_uneven_pipelines(pipeline: PipelineSettings, processes: int) -> None:
-    """Refuse a number of processes that makes no whole number of replicas.
-
-    Raises:
-        RequestError: says which numbers do.
-    """
-    if processes % pipeline.processes:
-        k = pipeline.processes
-        raise RequestError(
-            f"strategy.stages={pipeline.stages} takes {k} processes for each replica, and {processes} cannot be dealt "
-            f"evenly. Use {k}, {2 * k}, {3 * k}, … processes (launcher.nproc_per_node), or another number of stages."
-        )
-
-
-def refuse_uneven(shards: int, processes: int) -> None:
-    """Refuse a number of processes that does not divide the shards.
-
-    Raises:
-        RequestError: lists those that do.
-    """
-    if shards % processes:
-        sizes = ", ".join(str(size) for size in range(1, shards + 1) if shards % size == 0)
-        raise RequestError(
-            f"strategy.shards={shards} cannot be dealt evenly to {processes} processes. Use {sizes} processes "
-            f"(launcher.nproc_per_node), or other shards, which then give other weights."
-        )
 
 
 def resolve(config: DictConfig) -> dict[str, Any]:

@@ -56,54 +56,6 @@ class ModelSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PipelineSettings:
-    """The keys of ``strategy=ddp_pipeline``: how a model is cut over processes, and in which order they work."""
-
-    stages: Annotated[int, Range(2)]
-    schedule: Literal["gpipe", "1f1b", "interleaved_1f1b"]
-    micro_batches: Count
-    stages_per_process: Count | None
-
-    def __post_init__(self) -> None:
-        each, interleaved = self.each, self.schedule == "interleaved_1f1b"
-        if interleaved != (each > 1):
-            raise RequestError(
-                f"strategy.schedule={self.schedule} with strategy.stages_per_process={each}: interleaved_1f1b is for "
-                f"several stages in a process, gpipe and 1f1b are for one. Choose another schedule, or leave "
-                f"strategy.stages_per_process out."
-            )
-        if self.stages % each or self.processes < 2:
-            raise RequestError(
-                f"strategy.stages={self.stages} with {each} stages in each process (strategy.stages_per_process) "
-                f"leaves no {'whole number' if self.stages % each else 'second one'} of processes. Allowed: a multiple "
-                f"of {each} from {2 * each} on."
-            )
-        if self.schedule == "1f1b" and self.micro_batches < self.stages:
-            raise RequestError(
-                f"strategy.schedule=1f1b needs at least as many micro-batches as stages, and strategy.micro_batches="
-                f"{self.micro_batches}, strategy.stages={self.stages}. Use strategy.micro_batches={self.stages} or "
-                f"more, or strategy.schedule=gpipe."
-            )
-        rounds = max(1, self.micro_batches // self.processes)
-        if interleaved and self.micro_batches % rounds:
-            raise RequestError(
-                f"strategy.schedule=interleaved_1f1b sends micro-batches in rounds of at least {self.processes}, one a "
-                f"process, and strategy.micro_batches={self.micro_batches} is no multiple of {rounds} rounds. Use "
-                f"strategy.micro_batches={self.micro_batches - self.micro_batches % self.processes}."
-            )
-
-    @property
-    def each(self) -> int:
-        """Stages of a process."""
-        return self.stages_per_process or (2 if self.schedule == "interleaved_1f1b" else 1)
-
-    @property
-    def processes(self) -> int:
-        """Processes of a replica."""
-        return self.stages // self.each
-
-
-@dataclass(frozen=True, kw_only=True)
 class TrainerSettings:
     """``trainer.*``: limits, cadence, precision."""
 
@@ -302,13 +254,17 @@ def parse(cls: type[T], section: str, values: Mapping[str, Any], *, others: bool
         RequestError: a key is unknown or missing, or a value is not allowed.
     """
     prefix = f"{section}." if section else ""
-    hints = get_type_hints(cls, include_extras=True)
+    known = {each.name for each in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    hints = {name: hint for name, hint in get_type_hints(cls, include_extras=True).items() if name in known}
     for name in values:
         if name not in hints and not others:
             raise RequestError(
                 f"{prefix}{name} is not a key. Keys of {section}: {', '.join(sorted(hints))}.{nearest(name, hints)}"
             )
+    defaults = {each.name for each in dataclasses.fields(cls) if each.default is not dataclasses.MISSING}  # type: ignore[arg-type]
     for name, hint in hints.items():
+        if name not in values and name in defaults:
+            continue
         if name not in values:
             raise RequestError(f"{prefix}{name} is missing from the config. Allowed: {_describe(hint)}.")
         if not _fits(values[name], hint):
@@ -316,7 +272,7 @@ def parse(cls: type[T], section: str, values: Mapping[str, Any], *, others: bool
             raise RequestError(
                 f"{prefix}{name}={_shown(values[name])} is not allowed. Allowed: {_describe(hint)}.{near}"
             )
-    return cls(**{name: values[name] for name in hints})
+    return cls(**{name: values[name] for name in hints if name in values})
 
 
 def seconds(limit: str | float | None) -> float | None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ddp_recipes.config.request import Request, refuse_uneven_pipelines
+from ddp_recipes.config.request import Request
 from ddp_recipes.config.settings import SlurmSettings
 from ddp_recipes.errors import Preempted, RequestError, RunFailed
 from ddp_recipes.launchers.slurm_task import STARTED_AGAIN, State, Task, reports
@@ -78,21 +78,18 @@ def _tasks_per_node(request: Request, settings: SlurmSettings) -> int:
     """Return how many ranks to start on a node. This machine's own devices say nothing about the nodes."""
     asked, gpus, k = settings.nproc_per_node, settings.gpus_per_node, request.num_devices
     fit = None if gpus is None or settings.device == "cpu" else gpus // k
-    count = 1 if request.single_process or (asked == "auto" and fit is None) else fit if asked == "auto" else int(asked)
-    if request.single_process and (asked not in ("auto", 1) or settings.nnodes > 1):
-        raise RequestError(
-            f"launcher.nnodes={settings.nnodes}, launcher.nproc_per_node={asked}, but this strategy runs in one "
-            f"process. Use strategy=ddp for more."
-        )
+    if asked != "auto":
+        count = int(asked)
+    elif fit is None:
+        count = -(-request.strategy.processes_per_replica // settings.nnodes)
+    else:
+        count = fit if request.strategy.max_world_size is None else min(fit, request.strategy.max_world_size)
     if not count or (fit is not None and count > fit):
         raise RequestError(
             f"launcher.nproc_per_node={asked} with model.num_devices={k} does not fit on launcher.gpus_per_node={gpus}:"
             f" {fit} replica(s) do. Ask for more GPUs a node, or for fewer processes."
         )
-    if request.pipeline is not None:
-        if asked == "auto" and fit is None:
-            count = -(-request.pipeline.processes // settings.nnodes)
-        refuse_uneven_pipelines(request.pipeline, settings.nnodes * count)
+    request.strategy.check_world_size(settings.nnodes * count)
     return count
 
 

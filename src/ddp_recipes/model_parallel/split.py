@@ -75,14 +75,17 @@ def split_model(
 
 
 def apart(
-    model: nn.Module, stages: int, names: Sequence[str] | None, rehearsal: Rehearsal
+    model: nn.Module, stages: int, names: Sequence[str] | None, rehearsal: Rehearsal, key: str
 ) -> tuple[list[str], list[Stage]]:
     """Return where to cut a model into stages that are in processes of their own, and what each of them holds.
+
+    Args:
+        key: what says how many stages there are, for messages.
 
     Raises:
         RequestError: the model cannot be cut so; says where it can.
     """
-    starts, costs = _chosen(model, stages, names, rehearsal, rehearsal.run_apart, "strategy.stages")
+    starts, costs = _chosen(model, stages, names, rehearsal, rehearsal.run_apart, key)
     return starts, _described(model, starts, costs)
 
 

@@ -1,15 +1,16 @@
-"""What the loop knows of a strategy, and the simplest one."""
+"""What the loop knows of a strategy, and what strategies have in common."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import Store
 
+from ddp_recipes.config.parallelism import StrategySettings
 from ddp_recipes.runtime.world import World
 from ddp_recipes.tasks import StepOutput, Task
 
@@ -20,9 +21,19 @@ class Wrapped(Protocol):
     def __call__(self, batch: Any) -> StepOutput: ...
 
 
+class Passes(Protocol):
+    """The numeric precision of a step, as ``trainer.precision`` sets it."""
+
+    def forward(self) -> AbstractContextManager[Any]:
+        """Return the context of a forward pass."""
+
+    def backward(self, loss: Tensor) -> None:
+        """Run backward."""
+
+
 @dataclass(frozen=True)
 class Exchange:
-    """How a strategy exchanges gradients in an optimizer step, for a run on paper.
+    """How a strategy exchanges gradients in an optimizer step, for a dry run.
 
     Attributes:
         held: tensors that a rank keeps from step to step beside weights and optimizer.
@@ -47,29 +58,14 @@ class Exchange:
 class Strategy(Protocol):
     """How replicas learn together. The loop sees only this, and a strategy never sees the loop."""
 
-    name: str
+    settings: StrategySettings  # what it means for the shape of a run
     divisor: int  # gradients come out divided by it: where ranks' are averaged, the number of ranks
-    takes_empty: bool  # whether a part without a sample has to be run as well, on one that does not count
-    stages: int  # parts that the model is cut into, over processes; 1: each process has all of it
-    starts: Sequence[str]  # the blocks at which the 2nd, 3rd, … of them begins
+    takes_empty: bool  # whether a shard without a sample has to be run as well, on one that does not count
+    starts: Sequence[str]  # the blocks at which the 2nd, 3rd, … stage of a pipeline begins
     shares_memory: bool  # ranks exchange gradients in memory, not by the backend; known once the task is wrapped
 
     def replicas(self, device_type: str) -> int:
-        """Return how many replicas share a part of a batch; ``data.batch_size`` is for each of them."""
-
-    def reader(self, world: World) -> tuple[int, int]:
-        """Return which of how many readers of the data this rank is. Ranks of one pipeline are one reader.
-
-        Raises:
-            RequestError: this world size cannot be.
-        """
-
-    def parts(self, world: World) -> int:
-        """Return how many parts of each global batch a reader computes, one after the other.
-
-        Raises:
-            RequestError: this world size cannot be.
-        """
+        """Return how many replicas share a shard of a batch; ``data.batch_size`` is for each of them."""
 
     def check(self, task: Task, devices: Sequence[torch.device], backend: str) -> None:
         """Refuse what cannot work, before anything is written.
@@ -89,11 +85,15 @@ class Strategy(Protocol):
     def wrap(self, task: Task, devices: Sequence[torch.device]) -> Wrapped:
         """Return the task as training steps run it, on this replica's devices."""
 
-    def part(self, share: float) -> AbstractContextManager[Any]:
-        """Return the context of one part of a step, which holds this share of the step's samples."""
+    def part(self, weight: float) -> AbstractContextManager[Any]:
+        """Return the context of one shard of a step, which holds this fraction of the step's samples."""
 
-    def accumulate(self, module: Wrapped, share: float, last: bool) -> AbstractContextManager[Any]:
-        """Return the context of one batch, its loss to be multiplied with ``share``; ``last`` ends its part."""
+    def training_step(self, module: Wrapped, batch: Any, weight: float, last: bool, precision: Passes) -> Tensor:
+        """Run forward and backward of one batch, its loss multiplied with ``weight``; ``last`` ends its shard.
+
+        Returns:
+            The loss, the mean over the batch's samples, without a graph. It counts where the model's outputs are.
+        """
 
     def reduce(self) -> None:
         """Make gradients those of the whole step, on every rank. Called once all parts are done; a collective."""
@@ -106,6 +106,12 @@ class Strategy(Protocol):
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return the state of the whole model's optimizer on rank 0. A collective."""
+
+    def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        """Restore what :meth:`optimizer_state` returned, of whatever strategy, as far as this rank holds it."""
+
+    def explain(self, error: BaseException, task: Task) -> str | None:
+        """Return what a failure in a step comes from and what to do, where the strategy knows better than torch."""
 
     def sum(self, values: Tensor) -> Tensor:
         """Return the sum over rows, [rows, ...] to [...], and over ranks. A collective: rows are as many on each."""
@@ -120,7 +126,7 @@ class Strategy(Protocol):
         """Return what a rank of that world would keep and send, for a task whose tensors may have no data.
 
         Raises:
-            RequestError: nobody has put this on paper.
+            RequestError: this strategy does not know.
         """
 
     def teardown(self) -> None:
@@ -130,12 +136,14 @@ class Strategy(Protocol):
 class Whole:
     """What strategies have in common whose ranks each hold the whole model."""
 
-    stages = 1
     starts: Sequence[str] = ()
 
-    def reader(self, world: World) -> tuple[int, int]:
-        """Each rank reads for itself."""
-        return world.rank, world.world_size
+    def training_step(self, module: Wrapped, batch: Any, weight: float, last: bool, precision: Passes) -> Tensor:
+        """Run the wrapped task, then backward."""
+        with precision.forward():
+            loss = module(batch).loss
+        precision.backward(loss if weight == 1 else loss * weight)
+        return loss.detach()
 
     def shard(self, task: Task, devices: Sequence[torch.device]) -> None:
         """Nothing is left out."""
@@ -152,63 +160,13 @@ class Whole:
         """It is all here."""
         return optimizer.state_dict()
 
+    def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        """All of it belongs here."""
+        optimizer.load_state_dict(state)
 
-class Single(Whole):
-    """One process, no wrapper: the reference that every other strategy must agree with."""
-
-    name = "single"
-    divisor = 1
-    takes_empty = False
-    shares_memory = False
-
-    def replicas(self, device_type: str) -> int:
-        """One."""
-        return 1
-
-    def parts(self, world: World) -> int:
-        """One: a batch is not cut."""
-        return 1
-
-    def check(self, task: Task, devices: Sequence[torch.device], backend: str) -> None:
-        """Nothing can be wrong."""
-
-    def setup(
-        self, world: World, store: Store | None, backend: str, timeout: timedelta, init_method: str | None
-    ) -> None:
-        """There is nobody to join."""
-
-    def wrap(self, task: Task, devices: Sequence[torch.device]) -> Wrapped:
-        """Return the task itself."""
-        return cast(Wrapped, task)
-
-    def part(self, share: float) -> AbstractContextManager[Any]:
-        """There is one."""
-        return nullcontext()
-
-    def accumulate(self, module: Wrapped, share: float, last: bool) -> AbstractContextManager[Any]:
-        """Gradients add up by themselves."""
-        return nullcontext()
-
-    def reduce(self) -> None:
-        """Gradients are complete."""
-
-    def sum(self, values: Tensor) -> Tensor:
-        """Add the rows."""
-        return values.sum(dim=0)
-
-    def gather(self, value: Any) -> list[Any] | None:
-        """Return the value of the only rank."""
-        return [value]
-
-    def sync_buffers(self, task: Task) -> None:
-        """There is one model."""
-
-    def exchange(self, task: Task, world: World) -> Exchange:
-        """There is nobody to exchange with."""
-        return Exchange()
-
-    def teardown(self) -> None:
-        """Nothing was set up."""
+    def explain(self, error: BaseException, task: Task) -> str | None:
+        """torch's own message says it."""
+        return None
 
 
 def batch_norms(task: nn.Module) -> list[str]:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store
 
+from ddp_recipes.config.parallelism import StrategySettings
 from ddp_recipes.errors import RequestError
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import Exchange
@@ -18,7 +19,7 @@ from ddp_recipes.tasks import Task
 class Group:
     """One process a replica; all of them in torch's default process group."""
 
-    name: str
+    settings: StrategySettings
     world = World()
     timeout_s = 0.0  # of a collective
     shares_memory = False
@@ -64,7 +65,8 @@ class Group:
     def exchange(self, task: Task, world: World) -> Exchange:
         """Refuse: each strategy has to say this for itself."""
         raise RequestError(
-            f"plan=true does not know what strategy={self.name} exchanges. Use strategy=ddp, ddp_exact or single."
+            f"plan=true does not know what strategy={self.settings.name} exchanges. Use strategy=ddp, ddp_exact "
+            f"or single."
         )
 
     def teardown(self) -> None:

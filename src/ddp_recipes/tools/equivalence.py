@@ -73,7 +73,7 @@ def equivalence(recipe: Recipe, output: Output) -> None:
     if found:
         rank = min(found)[2]
         raise RunFailed(describe(recipe, tolerance, rank, rows[rank]), rank=0)
-    name = recipe.strategy.name
+    name = recipe.request.strategy.name
     log.info("strategy=%s does what strategy=single does: %d steps, check_tolerance %g.", name, steps, tolerance)
 
 
@@ -194,8 +194,8 @@ def describe(recipe: Recipe, tolerance: float, rank: int, row: Sequence[float]) 
     named = recipe.task.named_buffers() if kind == "buffer" else recipe.task.named_parameters()
     name = [name for name, _ in named][int(at)].removeprefix("model.")
     text = (
-        f"strategy={recipe.strategy.name} does not do what strategy=single does. The first difference is at step "
-        f"{int(step)}, on rank {rank}: the {kind} {name} is off by {size:.2g} of the largest {kind} "
+        f"strategy={recipe.request.strategy.name} does not do what strategy=single does. The first difference is at "
+        f"step {int(step)}, on rank {rank}: the {kind} {name} is off by {size:.2g} of the largest {kind} "
         f"(check_tolerance {tolerance:g})."
     )
     if not math.isnan(of_all) and kind == "gradient":
@@ -205,8 +205,10 @@ def describe(recipe: Recipe, tolerance: float, rank: int, row: Sequence[float]) 
     elif norms := [name.removeprefix("model.") for name in batch_norms(recipe.task)]:
         text += (
             f" The model has batch norm ({', '.join(norms[:2])}{', …' if len(norms) > 2 else ''}): each replica takes "
-            f"its statistics from its own samples. With strategy.sync_batchnorm=true, on GPUs, ddp takes them from all."
+            f"its statistics from its own samples."
         )
+        if remedy := recipe.request.strategy.batch_norm_remedy("cpu"):
+            text += f" {remedy}"
     elif kind == "buffer":
         text += " Does each rank change it by its own samples?"
     return text

@@ -153,13 +153,9 @@ def forward_backward(run: Run, batches: Iterator[Batch]) -> tuple[list[Losses], 
                 batch = next(batches)
                 if batch.share == 0 and not strategy.takes_empty:
                     continue
-                share = batch.share * strategy.divisor / samples
-                with strategy.accumulate(run.module, share, last=number == numbers[-1]):
-                    with run.precision.forward():
-                        loss = run.module(batch.data).loss
-                    if strategy.stages == 1:  # else the pipeline's schedule has run backward already
-                        run.precision.backward(loss if share == 1 else loss * share)
-                mine.append((loss.detach(), batch.share))
+                weight, last = batch.share * strategy.divisor / samples, number == numbers[-1]
+                loss = strategy.training_step(run.module, batch.data, weight, last, run.precision)
+                mine.append((loss, batch.share))
         losses.append(mine)
     strategy.reduce()
     return losses, samples
@@ -358,7 +354,7 @@ def gather_state(run: Run) -> State:
 
 def restore(run: Run, state: State) -> None:
     """Take up a saved state, whose weights the task has already."""
-    run.optimizer.load_state_dict(state["optimizer"])
+    run.strategy.load_optimizer_state(run.optimizer, state["optimizer"])
     run.schedule.scheduler.load_state_dict(state["scheduler"])
     run.precision.load_state(state["precision"])
     for callback, saved in zip(run.callbacks, state["callbacks"], strict=False):

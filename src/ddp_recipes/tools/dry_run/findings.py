@@ -32,59 +32,47 @@ def devices_left_over(recipe: Recipe, planned: dict[str, Any]) -> str | None:
         return None
     cluster = planned["cluster"]
     text = f"{left} of {cluster['nnodes'] * cluster['gpus_per_node']} GPUs are left over: "
-    if recipe.request.single_process:
+    if recipe.request.strategy.max_world_size == 1:
         return f"{text}strategy={planned['strategy']} runs in one process. Use strategy=ddp."
     if recipe.request.launcher.nproc_per_node != "auto":
         return f"{text}launcher.nproc_per_node={recipe.request.launcher.nproc_per_node}. Use auto."
-    if recipe.request.pipeline is not None:
-        takes = f"strategy.stages={recipe.strategy.stages} takes {k} GPUs for each replica"
+    if (pipeline := recipe.request.strategy.pipeline) is not None:
+        takes = f"{pipeline.stages_key}={pipeline.stages} takes {k} GPUs for each replica"
         return f"{text}{takes}, and nodes have {cluster['gpus_per_node']}."
     return f"{text}model.num_devices={k} does not divide the {cluster['gpus_per_node']} of a node."
 
 
 def batch_norm_without_sync(recipe: Recipe) -> str | None:
     """Find batch norm whose statistics are those of a part of the batch."""
-    norms, plan, pipeline = batch_norms(recipe.task), recipe.loaders["train"].plan, recipe.request.pipeline
+    norms, plan, pipeline = batch_norms(recipe.task), recipe.loaders["train"].plan, recipe.request.strategy.pipeline
     micro_batches = recipe.request.model.micro_batches if pipeline is None else pipeline.micro_batches
-    if not norms or plan.parts * micro_batches == 1 or getattr(recipe.strategy, "sync_batchnorm", False):
+    if not norms or plan.parts * micro_batches == 1 or recipe.request.strategy.synchronises_batch_norm:
         return None
-    can = recipe.strategy.name == "ddp" and micro_batches == 1 and recipe.device_name == "GPU"
-    remedy = " strategy.sync_batchnorm=true takes them from all." if can else ""
+    can = micro_batches == 1 and recipe.device_name == "GPU"
+    remedy = recipe.request.strategy.batch_norm_remedy("cuda") if can else ""
     return (
         f"Batch norm ({len(norms)} module(s)) takes its statistics from {-(-plan.share(0, 0) // micro_batches)} of the "
-        f"{plan.total(0)} samples of a batch.{remedy}"
+        f"{plan.total(0)} samples of a batch.{remedy and f' {remedy}'}"
     )
 
 
 def unused_parameters(recipe: Recipe, rehearsed: Rehearsed | RehearsedPipeline) -> str | None:
     """Find parameters that the loss does not depend on, where the strategy minds."""
-    options = getattr(recipe.strategy, "options", {})
-    if not rehearsed.unused or recipe.world.world_size == 1 or recipe.strategy.name != "ddp":
+    consequence = recipe.request.strategy.unused_parameters()
+    if not rehearsed.unused or recipe.world.world_size == 1 or not consequence:
         return None
     names = ", ".join(rehearsed.unused[:4]) + (", …" if len(rehearsed.unused) > 4 else "")
-    text = f"The loss does not depend on {len(rehearsed.unused)} parameter(s): {names}."
-    if options.get("static_graph"):
-        return (
-            f"{text} With strategy.static_graph=true torch takes those of the first step for unused for good: "
-            f"one that a later step uses is not learned from it. Take them out of the model, or freeze them "
-            f"(requires_grad=False)."
-        )
-    if options.get("find_unused_parameters"):
-        return None
-    return (
-        f"{text} ddp will fail in the second step. Take them out of the model, freeze them (requires_grad=False), or "
-        f"use strategy.find_unused_parameters=true."
-    )
+    return f"The loss does not depend on {len(rehearsed.unused)} parameter(s): {names}. {consequence}"
 
 
 def pipeline_not_filled(recipe: Recipe, planned: dict[str, Any]) -> str | None:
     """Find a pipeline that is never full, because there are fewer micro-batches than stages."""
-    pipeline, processes = planned["pipeline"], recipe.request.pipeline
+    pipeline, processes = planned["pipeline"], recipe.request.strategy.pipeline
     if pipeline is None:
         return None
     key, asked, who = "model.micro_batches", recipe.request.model.micro_batches, "devices"
     if processes is not None:
-        key, asked, who = "strategy.micro_batches", processes.micro_batches, "processes"
+        key, asked, who = processes.micro_batches_key, processes.micro_batches, "processes"
     there, working = min(asked, planned["batch_size"]), planned["devices_per_replica"]
     if there >= max(asked, working):
         return None
@@ -103,8 +91,8 @@ def memory_does_not_fit(recipe: Recipe, planned: dict[str, Any]) -> str | None:
         return None
     k = planned["devices_per_replica"]
     key, smallest = "model.num_devices", planned.get("smallest_k")
-    if recipe.request.pipeline is not None:
-        key, smallest = "strategy.stages", planned["smallest_stages"]
+    if (pipeline := recipe.request.strategy.pipeline) is not None:
+        key, smallest = pipeline.stages_key, planned["smallest_stages"]
     there = planned["cluster"]["gpu_memory_bytes"] * (k if planned["memory_of_replica"] else 1)
     needed = max(each["peak"] for each in planned["memory"])
     text = f"A step takes {in_words(needed)} of a device that has {in_words(there)}."

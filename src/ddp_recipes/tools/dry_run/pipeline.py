@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ddp_recipes.config.settings import PipelineSettings
+from ddp_recipes.config.parallelism import PipelineShape
+from ddp_recipes.model_parallel.pipeline import META, Layout, joined
 from ddp_recipes.model_parallel.rehearsal import new_mode, without_data
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import Exchange
-from ddp_recipes.strategies.ddp_pipeline import in_buckets
-from ddp_recipes.strategies.pipeline import META, Layout, joined
+from ddp_recipes.strategies.buckets import in_buckets
 from ddp_recipes.tasks import Task
 from ddp_recipes.tools.dry_run.memory import Batches, DeviceMemory, Step
 from ddp_recipes.tools.dry_run.walk import PipelineOnPaper
@@ -26,7 +26,7 @@ class Process(Step):
         self,
         task: Task,
         layout: Layout,
-        settings: PipelineSettings,
+        settings: PipelineShape,
         device: torch.device,
         mode: FakeTensorMode,
         make_optimizer: Callable[[Task], torch.optim.Optimizer],
@@ -80,7 +80,7 @@ class RehearsedPipeline:
         task: Task,
         starts: Sequence[str],
         device: torch.device,
-        settings: PipelineSettings,
+        settings: PipelineShape,
         world: World,
         make_optimizer: Callable[[Task], torch.optim.Optimizer],
         batches: Batches,

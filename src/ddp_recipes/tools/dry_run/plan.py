@@ -46,10 +46,7 @@ def plan(recipe: Recipe, output: Output) -> None:
 def make_plan(recipe: Recipe) -> Plan:
     """Return what goes into ``plan.json``."""
     assert recipe.layout is not None
-    if recipe.strategy.name == "dp" and recipe.layout.device_type == "cuda" and recipe.layout.gpus > 1:
-        raise RequestError(
-            "plan=true does not know strategy=dp on several GPUs, where one process drives them all. Use strategy=ddp."
-        )
+    recipe.request.strategy.check_dry_run(recipe.layout.device_type, recipe.layout.gpus)
     rehearsed = rehearse(recipe)
     capacity = capacity_of(recipe, recipe.layout)
     planned = {
@@ -80,7 +77,7 @@ def rehearse(recipe: Recipe) -> Rehearsed | RehearsedPipeline:
     )
     starts = [stage.first for stage in recipe.stages[1:]]
     on_cpu = recipe.layout.device_type == "cpu"
-    if (pipeline := recipe.request.pipeline) is not None:
+    if (pipeline := recipe.request.strategy.pipeline) is not None:
         return RehearsedPipeline(
             recipe.task,
             starts,
@@ -121,17 +118,17 @@ def capacity_of(recipe: Recipe, layout: Layout) -> int | None:
 def layout_of(recipe: Recipe, layout: Layout, capacity: int | None) -> Plan:
     """Return which rank is where, and what it has."""
     world, k, cuda = layout.world, recipe.request.num_devices, layout.device_type == "cuda"
-    plan_, parts, pipeline = recipe.loaders["train"].plan, len(recipe.loaders["train"].parts), recipe.request.pipeline
+    plan_, pipeline = recipe.loaders["train"].plan, recipe.request.strategy.pipeline
     samples = {share: counts.samples_of(plan_, share) for share in range(plan_.parts)}
     ranks = []
     for rank in range(world.world_size):
         node, local = divmod(rank, world.local_world_size)
         devices = [f"cuda:{local * k + number}" for number in range(k)] if cuda else ["cpu"]
-        reader, _ = recipe.strategy.reader(replace(world, rank=rank))
-        dealt = sum(samples[part] for part in range(reader * parts, (reader + 1) * parts))
+        shards = recipe.request.strategy.batch_shards(replace(world, rank=rank))
+        dealt = sum(samples[shard] for shard in shards.numbers)
         ranks.append({"rank": rank, "node": node, "devices": devices, "samples_an_epoch": dealt})
         if pipeline is not None:
-            ranks[-1]["stages"] = list(range(rank % pipeline.processes, pipeline.stages, pipeline.processes))
+            ranks[-1]["stages"] = pipeline.stages_of(rank)
     return {
         "cluster": {
             "nnodes": layout.nnodes,
@@ -140,9 +137,9 @@ def layout_of(recipe: Recipe, layout: Layout, capacity: int | None) -> Plan:
             "interconnect_gbps": recipe.request.cluster.interconnect_gbps,
         },
         "device": layout.device_type,
-        "strategy": recipe.strategy.name,
+        "strategy": recipe.request.strategy.name,
         "world_size": world.world_size,
-        "replicas": recipe.strategy.reader(world)[1],
+        "replicas": recipe.request.strategy.batch_shards(world).readers,
         "devices_per_replica": k if pipeline is None else pipeline.processes,
         "devices_left_over": layout.nnodes * layout.gpus - world.world_size * k if cuda else 0,
         "ranks": ranks,
@@ -171,7 +168,11 @@ def batches_of(recipe: Recipe) -> Plan:
 
 def pipeline_of(recipe: Recipe) -> Plan | None:
     """Return how long the devices of a replica have nothing to do, where it has several."""
-    k, asked, pipeline = recipe.request.num_devices, recipe.request.model.micro_batches, recipe.request.pipeline
+    k, asked, pipeline = (
+        recipe.request.num_devices,
+        recipe.request.model.micro_batches,
+        recipe.request.strategy.pipeline,
+    )
     if pipeline is not None:
         return {
             "schedule": pipeline.schedule,
@@ -193,7 +194,7 @@ def pipeline_of(recipe: Recipe) -> Plan | None:
 
 def fit(recipe: Recipe, rehearsed: Rehearsed | RehearsedPipeline, capacity: int) -> Plan:
     """Return whether it fits; where not, with how many devices or stages a replica it does, if there are as many."""
-    smallest = "smallest_k" if recipe.request.pipeline is None else "smallest_stages"
+    smallest = "smallest_k" if recipe.request.strategy.pipeline is None else "smallest_stages"
     if rehearsed.failure:
         return {"fits": None, smallest: None}
     fits = largest(rehearsed) <= capacity * (recipe.request.num_devices if rehearsed.whole else 1)
@@ -208,10 +209,11 @@ def largest(rehearsed: Rehearsed | RehearsedPipeline) -> int:
 def smallest_that_fits(recipe: Recipe, rehearsed: Rehearsed | RehearsedPipeline, capacity: int) -> int | None:
     """Try other numbers of devices, from one on, or of stages: the first that fits is the smallest."""
     assert recipe.layout is not None
-    config, pipeline, gpus = recipe.job.config, recipe.request.pipeline, recipe.layout.gpus
+    config, pipeline, gpus = recipe.job.config, recipe.request.strategy.pipeline, recipe.layout.gpus
     section, key, mine, most = "model", "num_devices", recipe.request.num_devices, gpus
     if pipeline is not None:
-        section, key, mine = "strategy", "stages", pipeline.stages
+        section, key = pipeline.stages_key.split(".")
+        mine = pipeline.stages
         most = recipe.layout.nnodes * max(gpus, 1) * pipeline.each
     state = sum(each.state for each in rehearsed.memory())
     for number in range(1, most + 1):

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from ddp_recipes.config.settings import PipelineSettings
+from ddp_recipes.config.parallelism import PipelineShape
+from ddp_recipes.model_parallel.pipeline import Layout, Pipeline
 from ddp_recipes.model_parallel.timeline import BACKWARD, FORWARD, Work, asked, order
-from ddp_recipes.strategies.pipeline import Layout, Pipeline
 from ddp_recipes.tasks import Task
 from ddp_recipes.tools.dry_run.backward import backward
 from ddp_recipes.tools.dry_run.ledger import Bytes, Saved
@@ -52,7 +52,7 @@ class PipelineOnPaper(Pipeline):
         self,
         task: Task,
         layout: Layout,
-        settings: PipelineSettings,
+        settings: PipelineShape,
         device: torch.device,
         precision: torch.dtype | None,
         known: set[int],

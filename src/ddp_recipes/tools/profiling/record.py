@@ -12,7 +12,7 @@ from torch.profiler import record_function
 
 from ddp_recipes.callbacks import Profiler
 from ddp_recipes.reporting.figures.profile import draw_profile
-from ddp_recipes.strategies.shared_memory import ALL_REDUCE
+from ddp_recipes.strategies.ddp.shared_memory import ALL_REDUCE
 from ddp_recipes.tools.profiling.breakdown import breakdown
 from ddp_recipes.training.loop import Run
 
@@ -30,7 +30,7 @@ def record(run: Run, leave_picture: LeavePicture) -> None:
     if not profilers or not run.world.is_main:
         return
     # A pipeline's schedule runs both.
-    passes = ["forward", "backward"] if run.strategy.stages == 1 else ["forward and backward"]
+    passes = ["forward", "backward"] if run.strategy.settings.pipeline is None else ["forward and backward"]
     for profiler in profilers:
         profiler.report = partial(_report, run, passes, leave_picture)
     methods: dict[str, list[tuple[object, str]]] = {

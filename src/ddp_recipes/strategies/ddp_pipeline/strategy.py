@@ -1,7 +1,7 @@
 """One process a stage, torch's pipeline schedules, and DDP across the replicas of a stage."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -11,15 +11,13 @@ from torch import Tensor, nn
 from torch.distributed import Store
 from torch.distributed.device_mesh import DeviceMesh
 
-from ddp_recipes.config.request import refuse_uneven_pipelines
-from ddp_recipes.config.settings import PipelineSettings
+from ddp_recipes.model_parallel.pipeline import Layout, Pipeline, joined
 from ddp_recipes.runtime.world import World
-from ddp_recipes.strategies.base import Wrapped
+from ddp_recipes.strategies.base import Passes, Wrapped
+from ddp_recipes.strategies.buckets import in_buckets
+from ddp_recipes.strategies.ddp_pipeline.settings import DDPPipelineSettings
 from ddp_recipes.strategies.group import Group
-from ddp_recipes.strategies.pipeline import Layout, Pipeline, joined
 from ddp_recipes.tasks import StepOutput, Task
-
-BUCKET = 25 << 20  # bytes of gradients that are exchanged together
 
 
 class DDPPipeline(Group):
@@ -27,57 +25,31 @@ class DDPPipeline(Group):
 
     The processes of a replica are neighbouring ranks. They see the same batches; the first one reads the inputs, the
     last one computes the loss. The gradients of a stage are added up over replicas once all micro-batches are done.
-
-    Args:
-        stages: parts of the model.
-        schedule: ``gpipe``, ``1f1b`` or ``interleaved_1f1b``.
-        micro_batches: parts of a replica's batch.
-        stages_per_process: more than one with ``interleaved_1f1b`` only; ``None``: 1, or 2 with that.
     """
 
-    name = "ddp_pipeline"
+    Settings = DDPPipelineSettings
+    settings: DDPPipelineSettings
     divisor = 1
     takes_empty = False
 
-    def __init__(
-        self, *, stages: int = 2, schedule: str = "1f1b", micro_batches: int = 4, stages_per_process: int | None = None
-    ) -> None:
-        self.settings = PipelineSettings(
-            stages=stages,
-            schedule=schedule,  # type: ignore[arg-type]  # the request has been checked
-            micro_batches=micro_batches,
-            stages_per_process=stages_per_process,
-        )
-        self.stages = stages
+    def __init__(self, settings: DDPPipelineSettings) -> None:
+        self.settings = settings
+        self.processes = settings.processes_per_replica
         self.starts: Sequence[str] = ()
-        self.share = 1.0
+        self.weight = 1.0
         self.pipeline: Pipeline | None = None
 
     @property
     def layout(self) -> Layout:
         """Which stages this process has."""
-        processes = self.settings.processes
-        return Layout(self.starts, processes, self.world.rank % processes)
-
-    def reader(self, world: World) -> tuple[int, int]:
-        """Return the replica that this process belongs to, and how many there are.
-
-        Raises:
-            RequestError: the world size is no multiple of a replica's processes.
-        """
-        refuse_uneven_pipelines(self.settings, world.world_size)
-        return world.rank // self.settings.processes, world.world_size // self.settings.processes
-
-    def parts(self, world: World) -> int:
-        """One: a batch is cut into micro-batches within the replica."""
-        return 1
+        return Layout(self.starts, self.processes, self.world.rank % self.processes)
 
     def setup(
         self, world: World, store: Store | None, backend: str, timeout: timedelta, init_method: str | None
     ) -> None:
         """Join the process group, and make one of each replica and one of each stage."""
         super().setup(world, store, backend, timeout, init_method)
-        ranks = torch.arange(world.world_size).view(-1, self.settings.processes)
+        ranks = torch.arange(world.world_size).view(-1, self.processes)
         # Groups of our own: a device mesh gives those that it makes torch's timeout, not the launcher's.
         rows = (ranks.T.tolist(), ranks.tolist())
         groups: Any = [dist.new_subgroups_by_enumeration(each, timeout=timeout)[0] for each in rows]
@@ -87,7 +59,7 @@ class DDPPipeline(Group):
     @property
     def replica(self) -> int:
         """The replica that this process belongs to."""
-        return self.world.rank // self.settings.processes
+        return self.world.rank // self.processes
 
     def shard(self, task: Task, devices: Sequence[torch.device]) -> None:
         """Leave the stages of this process; from now on all steps of the task go through the pipeline."""
@@ -114,7 +86,7 @@ class DDPPipeline(Group):
             output = joined(*result)
             names = [list(output.metrics)]
         group = self.mesh.get_group("pp")
-        dist.broadcast_object_list(names, group=group, group_src=(self.stages - 1) % self.settings.processes)
+        dist.broadcast_object_list(names, group=group, group_src=(self.settings.stages - 1) % self.processes)
         if self.layout.has_last:
             return output
         zero = torch.zeros((), device=self.pipeline.device)
@@ -128,22 +100,30 @@ class DDPPipeline(Group):
         self.trained = [parameter for parameter in self.trained if parameter.requires_grad]
 
         def training_step(batch: Any) -> StepOutput:
-            outputs, sizes = pipeline.run("training_step", batch, self.share)
+            outputs, sizes = pipeline.run("training_step", batch, self.weight)
             if outputs:
                 return joined([output._replace(metrics={}) for output in outputs], sizes)
             return StepOutput(torch.zeros((), device=pipeline.device), {}, 0)
 
         return training_step
 
-    def part(self, share: float) -> AbstractContextManager[Any]:
+    def part(self, weight: float) -> AbstractContextManager[Any]:
         """There is one a replica."""
         return nullcontext()
 
-    @contextmanager
-    def accumulate(self, module: Wrapped, share: float, last: bool) -> Iterator[None]:
-        """Note what the loss is to be multiplied with: backward runs within the step."""
-        self.share = share
-        yield
+    def training_step(self, module: Wrapped, batch: Any, weight: float, last: bool, precision: Passes) -> Tensor:
+        """Run the schedule, which has the backward pass of each micro-batch in it."""
+        self.weight = weight
+        with precision.forward():
+            return module(batch).loss.detach()
+
+    def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        """Take it all: what other stages hold has no data here."""
+        optimizer.load_state_dict(state)
+
+    def explain(self, error: BaseException, task: Task) -> str | None:
+        """torch's own message says it."""
+        return None
 
     def reduce(self) -> None:
         """Add up the gradients of this process's stages over replicas."""
@@ -184,7 +164,7 @@ class DDPPipeline(Group):
         """Return on rank 0 what all processes of its replica have, elsewhere what is given."""
         if self.replica != 0:
             return mine
-        all_of_them: list[Any] | None = [None] * self.settings.processes if self.world.is_main else None
+        all_of_them: list[Any] | None = [None] * self.processes if self.world.is_main else None
         dist.gather_object(_on_cpu(mine), all_of_them, group=self.mesh.get_group("pp"), group_dst=0)
         return mine if all_of_them is None else {name: value for each in all_of_them for name, value in each.items()}
 
@@ -193,30 +173,6 @@ class DDPPipeline(Group):
         for buffer in task.buffers():
             if not buffer.is_meta and self.mesh.get_group("dp").size() > 1:
                 dist.broadcast(buffer, group=self.mesh.get_group("dp"), group_src=0)
-
-
-def in_buckets(gradients: Sequence[Tensor], reduce: Callable[[Tensor], object]) -> None:
-    """Put in the place of gradients what ``reduce`` makes of them, in tensors of 25 MB or one gradient."""
-    for bucket in _buckets(gradients):
-        flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
-        reduce(flat)
-        totals = torch.split(flat, [each.numel() for each in bucket])
-        for gradient, total in zip(bucket, totals, strict=True):
-            gradient.copy_(total.view_as(gradient))
-
-
-def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield gradients of one dtype that go together."""
-    for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
-        bucket: list[Tensor] = []
-        for gradient in gradients:
-            if gradient.dtype != dtype:
-                continue
-            if bucket and sum(each.nbytes for each in bucket) + gradient.nbytes > BUCKET:
-                yield bucket
-                bucket = []
-            bucket.append(gradient)
-        yield bucket
 
 
 def _on_cpu(value: Any) -> Any:

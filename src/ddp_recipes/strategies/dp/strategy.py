@@ -7,7 +7,9 @@ import torch
 from torch import nn
 
 from ddp_recipes.errors import RequestError
-from ddp_recipes.strategies.base import Single, Wrapped
+from ddp_recipes.strategies.base import Wrapped
+from ddp_recipes.strategies.dp.settings import DataParallelSettings
+from ddp_recipes.strategies.single.strategy import Single
 from ddp_recipes.tasks import StepOutput, Task
 
 
@@ -18,7 +20,10 @@ class DataParallel(Single):
     from the first GPU to the others at each step.
     """
 
-    name = "dp"
+    Settings = DataParallelSettings
+
+    def __init__(self, settings: DataParallelSettings) -> None:
+        super().__init__(settings)
 
     def replicas(self, device_type: str) -> int:
         """Every visible GPU, or one on CPU."""

@@ -1,6 +1,7 @@
 """torch's DistributedDataParallel."""
 
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
@@ -10,63 +11,42 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_recipes.errors import RequestError, nearest, not_one_of
+from ddp_recipes.errors import RequestError, nearest
 from ddp_recipes.runtime.world import World
-from ddp_recipes.strategies.base import Exchange, Whole, Wrapped, batch_norms
+from ddp_recipes.strategies.base import Exchange, Passes, Whole, Wrapped, batch_norms
+from ddp_recipes.strategies.ddp.settings import DDPSettings
+from ddp_recipes.strategies.ddp.shared_memory import SharedMemory, join
 from ddp_recipes.strategies.group import Group
-from ddp_recipes.strategies.shared_memory import SharedMemory, join
 from ddp_recipes.tasks import StepOutput, Task
 
 
 class DDP(Whole, Group):
-    """One process a replica; gradients are averaged by all-reduce while backward runs.
+    """One process a replica; gradients are averaged by all-reduce while backward runs."""
 
-    Args:
-        sync_batchnorm: batch-norm statistics over all ranks; GPU only, as torch's ``SyncBatchNorm`` is.
-        shared_memory: whether ranks on the CPUs of one machine average gradients in memory that they share.
-        comm_hook: ``fp16``, ``bf16`` or ``powersgd``: what the all-reduce sends; ``None``: gradients as they are.
-        options: any other argument of ``DistributedDataParallel``; ``broadcast_buffers=None``: unless all buffers are
-            those of batch norms.
-    """
-
-    name = "ddp"
+    Settings = DDPSettings
+    settings: DDPSettings
     takes_empty = True  # or the others would wait for this rank in the all-reduce
 
-    def __init__(
-        self,
-        *,
-        sync_batchnorm: bool = False,
-        shared_memory: bool = True,
-        comm_hook: str | None = None,
-        **options: Any,
-    ) -> None:
-        if comm_hook is not None and comm_hook not in _COMM_HOOKS:
-            raise not_one_of("strategy.comm_hook", comm_hook, ["null", *_COMM_HOOKS])
-        for name in options:
+    def __init__(self, settings: DDPSettings) -> None:
+        self.settings = settings
+        self._shared: SharedMemory | None = None
+        self.options = settings.options
+        for name in self.options:
             if name not in _OPTIONS:
                 raise RequestError(
-                    f"strategy.{name} is no argument of DistributedDataParallel. Allowed: {', '.join(_OPTIONS)}."
-                    f"{nearest(name, _OPTIONS)}"
+                    f"strategy.{name} is no argument of DistributedDataParallel in torch {torch.__version__}. Allowed: "
+                    f"{', '.join(_OPTIONS)}.{nearest(name, _OPTIONS)}"
                 )
-        self.sync_batchnorm = sync_batchnorm
-        self.shared_memory = shared_memory
-        self.comm_hook = comm_hook
-        self._shared: SharedMemory | None = None
-        self.options = {name: value for name, value in options.items() if value is not None}
 
     @property
     def divisor(self) -> int:
         """Ranks' gradients are averaged."""
         return self.world.world_size
 
-    def parts(self, world: World) -> int:
-        """One: each rank has its own."""
-        return 1
-
     def check(self, task: Task, devices: Sequence[torch.device], backend: str) -> None:
         """Refuse ``sync_batchnorm`` on CPU, too."""
         super().check(task, devices, backend)
-        if self.sync_batchnorm and devices[0].type == "cpu":
+        if self.settings.sync_batchnorm and devices[0].type == "cpu":
             raise RequestError(
                 "strategy.sync_batchnorm=true works on GPUs only (torch's SyncBatchNorm), and this run is on the CPU. "
                 "Leave it false, or use a model without batch norm."
@@ -77,17 +57,17 @@ class DDP(Whole, Group):
 
         One replica without a hook has nothing to exchange, and runs bare.
         """
-        if self.world.world_size == 1 and self.comm_hook is None:
+        if self.world.world_size == 1 and self.settings.comm_hook is None:
             return cast(Wrapped, task)
-        if self.sync_batchnorm and batch_norms(task):
+        if self.settings.sync_batchnorm and batch_norms(task):
             task.model = nn.SyncBatchNorm.convert_sync_batchnorm(task.model)  # type: ignore[no-untyped-call]
         options = {name: value for name, value in self.options.items() if name not in _SEND_BUFFERS}
         options[_SEND_BUFFERS[0]] = self._sends_buffers(task)
         module = DistributedDataParallel(task, device_ids=None, **options)
         _settle_buckets(module, task)
-        if self.comm_hook is not None:
-            _COMM_HOOKS[self.comm_hook](module)
-        elif self.shared_memory and devices[0].type == "cpu":
+        if self.settings.comm_hook is not None:
+            _COMM_HOOKS[self.settings.comm_hook](module)
+        elif self.settings.shared_memory and devices[0].type == "cpu":
             self._shared = join(self.world, self.timeout_s)
         self.shares_memory = self._shared is not None
         if self._shared is not None:
@@ -106,14 +86,27 @@ class DDP(Whole, Group):
         norms = {id(buffer) for name in batch_norms(task) for buffer in task.get_submodule(name).buffers()}
         return any(id(buffer) not in norms for buffer in task.buffers())
 
-    def accumulate(self, module: Wrapped, share: float, last: bool) -> AbstractContextManager[Any]:
+    def training_step(self, module: Wrapped, batch: Any, weight: float, last: bool, precision: Passes) -> Tensor:
         """Keep gradients local until the last micro-batch of a step."""
         # torch learns a static graph from the hooks that no_sync leaves out: there gradients are exchanged each time.
         if last or not isinstance(module, DistributedDataParallel) or module.static_graph:
-            return nullcontext()
-        return module.no_sync()
+            return super().training_step(module, batch, weight, last, precision)
+        with module.no_sync():
+            return super().training_step(module, batch, weight, last, precision)
 
-    def part(self, share: float) -> AbstractContextManager[Any]:
+    def explain(self, error: BaseException, task: Task) -> str | None:
+        """Name the parameters that got no gradients, which torch tells by index alone."""
+        indices = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+        if indices is None:
+            return None
+        trained = [name for name, parameter in task.named_parameters() if parameter.requires_grad]
+        unused = ", ".join(trained[int(index)].removeprefix("model.") for index in indices[1].split())
+        return (
+            f"The loss does not depend on these parameters: {unused}. Take them out of the model, freeze them "
+            f"(requires_grad=False), or use strategy.find_unused_parameters=true."
+        )
+
+    def part(self, weight: float) -> AbstractContextManager[Any]:
         """There is one a rank."""
         return nullcontext()
 
@@ -122,7 +115,7 @@ class DDP(Whole, Group):
 
     def exchange(self, task: Task, world: World) -> Exchange:
         """Return buckets as large as the gradients, and in a step one all-reduce of each and a broadcast of buffers."""
-        if world.world_size == 1 and self.comm_hook is None:
+        if world.world_size == 1 and self.settings.comm_hook is None:
             return Exchange()
         trained = [parameter for parameter in task.parameters() if parameter.requires_grad]
         kinds = dict.fromkeys((parameter.device, parameter.dtype) for parameter in trained)
@@ -134,7 +127,9 @@ class DDP(Whole, Group):
             views = torch.split(bucket, [parameter.numel() for parameter in alike])
             places |= {each: view.view(each.shape) for each, view in zip(alike, views, strict=True)}
             held.append(bucket)
-        sent = {"fp16": 2, "bf16": 2}.get(self.comm_hook or "")  # bytes of a number; PowerSGD begins with all of them
+        sent = {"fp16": 2, "bf16": 2}.get(
+            self.settings.comm_hook or ""
+        )  # bytes of a number; PowerSGD begins with all of them
         return Exchange(
             held=held,
             places=places if self.options.get("gradient_as_bucket_view") else {},

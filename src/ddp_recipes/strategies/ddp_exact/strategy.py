@@ -1,21 +1,21 @@
 """The same bits on any number of processes."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import Store
 
-from ddp_recipes.config.request import refuse_uneven
 from ddp_recipes.errors import RequestError
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import Exchange, Whole, Wrapped
+from ddp_recipes.strategies.ddp_exact.ordered_sum import OrderedSum
+from ddp_recipes.strategies.ddp_exact.settings import DDPExactSettings
 from ddp_recipes.strategies.group import Group
-from ddp_recipes.strategies.ordered import OrderedSum
 from ddp_recipes.tasks import Task
 
 
@@ -24,30 +24,16 @@ class DDPExact(Whole, Group):
 
     What comes out depends on ``shards`` but not on the world size. It does depend on the build of torch, on the kind of
     processor and on the number of threads, which therefore is set; on a GPU it takes ``trainer.deterministic`` as well.
-
-    Args:
-        shards: parts of a global batch, each a replica in its own right: with its own randomness and its own batch-norm
-            statistics. The world size must divide it.
-        num_threads: threads of torch's CPU kernels in each rank; ``None`` leaves it to the environment.
     """
 
-    name = "ddp_exact"
+    Settings = DDPExactSettings
+    settings: DDPExactSettings
     divisor = 1
     takes_empty = False
 
-    def __init__(self, *, shards: int = 12, num_threads: int | None = 1) -> None:
-        self.shards = shards
-        self.num_threads = num_threads
+    def __init__(self, settings: DDPExactSettings | None = None) -> None:
+        self.settings = settings or DDPExactSettings()
         self.total: OrderedSum | None = None
-
-    def parts(self, world: World) -> int:
-        """Return this rank's share of the shards.
-
-        Raises:
-            RequestError: the world size does not divide them; lists those that do.
-        """
-        refuse_uneven(self.shards, world.world_size)
-        return self.shards // world.world_size
 
     def check(self, task: Task, devices: Sequence[torch.device], backend: str) -> None:
         """Refuse sparse gradients, too."""
@@ -63,26 +49,22 @@ class DDPExact(Whole, Group):
         self, world: World, store: Store | None, backend: str, timeout: timedelta, init_method: str | None
     ) -> None:
         """Join the process group, and set the number of threads: sums within an operation depend on it."""
-        if self.num_threads is not None:
-            torch.set_num_threads(self.num_threads)
+        if self.settings.num_threads is not None:
+            torch.set_num_threads(self.settings.num_threads)
         super().setup(world, store, backend, timeout, init_method)
 
     def wrap(self, task: Task, devices: Sequence[torch.device]) -> Wrapped:
         """Return the task itself: its gradients are taken after backward."""
-        self.total = OrderedSum(task, self.world, self.parts(self.world))
+        self.total = OrderedSum(task, self.world, self.settings.batch_shards(self.world).count)
         return cast(Wrapped, task)
 
     @contextmanager
-    def part(self, share: float) -> Iterator[None]:
+    def part(self, weight: float) -> Iterator[None]:
         """Compute a part from the buffers that the step started from, and take what it leaves."""
         assert self.total is not None
         self.total.begin()
         yield
-        self.total.take(share)
-
-    def accumulate(self, module: Wrapped, share: float, last: bool) -> AbstractContextManager[Any]:
-        """Gradients of a part's micro-batches add up by themselves."""
-        return nullcontext()
+        self.total.take(weight)
 
     def reduce(self) -> None:
         """Put the ordered sum in place."""
@@ -99,7 +81,7 @@ class DDPExact(Whole, Group):
 
     def exchange(self, task: Task, world: World) -> Exchange:
         """Return the rows of this rank's parts, and what comes of them; a row goes out for each, then its own slice."""
-        return OrderedSum(task, world, self.parts(world)).exchange()
+        return OrderedSum(task, world, self.settings.batch_shards(world).count).exchange()
 
     def sync_buffers(self, task: Task) -> None:
         """They are the same on every rank after each step."""

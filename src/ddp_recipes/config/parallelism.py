@@ -1,0 +1,239 @@
+"""What a strategy means for the shape of a run: its processes, how the data are dealt, what it refuses. Loads no torch.
+
+Each strategy declares that once, in a settings class of its own beside it. Launchers, data, checkpoints and the dry run
+ask the settings, and know no strategy by name.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ddp_recipes.config.settings import Count, parse
+from ddp_recipes.errors import RequestError
+from ddp_recipes.runtime.world import World
+
+if TYPE_CHECKING:
+    from ddp_recipes.config.request import Request
+
+
+@dataclass(frozen=True)
+class BatchShards:
+    """The shards of each global batch that a rank computes, one after the other: ``count`` of ``total`` from ``first``.
+
+    Ranks of one replica (the stages of a pipeline) have the same shards.
+    """
+
+    first: int
+    count: int
+    total: int
+
+    @property
+    def readers(self) -> int:
+        """How many ranks, or groups of ranks, read different data."""
+        return self.total // self.count
+
+    @property
+    def numbers(self) -> range:
+        """The shards of this rank."""
+        return range(self.first, self.first + self.count)
+
+
+@dataclass(frozen=True)
+class PipelineShape:
+    """A model in stages over the processes of a replica, which work on micro-batches at the same time.
+
+    Attributes:
+        stages_key: the key that sets ``stages``, for messages; ``micro_batches_key`` likewise.
+    """
+
+    schedule: str
+    stages: int
+    processes: int
+    micro_batches: int
+    stages_key: str
+    micro_batches_key: str
+
+    @property
+    def each(self) -> int:
+        """Stages of a process."""
+        return self.stages // self.processes
+
+    def stages_of(self, rank: int) -> list[int]:
+        """Return the stages that a rank holds."""
+        return list(range(rank % self.processes, self.stages, self.processes))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategySettings:
+    """The keys of ``strategy.*`` and the arithmetic that follows from them; a base that fits one process a replica.
+
+    A subclass adds its keys as typed fields, with defaults. For the class ``my_module.MyStrategy`` that a yaml names as
+    ``_target_`` it is ``my_module.MyStrategySettings``, or the class's attribute ``Settings``. The settings are the
+    only argument that the strategy is made with.
+
+    Attributes:
+        name: in logs and summaries; left out, the class's own.
+        max_world_size: the most processes that a run can have; ``None``: any number.
+        processes: the world size that the run must have; ``None`` leaves it to the launcher.
+    """
+
+    name: ClassVar[str] = ""
+    max_world_size: ClassVar[int | None] = None
+
+    processes: Count | None = None
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.name = cls.__dict__.get("name") or cls.__name__.removesuffix("Settings")
+
+    # --- processes
+
+    @property
+    def processes_per_replica(self) -> int:
+        """Processes that hold one replica together."""
+        return 1
+
+    def check_world_size(self, world_size: int) -> None:
+        """Refuse a number of processes that the strategy cannot have.
+
+        Raises:
+            RequestError: says which numbers it can.
+        """
+        if self.max_world_size is not None and world_size > self.max_world_size:
+            raise RequestError(
+                f"{world_size} processes (launcher.nproc_per_node, launcher.nnodes), but this strategy runs in "
+                f"{'one process' if self.max_world_size == 1 else f'{self.max_world_size} at most'}. Use a strategy of "
+                f"several processes, such as strategy=ddp, for more."
+            )
+        if self.processes is not None and world_size != self.processes:
+            raise RequestError(
+                f"strategy.processes={self.processes}, but {world_size} process(es) are to run. Set "
+                f"launcher.nproc_per_node (and launcher.nnodes) so that there are {self.processes}, or leave "
+                f"strategy.processes out."
+            )
+        if world_size % self.processes_per_replica:
+            k = self.processes_per_replica
+            raise RequestError(
+                f"One replica takes {k} processes, and {world_size} cannot be dealt evenly. Use {k}, {2 * k}, {3 * k}, "
+                f"… processes (launcher.nproc_per_node)."
+            )
+
+    def auto_processes(self, fit: int | None) -> int:
+        """Return how many processes ``launcher.nproc_per_node=auto`` stands for on one node.
+
+        Args:
+            fit: how many there are GPUs for; ``None`` on the CPU.
+        """
+        wanted = 2 if fit is None else fit
+        if self.processes is not None:
+            wanted = self.processes
+        elif self.max_world_size is not None:
+            wanted = min(wanted, self.max_world_size)
+        k = self.processes_per_replica
+        return wanted if k == 1 else max(1, 1 if fit is None else wanted // k) * k
+
+    # --- data
+
+    def batch_shards(self, world: World) -> BatchShards:
+        """Return which shards of each global batch a rank computes.
+
+        Raises:
+            RequestError: this world size cannot be.
+        """
+        self.check_world_size(world.world_size)
+        k = self.processes_per_replica
+        return BatchShards(world.rank // k, 1, world.world_size // k)
+
+    @property
+    def fixed_shards(self) -> int | None:
+        """Shards of a batch that do not follow from the world size; ``None`` where they do."""
+        return None
+
+    def check_resume(self, path: object, shards: int | None) -> None:
+        """Refuse a checkpoint that was trained in so many fixed shards, where this run would end with other weights.
+
+        Raises:
+            RequestError: with what to set.
+        """
+
+    # --- the model
+
+    @property
+    def pipeline(self) -> PipelineShape | None:
+        """The stages that a replica's processes hold; ``None`` where each process holds the whole model."""
+        return None
+
+    # --- refusals and remedies
+
+    def check(self, request: "Request") -> None:
+        """Refuse what does not go together with keys of other groups.
+
+        Raises:
+            RequestError: with what to do instead.
+        """
+
+    def check_dry_run(self, device_type: str, gpus: int) -> None:
+        """Refuse what a dry run cannot show.
+
+        Raises:
+            RequestError: with what to do instead.
+        """
+
+    @property
+    def synchronises_batch_norm(self) -> bool:
+        """Whether batch norm takes its statistics from all replicas."""
+        return False
+
+    def batch_norm_remedy(self, device_type: str) -> str:
+        """Return what to set so that batch norm takes its statistics from all replicas; empty if nothing does."""
+        return ""
+
+    def unused_parameters(self) -> str:
+        """Return what parameters that the loss does not depend on lead to, and what to do; empty if nothing."""
+        return ""
+
+
+def strategy_settings(section: Mapping[str, Any]) -> StrategySettings:
+    """Return the checked settings of the strategy that a config section names as its ``_target_``.
+
+    Raises:
+        RequestError: there is no such strategy, or a key or value is not allowed.
+    """
+    target = section.get("_target_")
+    if not isinstance(target, str) or "." not in target:
+        raise RequestError(
+            "strategy has no _target_, the dotted name of a strategy class. Choose an option of the group, such as "
+            "strategy=ddp."
+        )
+    values = {str(name): value for name, value in section.items() if not str(name).startswith("_")}
+    return parse(_settings_class(target), "strategy", values)
+
+
+def _settings_class(target: str) -> type[StrategySettings]:
+    """Return the settings class of a strategy; where it lies beside the strategy, that one need not be loaded."""
+    module_name, _, name = target.rpartition(".")
+    try:
+        module = import_module(module_name)
+        found = getattr(module, f"{name}Settings", None)
+        if found is None:
+            found = getattr(getattr(module, name), "Settings", None)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # of something that the user's own module imports
+        raise RequestError(f"strategy._target_={target} cannot be found: there is no module {error.name}.") from None
+    except AttributeError:
+        raise RequestError(
+            f"strategy._target_={target} cannot be found: {module_name} has no {name}.{_strategies_in(module)}"
+        ) from None
+    if not (isinstance(found, type) and issubclass(found, StrategySettings)):
+        raise RequestError(
+            f"strategy._target_={target} has no settings. Define {name}Settings, a frozen dataclass that is a subclass "
+            f"of ddp_recipes.StrategySettings, beside it: it says what the strategy means for the processes of a run."
+        )
+    return found
+
+
+def _strategies_in(module: object) -> str:
+    names: Sequence[str] = [name for name in getattr(module, "__all__", ()) if not name.endswith("Settings")]
+    return f" It has: {', '.join(names)}." if names else ""

@@ -1,0 +1,1 @@
+"""torch's ``DistributedDataParallel``: one process a replica."""

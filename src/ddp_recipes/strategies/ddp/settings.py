@@ -1,0 +1,85 @@
+"""What ``strategy=ddp`` means for the shape of a run."""
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from ddp_recipes.config.parallelism import StrategySettings
+from ddp_recipes.config.settings import Positive
+from ddp_recipes.errors import RequestError
+
+if TYPE_CHECKING:
+    from ddp_recipes.config.request import Request
+
+
+@dataclass(frozen=True, kw_only=True)
+class DDPSettings(StrategySettings):
+    """One process a replica; all but the first three keys are arguments of ``DistributedDataParallel``.
+
+    Attributes:
+        sync_batchnorm: batch-norm statistics over all ranks; GPU only, as torch's ``SyncBatchNorm`` is.
+        shared_memory: whether ranks on the CPUs of one machine average gradients in memory that they share.
+        comm_hook: what the all-reduce sends; ``None``: gradients as they are.
+        broadcast_buffers: before each forward pass; ``None``: unless all buffers are those of batch norms. It is
+            ``forward_sync_buffers`` in newer releases of torch, and both names are taken.
+    """
+
+    name: ClassVar[str] = "ddp"
+
+    sync_batchnorm: bool = False
+    shared_memory: bool = True
+    comm_hook: Literal["fp16", "bf16", "powersgd"] | None = None
+    bucket_cap_mb: Positive | None = None
+    bucket_cap_mb_list: list[int] | None = None
+    find_unused_parameters: bool | None = None
+    static_graph: bool | None = None
+    gradient_as_bucket_view: bool | None = None
+    broadcast_buffers: bool | None = None
+    forward_sync_buffers: bool | None = None
+    init_sync: bool | None = None
+    check_reduction: bool | None = None
+    skip_all_reduce_unused_params: bool | None = None
+    batched_grad_copy: bool | None = None
+    lazy_bucket_allocation: bool | None = None
+    dim: int | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments of ``DistributedDataParallel`` that are set."""
+        own = {"processes", "sync_batchnorm", "shared_memory", "comm_hook"}
+        values = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in own}
+        known = {each.name for each in fields(DDPSettings)}
+        return {name: value for name, value in values.items() if value is not None and name in known}
+
+    @property
+    def synchronises_batch_norm(self) -> bool:
+        """Whether batch norm takes its statistics from all ranks."""
+        return self.sync_batchnorm
+
+    def check(self, request: "Request") -> None:
+        """Refuse micro-batches whose statistics would be exchanged."""
+        if request.model.micro_batches > 1 and self.sync_batchnorm:
+            raise RequestError(
+                f"model.micro_batches={request.model.micro_batches} and strategy.sync_batchnorm=true do not go "
+                f"together: ranks may have different numbers of micro-batches, and would wait for each other's "
+                f"statistics. Leave out one of them."
+            )
+
+    def batch_norm_remedy(self, device_type: str) -> str:
+        """Return the key that has statistics taken from all ranks."""
+        on_gpus = "" if device_type == "cuda" else ", on GPUs,"
+        return f"With strategy.sync_batchnorm=true{on_gpus} ddp takes them from all."
+
+    def unused_parameters(self) -> str:
+        """Return what torch makes of them, by its options."""
+        if self.static_graph:
+            return (
+                "With strategy.static_graph=true torch takes those of the first step for unused for good: one that a "
+                "later step uses is not learned from it. Take them out of the model, or freeze them "
+                "(requires_grad=False)."
+            )
+        if self.find_unused_parameters:
+            return ""
+        return (
+            "ddp will fail in the second step. Take them out of the model, freeze them (requires_grad=False), or use "
+            "strategy.find_unused_parameters=true."
+        )

@@ -1,0 +1,1 @@
+"""The model in stages, one process a stage, and replicas of it."""

@@ -1,0 +1,1 @@
+"""torch's ``DataParallel``: one process, several GPUs."""

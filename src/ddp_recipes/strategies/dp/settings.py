@@ -1,0 +1,23 @@
+"""What ``strategy=dp`` means for the shape of a run."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ddp_recipes.config.parallelism import StrategySettings
+from ddp_recipes.errors import RequestError
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataParallelSettings(StrategySettings):
+    """One process, which drives all of its GPUs."""
+
+    name: ClassVar[str] = "dp"
+    max_world_size: ClassVar[int | None] = 1
+
+    def check_dry_run(self, device_type: str, gpus: int) -> None:
+        """Refuse several GPUs."""
+        if device_type == "cuda" and gpus > 1:
+            raise RequestError(
+                "plan=true does not know strategy=dp on several GPUs, where one process drives them all. Use "
+                "strategy=ddp."
+            )

@@ -1,0 +1,69 @@
+"""One process, no wrapper."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed import Store
+
+from ddp_recipes.config.parallelism import StrategySettings
+from ddp_recipes.runtime.world import World
+from ddp_recipes.strategies.base import Exchange, Whole, Wrapped
+from ddp_recipes.strategies.single.settings import SingleSettings
+from ddp_recipes.tasks import Task
+
+
+class Single(Whole):
+    """One process, no wrapper: the reference that every other strategy must agree with."""
+
+    Settings: type[StrategySettings] = SingleSettings
+    divisor = 1
+    takes_empty = False
+    shares_memory = False
+
+    def __init__(self, settings: StrategySettings | None = None) -> None:
+        self.settings = settings or SingleSettings()
+
+    def replicas(self, device_type: str) -> int:
+        """One."""
+        return 1
+
+    def check(self, task: Task, devices: Sequence[torch.device], backend: str) -> None:
+        """Nothing can be wrong."""
+
+    def setup(
+        self, world: World, store: Store | None, backend: str, timeout: timedelta, init_method: str | None
+    ) -> None:
+        """There is nobody to join."""
+
+    def wrap(self, task: Task, devices: Sequence[torch.device]) -> Wrapped:
+        """Return the task itself."""
+        return cast(Wrapped, task)
+
+    def part(self, weight: float) -> AbstractContextManager[Any]:
+        """There is one."""
+        return nullcontext()
+
+    def reduce(self) -> None:
+        """Gradients are complete."""
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Add the rows."""
+        return values.sum(dim=0)
+
+    def gather(self, value: Any) -> list[Any] | None:
+        """Return the value of the only rank."""
+        return [value]
+
+    def sync_buffers(self, task: Task) -> None:
+        """There is one model."""
+
+    def exchange(self, task: Task, world: World) -> Exchange:
+        """There is nobody to exchange with."""
+        return Exchange()
+
+    def teardown(self) -> None:
+        """Nothing was set up."""
