@@ -23,6 +23,7 @@ from ddp_recipes.reporting.run_directory import Summary, first_missing, leave_su
 from ddp_recipes.runtime.job import Job
 from ddp_recipes.runtime.process import die_with_parent, leave, loading
 from ddp_recipes.runtime.world import World
+from ddp_recipes.strategies import ONE_PROCESS
 
 if TYPE_CHECKING:
     from hydra._internal.hydra import Hydra
@@ -277,7 +278,7 @@ class Leader:
 
 def _expects_ranks(args: Namespace) -> bool:
     """Guess from the command line whether ranks will be started here: a wrong guess costs a little, not the run."""
-    alone = ("strategy=single", "strategy=dp", "launcher.nproc_per_node=1", "plan=true")
+    alone = (*(f"strategy={name}" for name in ONE_PROCESS), "launcher.nproc_per_node=1", "plan=true")
     elsewhere = ("launcher=slurm", "launcher.start_method=spawn")
     return not args.multirun and not {*alone, *elsewhere}.intersection(args.overrides)
 

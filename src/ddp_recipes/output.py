@@ -29,7 +29,7 @@ from ddp_recipes.reporting.run_directory import RunDirectory, Summary, write_sum
 from ddp_recipes.runtime.control import Control, ForwardHandler
 from ddp_recipes.runtime.digest import digest
 from ddp_recipes.strategies.base import batch_norms
-from ddp_recipes.training.loop import Cursor, Metrics, Run
+from ddp_recipes.training.state import Cursor, Metrics, Run
 
 log = logging.getLogger(__name__)
 

@@ -26,7 +26,9 @@ from ddp_recipes.tools import dry_run as planning
 from ddp_recipes.tools import equivalence as check
 from ddp_recipes.tools import profiling
 from ddp_recipes.training import loop
+from ddp_recipes.training.evaluation import check_monitor, evaluate
 from ddp_recipes.training.precision import make_precision
+from ddp_recipes.training.state import Run
 
 log = logging.getLogger(__name__)
 
@@ -115,18 +117,18 @@ def fit(recipe: Recipe, output: Output) -> None:
         log.info("Nothing was left to do: at step %d a limit of trainer.* is reached already.", run.cursor.step)
 
 
-def check_validation(run: loop.Run) -> None:
+def check_validation(run: Run) -> None:
     """Run a few validation batches before anything is written: what is wrong there shows now, not after an epoch."""
     steps = run.trainer.num_sanity_val_steps
     if run.val is None or steps == 0:
         return
     loader = run.val if steps < 0 else run.val.limited(steps)
-    metrics = loop.evaluate(run.task, loader, run.strategy, "val", run.precision)
-    loop.check_monitor(run.monitor, metrics)
+    metrics = evaluate(run.task, loader, run.strategy, "val", run.precision)
+    check_monitor(run.monitor, metrics)
     run.task.train()
 
 
-def stop_early(run: loop.Run) -> NoReturn:
+def stop_early(run: Run) -> NoReturn:
     """End a run that a signal stopped."""
     if not run.checkpoint.enabled or run.trainer.fast_dev_run:
         raise RunFailed(
@@ -147,7 +149,7 @@ def measure(recipe: Recipe, output: Output) -> None:
     recipe.shard()
     output.open(None)
     precision = make_precision(recipe.trainer.precision, recipe.device.type)
-    output.metrics = loop.evaluate(recipe.task, loader, recipe.strategy, split, precision)
+    output.metrics = evaluate(recipe.task, loader, recipe.strategy, split, precision)
     output.logger.scalars(output.metrics, step)
 
 

@@ -21,7 +21,8 @@ from ddp_recipes.runtime.world import World
 from ddp_recipes.testing import make_job, on_ranks
 from ddp_recipes.tools.dry_run.backward import backward, roots_of
 from ddp_recipes.tools.dry_run.ledger import Ledger
-from ddp_recipes.training.loop import evaluate, forward_backward
+from ddp_recipes.training.evaluation import evaluate
+from ddp_recipes.training.loop import forward_backward
 
 Run = Callable[..., Summary]
 Plan = Callable[..., dict[str, Any]]

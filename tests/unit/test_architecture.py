@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -74,6 +75,25 @@ def test_imports_point_down(path: Path) -> None:
 def test_models_and_data_sets_know_nothing_of_runs(folder: str) -> None:
     for path in (PACKAGE / folder).rglob("*.py"):
         assert set(imported(path)) <= {folder, "errors"}
+
+
+# The reference of check=equivalence is named there.
+ABOUT_STRATEGIES = re.compile(
+    r"ddp_exact|ddp_pipeline|parameter_server|strategy=(?!single|\{|%s|strategy|self)"
+    r"|strategy\.(stages|shards|schedule|micro_batches|sync_batchnorm|shared_memory|comm_hook|num_threads|static_graph)"
+)
+
+
+def test_a_strategy_is_known_in_its_own_folder_alone() -> None:
+    """Everyone else asks the settings, and so works for a strategy from outside as well."""
+    found = [
+        f"{path.relative_to(PACKAGE)}: {line.strip()}"
+        for path in SOURCES
+        if part_of(path) != "strategies"
+        for line in path.read_text().splitlines()
+        if ABOUT_STRATEGIES.search(line)
+    ]
+    assert found == []
 
 
 def test_public_names_are_there() -> None:

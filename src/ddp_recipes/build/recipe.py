@@ -1,30 +1,29 @@
-"""From config to objects to a finished run, on one rank. The only place that makes objects of the config."""
+"""The objects of one run on one rank; the other modules of this folder make them, with plain arguments."""
 
-import inspect
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
-from hydra._internal.utils import _locate  # hydra.utils.get_object is this, and also prints the error
-from hydra.errors import InstantiationException
-from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from torch import Tensor
 
+from ddp_recipes.build.data import make_loaders
+from ddp_recipes.build.instantiate import locate, make, make_section
+from ddp_recipes.build.model import make_task
+from ddp_recipes.build.optimizer import make_optimizer, make_optimizer_and_schedule
+from ddp_recipes.build.resume import load_state
 from ddp_recipes.callbacks import Callback
-from ddp_recipes.checkpointing.files import State, check_weights, find, load_first
+from ddp_recipes.checkpointing.files import State
 from ddp_recipes.config.request import Request, visible_gpus
-from ddp_recipes.config.settings import ModelSettings, batches, seconds
-from ddp_recipes.data.batch_plan import BatchPlan
-from ddp_recipes.data.loader import Loader, size_of
-from ddp_recipes.errors import RequestError, nearest, not_one_of
+from ddp_recipes.config.settings import seconds
+from ddp_recipes.data.loader import Loader
+from ddp_recipes.errors import RequestError, nearest
 from ddp_recipes.loggers import Logger
-from ddp_recipes.model_parallel import Rehearsal, Stage, apart, in_micro_batches, split_model, timed
+from ddp_recipes.model_parallel import Stage
 from ddp_recipes.runtime.control import Control
 from ddp_recipes.runtime.job import Job
 from ddp_recipes.runtime.process import keep_freed_memory, loading
@@ -33,19 +32,10 @@ from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies import Strategy
 from ddp_recipes.strategies.base import Wrapped
 from ddp_recipes.tasks import Task
-from ddp_recipes.training.loop import Run, Schedule, restore
 from ddp_recipes.training.non_finite import Watch
-from ddp_recipes.training.optimizers import uncompiled
 from ddp_recipes.training.precision import make_precision
+from ddp_recipes.training.state import Run, restore
 from ddp_recipes.training.stopping import Stopper
-
-SPLITS = {
-    "fit": ("train", "val"),
-    "validate": ("val",),
-    "test": ("test",),
-    "predict": ("predict", "test", "val"),
-    "export": (),
-}
 
 
 class Recipe:
@@ -83,20 +73,22 @@ class Recipe:
         self.task = self._make_task()
         self._check_strategy()
         self.callbacks: list[Callback] = [
-            _instantiate(node, f"callbacks.{name}") for name, node in (self.config.get("callbacks") or {}).items()
+            make(node, f"callbacks.{name}") for name, node in (self.config.get("callbacks") or {}).items()
         ]
         self.monitor = self._monitor()
         self.checkpoint_path: Path | None = None
         self.state = self._load()
         if self.mode == "fit":
             with loading():  # an optimizer that is not torch's own may bring its compiler
-                self.optimizer, self.schedule = self._make_optimizer()
+                self.optimizer, self.schedule = make_optimizer_and_schedule(
+                    self.config, self.task, self.trainer.precision, self.total_steps, self.steps_per_epoch
+                )
 
     # What the config says
 
     def _devices(self) -> list[torch.device]:
         if self.layout is not None:
-            return [torch.device("cpu")] * self.request.num_devices  # on paper nothing runs
+            return [torch.device("cpu")] * self.request.num_devices  # in a dry run nothing runs
         device_type = self.request.device_type(torch.cuda.device_count())
         k = self.request.num_devices
         if device_type == "cpu":
@@ -120,12 +112,6 @@ class Recipe:
         if self.device.type == "cpu":
             keep_freed_memory()
 
-    def _make(self, section: str, *arguments: Any, without: Sequence[str] = (), **runtime: Any) -> Any:
-        node = self.config[section]
-        return _instantiate(
-            OmegaConf.masked_copy(node, [name for name in node if name not in without]), section, *arguments, **runtime
-        )
-
     def _check_strategy(self) -> None:
         devices, backend = self.devices, self.backend
         if self.layout is not None:
@@ -145,109 +131,34 @@ class Recipe:
         return bool(self.config.data.get("download", False))
 
     def _make_loaders(self) -> dict[str, Loader]:
-        """Return the loaders that this mode needs, by split; validation may be missing in ``fit``."""
-        names = SPLITS[self.mode]
-        if not names:
-            return {}
-        found = [name for name in names if self.config.data.get(name) is not None]
-        if not found or (self.mode == "fit" and "train" not in found):
-            needed = " or ".join(f"data.{name}" for name in (names[:1] if self.mode == "fit" else names))
-            raise RequestError(
-                f"mode={self.mode} needs {needed}, which this data choice does not have. Give it in the data "
-                "yaml, or choose another data or mode."
-            )
-        chosen = found if self.mode == "fit" else found[:1]
-        loaders = {name: self._make_loader(name) for name in chosen}
-        if self.trainer.overfit_batches and "val" in loaders:
-            loaders["val"] = loaders["train"]
-        return loaders
-
-    def _make_loader(self, split: str) -> Loader:
-        data, world = self.request.data, self.world
-        dataset = _instantiate(self.config.data[split], f"data.{split}")
-        shards = self.request.strategy.batch_shards(world)
-        replicas = shards.total * self.strategy.replicas(self.device.type)
-        training = split == "train"
-        if not training:
-            global_batch = data.val_batch_size * replicas
-        else:
-            global_batch = data.global_batch_size or data.batch_size * replicas
-            if global_batch < replicas:
-                raise RequestError(
-                    f"data.global_batch_size={global_batch} is less than one sample for each of {replicas} replicas. "
-                    f"Use at least {replicas}, or fewer {'processes' if shards.count == 1 else 'shards'}."
-                )
-        plan = BatchPlan(
-            num_samples=size_of(dataset),
-            global_batch_size=global_batch,
-            parts=shards.total,
-            seed=self.request.run.seed,
-            shuffle=training and data.shuffle and not self.trainer.overfit_batches,
-            drop_last=training and data.drop_last,
-            shard=data.shard,
-        )
-        limit = getattr(self.trainer, f"limit_{split}_batches")
-        return Loader(
-            dataset,
-            plan.limited(batches(limit, plan.num_batches)),
+        request = self.request
+        return make_loaders(
+            self.config.data,
+            request.data,
+            self.trainer,
+            self.mode,
+            request.run.seed,
+            request.strategy.batch_shards(self.world),
+            self.strategy.replicas(self.device.type),
             self.device,
-            parts=shards.numbers,
-            num_workers=data.num_workers,
-            pin_memory=data.pin_memory,
         )
 
     def _make_task(self) -> Task:
-        """Return the task with its model on the replica's devices, weights drawn from the seed on the CPU."""
-        node, settings = self.config.model, self.request.model
-        places_itself = "devices" in _parameters(node._target_, "model")
-        pipeline = self.request.strategy.pipeline
-        if places_itself and (settings.split is not None or pipeline is not None):
-            cut, out = f"model.split={settings.split}", "model.split"
-            if pipeline is not None:
-                cut, out = f"strategy={self.request.strategy.name} cuts the model", "strategy"
-            raise RequestError(
-                f"{cut}, but {node._target_} takes `devices` and places itself. Leave out {out}, or choose the model "
-                f"without '_mp'."
-            )
-        runtime = {"devices": self.devices} if places_itself else {}
-        model = self._make("model", without=[key.name for key in fields(ModelSettings)], **runtime)
-        if not isinstance(model, torch.nn.Module):
-            raise RequestError(f"model._target_={node._target_} made a {type(model).__name__}, which is no nn.Module.")
-        task: Task = self._make("task", model=model)
-        if settings.micro_batches > 1:
-            in_micro_batches(model, settings.micro_batches)
-        if places_itself:
-            task.loss.to(self.devices[-1])
-        elif (settings.num_devices > 1 or pipeline is not None) and self.loaders:
-            names = [str(name) for name in settings.split] if isinstance(settings.split, list) else None
-            rehearsal = self._rehearsal(task)
-            if settings.split == "timed" and self.layout is None:
-                precision = make_precision(self.trainer.precision, self.device.type)
-                time_it = partial(timed, rehearsal, self.device, precision.forward)
-                rehearsal.times = partial(self.control.of_main, "times of the model's modules", time_it)
-            elif settings.split == "timed":
-                self.warnings.append(
-                    "model.split=timed: on paper there is no device to time on, so stages are even as with auto."
-                )
-            if pipeline is not None:  # the task stays on the CPU: no device may have room for all of it
-                self.strategy.starts, self.stages = apart(
-                    task.model, pipeline.stages, names, rehearsal, pipeline.stages_key
-                )
-            else:
-                self.stages = split_model(task, self.devices, names, rehearsal)
-            if rehearsal.failure is not None:
-                self.warnings.append(f"The split could not be tried out before training: {rehearsal.failure}")
-        else:
-            task.to(self.device)
-        if self.trainer.compile and self.layout is None:
-            model.compile()
-        return task
-
-    def _rehearsal(self, task: Task) -> Rehearsal:
-        """Return a step of the task to be tried out on a batch of this run's size, the same on every rank."""
-        loader = next(iter(self.loaders.values()))
-        step = "training_step" if self.mode == "fit" else "predict_step"
-        return Rehearsal(task, step, loader.sample(), loader.plan.share(0, 0))
+        built = make_task(
+            self.config,
+            self.request.model,
+            self.request.strategy,
+            self.devices,
+            next(iter(self.loaders.values()), None),
+            "training_step" if self.mode == "fit" else "predict_step",
+            make_precision(self.trainer.precision, self.device.type),
+            partial(self.control.of_main, "times of the model's modules") if self.layout is None else None,
+            compiled=self.trainer.compile and self.layout is None,
+        )
+        self.warnings += built.warnings
+        self.stages = built.stages
+        self.strategy.starts = built.starts
+        return built.task
 
     def _monitor(self) -> str:
         """Return the metric to monitor; refuse one that cannot come up, as far as that is known before running."""
@@ -267,99 +178,17 @@ class Recipe:
 
     def _load(self) -> State | None:
         """Return the state to start from, checked against this run's model and batches, or ``None``."""
-        paths = find(self.request.run.ckpt_path, self.job.directory)
-        if not paths:
-            if self.mode == "export":
-                raise RequestError(
-                    f"mode=export: {self.job.directory} has no checkpoint. Give a run directory or a file as ckpt_path."
-                )
+        train = self.loaders["train"] if self.mode == "fit" else None
+        found = load_state(self.request, self.job.directory, self.task.weights(), train)
+        if found is None:
             return None
-        path, state, warnings = load_first(paths)
+        self.checkpoint_path, state, warnings = found
         self.warnings += warnings
-        self.checkpoint_path = path
-        check_weights(path, state["model"], self.task.weights())
-        if self.mode == "fit":
-            self._fit_cursor(path, state)
         return state
-
-    def _fit_cursor(self, path: Path, state: State) -> None:
-        """See that this run's batches go on where those of the checkpoint ended; refuse, or begin a little earlier."""
-        train, cursor, was = self.loaders["train"], state["cursor"], state["global_batch_size"]
-        now, done = train.plan.global_batch_size, cursor["batch"]
-        if self.request.resume.strict:
-            self.request.strategy.check_resume(path, state.get("shards"))
-        if was == now and done < len(train):
-            return
-        if self.request.resume.strict:
-            differs, remedy = (
-                f"was trained with a global batch of {was} samples, this run has {now}",
-                f"data.global_batch_size={was}",
-            )
-            if was == now:
-                differs = f"is from after batch {done} of an epoch, this run has {len(train)} batches an epoch"
-                remedy = "the limits of trainer.* and the data as they were"
-            raise RequestError(
-                f"{path} {differs}: it would not go on where that one stopped. Set {remedy}, or resume.strict=false to "
-                f"go on as nearly as can be, or start afresh without ckpt_path."
-            )
-        cursor["batch"] = at = min(done * was // now, len(train) - 1)
-        again = min(done * was, len(train) * now) - at * now
-        self.warnings.append(
-            f"{path} is from after {done} batches of {was} samples. Epoch {cursor['epoch']} goes on at batch {at} of "
-            f"{now} samples: {again} are seen twice, none is left out. The schedule is the checkpoint's."
-        )
 
     def optimizer_of(self, task: Task) -> torch.optim.Optimizer:
         """Return a new optimizer for a task of this recipe's kind."""
-        own = task.configure_optimizers()
-        return self._configured_optimizer(task) if own is None else own[0]
-
-    def _configured_optimizer(self, task: Task) -> torch.optim.Optimizer:
-        """Return the config's optimizer, of one kernel for all parameters where it may be."""
-        fused: dict[str, Any] = {"fused": True} if self._may_fuse else {}
-        optimizer: torch.optim.Optimizer = self._make("optimizer", task.parameters(), **fused)
-        return optimizer
-
-    def _make_optimizer(self) -> tuple[torch.optim.Optimizer, Schedule]:
-        """Return optimizer and scheduler: the module's own, where it is one of Lightning's, else the config's."""
-        own = self.task.configure_optimizers()
-        optimizer = self._configured_optimizer(self.task) if own is None else own[0]
-        if own is None or own[1] is None:
-            return optimizer, self._make_schedule(optimizer)
-        return optimizer, Schedule(own[1], own[2])
-
-    @property
-    def _may_fuse(self) -> bool:
-        """Whether the optimizer is one of torch's that may update all parameters in one kernel, unless told otherwise.
-
-        Not with 16-mixed: where the very first step is skipped, torch's fused SGD goes on from uninitialised momentum.
-        """
-        node = self.config.optimizer
-        return (
-            node.get("fused") is None
-            and not node.get("foreach")
-            and node._target_.startswith("torch.optim.")
-            and "fused" in _parameters(node._target_, "optimizer")
-            and self.trainer.precision != "16-mixed"
-            and all(parameter.is_floating_point() for parameter in self.task.parameters())
-        )
-
-    def _make_schedule(self, optimizer: torch.optim.Optimizer) -> Schedule:
-        """Return the scheduler; a length that its yaml leaves null is that of the run, in ticks."""
-        node = self.config.scheduler
-        interval = node.get("interval", "epoch")
-        if interval not in ("step", "epoch"):
-            raise not_one_of("scheduler.interval", interval, ("step", "epoch"))
-        lengths = [name for name in ("T_max", "total_steps") if name in node and node[name] is None]
-        steps = self.total_steps
-        if lengths and not steps:
-            raise RequestError(
-                f"scheduler.{lengths[0]} follows the length of the run, which is not known: set it, or set "
-                f"trainer.max_epochs or trainer.max_steps to at least 1."
-            )
-        ticks = steps if steps is None or interval == "step" else -(-steps // self.steps_per_epoch)
-        scheduler = self._make("scheduler", optimizer, without=["interval", *lengths], **dict.fromkeys(lengths, ticks))
-        return Schedule(scheduler, interval)
+        return make_optimizer(self.config, task, self.trainer.precision)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -445,57 +274,7 @@ class Recipe:
 
     def make_logger(self, purge_step: int | None) -> Logger:
         """Return the logger; rank 0 only."""
-        logger: Logger = self._make("logger", directory=str(self.job.directory / "tensorboard"), purge_step=purge_step)
+        logger: Logger = make_section(
+            self.config, "logger", directory=str(self.job.directory / "tensorboard"), purge_step=purge_step
+        )
         return logger
-
-
-def locate(target: str, section: str) -> Any:
-    """Return what a dotted name stands for.
-
-    Raises:
-        RequestError: there is no such thing.
-    """
-    try:
-        return _locate(target)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise RequestError(f"{section}._target_={target} cannot be found: {_last_line(error)}") from None
-
-
-def _parameters(target: str, section: str) -> Mapping[str, inspect.Parameter]:
-    found = locate(target, section)
-    try:
-        return inspect.signature(found).parameters
-    except (TypeError, ValueError):  # it has none, or cannot be called, which comes out when it is
-        return {}
-
-
-def _instantiate(node: DictConfig, section: str, *arguments: Any, **runtime: Any) -> Any:
-    """Make an object of a config node; lists arrive as lists, and runtime objects untouched.
-
-    Raises:
-        RequestError: the target is not there or does not take these arguments, or it refused them itself.
-    """
-    if "_target_" not in node:
-        raise RequestError(f"{section} has no _target_, the dotted name of a class or function to call.")
-    try:
-        made = instantiate(node, _convert_="all", _partial_=True)
-        return partial(uncompiled(made.func), *made.args, **made.keywords)(*arguments, **runtime)
-    except InstantiationException as error:
-        cause = error.__cause__ or error
-        if isinstance(cause, RequestError) or not isinstance(cause, (ImportError, InstantiationException)):
-            raise cause from None  # the target's own words, of an object nested in this one
-        raise RequestError(f"{section}._target_={node._target_} cannot be made: {_last_line(cause)}") from error
-    except (TypeError, ValueError) as error:
-        if isinstance(error, TypeError) and "argument" in str(error):
-            raise RequestError(
-                f"{section} does not fit {node._target_}: {error}. Check the keys of {section}."
-            ) from error
-        if not str(node._target_).startswith(("ddp_recipes.", "torch.", "torchvision.")):
-            raise  # a user's own code: the traceback is what helps
-        given = ", ".join(f"{name!s}={value}" for name, value in node.items() if str(name)[0] != "_")
-        raise RequestError(f"{section} does not fit {node._target_}: {error}. Check the values of {given}.") from error
-
-
-def _last_line(error: BaseException) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip() and not line.startswith("full_key")]
-    return lines[-1] if lines else type(error).__name__

@@ -20,6 +20,7 @@ from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from ddp_recipes.config import settings
 from ddp_recipes.errors import RequestError, nearest
 
 JOB_NAME = "train"
@@ -111,11 +112,18 @@ def run(hydra: Hydra, config: DictConfig, config_name: str, task: Task) -> None:
 
 
 def sweep_directory(hydra: Hydra, config_name: str, overrides: Sequence[str]) -> str:
-    """Return ``hydra.sweep.dir`` of a multirun, resolved: the time in it is now."""
+    """Return ``hydra.sweep.dir`` of a multirun, resolved: the time in it is now.
+
+    Raises:
+        RequestError: as in :func:`compose`, or a value of ``sweep.*`` is not allowed.
+    """
     try:
         config = hydra.compose_config(
             config_name, [*overrides, "hydra.mode=MULTIRUN"], RunMode.MULTIRUN, validate_sweep_overrides=False
         )
+        section = OmegaConf.to_container(config.get("sweep") or OmegaConf.create({}))
+        assert isinstance(section, dict)
+        settings.parse(settings.SweepSettings, "sweep", {str(name): value for name, value in section.items()})
         return os.path.abspath(str(config.hydra.sweep.dir))
     except (HydraException, OmegaConfBaseException) as error:
         raise translate(error, hydra, config_name, overrides) from None

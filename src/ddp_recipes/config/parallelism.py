@@ -103,8 +103,8 @@ class StrategySettings:
         if self.max_world_size is not None and world_size > self.max_world_size:
             raise RequestError(
                 f"{world_size} processes (launcher.nproc_per_node, launcher.nnodes), but this strategy runs in "
-                f"{'one process' if self.max_world_size == 1 else f'{self.max_world_size} at most'}. Use a strategy of "
-                f"several processes, such as strategy=ddp, for more."
+                f"{'one process' if self.max_world_size == 1 else f'{self.max_world_size} at most'}. Use another "
+                f"strategy for more."
             )
         if self.processes is not None and world_size != self.processes:
             raise RequestError(
@@ -203,8 +203,8 @@ def strategy_settings(section: Mapping[str, Any]) -> StrategySettings:
     target = section.get("_target_")
     if not isinstance(target, str) or "." not in target:
         raise RequestError(
-            "strategy has no _target_, the dotted name of a strategy class. Choose an option of the group, such as "
-            "strategy=ddp."
+            "strategy has no _target_, the dotted name of a strategy class. Choose an option of the group "
+            "(conf/strategy lists them)."
         )
     values = {str(name): value for name, value in section.items() if not str(name).startswith("_")}
     return parse(_settings_class(target), "strategy", values)

@@ -21,6 +21,7 @@ from ddp_recipes.config.settings import (
     ResumeSettings,
     RunSettings,
     SlurmSettings,
+    SweepSettings,
     TrainerSettings,
     parse,
 )
@@ -43,6 +44,7 @@ class Request:
     model: ModelSettings
     cluster: ClusterSettings
     strategy: StrategySettings
+    sweep: SweepSettings
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "Request":
@@ -71,6 +73,7 @@ class Request:
             model=parse(ModelSettings, "model", asdict(ModelSettings()) | dict(config["model"]), others=True),
             cluster=parse(ClusterSettings, "cluster", asdict(ClusterSettings()) | dict(config.get("cluster") or {})),
             strategy=strategy_settings(config["strategy"]),
+            sweep=parse(SweepSettings, "sweep", config.get("sweep") or {}),
         )
         if request.strategy.pipeline is None:
             request.model.check_split(request.model.num_devices, "model.num_devices")

@@ -200,6 +200,13 @@ class ResumeSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SweepSettings:
+    """``sweep.*``: what becomes of a sweep when one of its jobs fails."""
+
+    on_failure: Literal["continue", "stop"] = "continue"
+
+
+@dataclass(frozen=True, kw_only=True)
 class ClusterSettings:
     """``cluster.*``: what ``plan=true`` plans for; what is left out is as a run would find it here."""
 

@@ -146,7 +146,7 @@ def parts_of(batch: Any, count: int) -> tuple[list[Any], list[int]]:
     if len(sizes) != 1 or () in sizes:
         shapes = ", ".join(str(list(value.shape)) for value in tensors) or "no tensor"
         raise RequestError(
-            f"strategy.micro_batches cuts a batch along the first dimension of its tensors, and the data give "
+            f"Micro-batches are cut along the first dimension of the tensors of a batch, and the data give "
             f"{shapes}. Allowed: tensors that all have the samples in that dimension, in tuples, lists and dicts."
         )
     columns = [value.tensor_split(count) if isinstance(value, Tensor) else [value] * count for value in values]

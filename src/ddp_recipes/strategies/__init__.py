@@ -30,6 +30,8 @@ __all__ = [
     "Strategy",
 ]
 
+ONE_PROCESS = ("single", "dp")  # options whose runs have one process, for a guess before the config is composed
+
 _FOLDER = {
     "DDP": "ddp",
     "DDPExact": "ddp_exact",

@@ -11,7 +11,7 @@ from ddp_recipes.checkpointing.files import FORMAT
 from ddp_recipes.strategies import Single
 from ddp_recipes.tools.dry_run.memory import Rehearsed
 from ddp_recipes.tools.dry_run.pipeline import RehearsedPipeline
-from ddp_recipes.training.loop import gather_state
+from ddp_recipes.training.state import gather_state
 
 
 def checkpoint_bytes(recipe: Recipe, rehearsed: Rehearsed | RehearsedPipeline) -> int:

@@ -14,7 +14,7 @@ from ddp_recipes.callbacks import Profiler
 from ddp_recipes.reporting.figures.profile import draw_profile
 from ddp_recipes.strategies.ddp.shared_memory import ALL_REDUCE
 from ddp_recipes.tools.profiling.breakdown import breakdown
-from ddp_recipes.training.loop import Run
+from ddp_recipes.training.state import Run
 
 Context = AbstractContextManager[Any]
 LeavePicture = Callable[[str, Callable[[], bytes]], None]
@@ -93,7 +93,7 @@ def _part(part: Callable[[float], Context]) -> Callable[[float], Context]:
             with record_function(ALL_REDUCE):
                 stack.enter_context(part(share))
             yield
-            with record_function(ALL_REDUCE):  # ddp_exact puts the part's gradients aside
+            with record_function(ALL_REDUCE):  # a strategy may put the shard's gradients aside
                 stack.close()
 
     return context

@@ -1,0 +1,110 @@
+"""The task with its model, on the devices of a replica."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import partial
+
+import torch
+from omegaconf import DictConfig
+
+from ddp_recipes.build.instantiate import make_section, parameters_of
+from ddp_recipes.config.parallelism import StrategySettings
+from ddp_recipes.config.settings import ModelSettings
+from ddp_recipes.data.loader import Loader
+from ddp_recipes.errors import RequestError
+from ddp_recipes.model_parallel import Rehearsal, Stage, apart, in_micro_batches, split_model, timed
+from ddp_recipes.tasks import Task
+from ddp_recipes.training.precision import Precision
+
+Times = Callable[[Callable[[], Mapping[str, int]]], Mapping[str, int]]
+
+
+@dataclass
+class BuiltTask:
+    """A task and what came of placing its model.
+
+    Attributes:
+        stages: of a model that is split; ``starts`` the blocks at which those in other processes begin.
+        warnings: for the log.
+    """
+
+    task: Task
+    stages: list[Stage] = field(default_factory=list)
+    starts: Sequence[str] = ()
+    warnings: list[str] = field(default_factory=list)
+
+
+def make_task(
+    config: DictConfig,
+    settings: ModelSettings,
+    strategy: StrategySettings,
+    devices: Sequence[torch.device],
+    loader: Loader | None,
+    step: str,
+    precision: Precision,
+    times: Times | None,
+    compiled: bool,
+) -> BuiltTask:
+    """Return the task with its model on the replica's devices, weights drawn from the seed on the CPU.
+
+    Args:
+        loader: gives a sample to try a split out on; ``None`` where no data are read: then nothing is split.
+        step: the task's method to try out.
+        times: returns on every rank what a function measures on rank 0; ``None`` where there is no device to time on.
+        compiled: whether to compile the model.
+
+    Raises:
+        RequestError: the model cannot be made or placed so.
+    """
+    node, pipeline = config.model, strategy.pipeline
+    places_itself = "devices" in parameters_of(node._target_, "model")
+    if places_itself and (settings.split is not None or pipeline is not None):
+        given, key = f"model.split={settings.split}", "model.split"
+        if pipeline is not None:
+            given, key = f"strategy={strategy.name} cuts the model", "strategy"
+        raise RequestError(
+            f"{given}, but {node._target_} takes `devices` and places itself. Leave out {key}, or choose the model "
+            f"without '_mp'."
+        )
+    runtime = {"devices": devices} if places_itself else {}
+    model = make_section(config, "model", without=[key.name for key in fields(ModelSettings)], **runtime)
+    if not isinstance(model, torch.nn.Module):
+        raise RequestError(f"model._target_={node._target_} made a {type(model).__name__}, which is no nn.Module.")
+    built = BuiltTask(make_section(config, "task", model=model))
+    if settings.micro_batches > 1:
+        in_micro_batches(model, settings.micro_batches)
+    if places_itself:
+        built.task.loss.to(devices[-1])
+    elif (settings.num_devices > 1 or pipeline is not None) and loader is not None:
+        rehearsal = Rehearsal(built.task, step, loader.sample(), loader.plan.share(0, 0))
+        _split(built, settings, strategy, devices, rehearsal, precision, times)
+    else:
+        built.task.to(devices[0])
+    if compiled:
+        model.compile()
+    return built
+
+
+def _split(
+    built: BuiltTask,
+    settings: ModelSettings,
+    strategy: StrategySettings,
+    devices: Sequence[torch.device],
+    rehearsal: Rehearsal,
+    precision: Precision,
+    times: Times | None,
+) -> None:
+    """Cut the model into stages, on the devices of a process or in several processes."""
+    names = [str(name) for name in settings.split] if isinstance(settings.split, list) else None
+    if settings.split == "timed" and times is not None:
+        rehearsal.times = partial(times, partial(timed, rehearsal, devices[0], precision.forward))
+    elif settings.split == "timed":
+        built.warnings.append(
+            "model.split=timed: in a dry run there is no device to time on, so stages are even as with auto."
+        )
+    if (pipeline := strategy.pipeline) is not None:  # the task stays on the CPU: no device may have room for all of it
+        built.starts, built.stages = apart(built.task.model, pipeline.stages, names, rehearsal, pipeline.stages_key)
+    else:
+        built.stages = split_model(built.task, devices, names, rehearsal)
+    if rehearsal.failure is not None:
+        built.warnings.append(f"The split could not be tried out before training: {rehearsal.failure}")

@@ -1,0 +1,66 @@
+"""The state that a run starts from, checked against the run."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from ddp_recipes.checkpointing.files import State, check_weights, find, load_first
+from ddp_recipes.config.request import Request
+from ddp_recipes.data.loader import Loader
+from ddp_recipes.errors import RequestError
+
+
+def load_state(
+    request: Request, directory: Path, weights: Mapping[str, Tensor], train: Loader | None
+) -> tuple[Path, State, list[str]] | None:
+    """Return the checkpoint to start from: its path, its state, and warnings; ``None`` for a fresh start.
+
+    Args:
+        directory: the run's own.
+        weights: the model's, whose names and shapes must match.
+        train: the loader that goes on from the state's cursor; ``None`` where nothing is trained.
+
+    Raises:
+        RequestError: there is no such checkpoint, or it is of another model or of other batches.
+    """
+    paths = find(request.run.ckpt_path, directory)
+    if not paths:
+        if request.run.mode == "export":
+            raise RequestError(
+                f"mode=export: {directory} has no checkpoint. Give a run directory or a file as ckpt_path."
+            )
+        return None
+    path, state, warnings = load_first(paths)
+    check_weights(path, state["model"], weights)
+    if train is not None:
+        warnings = [*warnings, *_fit_cursor(path, state, request, train)]
+    return path, state, warnings
+
+
+def _fit_cursor(path: Path, state: State, request: Request, train: Loader) -> list[str]:
+    """See that this run's batches go on where those of the checkpoint ended; refuse, or begin a little earlier."""
+    cursor, was, now = state["cursor"], state["global_batch_size"], train.plan.global_batch_size
+    done = cursor["batch"]
+    if request.resume.strict:
+        request.strategy.check_resume(path, state.get("shards"))
+    if was == now and done < len(train):
+        return []
+    if request.resume.strict:
+        differs, remedy = (
+            f"was trained with a global batch of {was} samples, this run has {now}",
+            f"data.global_batch_size={was}",
+        )
+        if was == now:
+            differs = f"is from after batch {done} of an epoch, this run has {len(train)} batches an epoch"
+            remedy = "the limits of trainer.* and the data as they were"
+        raise RequestError(
+            f"{path} {differs}: it would not go on where that one stopped. Set {remedy}, or resume.strict=false to "
+            f"go on as nearly as can be, or start afresh without ckpt_path."
+        )
+    cursor["batch"] = at = min(done * was // now, len(train) - 1)
+    again = min(done * was, len(train) * now) - at * now
+    return [
+        f"{path} is from after {done} batches of {was} samples. Epoch {cursor['epoch']} goes on at batch {at} of "
+        f"{now} samples: {again} are seen twice, none is left out. The schedule is the checkpoint's."
+    ]

@@ -1,0 +1,78 @@
+"""The loss and metrics of a data set, every sample counted once."""
+
+import logging
+import warnings
+
+import torch
+from torch import Tensor
+
+from ddp_recipes.data.loader import Loader
+from ddp_recipes.errors import RequestError, nearest
+from ddp_recipes.strategies import Strategy
+from ddp_recipes.tasks import Task
+from ddp_recipes.training.precision import Precision
+from ddp_recipes.training.state import Metrics, Run
+
+log = logging.getLogger(__name__)
+
+
+def validate(run: Run) -> None:
+    """Evaluate on the validation set, log it, and tell the callbacks."""
+    assert run.val is not None
+    metrics = evaluate(run.task, run.val, run.strategy, "val", run.precision)
+    check_monitor(run.monitor, {**run.metrics, **metrics})
+    run.metrics.update(metrics)
+    run.logger.scalars(metrics, run.cursor.step)
+    shown = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+    log.info("epoch %d  step %d  %s", run.cursor.epoch, run.cursor.step, shown)
+    for callback in run.callbacks:
+        callback.on_validation(run.cursor.step, run.metrics)
+    run.task.train()
+
+
+def evaluate(task: Task, loader: Loader, strategy: Strategy, prefix: str, precision: Precision) -> Metrics:
+    """Return the loss and metrics of a data set, every sample counted once at any world size.
+
+    The bare module is run, not the strategy's wrapper, so ranks may have different numbers of batches.
+    """
+    strategy.sync_buffers(task)
+    task.eval()
+    for metric in task.stateful_metrics.values():
+        metric.reset()
+    sums: dict[str, Tensor] = {}  # name -> for each part the sum over samples and their number, [parts, 2], float64
+    with torch.no_grad(), precision.forward():
+        for batch in loader.batches(epoch=0):
+            if batch.share == 0 and sums:
+                continue
+            output = task.validation_step(batch.data)
+            values = {"loss": output.loss, **output.metrics}
+            if batch.share == 0:  # only the names count: fewer samples than ranks
+                values = {name: value.new_zeros(0) for name, value in values.items()}
+                for metric in task.stateful_metrics.values():
+                    metric.reset()
+            for name, value in values.items():
+                weight = output.weight if value.dim() == 0 else len(value)
+                summed = value.double() * weight if value.dim() == 0 else value.double().sum()
+                counted = torch.stack([summed, torch.full_like(summed, weight)]).to(loader.device)
+                if name not in sums:
+                    sums[name] = counted.new_zeros(len(loader.parts), 2)
+                sums[name][batch.part - loader.parts[0]].add_(counted)
+    totals = strategy.sum(torch.stack(list(sums.values()), dim=1))
+    metrics = {f"{prefix}/{name}": total / count for name, (total, count) in zip(sums, totals.tolist(), strict=True)}
+    with warnings.catch_warnings():
+        # torchmetrics warns of a metric without an update; a rank without a sample is no mistake.
+        warnings.filterwarnings("ignore", "The ``compute`` method", UserWarning)
+        return metrics | {f"{prefix}/{name}": float(metric.compute()) for name, metric in task.stateful_metrics.items()}
+
+
+def check_monitor(monitor: str, metrics: Metrics) -> None:
+    """Refuse a metric to monitor that nothing measures.
+
+    Raises:
+        RequestError: lists the metrics there are.
+    """
+    if monitor not in metrics and not monitor.startswith("train/"):
+        raise RequestError(
+            f"checkpoint.monitor={monitor} is not measured. Measured are: {', '.join(sorted(metrics))}."
+            f"{nearest(monitor, metrics)}"
+        )

@@ -1,0 +1,44 @@
+"""A checkpoint of the whole run: all ranks gather it, rank 0 writes it, and none times out meanwhile."""
+
+from collections.abc import Mapping
+
+import torch
+
+from ddp_recipes.training.non_finite import not_finite
+from ddp_recipes.training.state import Run, gather_state
+
+SIGN_OF_LIFE_S = 0.25  # less than the least launcher.timeout_s
+
+
+def save(run: Run, measured: bool) -> None:
+    """Save a checkpoint; ``measured`` says that the monitored metric belongs to this very step.
+
+    Weights that are no numbers end the run instead, so the newest checkpoint is always a good one.
+    """
+    run.logger.flush()  # or a kill would take points with it that do not come again
+    fresh = measured or run.monitor.startswith("train/")
+    value = run.metrics.get(run.monitor) if fresh else None
+    bad = not_finite(run.task)
+    await_writer(run, bad)
+    run.checkpointer.save(gather_state(run), run.cursor.step, value)
+    if not run.checkpoint.async_save:
+        await_writer(run, bad)
+    run.saved_step = run.cursor.step
+    if run.checkpoint.enabled and not run.trainer.fast_dev_run:
+        run.good_step = run.saved_step
+    for callback in run.callbacks:
+        callback.on_save(run.cursor.step)
+
+
+def await_writer(run: Run, bad: Mapping[str, bool]) -> None:
+    """Wait on all ranks until rank 0 has written, however long it takes: it joins a collective now and then meanwhile.
+
+    So none times out because of a slow disk, and one does if rank 0 is dead or stopped. All learn at the same time
+    whether some rank has weights that are no numbers.
+    """
+    writing = 1
+    while writing:
+        mine = [[int(run.checkpointer.busy(SIGN_OF_LIFE_S)), sum(bad.values())]]
+        writing, bad_anywhere = run.strategy.sum(torch.tensor(mine, device=run.devices[0])).tolist()
+        if bad_anywhere:
+            run.watch.end_for_weights(run.cursor.step, bad, run.good_step)

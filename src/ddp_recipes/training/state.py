@@ -1,0 +1,111 @@
+"""What the loop works with, and what of it a checkpoint holds."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from ddp_recipes.callbacks import Callback
+from ddp_recipes.checkpointing.files import State
+from ddp_recipes.checkpointing.manager import Checkpointer
+from ddp_recipes.config.settings import CheckpointSettings, TrainerSettings
+from ddp_recipes.data.loader import Loader
+from ddp_recipes.loggers import Logger
+from ddp_recipes.reporting.progress import Progress
+from ddp_recipes.runtime.world import World
+from ddp_recipes.strategies import Strategy
+from ddp_recipes.strategies.base import Wrapped
+from ddp_recipes.tasks import Task
+from ddp_recipes.training.non_finite import Watch
+from ddp_recipes.training.precision import Precision
+from ddp_recipes.training.stopping import Stopper
+
+Metrics = dict[str, float]
+
+
+class Cursor(NamedTuple):
+    """Where a run is. Order and randomness follow from it and the seed, so nothing else needs to be restored."""
+
+    epoch: int = 0
+    batch: int = 0  # batches of this epoch that are done
+    step: int = 0  # optimizer steps
+    samples_seen: int = 0
+
+
+@dataclass
+class Schedule:
+    """A learning-rate scheduler and what one tick of it is: ``step`` or ``epoch``."""
+
+    scheduler: torch.optim.lr_scheduler.LRScheduler
+    interval: str
+
+    def tick(self, interval: str) -> None:
+        """Advance if this is the scheduler's interval."""
+        if interval == self.interval:
+            self.scheduler.step()
+
+
+@dataclass
+class Run:
+    """All that the loop works with; ``build/`` makes it from the config."""
+
+    world: World
+    task: Task
+    module: Wrapped
+    strategy: Strategy
+    devices: Sequence[torch.device]
+    optimizer: torch.optim.Optimizer
+    schedule: Schedule
+    precision: Precision
+    train: Loader
+    val: Loader | None
+    trainer: TrainerSettings
+    checkpoint: CheckpointSettings
+    monitor: str
+    seed: int
+    shards: int | None  # parts of a batch that the strategy fixes
+    stopper: Stopper
+    watch: Watch
+    logger: Logger = field(default_factory=Logger)
+    progress: Progress = field(default_factory=Progress)
+    checkpointer: Checkpointer = field(default_factory=Checkpointer)
+    callbacks: Sequence[Callback] = ()
+    cursor: Cursor = Cursor()  # noqa: RUF009 (a tuple)
+    metrics: Metrics = field(default_factory=dict)  # the latest of each
+    step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=10_000))
+    train_seconds: float = 0.0  # in steps, without validation and saving
+    samples_before: int = 0  # seen by earlier starts
+    saved_step: int = -1
+    good_step: int = -1  # the same, where checkpoints are written
+
+
+def gather_state(run: Run) -> State:
+    """Return all that a resume needs: weights, optimizer, scheduler, scaler, callbacks and the cursor."""
+    return {
+        "model": run.strategy.weights(run.task),
+        "optimizer": run.strategy.optimizer_state(run.optimizer),
+        "scheduler": run.schedule.scheduler.state_dict(),
+        "precision": run.precision.state(),
+        "callbacks": [callback.state() for callback in run.callbacks],
+        "cursor": run.cursor._asdict(),
+        "metrics": dict(run.metrics),
+        "seed": run.seed,
+        "global_batch_size": run.train.plan.global_batch_size,
+        "world_size": run.world.world_size,
+        "shards": run.shards,
+    }
+
+
+def restore(run: Run, state: State) -> None:
+    """Take up a saved state, whose weights the task has already."""
+    run.strategy.load_optimizer_state(run.optimizer, state["optimizer"])
+    run.schedule.scheduler.load_state_dict(state["scheduler"])
+    run.precision.load_state(state["precision"])
+    for callback, saved in zip(run.callbacks, state["callbacks"], strict=False):
+        callback.load_state(saved)
+    run.cursor = Cursor(**state["cursor"])
+    run.samples_before = run.cursor.samples_seen
+    run.metrics.update(state["metrics"])
+    run.saved_step = run.good_step = run.cursor.step
