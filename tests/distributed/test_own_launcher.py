@@ -20,7 +20,7 @@ import torch
 
 class Faulty(torch.nn.Linear):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        if os.environ["RANK"] == "1":
+        if self.training and os.environ["RANK"] == "1":
             {what}
         return super().forward(inputs)
 """
