@@ -13,22 +13,22 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_recipes.config import compose
-from ddp_recipes.config.request import Request, resolve, visible_gpus
-from ddp_recipes.errors import Preempted, RecipeError, RequestError, RunFailed
-from ddp_recipes.launchers import environment, local, slurm
+from ddp_recipes.config.launcher import launcher_class
+from ddp_recipes.config.request import Request, resolve
+from ddp_recipes.errors import Preempted, RecipeError, RunFailed
+from ddp_recipes.launchers import environment
+from ddp_recipes.launchers.base import Launcher, Resources
 from ddp_recipes.launchers.elastic import RestartNote
-from ddp_recipes.launchers.fork_server import ForkServer
+from ddp_recipes.launchers.local import run_here
 from ddp_recipes.reporting import sweep
 from ddp_recipes.reporting.run_directory import Summary, first_missing, leave_summary, refuse_used, remove_empty
 from ddp_recipes.runtime.job import Job
-from ddp_recipes.runtime.process import die_with_parent, leave, loading
+from ddp_recipes.runtime.process import die_with_parent, leave
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies import ONE_PROCESS
 
 if TYPE_CHECKING:
     from hydra._internal.hydra import Hydra
-
-    from ddp_recipes.launchers.env import Channel
 
 CONF = "pkg://ddp_recipes.conf"
 
@@ -88,10 +88,7 @@ def command_line(
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent()  # torchrun's agent leaves its workers when it is killed
     if world is not None and not world.is_main:
-        with loading():
-            from ddp_recipes.launchers.env import Channel
-
-        leave(Channel(world).follow())
+        leave(Resources(world).channel.follow())
     leader = Leader(world, leaves)
     status = 1
     try:
@@ -115,8 +112,7 @@ class Leader:
         self.world = world
         self._leaves = leaves  # with what it leads
         self._summary: Summary = {}
-        self._channel: Channel | None = None
-        self._server = ForkServer()
+        self.resources = Resources(world)
         self._note = RestartNote(os.environ, Path.cwd())
 
     def lead(self, argv: Sequence[str], config_path: str, config_name: str) -> Summary | list[Summary]:
@@ -128,7 +124,7 @@ class Leader:
             compose.answer(parser, args, config_path, config_name)
             return []
         if self.world is None and _expects_ranks(args):
-            self._server.start()
+            self.resources.server.start()
         with compose.session(config_path, args.config_dir) as hydra:
             former = self._note.former_directory()
             if args.multirun or "hydra.mode=MULTIRUN" in args.overrides:
@@ -213,7 +209,7 @@ class Leader:
         world = environment.join(os.environ)
         leader = Leader(world)  # this one is pickled again if the job is queued again
         if world is not None and not world.is_main:
-            leader.channel.follow()
+            leader.resources.channel.follow()
             return None
         try:
             return leader.sweep_job(config)
@@ -224,56 +220,21 @@ class Leader:
 
     def _launch(self, job: Job, request: Request) -> Summary:
         if request.run.plan:  # whoever started us, and however many: this process alone does it
-            return local.launch(job, 1, None)
-        name = request.launcher.name
-        if name == "auto":
-            name = "local" if self.world is None else "env"
-        if name == "env" and self.world is None:
-            raise RequestError(
-                "launcher=env joins processes that are already there, but RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR "
-                "and MASTER_PORT are not set. Start with torchrun, srun or mpirun, or use launcher=local."
-            )
-        if name in ("local", "slurm") and self.world is not None and self.world.world_size > 1:
-            raise RequestError(
-                f"launcher={name} starts processes of its own, but this is already one of {self.world.world_size} "
-                f"(WORLD_SIZE). Use launcher=auto to join them, or start train.py alone."
-            )
+            return run_here(job)
+        section = job.config["launcher"]
         try:
-            if name == "local":
-                server = self._server if request.launcher.start_method == "forkserver" else None
-                return local.launch(job, request.processes(visible_gpus()), server, request.launcher.max_restarts)
-            if name == "slurm":
-                return slurm.launch(job, request)
-            assert self.world is not None
-            if request.launcher.max_restarts:
-                raise RequestError(
-                    f"launcher.max_restarts={request.launcher.max_restarts}, but these processes were not started by "
-                    f"ddp_recipes, which cannot start them again: use torchrun --max-restarts."
-                )
-            environment.refuse_other_tasks(self.world, request.launcher, os.environ)
-            return self.channel.lead(job)
+            launcher: Launcher = launcher_class(section)(request.launcher, self.resources)
+            return launcher.launch(job)
         except (RecipeError, KeyboardInterrupt):
             raise
-        except Exception as error:  # of this very process, which was rank 0
-            raise RunFailed(f"Rank 0 failed:\n{traceback.format_exc().rstrip()}", rank=0) from error
-
-    @property
-    def channel(self) -> "Channel":
-        """The way to the other ranks, made when it is first needed: it loads torch."""
-        if self._channel is None:
-            with loading():
-                from ddp_recipes.launchers.env import Channel
-
-            assert self.world is not None
-            self._channel = Channel(self.world)
-        return self._channel
+        except Exception as error:
+            name = section.get("_target_", section["name"])
+            raise RunFailed(f"The launcher, {name}, failed:\n{traceback.format_exc().rstrip()}") from error
 
     def release(self, status: int) -> None:
-        """Let the other ranks go, if there are any."""
+        """Let the other ranks exit, if there are any."""
         self._note.end(status)
-        self._server.close()
-        if self.world is not None and self.world.world_size > 1:
-            self.channel.stop(status)
+        self.resources.close(status)
 
 
 def _expects_ranks(args: Namespace) -> bool:

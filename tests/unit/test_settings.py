@@ -10,7 +10,6 @@ from ddp_recipes.config import compose
 from ddp_recipes.config.settings import (
     CheckpointSettings,
     DataSettings,
-    LauncherSettings,
     RunSettings,
     TrainerSettings,
     batches,
@@ -18,6 +17,7 @@ from ddp_recipes.config.settings import (
     seconds,
 )
 from ddp_recipes.errors import RequestError
+from ddp_recipes.launchers.auto import AutoSettings
 from ddp_recipes.main import CONF
 
 SECTIONS: dict[str, tuple[type[Any], bool]] = {
@@ -25,7 +25,7 @@ SECTIONS: dict[str, tuple[type[Any], bool]] = {
     "data": (DataSettings, True),
     "trainer": (TrainerSettings, False),
     "checkpoint": (CheckpointSettings, False),
-    "launcher": (LauncherSettings, False),
+    "launcher": (AutoSettings, False),
 }
 
 
@@ -36,6 +36,7 @@ def defaults() -> dict[str, Any]:
         config = compose.compose(hydra, "train", [])
     plain = OmegaConf.to_container(config)
     assert isinstance(plain, dict)
+    del plain["launcher"]["_target_"]  # which leads to the class of the other keys
     return {str(name): value for name, value in plain.items() if name != "hydra"}
 
 

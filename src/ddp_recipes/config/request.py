@@ -11,6 +11,7 @@ from omegaconf import Container, DictConfig, Node, OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 from omegaconf.resolvers import oc
 
+from ddp_recipes.config.launcher import launcher_settings
 from ddp_recipes.config.parallelism import StrategySettings, strategy_settings
 from ddp_recipes.config.settings import (
     CheckpointSettings,
@@ -20,7 +21,6 @@ from ddp_recipes.config.settings import (
     ModelSettings,
     ResumeSettings,
     RunSettings,
-    SlurmSettings,
     SweepSettings,
     TrainerSettings,
     parse,
@@ -64,11 +64,7 @@ class Request:
             data=parse(DataSettings, "data", config["data"], others=True),
             trainer=parse(TrainerSettings, "trainer", config["trainer"]),
             checkpoint=parse(CheckpointSettings, "checkpoint", config["checkpoint"]),
-            launcher=parse(
-                SlurmSettings if config["launcher"].get("name") == "slurm" else LauncherSettings,
-                "launcher",
-                config["launcher"],
-            ),
+            launcher=launcher_settings(config),
             resume=parse(ResumeSettings, "resume", config.get("resume", {"strict": True})),
             model=parse(ModelSettings, "model", asdict(ModelSettings()) | dict(config["model"]), others=True),
             cluster=parse(ClusterSettings, "cluster", asdict(ClusterSettings()) | dict(config.get("cluster") or {})),
@@ -150,8 +146,8 @@ class Request:
         launcher, cluster = self.launcher, self.cluster
         if cluster.gpus_per_node is not None:
             gpus = cluster.gpus_per_node
-        elif isinstance(launcher, SlurmSettings) and launcher.gpus_per_node is not None:
-            gpus = launcher.gpus_per_node
+        elif (requested := launcher.gpus_of_node()) is not None:
+            gpus = requested
         if launcher.device == "cuda" and gpus == 0:
             raise RequestError(
                 "launcher.device=cuda, but cluster.gpus_per_node=0"

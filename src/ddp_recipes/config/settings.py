@@ -126,9 +126,9 @@ class CheckpointSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class LauncherSettings:
-    """``launcher.*``: who starts the ranks, how many, on what."""
+    """``launcher.*``, the keys of every launcher: how many ranks, on what. Each adds its own in a subclass."""
 
-    name: Literal["auto", "local", "env", "slurm"]
+    name: str
     nproc_per_node: Literal["auto"] | Count
     nnodes: Count
     max_restarts: Natural
@@ -149,33 +149,9 @@ class LauncherSettings:
                 f"Allowed: file:///an/absolute/path, tcp://host:port, or null for a free port of our own."
             )
 
-
-@dataclass(frozen=True, kw_only=True)
-class SlurmSettings(LauncherSettings):
-    """``launcher.*`` of ``launcher=slurm``: what sbatch is asked for."""
-
-    gpus_per_node: Count | None
-    cpus_per_task: Count | None
-    time_min: Count
-    partition: str | None
-    account: str | None
-    sbatch: dict[str, Any]
-    wait: bool
-    signal_s: Annotated[int, Range(1)]
-    requeue: bool
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.max_restarts:
-            raise RequestError(
-                f"launcher.max_restarts={self.max_restarts} is not taken by launcher=slurm. Leave it 0: with "
-                f"launcher.requeue=true Slurm starts the job again after a preemption or the loss of a node."
-            )
-        if self.signal_s + 60 >= 60 * self.time_min:  # Slurm may send it a minute early
-            raise RequestError(
-                f"launcher.signal_s={self.signal_s} leaves no time to train in launcher.time_min={self.time_min}. "
-                f"Allowed: more than a minute less than the job's time."
-            )
+    def gpus_of_node(self) -> int | None:
+        """Return how many GPUs of each node are requested, where the launcher does that."""
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)

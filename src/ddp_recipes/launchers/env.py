@@ -1,213 +1,51 @@
-"""Joins the ranks that torchrun, or anything that sets its variables, started: rank 0 leads, the others follow."""
+"""Joins the ranks that torchrun, or anything that sets its variables, started. Loads torch when it launches."""
 
-import gc
 import os
-import sys
-import time
-import traceback
-import uuid
-from collections.abc import Sequence
-from contextlib import suppress
-from datetime import timedelta
-from functools import partial
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
-from torch.distributed import PrefixStore, Store, TCPStore, rendezvous
-
-from ddp_recipes import rank
-from ddp_recipes.errors import Preempted, RecipeError, RequestError, RunFailed, ended_without_word, not_arrived
-from ddp_recipes.launchers.peers import Peers, agent_holds_store
-from ddp_recipes.reporting.run_directory import Summary, leave_failure
-from ddp_recipes.runtime.control import Patience, timed_out
+from ddp_recipes.config.settings import LauncherSettings
+from ddp_recipes.errors import RequestError
+from ddp_recipes.launchers import environment
+from ddp_recipes.launchers.base import Resources
+from ddp_recipes.launchers.reports import as_rank_0
+from ddp_recipes.reporting.run_directory import Summary
 from ddp_recipes.runtime.job import Job
-from ddp_recipes.runtime.world import World
-
-STORE_TIMEOUT = timedelta(minutes=30)
-MEET_TO_STOP_S = 10.0  # for followers that still import torch when there is nothing to do
-STOP_S = 5.0  # for the others to read that it is over
-AFTER_FAILURE_S = 8.0  # a rank that failed waits so long for what the leader makes of it
 
 
-def _store(world: World) -> Store:
-    """Return the store at ``MASTER_ADDR:MASTER_PORT``: torchrun's agent holds it or rank 0, which waits for nobody.
+@dataclass(frozen=True, kw_only=True)
+class EnvSettings(LauncherSettings):
+    """``launcher.*`` of ``launcher=env``."""
 
-    Raises:
-        RequestError: the port is taken.
-    """
-    if agent_holds_store():
-        store: Store = next(iter(rendezvous("env://", timeout=STORE_TIMEOUT)))[0]
-        return store
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    try:
-        return TCPStore(address, port, world.world_size, world.is_main, STORE_TIMEOUT, wait_for_workers=False)
-    except RuntimeError as error:
-        if "EADDRINUSE" not in str(error):
-            raise
-        raise RequestError(
-            f"MASTER_PORT={port} is taken on {address} by another process. Set another one, on every node alike."
-        ) from None
+    name: Literal["env"]
 
 
-class Channel:
-    """The jobs of one torchrun: rank 0 posts them in turn, every rank runs each, until rank 0 says stop.
+@dataclass(frozen=True)
+class EnvLauncher:
+    """Runs a job as rank 0, and has the followers run it, too."""
 
-    The store may be the agent's, which outlives restarts of the workers and holds what earlier ones wrote. So the ranks
-    that are here now first find each other: a follower says hello with a word of its own, and rank 0 answers with the
-    name of this generation, under which all else is kept.
-    """
+    settings_class: ClassVar[type[LauncherSettings]] = EnvSettings
+    settings: LauncherSettings
+    resources: Resources
 
-    def __init__(self, world: World) -> None:
-        self.world = world
-        self.root = _store(world)
-        self._generation: Store | None = None
-        self._next = 0
-        self._peers = Peers(world)
-        self._silent: Sequence[int] = ()  # ranks that no longer answer
-
-    @property
-    def store(self) -> Store:
-        """The store of this generation."""
-        assert self._generation is not None, "the ranks have not met yet"
-        return self._generation
-
-    def _meet(self, timeout_s: float) -> None:
-        """Answer every follower, whenever it comes.
+    def launch(self, job: Job) -> Summary:
+        """Run a job and return rank 0's summary.
 
         Raises:
-            RunFailed: some did not come in time; names them.
+            RequestError: no ranks are available, or others than were requested.
+            RunFailed: a rank failed.
         """
-        if self._generation is not None:
-            return
-        name = uuid.uuid4().hex
-        self._enter(name)
-        missing = set(range(1, self.world.world_size))
-        deadline = time.monotonic() + timeout_s
-        while missing and time.monotonic() < deadline:
-            for follower in sorted(missing):
-                hello = f"ddp_recipes/hello/{follower}"
-                if self.store.check([f"here/{follower}"]):
-                    missing.remove(follower)
-                elif self.root.check([hello]):
-                    self.root.set(f"ddp_recipes/welcome/{self.root.get(hello).decode()}", name)
-            time.sleep(0.01)
-        if missing:
-            raise RunFailed(not_arrived(missing, self.world.world_size, timeout_s), silent=sorted(missing))
-
-    def _arrive(self) -> None:
-        """Say hello, and wait to be answered."""
-        word = uuid.uuid4().hex
-        self.root.set(f"ddp_recipes/hello/{self.world.rank}", word)
-        welcome = f"ddp_recipes/welcome/{word}"
-        self.root.wait([welcome], STORE_TIMEOUT)
-        self._enter(self.root.get(welcome).decode())
-        self.store.set(f"here/{self.world.rank}", "")
-
-    def _enter(self, generation: str) -> None:
-        self._generation = PrefixStore(f"ddp_recipes/{generation}", self.root)
-        self._peers.introduce(self._generation)
-
-    def lead(self, job: Job) -> Summary:
-        """Post a job and run it as rank 0; with one rank, a plain run."""
-        try:
-            self._meet(float(job.config["launcher"]["timeout_s"]))
-            number = self._post(job.to_json())
-            return self._run(job, number)
-        except RunFailed as error:
-            raise self._left_alone(error, job) from None
-        except RuntimeError as error:
-            if not (gone := self._peers.gone()):
-                raise
-            self._silent, message = gone, ended_without_word(gone, self.world.world_size)
-            leave_failure(job.directory, job.overrides, message, known_better=True)
-            raise RunFailed(f"{message}\n{traceback.format_exc().rstrip()}", rank=gone[0]) from error
-
-    def stop(self, status: int) -> None:
-        """Let the followers go, with the exit status that rank 0 has."""
-        with suppress(RunFailed):
-            self._meet(MEET_TO_STOP_S)
-        self._post(f"stop {status}")
-        if agent_holds_store():
-            return
-        # Started by srun or mpirun, rank 0 holds the store: it stays until they have read that, those that still can.
-        deadline = time.monotonic() + STOP_S
-        there = self.world.world_size - 1 - len(self._silent)
-        while self.store.add("stopped", 0) < there and time.monotonic() < deadline:
-            time.sleep(0.02)
-
-    def follow(self) -> int:
-        """Run what rank 0 posts; return the exit status it gives at the end.
-
-        A rank whose own run failed says so, and waits a short while for what comes next.
-        """
-        self._arrive()
-        failed = False
-        while True:
-            if self._silent:
-                return 1  # there is no going on without the ranks that no longer answer
-            if failed and Patience().ask(partial(self.root.check, ["ddp_recipes"]), None) is None:
-                return 1  # cut off from rank 0, or it is gone
-            message = self._receive(AFTER_FAILURE_S if failed else None)
-            if message is None:
-                return 1
-            if message.startswith("stop "):
-                with suppress(RuntimeError):  # the store is gone: rank 0 did not wait
-                    self.store.add("stopped", 1)
-                return int(message.removeprefix("stop ")) or int(failed)  # rank 0 may have been through before
-            failed = not self._run_as_follower(Job.from_json(message), self._next - 1)
-            if failed:
-                gc.collect()  # closes this rank's connections: the others, waiting in a collective, notice now
-
-    def _run_as_follower(self, job: Job, number: int) -> bool:
-        try:
-            self._run(job, number)
-        except (RequestError, Preempted):
-            pass  # rank 0 says it
-        except RunFailed as error:
-            error = self._left_alone(error, job)
-            print(f"[rank {self.world.rank}] {error}", file=sys.stderr, flush=True)
-            return False
-        except Exception as error:
-            text = str(error) if isinstance(error, RecipeError) else traceback.format_exc()
-            if isinstance(error, RuntimeError) and (gone := self._peers.gone()):
-                self._silent = gone
-                text = f"{text}{ended_without_word(gone, self.world.world_size)}"
-            print(f"Rank {self.world.rank} failed:\n{text}", file=sys.stderr, flush=True)
-            return False
-        return True
-
-    def _left_alone(self, error: RunFailed, job: Job) -> RunFailed:
-        """Wait no more for ranks that no longer answer; return the error, with those named whose process has ended."""
-        self._silent = error.silent
-        gone = sorted({*error.silent} & {*self._peers.gone()})
-        self._peers.end(error.silent, job)
-        if not gone or (message := ended_without_word(gone, self.world.world_size)) in str(error):
-            return error
-        return RunFailed(f"{error}\n{message}", rank=error.rank, silent=error.silent)
-
-    def _run(self, job: Job, number: int) -> Summary:
-        store = PrefixStore(f"run/{number}", self.store) if self.world.world_size > 1 else None
-        return rank.run(job, self.world, store, self._peers.gone)
-
-    def _post(self, message: str) -> int:
-        number, self._next = self._next, self._next + 1
-        self.store.set(f"message/{number}", message)
-        return number
-
-    def _receive(self, patience_s: float | None) -> str | None:
-        """Return the next message, or ``None`` if there will be none, or not within a given patience."""
-        deadline = None if patience_s is None else time.monotonic() + patience_s
-        name = f"message/{self._next}"
-        ended = False  # rank 0; what it had posted is there
-        while deadline is None or time.monotonic() < deadline:
-            try:
-                self.store.wait([name], timedelta(seconds=1))
-            except RuntimeError as error:
-                if not timed_out(error):
-                    return None  # the store is gone, and rank 0 with it
-                if ended:
-                    print(ended_without_word([0], self.world.world_size), file=sys.stderr, flush=True)
-                    return None
-                ended = 0 in self._peers.gone()  # the store may be torchrun's, and know nothing of it
-                continue
-            self._next += 1
-            return self.store.get(name).decode()
-        return None
+        world = self.resources.world
+        if world is None:
+            raise RequestError(
+                "launcher=env joins processes that are already there, but RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR "
+                "and MASTER_PORT are not set. Start with torchrun, srun or mpirun, or use launcher=local."
+            )
+        if self.settings.max_restarts:
+            raise RequestError(
+                f"launcher.max_restarts={self.settings.max_restarts}, but these processes were not started by "
+                f"ddp_recipes, which cannot start them again: use torchrun --max-restarts."
+            )
+        environment.refuse_other_tasks(world, self.settings, os.environ)
+        with as_rank_0():
+            return self.resources.channel.lead(job)

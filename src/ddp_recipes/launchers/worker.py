@@ -4,14 +4,12 @@ import json
 import os
 import sys
 import threading
-import time
-import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
-from typing import IO, Any, NoReturn
+from typing import IO, NoReturn
 
-from ddp_recipes.errors import Preempted, RecipeError, RequestError, RunFailed
+from ddp_recipes.launchers.reports import RankReport
 from ddp_recipes.launchers.stacks import write_when_asked
 from ddp_recipes.runtime.job import ASKS_TO_STOP, Job
 from ddp_recipes.runtime.process import die_with_parent, ignore, leave, loading, set_name
@@ -39,16 +37,17 @@ def work(lifeline: int, reports: int, stacks: int, listener: int | None = None) 
         ignore(ASKS_TO_STOP)  # it is over
         sys.stdout.flush()
         sys.stderr.flush()
-        print(json.dumps(report), file=file)
-    leave(report["exit_status"])
+        print(report.to_json(), file=file)
+    leave(report.exit_status)
 
 
-def run(job: Job, world: World, listener: int | None, at: Callable[[str], None] = lambda place: None) -> dict[str, Any]:
-    """Run the job and return how it ended, in words that go through a pipe.
+def run(job: Job, world: World, listener: int | None, at: Callable[[str], None] = lambda place: None) -> RankReport:
+    """Run the job as one of its ranks, which meet at ``MASTER_ADDR:MASTER_PORT``; return how it ended.
 
     Args:
-        at: told when this rank is at the store's ``door``, and when it is ``inside``. The way in has no timeout of its
-            own: a rank 0 that is stopped there holds up the others, with their interpreters.
+        listener: socket that rank 0's store listens on; without one it opens the port itself.
+        at: called when this rank is at the store's ``door``, and when it is ``inside``. The way in has no timeout of
+            its own: a rank 0 that is stopped there holds up the others, with their interpreters.
     """
     try:
         with loading():
@@ -67,18 +66,9 @@ def run(job: Job, world: World, listener: int | None, at: Callable[[str], None] 
             master_listen_fd=listener,
         )
         at("inside")
-        return {"kind": "summary", "summary": rank.run(job, world, store), "exit_status": 0}
-    except RequestError as error:
-        return {"kind": "refused", "message": str(error), "exit_status": error.exit_status}
-    except Preempted as error:
-        words = {"kind": "preempted", "message": str(error), "checkpoint": error.checkpoint}
-        return words | {"exit_status": error.exit_status}
+        return RankReport.of_summary(world.rank, rank.run(job, world, store))
     except BaseException as error:
-        text = str(error) if isinstance(error, RecipeError) else traceback.format_exc()
-        secondary = isinstance(error, RunFailed) and error.rank not in (None, world.rank)
-        silent = list(error.silent) if isinstance(error, RunFailed) else []
-        when = {"time": time.time(), "exit_status": 1}
-        return {"kind": "failed", "message": text, "cause": not secondary, "silent": silent} | when
+        return RankReport.of_error(world.rank, error)
 
 
 def _die_with_launcher(pipe: IO[bytes]) -> None:

@@ -1,7 +1,7 @@
 """Submits a run to Slurm through submitit. Every task of the job is one rank; this process waits, or leaves.
 
-Slurm's files and the job's id are in ``slurm/`` in the run directory. Ranks say there how they ended, too: that works
-with and without Slurm's accounting, and outlives a job that starts again.
+Slurm's files and the job's id are in ``slurm/`` in the run directory. Ranks report there how they ended, too:
+that works with and without Slurm's accounting, and outlives a job that starts again.
 """
 
 import contextlib
@@ -14,13 +14,17 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from ddp_recipes.config.request import Request
-from ddp_recipes.config.settings import SlurmSettings
-from ddp_recipes.errors import Preempted, RequestError, RunFailed
-from ddp_recipes.launchers.slurm_task import STARTED_AGAIN, State, Task, reports
-from ddp_recipes.reporting.run_directory import Summary, leave_failure, write_text
+from ddp_recipes.config.settings import LauncherSettings
+from ddp_recipes.errors import RequestError
+from ddp_recipes.launchers.base import Resources
+from ddp_recipes.launchers.reports import Death, Outcome, decide
+from ddp_recipes.launchers.slurm.settings import SlurmSettings
+from ddp_recipes.launchers.slurm.state import State
+from ddp_recipes.launchers.slurm.task import STARTED_AGAIN, Attempt, Task, read_reports
+from ddp_recipes.reporting.run_directory import Summary, write_text
 from ddp_recipes.runtime.job import Job
 
 SHORTEST_POLL_S, LONGEST_POLL_S = 0.5, 10.0  # Slurm's controller is shared: the longer nothing changes, the rarer
@@ -47,31 +51,44 @@ _OWN = {
 }
 
 
-def launch(job: Job, request: Request) -> Summary:
-    """Submit a job and return rank 0's summary once it has ended; with ``launcher.wait=false``, its number at once.
+@dataclass(frozen=True)
+class SlurmLauncher:
+    """Submits a job, and waits for it unless ``launcher.wait=false``."""
 
-    Raises:
-        RequestError: Slurm or submitit is not here, Slurm refuses the job, or its ranks do.
-        Preempted: it was stopped after a checkpoint was saved, and does not start again by itself.
-        RunFailed: a rank failed, or Slurm ended the job.
-        KeyboardInterrupt: interrupted while waiting; the job goes on.
-    """
-    settings = request.launcher
-    assert isinstance(settings, SlurmSettings)
-    folder = job.directory / "slurm"
-    number = _submit(job, settings, _tasks_per_node(request, settings), folder)
-    write_text(folder / "job_id", f"{number}\n")
-    print(f"Slurm job {number}, in {job.directory}", flush=True)
-    where = f"squeue -j {number} shows it, what it prints is in {folder}, and scancel {number} ends it."
-    if not settings.wait:
-        print(f"Not waiting for it: {where}", flush=True)
-        return {"status": "submitted", "slurm_job_id": number, "run_directory": str(job.directory), "objective": None}
-    try:
-        state = _wait(number, folder)
-    except KeyboardInterrupt:
-        print(f"\nSlurm job {number} goes on without this process: {where}", file=sys.stderr, flush=True)
-        raise
-    return _outcome(job, number, state, folder)
+    settings_class: ClassVar[type[LauncherSettings]] = SlurmSettings
+    settings: SlurmSettings
+    resources: Resources
+
+    def launch(self, job: Job) -> Summary:
+        """Return rank 0's summary once the job has ended; with ``launcher.wait=false``, its number at once.
+
+        Raises:
+            RequestError: Slurm or submitit is not here, Slurm refuses the job, or its ranks do.
+            Preempted: it was stopped after a checkpoint was saved, and does not start again by itself.
+            RunFailed: a rank failed, or Slurm ended the job.
+            KeyboardInterrupt: interrupted while waiting; the job goes on.
+        """
+        self.resources.refuse_started_ranks("slurm")
+        settings, folder = self.settings, job.directory / "slurm"
+        number = _submit(job, settings, _tasks_per_node(Request.of(job.config), settings), folder)
+        write_text(folder / "job_id", f"{number}\n")
+        print(f"Slurm job {number}, in {job.directory}", flush=True)
+        where = f"squeue -j {number} shows it, what it prints is in {folder}, and scancel {number} ends it."
+        if not settings.wait:
+            print(f"Not waiting for it: {where}", flush=True)
+            submitted = {"status": "submitted", "slurm_job_id": number}
+            return {**submitted, "run_directory": str(job.directory), "objective": None}
+        try:
+            state = _wait(number, folder)
+        except KeyboardInterrupt:
+            print(f"\nSlurm job {number} goes on without this process: {where}", file=sys.stderr, flush=True)
+            raise
+        try:
+            return _outcome(number, state, folder).conclude(job)
+        except RequestError:
+            if not (job.directory / "config.yaml").exists():
+                shutil.rmtree(folder, ignore_errors=True)  # refused runs leave nothing
+            raise
 
 
 def _tasks_per_node(request: Request, settings: SlurmSettings) -> int:
@@ -190,50 +207,27 @@ class _Tail:
                 print(line.decode(errors="replace"), flush=True)
 
 
-def _outcome(job: Job, number: str, state: State, folder: Path) -> Summary:
-    """Return rank 0's summary, or raise the one thing that ended the job, as the local launcher would."""
-    said = {rank: words for rank, words in reports(folder).items() if words["of"] == [number, state.restarts]}
-    kinds = {words["kind"] for words in said.values()}
-    if "refused" in kinds:
-        message = next(words["message"] for words in said.values() if words["kind"] == "refused")
-        if not (job.directory / "config.yaml").exists():
-            shutil.rmtree(folder, ignore_errors=True)  # refused runs leave nothing
-        raise RequestError(message)
+def _outcome(number: str, state: State, folder: Path) -> Outcome:
+    """Return what became of a job that has ended, by what its ranks reported and by what Slurm says."""
+    reports = read_reports(folder, Attempt(number, state.restarts))
     log = folder / f"{number}_0_log.err"
-    killed = _killed(log, set(said)) if state.name in ("FAILED", "OUT_OF_MEMORY") else None
+    killed = _killed(log, set(reports)) if state.name in ("FAILED", "OUT_OF_MEMORY") else None
+    deaths = []
     if killed is not None:
         rank, how = killed
-        message = (
-            f"Rank {rank} of Slurm job {number} ended without a traceback: {how}. See {folder}/{number}_{rank}_log.err"
-        )
-        leave_failure(job.directory, job.overrides, message, known_better=True)
-        raise RunFailed(message, rank=rank)
-    if "failed" in kinds:
-        failed = [
-            (not words["cause"], words["time"], rank) for rank, words in said.items() if words["kind"] == "failed"
-        ]
-        rank = min(failed)[2]
-        text = said[rank]["message"].rstrip()
-        leave_failure(job.directory, job.overrides, f"rank {rank}: {text.splitlines()[-1]}")
-        raise RunFailed(f"Rank {rank} failed:\n{text}", rank=rank)
-    if "preempted" in kinds:
-        words = next(words for words in said.values() if words["kind"] == "preempted")
-        raise Preempted(words["message"], checkpoint=words["checkpoint"])
-    if said.get(0, {}).get("kind") == "summary":
-        summary: Summary = said[0]["summary"]
-        return summary
+        where = f"{folder}/{number}_{rank}_log.err"
+        deaths = [Death(rank, f"Rank {rank} of Slurm job {number} ended without a traceback: {how}. See {where}")]
     message = f"Slurm job {number} ended ({state}) before its ranks did. What they printed is in {folder}:"
-    leave_failure(job.directory, job.overrides, message.splitlines()[0])
-    raise RunFailed("\n".join([message, *_last_lines(log)]))
+    return decide(reports, deaths, otherwise="\n".join([message, *_last_lines(log)]))
 
 
-def _killed(log: Path, said: set[int]) -> tuple[int, str] | None:
-    """Return the rank that died first and how, as srun says, if it died without a word."""
+def _killed(log: Path, reported: set[int]) -> tuple[int, str] | None:
+    """Return the rank that died first and how, as srun says, if it died without a report."""
     text = "\n".join(_last_lines(log, 10_000)).rpartition(STARTED_AGAIN)[2]
     for line in text.splitlines():
         match = re.match(r"srun: error: \S+: tasks? (\d+)[\d,-]*: (.*)", line)
         if match is not None:
-            return None if int(match[1]) in said else (int(match[1]), match[2])
+            return None if int(match[1]) in reported else (int(match[1]), match[2])
     return None
 
 

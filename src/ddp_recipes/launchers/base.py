@@ -1,0 +1,81 @@
+"""What a launcher is: made from its settings, it has the ranks of a job run and returns rank 0's summary."""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from ddp_recipes.config.settings import LauncherSettings
+from ddp_recipes.errors import RequestError
+from ddp_recipes.launchers.fork_server import ForkServer
+from ddp_recipes.reporting.run_directory import Summary
+from ddp_recipes.runtime.job import Job
+from ddp_recipes.runtime.process import loading
+from ddp_recipes.runtime.world import World
+
+if TYPE_CHECKING:
+    from ddp_recipes.launchers.channel import Channel
+
+
+@dataclass
+class Resources:
+    """What the controller process has before it knows the launcher, and keeps for all jobs of a sweep.
+
+    Attributes:
+        world: its place among ranks that something else started; ``None`` if it was started alone.
+        server: forks local ranks; it loads torch while the config is composed.
+    """
+
+    world: World | None = None
+    server: ForkServer = field(default_factory=ForkServer)
+    _channel: "Channel | None" = None
+
+    @property
+    def channel(self) -> "Channel":
+        """The way to the other ranks, made when it is first needed: it loads torch."""
+        if self._channel is None:
+            with loading():
+                from ddp_recipes.launchers.channel import Channel
+
+            assert self.world is not None
+            self._channel = Channel(self.world)
+        return self._channel
+
+    def refuse_started_ranks(self, name: str) -> None:
+        """Refuse a launcher that starts processes of its own in each of several that are available already.
+
+        Raises:
+            RequestError: says how to join them.
+        """
+        if self.world is not None and self.world.world_size > 1:
+            raise RequestError(
+                f"launcher={name} starts processes of its own, but this is already one of {self.world.world_size} "
+                f"(WORLD_SIZE). Use launcher=auto to join them, or start train.py alone."
+            )
+
+    def close(self, exit_status: int) -> None:
+        """End the fork server, and let the other ranks exit, if there are any."""
+        self.server.close()
+        if self.world is not None and self.world.world_size > 1:
+            self.channel.stop(exit_status)
+
+
+class Launcher(Protocol):
+    """Starts the ranks of a job, or joins those that are available. A yaml's ``_target_`` names its class.
+
+    Attributes:
+        settings_class: the keys of the yaml, typed; the config is checked by it before a launcher is made.
+    """
+
+    settings_class: ClassVar[type[LauncherSettings]]
+
+    def __init__(self, settings: Any, resources: Resources) -> None: ...
+
+    def launch(self, job: Job) -> Summary:
+        """Run a job and return rank 0's summary.
+
+        Raises:
+            RequestError: the job cannot be run; nothing was started.
+            Preempted: a signal stopped it after a checkpoint was saved.
+            RunFailed: a rank failed; its traceback is the message.
+            KeyboardInterrupt: interrupted before a checkpoint was saved.
+        """
+        ...

@@ -1,0 +1,136 @@
+"""The processes of a local run: how they are started and ended, and how what they report comes in."""
+
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from typing import IO
+
+from ddp_recipes.launchers.fork_server import ForkedRank, ForkServer, python_path
+from ddp_recipes.launchers.reports import Death, RankReport
+from ddp_recipes.runtime.job import Job
+
+
+@dataclass
+class Rank:
+    """A process and what it reported last."""
+
+    number: int
+    process: subprocess.Popen[bytes] | ForkedRank
+    lifeline: IO[bytes]  # brings the job; its end is the end of this process
+    reports: IO[bytes]
+    stacks: IO[bytes]  # where it writes its Python stacks when requested by SIGUSR2
+    place: str = ""  # where it was when it reported last while it started
+    report: RankReport | None = None  # at its end
+
+    @property
+    def death(self) -> Death | None:
+        """How it exited without a report, or ``None``."""
+        status = self.process.returncode
+        if status is None or self.report is not None:
+            return None
+        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit status {status}"
+        return Death(self.number, f"Rank {self.number} (process {self.process.pid}) {how}, without a traceback.")
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal unless it has exited."""
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+
+    def end(self) -> None:
+        """Make sure that the process has exited, and that the terminal is not left as a killed one had it."""
+        if self.process.poll() is None:
+            self.process.kill()
+        if self.process.wait() < 0 and self.number == 0 and sys.stdout.isatty():
+            print("\n\x1b[?25h", end="", flush=True)  # the bar hides the cursor while it is there
+        self.lifeline.close()
+        self.reports.close()
+
+
+def start(job: Job, processes: int, server: ForkServer | None, stack: ExitStack) -> list[Rank]:
+    """Start the ranks and give each the job; the stack ends them."""
+    listener = stack.enter_context(socket.socket())
+    listener.bind(("127.0.0.1", 0))  # a free port, on loopback only; rank 0 gets the socket, so nobody can take it
+    port = listener.getsockname()[1]
+    threads = max(1, len(os.sched_getaffinity(0)) // processes)
+    ranks = []
+    for number in range(processes):
+        environ = {
+            "OMP_NUM_THREADS": str(threads),
+            "GLOO_SOCKET_IFNAME": "lo",
+            "NCCL_SOCKET_IFNAME": "lo",
+            "TORCH_CPP_LOG_LEVEL": "ERROR",  # else pages of C++ frames when a peer has exited, which is said here
+            **os.environ,
+            "PYTHONPATH": python_path(),
+            **{name: str(number) for name in ("RANK", "LOCAL_RANK")},
+            **{name: str(processes) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")},
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        life, lifeline = os.pipe()
+        reports, report = os.pipe()
+        trace = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
+        fds = [life, report, trace.fileno(), *([listener.fileno()] if number == 0 else [])]
+        process = _start_process(server, fds, environ)
+        os.close(life)
+        os.close(report)
+        rank = Rank(
+            number, process, os.fdopen(lifeline, "wb", buffering=0), os.fdopen(reports, "rb", buffering=0), trace
+        )
+        stack.callback(rank.end)
+        ranks.append(rank)
+    for rank in ranks:
+        with suppress(BrokenPipeError):  # it has exited already, which the supervisor finds out
+            rank.lifeline.write(job.to_json().encode() + b"\n")
+    return ranks
+
+
+def _start_process(
+    server: ForkServer | None, fds: list[int], environ: dict[str, str]
+) -> subprocess.Popen[bytes] | ForkedRank:
+    if server is not None:
+        return server.fork(fds, environ, threads=int(environ["OMP_NUM_THREADS"]))
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "ddp_recipes.launchers.worker", *map(str, fds)],
+        stdin=subprocess.DEVNULL,
+        pass_fds=fds,
+        env=environ,
+        process_group=0,  # Ctrl-C at the terminal reaches this process alone, which then tells the ranks
+    )
+
+
+def incoming(ranks: Sequence[Rank]) -> Iterator[Rank | None]:
+    """Take in what ranks report as it comes; yield who did, and ``None`` at least ten times a second.
+
+    Return codes are looked at before reports: a rank that has one sends no more.
+    """
+    with selectors.DefaultSelector() as selector:
+        for rank in ranks:
+            selector.register(rank.reports, selectors.EVENT_READ, rank)
+        texts = {rank.number: b"" for rank in ranks}
+        while True:
+            for rank in ranks:
+                rank.process.poll()
+            for chosen, _ in selector.select(timeout=0.1) if selector.get_map() else ():
+                rank = chosen.data
+                text = rank.reports.read(1 << 20)
+                *lines, texts[rank.number] = (texts[rank.number] + text).split(b"\n")
+                for line in map(bytes.decode, lines):
+                    if place := json.loads(line).get("place"):
+                        rank.place = place
+                    else:
+                        rank.report = RankReport.from_json(line)
+                    yield rank
+                if not text:
+                    selector.unregister(rank.reports)
+            if not selector.get_map():
+                time.sleep(0.01)
+            yield None

@@ -1,0 +1,80 @@
+"""Watches the ranks of a local run until they have ended, or ends them."""
+
+import signal
+import time
+from collections.abc import Sequence
+
+from ddp_recipes.errors import RunFailed, not_arrived
+from ddp_recipes.launchers import stacks
+from ddp_recipes.launchers.local.ranks import Rank, incoming
+from ddp_recipes.launchers.reports import Outcome, decide
+from ddp_recipes.reporting.run_directory import leave_trace
+from ddp_recipes.runtime.job import Job
+from ddp_recipes.runtime.process import is_stopped
+
+AFTER_FAILURE_S = 3.0  # for the other ranks to end by themselves, and for rank 0 to write its summary
+AFTER_INTERRUPT_S = 6.0  # for a checkpoint after Ctrl-C
+AFTER_TERM_S = 25.0  # for a checkpoint after SIGTERM or SIGUSR1, within a scheduler's usual 30 s
+
+
+def supervise(job: Job, ranks: Sequence[Rank], signals: Sequence[str]) -> Outcome:
+    """Wait for the ranks, pass signals on, give the others a while if one of them fails; return what became of it.
+
+    Args:
+        signals: names of those that this process got; they come while this waits.
+    """
+    deadline: float | None = None
+    passed_on = 0
+    timeout_s = float(job.config["launcher"]["timeout_s"])
+    late = float("inf")  # when all ranks have to be inside the store
+    for rank in incoming(ranks):
+        if rank is not None and rank.place:
+            late = min(late, time.monotonic() + timeout_s)
+        if time.monotonic() > late and (missing := _missing(ranks)):
+            _keep_stacks(job, ranks)
+            message = not_arrived(missing, len(ranks), timeout_s)
+            return Outcome(RunFailed(message, silent=missing), message)
+        if signals.count("SIGINT") > 1:
+            return Outcome(KeyboardInterrupt(), "interrupted by the keyboard, twice")
+        if len(signals) > passed_on:
+            if not passed_on:
+                deadline = time.monotonic() + (AFTER_INTERRUPT_S if signals[0] == "SIGINT" else AFTER_TERM_S)
+                for rank in ranks:
+                    rank.send_signal(signal.SIGTERM)
+            passed_on = len(signals)
+        reports = {rank.number: rank.report for rank in ranks if rank.report is not None}
+        deaths = [rank.death for rank in ranks if rank.death is not None]
+        failed = deaths or any(report.kind != "summary" for report in reports.values())
+        if failed and deadline is None:
+            deadline = time.monotonic() + AFTER_FAILURE_S
+        unresponsive = {number for report in reports.values() for number in report.unresponsive}
+        awaited = [rank for rank in ranks if rank.process.returncode is None and rank.number not in unresponsive]
+        if not awaited or (deadline and time.monotonic() > deadline):
+            break
+    _keep_stacks(job, ranks)
+    reports = {rank.number: rank.report for rank in ranks if rank.report is not None}
+    deaths = [rank.death for rank in ranks if rank.death is not None]
+    killed = [rank.number for rank in ranks if rank.report is None and rank.death is None]
+    return decide(reports, deaths, killed=killed, signals=signals)
+
+
+def _keep_stacks(job: Job, ranks: Sequence[Rank]) -> None:
+    """Write to ``ranks/`` where the ranks that are about to be killed stand."""
+    stuck = {
+        rank.process.pid: rank
+        for rank in ranks
+        if rank.process.poll() is None and rank.report is None and rank.process.pid is not None
+    }
+    for pid, text in stacks.ask({pid: rank.stacks for pid, rank in stuck.items()}).items():
+        leave_trace(job.directory, stuck[pid].number, text)
+
+
+def _missing(ranks: Sequence[Rank]) -> list[int]:
+    """Return the ranks that others wait for at the start: stopped ones, those that never came, or the store's."""
+    outside = [rank.number for rank in ranks if rank.place != "inside" and rank.report is None]
+    if outside and (stopped := [rank.number for rank in ranks if rank.process.pid and is_stopped(rank.process.pid)]):
+        return stopped
+    if never_came := [number for number in outside if not ranks[number].place]:
+        return never_came
+    # Rank 0 holds the store: where nobody else comes in, it is rank 0 that does not answer.
+    return [0] if 0 in outside or len(outside) == len(ranks) - 1 > 0 else outside

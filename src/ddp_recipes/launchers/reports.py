@@ -1,0 +1,178 @@
+"""What each rank reports at its end, and what became of the run: decided alike for all launchers. Loads no torch."""
+
+import json
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+from ddp_recipes.errors import Preempted, RecipeError, RequestError, RunFailed
+from ddp_recipes.reporting.run_directory import Summary, leave_failure
+from ddp_recipes.runtime.job import Job
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankReport:
+    """How a job ended on one rank, as that rank reports it.
+
+    Attributes:
+        kind: ``summary`` if it finished.
+        exit_status: what its process exits with.
+        message: the error; of a failure the traceback, if it has one.
+        checkpoint: where a preempted run resumes.
+        cause: whether the rank failed by itself, not because another one did.
+        unresponsive: the ranks that did not respond to it any more: there is no point in waiting for them.
+        time: when it failed, in seconds since the epoch.
+        summary: what the run came to on this rank.
+    """
+
+    rank: int
+    kind: Literal["summary", "refused", "preempted", "failed"]
+    exit_status: int
+    message: str = ""
+    checkpoint: str | None = None
+    cause: bool = True
+    unresponsive: tuple[int, ...] = ()
+    time: float = 0.0
+    summary: Summary | None = None
+
+    @classmethod
+    def of_summary(cls, rank: int, summary: Summary) -> "RankReport":
+        """Return the report of a rank that finished."""
+        return cls(rank=rank, kind="summary", exit_status=0, summary=summary)
+
+    @classmethod
+    def of_error(cls, rank: int, error: BaseException) -> "RankReport":
+        """Return the report of a rank that raised."""
+        if isinstance(error, RequestError):
+            return cls(rank=rank, kind="refused", exit_status=error.exit_status, message=str(error))
+        if isinstance(error, Preempted):
+            status, checkpoint = error.exit_status, error.checkpoint
+            return cls(rank=rank, kind="preempted", exit_status=status, message=str(error), checkpoint=checkpoint)
+        return cls(
+            rank=rank,
+            kind="failed",
+            exit_status=1,
+            message=str(error) if isinstance(error, RecipeError) else "".join(traceback.format_exception(error)),
+            cause=not isinstance(error, RunFailed) or error.rank in (None, rank),
+            unresponsive=tuple(error.silent) if isinstance(error, RunFailed) else (),
+            time=time.time(),
+        )
+
+    def to_json(self) -> str:
+        """Return the report as one line of text."""
+        return json.dumps(vars(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "RankReport":
+        """Return the report that :meth:`to_json` wrote."""
+        values = json.loads(text)
+        return cls(**{**values, "unresponsive": tuple(values["unresponsive"])})
+
+
+@dataclass(frozen=True)
+class Death:
+    """A rank whose process exited without a report.
+
+    Attributes:
+        message: says which rank, and how; ``summary.json`` gets its first line.
+    """
+
+    rank: int
+    message: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a run.
+
+    Attributes:
+        result: rank 0's summary, or the error to raise.
+        line: what ``summary.json`` says of a failure, if rank 0 has not written it; empty if there is nothing to add.
+        known_better: whether the line replaces what rank 0 wrote, which saw no more than a consequence.
+    """
+
+    result: Summary | BaseException
+    line: str = ""
+    known_better: bool = False
+
+    def conclude(self, job: Job) -> Summary:
+        """Write a failure into the run directory; return the summary, or raise the error."""
+        if self.line:
+            leave_failure(job.directory, job.overrides, self.line, self.known_better)
+        if isinstance(self.result, BaseException):
+            raise self.result
+        return self.result
+
+
+def decide(
+    reports: Mapping[int, RankReport],
+    deaths: Sequence[Death] = (),
+    *,
+    killed: Sequence[int] = (),
+    signals: Sequence[str] = (),
+    otherwise: str = "Rank 0 ended without a report.",
+) -> Outcome:
+    """Return what became of a run: the one error that ended it, or rank 0's summary.
+
+    Args:
+        reports: what ranks reported, by rank; some may not have.
+        deaths: ranks whose process exited without a report, in the order in which they are to be named.
+        killed: ranks that had no end, and that the launcher killed.
+        signals: names of the signals that the launcher got, the first one first.
+        otherwise: the message where rank 0 has no summary, and nothing else says why.
+    """
+    kinds = {kind: [reports[rank] for rank in sorted(reports) if reports[rank].kind == kind] for kind in _ERRORS}
+    refused, preempted, failed = (kinds[kind] for kind in _ERRORS)
+    if refused:
+        return Outcome(RequestError(refused[0].message))
+    if signals and not failed and not preempted and (deaths or killed):
+        return Outcome(KeyboardInterrupt(), f"stopped by {signals[0]} before a checkpoint was saved")
+    if preempted and not deaths:
+        message = preempted[0].message
+        if signals:  # a launcher passes SIGTERM on, whichever it got
+            message = message.replace("SIGTERM", signals[0].replace("SIGINT", "Ctrl-C"), 1)
+        return Outcome(Preempted(message, checkpoint=preempted[0].checkpoint))
+    if deaths:
+        death = deaths[0]
+        return Outcome(RunFailed(death.message, rank=death.rank), death.message.splitlines()[0], known_better=True)
+    unresponsive = f"Rank {', '.join(map(str, killed))} did not answer any more and was killed."
+    if failed:
+        return _failed(failed, unresponsive if killed else "")
+    if killed:
+        return Outcome(RunFailed(unresponsive, rank=killed[0]), unresponsive)
+    if 0 in reports and (summary := reports[0].summary) is not None:
+        return Outcome(summary)
+    return Outcome(RunFailed(otherwise), otherwise.splitlines()[0])
+
+
+_ERRORS = ("refused", "preempted", "failed")
+
+
+def _failed(failed: Sequence[RankReport], unresponsive: str) -> Outcome:
+    """Return the failure that came first, of those that another rank's did not cause."""
+    first = min(failed, key=lambda report: (not report.cause, report.time))
+    text = first.message.rstrip()
+    last = text.rpartition("\n")[2]
+    line, message = f"rank {first.rank}: {last}", f"Rank {first.rank} failed:\n{text}"
+    if unresponsive and "did not answer" not in message:  # rank 0 held the store, or the backend aborted
+        line, message = f"{line} {unresponsive}", f"{message}\n{unresponsive}"
+    return Outcome(RunFailed(message, rank=first.rank), line, known_better=bool(unresponsive))
+
+
+@contextmanager
+def as_rank_0() -> Iterator[None]:
+    """Run rank 0 in this very process: what it raises becomes the failure of that rank.
+
+    Raises:
+        RunFailed: with the traceback; errors of our own stay as they are.
+    """
+    try:
+        yield
+    except RecipeError:
+        raise
+    except Exception as error:
+        text = "".join(traceback.format_exception(error)).rstrip()
+        raise RunFailed(f"Rank 0 failed:\n{text}", rank=0) from error

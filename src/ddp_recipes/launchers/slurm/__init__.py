@@ -1,0 +1,1 @@
+"""Runs submitted to Slurm: ``launcher=slurm``."""

@@ -1,0 +1,39 @@
+"""What sbatch is asked for: the keys of ``launcher=slurm``. Loads no torch and no submitit."""
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from ddp_recipes.config.settings import Count, LauncherSettings, Range
+from ddp_recipes.errors import RequestError
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmSettings(LauncherSettings):
+    """``launcher.*`` of ``launcher=slurm``."""
+
+    name: Literal["slurm"]
+    gpus_per_node: Count | None
+    cpus_per_task: Count | None
+    time_min: Count
+    partition: str | None
+    account: str | None
+    sbatch: dict[str, Any]
+    wait: bool
+    signal_s: Annotated[int, Range(1)]
+    requeue: bool
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_restarts:
+            raise RequestError(
+                f"launcher.max_restarts={self.max_restarts} is not taken by launcher=slurm. Leave it 0: with "
+                f"launcher.requeue=true Slurm starts the job again after a preemption or the loss of a node."
+            )
+        if self.signal_s + 60 >= 60 * self.time_min:  # Slurm may send it a minute early
+            raise RequestError(
+                f"launcher.signal_s={self.signal_s} leaves no time to train in launcher.time_min={self.time_min}. "
+                f"Allowed: more than a minute less than the job's time."
+            )
+
+    def gpus_of_node(self) -> int | None:
+        return self.gpus_per_node

@@ -1,0 +1,108 @@
+"""What a job of Slurm does on each of its tasks: it is one rank, and reports in ``slurm/`` how it ended."""
+
+import json
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddp_recipes.launchers import environment, worker
+from ddp_recipes.launchers.reports import RankReport
+from ddp_recipes.launchers.slurm.state import State, ask_slurm
+from ddp_recipes.reporting.run_directory import write_text
+from ddp_recipes.runtime.job import Job
+
+LINGER_S = 5.0  # a rank that failed stays so long for the others to report what they saw: Slurm ends them with it
+STARTED_AGAIN = "Started again by Slurm, restart"  # what came before in a log is over
+
+
+@dataclass(frozen=True)
+class Task:
+    """What submitit runs on every task of the job.
+
+    Attributes:
+        requeue: whether the job starts again after a signal.
+        path: where the submitting process found its modules, a user's own among them.
+    """
+
+    job: Job
+    requeue: bool
+    path: tuple[str, ...]
+
+    def __call__(self) -> None:
+        """Run the job as the rank that this task is, report how it ended, and end with its exit status."""
+        sys.path += [path for path in self.path if path not in sys.path]
+        world = environment.join(os.environ)
+        assert world is not None
+        restarts = int(os.environ.get("SLURM_RESTART_COUNT", 0))
+        if restarts:
+            print(f"{STARTED_AGAIN} {restarts}", file=sys.stderr, flush=True)
+        job = _resumed(self.job, world.is_main) if restarts else self.job
+        report = worker.run(job, world, None)
+        folder, attempt = self.job.directory / "slurm", Attempt(os.environ["SLURM_JOB_ID"], restarts)
+        write_report(folder, attempt, report)
+        if report.kind == "summary":
+            return
+        print(report.message, file=sys.stderr, flush=True)
+        if report.kind == "preempted":
+            if not world.is_main:
+                return  # rank 0 ends the job, one way or the other
+            if self.requeue:
+                _requeue(attempt.number)
+        else:
+            _linger(folder, attempt, world.world_size)
+        sys.exit(report.exit_status)
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of a job: Slurm may start it again under the same number."""
+
+    number: str
+    restarts: int
+
+
+def _resumed(job: Job, main: bool) -> Job:
+    """Return what a job that Slurm started again runs: it goes on from its last checkpoint, or begins anew."""
+    from ddp_recipes.checkpointing.files import find
+
+    if find("auto", job.directory):
+        return job.resumed()
+    if main:
+        (job.directory / "config.yaml").unlink(missing_ok=True)  # what marks a directory as used
+    return job
+
+
+def _requeue(number: str) -> None:
+    """Queue this very job again, unless Slurm is ending it: a job that was cancelled stays cancelled."""
+    state = State.ask(number, State())
+    if state.name != "RUNNING":
+        print(f"Slurm job {number} is {state}: not queued again.", file=sys.stderr, flush=True)
+        return
+    answer = ask_slurm("scontrol", "requeue", number)
+    said = f" could not be queued again: {answer.stderr.strip()}" if answer.returncode else " is queued again."
+    print(f"Slurm job {number}{said}", file=sys.stderr, flush=True)
+
+
+def _linger(folder: Path, attempt: Attempt, world_size: int) -> None:
+    """Wait until the other ranks have reported how they ended, within a bound."""
+    deadline = time.monotonic() + LINGER_S
+    while time.monotonic() < deadline:
+        if len(read_reports(folder, attempt)) == world_size:
+            return
+        time.sleep(0.1)
+
+
+def write_report(folder: Path, attempt: Attempt, report: RankReport) -> None:
+    """Write how a rank ended."""
+    text = json.dumps({"of": [attempt.number, attempt.restarts], "report": report.to_json()})
+    write_text(folder / f"rank_{report.rank}.json", text)
+
+
+def read_reports(folder: Path, attempt: Attempt) -> dict[int, RankReport]:
+    """Return what ranks reported of this start of the job, by rank."""
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("rank_*.json")]
+    of_attempt = [attempt.number, attempt.restarts]
+    reports = [RankReport.from_json(entry["report"]) for entry in found if entry["of"] == of_attempt]
+    return {report.rank: report for report in reports}

@@ -1,0 +1,116 @@
+"""A launcher from outside the package: that of docs/own-launcher.md, by real commands in an otherwise empty folder."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PAGE = Path(__file__).parents[2] / "docs" / "own-launcher.md"
+FILE = re.compile(r"^```(?:python|yaml)\n# ([\w./]+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+NICE = "launcher=nice"
+TINY = ["model=toy", "data=random", "data.num_samples=40", "trainer.max_epochs=1", "logger=none", "hydra.run.dir=run"]
+FAULTY = """
+import os
+
+import torch
+
+
+class Faulty(torch.nn.Linear):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.training and os.environ["RANK"] == "1":
+            {what}
+        return super().forward(inputs)
+"""
+
+pytestmark = pytest.mark.spawn
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Return a folder with the files of the page, and nothing else."""
+    for name, text in FILE.findall(PAGE.read_text(encoding="utf-8")):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def ran(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "ddp_recipes", "--config-dir=my_conf", *TINY, "launcher.device=cpu", *overrides]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_own_launcher_runs_a_job_as_local_does(folder: Path) -> None:
+    for name, launcher in {"own": NICE, "local": "launcher=local"}.items():
+        done = ran(folder, launcher, "seed=7", f"hydra.run.dir={name}")
+        assert done.returncode == 0, done.stderr
+    own, local = (json.loads((folder / name / "summary.json").read_text()) for name in ("own", "local"))
+    assert (own["status"], own["world_size"]) == ("finished", 2)
+    assert own["weights_sha256"] == local["weights_sha256"]
+
+
+@pytest.mark.parametrize(
+    ("what", "printed", "error"),
+    [
+        ("raise ValueError('the cat')", ["Rank 1 failed:", "ValueError: the cat"], "rank 1: ValueError: the cat"),
+        (
+            "os._exit(3)",
+            ["Rank 1 exited with exit code 3 and without a report."],
+            "Rank 1 exited with exit code 3 and without a report.",
+        ),
+    ],
+    ids=["raises", "exits"],
+)
+def test_own_launcher_names_the_rank_that_failed(folder: Path, what: str, printed: list[str], error: str) -> None:
+    (folder / "faulty.py").write_text(FAULTY.format(what=what))
+    model = ["model=linear", "model._target_=faulty.Faulty"]
+    done = ran(folder, NICE, *model)
+    assert done.returncode == 1
+    assert set(printed) <= set(done.stderr.splitlines())
+    summary = json.loads((folder / "run" / "summary.json").read_text())
+    assert summary["status"] == "failed"
+    assert error in summary["error"]
+
+
+REFUSED = {
+    "misspelt key": ([NICE, "launcher.nicenes=5"], "Did you mean 'launcher.niceness'?"),
+    "misspelt key that is added": ([NICE, "+launcher.nicenes=5"], "Did you mean 'niceness'?"),
+    "value out of range": ([NICE, "launcher.niceness=20"], "Allowed: a whole number from 0 to 19."),
+    "value of another type": ([NICE, "launcher.niceness=very"], "launcher.niceness=very is not allowed."),
+    "module that is not there": (["launcher._target_=no_launcher.Mine"], "No module named 'no_launcher'"),
+    "class that is not there": (["launcher._target_=my_launcher.Nise"], "has no attribute 'Nise'"),
+    "class that is no launcher": (["launcher._target_=pathlib.Path"], "launcher._target_=pathlib.Path is no launcher"),
+    "name of another launcher": (["launcher=local", "launcher.name=env"], "launcher.name=env is not allowed."),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_own_launcher_is_refused_before_anything_starts(folder: Path, case: str) -> None:
+    overrides, message = REFUSED[case]
+    done = ran(folder, *overrides)
+    assert done.returncode == 2, done.stderr
+    assert message in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert not (folder / "run").exists()
+
+
+KEYS = """
+nproc_per_node: 2
+nnodes: 1
+max_restarts: 0
+start_method: forkserver
+timeout_s: 60
+backend: auto
+device: auto
+init_method: null
+"""
+
+
+@pytest.mark.parametrize("keys", [KEYS, "defaults: [auto, _self_]\n"], ids=["alone", "on top of auto"])
+def test_own_yaml_chooses_a_launcher_by_its_name(folder: Path, keys: str) -> None:
+    (folder / "my_conf" / "launcher" / "named.yaml").write_text(f"{keys}name: local\n")
+    done = ran(folder, "launcher=named")
+    assert done.returncode == 0, done.stderr
+    assert json.loads((folder / "run" / "summary.json").read_text())["world_size"] == 2
