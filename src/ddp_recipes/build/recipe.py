@@ -23,7 +23,7 @@ from ddp_recipes.config.settings import ModelSettings, batches, seconds
 from ddp_recipes.data.batch_plan import BatchPlan
 from ddp_recipes.data.loader import Loader, size_of
 from ddp_recipes.errors import RequestError, nearest, not_one_of
-from ddp_recipes.loggers import Logger
+from ddp_recipes.loggers import Logger, Loggers, folder_name
 from ddp_recipes.model_parallel import Rehearsal, Stage, apart, in_micro_batches, split_model, timed
 from ddp_recipes.runtime.control import Control
 from ddp_recipes.runtime.job import Job
@@ -89,6 +89,7 @@ class Recipe:
         self.callbacks: list[Callback] = [
             _instantiate(node, f"callbacks.{name}") for name, node in (self.config.get("callbacks") or {}).items()
         ]
+        self.loggers = self._loggers()
         self.monitor = self._monitor()
         self.checkpoint_path: Path | None = None
         self.state = self._load()
@@ -447,10 +448,67 @@ class Recipe:
         """Return what decides on stopping before the end."""
         return Stopper(self.world, self.strategy.sum, self.device, seconds(self.trainer.max_time))
 
+    def _loggers(self) -> dict[str, DictConfig]:
+        """Return the loggers' sections by their dotted names, checked where they are made: on rank 0 only."""
+        node = self.config.logger
+        loggers = {"logger": node} if "_target_" in node else {f"logger.{name}": node[name] for name in node}
+        if not loggers or not all(OmegaConf.is_dict(each) for each in loggers.values()):
+            raise RequestError(
+                "logger has neither a _target_, the dotted name of a class, nor a section for each of several. Choose "
+                "an option: logger=tensorboard, logger=csv, logger=none, or several: logger=[tensorboard,csv]."
+            )
+        if self.world.is_main:
+            folders: dict[str, str] = {}
+            for section, each in loggers.items():
+                _check_logger(each, section)
+                other = folders.setdefault(_folder(each), section)
+                if other != section:
+                    raise RequestError(
+                        f"{other} and {section} both write into {_folder(each)}/ of the run directory. Leave out one, "
+                        f"or give its class another `folder`."
+                    )
+        return loggers
+
+    @property
+    def logs_graph(self) -> bool:
+        """Whether a logger is to write the model's graph."""
+        return any(node.get("graph", False) for node in self.loggers.values())
+
     def make_logger(self, purge_step: int | None) -> Logger:
-        """Return the logger; rank 0 only."""
-        logger: Logger = self._make("logger", directory=str(self.job.directory / "tensorboard"), purge_step=purge_step)
-        return logger
+        """Return the logger, which may be several; rank 0 only."""
+        loggers: list[Logger] = []
+        for section, node in self.loggers.items():
+            directory = str(self.job.directory / _folder(node))
+            loggers.append(_instantiate(node, section, directory=directory, purge_step=purge_step))
+        return loggers[0] if len(loggers) == 1 else Loggers(loggers)
+
+
+def _folder(node: DictConfig) -> str:
+    """Return the name of a logger's own folder: its class says it, else it is called after what makes it."""
+    folder = getattr(_locate(node._target_), "folder", None)
+    return folder if isinstance(folder, str) else folder_name(node._target_.rpartition(".")[2])
+
+
+def _check_logger(node: DictConfig, section: str) -> None:
+    """Refuse a logger that does not take the keys of its section, or not what every logger is given."""
+    if "_target_" not in node:
+        raise RequestError(f"{section} has no _target_, the dotted name of a class or function to call.")
+    parameters, given = _parameters(node._target_, section), {"directory", "purge_step"}
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return
+    if not given <= parameters.keys():
+        raise RequestError(
+            f"{section}._target_={node._target_} does not take {' and '.join(sorted(given - parameters.keys()))}. "
+            f"Every logger is given directory, its folder, and purge_step, on resume the first step logged anew."
+        )
+    allowed = [name for name in parameters if name not in given]
+    for key in map(str, node):
+        if key not in allowed and not (key.startswith("_") and key.endswith("_")):
+            keys = f"Keys of {section}: {', '.join(allowed)}." if allowed else f"{section} has no keys."
+            raise RequestError(f"{section}.{key} is not a key of {node._target_}. {keys}{nearest(key, allowed)}")
+    for name in allowed:
+        if parameters[name].default is inspect.Parameter.empty and name not in node:
+            raise RequestError(f"{section}.{name} is missing: {node._target_} has no default for it.")
 
 
 def _parameters(target: str, section: str) -> Mapping[str, inspect.Parameter]:
