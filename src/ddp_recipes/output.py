@@ -88,7 +88,7 @@ class Output:
             run.checkpointer = FileCheckpointer(folder, recipe.request.checkpoint, background=not alone)
             if recipe.state is not None:
                 run.checkpointer.load_state(recipe.state["checkpointer"], run.cursor.step)
-        if recipe.config.logger.get("graph", False) and not quick:
+        if recipe.logs_graph and not quick:
             self.logger.graph(recipe.task.model, run.train.sample()[0])
             recipe.task.train()
         self.progress.start(recipe.total_steps, run.cursor.step, run.train.plan.global_batch_size)
@@ -259,9 +259,8 @@ class Output:
             for name in ("best_checkpoint", "last_checkpoint")
             if summary[name]
         ]
-        if type(self.logger) is not Logger:
-            rows.append(("see it with", f"tensorboard --logdir {self._shown(summary['run_directory'])}"))
-        return rows
+        commands = self.logger.see_with(self._shown(summary["run_directory"])) or ""
+        return [*rows, *(("see it with", command) for command in commands.splitlines())]
 
     def _shown(self, path: str | Path) -> str:
         """Return a path as short as it can be typed here, or in full where here is the run directory itself."""

@@ -168,7 +168,8 @@ def test_each_option(group: str, option: str, tmp_path: Path, monkeypatch: pytes
     recipe = made(config_of(f"{group}={option}", "data.batch_size=2", *special.get(option, [])), folder)
     assert_learns(recipe)
     written = {path.relative_to(folder).parts[0] for path in folder.rglob("*")}
-    assert written == (set() if option == "none" and group == "logger" else {"tensorboard"})
+    logger = option if group == "logger" else "tensorboard"
+    assert written == {logger} - {"none"}
 
 
 @pytest.mark.parametrize("experiment", options("experiment") if (FOLDER / "experiment").is_dir() else [])
@@ -361,7 +362,7 @@ OPTIONS = {
     "strategy": {"single", "dp", "ddp"},
     "launcher": {"auto", "local", "env"},
     "trainer": {"default"},
-    "logger": {"tensorboard", "none"},
+    "logger": {"tensorboard", "csv", "none"},
     "checkpoint": {"default", "none"},
     "debug": {"fast_dev_run", "overfit", "profiler"},
 }

@@ -1,5 +1,6 @@
 """Loggers, read back as TensorBoard reads them."""
 
+import csv
 import logging
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams import plugin_data_pb2
 from torch import Tensor, nn
 
-from ddp_recipes.loggers import Logger, TensorBoardLogger
+from ddp_recipes.loggers import CSVLogger, Logger, Loggers, TensorBoardLogger
 
 CONF = Path(__file__).parents[2] / "conf" / "logger"
 
@@ -29,14 +30,27 @@ def hparams_data(directory: Path) -> dict[str, plugin_data_pb2.HParamsPluginData
     return {tag: plugin_data_pb2.HParamsPluginData.FromString(content) for tag, content in contents.items()}
 
 
-@pytest.mark.parametrize("option", ["none", "tensorboard"])
+def rows(directory: Path) -> list[dict[str, str]]:
+    """Return the table of a CSVLogger; every row must have every column."""
+    with (directory / "metrics.csv").open(newline="") as file:
+        found = list(csv.DictReader(file))
+    assert all(None not in row and None not in row.values() for row in found)
+    return found
+
+
+def column(directory: Path, name: str) -> list[tuple[int, float]]:
+    return [(int(row["step"]), float(row[name])) for row in rows(directory) if row[name]]
+
+
+@pytest.mark.parametrize("option", ["none", "tensorboard", "csv"])
 def test_yaml_makes_a_logger(option: str, tmp_path: Path) -> None:
     make = instantiate(OmegaConf.load(CONF / f"{option}.yaml"))
-    logger = make(directory=tmp_path / "tensorboard", purge_step=None)
+    logger = make(directory=tmp_path / "folder", purge_step=None)
     logger.scalars({"loss": 1.0}, 1)
     logger.close()
     assert isinstance(logger, Logger)
-    assert (tmp_path / "tensorboard").exists() == (option == "tensorboard")
+    assert logger.folder == option.replace("none", "")
+    assert (tmp_path / "folder").exists() == (option != "none")
 
 
 def test_base_takes_everything_and_writes_nothing(tmp_path: Path) -> None:
@@ -165,3 +179,133 @@ def test_model_that_cannot_be_traced_is_a_warning(
     assert "_Untraceable is not written, it cannot be traced: cannot be traced" in caplog.text
     assert capsys.readouterr().out == ""
     assert points(tmp_path, "loss") == [(1, 0.5)]
+
+
+# --- CSV -------------------------------------------------------------------------------------------------------------
+
+
+def test_csv_has_a_row_a_step_and_a_column_a_name(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path)
+    logger.scalars({"train/loss": 0.1, "lr": 0.5}, 1)
+    logger.scalars({"train/loss": 0.25, "lr": 0.5}, 2)
+    logger.scalars({"val/loss": 1e-20}, 2)
+    logger.scalars({"train/loss": 0.125, "odd, name": 3.0}, 3)
+    logger.close()
+    assert (tmp_path / "metrics.csv").read_text() == (
+        'step,train/loss,lr,val/loss,"odd, name"\n1,0.1,0.5,,\n2,0.25,0.5,1e-20,\n3,0.125,,,3.0\n'
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.csv"]
+
+
+def test_csv_flush_makes_rows_visible_while_the_run_goes_on(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path, flush_secs=3600)
+    logger.scalars({"loss": 0.5}, 1)
+    logger.flush()
+    assert column(tmp_path, "loss") == [(1, 0.5)]
+    logger.scalars({"loss": 2.0}, 2)
+    logger.flush()
+    logger.scalars({"loss": 0.25, "val/loss": 4.0}, 2)  # the row is in the file already, the column is not
+    logger.flush()
+    logger.flush()
+    assert column(tmp_path, "loss") == [(1, 0.5), (2, 0.25)]
+    logger.scalars({"loss": 8.0}, 3)
+    logger.close()
+    assert column(tmp_path, "loss") == [(1, 0.5), (2, 0.25), (3, 8.0)]
+    assert column(tmp_path, "val/loss") == [(2, 4.0)]
+
+
+def test_csv_keeps_many_rows_in_order(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path)
+    for step in range(1, 2501):
+        logger.scalars({"loss": step / 2}, step)
+        if step % 700 == 0:
+            logger.scalars({f"val/{step}": 1.0}, step)
+    logger.close()
+    assert column(tmp_path, "loss") == [(step, step / 2) for step in range(1, 2501)]
+    assert column(tmp_path, "val/1400") == [(1400, 1.0)]
+
+
+def test_csv_rows_are_written_after_flush_secs(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path, flush_secs=0)
+    for step in (1, 2, 3):
+        logger.scalars({"loss": float(step)}, step)
+    assert column(tmp_path, "loss") == [(1, 1.0), (2, 2.0)]
+    logger.close()
+
+
+@pytest.mark.parametrize("torn", ["", "4,0.", "3,1", "3,1.0,2.0\n", ",,,"])
+def test_csv_purge_step_removes_what_a_resumed_run_logs_again(torn: str, tmp_path: Path) -> None:
+    first = CSVLogger(tmp_path)
+    for step in (1, 2, 3):
+        first.scalars({"loss": float(step), "lr": 0.1}, step)
+    first.close()
+    with (tmp_path / "metrics.csv").open("a") as file:
+        file.write(torn)
+    second = CSVLogger(tmp_path, purge_step=3)
+    assert column(tmp_path, "loss") == [(1, 1.0), (2, 2.0)]
+    second.scalars({"val/loss": 7.0}, 2)  # as where the kill came between a save and its validation
+    second.scalars({"loss": 5.0}, 3)
+    second.close()
+    assert column(tmp_path, "loss") == [(1, 1.0), (2, 2.0), (3, 5.0)]
+    assert column(tmp_path, "lr") == [(1, 0.1), (2, 0.1)]
+    assert column(tmp_path, "val/loss") == [(2, 7.0)]
+
+
+def test_csv_goes_on_after_everything_was_purged(tmp_path: Path) -> None:
+    (tmp_path / "metrics.csv").touch()
+    for purge_step in (None, 1):
+        logger = CSVLogger(tmp_path, purge_step=purge_step)
+        logger.scalars({"loss": 5.0}, 1)
+        logger.close()
+        assert column(tmp_path, "loss") == [(1, 5.0)]
+
+
+def test_csv_hparams_are_a_yaml_chosen_ones_first(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path)
+    logger.hparams({"seed": 1, "model": "Toy", "optimizer.lr": 0.5}, {"val/loss": 1.0}, chosen=["optimizer.lr"])
+    logger.close()
+    assert (tmp_path / "hparams.yaml").read_text() == "optimizer.lr: 0.5\nseed: 1\nmodel: Toy\n"
+
+
+# --- several ---------------------------------------------------------------------------------------------------------
+
+
+def test_several_loggers_get_everything(tmp_path: Path) -> None:
+    logger = Loggers([TensorBoardLogger(tmp_path / "tensorboard", graph=True), CSVLogger(tmp_path / "csv"), Logger()])
+    logger.scalars({"loss": 0.5}, 1)
+    logger.text("config", "seed: 42")
+    logger.graph(nn.Linear(2, 1), torch.ones(3, 2))
+    logger.flush()
+    assert points(tmp_path / "tensorboard", "loss") == column(tmp_path / "csv", "loss") == [(1, 0.5)]
+    logger.hparams({"optimizer.lr": 0.1}, {"loss": 0.5})
+    logger.close()
+    assert read(tmp_path / "tensorboard").Tags()["graph"]
+    assert (tmp_path / "csv" / "hparams.yaml").exists()
+    assert logger.see_with("run") == "tensorboard --logdir run\ncolumn -s, -t run/csv/metrics.csv"
+
+
+class _Failing(Logger):
+    def close(self) -> None:
+        raise OSError("disk full")
+
+
+def test_several_loggers_are_closed_though_one_fails(tmp_path: Path) -> None:
+    logger = Loggers([_Failing(), CSVLogger(tmp_path)])
+    logger.scalars({"loss": 0.5}, 1)
+    with pytest.raises(OSError, match="disk full"):
+        logger.close()
+    assert column(tmp_path, "loss") == [(1, 0.5)]
+
+
+def test_folder_is_that_of_the_class() -> None:
+    class LinesLogger(Logger):
+        pass
+
+    class OwnBoard(TensorBoardLogger):
+        pass
+
+    class Elsewhere(Logger):
+        folder = "numbers"
+
+    assert [each.folder for each in (LinesLogger, OwnBoard, Elsewhere)] == ["lines", "tensorboard", "numbers"]
+    assert LinesLogger().see_with("run") is None

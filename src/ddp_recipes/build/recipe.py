@@ -12,7 +12,8 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from ddp_recipes.build.data import make_loaders
-from ddp_recipes.build.instantiate import locate, make, make_section
+from ddp_recipes.build.instantiate import locate, make
+from ddp_recipes.build.loggers import logger_sections, make_logger
 from ddp_recipes.build.model import make_task
 from ddp_recipes.build.optimizer import make_optimizer, make_optimizer_and_schedule
 from ddp_recipes.build.resume import load_state
@@ -75,6 +76,7 @@ class Recipe:
         self.callbacks: list[Callback] = [
             make(node, f"callbacks.{name}") for name, node in (self.config.get("callbacks") or {}).items()
         ]
+        self.loggers = logger_sections(self.config, check=self.world.is_main)
         self.monitor = self._monitor()
         self.checkpoint_path: Path | None = None
         self.state = self._load()
@@ -272,9 +274,11 @@ class Recipe:
         """Return what decides on stopping before the end."""
         return Stopper(self.world, self.strategy.sum, self.device, seconds(self.trainer.max_time))
 
+    @property
+    def logs_graph(self) -> bool:
+        """Whether a logger is to write the model's graph."""
+        return any(node.get("graph", False) for node in self.loggers.values())
+
     def make_logger(self, purge_step: int | None) -> Logger:
-        """Return the logger; rank 0 only."""
-        logger: Logger = make_section(
-            self.config, "logger", directory=str(self.job.directory / "tensorboard"), purge_step=purge_step
-        )
-        return logger
+        """Return the logger, which may be several; rank 0 only."""
+        return make_logger(self.loggers, self.job.directory, purge_step)

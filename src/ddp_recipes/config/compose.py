@@ -37,14 +37,52 @@ def parse(argv: Sequence[str]) -> tuple[argparse.ArgumentParser, argparse.Namesp
 
 
 def spelled_out(overrides: Sequence[str]) -> list[str]:
-    """Return overrides in which ``plan.nnodes=4`` is spelled out: ``cluster.nnodes=4``, and ``plan=true`` if unsaid.
+    """Return overrides in which ours are spelled out in Hydra's own.
 
-    A key cannot be true or false and a section as well, so what is planned for is a section of its own.
+    ``plan.nnodes=4`` is ``cluster.nnodes=4``, and ``plan=true`` if unsaid: a key cannot be true or false and a section
+    as well, so what is planned for is a section of its own.
+
+    ``logger=[tensorboard,csv]`` puts each of them into a section of its own, where Hydra would merge them into one.
     """
     spelled = [re.sub(r"^(\+{0,2}|~)plan\.", r"\1cluster.", override) for override in overrides]
     if spelled != list(overrides) and not any(override.startswith("plan=") for override in overrides):
         spelled.append("plan=true")
-    return spelled
+    return [one for override in spelled for one in _loggers_apart(override)]
+
+
+def _loggers_apart(override: str) -> list[str]:
+    """Return the overrides that stand for ``logger=[…]``, which is a choice of one where the list has one."""
+    match = re.fullmatch(r"logger=\[([^\[\]]*)\]", override)
+    if match is None:
+        return [override]
+    options = list(dict.fromkeys(option.strip(" '\"") for option in match[1].split(",") if option.strip()))
+    if len(options) < 2:
+        return [f"logger={options[0] if options else 'none'}"]
+    return ["logger=[]", *(f"+logger@logger.{option.rpartition('/')[2]}={option}" for option in options)]
+
+
+def refuse_merged_loggers(config: DictConfig) -> None:
+    """Refuse a job for which Hydra merged the loggers of a list into one section.
+
+    Raises:
+        RequestError: says how to list them.
+    """
+    job, choices = HydraConfig.get().job, HydraConfig.get().runtime.choices
+    if "_target_" not in (config.get("logger") or {}) or "logger" in choices:
+        return
+    hydra = GlobalHydra.instance().hydra
+    assert hydra is not None
+    overrides = [*HydraConfig.get().overrides.hydra, *HydraConfig.get().overrides.task]
+    found = hydra.config_loader.compute_defaults_list(job.config_name, overrides, RunMode.RUN).defaults
+    paths = [str(one.config_path) for one in found if one.package == "logger"]
+    options = [path.removeprefix("logger/") for path in paths if path.startswith("logger/")]
+    if len(options) > 1:
+        entries = ", ".join(f"{option}@{option}" for option in options)
+        raise RequestError(
+            f"logger: [{', '.join(options)}] in a yaml, or in one value of a sweep, is merged by Hydra into one. "
+            f"Write logger=[{','.join(options)}] on the command line, or choose an option of your own, "
+            f"logger/several.yaml, with the defaults list [{entries}]."
+        )
 
 
 def is_question(args: argparse.Namespace) -> bool:

@@ -1,5 +1,7 @@
 """Loggers: where numbers go."""
 
-from ddp_recipes.loggers.base import Logger, TensorBoardLogger
+from ddp_recipes.loggers.base import Logger, Loggers, folder_name
+from ddp_recipes.loggers.csv import CSVLogger
+from ddp_recipes.loggers.tensorboard import TensorBoardLogger
 
-__all__ = ["Logger", "TensorBoardLogger"]
+__all__ = ["CSVLogger", "Logger", "Loggers", "TensorBoardLogger", "folder_name"]

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import logging
-import struct
-import time
-import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-log = logging.getLogger(__name__)
 
-HOLD_S = 1.0
+def folder_name(name: str) -> str:
+    """Return the folder of a logger that is called so: ``lines`` for ``LinesLogger``."""
+    return (name.removesuffix("Logger") or name).lower()
 
 
 class Logger:
-    """The logger that writes nothing; a base for those that do."""
+    """The logger that writes nothing; a base for those that do.
+
+    Attributes:
+        folder: the name of its own folder in the run directory. A class that does not set it, nor inherits it from a
+            logger that does, gets its own name: ``lines`` for ``LinesLogger``.
+    """
+
+    folder: ClassVar[str] = ""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if not cls.folder:
+            cls.folder = folder_name(cls.__name__)
 
     def __init__(self, directory: str | Path | None = None, purge_step: int | None = None) -> None:
         """Take what every logger is given: its folder, and on resume the first step that will be logged anew."""
@@ -52,49 +60,24 @@ class Logger:
     def close(self) -> None:
         """Flush, and write no more."""
 
+    def see_with(self, run_directory: str) -> str | None:
+        """Return the command that shows what was logged, for the summary on the terminal, or ``None`` for no line."""
+        return None
 
-class TensorBoardLogger(Logger):
-    """Writes exactly one event file into ``directory``.
 
-    ``purge_step``: on resume, hide the points that an earlier start logged at this step and later; they come anew.
-    ``graph``: whether to write the model's graph.
-    ``flush_secs``: how long, in seconds, points may wait in memory.
-    """
+class Loggers(Logger):
+    """Several loggers as one: each is given everything, in their order."""
 
-    def __init__(
-        self, directory: str | Path, purge_step: int | None = None, graph: bool = False, flush_secs: int = 30
-    ) -> None:
-        # Only the rank that writes pays for this import.
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(log_dir=str(directory), purge_step=purge_step, flush_secs=flush_secs)
-        self._file = self._writer._get_file_writer()  # type: ignore[no-untyped-call]
-        self._graph = graph
-        self._step = purge_step or 0
-        self._resumed = (purge_step or 1) > 1  # at 1 there is nothing from before
-        self._latest: dict[str, float] = {}
-        self._held: list[tuple[float, int, Mapping[str, float]]] = []  # points of the last second: time, step, values
+    def __init__(self, loggers: Sequence[Logger]) -> None:
+        self.loggers = tuple(loggers)
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
-        now = time.time()
-        self._held.append((now, step, dict(values)))
-        self._step = step
-        self._latest.update(values)
-        if now - self._held[0][0] > HOLD_S:
-            self._hand_over()
-
-    def _hand_over(self) -> None:
-        """Give what is held to the thread that writes. To wake it for every point would hold up the loop each time."""
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        for when, step, values in self._held:
-            # One event for all of them: `add_scalar` would write one each.
-            points = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
-            self._file.add_summary(Summary(value=points), step, when)
-        self._held.clear()
+        for logger in self.loggers:
+            logger.scalars(values, step)
 
     def text(self, tag: str, text: str) -> None:
-        self._writer.add_text(tag, text)
+        for logger in self.loggers:
+            logger.text(tag, text)
 
     def hparams(
         self,
@@ -102,58 +85,27 @@ class TensorBoardLogger(Logger):
         metrics: Mapping[str, float],
         chosen: Collection[str] = (),
     ) -> None:
-        from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
-        from torch.utils.tensorboard.summary import hparams
-
-        # Not `SummaryWriter.add_hparams`: that writes a second event file, in a folder of its own.
-        experiment, *session = hparams(dict(params), dict(metrics))  # type: ignore[no-untyped-call]
-        # The tab opens with five parameters: those marked as differing, then by name.
-        plugin_data = experiment.value[0].metadata.plugin_data
-        content = HParamsPluginData.FromString(plugin_data.content)
-        for info in content.experiment.hparam_infos:
-            info.differs = info.name in chosen
-        plugin_data.content = content.SerializeToString()
-        for summary in (experiment, *session):
-            self._file.add_summary(summary)
-        # The HParams tab shows the latest point of each metric, so let that be the one given here. What has not been
-        # logged since a resume has its latest point from before it.
-        logged = self._latest if self._resumed else metrics
-        unseen = {tag: value for tag, value in metrics.items() if tag in logged and self._latest.get(tag) != value}
-        if unseen:
-            self.scalars(unseen, self._step)
+        for logger in self.loggers:
+            logger.hparams(params, metrics, chosen)
 
     def graph(self, model: nn.Module, inputs: Tensor) -> None:
-        if not self._graph:
-            return
-        import torch
-
-        devices = {tensor.device for tensor in (*model.parameters(), *model.buffers(), inputs)}
-        cuda = [device.index for device in devices if device.type == "cuda"]
-        # Tracing runs the model: it must cost the run neither its random numbers, nor its life, nor its terminal.
-        try:
-            with (
-                torch.random.fork_rng(devices=cuda),
-                torch.no_grad(),
-                warnings.catch_warnings(action="ignore"),
-                contextlib.redirect_stdout(io.StringIO()),
-            ):
-                self._writer.add_graph(model, inputs)
-        except Exception as error:
-            reason = str(error).strip().splitlines() or [type(error).__name__]
-            log.warning("The graph of %s is not written, it cannot be traced: %s", type(model).__name__, reason[0])
+        for logger in self.loggers:
+            logger.graph(model, inputs)
 
     def image(self, tag: str, png: bytes) -> None:
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        # Not `SummaryWriter.add_image`: that takes the picture apart and packs it again.
-        width, height = struct.unpack(">II", png[16:24])  # where every PNG has them
-        content = Summary.Image(width=width, height=height, colorspace=4, encoded_image_string=png)
-        self._file.add_summary(Summary(value=[Summary.Value(tag=tag, image=content)]), self._step)
+        for logger in self.loggers:
+            logger.image(tag, png)
 
     def flush(self) -> None:
-        self._hand_over()
-        self._writer.flush()
+        for logger in self.loggers:
+            logger.flush()
 
     def close(self) -> None:
-        self._hand_over()
-        self._writer.close()
+        with ExitStack() as stack:  # if one fails, the others still close
+            for logger in reversed(self.loggers):
+                stack.callback(logger.close)
+
+    def see_with(self, run_directory: str) -> str | None:
+        """Return the commands of those that have one, one a line."""
+        lines = (logger.see_with(run_directory) for logger in self.loggers)
+        return "\n".join(line for line in lines if line is not None) or None

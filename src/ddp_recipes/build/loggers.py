@@ -1,0 +1,79 @@
+"""The logger of a run, which may be several."""
+
+import inspect
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+from ddp_recipes.build.instantiate import locate, make, parameters_of
+from ddp_recipes.errors import RequestError, nearest
+from ddp_recipes.loggers import Logger, Loggers, folder_name
+
+
+def logger_sections(config: DictConfig, *, check: bool) -> dict[str, DictConfig]:
+    """Return the loggers' sections by their dotted names.
+
+    Args:
+        check: whether this rank makes them: then their classes and keys are looked at as well.
+
+    Raises:
+        RequestError: there is none, one does not take its keys, or two write into one folder.
+    """
+    node = config.logger
+    loggers = {"logger": node} if "_target_" in node else {f"logger.{name}": node[name] for name in node}
+    if not loggers or not all(OmegaConf.is_dict(each) for each in loggers.values()):
+        raise RequestError(
+            "logger has neither a _target_, the dotted name of a class, nor a section for each of several. Choose "
+            "an option: logger=tensorboard, logger=csv, logger=none, or several: logger=[tensorboard,csv]."
+        )
+    folders: dict[str, str] = {}
+    for section, each in loggers.items() if check else ():
+        _check(each, section)
+        other = folders.setdefault(_folder(each, section), section)
+        if other != section:
+            raise RequestError(
+                f"{other} and {section} both write into {_folder(each, section)}/ of the run directory. Leave out one, "
+                f"or give its class another `folder`."
+            )
+    return loggers
+
+
+def make_logger(sections: dict[str, DictConfig], run_directory: Path, purge_step: int | None) -> Logger:
+    """Return the logger of these sections; each gets a folder of its own.
+
+    Args:
+        purge_step: on resume the first step that is logged anew.
+    """
+    loggers: list[Logger] = [
+        make(node, section, directory=str(run_directory / _folder(node, section)), purge_step=purge_step)
+        for section, node in sections.items()
+    ]
+    return loggers[0] if len(loggers) == 1 else Loggers(loggers)
+
+
+def _folder(node: DictConfig, section: str) -> str:
+    """Return the name of a logger's own folder: its class says it, else it is called after what makes it."""
+    folder = getattr(locate(node._target_, section), "folder", None)
+    return folder if isinstance(folder, str) else folder_name(node._target_.rpartition(".")[2])
+
+
+def _check(node: DictConfig, section: str) -> None:
+    """Refuse a logger that does not take the keys of its section, or not what every logger is given."""
+    if "_target_" not in node:
+        raise RequestError(f"{section} has no _target_, the dotted name of a class or function to call.")
+    parameters, given = parameters_of(node._target_, section), {"directory", "purge_step"}
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return
+    if not given <= parameters.keys():
+        raise RequestError(
+            f"{section}._target_={node._target_} does not take {' and '.join(sorted(given - parameters.keys()))}. "
+            f"Every logger is given directory, its folder, and purge_step, on resume the first step logged anew."
+        )
+    allowed = [name for name in parameters if name not in given]
+    for key in map(str, node):
+        if key not in allowed and not (key.startswith("_") and key.endswith("_")):
+            keys = f"Keys of {section}: {', '.join(allowed)}." if allowed else f"{section} has no keys."
+            raise RequestError(f"{section}.{key} is not a key of {node._target_}. {keys}{nearest(key, allowed)}")
+    for name in allowed:
+        if parameters[name].default is inspect.Parameter.empty and name not in node:
+            raise RequestError(f"{section}.{name} is missing: {node._target_} has no default for it.")
