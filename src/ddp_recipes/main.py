@@ -25,8 +25,7 @@ from ddp_recipes.runtime.process import die_with_parent, leave, loading
 from ddp_recipes.runtime.world import World
 
 if TYPE_CHECKING:
-    from hydra._internal.hydra import Hydra
-
+    from ddp_recipes._compat.hydra_ import Hydra
     from ddp_recipes.launchers.env import Channel
 
 CONF = "pkg://ddp_recipes.conf"

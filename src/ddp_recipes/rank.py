@@ -1,7 +1,6 @@
 """One run on one rank: get ready, agree with the others, work, and leave a summary behind."""
 
 import logging
-import re
 import traceback
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Store
 
+from ddp_recipes._compat.messages import timed_out, without_gradient
 from ddp_recipes._version import __version__
 from ddp_recipes.build.recipe import Recipe
 from ddp_recipes.checkpointing.export import write_weights
@@ -18,7 +18,7 @@ from ddp_recipes.checkpointing.files import write_aside
 from ddp_recipes.errors import Preempted, RecipeError, RequestError, RunFailed
 from ddp_recipes.output import Output
 from ddp_recipes.reporting.run_directory import RunDirectory, Summary, write_trace
-from ddp_recipes.runtime.control import Control, timed_out
+from ddp_recipes.runtime.control import Control
 from ddp_recipes.runtime.digest import digest
 from ddp_recipes.runtime.job import ASKS_TO_STOP, Job
 from ddp_recipes.runtime.process import ignore_once
@@ -197,9 +197,8 @@ WORK: dict[str, Callable[[Recipe, Output], None]] = {
 
 def unused_parameters(error: BaseException, task: Task) -> list[str]:
     """Return the parameters that ``DistributedDataParallel`` got no gradients of, which it tells by index alone."""
-    told = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
     trained = [name for name, parameter in task.named_parameters() if parameter.requires_grad]
-    return [trained[int(index)].removeprefix("model.") for index in told[1].split()] if told else []
+    return [trained[index].removeprefix("model.") for index in without_gradient(error)]
 
 
 def fail(recipe: Recipe, control: Control, output: Output, error: BaseException) -> NoReturn:

@@ -34,6 +34,7 @@ LAYERS = [
     {"callbacks", "data", "loggers", "tasks"},
     {"config"},
     {"datasets", "models", "runtime"},
+    {"_compat"},
     {"errors", "_version"},
 ]
 LEVEL = {module: -number for number, layer in enumerate(LAYERS) for module in layer}

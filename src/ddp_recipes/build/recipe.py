@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from hydra._internal.utils import _locate  # hydra.utils.get_object is this, and also prints the error
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
+from ddp_recipes._compat.hydra_ import locate
 from ddp_recipes.callbacks import Callback
 from ddp_recipes.checkpointing.files import State, check_weights, find, load_first
 from ddp_recipes.config.request import Request, visible_gpus
@@ -455,7 +455,7 @@ class Recipe:
 
 def _parameters(target: str, section: str) -> Mapping[str, inspect.Parameter]:
     try:
-        found = _locate(target)
+        found = locate(target)
     except (ImportError, AttributeError, ValueError) as error:
         raise RequestError(f"{section}._target_={target} cannot be found: {_last_line(error)}") from None
     try:

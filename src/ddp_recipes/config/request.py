@@ -1,7 +1,6 @@
 """What a run is asked to be, checked as far as that needs no torch: the parent does it before anything starts."""
 
 import ctypes
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
@@ -11,6 +10,7 @@ from omegaconf import Container, DictConfig, Node, OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 from omegaconf.resolvers import oc
 
+from ddp_recipes._compat.messages import missing_interpolation_key
 from ddp_recipes.config.settings import (
     CheckpointSettings,
     ClusterSettings,
@@ -320,8 +320,7 @@ def _environment_kept() -> Iterator[None]:
 
 def _unfit(config: DictConfig, error: InterpolationKeyError) -> RequestError:
     """Say which choice needs what the other one does not have: an image model on a table, say."""
-    match = re.search(r"key '([^']*)'", str(error))
-    wanted = match[1] if match else _first_line(error)
+    wanted = missing_interpolation_key(error) or _first_line(error)
     section = wanted.split(".")[0]
     have = [f"{section}.{name}" for name in config[section]] if section in config else [str(name) for name in config]
     return RequestError(

@@ -1,18 +1,17 @@
 """What a process asks of Linux and of its interpreter about itself."""
 
-import atexit
 import gc
 import io
 import os
 import signal
 import sys
-import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from ddp_recipes._compat.interpreter import can_run_exit_handlers, join_threads, run_exit_handlers
 from ddp_recipes.errors import Preempted
 
 
@@ -96,11 +95,11 @@ def leave(status: int) -> NoReturn:
     Exit handlers run, and files that nobody closed are flushed. Threads are waited for, but not after a failure, in
     which they may be stuck. A debugger or a profiler has the last word, as ever.
     """
-    if _is_watched():
+    if _is_watched() or not can_run_exit_handlers():
         sys.exit(status)
     if status in (0, Preempted.exit_status):
-        threading._shutdown()  # type: ignore[attr-defined]  # as the interpreter does: idle thread pools end with it
-    atexit._run_exitfuncs()
+        join_threads()  # idle thread pools end with it
+    run_exit_handlers()
     writers = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
     for file in (sys.stdout, sys.stderr, *(each for each in gc.get_objects() if issubclass(type(each), writers))):
         with suppress(OSError, ValueError):  # nobody reads it any more, or it is closed

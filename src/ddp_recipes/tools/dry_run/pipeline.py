@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ddp_recipes._compat.dispatch import FakeTensorMode
 from ddp_recipes.config.settings import PipelineSettings
 from ddp_recipes.model_parallel.rehearsal import new_mode, without_data
 from ddp_recipes.runtime.world import World
