@@ -25,9 +25,10 @@ from ddp_recipes.data.loader import Loader, size_of
 from ddp_recipes.errors import RequestError, nearest, not_one_of
 from ddp_recipes.loggers import Logger
 from ddp_recipes.model_parallel import Rehearsal, Stage, apart, in_micro_batches, split_model, timed
+from ddp_recipes.runtime import fast_paths
 from ddp_recipes.runtime.control import Control
 from ddp_recipes.runtime.job import Job
-from ddp_recipes.runtime.process import keep_freed_memory, loading
+from ddp_recipes.runtime.process import loading
 from ddp_recipes.runtime.seeding import seed_everything
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies import Strategy
@@ -35,7 +36,6 @@ from ddp_recipes.strategies.base import Wrapped
 from ddp_recipes.tasks import Task
 from ddp_recipes.training.loop import Run, Schedule, restore
 from ddp_recipes.training.non_finite import Watch
-from ddp_recipes.training.optimizers import uncompiled
 from ddp_recipes.training.precision import make_precision
 from ddp_recipes.training.stopping import Stopper
 
@@ -116,13 +116,14 @@ class Recipe:
         return [torch.device("cuda", number) for number in range(first, first + k)]
 
     def _set_torch_up(self) -> None:
+        fast_paths.enable(self.trainer.fast_paths)
         if self.trainer.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
         if self.trainer.deterministic != torch.are_deterministic_algorithms_enabled():  # the call loads the compiler
             torch.use_deterministic_algorithms(self.trainer.deterministic)
         torch.autograd.set_detect_anomaly(self.trainer.detect_anomaly)
         if self.device.type == "cpu":
-            keep_freed_memory()
+            fast_paths.keep_freed_memory()
 
     def _make(self, section: str, *arguments: Any, without: Sequence[str] = (), **runtime: Any) -> Any:
         node = self.config[section]
@@ -474,7 +475,7 @@ def _instantiate(node: DictConfig, section: str, *arguments: Any, **runtime: Any
         raise RequestError(f"{section} has no _target_, the dotted name of a class or function to call.")
     try:
         made = instantiate(node, _convert_="all", _partial_=True)
-        return partial(uncompiled(made.func), *made.args, **made.keywords)(*arguments, **runtime)
+        return partial(fast_paths.uncompiled(made.func), *made.args, **made.keywords)(*arguments, **runtime)
     except InstantiationException as error:
         cause = error.__cause__ or error
         if isinstance(cause, RequestError) or not isinstance(cause, (ImportError, InstantiationException)):

@@ -73,22 +73,6 @@ def loading() -> Iterator[None]:
             gc.enable()
 
 
-def keep_freed_memory() -> None:
-    """Keep memory that one step frees for the next. glibc would give it back, and the system fill it with zeros again.
-
-    That is a tenth of a step of a convolutional network on a CPU. Where the environment sets glibc's allocator up, or
-    the C library is another one, all stays as it is.
-    """
-    import ctypes
-
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None or {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"} & os.environ.keys():
-        return
-    trim_threshold, mmap_threshold = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
-    mallopt(trim_threshold, -1)  # never give back
-    mallopt(mmap_threshold, 32 << 20)  # take no less than this from the system for itself; glibc allows no more
-
-
 def leave(status: int) -> NoReturn:
     """End this process as ``sys.exit`` would, but for taking torch apart, which takes another second.
 

@@ -19,6 +19,7 @@ from ddp_recipes.data.loader import Batch, Loader
 from ddp_recipes.errors import RequestError, nearest
 from ddp_recipes.loggers import Logger
 from ddp_recipes.reporting.progress import Progress
+from ddp_recipes.runtime.fast_paths import zero_grad
 from ddp_recipes.runtime.seeding import seed_step, step_key
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies import Strategy
@@ -180,16 +181,6 @@ def clip(run: Run, measured: bool) -> Tensor | None:
     elif limit is not None:
         nn.utils.clip_grad_value_(parameters, limit)
     return norm
-
-
-def zero_grad(optimizer: torch.optim.Optimizer) -> None:
-    """Let gradients go. torch's own way asks the compiler and the profiler first, which takes longer than the rest."""
-    if type(optimizer).zero_grad is not torch.optim.Optimizer.zero_grad:
-        optimizer.zero_grad()
-        return
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = None
 
 
 def advance(run: Run, samples: int) -> Cursor:
