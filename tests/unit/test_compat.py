@@ -30,6 +30,7 @@ from ddp_recipes._compat import (
     interpreter,
     messages,
     modules,
+    omegaconf_,
     optimizers,
     pytree,
     tensorboard,
@@ -291,6 +292,19 @@ def test_command_line_and_session_of_hydra() -> None:
         hydra_.Callbacks(config).on_run_start(config=config, config_name="train")
     assert hydra_.create_config_search_path(CONF).get_path()
     assert callable(hydra_.run_hydra)
+
+
+def test_instantiate_makes_any_target_but_what_hydra_refuses() -> None:
+    assert hydra_.instantiate({"_target_": "torch.nn.Linear", "in_features": 1, "out_features": 2}).out_features == 2
+    with pytest.raises(Exception, match="eval"):
+        hydra_.instantiate({"_target_": "builtins.eval", "_args_": ["1"]})
+
+
+def test_resolvers_are_registered_and_replaced() -> None:
+    for value in (1, 2):
+        omegaconf_.register_resolver("compat_test", lambda value=value: value, replace=True)
+        assert OmegaConf.create({"a": "${compat_test:}"}).a == value
+    OmegaConf.clear_resolver("compat_test")
 
 
 # --- wording ---------------------------------------------------------------------------------------------------------

@@ -11,11 +11,10 @@ from typing import Any, cast
 
 import torch
 from hydra.errors import InstantiationException
-from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
-from ddp_recipes._compat.hydra_ import locate
+from ddp_recipes._compat.hydra_ import instantiate, locate
 from ddp_recipes.callbacks import Callback
 from ddp_recipes.checkpointing.files import State, check_weights, find, load_first
 from ddp_recipes.config.request import Request, visible_gpus

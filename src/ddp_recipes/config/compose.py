@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from hydra import version
 from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
@@ -24,6 +23,7 @@ from ddp_recipes._compat.hydra_ import (
     get_args_parser,
     outcome,
     run_hydra,
+    use_defaults_of_1_3,
 )
 from ddp_recipes._compat.messages import unknown_override, without_search_path
 from ddp_recipes.errors import RequestError, nearest
@@ -59,7 +59,7 @@ def is_question(args: argparse.Namespace) -> bool:
 
 def answer(parser: argparse.ArgumentParser, args: argparse.Namespace, config_path: str, config_name: str) -> None:
     """Let Hydra answer; it exits by itself where it fails."""
-    version.setbase("1.3")
+    use_defaults_of_1_3()
     run_hydra(args, parser, lambda _: None, config_path, config_name)
 
 
@@ -70,7 +70,7 @@ def session(config_path: str, config_dir: str | None = None) -> Iterator[Hydra]:
     Raises:
         RequestError: ``config_dir`` is no folder.
     """
-    version.setbase("1.3")
+    use_defaults_of_1_3()
     search_path = create_config_search_path(config_path)
     if config_dir is not None:
         if not os.path.isdir(config_dir):

@@ -11,6 +11,7 @@ from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 from omegaconf.resolvers import oc
 
 from ddp_recipes._compat.messages import missing_interpolation_key
+from ddp_recipes._compat.omegaconf_ import register_resolver
 from ddp_recipes.config.settings import (
     CheckpointSettings,
     ClusterSettings,
@@ -309,13 +310,13 @@ def _environment_kept() -> Iterator[None]:
             return "${oc.decode:" + text + "}"
         return oc.decode(text, _parent_, _node_)
 
-    OmegaConf.register_new_resolver("oc.env", env, replace=True)
-    OmegaConf.register_new_resolver("oc.decode", decode, replace=True)
+    register_resolver("oc.env", env, replace=True)
+    register_resolver("oc.decode", decode, replace=True)
     try:
         yield
     finally:
-        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
-        OmegaConf.register_new_resolver("oc.decode", oc.decode, replace=True)
+        register_resolver("oc.env", oc.env, replace=True)
+        register_resolver("oc.decode", oc.decode, replace=True)
 
 
 def _unfit(config: DictConfig, error: InterpolationKeyError) -> RequestError:
