@@ -28,7 +28,7 @@ from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies import ONE_PROCESS
 
 if TYPE_CHECKING:
-    from hydra._internal.hydra import Hydra
+    from ddp_recipes._compat.hydra_ import Hydra
 
 CONF = "pkg://ddp_recipes.conf"
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Store
 
+from ddp_recipes._compat.messages import timed_out
 from ddp_recipes._version import __version__
 from ddp_recipes.build.recipe import Recipe
 from ddp_recipes.checkpointing.export import write_weights
@@ -17,7 +18,7 @@ from ddp_recipes.checkpointing.files import write_aside
 from ddp_recipes.errors import Preempted, RecipeError, RequestError, RunFailed
 from ddp_recipes.output import Output
 from ddp_recipes.reporting.run_directory import RunDirectory, Summary, write_trace
-from ddp_recipes.runtime.control import Control, timed_out
+from ddp_recipes.runtime.control import Control
 from ddp_recipes.runtime.digest import digest
 from ddp_recipes.runtime.job import ASKS_TO_STOP, Job
 from ddp_recipes.runtime.process import ignore_once

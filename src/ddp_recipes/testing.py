@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # DistributedDataParallel imports it, which takes a second: once here, not in each rank
 from omegaconf import OmegaConf
 from torch.distributed import Store, TCPStore
 
 from ddp_recipes import rank
+from ddp_recipes._compat.ddp import load_what_ddp_needs
 from ddp_recipes.config import compose
 from ddp_recipes.config.request import resolve
 from ddp_recipes.errors import RecipeError
@@ -28,6 +28,8 @@ from ddp_recipes.main import CONF
 from ddp_recipes.reporting.run_directory import Summary
 from ddp_recipes.runtime.job import Job
 from ddp_recipes.runtime.world import World
+
+load_what_ddp_needs()  # once here, not in each rank
 
 
 def make_job(

@@ -35,6 +35,7 @@ LAYERS = [
     {"callbacks", "data", "loggers", "tasks"},
     {"config"},
     {"datasets", "models", "runtime"},
+    {"_compat"},
     {"errors", "_version"},
 ]
 LEVEL = {module: -number for number, layer in enumerate(LAYERS) for module in layer}
@@ -94,6 +95,111 @@ def test_a_strategy_is_known_in_its_own_folder_alone() -> None:
         if ABOUT_STRATEGIES.search(line)
     ]
     assert found == []
+
+
+# --- private names ---------------------------------------------------------------------------------------------------
+
+# Documented, whatever they look like: os._exit, and what a named tuple has.
+DOCUMENTED = {"_exit", "_asdict", "_fields", "_make", "_replace"}
+
+
+def is_private(name: str) -> bool:
+    """Whether a name is private: not ``__init__``, and not ``_target_``, a key of Hydra's."""
+    return name.startswith("_") and not name.endswith("_") and name not in DOCUMENTED
+
+
+def members(tree: ast.AST) -> set[str]:
+    """Return the names that the classes and the top level of a module define, and attributes of ``self``."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_own(node):
+            found.add(node.attr)
+    return found
+
+
+def is_own(node: ast.Attribute) -> bool:
+    """Whether an attribute is one of ``self`` or ``cls``."""
+    return isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+
+
+def private_names(tree: ast.AST, of_package: set[str]) -> Iterator[str]:
+    """Yield the private names of other packages that a module uses.
+
+    Its own are those that it defines itself; of ``self``, those that any class of this package does: a base class's.
+    """
+    of_module = members(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (each.name for each in node.names if any(map(is_private, each.name.split("."))))
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] not in (NAME, "__future__"):
+            names = (f"{node.module}.{each.name}" for each in node.names)
+            yield from (name for name in names if any(map(is_private, name.split("."))))
+        elif isinstance(node, ast.Attribute) and is_private(node.attr):
+            if node.attr not in (of_package if is_own(node) else of_module):
+                yield ast.unparse(node)
+        elif (
+            isinstance(node, ast.Call) and (name := asked_by_text(node)) and is_private(name) and name not in of_module
+        ):
+            yield ast.unparse(node)
+
+
+def asked_by_text(call: ast.Call) -> str:
+    """Return the name that ``getattr`` or one of its kind is called with; empty for another call."""
+    by_text = isinstance(call.func, ast.Name) and call.func.id in ("getattr", "hasattr", "setattr", "delattr")
+    name = call.args[1] if by_text and len(call.args) > 1 else None
+    return name.value if isinstance(name, ast.Constant) and isinstance(name.value, str) else ""
+
+
+def private_names_of(code: str) -> list[str]:
+    """Return what :func:`private_names` finds in a text."""
+    tree = ast.parse(code)
+    return list(private_names(tree, members(tree)))
+
+
+def test_only_compat_uses_private_names_of_others() -> None:
+    plugins = (PACKAGE.parent / "hydra_plugins").rglob("*.py")
+    trees = {path: ast.parse(path.read_text()) for path in (*SOURCES, *plugins) if "_compat" not in path.parts}
+    of_package = set().union(*map(members, trees.values()))
+    used = {str(path): found for path, tree in trees.items() if (found := list(private_names(tree, of_package)))}
+    assert not used, f"Move these to an entry of {NAME}._compat: {used}"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import torch._dynamo",
+        "from torch.utils._pytree import tree_map",
+        "from torch.utils import _pytree",
+        "torch._C.f()",
+        "module._buffers",
+        "self._buffers",
+        "getattr(loader, '_iterator', None)",
+        "import os; threading._shutdown()",
+    ],
+)
+def test_private_names_of_others_are_seen(code: str) -> None:
+    assert len(private_names_of(code)) == 1
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from ddp_recipes._compat.pytree import tree_leaves",
+        "os._exit(0); cursor._replace(step=1); cursor._asdict()",
+        "node._target_; loss.__class__",
+        "class A:\n  def __init__(self, other): self._mine = other._mine",
+        "getattr(cfg, 'name')",
+    ],
+)
+def test_names_of_our_own_and_documented_ones_are_not(code: str) -> None:
+    assert private_names_of(code) == []
+
+
+# --- what is there ---------------------------------------------------------------------------------------------------
 
 
 def test_public_names_are_there() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd import graph
 
 from ddp_recipes.models import Toy
-from ddp_recipes.training.precision import backward
+from ddp_recipes.runtime.fast_paths import backward
 
 
 def gradients(run: Callable[[Tensor], None], passes: int = 1) -> list[Tensor]:

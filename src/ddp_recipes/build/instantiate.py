@@ -6,13 +6,12 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
-from hydra._internal.utils import _locate  # hydra.utils.get_object is this, and also prints the error
 from hydra.errors import InstantiationException
-from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
+from ddp_recipes._compat import hydra_
 from ddp_recipes.errors import RequestError
-from ddp_recipes.training.optimizers import uncompiled
+from ddp_recipes.runtime.fast_paths import uncompiled
 
 WELL_KNOWN = ("ddp_recipes.", "torch.", "torchvision.")  # whose own errors say enough without a traceback
 
@@ -24,7 +23,7 @@ def locate(target: str, section: str) -> Any:
         RequestError: there is no such thing.
     """
     try:
-        return _locate(target)
+        return hydra_.locate(target)
     except (ImportError, AttributeError, ValueError) as error:
         raise RequestError(f"{section}._target_={target} cannot be found: {_last_line(error)}") from None
 
@@ -56,7 +55,7 @@ def make(node: DictConfig, section: str, *arguments: Any, **runtime: Any) -> Any
         raise RequestError(f"{section} has no _target_, the dotted name of a class or function to call.")
     target = str(node._target_)
     try:
-        made = instantiate(node, _convert_="all", _partial_=True)
+        made = hydra_.instantiate(node, _convert_="all", _partial_=True)
         return partial(uncompiled(made.func), *made.args, **made.keywords)(*arguments, **runtime)
     except InstantiationException as error:
         cause = error.__cause__ or error

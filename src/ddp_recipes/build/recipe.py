@@ -25,9 +25,10 @@ from ddp_recipes.data.loader import Loader
 from ddp_recipes.errors import RequestError, nearest
 from ddp_recipes.loggers import Logger
 from ddp_recipes.model_parallel import Stage
+from ddp_recipes.runtime import fast_paths
 from ddp_recipes.runtime.control import Control
 from ddp_recipes.runtime.job import Job
-from ddp_recipes.runtime.process import keep_freed_memory, loading
+from ddp_recipes.runtime.process import loading
 from ddp_recipes.runtime.seeding import seed_everything
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies import Strategy
@@ -106,13 +107,14 @@ class Recipe:
         return [torch.device("cuda", number) for number in range(first, first + k)]
 
     def _set_torch_up(self) -> None:
+        fast_paths.enable(self.trainer.fast_paths)
         if self.trainer.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
         if self.trainer.deterministic != torch.are_deterministic_algorithms_enabled():  # the call loads the compiler
             torch.use_deterministic_algorithms(self.trainer.deterministic)
         torch.autograd.set_detect_anomaly(self.trainer.detect_anomaly)
         if self.device.type == "cpu":
-            keep_freed_memory()
+            fast_paths.keep_freed_memory()
 
     def _check_strategy(self) -> None:
         devices, backend = self.devices, self.backend

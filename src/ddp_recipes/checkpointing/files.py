@@ -11,6 +11,7 @@ from typing import Any, BinaryIO
 
 import torch
 
+from ddp_recipes._compat.messages import refused_global
 from ddp_recipes.errors import RecipeError, RequestError
 
 FORMAT = 2  # 1 had a digest in its content, which no longer counts
@@ -318,5 +319,5 @@ def _reason(error: Exception) -> str:
             return cause.strerror
         cause = cause.__context__
     # torch goes on to say how to load it all the same, which is no advice for a file that came from elsewhere.
-    refused = re.search(r"GLOBAL [\w.]+", str(error))
-    return f"it names {refused[0]}" if refused else (str(error) or type(error).__name__).split(". ")[0].splitlines()[0]
+    refused = refused_global(error)
+    return f"it names {refused}" if refused else (str(error) or type(error).__name__).split(". ")[0].splitlines()[0]

@@ -7,19 +7,25 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from hydra import version
-from hydra._internal.callbacks import Callbacks
-from hydra._internal.hydra import Hydra
-from hydra._internal.utils import _run_hydra, create_config_search_path, get_args_parser
 from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.utils import JobStatus, run_job
+from hydra.core.utils import run_job
 from hydra.errors import HydraException, MissingConfigException
 from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from ddp_recipes._compat.hydra_ import (
+    Callbacks,
+    Hydra,
+    create_config_search_path,
+    get_args_parser,
+    outcome,
+    run_hydra,
+    use_defaults_of_1_3,
+)
+from ddp_recipes._compat.messages import unknown_override, without_search_path
 from ddp_recipes.config import settings
 from ddp_recipes.errors import RequestError, nearest
 
@@ -92,8 +98,8 @@ def is_question(args: argparse.Namespace) -> bool:
 
 def answer(parser: argparse.ArgumentParser, args: argparse.Namespace, config_path: str, config_name: str) -> None:
     """Let Hydra answer; it exits by itself where it fails."""
-    version.setbase("1.3")
-    _run_hydra(args, parser, lambda _: None, config_path, config_name)
+    use_defaults_of_1_3()
+    run_hydra(args, parser, lambda _: None, config_path, config_name)
 
 
 @contextmanager
@@ -103,7 +109,7 @@ def session(config_path: str, config_dir: str | None = None) -> Iterator[Hydra]:
     Raises:
         RequestError: ``config_dir`` is no folder.
     """
-    version.setbase("1.3")
+    use_defaults_of_1_3()
     search_path = create_config_search_path(config_path)
     if config_dir is not None:
         if not os.path.isdir(config_dir):
@@ -145,8 +151,7 @@ def run(hydra: Hydra, config: DictConfig, config_name: str, task: Task) -> None:
         job_subdir_key=None,
     )
     callbacks.on_run_end(config=config, config_name=config_name, job_return=result)
-    if result.status is JobStatus.FAILED:
-        raise result._return_value  # not through .return_value, which prints a line before the error's own
+    outcome(result)
 
 
 def sweep_directory(hydra: Hydra, config_name: str, overrides: Sequence[str]) -> str:
@@ -211,12 +216,12 @@ def translate(error: Exception, hydra: Hydra, config_name: str, overrides: Seque
                 f"{nearest(option, options)}"
             )
     if isinstance(error, MissingConfigException):
-        return RequestError(str(error).split("Config search path")[0].strip())
-    match = re.search(r"Could not (?:override|append to|delete)[^']*'([^']+)'", str(error))
-    if match is None:
+        return RequestError(without_search_path(error))
+    unknown = unknown_override(error)
+    if unknown is None:
         lines = [line for line in str(error).splitlines() if line.strip()]
         return RequestError("\n".join(lines))
-    key = match[1].split("@")[0]
+    key = unknown.split("@")[0]
     names = _keys(hydra, config_name, [one for one in overrides if one.split("=")[0].lstrip("+~").split("@")[0] != key])
     section = key.rpartition(".")[0]
     siblings = [name.removeprefix(f"{section}.") for name in names if name.rpartition(".")[0] == section]

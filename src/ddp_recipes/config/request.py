@@ -1,7 +1,6 @@
 """What a run is asked to be, checked as far as that needs no torch: the parent does it before anything starts."""
 
 import ctypes
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -11,6 +10,8 @@ from omegaconf import Container, DictConfig, Node, OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 from omegaconf.resolvers import oc
 
+from ddp_recipes._compat.messages import missing_interpolation_key
+from ddp_recipes._compat.omegaconf_ import register_resolver
 from ddp_recipes.config.launcher import launcher_settings
 from ddp_recipes.config.parallelism import StrategySettings, strategy_settings
 from ddp_recipes.config.settings import (
@@ -228,19 +229,18 @@ def _environment_kept() -> Iterator[None]:
             return "${oc.decode:" + text + "}"
         return oc.decode(text, _parent_, _node_)
 
-    OmegaConf.register_new_resolver("oc.env", env, replace=True)
-    OmegaConf.register_new_resolver("oc.decode", decode, replace=True)
+    register_resolver("oc.env", env, replace=True)
+    register_resolver("oc.decode", decode, replace=True)
     try:
         yield
     finally:
-        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
-        OmegaConf.register_new_resolver("oc.decode", oc.decode, replace=True)
+        register_resolver("oc.env", oc.env, replace=True)
+        register_resolver("oc.decode", oc.decode, replace=True)
 
 
 def _unfit(config: DictConfig, error: InterpolationKeyError) -> RequestError:
     """Say which choice needs what the other one does not have: an image model on a table, say."""
-    match = re.search(r"key '([^']*)'", str(error))
-    wanted = match[1] if match else _first_line(error)
+    wanted = missing_interpolation_key(error) or _first_line(error)
     section = wanted.split(".")[0]
     have = [f"{section}.{name}" for name in config[section]] if section in config else [str(name) for name in config]
     return RequestError(

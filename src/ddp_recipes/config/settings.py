@@ -79,6 +79,7 @@ class TrainerSettings:
     deterministic: bool
     detect_anomaly: bool
     compile: bool
+    fast_paths: bool = True
     progress: Literal["auto", "bar", "lines"] | bool
 
     def __post_init__(self) -> None:
@@ -227,7 +228,7 @@ class RunSettings:
 
 
 def parse(cls: type[T], section: str, values: Mapping[str, Any], *, others: bool = False) -> T:
-    """Check the values of one section of the config and return them as ``cls``.
+    """Check the values of one section of the config and return them as ``cls``. What has a default may be left out.
 
     Args:
         section: the config group, for messages; empty for the top level.
@@ -244,10 +245,9 @@ def parse(cls: type[T], section: str, values: Mapping[str, Any], *, others: bool
             raise RequestError(
                 f"{prefix}{name} is not a key. Keys of {section}: {', '.join(sorted(hints))}.{nearest(name, hints)}"
             )
-    defaults = {each.name for each in dataclasses.fields(cls) if each.default is not dataclasses.MISSING}  # type: ignore[arg-type]
-    for name, hint in hints.items():
-        if name not in values and name in defaults:
-            continue
+    optional = {each.name for each in dataclasses.fields(cls) if each.default is not dataclasses.MISSING}  # type: ignore[arg-type]
+    given = {name: hint for name, hint in hints.items() if name in values or name not in optional}
+    for name, hint in given.items():
         if name not in values:
             raise RequestError(f"{prefix}{name} is missing from the config. Allowed: {_describe(hint)}.")
         if not _fits(values[name], hint):
@@ -255,7 +255,7 @@ def parse(cls: type[T], section: str, values: Mapping[str, Any], *, others: bool
             raise RequestError(
                 f"{prefix}{name}={_shown(values[name])} is not allowed. Allowed: {_describe(hint)}.{near}"
             )
-    return cls(**{name: values[name] for name in hints if name in values})
+    return cls(**{name: values[name] for name in given})
 
 
 def seconds(limit: str | float | None) -> float | None:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
+from ddp_recipes._compat.data_workers import shut_down
 from ddp_recipes.data.batch_plan import BatchPlan
 from ddp_recipes.data.prefetch import Ahead
 from ddp_recipes.datasets.memory import InMemory
@@ -135,9 +136,7 @@ class Loader:
         """End the data workers now. At the interpreter's end each one would be waited for, for up to five seconds."""
         if self._ahead is not None:
             self._ahead.close()
-        workers = getattr(self._one_by_one, "_iterator", None)
-        if workers is not None:
-            workers._shutdown_workers()
+        shut_down(self._one_by_one)
 
     def limited(self, max_batches: int) -> "Loader":
         """Return the same loader cut off after so many batches an epoch; for whole-batch data sets and first looks."""

@@ -14,11 +14,12 @@ from functools import partial
 from torch.distributed import PrefixStore, Store, TCPStore, rendezvous
 
 from ddp_recipes import rank
+from ddp_recipes._compat.messages import address_in_use, timed_out
 from ddp_recipes.errors import Preempted, RecipeError, RequestError, RunFailed, ended_without_word, not_arrived
 from ddp_recipes.launchers.peers import Peers, agent_holds_store
 from ddp_recipes.launchers.reports import Death, decide
 from ddp_recipes.reporting.run_directory import Summary
-from ddp_recipes.runtime.control import Patience, timed_out
+from ddp_recipes.runtime.control import Patience
 from ddp_recipes.runtime.job import Job
 from ddp_recipes.runtime.world import World
 
@@ -41,7 +42,7 @@ def _store(world: World) -> Store:
     try:
         return TCPStore(address, port, world.world_size, world.is_main, STORE_TIMEOUT, wait_for_workers=False)
     except RuntimeError as error:
-        if "EADDRINUSE" not in str(error):
+        if not address_in_use(error):
             raise
         raise RequestError(
             f"MASTER_PORT={port} is taken on {address} by another process. Set another one, on every node alike."

@@ -182,9 +182,10 @@ def main() -> None:
     if select.select([channel], [], [], 0)[0] and not channel.recv(1, socket.MSG_PEEK):
         return  # the parent died before it was asked about
     with suppress(Exception), loading():  # each rank meets the same error, and reports it
-        import torch._dynamo  # noqa: F401 (DistributedDataParallel loads it)
-
         import ddp_recipes.rank  # noqa: F401
+        from ddp_recipes._compat.ddp import load_what_ddp_needs
+
+        load_what_ddp_needs()
     gc.freeze()  # so that collections in the ranks do not copy all these pages
     serve(channel)
 

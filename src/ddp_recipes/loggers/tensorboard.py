@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from ddp_recipes._compat.tensorboard import file_writer
 from ddp_recipes.loggers.base import Logger
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class TensorBoardLogger(Logger):
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(log_dir=str(directory), purge_step=purge_step, flush_secs=flush_secs)
-        self._file = self._writer._get_file_writer()  # type: ignore[no-untyped-call]
+        self._file = file_writer(self._writer)
         self._graph = graph
         self._step = purge_step or 0
         self._resumed = (purge_step or 1) > 1  # at 1 there is nothing from before

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from ddp_recipes._compat.pytree import tree_flatten, tree_unflatten
 from ddp_recipes.errors import RequestError
 
 _PLAIN = (bool, int, float, str, type(None))

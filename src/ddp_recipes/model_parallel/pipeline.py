@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._pytree import tree_leaves
 
+from ddp_recipes._compat.modules import buffers_of, share_tensors
+from ddp_recipes._compat.pytree import tree_leaves
 from ddp_recipes.model_parallel.cut import Cut, Handover, parts_of
 from ddp_recipes.model_parallel.placement import stages_of
 from ddp_recipes.model_parallel.rehearsal import without_data
@@ -65,9 +66,10 @@ def keep_own(task: Task, layout: Layout, device: torch.device) -> None:
             if parameter.device != place:
                 moved = nn.Parameter(parameter.detach().to(place), parameter.requires_grad)
                 torch.utils.swap_tensors(parameter, moved)  # type: ignore[no-untyped-call]
-        for name, buffer in module._buffers.items():
+        buffers = buffers_of(module)
+        for name, buffer in buffers.items():
             if buffer is not None:
-                module._buffers[name] = buffer.to(place)
+                buffers[name] = buffer.to(place)
 
 
 @dataclass
@@ -114,17 +116,16 @@ class Pipeline:
         stages = stages_of(self.task.model, self.layout.starts)
         for module, copied in zip(self.task.modules(), view.modules(), strict=True):
             if stages.get(module, self.layout.stages - 1) == stage:
-                copied._parameters.update(module._parameters)
-                copied._buffers.update(module._buffers)
+                share_tensors(module, copied)
         return view
 
     def _take_buffers(self) -> None:
         """Take back buffers that a stage has put a new tensor in the place of."""
         for view in self.tasks.values():
             for module, copied in zip(self.task.modules(), view.modules(), strict=True):
-                for name, buffer in copied._buffers.items():
+                for name, buffer in buffers_of(copied).items():
                     if buffer is not None and not buffer.is_meta:
-                        module._buffers[name] = buffer
+                        buffers_of(module)[name] = buffer
 
     def run(self, step: str, batch: Any, share: float = 1.0) -> tuple[list[Any], list[int]]:
         """Run a step of the task in micro-batches, in training with the backward pass of each.

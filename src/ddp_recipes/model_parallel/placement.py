@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from ddp_recipes._compat.modules import apply_to_own, remove_forward_pre_hooks
+
 Stages = dict[nn.Module, int]
 
 
@@ -85,7 +87,7 @@ def place(model: nn.Module, starts: Sequence[str], devices: Sequence[torch.devic
 
 def put(module: nn.Module, device: torch.device) -> None:
     """Put a module's own parameters and buffers on a device, and not those of the modules in it."""
-    module._apply(partial(Tensor.to, device=device), recurse=False)  # type: ignore[no-untyped-call]
+    apply_to_own(module, partial(Tensor.to, device=device))
 
 
 def connect(model: nn.Module, starts: Sequence[str], devices: Sequence[torch.device]) -> None:
@@ -100,10 +102,7 @@ def connect(model: nn.Module, starts: Sequence[str], devices: Sequence[torch.dev
 def disconnect(model: nn.Module) -> None:
     """Take back what :func:`connect` did."""
     for module in model.modules():
-        for number, hook in list(module._forward_pre_hooks.items()):
-            if isinstance(hook, partial) and hook.func is _follow:
-                del module._forward_pre_hooks[number]
-                del module._forward_pre_hooks_with_kwargs[number]
+        remove_forward_pre_hooks(module, lambda hook: isinstance(hook, partial) and hook.func is _follow)
 
 
 def _follow(

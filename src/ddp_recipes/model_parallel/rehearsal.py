@@ -6,7 +6,6 @@ nothing else: every rank and every start gets the same.
 """
 
 import copy
-import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -16,12 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ddp_recipes._compat.dispatch import MOVES, FakeTensorMode, OpOverload, TorchDispatchMode
+from ddp_recipes._compat.messages import cuda_devices
+from ddp_recipes._compat.pytree import tree_leaves, tree_map_only
+from ddp_recipes._compat.tensors import storage_key
 from ddp_recipes.errors import RequestError
 from ddp_recipes.model_parallel.cut import Cut
 from ddp_recipes.model_parallel.placement import Conflict, connect, stages_of
@@ -30,8 +29,6 @@ from ddp_recipes.tasks import Task
 INTENSITY = 20  # operations in the time of moving a byte, about that of today's GPUs and CPUs in single precision
 
 OUTSIDE = "(task)"  # stands for what a step does around the model
-
-_MOVES = {torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default}
 
 
 @dataclass
@@ -165,7 +162,7 @@ class Rehearsal:
         except (Conflict, RequestError):
             raise
         except Exception as error:  # what fails for another reason fails in the run as well, and is told there
-            named = {int(number) for number in re.findall(r"cuda:(\d+)", str(error))}
+            named = cuda_devices(error)
             message = (str(error).splitlines() or [""])[0]
             if len(named) > 1:  # some operations find the mixture themselves, before the observer sees it
                 raise observer.conflict(message, named) from None
@@ -205,7 +202,7 @@ class _Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def watch(self, task: Task) -> None:
         """Follow which module of the model is running."""
         for tensor in (*task.parameters(), *task.buffers()):
-            self.seen[tensor.untyped_storage()._cdata] = tensor
+            self.seen[storage_key(tensor)] = tensor
 
         def enter(name: str, *_: Any) -> None:
             self.active.append(name)
@@ -219,10 +216,10 @@ class _Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def save(self, tensor: Tensor) -> Tensor:
         """Count what autograd keeps, once."""
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self.seen and self.module != OUTSIDE:
-            self.seen[storage._cdata] = tensor
-            self.costs.memory[self.module] += storage.nbytes()
+        key = storage_key(tensor)
+        if key not in self.seen and self.module != OUTSIDE:
+            self.seen[key] = tensor
+            self.costs.memory[self.module] += tensor.untyped_storage().nbytes()
         return tensor
 
     def __torch_dispatch__(
@@ -231,12 +228,12 @@ class _Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         stages = {tensor.device.index for tensor in inputs if tensor.device.type == "cuda"}
-        if len(stages) > 1 and func not in _MOVES:
+        if len(stages) > 1 and func not in MOVES:
             raise self.conflict(str(func), stages)
         output = func(*args, **kwargs)
         if not func.is_view and self.module != OUTSIDE:
             outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-            count = self.operations_of.get(func._overloadpacket)
+            count = self.operations_of.get(func.overloadpacket)
             operations = count(*args, **kwargs, out_val=output) if count is not None else 0
             moved = sum(tensor.nbytes for tensor in (*inputs, *outputs))
             self.costs.time[self.module] += max(operations // INTENSITY, moved)

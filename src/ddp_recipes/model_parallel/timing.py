@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._autograd import _get_sequence_nr
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
+from ddp_recipes._compat.autograd import current_node, next_sequence_number, sequence_number
+from ddp_recipes._compat.dispatch import OpOverload, TorchDispatchMode
+from ddp_recipes._compat.pytree import tree_map_only
 from ddp_recipes.errors import RequestError
 from ddp_recipes.model_parallel.rehearsal import OUTSIDE, Rehearsal
 
@@ -83,28 +82,28 @@ class _Stopwatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             module.register_forward_hook(self._leave)
 
     def _enter(self, name: str, *_: Any) -> None:
-        if torch._C._current_autograd_node() is None:  # else it is run once more, for the backward pass
+        if current_node() is None:  # else it is run once more, for the backward pass
             self.active.append(name)
             self._note()
 
     def _leave(self, *_: Any) -> None:
-        if torch._C._current_autograd_node() is None:
+        if current_node() is None:
             self.active.pop()
             self._note()
 
     def _note(self) -> None:
-        self.numbers.append(_get_sequence_nr())
+        self.numbers.append(next_sequence_number())
         self.names.append(self.active[-1])
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        node = torch._C._current_autograd_node()
+        node = current_node()
         begin = self._now()
         output = func(*args, **(kwargs or {}))
         took = self._now() - begin
         # What adds up gradients has a number beyond all others, and is nobody's.
-        module = self.active[-1] if node is None else self.names[bisect_right(self.numbers, node._sequence_nr()) - 1]
+        module = self.active[-1] if node is None else self.names[bisect_right(self.numbers, sequence_number(node)) - 1]
         self.time[module] += took
         return output
 

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -13,6 +12,7 @@ from typing import Any, TypeVar, cast
 
 from torch.distributed import Store
 
+from ddp_recipes._compat.messages import timed_out
 from ddp_recipes.errors import RequestError, RunFailed, ended_without_word, not_arrived
 from ddp_recipes.runtime.world import World
 
@@ -226,11 +226,6 @@ class Control:
         lines = [self._ask(f"log/{number}", LOG_S) for number in range(self._logged + 1, count + 1)]
         self._logged = count
         return [line.rstrip() for line in lines if line is not None]
-
-
-def timed_out(error: BaseException) -> bool:
-    """Whether a collective or the store waited in vain; torch has no type of its own for it."""
-    return isinstance(error, RuntimeError) and re.search(r"time(d )?.?out", str(error), re.IGNORECASE) is not None
 
 
 class Patience:

@@ -1,18 +1,17 @@
 """What a process asks of Linux and of its interpreter about itself."""
 
-import atexit
 import gc
 import io
 import os
 import signal
 import sys
-import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from ddp_recipes._compat.interpreter import can_run_exit_handlers, join_threads, run_exit_handlers
 from ddp_recipes.errors import Preempted
 
 
@@ -74,33 +73,17 @@ def loading() -> Iterator[None]:
             gc.enable()
 
 
-def keep_freed_memory() -> None:
-    """Keep memory that one step frees for the next. glibc would give it back, and the system fill it with zeros again.
-
-    That is a tenth of a step of a convolutional network on a CPU. Where the environment sets glibc's allocator up, or
-    the C library is another one, all stays as it is.
-    """
-    import ctypes
-
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None or {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"} & os.environ.keys():
-        return
-    trim_threshold, mmap_threshold = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
-    mallopt(trim_threshold, -1)  # never give back
-    mallopt(mmap_threshold, 32 << 20)  # take no less than this from the system for itself; glibc allows no more
-
-
 def leave(status: int) -> NoReturn:
     """End this process as ``sys.exit`` would, but for taking torch apart, which takes another second.
 
     Exit handlers run, and files that nobody closed are flushed. Threads are waited for, but not after a failure, in
     which they may be stuck. A debugger or a profiler has the last word, as ever.
     """
-    if _is_watched():
+    if _is_watched() or not can_run_exit_handlers():
         sys.exit(status)
     if status in (0, Preempted.exit_status):
-        threading._shutdown()  # type: ignore[attr-defined]  # as the interpreter does: idle thread pools end with it
-    atexit._run_exitfuncs()
+        join_threads()  # idle thread pools end with it
+    run_exit_handlers()
     writers = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
     for file in (sys.stdout, sys.stderr, *(each for each in gc.get_objects() if issubclass(type(each), writers))):
         with suppress(OSError, ValueError):  # nobody reads it any more, or it is closed

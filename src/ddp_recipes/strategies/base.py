@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import Store
 
+from ddp_recipes._compat.modules import BatchNorm
 from ddp_recipes.config.parallelism import StrategySettings
 from ddp_recipes.runtime.world import World
 from ddp_recipes.tasks import StepOutput, Task
@@ -171,5 +172,4 @@ class Whole:
 
 def batch_norms(task: nn.Module) -> list[str]:
     """Return the names of the batch-norm modules."""
-    kinds = nn.modules.batchnorm._BatchNorm
-    return [name for name, module in task.named_modules() if isinstance(module, kinds)]
+    return [name for name, module in task.named_modules() if isinstance(module, BatchNorm)]

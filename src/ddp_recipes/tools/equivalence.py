@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ddp_recipes._compat.modules import Dropout
 from ddp_recipes.build.recipe import Recipe
 from ddp_recipes.errors import RequestError, RunFailed
 from ddp_recipes.output import Output
@@ -124,7 +125,7 @@ def switch_dropout_off(module: nn.Module) -> list[str]:
     """Let torch's modules drop nothing; return the names of those that did."""
     dropping = []
     for name, each in module.named_modules():
-        key = "p" if isinstance(each, nn.modules.dropout._DropoutNd) else "dropout"
+        key = "p" if isinstance(each, Dropout) else "dropout"
         if (key == "p" or isinstance(each, (nn.MultiheadAttention, nn.RNNBase))) and getattr(each, key) > 0:
             setattr(each, key, 0.0)
             dropping.append(name.removeprefix("model."))

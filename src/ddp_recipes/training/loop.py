@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_recipes.data.loader import Batch
+from ddp_recipes.runtime.fast_paths import zero_grad
 from ddp_recipes.runtime.seeding import seed_step, step_key
 from ddp_recipes.training.cadence import Clock, reason_to_stop, save_due, validation_due
 from ddp_recipes.training.evaluation import validate
@@ -99,16 +100,6 @@ def clip(run: Run, measured: bool) -> Tensor | None:
     elif limit is not None:
         nn.utils.clip_grad_value_(parameters, limit)
     return norm
-
-
-def zero_grad(optimizer: torch.optim.Optimizer) -> None:
-    """Let gradients go. torch's own way asks the compiler and the profiler first, which takes longer than the rest."""
-    if type(optimizer).zero_grad is not torch.optim.Optimizer.zero_grad:
-        optimizer.zero_grad()
-        return
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = None
 
 
 def advance(run: Run, samples: int) -> Cursor:

@@ -1,12 +1,12 @@
 """Numeric precision of a step: where autocast is on, and how a loss is scaled."""
 
-import logging
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable, graph
+
+from ddp_recipes.runtime.fast_paths import backward
 
 
 class Precision:
@@ -77,22 +77,6 @@ class Float16(BFloat16):
     def load_state(self, state: dict[str, Any]) -> None:
         """Restore the scaler's state."""
         self.scaler.load_state_dict(state)
-
-
-def backward(loss: Tensor) -> None:
-    """Add a loss's gradients to those that are there.
-
-    On the CPU a scalar goes to torch's engine at once. ``Tensor.backward`` comes to it by way of what tensor
-    subclasses, GPU threads and its own debug log need, which takes as long as the backward pass of a small layer.
-    """
-    plain = type(loss) is Tensor and loss.is_cpu and loss.dim() == 0 and loss.is_floating_point()
-    if not plain or graph.log.isEnabledFor(logging.DEBUG):
-        loss.backward()  # type: ignore[no-untyped-call]
-        return
-    gradient = torch.ones_like(loss)
-    Variable._execution_engine.run_backward(
-        (loss,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True
-    )
 
 
 def make_precision(name: str, device_type: str) -> Precision:

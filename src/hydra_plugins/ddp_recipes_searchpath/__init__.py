@@ -10,6 +10,8 @@ from hydra.core.config_search_path import ConfigSearchPath
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 
+from ddp_recipes._compat.omegaconf_ import register_resolver
+
 CONF = "pkg://ddp_recipes.conf"
 
 
@@ -24,7 +26,7 @@ def _prod(*values: int) -> int:
 # The yaml files say `${len:...}` and `${prod:...}`, so whoever finds them must be able to resolve that.
 for _name, _resolver in (("len", _len), ("prod", _prod)):
     if not OmegaConf.has_resolver(_name):
-        OmegaConf.register_new_resolver(_name, _resolver)
+        register_resolver(_name, _resolver)
 
 
 class DdpRecipesSearchPath(SearchPathPlugin):

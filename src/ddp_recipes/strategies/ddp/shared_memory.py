@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import profiler
 
+from ddp_recipes._compat.autograd import is_profiled
 from ddp_recipes.runtime.world import World
 
 MOST_RANKS = 8  # each reads what all have put there: with many it would be quicker to share out the sums
@@ -95,7 +96,7 @@ class SharedMemory:
             from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook  # seldom needed
 
             return allreduce_hook(None, bucket)  # type: ignore[arg-type]  # its default: all ranks
-        profiled = profiler.record_function(ALL_REDUCE) if profiler._is_profiler_enabled else nullcontext()
+        profiled = profiler.record_function(ALL_REDUCE) if is_profiled() else nullcontext()
         with profiled:
             self.mean(gradients)
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future()

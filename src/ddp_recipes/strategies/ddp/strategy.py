@@ -1,7 +1,6 @@
 """torch's DistributedDataParallel."""
 
 import inspect
-import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
@@ -11,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ddp_recipes._compat.messages import without_gradient
 from ddp_recipes.errors import RequestError, nearest
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import Exchange, Passes, Whole, Wrapped, batch_norms
@@ -96,11 +96,10 @@ class DDP(Whole, Group):
 
     def explain(self, error: BaseException, task: Task) -> str | None:
         """Name the parameters that got no gradients, which torch tells by index alone."""
-        indices = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
-        if indices is None:
+        if not (indices := without_gradient(error)):
             return None
         trained = [name for name, parameter in task.named_parameters() if parameter.requires_grad]
-        unused = ", ".join(trained[int(index)].removeprefix("model.") for index in indices[1].split())
+        unused = ", ".join(trained[index].removeprefix("model.") for index in indices)
         return (
             f"The loss does not depend on these parameters: {unused}. Take them out of the model, freeze them "
             f"(requires_grad=False), or use strategy.find_unused_parameters=true."

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ddp_recipes._compat.modules import buffers_of
+from ddp_recipes._compat.tensors import add_each, copy_each
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import Exchange
 
@@ -96,9 +98,9 @@ class _Buffer:
     def all_of(cls, module: nn.Module) -> list["_Buffer"]:
         """Return each buffer once, also one that several modules share."""
         found = {
-            id(tensor): cls(each._buffers, name)
+            id(tensor): cls(buffers_of(each), name)
             for each in module.modules()
-            for name, tensor in each._buffers.items()
+            for name, tensor in buffers_of(each).items()
             if tensor is not None
         }
         return list(found.values())
@@ -173,7 +175,7 @@ class _Rows:
         """Note the buffers before the first part of a step; put them back before any other."""
         if self.buffers:
             tensors = [buffer.tensor for buffer in self.buffers]
-            torch._foreach_copy_(*((self.started, tensors) if number == 0 else (tensors, self.started)))
+            copy_each(*((self.started, tensors) if number == 0 else (tensors, self.started)))
 
     def take(self, number: int, share: float) -> None:
         """Fill a row, and send it once there are as many as go together; or add to the total, on a single rank."""
@@ -201,12 +203,12 @@ class _Rows:
                 row.gradients[at].fill_(-0.0)
                 row.used[at] = 0
         if gradients:
-            put = torch._foreach_add_ if add else torch._foreach_copy_
+            put = add_each if add else copy_each
             put([row.gradients[at] for at in gradients], list(gradients.values()))
         for parameter in self.parameters:
             parameter.grad = None
         if self.buffers:
-            torch._foreach_copy_(self.ended, [buffer.tensor for buffer in self.buffers])
+            copy_each(self.ended, [buffer.tensor for buffer in self.buffers])
             # What has not moved stays as it is, also where it is infinite.
             moves = torch.where(self.end == self.start, -0.0, (self.end - self.start) * share)
             row.moves.add_(moves) if add else row.moves.copy_(moves)
@@ -233,7 +235,7 @@ class _Rows:
             parameter.grad = None if at in self.unused else gradient
         if self.buffers:
             self.start.add_(self.total.moves)
-            torch._foreach_copy_([buffer.tensor for buffer in self.buffers], self.started)
+            copy_each([buffer.tensor for buffer in self.buffers], self.started)
 
 
 class _Firsts:
@@ -253,15 +255,15 @@ class _Firsts:
     def begin(self, number: int) -> None:
         """Note them before the first part of a step; put them back before any other."""
         tensors = [buffer.tensor for buffer in self.buffers]
-        torch._foreach_copy_(*((self.started, tensors) if number == 0 else (tensors, self.started)))
+        copy_each(*((self.started, tensors) if number == 0 else (tensors, self.started)))
 
     def take(self, number: int, share: float) -> None:
         """Keep what this rank's first part left; on rank 0 it is part 0."""
         if number == 0:
-            torch._foreach_copy_(self.firsts, [buffer.tensor for buffer in self.buffers])
+            copy_each(self.firsts, [buffer.tensor for buffer in self.buffers])
 
     def reduce(self) -> None:
         """Put rank 0's in place."""
         if self.world.world_size > 1:
             dist.broadcast(self.first.view(torch.uint8), src=0)
-        torch._foreach_copy_([buffer.tensor for buffer in self.buffers], self.firsts)
+        copy_each([buffer.tensor for buffer in self.buffers], self.firsts)

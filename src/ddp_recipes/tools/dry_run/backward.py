@@ -6,8 +6,7 @@ each once all that it needs has come, and what a node saved is let go when it is
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import Any
@@ -15,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from ddp_recipes._compat.autograd import metadata_of, pass_numbered, sequence_number
 
 _numbers = count(1 << 40)  # not those of the engine
 
@@ -32,7 +33,7 @@ def backward(roots: Roots, accumulate: Callable[[Tensor, Tensor], None]) -> None
     Args:
         accumulate: takes the gradient of a leaf: a parameter, or an input that requires one.
     """
-    with _one_pass():
+    with pass_numbered(next(_numbers)):  # ``torch.utils.checkpoint`` computes once again for each number
         _run(roots, accumulate)
 
 
@@ -77,18 +78,6 @@ def _add(there: dict[int, Tensor], at: int, gradient: Tensor) -> None:
     there[at] = there[at].add_(gradient) if at in there else gradient
 
 
-@contextmanager
-def _one_pass() -> Iterator[None]:
-    """Give this pass a number, as the engine does: by it ``torch.utils.checkpoint`` computes only once again."""
-    module: Any = torch._C
-    asked, number = module._current_graph_task_id, next(_numbers)
-    module._current_graph_task_id = lambda: number
-    try:
-        yield
-    finally:
-        module._current_graph_task_id = asked
-
-
 def _uses(roots: Iterable[Any]) -> Counter[Any]:
     """Return how many gradients come to each node from others."""
     uses: Counter[Any] = Counter()
@@ -106,11 +95,11 @@ def _uses(roots: Iterable[Any]) -> Counter[Any]:
 
 def _turn(node: Any) -> int:
     """Return when a node comes among those that are ready: leaves at once, then the latest of the forward pass."""
-    return -(1 << 62) if hasattr(node, "variable") else -node._sequence_nr()
+    return -(1 << 62) if hasattr(node, "variable") else -sequence_number(node)
 
 
 def _outputs(node: Any) -> int:
-    return len(node._input_metadata)
+    return len(metadata_of(node))
 
 
 def _call(node: Any, gradients: list[Tensor | None]) -> tuple[Tensor | None, ...]:
@@ -121,7 +110,7 @@ def _call(node: Any, gradients: list[Tensor | None]) -> tuple[Tensor | None, ...
 
 def _fitted(gradient: Tensor, node: Any, at: int) -> Tensor:
     """Return a gradient in the shape and dtype of what it is the gradient of, as the engine sees to it."""
-    there = node._input_metadata[at]
+    there = metadata_of(node)[at]
     if gradient.shape != there.shape:
         gradient = gradient.sum_to_size(there.shape)
     return gradient if gradient.dtype == there.dtype else gradient.to(there.dtype)

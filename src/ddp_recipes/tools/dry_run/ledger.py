@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from ddp_recipes._compat.dispatch import OpOverload, TorchDispatchMode
+from ddp_recipes._compat.pytree import tree_leaves
+from ddp_recipes._compat.tensors import storage_key
 
 Bytes = Counter[torch.device]
 
@@ -31,7 +32,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not isinstance(tensor, Tensor):
                 continue
             storage, device = tensor.untyped_storage(), tensor.device
-            key = storage._cdata
+            key = storage_key(tensor)
             if key in self._known:
                 continue
             size = -(-storage.nbytes() // self.rounded) * self.rounded
@@ -65,7 +66,7 @@ class Saved(saved_tensors_hooks):
         self.bytes: Bytes = Counter()
 
     def _pack(self, tensor: Tensor) -> Tensor:
-        key = tensor.untyped_storage()._cdata
+        key = storage_key(tensor)
         # What is on meta takes no memory. It may go at once, and its place in memory to another tensor.
         if key not in self.known and tensor.device.type != "meta":
             self.known.add(key)
@@ -78,12 +79,12 @@ def bytes_of(tensors: Iterable[Any], besides: Iterable[Tensor] = ()) -> Bytes:
     counted: Bytes = Counter()
     known = set(storages(besides))
     for tensor in tensors:
-        if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in known:
-            known.add(tensor.untyped_storage()._cdata)
+        if isinstance(tensor, Tensor) and storage_key(tensor) not in known:
+            known.add(storage_key(tensor))
             counted[tensor.device] += tensor.untyped_storage().nbytes()
     return counted
 
 
 def storages(tensors: Iterable[Any]) -> Iterator[int]:
     """Return which memory each tensor lies in."""
-    return (tensor.untyped_storage()._cdata for tensor in tensors if isinstance(tensor, Tensor))
+    return (storage_key(tensor) for tensor in tensors if isinstance(tensor, Tensor))

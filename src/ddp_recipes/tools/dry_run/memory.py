@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import Parameter
-from torch.utils._pytree import tree_leaves
 
+from ddp_recipes._compat.dispatch import FakeTensorMode
+from ddp_recipes._compat.pytree import tree_leaves
 from ddp_recipes.errors import RequestError
 from ddp_recipes.model_parallel.placement import connect, disconnect
 from ddp_recipes.model_parallel.rehearsal import fake_batch, new_mode, without_data

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ddp_recipes._compat.dispatch import FakeTensorMode
 from ddp_recipes.config.parallelism import PipelineShape
 from ddp_recipes.model_parallel.pipeline import META, Layout, joined
 from ddp_recipes.model_parallel.rehearsal import new_mode, without_data

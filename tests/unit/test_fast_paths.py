@@ -1,8 +1,11 @@
-"""torch's optimizers without its compiler: the same steps, the same state, the same hooks, and less to load."""
+"""Shorter ways to what torch does: the same bits, steps, state and hooks, and less to load."""
 
+import copy
+import pickle
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +14,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ddp_recipes.training.optimizers import uncompiled
+from ddp_recipes.runtime.fast_paths import backward, enable, uncompiled, zero_grad
+from ddp_recipes.testing import run_recipe
 
 OURS = [
     (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
@@ -107,10 +111,75 @@ def test_what_is_not_torchs_own_is_left_as_it_is() -> None:
 def test_the_compiler_is_not_loaded() -> None:
     lines = [
         "import sys, torch",
-        "from ddp_recipes.training.optimizers import uncompiled",
+        "from ddp_recipes.runtime.fast_paths import uncompiled",
         "weight = torch.nn.Parameter(torch.ones(3))",
         "optimizer = uncompiled(torch.optim.AdamW)([weight])",
         "weight.sum().backward(); optimizer.step(); optimizer.load_state_dict(optimizer.state_dict())",
         "sys.exit('torch._dynamo' in sys.modules)",
     ]
     assert subprocess.run([sys.executable, "-c", "\n".join(lines)], timeout=60).returncode == 0
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "pickle": lambda both: pickle.loads(pickle.dumps(both)),
+    "deepcopy": copy.deepcopy,
+}
+
+
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+@pytest.mark.parametrize(("kind", "options"), OURS[:-1], ids=lambda value: getattr(value, "__name__", str(value)))
+def test_a_copied_optimizer_steps_the_same(
+    kind: type[Optimizer], options: dict[str, Any], copied: Callable[[Any], Any]
+) -> None:
+    """Not LBFGS: torch's own keeps what it steps outside of what is pickled."""
+    pair = trained(uncompiled(kind), options, 2)
+    again = copied(pair)
+    assert type(again[1]) is kind
+    for model, optimizer in (pair, again):
+        optimizer.zero_grad()
+        model(torch.ones(3, 5)).square().sum().backward()
+        optimizer.step()
+    for mine, its in zip(pair[0].parameters(), again[0].parameters(), strict=True):
+        assert torch.equal(mine, its)
+    torch.testing.assert_close(again[1].state_dict(), pair[1].state_dict(), rtol=0, atol=0)
+
+
+@pytest.fixture
+def off() -> Iterator[None]:
+    """Turn the fast paths off for a test."""
+    enable(False)
+    yield
+    enable(True)
+
+
+@pytest.mark.usefixtures("off")
+def test_what_is_off_is_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[str] = []
+    tensor_backward, optimizer_zero_grad = torch.Tensor.backward, Optimizer.zero_grad
+
+    def counted(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *arguments: (called.append(name), original(*arguments))[1]
+
+    monkeypatch.setattr(torch.Tensor, "backward", counted("backward", tensor_backward))
+    monkeypatch.setattr(Optimizer, "zero_grad", counted("zero_grad", optimizer_zero_grad))
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = uncompiled(torch.optim.SGD)([weight])
+    assert type(optimizer) is torch.optim.SGD
+    backward(weight.sum())
+    zero_grad(optimizer)
+    assert called == ["backward", "zero_grad"]
+    assert weight.grad is None
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [[], ["model=resnet18", "data=fake_images", "data.image_size=16", "data.num_samples=64"]],
+    ids=["toy", "images"],
+)
+def test_a_run_ends_with_the_same_weights_without_them(overrides: list[str], tmp_path: Path) -> None:
+    common = ["launcher.device=cpu", "trainer.max_steps=6", "logger=none", *overrides]
+    ends = [
+        run_recipe([*common, f"trainer.fast_paths={on}"], 2, tmp_path / on)["weights_sha256"]
+        for on in ("true", "false")
+    ]
+    assert ends[0] == ends[1]

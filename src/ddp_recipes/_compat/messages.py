@@ -1,0 +1,55 @@
+"""What is known of an error of torch or Hydra by its wording alone: neither has a type or an attribute for it.
+
+Where another version words it differently, each of these says no, and the error is shown as it is.
+"""
+
+import re
+
+
+def timed_out(error: BaseException) -> bool:
+    """Whether a collective or the store timed out: torch's ``RuntimeError`` says so in several ways."""
+    return isinstance(error, RuntimeError) and re.search(r"time(d )?.?out", str(error), re.IGNORECASE) is not None
+
+
+def address_in_use(error: BaseException) -> bool:
+    """Whether a ``TCPStore`` could not listen because its port is taken."""
+    return "EADDRINUSE" in str(error)
+
+
+def without_gradient(error: BaseException) -> list[int]:
+    """Return the numbers of the parameters that ``DistributedDataParallel`` got no gradients of."""
+    found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+    return [int(index) for index in found[1].split()] if found else []
+
+
+def refused_global(error: BaseException) -> str | None:
+    """Return the class or function that ``torch.load(weights_only=True)`` refused: ``GLOBAL module.name``."""
+    found = re.search(r"GLOBAL [\w.]+", str(error))
+    return found[0] if found else None
+
+
+def unknown_override(error: BaseException) -> str | None:
+    """Return the key that Hydra could not override, append to or delete."""
+    found = re.search(r"Could not (?:override|append to|delete)[^']*'([^']+)'", str(error))
+    return found[1] if found else None
+
+
+def without_search_path(error: BaseException) -> str:
+    """Return Hydra's message about a missing primary config without the list of places where it looked."""
+    return str(error).split("Config search path")[0].strip()
+
+
+def missing_interpolation_key(error: BaseException) -> str | None:
+    """Return the key that an interpolation names and no config has."""
+    found = re.search(r"key '([^']*)'", str(error))
+    return found[1] if found else None
+
+
+def cuda_devices(error: BaseException) -> set[int]:
+    """Return the numbers of the CUDA devices that an error of an operation names."""
+    return {int(number) for number in re.findall(r"cuda:(\d+)", str(error))}
+
+
+def full_key_line(line: str) -> bool:
+    """Whether a line of a message only says where in the config: Hydra's ``full_key: …``."""
+    return line.startswith("full_key")

@@ -1,0 +1,52 @@
+"""What ``nn.Module`` holds, and base classes of its kinds."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+# ``nn.modules.batchnorm._BatchNorm``, or the public classes that are made of it.
+BatchNorm: Any = getattr(
+    nn.modules.batchnorm, "_BatchNorm", (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+)
+
+# ``nn.modules.dropout._DropoutNd``, or the public classes that are made of it.
+Dropout: Any = getattr(
+    nn.modules.dropout,
+    "_DropoutNd",
+    (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout),
+)
+
+
+def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """Return where a module keeps its own buffers, to read and to write: ``Module._buffers``.
+
+    ``named_buffers(recurse=False)`` is no way around it: it leaves out what is ``None``, and cannot be written to.
+    """
+    return module._buffers
+
+
+def share_tensors(module: nn.Module, copied: nn.Module) -> None:
+    """Give a copy of a module the very parameters and buffers of its own: ``Module._parameters``, ``_buffers``.
+
+    Attributes are no way around it: to set one that a user's module makes a property of calls that.
+    """
+    copied._parameters.update(module._parameters)
+    copied._buffers.update(module._buffers)
+
+
+def apply_to_own(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+    """Change a module's own parameters and buffers, and not those of the modules in it: ``Module._apply``.
+
+    Modules override it that keep more than these (``nn.LSTM``). There is no public way: ``Module.to``, which is made of
+    it, goes into the modules inside.
+    """
+    module._apply(change, recurse=False)  # type: ignore[no-untyped-call]
+
+
+def remove_forward_pre_hooks(module: nn.Module, chosen: Callable[[Any], bool]) -> None:
+    """Remove some hooks: ``Module._forward_pre_hooks``. In public, only who has kept a hook's handle can."""
+    for number, hook in list(module._forward_pre_hooks.items()):
+        if chosen(hook):
+            del module._forward_pre_hooks[number]
+            module._forward_pre_hooks_with_kwargs.pop(number, None)

@@ -1,0 +1,35 @@
+"""Memory of tensors, and operations on many tensors at once."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Return a number of the memory that a tensor lies in, the same for all its views: ``UntypedStorage._cdata``.
+
+    A storage's public ``data_ptr()`` is no way around it: without data, on ``meta`` or fake, it is the same for all.
+    """
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+def copy_each(into: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Copy tensors into others, in one kernel where there is ``torch._foreach_copy_``."""
+    if hasattr(torch, "_foreach_copy_"):
+        torch._foreach_copy_(list(into), list(values))
+        return
+    with torch.no_grad():
+        for tensor, value in zip(into, values, strict=True):
+            tensor.copy_(value)
+
+
+def add_each(into: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Add tensors to others in place, in one kernel where there is ``torch._foreach_add_``."""
+    if hasattr(torch, "_foreach_add_"):
+        torch._foreach_add_(list(into), list(values))
+        return
+    with torch.no_grad():
+        for tensor, value in zip(into, values, strict=True):
+            tensor.add_(value)

@@ -1,0 +1,109 @@
+"""Shorter ways to what torch does: the same bits, less time. ``trainer.fast_paths=false`` turns all of them off.
+
+Nothing else in this package depends on them. What is slow is what torch asks first, of its compiler, its profiler and
+its debug log; where one of them is at work, and for tensors and optimizers that are not torch's own, it is asked.
+"""
+
+import inspect
+import logging
+import os
+from collections.abc import Callable
+from functools import cache, wraps
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd import graph
+from torch.optim import Optimizer
+
+from ddp_recipes._compat.autograd import run_backward
+from ddp_recipes._compat.optimizers import is_observed
+
+T = TypeVar("T")
+
+_enabled = True
+
+
+def enable(on: bool) -> None:
+    """Take the fast paths from now on in this process, or torch's own."""
+    global _enabled
+    _enabled = on
+
+
+def backward(loss: Tensor) -> None:
+    """Add a loss's gradients to those that are there.
+
+    On the CPU a scalar goes to torch's engine at once. ``Tensor.backward`` comes to it by way of what tensor
+    subclasses, GPU threads and its own debug log need, which takes as long as the backward pass of a small layer.
+    """
+    plain = type(loss) is Tensor and loss.is_cpu and loss.dim() == 0 and loss.is_floating_point()
+    if not (_enabled and plain) or graph.log.isEnabledFor(logging.DEBUG):
+        loss.backward()  # type: ignore[no-untyped-call]
+        return
+    run_backward(loss)
+
+
+def zero_grad(optimizer: Optimizer) -> None:
+    """Set gradients to None. torch asks the compiler and the profiler first, which takes longer than the rest."""
+    if not _enabled or type(optimizer).zero_grad is not Optimizer.zero_grad:
+        optimizer.zero_grad()
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None
+
+
+def uncompiled(target: T) -> T:
+    """Return an optimizer class of torch's with methods that leave ``torch._dynamo`` alone; anything else as it is.
+
+    They are wrapped for callers that are compiled, which the loop is not: loading the compiler takes longer than all
+    of a short run's own work, and telling it and the profiler of each step as long as the step of a small model. Hooks
+    that a user registers are called as ever, a profiler sees the same ranges, and a state dict is the same. A pickle or
+    a deep copy of such an optimizer is one of torch's own class.
+    """
+    ours = isinstance(target, type) and issubclass(target, Optimizer) and target.__module__.startswith("torch.optim.")
+    return _subclass(target) if _enabled and ours else target
+
+
+@cache
+def _subclass(base: type[Optimizer]) -> Any:
+    def reduce(self: Optimizer, protocol: object) -> tuple[Any, ...]:
+        return object.__new__, (base,), self.__getstate__()
+
+    names = ("add_param_group", "load_state_dict", "state_dict")
+    members = {name: inspect.unwrap(getattr(base, name)) for name in names}
+    members |= {"step": _step(inspect.unwrap(base.step)), "__reduce_ex__": reduce, "__doc__": base.__doc__}
+    return type(base.__name__, (base,), members)
+
+
+def _step(step: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(step)
+    def alone(self: Optimizer, *arguments: Any, **options: Any) -> Any:
+        with torch.set_grad_enabled(self.defaults.get("differentiable", False)):
+            return step(self, *arguments, **options)
+
+    observed = Optimizer.profile_hook_step(alone)
+
+    @wraps(step)
+    def stepped(self: Optimizer, *arguments: Any, **options: Any) -> Any:
+        return (observed if is_observed(self) else alone)(self, *arguments, **options)
+
+    stepped.hooked = True  # type: ignore[attr-defined]  # torch's mark for what it need not wrap again
+    return stepped
+
+
+def keep_freed_memory() -> None:
+    """Keep memory that one step frees for the next. glibc would give it back, and the system fill it with zeros again.
+
+    That is a tenth of a step of a convolutional network on a CPU. Where the environment sets glibc's allocator up, or
+    the C library is another one, all stays as it is.
+    """
+    import ctypes
+
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    set_up = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"} & os.environ.keys()
+    if not _enabled or mallopt is None or set_up:
+        return
+    trim_threshold, mmap_threshold = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
+    mallopt(trim_threshold, -1)  # never give back
+    mallopt(mmap_threshold, 32 << 20)  # take no less than this from the system for itself; glibc allows no more

@@ -1,0 +1,403 @@
+"""Names that other packages keep private: what each entry of ``_compat`` promises, and the public way without it."""
+
+import socket
+import subprocess
+import sys
+import threading
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.types import RunMode
+from omegaconf import OmegaConf
+from omegaconf.errors import InterpolationKeyError
+from torch import Tensor, nn
+from torch.autograd import profiler
+from torch.distributed import TCPStore
+from torch.utils.data import DataLoader
+from torch.utils.tensorboard import SummaryWriter
+
+from ddp_recipes._compat import (
+    autograd,
+    data_workers,
+    ddp,
+    dispatch,
+    hydra_,
+    interpreter,
+    messages,
+    modules,
+    omegaconf_,
+    optimizers,
+    pytree,
+    tensorboard,
+    tensors,
+)
+from ddp_recipes.config import compose
+from ddp_recipes.main import CONF
+from ddp_recipes.runtime.world import World
+from ddp_recipes.testing import on_ranks
+
+# --- torch -----------------------------------------------------------------------------------------------------------
+
+
+def test_pytree_takes_containers_apart_and_puts_them_together() -> None:
+    batch = {"a": torch.ones(2), "b": [1, (torch.zeros(3), None)]}
+    leaves, form = pytree.tree_flatten(batch)
+    assert leaves == pytree.tree_leaves(batch)
+    assert pytree.tree_unflatten(leaves, form) == batch
+    doubled: Any = pytree.tree_map_only(Tensor, lambda tensor: tensor * 2, batch)
+    assert doubled["b"][0] == 1
+    assert doubled["a"].tolist() == [2, 2]
+
+
+def test_dispatch_mode_sees_operations_and_tells_moves() -> None:
+    seen = []
+
+    class Seen(dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(
+            self, func: dispatch.OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Seen():  # type: ignore[no-untyped-call]
+        torch.ones(2).to("meta").add(1)
+    assert all(isinstance(each, dispatch.OpOverload) for each in seen)
+    assert len(dispatch.MOVES.intersection(seen)) == 1
+
+
+def test_fake_tensors_have_a_device_that_is_not_there() -> None:
+    with dispatch.FakeTensorMode():
+        assert torch.ones(2, device="cuda:1").device == torch.device("cuda", 1)
+
+
+def test_storage_key_is_that_of_views_and_of_no_other() -> None:
+    for device in ("cpu", "meta"):
+        tensor, other = torch.empty(4, device=device), torch.empty(4, device=device)
+        assert tensors.storage_key(tensor) == tensors.storage_key(tensor[2:]) != tensors.storage_key(other)
+
+
+@pytest.mark.parametrize("without", [False, True], ids=["private", "public"])
+def test_tensors_are_copied_and_added_each(without: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if without:
+        monkeypatch.delattr(torch, "_foreach_copy_")
+        monkeypatch.delattr(torch, "_foreach_add_")
+    into = [torch.zeros(2), torch.zeros(3)]
+    tensors.copy_each(into, [torch.ones(2), torch.ones(3)])
+    tensors.add_each(into, [torch.ones(2), torch.ones(3)])
+    assert [tensor.tolist() for tensor in into] == [[2, 2], [2, 2, 2]]
+
+
+@pytest.mark.parametrize("without", [False, True], ids=["private", "public"])
+def test_run_backward_adds_gradients(without: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if without:
+        monkeypatch.setattr(autograd, "Variable", object)  # for torch itself needs the name
+    weight = torch.ones(3, requires_grad=True)
+    for _ in range(2):
+        autograd.run_backward(weight.square().sum())
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [4, 4, 4]
+
+
+def test_nodes_are_numbered_as_they_come() -> None:
+    before = autograd.next_sequence_number()
+    loss = torch.ones(2, requires_grad=True).square().sum()
+    assert loss.grad_fn is not None
+    assert before < autograd.sequence_number(loss.grad_fn) + 1 == autograd.next_sequence_number()
+    assert [list(each.shape) for each in autograd.metadata_of(loss.grad_fn)] == [[]]
+
+
+def test_current_node_is_there_in_backward_alone() -> None:
+    seen = []
+    weight = torch.ones(2, requires_grad=True)
+    weight.register_hook(lambda gradient: seen.append(autograd.current_node()))
+    assert autograd.current_node() is None
+    weight.square().sum().backward()  # type: ignore[no-untyped-call]
+    assert seen != [None]
+
+
+def test_a_numbered_pass_recomputes_a_checkpoint_once() -> None:
+    calls = []
+
+    def block(tensor: Tensor) -> Tensor:
+        calls.append(1)
+        return (tensor.square() * tensor).sin()
+
+    weight = torch.ones(2, requires_grad=True)
+    output: Any = torch.utils.checkpoint.checkpoint(block, weight, use_reentrant=False)
+    node = output.grad_fn
+    assert len(calls) == 1
+    with autograd.pass_numbered(1 << 41):
+        gradient = node(torch.ones(2))
+        node.next_functions[0][0](gradient)
+    assert len(calls) == 2
+
+
+def test_profiler_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not autograd.is_profiled()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert autograd.is_profiled()
+    monkeypatch.delattr(profiler, "_is_profiler_enabled")
+    assert autograd.is_profiled()
+
+
+def test_kinds_of_modules_are_known() -> None:
+    for norm in (nn.BatchNorm1d(2), nn.BatchNorm3d(2), nn.SyncBatchNorm(2)):
+        assert isinstance(norm, modules.BatchNorm)
+    for dropout in (nn.Dropout(), nn.Dropout2d(), nn.FeatureAlphaDropout()):
+        assert isinstance(dropout, modules.Dropout)
+    assert not isinstance(nn.LayerNorm(2), (modules.BatchNorm, modules.Dropout))
+
+
+def test_buffers_are_read_and_written() -> None:
+    norm = nn.BatchNorm1d(2)
+    modules.buffers_of(norm)["running_mean"] = torch.ones(2)
+    assert norm.running_mean is not None
+    assert norm.running_mean.tolist() == [1, 1]
+    assert list(modules.buffers_of(norm)) == ["running_mean", "running_var", "num_batches_tracked"]
+
+
+def test_tensors_are_shared_with_a_copy() -> None:
+    one, other = nn.BatchNorm1d(2), nn.BatchNorm1d(2)
+    modules.share_tensors(one, other)
+    assert other.weight is one.weight
+    assert other.running_mean is one.running_mean
+
+
+def test_only_a_modules_own_tensors_are_changed() -> None:
+    outer = nn.Sequential(nn.Linear(2, 2))
+    outer.register_parameter("own", nn.Parameter(torch.ones(2)))
+    modules.apply_to_own(outer, partial(Tensor.to, device="meta"))
+    assert [name for name, each in outer.named_parameters() if each.is_meta] == ["own"]
+
+
+def test_chosen_forward_pre_hooks_are_removed() -> None:
+    called: list[str] = []
+    layer = nn.Linear(2, 2)
+    layer.register_forward_pre_hook(lambda *_: called.append("kept"))
+    layer.register_forward_pre_hook(first := lambda *_: called.append("removed"), with_kwargs=True)
+    modules.remove_forward_pre_hooks(layer, lambda hook: hook is first)
+    layer(torch.ones(2))
+    assert called == ["kept"]
+
+
+def test_observers_of_an_optimizer_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    assert not optimizers.is_observed(optimizer)
+    handle = optimizer.register_step_post_hook(lambda *_: None)
+    assert optimizers.is_observed(optimizer)
+    handle.remove()
+    monkeypatch.delattr(optimizers.optimizers, "_global_optimizer_pre_hooks")
+    assert optimizers.is_observed(optimizer)
+
+
+def test_data_workers_end_at_once() -> None:
+    loader = DataLoader([1, 2], num_workers=1, persistent_workers=True, multiprocessing_context="fork")
+    worker = next(thread for thread in iter(loader)._workers)  # type: ignore[attr-defined]
+    assert worker.is_alive()
+    data_workers.shut_down(loader)
+    assert not worker.is_alive()
+    data_workers.shut_down(DataLoader([1]))
+    data_workers.shut_down(None)
+
+
+@pytest.mark.parametrize("without", [False, True], ids=["private", "public"])
+def test_file_writer_of_tensorboard(without: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with SummaryWriter(str(tmp_path)) as writer:  # type: ignore[no-untyped-call]
+        if without:
+            monkeypatch.delattr(SummaryWriter, "_get_file_writer")
+        assert tensorboard.file_writer(writer).get_logdir() == str(tmp_path)
+        monkeypatch.undo()
+
+
+def test_ddp_loads_nothing_more() -> None:
+    ddp.load_what_ddp_needs()
+    assert "torch._dynamo" in sys.modules
+
+
+# --- Python ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("without", ["", "del threading._shutdown; "], ids=["private", "public"])
+def test_threads_are_joined_and_exit_handlers_run(without: str) -> None:
+    code = f"""
+import atexit, os, threading, time
+from ddp_recipes._compat import interpreter
+{without}
+atexit.register(print, "handler", flush=True)
+threading.Thread(target=lambda: (time.sleep(0.2), print("thread", flush=True))).start()
+interpreter.join_threads()
+assert interpreter.can_run_exit_handlers()
+interpreter.run_exit_handlers()
+os._exit(0)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["thread", "handler"], done.stderr
+
+
+def test_leaving_without_the_private_name_is_sys_exit() -> None:
+    code = """
+import atexit
+from ddp_recipes.runtime.process import leave
+del atexit._run_exitfuncs
+atexit.register(print, "handler")
+leave(3)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.split()) == (3, ["handler"]), done.stderr
+
+
+def test_can_run_exit_handlers_says_no_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("atexit._run_exitfuncs")
+    assert not interpreter.can_run_exit_handlers()
+
+
+# --- Hydra -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("without", [False, True], ids=["private", "public"])
+def test_locate_finds_by_dotted_name(without: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if without:
+        monkeypatch.delattr("hydra._internal.utils._locate")
+        monkeypatch.setattr("hydra.utils.get_object", lambda path: eval(path))  # which would ask the deleted name
+    assert hydra_.locate("torch.nn.Linear") is nn.Linear
+
+
+def test_locate_raises_what_is_not_there() -> None:
+    with pytest.raises(ImportError):
+        hydra_.locate("torch.nn.NoSuchThing")
+
+
+def test_outcome_of_a_job_is_returned_or_raised_in_silence(capsys: pytest.CaptureFixture[str]) -> None:
+    done = JobReturn(status=JobStatus.COMPLETED)
+    done.return_value = 0.5
+    assert hydra_.outcome(done) == 0.5
+    failed = JobReturn(status=JobStatus.FAILED)
+    failed.return_value = ValueError("no")
+    with pytest.raises(ValueError, match="no"):
+        hydra_.outcome(failed)
+    assert capsys.readouterr().err == ""
+
+
+def test_command_line_and_session_of_hydra() -> None:
+    parsed = hydra_.get_args_parser().parse_args(["a=1", "-m"])
+    assert (parsed.overrides, parsed.multirun) == (["a=1"], True)
+    with compose.session(CONF) as hydra:
+        assert isinstance(hydra, hydra_.Hydra)
+        config = compose.compose(hydra, "train", [])
+        hydra_.Callbacks(config).on_run_start(config=config, config_name="train")
+    assert hydra_.create_config_search_path(CONF).get_path()
+    assert callable(hydra_.run_hydra)
+
+
+def test_instantiate_makes_any_target_but_what_hydra_refuses() -> None:
+    assert hydra_.instantiate({"_target_": "torch.nn.Linear", "in_features": 1, "out_features": 2}).out_features == 2
+    with pytest.raises(Exception, match="eval"):
+        hydra_.instantiate({"_target_": "builtins.eval", "_args_": ["1"]})
+
+
+def test_resolvers_are_registered_and_replaced() -> None:
+    for value in (1, 2):
+        omegaconf_.register_resolver("compat_test", lambda value=value: value, replace=True)
+        assert OmegaConf.create({"a": "${compat_test:}"}).a == value
+    OmegaConf.clear_resolver("compat_test")
+
+
+# --- wording ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_store_that_times_out_says_so() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with pytest.raises(RuntimeError) as raised:
+        store.wait(["never"], timedelta(milliseconds=50))
+    assert messages.timed_out(raised.value)
+    assert not messages.timed_out(RuntimeError("Connection closed by peer"))
+    assert not messages.timed_out(ValueError("timed out"))
+
+
+def test_a_collective_that_times_out_says_so() -> None:
+    def wait(world: World, store: Any) -> bool:
+        if world.is_main:
+            torch.distributed.init_process_group("gloo", None, timedelta(seconds=1), 2, 0, store)
+            try:
+                torch.distributed.all_reduce(torch.ones(1))
+            except RuntimeError as error:
+                store.set("over", "")
+                return messages.timed_out(error)
+        else:
+            torch.distributed.init_process_group("gloo", None, timedelta(seconds=1), 2, 1, store)
+            store.wait(["over"], timedelta(seconds=30))
+        return True
+
+    assert on_ranks(wait, 2) == [True, True]
+
+
+def test_a_port_that_is_taken_is_seen() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(RuntimeError) as raised:
+            TCPStore("127.0.0.1", taken.getsockname()[1], is_master=True, wait_for_workers=False)
+    assert messages.address_in_use(raised.value)
+
+
+def test_parameters_without_gradients_are_known_by_number() -> None:
+    code = """
+import torch
+from torch import nn
+from ddp_recipes._compat import messages
+store = torch.distributed.HashStore()
+torch.distributed.init_process_group("gloo", store=store, world_size=1, rank=0)
+model = nn.ModuleDict({"used": nn.Linear(2, 2), "unused": nn.Linear(2, 2)})
+model.forward = lambda batch: model["used"](batch)
+module = nn.parallel.DistributedDataParallel(model)
+try:
+    for _ in range(2):
+        module(torch.ones(1, 2)).sum().backward()
+except RuntimeError as error:
+    print(messages.without_gradient(error))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[2, 3]", done.stderr
+    assert messages.without_gradient(RuntimeError("no")) == []
+
+
+def test_what_torch_load_refuses_is_named(tmp_path: Path) -> None:
+    torch.save(threading.Barrier, tmp_path / "file.pt")
+    with pytest.raises(Exception, match="Weights only") as raised:
+        torch.load(tmp_path / "file.pt", weights_only=True)
+    assert messages.refused_global(raised.value) == "GLOBAL threading.Barrier"
+    assert messages.refused_global(ValueError("no")) is None
+
+
+@pytest.mark.parametrize("override", ["trainer.max_epoch=1", "~trainer.nothing", "nothing=1"])
+def test_an_unknown_override_is_named(override: str) -> None:
+    with compose.session(CONF) as hydra, pytest.raises(Exception, match="ould not") as raised:
+        hydra.config_loader.load_configuration("train", [override], RunMode.RUN)
+    assert messages.unknown_override(raised.value) == override.lstrip("~").split("=")[0]
+    assert messages.unknown_override(ValueError("no")) is None
+
+
+def test_a_missing_primary_config_is_told_without_the_search_path() -> None:
+    with compose.session(CONF) as hydra, pytest.raises(Exception, match="Config search path") as raised:
+        hydra.config_loader.load_configuration("no_such", [], RunMode.RUN)
+    said = messages.without_search_path(raised.value)
+    assert "no_such" in said
+    assert "Config search path" not in said
+
+
+def test_the_key_that_an_interpolation_misses_is_named() -> None:
+    config = OmegaConf.create({"a": "${b.c}", "b": {}})
+    with pytest.raises(InterpolationKeyError) as raised:
+        OmegaConf.to_container(config, resolve=True)
+    assert messages.missing_interpolation_key(raised.value) == "b.c"
+
+
+def test_devices_that_an_operation_mixes_are_named() -> None:
+    with dispatch.FakeTensorMode(), pytest.raises(RuntimeError) as raised:
+        _ = torch.ones(2, device="cuda:0") + torch.ones(2, device="cuda:2")
+    assert messages.cuda_devices(raised.value) == {0, 2}
