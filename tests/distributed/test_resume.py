@@ -16,7 +16,7 @@ from ddp_recipes.reporting.run_directory import Summary
 from ddp_recipes.runtime.control import Control
 from ddp_recipes.runtime.world import World
 from ddp_recipes.testing import make_job, on_ranks
-from tests.conftest import QUICK
+from helpers.recipes import QUICK
 
 Run = Callable[..., Summary]
 
