@@ -337,6 +337,7 @@ class Recipe:
         """Whether the optimizer is one of torch's that may update all parameters in one kernel, unless told otherwise.
 
         Not with 16-mixed: where the very first step is skipped, torch's fused SGD goes on from uninitialised momentum.
+        Nor Adagrad on a GPU: in torch 2.10 its fused step is for the CPU alone.
         """
         node = self.config.optimizer
         return (
@@ -345,6 +346,7 @@ class Recipe:
             and node._target_.startswith("torch.optim.")
             and "fused" in _parameters(node._target_, "optimizer")
             and self.trainer.precision != "16-mixed"
+            and (self.device.type == "cpu" or node._target_.rpartition(".")[2] != "Adagrad")
             and all(parameter.is_floating_point() for parameter in self.task.parameters())
         )
 
