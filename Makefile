@@ -1,4 +1,4 @@
-# `make train` and `make test` need Python >= 3.11 and nothing else: each makes .venv once and installs into it.
+# `make train`, `make test` and `make test-all` need Python >= 3.11 and nothing else: each makes .venv once and installs into it.
 
 PYTHON ?= python3
 ARGS ?=
