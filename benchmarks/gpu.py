@@ -147,7 +147,7 @@ def tests(place: Place) -> Part:
     failures = [f"{name}: {each['outcome']}" for name, each in found.items() if each["outcome"] in ("failure", "error")]
     if failures:
         print(done.stdout, file=sys.stderr)
-    line = f"{count['passed']} passed, {count['skipped']} skipped (most of them for want of a second GPU), {len(failures)} failed."
+    line = f"{count['passed']} passed, {count['skipped']} skipped, {len(failures)} failed. Some need a second GPU."
     return Part([line, *(f"- {failure}" for failure in failures)], found, failures)
 
 
