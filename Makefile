@@ -1,4 +1,4 @@
-# `make train` and `make test` need Python >= 3.11 and nothing else: each makes .venv once and installs into it.
+# `make train`, `make test` and `make test-all` need Python >= 3.11 and nothing else: each makes .venv once and installs into it.
 
 PYTHON ?= python3
 ARGS ?=
@@ -6,17 +6,23 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint bench faults clean
+.PHONY: help train test test-all lint bench gpu faults clean
 
 help: ## say what there is
 	@echo 'make [PYTHON=python3.12] [ARGS="..."] <target>'
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  \1\t\2/p' Makefile
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' Makefile
 
 train: $(VENV)/installed ## train on real data; ARGS="model=toy_mp trainer.max_epochs=5" adds overrides
 	$(BIN)/python train.py $(ARGS)
 
-test: $(VENV)/installed-dev ## run the tests, three files at a time; ARGS="-m 'not slow'" adds options of pytest
-	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+# Three files at a time: some tests compute while others wait.
+PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
+
+test: $(VENV)/installed-dev ## run the quick tests, some of every kind; ARGS="tests/unit" adds options of pytest
+	$(PYTEST) -m "not slow" $(ARGS)
+
+test-all: $(VENV)/installed-dev ## run all tests, before a change goes in
+	$(PYTEST) $(ARGS)
 
 lint: $(VENV)/installed-dev ## check style and types
 	$(BIN)/ruff check .
@@ -25,6 +31,9 @@ lint: $(VENV)/installed-dev ## check style and types
 
 bench: $(VENV)/installed-bench ## measure this package beside its peers, for an hour or two; ARGS="--quick" takes two minutes
 	$(BIN)/python benchmarks/run.py $(ARGS)
+
+gpu: $(VENV)/installed-dev ## test and measure all that needs a GPU, in less than ten minutes; says so where there is none
+	$(BIN)/python benchmarks/gpu.py
 
 faults: $(VENV)/installed-dev ## disturb runs at random and see that all finish; ARGS="--runs 200 --seed 0" takes hours
 	$(BIN)/python benchmarks/faults.py $(ARGS)

@@ -14,6 +14,7 @@ import torch
 
 from ddp_recipes.reporting.run_directory import Summary
 from ddp_recipes.testing import run_recipe
+from helpers.recipes import QUICK
 
 ROOT = Path(__file__).parents[1]
 BOUND_S = 15  # for a process that was told to end
@@ -23,18 +24,6 @@ BOUND_S = 15  # for a process that was told to end
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["DDP_RECIPES_TEST_PROCESS"] = MARK = str(os.getpid())  # processes inherit it, orphans as well
-
-QUICK = (
-    "data=random",
-    "data.num_samples=64",
-    "data.val_samples=21",
-    "data.batch_size=8",
-    "model=toy",
-    "trainer.max_epochs=2",
-    "trainer.progress=false",
-    "logger=none",
-    "launcher.device=cpu",
-)
 
 
 # --- what a test leaves behind ---------------------------------------------------------------------------------------

@@ -1,12 +1,9 @@
 """What a user might bring: models, a data set and a callback, found by their dotted names."""
 
-import itertools
 import json
 import logging
 import os
-import resource
 import signal
-import statistics
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -265,22 +262,3 @@ class Lit(Toy):
     def configure_optimizers(self) -> tuple[list[torch.optim.Optimizer], list[object]]:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
         return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), "interval": "epoch"}]
-
-
-class PageFaults(Callback):
-    """Writes down how many pages of memory a step takes anew from the system: the median of the last 20."""
-
-    def __init__(self, path: str) -> None:
-        self.path = Path(path)
-        self.counts = [self._so_far()]
-
-    @staticmethod
-    def _so_far() -> int:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-
-    def on_step(self, step: int) -> None:
-        self.counts.append(self._so_far())
-
-    def on_end(self) -> None:
-        last = self.counts[-21:]
-        self.path.write_text(str(statistics.median(after - before for before, after in itertools.pairwise(last))))

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from ddp_recipes.reporting.run_directory import Summary
+from helpers.marks import slow_but
 
 Run = Callable[..., Summary]
 Weights = Callable[[Summary], dict[str, Any]]
@@ -32,7 +33,7 @@ def assert_same_weights(one: dict[str, Any], other: dict[str, Any], atol: float 
     torch.testing.assert_close(one, other, rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("name", LEARNING)
+@pytest.mark.parametrize("name", slow_but(["uneven last batch", "toy_mp"], LEARNING))
 def test_ranks_learn_what_one_process_learns(name: str, run: Run, weights: Weights) -> None:
     overrides = ["data.global_batch_size=16", *LEARNING[name]]
     one = run(*overrides)

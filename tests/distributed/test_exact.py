@@ -113,6 +113,7 @@ def summaries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, S
 
 
 @pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.slow
 def test_any_number_of_ranks_gives_the_same_bits(name: str, summaries: dict[str, dict[int, Summary]]) -> None:
     alone = summaries[name][1]
     measured = {"train/loss", "train/lr", "train/grad_norm", "train/epoch", "val/loss", "val/mae"}
@@ -126,6 +127,7 @@ def test_any_number_of_ranks_gives_the_same_bits(name: str, summaries: dict[str,
             assert summary[count] == alone[count]
 
 
+@pytest.mark.slow
 def test_recipes_are_what_they_say(summaries: dict[str, dict[int, Summary]]) -> None:
     """Otherwise equal bits would prove nothing."""
     alone = {name: found[1] for name, found in summaries.items()}
@@ -135,6 +137,7 @@ def test_recipes_are_what_they_say(summaries: dict[str, dict[int, Summary]]) -> 
     assert stopped["samples_seen"] == 48 * stopped["epoch"]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_at_any_other_world_size(tmp_path: Path, run: Run) -> None:
     overrides = [
         *SAVING,

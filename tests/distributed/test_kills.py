@@ -12,6 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from ddp_recipes.checkpointing.files import load, newest_first
 from ddp_recipes.errors import Preempted, RunFailed
 from ddp_recipes.reporting.run_directory import Summary
+from helpers.marks import slow_but
 
 Run = Callable[..., Summary]
 
@@ -71,13 +72,16 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[Sum
 
 @pytest.mark.parametrize(
     ("point", "world_size", "rank"),
-    [
-        *((point, 1, 0) for point in POINTS),
-        ("step", 2, 0),
-        ("validation", 2, 1),
-        ("saved", 2, 0),
-        ("before the schedule", 2, 1),
-    ],
+    slow_but(
+        [("step", 2, 0), ("saved", 1, 0)],
+        [
+            *((point, 1, 0) for point in POINTS),
+            ("step", 2, 0),
+            ("validation", 2, 1),
+            ("saved", 2, 0),
+            ("before the schedule", 2, 1),
+        ],
+    ),
 )
 def test_a_killed_run_goes_on_to_what_an_undisturbed_one_leaves(
     point: str,
@@ -132,7 +136,8 @@ SIGNALLED = ["data.num_samples=61", "data.global_batch_size=8", "trainer.max_epo
 
 
 @pytest.mark.parametrize(
-    ("where", "rank", "times"), [("step", 0, 2), ("validation", 1, 1), ("validation", 0, 2), ("saving", 1, 2)]
+    ("where", "rank", "times"),
+    slow_but([("step", 0, 2)], [("step", 0, 2), ("validation", 1, 1), ("validation", 0, 2), ("saving", 1, 2)]),
 )
 def test_a_signal_anywhere_ends_with_one_checkpoint_at_one_step_and_goes_on(
     where: str, rank: int, times: int, run: Run, tmp_path: Path

@@ -163,6 +163,7 @@ def test_checkpoints_that_are_kept(overrides: list[str], kept: list[str], run: R
     assert "val/loss" in summary["metrics"]
 
 
+@pytest.mark.slow
 def test_checkpoints_come_when_they_are_due(run: Run, notes: Callable[[], list[dict[str, Any]]], noting: str) -> None:
     def saves(*overrides: str) -> list[list[int]]:
         run("data.global_batch_size=8", "trainer.max_epochs=3", noting, *overrides, world_size=2)

@@ -9,6 +9,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ddp_recipes.reporting.run_directory import Summary
+from helpers.marks import slow_but
 
 Run = Callable[..., Summary]
 
@@ -35,19 +36,22 @@ def table_of(summary: Summary) -> dict[str, float]:
 
 @pytest.mark.parametrize(
     ("overrides", "world_size"),
-    [
-        (["strategy=single"], 1),
-        (["strategy=dp"], 1),
-        (["strategy=ddp"], 2),
-        (["strategy=ddp", "strategy.comm_hook=bf16"], 2),  # which torch sends while backward goes on
-        (["strategy=ddp", "trainer.accumulate_grad_batches=2", "trainer.max_epochs=4"], 2),
-        (["strategy=ddp_exact", "strategy.shards=4"], 2),
-        (["strategy=single", "model.micro_batches=2", "trainer.gradient_clip_val=0.1"], 1),
-        (["strategy=single", SLEEPY_SAMPLES, "data.num_workers=1"], 1),
-        (["strategy=ddp", "model._target_=own_parts.Lit", "task=lightning"], 2),
-        (["strategy=ddp_pipeline"], 2),
-        (["strategy=single", "trainer.overfit_batches=4"], 1),
-    ],
+    slow_but(
+        [(["strategy=single"], 1), (["strategy=ddp"], 2)],
+        [
+            (["strategy=single"], 1),
+            (["strategy=dp"], 1),
+            (["strategy=ddp"], 2),
+            (["strategy=ddp", "strategy.comm_hook=bf16"], 2),  # which torch sends while backward goes on
+            (["strategy=ddp", "trainer.accumulate_grad_batches=2", "trainer.max_epochs=4"], 2),
+            (["strategy=ddp_exact", "strategy.shards=4"], 2),
+            (["strategy=single", "model.micro_batches=2", "trainer.gradient_clip_val=0.1"], 1),
+            (["strategy=single", SLEEPY_SAMPLES, "data.num_workers=1"], 1),
+            (["strategy=ddp", "model._target_=own_parts.Lit", "task=lightning"], 2),
+            (["strategy=ddp_pipeline"], 2),
+            (["strategy=single", "trainer.overfit_batches=4"], 1),
+        ],
+    ),
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_phases_add_up_to_the_step_and_the_run_is_the_same(overrides: list[str], world_size: int, run: Run) -> None:

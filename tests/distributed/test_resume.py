@@ -16,7 +16,8 @@ from ddp_recipes.reporting.run_directory import Summary
 from ddp_recipes.runtime.control import Control
 from ddp_recipes.runtime.world import World
 from ddp_recipes.testing import make_job, on_ranks
-from tests.conftest import QUICK
+from helpers.marks import slow_but
+from helpers.recipes import QUICK
 
 Run = Callable[..., Summary]
 
@@ -60,7 +61,10 @@ def stops(checkpoints: Path) -> Iterator[Path]:
 
 @pytest.mark.parametrize(
     ("name", "world_size"),
-    [*((name, size) for name in TRAINING for size in (1, 2)), ("all together", 3), ("batch norm", 3)],
+    slow_but(
+        [("dropout, accumulation, clipping", 2), ("async_save", 1)],
+        [*((name, size) for name in TRAINING for size in (1, 2)), ("all together", 3), ("batch norm", 3)],
+    ),
 )
 def test_a_resumed_run_ends_with_the_same_bits(name: str, world_size: int, run: Run) -> None:
     whole = run(*SAVING, *TRAINING[name], world_size=world_size)
@@ -72,7 +76,7 @@ def test_a_resumed_run_ends_with_the_same_bits(name: str, world_size: int, run: 
         assert resumed["metrics"]["val/loss"] == whole["metrics"]["val/loss"]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", slow_but([2], [1, 2]))
 def test_a_stopped_run_goes_on_in_its_directory(world_size: int, run: Run, tmp_path: Path) -> None:
     overrides = ["data.num_samples=61", "model._target_=own_parts.Dropout", "optimizer=adamw", "trainer.max_epochs=3"]
     whole = run(*overrides, world_size=world_size)
@@ -145,7 +149,7 @@ def damage(path: Path) -> None:
         file.write(bytes([weights[0] ^ 1]))
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", slow_but([2], [1, 2]))
 def test_a_damaged_newest_one_is_passed_over_loudly_and_does_not_come_back(
     world_size: int, run: Run, tmp_path: Path
 ) -> None:
@@ -222,7 +226,7 @@ def test_ranks_that_would_go_on_from_different_checkpoints_are_refused(tmp_path:
 
 @pytest.mark.parametrize(
     ("batch", "at", "again", "seen"),
-    [(4, 10, 0, 61), (6, 6, 4, 65), (16, 2, 8, 69), (61, 0, 40, 101)],
+    slow_but([(16, 2, 8, 69)], [(4, 10, 0, 61), (6, 6, 4, 65), (16, 2, 8, 69), (61, 0, 40, 101)]),
 )
 def test_another_global_batch_goes_on_when_it_is_asked_for(
     batch: int, at: int, again: int, seen: int, run: Run, tmp_path: Path

@@ -9,7 +9,7 @@ import pytest
 from ddp_recipes.checkpointing.files import load_first, newest_first
 from ddp_recipes.errors import RecipeError
 from ddp_recipes.reporting.run_directory import Summary
-from tests.unit.checkpoints import mounted
+from helpers.checkpoints import mounted
 
 Run = Callable[..., Summary]
 

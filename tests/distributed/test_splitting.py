@@ -69,19 +69,19 @@ UNEVEN = ["model._target_=own_blocks.Uneven", "~model.hidden_features"]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_stages_are_even_by_the_time_they_take_where_that_is_asked_for(world_size: int, run: Run) -> None:
+def test_a_timed_split_leaves_the_weights(world_size: int, run: Run) -> None:
     """Rank 0 times, and all ranks cut there; weights, batch order and random numbers are what they would have been."""
     whole = run(*UNEVEN, world_size=world_size)
     over_two = [*UNEVEN, "model.num_devices=2"]
     counted, timed = (run(*over_two, f"model.split={how}", world_size=world_size) for how in ("auto", "timed"))
     assert counted["split"] == ["2"]
-    assert timed["split"] == ["1"]
+    assert len(timed["split"]) == 1  # where, is for benchmarks/splitting.py --times: others may be on the machine
     assert whole["weights_sha256"] == counted["weights_sha256"] == timed["weights_sha256"]
 
 
-def test_stages_in_processes_of_their_own_can_be_even_by_time(run: Run) -> None:
+def test_a_timed_split_makes_stages_in_processes_of_their_own(run: Run) -> None:
     timed = run(*UNEVEN, "strategy=ddp_pipeline", "model.split=timed", world_size=2)
-    assert timed["split"] == ["1"]
+    assert len(timed["split"]) == 1
 
 
 def test_on_paper_nothing_is_timed(run: Run, capfd: pytest.CaptureFixture[str]) -> None:

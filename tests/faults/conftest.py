@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from helpers.processes import OWN_MODELS
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Return an empty folder but for ``own_models.py``."""
-    shutil.copy(Path(__file__).with_name("own_models.py"), tmp_path)
+    shutil.copy(OWN_MODELS, tmp_path)
     return tmp_path

@@ -12,8 +12,7 @@ import ddp_recipes
 from ddp_recipes.config.request import Request
 from ddp_recipes.errors import RequestError
 from ddp_recipes.testing import make_job
-
-from .processes import TORCHRUN, Ended, ran
+from helpers.processes import TORCHRUN, Ended, ran
 
 ONE = "launcher.nproc_per_node=1"
 TWO = "launcher.nproc_per_node=2"

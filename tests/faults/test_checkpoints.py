@@ -15,9 +15,8 @@ from ddp_recipes.checkpointing.files import find, load, load_first, newest_first
 from ddp_recipes.checkpointing.manager import FileCheckpointer
 from ddp_recipes.errors import RecipeError
 from ddp_recipes.runtime.digest import digest
-from tests.unit.checkpoints import checkpointer, plain, state_of, steps_in
-
-from .processes import GONE_S, START_S, kill, started, summary, until, until_saved
+from helpers.checkpoints import checkpointer, plain, state_of, steps_in
+from helpers.processes import GONE_S, START_S, kill, started, summary, until, until_saved
 
 ROWS = 700_000  # of 12 bytes: two blocks that go past the page cache, and a rest
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from .processes import GONE_S, ONE_BY_ONE, START_S, kill, ran, started, summary, until, until_saved
+from helpers.processes import GONE_S, ONE_BY_ONE, START_S, kill, ran, started, summary, until, until_saved
 
 pytestmark = [pytest.mark.slow, pytest.mark.spawn]
 

@@ -6,7 +6,7 @@ from signal import SIGKILL, SIGSTOP
 
 import pytest
 
-from .processes import (
+from helpers.processes import (
     ENDLESS,
     FAULTY,
     GONE_S,

@@ -5,7 +5,7 @@ from signal import SIGINT, SIGSTOP, SIGTERM, SIGUSR1, Signals
 
 import pytest
 
-from .processes import GONE_S, START_S, TORCHRUN, kill, ran, started, summary, until, until_saved
+from helpers.processes import GONE_S, START_S, TORCHRUN, kill, ran, started, summary, until, until_saved
 
 pytestmark = [pytest.mark.spawn, pytest.mark.slow]
 

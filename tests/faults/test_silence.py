@@ -5,7 +5,7 @@ from signal import SIGSTOP
 
 import pytest
 
-from .processes import (
+from helpers.processes import (
     ENDLESS,
     FAULTY,
     GONE_S,

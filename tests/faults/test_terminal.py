@@ -15,8 +15,8 @@ from signal import SIGKILL
 
 import pytest
 
-from . import processes
-from .processes import GONE_S, START_S, TORCHRUN, TWO, Run, kill, ran, started, until, until_saved
+from helpers import processes
+from helpers.processes import GONE_S, START_S, TORCHRUN, TWO, Run, kill, ran, started, until, until_saved
 
 pytestmark = [pytest.mark.spawn, pytest.mark.slow]
 

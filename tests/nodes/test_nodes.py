@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.spawn]
+pytestmark = pytest.mark.spawn
 
 TINY = [
     "data=random",
@@ -160,6 +160,7 @@ def test_two_nodes_make_one_run_with_the_weights_of_a_local_one(nodes: Nodes, tm
     assert here["weights_sha256"] == summary["weights_sha256"]
 
 
+@pytest.mark.slow
 def test_a_sweep_over_two_nodes_makes_one_directory_a_job(nodes: Nodes, tmp_path: Path) -> None:
     for node in (1, 2):
         nodes.torchrun(node, "-m", *TINY, "trainer.max_epochs=1", "optimizer.lr=0.1,0.01", "hydra.sweep.dir=sweep")
@@ -170,6 +171,7 @@ def test_a_sweep_over_two_nodes_makes_one_directory_a_job(nodes: Nodes, tmp_path
 
 
 @pytest.mark.alone
+@pytest.mark.slow
 def test_both_sides_of_a_cut_link_end_soon_after_the_timeout(nodes: Nodes, tmp_path: Path) -> None:
     for node in (1, 2):
         nodes.torchrun(node, *ENDLESS, "hydra.run.dir=run")
@@ -181,6 +183,7 @@ def test_both_sides_of_a_cut_link_end_soon_after_the_timeout(nodes: Nodes, tmp_p
     assert "did not answer within launcher.timeout_s" in nodes.said(1)
 
 
+@pytest.mark.slow
 def test_the_other_node_ends_when_one_is_killed(nodes: Nodes, tmp_path: Path) -> None:
     for node in (1, 2):
         nodes.torchrun(node, *ENDLESS, "hydra.run.dir=run")
@@ -191,6 +194,7 @@ def test_the_other_node_ends_when_one_is_killed(nodes: Nodes, tmp_path: Path) ->
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"
 
 
+@pytest.mark.slow
 def test_an_elastic_run_goes_on_with_the_node_that_is_left(nodes: Nodes, tmp_path: Path) -> None:
     overrides = [*ENDLESS, "trainer.max_steps=4000", "checkpoint.save_top_k=-1"]
     for node in (1, 2):

@@ -16,8 +16,6 @@ from hydra_plugins.ddp_recipes_searchpath import DdpRecipesSearchPath
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = pytest.mark.slow
-
 # An application of somebody else. It prints what it composed, where it came from, and whether that loaded torch.
 APP = """\
 import importlib.util, json, sys
@@ -82,6 +80,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
+@pytest.mark.slow
 def test_wheel_holds_everything(wheel: Path) -> None:
     assert wheel.name == f"ddp_recipes-{__version__}-py3-none-any.whl"
     names = set(zipfile.ZipFile(wheel).namelist())
@@ -101,6 +100,7 @@ def test_wheel_holds_everything(wheel: Path) -> None:
 
 
 @pytest.mark.parametrize("searchpath", ["", SEARCHPATH], ids=["the plugin alone", "hydra.searchpath"])
+@pytest.mark.slow
 def test_application_elsewhere_composes(searchpath: str, installed: Path, tmp_path: Path) -> None:
     (tmp_path / "app.py").write_text(APP)
     (tmp_path / "config.yaml").write_text(CONFIG + searchpath)

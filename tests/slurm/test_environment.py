@@ -143,4 +143,4 @@ def test_another_layout_than_asked_for_is_refused(asked: LauncherSettings, messa
 
 @pytest.mark.parametrize("asked", [launcher(), launcher(nproc_per_node=2, nnodes=3)])
 def test_the_layout_asked_for_is_taken(asked: LauncherSettings) -> None:
-    environment.refuse_other_tasks(World(3, 5, 1, 2, 1), asked, STEP)
+    assert environment.refuse_other_tasks(World(3, 5, 1, 2, 1), asked, STEP) is None

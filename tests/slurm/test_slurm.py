@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.processes import Ended, ran, started, summary, until, until_saved
+from helpers.processes import OWN_MODELS, Ended, ran, started, summary, until, until_saved
 
 from .conftest import Cluster
 
@@ -36,7 +36,7 @@ RUN_DIRECTORY = {".hydra", "checkpoints", "config.yaml", "summary.json", "train.
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """An empty folder but for ``own_models.py``, which the ranks must find."""
-    shutil.copy(Path(__file__).parents[1] / "faults" / "own_models.py", tmp_path)
+    shutil.copy(OWN_MODELS, tmp_path)
     return tmp_path
 
 

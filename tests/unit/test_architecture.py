@@ -6,8 +6,9 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
+from typing import TypeGuard
 
 import pytest
 
@@ -254,3 +255,43 @@ ddp_recipes.run(["strategy=single", "data=random", "data.num_samples=16", "model
 def test_every_folder_of_tests_is_run() -> None:
     paths = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]["testpaths"]
     assert sorted(paths) == sorted({str(file.parent.relative_to(ROOT)) for file in ROOT.glob("tests/**/test_*.py")})
+
+
+# --- the tests themselves --------------------------------------------------------------------------------------------
+
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+
+
+def checks(function: ast.AST, checkers: Set[str]) -> bool:
+    """Whether a function asserts something, or calls one that is known to."""
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assert):
+            return True
+        if isinstance(node, ast.Call):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if called in checkers or called.startswith("assert_") or called in ("raises", "warns", "fail"):
+                return True
+            if any(word.arg == "check" and ast.unparse(word.value) == "True" for word in node.keywords):
+                return True  # of a command, whose exit code is the assertion
+    return False
+
+
+def test_every_test_asserts_something() -> None:
+    defined = [
+        (path, node) for path in TESTS for node in ast.walk(ast.parse(path.read_text())) if is_function(node, "")
+    ]
+    # Helpers that assert, and those that call them; tests are no helpers.
+    helpers = [node for _, node in defined if not is_function(node, "test_")]
+    checkers: set[str] = set()
+    while more := {node.name for node in helpers if node.name not in checkers and checks(node, checkers)}:
+        checkers |= more
+    idle = [
+        f"{path.name}: {node.name}"
+        for path, node in defined
+        if is_function(node, "test_") and not checks(node, checkers)
+    ]
+    assert idle == []
+
+
+def is_function(node: ast.AST, prefix: str) -> TypeGuard[ast.FunctionDef]:
+    return isinstance(node, ast.FunctionDef) and node.name.startswith(prefix)

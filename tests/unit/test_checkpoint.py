@@ -27,8 +27,7 @@ from ddp_recipes.checkpointing.files import (
 from ddp_recipes.errors import RequestError
 from ddp_recipes.models import Toy
 from ddp_recipes.runtime.digest import digest
-
-from .checkpoints import checkpointer, plain, state_of, write
+from helpers.checkpoints import checkpointer, plain, state_of, write
 
 # --- one file --------------------------------------------------------------------------------------------------------
 

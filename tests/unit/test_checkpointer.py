@@ -11,8 +11,7 @@ import pytest
 from ddp_recipes.checkpointing.files import load, load_first, newest_first
 from ddp_recipes.errors import RecipeError
 from ddp_recipes.runtime.digest import digest
-
-from .checkpoints import checkpointer, mounted, state_of, steps_in, write
+from helpers.checkpoints import checkpointer, mounted, state_of, steps_in, write
 
 VALUES = [0.5, 0.3, 0.4, float("nan"), 0.3, 0.9]  # at the steps 1 to 6
 

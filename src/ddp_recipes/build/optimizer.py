@@ -47,13 +47,16 @@ def _may_fuse(node: DictConfig, task: Task, precision: str) -> bool:
     """Whether the optimizer is one of torch's that may update all parameters in one kernel, unless told otherwise.
 
     Not with 16-mixed: where the very first step is skipped, torch's fused SGD goes on from uninitialised momentum.
+    Nor Adagrad on a GPU: in torch 2.10 its fused step is for the CPU alone.
     """
+    on_cpu = all(parameter.is_cpu for parameter in task.parameters())
     return (
         node.get("fused") is None
         and not node.get("foreach")
         and node._target_.startswith("torch.optim.")
         and "fused" in parameters_of(node._target_, "optimizer")
         and precision != "16-mixed"
+        and (on_cpu or node._target_.rpartition(".")[2] != "Adagrad")
         and all(parameter.is_floating_point() for parameter in task.parameters())
     )
 

@@ -179,7 +179,8 @@ def to_device(data: Any, device: torch.device, pin: bool = False) -> Any:
     if isinstance(data, torch.Tensor):
         if data.device == device:
             return data
-        return (data.pin_memory() if pin else data).to(device, non_blocking=True)
+        # What a data set has put on another GPU cannot be pinned, nor need it be.
+        return (data.pin_memory() if pin and data.is_cpu else data).to(device, non_blocking=True)
     if isinstance(data, dict):
         return {name: to_device(value, device, pin) for name, value in data.items()}
     if isinstance(data, (tuple, list)):

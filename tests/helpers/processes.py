@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+OWN_MODELS = Path(__file__).with_name("own_models.py")  # to be copied to the folder that a run is started from
 TRAIN = str(Path(__file__).parents[2] / "train.py")
 TORCHRUN = [str(Path(sysconfig.get_path("scripts")) / "torchrun"), "--nproc-per-node=2", "--standalone"]
 SMALL = ["data=random", "data.num_samples=400", "model=toy", "trainer.max_epochs=3", "hydra.run.dir=run"]
