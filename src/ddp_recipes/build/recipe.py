@@ -71,6 +71,7 @@ class Recipe:
         self.warnings: list[str] = []  # told once there is a log
         self.stages: list[Stage] = []  # of a model that is split
         self.whole = True  # this rank has all of the model
+        self.sharded = False  # the strategy has decided what this rank holds
         seed_everything(request.run.seed)
         self.task = self._make_task()
         self._check_strategy()
@@ -266,11 +267,11 @@ class Recipe:
     def shard(self) -> None:
         """Leave this rank what it holds of the model. A collective."""
         self.strategy.shard(self.task, self.devices)
-        self.whole = self.request.strategy.pipeline is None
+        self.whole, self.sharded = self.request.strategy.pipeline is None, True
 
     def final_weights(self) -> Mapping[str, Tensor]:
-        """Return the weights of the whole model on rank 0. A collective where ranks hold parts."""
-        return self.task.weights() if self.whole else self.strategy.weights(self.task)
+        """Return the weights of the whole model on rank 0. A collective."""
+        return self.strategy.weights(self.task) if self.sharded else self.task.weights()
 
     def make_stopper(self) -> Stopper:
         """Return what decides on stopping before the end."""
