@@ -84,9 +84,9 @@ def test_a_timed_split_makes_stages_in_processes_of_their_own(run: Run) -> None:
     assert len(timed["split"]) == 1
 
 
-def test_on_paper_nothing_is_timed(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_times_nothing(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
     run(*UNEVEN, "model.num_devices=2", "model.split=timed", "plan=true")
-    assert "model.split=timed: on paper there is no device to time on, so stages are even as with auto." in "".join(
+    assert "model.split=timed: in a dry run there is no device to time on, so stages are even as with auto." in "".join(
         capfd.readouterr()
     )
 

@@ -124,7 +124,11 @@ def test_parameters_without_gradient_need_their_option(run: Run, tmp_path: Path)
 @pytest.mark.parametrize(
     ("overrides", "world_size", "message"),
     [
-        (["strategy.comm_hook=fp8"], 2, "strategy.comm_hook=fp8 is not known. Allowed: bf16, fp16, null, powersgd."),
+        (
+            ["strategy.comm_hook=fp8"],
+            2,
+            "strategy.comm_hook=fp8 is not allowed. Allowed: fp16, bf16, powersgd, or null.",
+        ),
         (["strategy.sync_batchnorm=true"], 2, "strategy.sync_batchnorm=true works on GPUs only"),
         (["+strategy.bucket_cap=3"], 2, "Did you mean 'bucket_cap_mb'?"),
         (["strategy=dp", "model=toy_mp"], 1, "strategy=dp copies the model to every GPU"),

@@ -160,6 +160,21 @@ def test_two_nodes_make_one_run_with_the_weights_of_a_local_one(nodes: Nodes, tm
     assert here["weights_sha256"] == summary["weights_sha256"]
 
 
+def test_a_pipeline_over_two_nodes_has_the_numbers_of_a_local_one(nodes: Nodes, tmp_path: Path) -> None:
+    overrides = [*TINY, "trainer.max_epochs=2", "strategy=ddp_pipeline"]
+    for node in (1, 2):
+        nodes.torchrun(node, *overrides)
+    assert nodes.wait() == [0, 0], nodes.said(1) + nodes.said(2)
+    (directory,) = tmp_path.glob("outputs/*/*")
+    summary = json.loads((directory / "summary.json").read_text())
+    assert (summary["nnodes"], summary["devices_per_replica"], summary["status"]) == (2, 2, "finished")
+
+    local = [sys.executable, "-m", "ddp_recipes", *overrides, f"hydra.run.dir={tmp_path / 'local'}"]
+    subprocess.run(local, cwd=tmp_path, check=True, capture_output=True, timeout=120)
+    here = json.loads((tmp_path / "local" / "summary.json").read_text())
+    assert here["weights_sha256"] == summary["weights_sha256"]
+
+
 @pytest.mark.slow
 def test_a_sweep_over_two_nodes_makes_one_directory_a_job(nodes: Nodes, tmp_path: Path) -> None:
     for node in (1, 2):

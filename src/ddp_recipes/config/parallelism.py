@@ -75,11 +75,13 @@ class StrategySettings:
     Attributes:
         name: in logs and summaries; left out, the class's own.
         max_world_size: the most processes that a run can have; ``None``: any number.
+        for_more_processes: what to do where more are wanted.
         processes: the world size that the run must have; ``None`` leaves it to the launcher.
     """
 
     name: ClassVar[str] = ""
     max_world_size: ClassVar[int | None] = None
+    for_more_processes: ClassVar[str] = "Use another strategy for more."
 
     processes: Count | None = None
 
@@ -102,9 +104,9 @@ class StrategySettings:
         """
         if self.max_world_size is not None and world_size > self.max_world_size:
             raise RequestError(
-                f"{world_size} processes (launcher.nproc_per_node, launcher.nnodes), but this strategy runs in "
-                f"{'one process' if self.max_world_size == 1 else f'{self.max_world_size} at most'}. Use another "
-                f"strategy for more."
+                f"launcher.nproc_per_node={world_size} (over all nodes), but this strategy runs in "
+                f"{'one process' if self.max_world_size == 1 else f'{self.max_world_size} at most'}. "
+                f"{self.for_more_processes}"
             )
         if self.processes is not None and world_size != self.processes:
             raise RequestError(

@@ -13,6 +13,7 @@ class DataParallelSettings(StrategySettings):
 
     name: ClassVar[str] = "dp"
     max_world_size: ClassVar[int | None] = 1
+    for_more_processes: ClassVar[str] = "Use strategy=ddp for more."
 
     def check_dry_run(self, device_type: str, gpus: int) -> None:
         """Refuse several GPUs."""

@@ -12,3 +12,4 @@ class SingleSettings(StrategySettings):
 
     name: ClassVar[str] = "single"
     max_world_size: ClassVar[int | None] = 1
+    for_more_processes: ClassVar[str] = "Use strategy=ddp for more."

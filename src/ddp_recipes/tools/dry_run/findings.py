@@ -33,7 +33,7 @@ def devices_left_over(recipe: Recipe, planned: dict[str, Any]) -> str | None:
     cluster = planned["cluster"]
     text = f"{left} of {cluster['nnodes'] * cluster['gpus_per_node']} GPUs are left over: "
     if recipe.request.strategy.max_world_size == 1:
-        return f"{text}strategy={planned['strategy']} runs in one process. Use another one."
+        return f"{text}strategy={planned['strategy']} runs in one process. {recipe.request.strategy.for_more_processes}"
     if recipe.request.launcher.nproc_per_node != "auto":
         return f"{text}launcher.nproc_per_node={recipe.request.launcher.nproc_per_node}. Use auto."
     if (pipeline := recipe.request.strategy.pipeline) is not None:
