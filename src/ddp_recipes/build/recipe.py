@@ -70,7 +70,6 @@ class Recipe:
         self.loaders = control.first_on_node(self._make_loaders) if self._downloads else self._make_loaders()
         self.warnings: list[str] = []  # told once there is a log
         self.stages: list[Stage] = []  # of a model that is split
-        self.whole = True  # this rank has all of the model
         self.sharded = False  # the strategy has decided what this rank holds
         seed_everything(request.run.seed)
         self.task = self._make_task()
@@ -126,7 +125,7 @@ class Recipe:
 
     @property
     def device_name(self) -> str:
-        """What the devices are called; on paper a GPU has no name."""
+        """What the devices are called; in a dry run a GPU has no name."""
         if self.layout is not None:
             return {"cuda": "GPU", "cpu": "CPU"}[self.layout.device_type]
         return "CPU" if self.device.type == "cpu" else torch.cuda.get_device_name(self.device)
@@ -219,7 +218,7 @@ class Recipe:
         """Return what the loop works with, restored from the checkpoint if there is one. A collective."""
         self.load_weights()
         module = cast(Wrapped, self.task)
-        if self.layout is None:  # on paper there are no other ranks
+        if self.layout is None:  # in a dry run there are no other ranks
             self.shard()
             module = self.strategy.wrap(self.task, self.devices)
         run = Run(
@@ -267,7 +266,12 @@ class Recipe:
     def shard(self) -> None:
         """Leave this rank what it holds of the model. A collective."""
         self.strategy.shard(self.task, self.devices)
-        self.whole, self.sharded = self.request.strategy.pipeline is None, True
+        self.sharded = True
+
+    @property
+    def whole(self) -> bool:
+        """Whether this rank has all of the model."""
+        return not self.sharded or self.request.strategy.pipeline is None
 
     def final_weights(self) -> Mapping[str, Tensor]:
         """Return the weights of the whole model on rank 0. A collective."""

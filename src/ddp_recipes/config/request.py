@@ -3,7 +3,7 @@
 import ctypes
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from omegaconf import Container, DictConfig, Node, OmegaConf
@@ -67,8 +67,8 @@ class Request:
             checkpoint=parse(CheckpointSettings, "checkpoint", config["checkpoint"]),
             launcher=launcher_settings(config),
             resume=parse(ResumeSettings, "resume", config.get("resume", {"strict": True})),
-            model=parse(ModelSettings, "model", asdict(ModelSettings()) | dict(config["model"]), others=True),
-            cluster=parse(ClusterSettings, "cluster", asdict(ClusterSettings()) | dict(config.get("cluster") or {})),
+            model=parse(ModelSettings, "model", config["model"], others=True),
+            cluster=parse(ClusterSettings, "cluster", config.get("cluster") or {}),
             strategy=strategy_settings(config["strategy"]),
             sweep=parse(SweepSettings, "sweep", config.get("sweep") or {}),
         )

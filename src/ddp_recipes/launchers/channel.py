@@ -146,12 +146,12 @@ class Channel:
             if self._silent:
                 return 1  # there is no going on without the ranks that no longer answer
             if failed and Patience().ask(partial(self.root.check, ["ddp_recipes"]), None) is None:
-                return 1  # cut off from rank 0, or it is gone
+                return 1  # cut off from rank 0, or it has exited
             message = self._receive(AFTER_FAILURE_S if failed else None)
             if message is None:
                 return 1
             if message.startswith("stop "):
-                with suppress(RuntimeError):  # the store is gone: rank 0 did not wait
+                with suppress(RuntimeError):  # the store has ended: rank 0 did not wait
                     self.store.add("stopped", 1)
                 return int(message.removeprefix("stop ")) or int(failed)  # rank 0 may have been through before
             failed = not self._run_as_follower(Job.from_json(message), self._next - 1)
@@ -204,7 +204,7 @@ class Channel:
                 self.store.wait([name], timedelta(seconds=1))
             except RuntimeError as error:
                 if not timed_out(error):
-                    return None  # the store is gone, and rank 0 with it
+                    return None  # the store has ended, and rank 0 with it
                 if ended:
                     print(ended_without_word([0], self.world.world_size), file=sys.stderr, flush=True)
                     return None

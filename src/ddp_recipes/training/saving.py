@@ -13,7 +13,7 @@ SIGN_OF_LIFE_S = 0.25  # less than the least launcher.timeout_s
 def save(run: Run, measured: bool) -> None:
     """Save a checkpoint; ``measured`` says that the monitored metric belongs to this very step.
 
-    Weights that are no numbers end the run instead, so the newest checkpoint is always a good one.
+    Non-finite weights end the run instead, so the newest checkpoint is always a good one.
     """
     run.logger.flush()  # or a kill would take points with it that do not come again
     fresh = measured or run.monitor.startswith("train/")
@@ -34,7 +34,7 @@ def await_writer(run: Run, bad: Mapping[str, bool]) -> None:
     """Wait on all ranks until rank 0 has written, however long it takes: it joins a collective now and then meanwhile.
 
     So none times out because of a slow disk, and one does if rank 0 is dead or stopped. All learn at the same time
-    whether some rank has weights that are no numbers.
+    whether some rank has non-finite weights.
     """
     writing = 1
     while writing:

@@ -46,9 +46,8 @@ class DDPSettings(StrategySettings):
     def options(self) -> dict[str, Any]:
         """The arguments of ``DistributedDataParallel`` that are set."""
         own = {"processes", "sync_batchnorm", "shared_memory", "comm_hook"}
-        values = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in own}
-        known = {each.name for each in fields(DDPSettings)}
-        return {name: value for name, value in values.items() if value is not None and name in known}
+        names = [each.name for each in fields(DDPSettings) if each.name not in own]  # not those of a subclass
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     @property
     def synchronises_batch_norm(self) -> bool:
