@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
@@ -80,12 +81,14 @@ def on_ranks(function: Callable[[World, Store | None], Any], world_size: int, *,
         TimeoutError: a rank did not end in time; all are killed.
     """
     fork = multiprocessing.get_context("fork")
+    all_ended = fork.Event()
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         pipes = [fork.Pipe(duplex=False) for _ in range(world_size)]
         processes = [
             fork.Process(
-                target=_on_rank, args=(function, World(number, world_size, number, world_size), listener, pipe)
+                target=_on_rank,
+                args=(function, World(number, world_size, number, world_size), listener, pipe, all_ended, timeout_s),
             )
             for number, (_, pipe) in enumerate(pipes)
         ]
@@ -96,6 +99,7 @@ def on_ranks(function: Callable[[World, Store | None], Any], world_size: int, *,
     try:
         return [_outcome(number, receiver, timeout_s) for number, (receiver, _) in enumerate(pipes)]
     finally:
+        all_ended.set()
         for process in processes:
             process.join(5)
             if process.is_alive():
@@ -104,7 +108,12 @@ def on_ranks(function: Callable[[World, Store | None], Any], world_size: int, *,
 
 
 def _on_rank(
-    function: Callable[[World, Store | None], Any], world: World, listener: socket.socket, pipe: Connection
+    function: Callable[[World, Store | None], Any],
+    world: World,
+    listener: socket.socket,
+    pipe: Connection,
+    all_ended: Event,
+    timeout_s: float,
 ) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     # A fork's first use of torch's thread pool replaces it, which two threads at once (autograd's) do not survive.
@@ -130,6 +139,8 @@ def _on_rank(
         outcome = ("failed", traceback.format_exc())
     pipe.send(outcome)
     pipe.close()
+    if world.is_main:
+        all_ended.wait(timeout_s)  # the store lives in rank 0, and another rank may still be reading from it
     os._exit(0)
 
 
