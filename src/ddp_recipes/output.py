@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from ddp_recipes._version import __version__
+from ddp_recipes.build.loggers import make_logger
 from ddp_recipes.build.recipe import Recipe
 from ddp_recipes.checkpointing.files import write_aside
 from ddp_recipes.checkpointing.manager import FileCheckpointer
@@ -75,7 +76,7 @@ class Output:
         if not quick:
             # What an earlier start logged after its checkpoint comes again.
             purge_step = run.cursor.step + 1 if run is not None and recipe.resumes_in_place else None
-            self.logger = recipe.make_logger(purge_step)
+            self.logger = make_logger(recipe.loggers, job.directory, purge_step)
             self._stack.callback(self.logger.close)
             self.logger.text("config", f"```yaml\n{OmegaConf.to_yaml(recipe.config)}\n```")
             self._draw_split()
@@ -88,7 +89,7 @@ class Output:
             run.checkpointer = FileCheckpointer(folder, recipe.request.checkpoint, background=not alone)
             if recipe.state is not None:
                 run.checkpointer.load_state(recipe.state["checkpointer"], run.cursor.step)
-        if recipe.logs_graph and not quick:
+        if any(node.get("graph", False) for node in recipe.loggers.values()) and not quick:
             self.logger.graph(recipe.task.model, run.train.sample()[0])
             recipe.task.train()
         self.progress.start(recipe.total_steps, run.cursor.step, run.train.plan.global_batch_size)
@@ -130,11 +131,11 @@ class Output:
         """
         recipe, run, world = self.recipe, self.run, self.recipe.world
         cursor = run.cursor if run is not None else Cursor(**(recipe.state or {}).get("cursor", {}))
-        steps = list(run.step_seconds) if run is not None else []
+        steps = run.clock.step_seconds() if run is not None else []
         best, last = (None, None) if run is None else (run.checkpointer.best, run.checkpointer.last)
         rate = None
-        if run is not None and run.train_seconds:
-            rate = (cursor.samples_seen - run.samples_before) / run.train_seconds
+        if run is not None and run.clock.train_seconds:
+            rate = (cursor.samples_seen - run.samples_before) / run.clock.train_seconds
         metrics = {**(run.metrics if run is not None else {}), **self.metrics}
         return {
             "status": "running",
@@ -145,7 +146,7 @@ class Output:
             "devices_per_replica": self._devices,
             "split": [stage.first for stage in recipe.stages[1:]],
             "strategy": recipe.request.strategy.name,
-            "device": "cpu" if recipe.device_name == "CPU" else recipe.device_name,
+            "device": "cpu" if recipe.devices.name == "CPU" else recipe.devices.name,
             "global_step": cursor.step,
             "epoch": cursor.epoch,
             "metrics": metrics,
@@ -168,8 +169,8 @@ class Output:
     @property
     def _devices(self) -> int:
         """Devices of a replica, in all of its processes."""
-        world = self.recipe.world
-        return len(self.recipe.devices) * (world.world_size // self.recipe.request.strategy.batch_shards(world).readers)
+        world, settings = self.recipe.world, self.recipe.request.strategy
+        return len(self.recipe.devices.own) * (world.world_size // settings.batch_shards(world).readers)
 
     def _draw_split(self) -> None:
         stages = self.recipe.stages
@@ -216,11 +217,11 @@ class Output:
         count = sum(parameter.numel() for parameter in recipe.task.parameters())
         readers = recipe.request.strategy.batch_shards(world).readers
         replicas = readers * recipe.strategy.replicas(recipe.device.type)
-        backend = recipe.backend + (" and shared memory" if recipe.strategy.shares_memory else "")
+        backend = recipe.devices.backend + (" and shared memory" if recipe.strategy.shares_memory else "")
         rows = [
             ("model", f"{type(recipe.task.model).__name__}, {count:,} parameters"),
             ("strategy", recipe.request.strategy.name + (f" over {backend}" if world.world_size > 1 else "")),
-            ("replicas x devices", f"{replicas} x {self._devices} ({recipe.device_name})"),
+            ("replicas x devices", f"{replicas} x {self._devices} ({recipe.devices.name})"),
             *((f"stage {number}", str(stage)) for number, stage in enumerate(recipe.stages)),
         ]
         if (micro_batches := recipe.request.model.micro_batches) > 1:

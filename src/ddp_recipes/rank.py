@@ -12,7 +12,8 @@ from torch.distributed import Store
 
 from ddp_recipes._compat.messages import timed_out
 from ddp_recipes._version import __version__
-from ddp_recipes.build.recipe import Recipe
+from ddp_recipes.build.recipe import Recipe, make_recipe
+from ddp_recipes.build.run import join, make_run, make_stopper
 from ddp_recipes.checkpointing.export import write_weights
 from ddp_recipes.checkpointing.files import write_aside
 from ddp_recipes.errors import Preempted, RecipeError, RequestError, RunFailed
@@ -54,16 +55,16 @@ def run(job: Job, world: World, store: Store | None, gone: Callable[[], Iterable
     recipe, directory = prepare(job, world, control)
     output = Output(recipe, control, directory)
     try:
-        if recipe.layout is None:
-            recipe.join()
+        if recipe.devices.layout is None:
+            join(recipe)
         WORK[recipe.request.run.work](recipe, output)
-        summary = output.facts(recipe.final_weights()) | {"status": "finished"}
+        summary = output.facts(recipe.strategy.weights(recipe.task)) | {"status": "finished"}
         output.finish(summary)
         return summary
     except RequestError:
         raise
     except Preempted as error:
-        output.finish(output.facts(recipe.final_weights()) | {"status": "preempted", "error": str(error)})
+        output.finish(output.facts(recipe.strategy.weights(recipe.task)) | {"status": "preempted", "error": str(error)})
         raise
     except BaseException as error:
         fail(recipe, control, output, error)
@@ -81,7 +82,7 @@ def run(job: Job, world: World, store: Store | None, gone: Callable[[], Iterable
 def prepare(job: Job, world: World, control: Control) -> tuple[Recipe, RunDirectory | None]:
     """Make this rank's objects, and go on only if every rank could make its own, the same ones."""
     try:
-        recipe = Recipe(job, world, control)
+        recipe = make_recipe(job, world, control)
         directory = RunDirectory(job.directory, recipe.resumes_in_place) if world.is_main else None
     except Exception as error:
         control.agree(error, {})
@@ -101,7 +102,7 @@ def prepare(job: Job, world: World, control: Control) -> tuple[Recipe, RunDirect
 def fit(recipe: Recipe, output: Output) -> None:
     """Train, from the start or from a checkpoint."""
     # To the end of all: the second of two signals, the launcher's or one to every process, must not cut it short.
-    run = recipe.make_run(output.hold(recipe.make_stopper()))
+    run = make_run(recipe, output.hold(make_stopper(recipe)))
     check_validation(run)
     output.open(run)
     profiling.record(run, output.leave_picture)  # only where there is a profiler
@@ -147,7 +148,7 @@ def measure(recipe: Recipe, output: Output) -> None:
     """Evaluate without training: ``mode=validate`` and ``mode=test``."""
     ((split, loader),) = recipe.loaders.items()
     step = recipe.load_weights()
-    recipe.shard()
+    recipe.strategy.shard(recipe.task, recipe.devices.own)
     output.open(None)
     precision = make_precision(recipe.trainer.precision, recipe.device.type)
     output.metrics = evaluate(recipe.task, loader, recipe.strategy, split, precision)
@@ -158,7 +159,7 @@ def predict(recipe: Recipe, output: Output) -> None:
     """Write the outputs for every sample, in the data set's order, to ``predictions.pt``: a tensor [samples, ...]."""
     ((_, loader),) = recipe.loaders.items()
     recipe.load_weights()
-    recipe.shard()
+    recipe.strategy.shard(recipe.task, recipe.devices.own)
     output.open(None)
     recipe.strategy.sync_buffers(recipe.task)
     recipe.task.eval()
@@ -215,7 +216,8 @@ def fail(recipe: Recipe, control: Control, output: Output, error: BaseException)
     if output.opened:
         write_trace(recipe.job.directory, recipe.world.rank, text)
     last = cause.strip().splitlines()[-1]
-    weights = recipe.task.weights() if recipe.whole else None  # others may not be there to ask
+    whole = recipe.request.strategy.pipeline is None  # else others would have to be asked, which may be dead
+    weights = recipe.task.weights() if whole else None
     output.finish(output.facts(weights) | {"status": "failed", "error": f"rank {rank}: {last}"}, cause)
     if rank != recipe.world.rank:
         raise RunFailed(f"Rank {rank} failed, so rank {recipe.world.rank} stopped: {last}", rank=rank) from error

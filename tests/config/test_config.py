@@ -12,7 +12,10 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from ddp_recipes.build.recipe import Recipe
+from ddp_recipes.build.loggers import make_logger
+from ddp_recipes.build.optimizer import make_optimizer_and_schedule
+from ddp_recipes.build.recipe import Recipe, make_recipe
+from ddp_recipes.build.run import make_run, make_stopper
 from ddp_recipes.config import compose
 from ddp_recipes.config.request import resolve
 from ddp_recipes.errors import RequestError
@@ -90,8 +93,8 @@ def config_of(*overrides: str) -> dict[str, Any]:
 def made(config: Mapping[str, Any], folder: Path) -> Recipe:
     """Make all objects of a config, as its rank 0 of two would, or its only rank."""
     single = config["strategy"]["processes"] == 1
-    recipe = Recipe(Job(config, folder), World() if single else World(0, 2, 0, 2), Control(World(), None, 10))
-    logger = recipe.make_logger(purge_step=None)
+    recipe = make_recipe(Job(config, folder), World() if single else World(0, 2, 0, 2), Control(World(), None, 10))
+    logger = make_logger(recipe.loggers, folder, purge_step=None)
     assert isinstance(logger, Logger)
     logger.close()
     return recipe
@@ -108,8 +111,9 @@ def assert_learns(recipe: Recipe) -> None:
         assert output.weight == 2
         if split == "train":
             output.loss.backward()
-            recipe.optimizer.step()
-            recipe.schedule.scheduler.step()
+            optimizer, schedule = make_optimizer_and_schedule(recipe.config, recipe.task, "32-true", 10, 10)
+            optimizer.step()
+            schedule.scheduler.step()
     assert all(parameter.grad is not None for parameter in recipe.task.parameters())
 
 
@@ -123,7 +127,7 @@ def test_any_model_with_a_data_set_it_fits(
     config = config_of(f"model={model}", f"data={data}", "data.batch_size=2", "logger=none", *files(data))
     recipe = made(config, tmp_path)
     assert_learns(recipe)
-    assert len(recipe.devices) == config["model"]["num_devices"] == (2 if model.endswith("_mp") else 1)
+    assert len(recipe.devices.own) == config["model"]["num_devices"] == (2 if model.endswith("_mp") else 1)
     inputs, _ = recipe.loaders["train"].sample()
     assert inputs[0].numel() == config["data"]["in_features"]
     recipe.task.eval()
@@ -251,7 +255,8 @@ def test_csv_counts_its_inputs() -> None:
 def test_schedules_follow_the_length_of_the_run(tmp_path: Path) -> None:
     def schedule(*overrides: str) -> Any:
         config = config_of("data=random", "data.num_samples=64", "data.batch_size=8", "logger=none", *overrides)
-        return made(config, tmp_path).schedule.scheduler
+        recipe = made(config, tmp_path)
+        return make_run(recipe, make_stopper(recipe)).schedule.scheduler
 
     assert schedule("scheduler=cosine", "trainer.max_epochs=3").T_max == 3 * 4
     assert schedule("scheduler=cosine", "scheduler.interval=epoch", "trainer.max_epochs=3").T_max == 3

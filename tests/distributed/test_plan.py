@@ -11,7 +11,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed import Store
 
 from ddp_recipes import rank
-from ddp_recipes.build.recipe import Recipe
+from ddp_recipes.build.recipe import make_recipe
+from ddp_recipes.build.run import join, make_run, make_stopper
 from ddp_recipes.checkpointing.files import load
 from ddp_recipes.data import loader as data
 from ddp_recipes.errors import RequestError
@@ -224,8 +225,8 @@ def test_a_step_takes_what_a_real_one_takes(overrides: list[str], plan: Plan, on
     (memory,) = plan(*overrides)["memory"]
 
     def real(world: World, __: Store | None) -> int:
-        recipe = Recipe(make_job([*QUICK, *overrides]), world, Control(world, None, 60))
-        run, ledger = recipe.make_run(recipe.make_stopper()), Ledger(rounded=1)
+        recipe = make_recipe(make_job([*QUICK, *overrides]), world, Control(world, None, 60))
+        run, ledger = make_run(recipe, make_stopper(recipe)), Ledger(rounded=1)
         ledger.add((*run.task.parameters(), *run.task.buffers()))
         batches = run.train.batches(0)
         with ledger:
@@ -305,9 +306,9 @@ def test_a_step_of_a_pipeline_takes_what_a_real_one_takes(
     planned = plan(*overrides)["memory"]
 
     def real(world: World, store: Store | None) -> dict[str, int]:
-        recipe = Recipe(make_job([*QUICK, *overrides]), world, Control(world, store, 60))
-        recipe.join()
-        run, ledger, cpu = recipe.make_run(recipe.make_stopper()), Ledger(rounded=1), torch.device("cpu")
+        recipe = make_recipe(make_job([*QUICK, *overrides]), world, Control(world, store, 60))
+        join(recipe)
+        run, ledger, cpu = make_run(recipe, make_stopper(recipe)), Ledger(rounded=1), torch.device("cpu")
         ledger.add((*run.task.parameters(), *run.task.buffers()))
         batches = run.train.batches(0, 0, run.trainer.accumulate_grad_batches)
         with ledger:

@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from omegaconf import DictConfig
 
+from ddp_recipes.build.devices import Devices
 from ddp_recipes.build.instantiate import make_section, parameters_of
 from ddp_recipes.config.parallelism import StrategySettings
 from ddp_recipes.config.settings import ModelSettings
@@ -38,11 +39,11 @@ def make_task(
     config: DictConfig,
     settings: ModelSettings,
     strategy: StrategySettings,
-    devices: Sequence[torch.device],
+    devices: Devices,
     loader: Loader | None,
     step: str,
     precision: Precision,
-    times: Times | None,
+    times: Times,
     compiled: bool,
 ) -> BuiltTask:
     """Return the task with its model on the replica's devices, weights drawn from the seed on the CPU.
@@ -50,8 +51,8 @@ def make_task(
     Args:
         loader: gives a sample to try a split out on; ``None`` where no data are read: then nothing is split.
         step: the task's method to try out.
-        times: returns on every rank what a function measures on rank 0; ``None`` where there is no device to time on.
-        compiled: whether to compile the model.
+        times: returns on every rank what a function measures on rank 0.
+        compiled: whether to compile the model, where it is to run.
 
     Raises:
         RequestError: the model cannot be made or placed so.
@@ -66,7 +67,7 @@ def make_task(
             f"{given}, but {node._target_} takes `devices` and places itself. Leave out {key}, or choose the model "
             f"without '_mp'."
         )
-    runtime = {"devices": devices} if places_itself else {}
+    runtime = {"devices": devices.own} if places_itself else {}
     model = make_section(config, "model", without=[key.name for key in fields(ModelSettings)], **runtime)
     if not isinstance(model, torch.nn.Module):
         raise RequestError(f"model._target_={node._target_} made a {type(model).__name__}, which is no nn.Module.")
@@ -74,13 +75,13 @@ def make_task(
     if settings.micro_batches > 1:
         in_micro_batches(model, settings.micro_batches)
     if places_itself:
-        built.task.loss.to(devices[-1])
+        built.task.loss.to(devices.own[-1])
     elif (settings.num_devices > 1 or pipeline is not None) and loader is not None:
         rehearsal = Rehearsal(built.task, step, loader.sample(), loader.plan.share(0, 0))
         _split(built, settings, strategy, devices, rehearsal, precision, times)
     else:
-        built.task.to(devices[0])
-    if compiled:
+        built.task.to(devices.own[0])
+    if compiled and devices.layout is None:
         model.compile()
     return built
 
@@ -89,15 +90,15 @@ def _split(
     built: BuiltTask,
     settings: ModelSettings,
     strategy: StrategySettings,
-    devices: Sequence[torch.device],
+    devices: Devices,
     rehearsal: Rehearsal,
     precision: Precision,
-    times: Times | None,
+    times: Times,
 ) -> None:
     """Cut the model into stages, on the devices of a process or in several processes."""
     names = [str(name) for name in settings.split] if isinstance(settings.split, list) else None
-    if settings.split == "timed" and times is not None:
-        rehearsal.times = partial(times, partial(timed, rehearsal, devices[0], precision.forward))
+    if settings.split == "timed" and devices.layout is None:
+        rehearsal.times = partial(times, partial(timed, rehearsal, devices.own[0], precision.forward))
     elif settings.split == "timed":
         built.warnings.append(
             "model.split=timed: in a dry run there is no device to time on, so stages are even as with auto."
@@ -105,6 +106,6 @@ def _split(
     if (pipeline := strategy.pipeline) is not None:  # the task stays on the CPU: no device may have room for all of it
         built.starts, built.stages = apart(built.task.model, pipeline.stages, names, rehearsal, pipeline.stages_key)
     else:
-        built.stages = split_model(built.task, devices, names, rehearsal)
+        built.stages = split_model(built.task, devices.own, names, rehearsal)
     if rehearsal.failure is not None:
         built.warnings.append(f"The split could not be tried out before training: {rehearsal.failure}")

@@ -13,8 +13,8 @@ from ddp_recipes.errors import RequestError
 
 def load_state(
     request: Request, directory: Path, weights: Mapping[str, Tensor], train: Loader | None
-) -> tuple[Path, State, list[str]] | None:
-    """Return the checkpoint to start from: its path, its state, and warnings; ``None`` for a fresh start.
+) -> tuple[Path | None, State | None, list[str]]:
+    """Return the checkpoint to start from: its path, its state, and warnings; no path and no state for a fresh start.
 
     Args:
         directory: the run's own.
@@ -30,7 +30,7 @@ def load_state(
             raise RequestError(
                 f"mode=export: {directory} has no checkpoint. Give a run directory or a file as ckpt_path."
             )
-        return None
+        return None, None, []
     path, state, warnings = load_first(paths)
     check_weights(path, state["model"], weights)
     if train is not None:

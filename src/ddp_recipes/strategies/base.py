@@ -1,7 +1,7 @@
 """What the loop knows of a strategy, and what strategies have in common."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol
@@ -68,8 +68,8 @@ class Strategy(Protocol):
     def replicas(self, device_type: str) -> int:
         """Return how many replicas share a shard of a batch; ``data.batch_size`` is for each of them."""
 
-    def check(self, task: Task, devices: Sequence[torch.device], backend: str) -> None:
-        """Refuse what cannot work, before anything is written.
+    def check(self, task: Task, devices: Sequence[torch.device]) -> None:
+        """Refuse what cannot work, before anything is written; in a dry run the devices need not be there.
 
         Raises:
             RequestError: with what to do instead.
@@ -134,10 +134,35 @@ class Strategy(Protocol):
         """Leave the group."""
 
 
-class Whole:
-    """What strategies have in common whose ranks each hold the whole model."""
+class Plain:
+    """What most strategies answer alike: a replica a process, one shard of a batch, nothing to refuse."""
 
     starts: Sequence[str] = ()
+    takes_empty = False
+    shares_memory = False
+
+    def replicas(self, device_type: str) -> int:
+        """One a process."""
+        return 1
+
+    def check(self, task: Task, devices: Sequence[torch.device]) -> None:
+        """Nothing can be wrong."""
+
+    def part(self, weight: float) -> AbstractContextManager[Any]:
+        """There is one a rank."""
+        return nullcontext()
+
+    def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        """Take it all: what belongs to other ranks has no data here."""
+        optimizer.load_state_dict(state)
+
+    def explain(self, error: BaseException, task: Task) -> str | None:
+        """torch's own message says it."""
+        return None
+
+
+class Whole(Plain):
+    """What strategies have in common whose ranks each hold the whole model."""
 
     def training_step(self, module: Wrapped, batch: Any, weight: float, last: bool, precision: Passes) -> Tensor:
         """Run the wrapped task, then backward."""
@@ -160,14 +185,6 @@ class Whole:
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """It is all here."""
         return optimizer.state_dict()
-
-    def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        """All of it belongs here."""
-        optimizer.load_state_dict(state)
-
-    def explain(self, error: BaseException, task: Task) -> str | None:
-        """torch's own message says it."""
-        return None
 
 
 def batch_norms(task: nn.Module) -> list[str]:

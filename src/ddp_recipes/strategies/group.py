@@ -1,10 +1,8 @@
 """What strategies of several processes have in common: a process group."""
 
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store
@@ -12,28 +10,16 @@ from torch.distributed import Store
 from ddp_recipes.config.parallelism import StrategySettings
 from ddp_recipes.errors import RequestError
 from ddp_recipes.runtime.world import World
-from ddp_recipes.strategies.base import Exchange
+from ddp_recipes.strategies.base import Exchange, Plain
 from ddp_recipes.tasks import Task
 
 
-class Group:
+class Group(Plain):
     """One process a replica; all of them in torch's default process group."""
 
     settings: StrategySettings
     world = World()
     timeout_s = 0.0  # of a collective
-    shares_memory = False
-
-    def replicas(self, device_type: str) -> int:
-        """One a process."""
-        return 1
-
-    def check(self, task: Task, devices: Sequence[torch.device], backend: str) -> None:
-        """Refuse a backend that this torch was built without."""
-        available = {"nccl": dist.is_nccl_available(), "gloo": dist.is_gloo_available()}
-        if not available[backend]:
-            have = ", ".join(name for name, there in available.items() if there)
-            raise RequestError(f"launcher.backend={backend} is not in this torch. It has: {have}. Choose one.")
 
     def setup(
         self, world: World, store: Store | None, backend: str, timeout: timedelta, init_method: str | None

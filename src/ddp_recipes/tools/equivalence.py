@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_recipes._compat.modules import Dropout
-from ddp_recipes.build.recipe import Recipe
+from ddp_recipes.build.recipe import Recipe, make_recipe
+from ddp_recipes.build.run import make_run, make_stopper
 from ddp_recipes.errors import RequestError, RunFailed
 from ddp_recipes.output import Output
 from ddp_recipes.runtime.control import Control
@@ -40,7 +41,7 @@ def equivalence(recipe: Recipe, output: Output) -> None:
         RunFailed: something differs by more than ``check_tolerance``; the same on every rank.
     """
     settings, reference = recipe.request.run, alone(recipe)
-    pair = [each.make_run(each.make_stopper()) for each in (recipe, reference)]
+    pair = [make_run(each, make_stopper(each)) for each in (recipe, reference)]
     start, end = pair[0].cursor.step, recipe.total_steps
     steps = settings.check_steps if end is None else min(settings.check_steps, end - start)
     if steps < 1:
@@ -85,7 +86,7 @@ def alone(recipe: Recipe) -> Recipe:
     config["strategy"] = {"_target_": "ddp_recipes.strategies.Single", "processes": 1}
     config["data"] = {**config["data"], "global_batch_size": recipe.loaders["train"].plan.global_batch_size}
     world = World(local_rank=recipe.world.local_rank)
-    return Recipe(replace(recipe.job, config=config), world, Control(world, None, recipe.control.timeout_s))
+    return make_recipe(replace(recipe.job, config=config), world, Control(world, None, recipe.control.timeout_s))
 
 
 @contextmanager

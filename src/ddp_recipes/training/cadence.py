@@ -1,6 +1,4 @@
-"""When a run stops, validates and saves, and how long its steps take."""
-
-import time
+"""When a run stops, validates and saves."""
 
 from ddp_recipes.training.state import Cursor, Run
 
@@ -38,24 +36,3 @@ def save_due(run: Run, before: Cursor, validated: bool) -> bool:
     if settings.every_n_steps is not None or settings.every_n_epochs is not None:
         return False
     return validated if run.val is not None else epoch_over
-
-
-class Clock:
-    """Time of steps, and samples a second since it was last asked."""
-
-    def __init__(self, cursor: Cursor) -> None:
-        self._lap = self._asked = time.perf_counter()
-        self._seen = cursor.samples_seen
-
-    def lap(self) -> float:
-        """Return the seconds since the last lap."""
-        now = time.perf_counter()
-        seconds, self._lap = now - self._lap, now
-        return seconds
-
-    def samples_per_second(self, cursor: Cursor) -> float:
-        """Return samples a second over all ranks since this was last called."""
-        now = time.perf_counter()
-        rate = (cursor.samples_seen - self._seen) / (now - self._asked)
-        self._asked, self._seen = now, cursor.samples_seen
-        return rate

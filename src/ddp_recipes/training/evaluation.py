@@ -2,6 +2,7 @@
 
 import logging
 import warnings
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
@@ -66,12 +67,22 @@ def evaluate(task: Task, loader: Loader, strategy: Strategy, prefix: str, precis
 
 
 def check_monitor(monitor: str, metrics: Metrics) -> None:
+    """Refuse a metric to monitor that is not among those of a validation.
+
+    Raises:
+        RequestError: lists the metrics there are.
+    """
+    if not monitor.startswith("train/"):
+        check_measured(monitor, metrics)
+
+
+def check_measured(monitor: str, metrics: Collection[str]) -> None:
     """Refuse a metric to monitor that nothing measures.
 
     Raises:
         RequestError: lists the metrics there are.
     """
-    if monitor not in metrics and not monitor.startswith("train/"):
+    if monitor not in metrics:
         raise RequestError(
             f"checkpoint.monitor={monitor} is not measured. Measured are: {', '.join(sorted(metrics))}."
             f"{nearest(monitor, metrics)}"

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from ddp_recipes.data.loader import Batch
 from ddp_recipes.runtime.fast_paths import zero_grad
 from ddp_recipes.runtime.seeding import seed_step, step_key
-from ddp_recipes.training.cadence import Clock, reason_to_stop, save_due, validation_due
+from ddp_recipes.training.cadence import reason_to_stop, save_due, validation_due
+from ddp_recipes.training.clock import Rate
 from ddp_recipes.training.evaluation import validate
 from ddp_recipes.training.non_finite import Losses
 from ddp_recipes.training.saving import save
@@ -22,7 +23,8 @@ def fit(run: Run) -> str:
         Why it ended: ``finished``, ``max_time`` or ``signal``.
     """
     every = run.trainer.log_every_n_steps
-    clock = Clock(run.cursor)
+    rate = Rate(run.cursor.samples_seen)
+    run.clock.start()
     while (reason := reason_to_stop(run)) is None:
         epoch = run.cursor.epoch
         batches = run.train.batches(epoch, run.cursor.batch, run.trainer.accumulate_grad_batches)
@@ -36,11 +38,10 @@ def fit(run: Run) -> str:
             zero_grad(run.optimizer)
             run.cursor = advance(run, samples)
             run.watch.saw(run.cursor.step, losses)
-            run.step_seconds.append(took := clock.lap())
-            run.train_seconds += took
+            run.clock.step()
             run.progress.advance(run.cursor.step, run.cursor.epoch)
             if logged:
-                write_log(run, losses, samples, norm, lr, clock)
+                write_log(run, losses, samples, norm, lr, rate)
             for callback in run.callbacks:
                 callback.on_step(run.cursor.step)
             run.checkpointer.busy(0)  # an async_save that failed ends the run here
@@ -50,7 +51,7 @@ def fit(run: Run) -> str:
             if save_due(run, before, measured):
                 save(run, measured)
             if measured or run.saved_step == run.cursor.step:
-                clock.lap()  # neither belongs to the next step
+                run.clock.start()  # neither belongs to the next step
         if reason is not None:
             break
     if run.saved_step != run.cursor.step and run.cursor.step > 0:
@@ -113,17 +114,22 @@ def advance(run: Run, samples: int) -> Cursor:
     return Cursor(at.epoch + 1, 0, at.step + 1, at.samples_seen + samples)
 
 
-def write_log(run: Run, losses: Sequence[Losses], samples: int, norm: Tensor | None, lr: float, clock: "Clock") -> None:
+def write_log(run: Run, losses: Sequence[Losses], samples: int, norm: Tensor | None, lr: float, rate: Rate) -> None:
     """Log a step: the one place where a step waits for the device, and for the other ranks' losses."""
-    of_parts = [sum(loss.item() * share for loss, share in part) / samples for part in losses]
+    zero = torch.zeros((), dtype=torch.float64, device=run.devices[-1])
+    of_shards = [sum((loss.double() * num_samples for loss, num_samples in shard), zero) / samples for shard in losses]
+    read = [run.strategy.sum(torch.stack(of_shards))]
+    if norm is not None:
+        read.append(norm.to(read[0]))
+    loss, *norms = torch.stack(read).tolist()  # the wait
     values = {
-        "train/loss": run.strategy.sum(torch.tensor(of_parts, dtype=torch.float64, device=run.devices[-1])).item(),
+        "train/loss": loss,
         "train/lr": lr,
-        "train/samples_per_second": clock.samples_per_second(run.cursor),
+        "train/samples_per_second": rate.per_second(run.cursor.samples_seen),
         "train/epoch": run.cursor.epoch + run.cursor.batch / len(run.train),
     }
-    if norm is not None:
-        values["train/grad_norm"] = norm.item()
+    if norms:
+        values["train/grad_norm"] = norms[0]
     run.metrics.update(values)
     run.logger.scalars(values, run.cursor.step)
     run.progress.metrics(values)

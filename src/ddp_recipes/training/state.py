@@ -1,6 +1,5 @@
 """What the loop works with, and what of it a checkpoint holds."""
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -18,6 +17,7 @@ from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies import Strategy
 from ddp_recipes.strategies.base import Wrapped
 from ddp_recipes.tasks import Task
+from ddp_recipes.training.clock import Clock
 from ddp_recipes.training.non_finite import Watch
 from ddp_recipes.training.precision import Precision
 from ddp_recipes.training.stopping import Stopper
@@ -68,14 +68,13 @@ class Run:
     shards: int | None  # parts of a batch that the strategy fixes
     stopper: Stopper
     watch: Watch
+    clock: Clock
     logger: Logger = field(default_factory=Logger)
     progress: Progress = field(default_factory=Progress)
     checkpointer: Checkpointer = field(default_factory=Checkpointer)
     callbacks: Sequence[Callback] = ()
     cursor: Cursor = Cursor()  # noqa: RUF009 (a tuple)
     metrics: Metrics = field(default_factory=dict)  # the latest of each
-    step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=10_000))
-    train_seconds: float = 0.0  # in steps, without validation and saving
     samples_before: int = 0  # seen by earlier starts
     saved_step: int = -1
     good_step: int = -1  # the same, where checkpoints are written

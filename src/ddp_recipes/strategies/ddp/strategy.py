@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -43,9 +42,9 @@ class DDP(Whole, Group):
         """Ranks' gradients are averaged."""
         return self.world.world_size
 
-    def check(self, task: Task, devices: Sequence[torch.device], backend: str) -> None:
+    def check(self, task: Task, devices: Sequence[torch.device]) -> None:
         """Refuse ``sync_batchnorm`` on CPU, too."""
-        super().check(task, devices, backend)
+        super().check(task, devices)
         if self.settings.sync_batchnorm and devices[0].type == "cpu":
             raise RequestError(
                 "strategy.sync_batchnorm=true works on GPUs only (torch's SyncBatchNorm), and this run is on the CPU. "
@@ -104,10 +103,6 @@ class DDP(Whole, Group):
             f"The loss does not depend on these parameters: {unused}. Take them out of the model, freeze them "
             f"(requires_grad=False), or use strategy.find_unused_parameters=true."
         )
-
-    def part(self, weight: float) -> AbstractContextManager[Any]:
-        """There is one a rank."""
-        return nullcontext()
 
     def reduce(self) -> None:
         """Backward has done it."""

@@ -29,15 +29,14 @@ class DDPExact(Whole, Group):
     Settings = DDPExactSettings
     settings: DDPExactSettings
     divisor = 1
-    takes_empty = False
 
     def __init__(self, settings: DDPExactSettings | None = None) -> None:
         self.settings = settings or DDPExactSettings()
         self.total: OrderedSum | None = None
 
-    def check(self, task: Task, devices: Sequence[torch.device], backend: str) -> None:
+    def check(self, task: Task, devices: Sequence[torch.device]) -> None:
         """Refuse sparse gradients, too."""
-        super().check(task, devices, backend)
+        super().check(task, devices)
         for name, module in task.named_modules():
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
                 raise RequestError(

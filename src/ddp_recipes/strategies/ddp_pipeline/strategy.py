@@ -1,7 +1,6 @@
 """One process a stage, torch's pipeline schedules, and DDP across the replicas of a stage."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -30,12 +29,10 @@ class DDPPipeline(Group):
     Settings = DDPPipelineSettings
     settings: DDPPipelineSettings
     divisor = 1
-    takes_empty = False
 
     def __init__(self, settings: DDPPipelineSettings) -> None:
         self.settings = settings
         self.processes = settings.processes_per_replica
-        self.starts: Sequence[str] = ()
         self.weight = 1.0
         self.pipeline: Pipeline | None = None
 
@@ -107,23 +104,11 @@ class DDPPipeline(Group):
 
         return training_step
 
-    def part(self, weight: float) -> AbstractContextManager[Any]:
-        """There is one a replica."""
-        return nullcontext()
-
     def training_step(self, module: Wrapped, batch: Any, weight: float, last: bool, precision: Passes) -> Tensor:
         """Run the schedule, which has the backward pass of each micro-batch in it."""
         self.weight = weight
         with precision.forward():
             return module(batch).loss.detach()
-
-    def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        """Take it all: what other stages hold has no data here."""
-        optimizer.load_state_dict(state)
-
-    def explain(self, error: BaseException, task: Task) -> str | None:
-        """torch's own message says it."""
-        return None
 
     def reduce(self) -> None:
         """Add up the gradients of this process's stages over replicas."""
@@ -150,6 +135,8 @@ class DDPPipeline(Group):
     def weights(self, task: Task) -> dict[str, Tensor]:
         """Gather all stages' on rank 0."""
         mine = task.weights()
+        if self.pipeline is None:
+            return mine  # each process still has all of them
         gathered = self._on_rank_0({name: tensor for name, tensor in mine.items() if not tensor.is_meta})
         return {name: gathered.get(name, tensor) for name, tensor in mine.items()}
 

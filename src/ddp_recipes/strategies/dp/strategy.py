@@ -29,7 +29,7 @@ class DataParallel(Single):
         """Every visible GPU, or one on CPU."""
         return max(1, torch.cuda.device_count()) if device_type == "cuda" else 1
 
-    def check(self, task: Task, devices: Sequence[torch.device], backend: str) -> None:
+    def check(self, task: Task, devices: Sequence[torch.device]) -> None:
         """Refuse a replica that spans devices."""
         if len(devices) > 1:
             raise RequestError(

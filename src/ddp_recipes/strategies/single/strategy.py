@@ -1,7 +1,6 @@
 """One process, no wrapper."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, cast
 
@@ -21,18 +20,9 @@ class Single(Whole):
 
     Settings: type[StrategySettings] = SingleSettings
     divisor = 1
-    takes_empty = False
-    shares_memory = False
 
     def __init__(self, settings: StrategySettings | None = None) -> None:
         self.settings = settings or SingleSettings()
-
-    def replicas(self, device_type: str) -> int:
-        """One."""
-        return 1
-
-    def check(self, task: Task, devices: Sequence[torch.device], backend: str) -> None:
-        """Nothing can be wrong."""
 
     def setup(
         self, world: World, store: Store | None, backend: str, timeout: timedelta, init_method: str | None
@@ -42,10 +32,6 @@ class Single(Whole):
     def wrap(self, task: Task, devices: Sequence[torch.device]) -> Wrapped:
         """Return the task itself."""
         return cast(Wrapped, task)
-
-    def part(self, weight: float) -> AbstractContextManager[Any]:
-        """There is one."""
-        return nullcontext()
 
     def reduce(self) -> None:
         """Gradients are complete."""

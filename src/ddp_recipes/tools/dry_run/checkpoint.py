@@ -7,6 +7,7 @@ import torch
 from torch.serialization import skip_data
 
 from ddp_recipes.build.recipe import Recipe
+from ddp_recipes.build.run import make_run, make_stopper
 from ddp_recipes.checkpointing.files import FORMAT
 from ddp_recipes.strategies import Single
 from ddp_recipes.tools.dry_run.memory import Rehearsed
@@ -16,8 +17,7 @@ from ddp_recipes.training.state import gather_state
 
 def checkpoint_bytes(recipe: Recipe, rehearsed: Rehearsed | RehearsedPipeline) -> int:
     """Return the size of a checkpoint: it is written to where only the bytes are counted, with no data in it."""
-    run = recipe.make_run(recipe.make_stopper())
-    run.strategy = Single()  # there is nobody to gather from
+    run = make_run(recipe, make_stopper(recipe), Single())  # there is nobody to gather from
     names, steps = [], recipe.total_steps
     if steps is None or steps >= recipe.trainer.log_every_n_steps:
         names = [f"train/{name}" for name in ("loss", "lr", "samples_per_second", "epoch", "grad_norm")]

@@ -48,7 +48,7 @@ def batch_norm_without_sync(recipe: Recipe) -> str | None:
     micro_batches = recipe.request.model.micro_batches if pipeline is None else pipeline.micro_batches
     if not norms or plan.parts * micro_batches == 1 or recipe.request.strategy.synchronises_batch_norm:
         return None
-    can = micro_batches == 1 and recipe.device_name == "GPU"
+    can = micro_batches == 1 and recipe.devices.type == "cuda"
     remedy = recipe.request.strategy.batch_norm_remedy("cuda") if can else ""
     return (
         f"Batch norm ({len(norms)} module(s)) takes its statistics from {-(-plan.share(0, 0) // micro_batches)} of the "

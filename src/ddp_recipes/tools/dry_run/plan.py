@@ -4,11 +4,13 @@ import json
 import logging
 import sys
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from ddp_recipes.build.recipe import Recipe
+from ddp_recipes.build.optimizer import make_optimizer
+from ddp_recipes.build.recipe import Recipe, make_recipe
 from ddp_recipes.config.request import Layout
 from ddp_recipes.errors import RequestError
 from ddp_recipes.model_parallel.timeline import bubble, order, timeline
@@ -45,12 +47,13 @@ def plan(recipe: Recipe, output: Output) -> None:
 
 def make_plan(recipe: Recipe) -> Plan:
     """Return what goes into ``plan.json``."""
-    assert recipe.layout is not None
-    recipe.request.strategy.check_dry_run(recipe.layout.device_type, recipe.layout.gpus)
+    layout = recipe.devices.layout
+    assert layout is not None
+    recipe.request.strategy.check_dry_run(layout.device_type, layout.gpus)
     rehearsed = rehearse(recipe)
-    capacity = capacity_of(recipe, recipe.layout)
+    capacity = capacity_of(recipe, layout)
     planned = {
-        **layout_of(recipe, recipe.layout, capacity),
+        **layout_of(recipe, layout, capacity),
         **batches_of(recipe),
         "memory": None if rehearsed.failure else [asdict(each) | {"peak": each.peak} for each in rehearsed.memory()],
         "memory_of_replica": rehearsed.whole,
@@ -68,7 +71,6 @@ def rehearse(recipe: Recipe) -> Rehearsed | RehearsedPipeline:
     A model that places itself knows no devices but those it was made for, and the CPU has one memory for each process:
     then all that a process has is on one device.
     """
-    assert recipe.layout is not None
     train, val = recipe.loaders["train"], recipe.loaders.get("val")
     batches = Batches(
         (train.sample(), train.plan.share(0, 0)),
@@ -76,7 +78,7 @@ def rehearse(recipe: Recipe) -> Rehearsed | RehearsedPipeline:
         min(recipe.trainer.accumulate_grad_batches, len(train)),
     )
     starts = [stage.first for stage in recipe.stages[1:]]
-    on_cpu = recipe.layout.device_type == "cpu"
+    on_cpu = recipe.devices.type == "cpu"
     if (pipeline := recipe.request.strategy.pipeline) is not None:
         return RehearsedPipeline(
             recipe.task,
@@ -84,7 +86,7 @@ def rehearse(recipe: Recipe) -> Rehearsed | RehearsedPipeline:
             torch.device("cpu") if on_cpu else torch.device("cuda", 0),
             pipeline,
             recipe.world,
-            recipe.optimizer_of,
+            partial(make_optimizer, recipe.config, precision=recipe.trainer.precision),
             batches,
             recipe.trainer.precision,
         )
@@ -98,7 +100,7 @@ def rehearse(recipe: Recipe) -> Rehearsed | RehearsedPipeline:
         devices,
         recipe.strategy,
         recipe.world,
-        recipe.optimizer_of,
+        partial(make_optimizer, recipe.config, precision=recipe.trainer.precision),
         batches,
         recipe.trainer.precision,
         whole=whole and recipe.request.num_devices > 1,
@@ -208,13 +210,14 @@ def largest(rehearsed: Rehearsed | RehearsedPipeline) -> int:
 
 def smallest_that_fits(recipe: Recipe, rehearsed: Rehearsed | RehearsedPipeline, capacity: int) -> int | None:
     """Try other numbers of devices, from one on, or of stages: the first that fits is the smallest."""
-    assert recipe.layout is not None
-    config, pipeline, gpus = recipe.job.config, recipe.request.strategy.pipeline, recipe.layout.gpus
+    layout = recipe.devices.layout
+    assert layout is not None
+    config, pipeline, gpus = recipe.job.config, recipe.request.strategy.pipeline, layout.gpus
     section, key, mine, most = "model", "num_devices", recipe.request.num_devices, gpus
     if pipeline is not None:
         section, key = pipeline.stages_key.split(".")
         mine = pipeline.stages
-        most = recipe.layout.nnodes * max(gpus, 1) * pipeline.each
+        most = layout.nnodes * max(gpus, 1) * pipeline.each
     state = sum(each.state for each in rehearsed.memory())
     for number in range(1, most + 1):
         devices = number if pipeline is None else number // pipeline.each
@@ -223,7 +226,7 @@ def smallest_that_fits(recipe: Recipe, rehearsed: Rehearsed | RehearsedPipeline,
         changed = {**config, "model": {**config["model"], "split": None}}
         changed[section] = {**changed[section], key: number}
         try:
-            other = rehearse(Recipe(replace(recipe.job, config=changed), World(), recipe.control))
+            other = rehearse(make_recipe(replace(recipe.job, config=changed), World(), recipe.control))
         except RequestError:
             continue  # it cannot be cut so, or so many are not there
         if other.failure is None and largest(other) <= capacity:

@@ -1,0 +1,72 @@
+"""What the loop works with, made once all ranks are ready."""
+
+from datetime import timedelta
+
+from ddp_recipes.build.optimizer import make_optimizer_and_schedule
+from ddp_recipes.build.recipe import Recipe
+from ddp_recipes.config.settings import seconds
+from ddp_recipes.runtime.process import loading
+from ddp_recipes.strategies import Strategy
+from ddp_recipes.training.clock import make_clock
+from ddp_recipes.training.non_finite import Watch
+from ddp_recipes.training.precision import make_precision
+from ddp_recipes.training.state import Run, restore
+from ddp_recipes.training.stopping import Stopper
+
+
+def join(recipe: Recipe) -> None:
+    """Join the other ranks. A collective."""
+    launcher = recipe.request.launcher
+    timeout = timedelta(seconds=launcher.timeout_s)
+    recipe.strategy.setup(recipe.world, recipe.control.store, recipe.devices.backend, timeout, launcher.init_method)
+
+
+def make_stopper(recipe: Recipe) -> Stopper:
+    """Return what decides on stopping before the end."""
+    return Stopper(recipe.world, recipe.strategy.sum, recipe.device, seconds(recipe.trainer.max_time))
+
+
+def make_run(recipe: Recipe, stopper: Stopper, strategy: Strategy | None = None) -> Run:
+    """Return what the loop works with, restored from the checkpoint if there is one. A collective.
+
+    The optimizer is made of what the strategy leaves this rank of the model.
+
+    Args:
+        strategy: another one than the recipe's.
+
+    Raises:
+        RequestError: optimizer or scheduler cannot be made.
+    """
+    strategy, devices, task = strategy or recipe.strategy, recipe.devices.own, recipe.task
+    recipe.load_weights()
+    strategy.shard(task, devices)
+    precision = recipe.trainer.precision
+    with loading():  # an optimizer that is not torch's own may bring its compiler
+        optimizer, schedule = make_optimizer_and_schedule(
+            recipe.config, task, precision, recipe.total_steps, recipe.steps_per_epoch
+        )
+    run = Run(
+        world=recipe.world,
+        task=task,
+        module=strategy.wrap(task, devices),
+        strategy=strategy,
+        devices=devices,
+        optimizer=optimizer,
+        schedule=schedule,
+        precision=make_precision(precision, recipe.device.type),
+        train=recipe.loaders["train"],
+        val=recipe.loaders.get("val"),
+        trainer=recipe.trainer,
+        checkpoint=recipe.request.checkpoint,
+        monitor=recipe.monitor,
+        seed=recipe.request.run.seed,
+        shards=recipe.request.strategy.fixed_shards,
+        stopper=stopper,
+        watch=Watch(recipe.world, strategy.sum, recipe.device),
+        clock=make_clock(devices[-1]),
+        callbacks=recipe.callbacks,
+    )
+    if recipe.state is not None:
+        restore(run, recipe.state)
+    task.train()
+    return run

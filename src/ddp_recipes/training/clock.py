@@ -1,0 +1,102 @@
+"""How long steps take."""
+
+import time
+from collections import deque
+
+import torch
+
+_STEPS = 10_000  # the newest, of which a run tells the median
+
+
+class Clock:
+    """Times steps, each from the end of the one before or from :meth:`start`, whichever is later."""
+
+    def __init__(self) -> None:
+        self.train_seconds = 0.0  # in steps alone
+        self._steps: deque[float] = deque(maxlen=_STEPS)
+        self._last = 0.0
+
+    def start(self) -> None:
+        """Begin anew: what was done since the last step is no part of the next."""
+        self._last = time.perf_counter()
+
+    def step(self) -> None:
+        """End a step."""
+        now = time.perf_counter()
+        self._add(now - self._last)
+        self._last = now
+
+    def step_seconds(self) -> list[float]:
+        """Return the seconds of the newest steps."""
+        return list(self._steps)
+
+    def _add(self, seconds: float) -> None:
+        self._steps.append(seconds)
+        self.train_seconds += seconds
+
+
+class CudaClock(Clock):
+    """Times steps on a GPU, which works on them after they were enqueued: by events in its stream.
+
+    Args:
+        device: the one that a step ends on.
+    """
+
+    _UNREAD = 1000  # events; the first of so many has passed, so that reading it waits for nothing
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+        self._events: deque[torch.cuda.Event] = deque()
+
+    def start(self) -> None:
+        """Begin anew."""
+        self.step_seconds()
+        self._events.clear()
+        self._record()
+
+    def step(self) -> None:
+        """End a step."""
+        self._record()
+        if len(self._events) > self._UNREAD:
+            self._read()
+
+    def step_seconds(self) -> list[float]:
+        """Return the seconds of the newest steps. Waits for the device."""
+        while len(self._events) > 1:
+            self._read()
+        return super().step_seconds()
+
+    def _record(self) -> None:
+        with torch.cuda.device(self.device):
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record()
+        self._events.append(event)
+
+    def _read(self) -> None:
+        began, ended = self._events.popleft(), self._events[0]
+        ended.synchronize()
+        self._add(began.elapsed_time(ended) / 1e3)
+
+
+def make_clock(device: torch.device) -> Clock:
+    """Return the clock for steps that end on a device."""
+    return CudaClock(device) if device.type == "cuda" else Clock()
+
+
+class Rate:
+    """Samples a second since it was last asked.
+
+    Args:
+        samples: seen before.
+    """
+
+    def __init__(self, samples: int) -> None:
+        self._asked, self._samples = time.perf_counter(), samples
+
+    def per_second(self, samples: int) -> float:
+        """Return the rate, given how many were seen until now."""
+        now = time.perf_counter()
+        rate = (samples - self._samples) / (now - self._asked)
+        self._asked, self._samples = now, samples
+        return rate
