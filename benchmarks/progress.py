@@ -1,6 +1,7 @@
 """What the progress bar costs: ``python -m benchmarks.progress``.
 
-Prints the mean of 100,000 steps, of which hardly any draws, and that of a drawing; and both of ``rich.progress``. Exit status 1 where a step takes 20 µs or more; about 0.2 µs is usual.
+Prints the mean of 100,000 steps, of which hardly any draws, and that of a drawing; and both of ``rich.progress``.
+Exit status 1 where a step takes 20 µs or more; about 0.2 µs is usual.
 """
 
 import io

@@ -104,7 +104,7 @@ def fit(recipe: Recipe, output: Output) -> None:
     run = recipe.make_run(output.hold(recipe.make_stopper()))
     check_validation(run)
     output.open(run)
-    profiling.record(run, output.leave_picture)  # only where there is a profiler
+    output.hold(profiling.record(run, output.leave_picture))
     for callback in run.callbacks:
         callback.on_start(recipe.job.directory if recipe.world.is_main else None, recipe.task)
     try:
