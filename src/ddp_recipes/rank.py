@@ -12,6 +12,7 @@ from torch.distributed import Store
 
 from ddp_recipes._compat.messages import timed_out
 from ddp_recipes._version import __version__
+from ddp_recipes.build.output import make_output
 from ddp_recipes.build.recipe import Recipe
 from ddp_recipes.checkpointing.export import write_weights
 from ddp_recipes.checkpointing.files import write_aside
@@ -52,7 +53,7 @@ def run(job: Job, world: World, store: Store | None, gone: Callable[[], Iterable
     """
     control = Control(world, store, float(job.config["launcher"]["timeout_s"]), gone)
     recipe, directory = prepare(job, world, control)
-    output = Output(recipe, control, directory)
+    output = make_output(recipe, directory)
     try:
         if recipe.layout is None:
             recipe.join()
