@@ -12,6 +12,7 @@ from torch.distributed import Store
 
 from ddp_recipes._compat.messages import timed_out
 from ddp_recipes._version import __version__
+from ddp_recipes.build.output import make_output
 from ddp_recipes.build.recipe import Recipe, make_recipe
 from ddp_recipes.build.run import join, make_run, make_stopper
 from ddp_recipes.checkpointing.export import write_weights
@@ -53,7 +54,7 @@ def run(job: Job, world: World, store: Store | None, gone: Callable[[], Iterable
     """
     control = Control(world, store, float(job.config["launcher"]["timeout_s"]), gone)
     recipe, directory = prepare(job, world, control)
-    output = Output(recipe, control, directory)
+    output = make_output(recipe, directory)
     try:
         if recipe.devices.layout is None:
             join(recipe)
@@ -105,7 +106,7 @@ def fit(recipe: Recipe, output: Output) -> None:
     run = make_run(recipe, output.hold(make_stopper(recipe)))
     check_validation(run)
     output.open(run)
-    profiling.record(run, output.leave_picture)  # only where there is a profiler
+    output.hold(profiling.record(run, output.leave_picture))
     for callback in run.callbacks:
         callback.on_start(recipe.job.directory if recipe.world.is_main else None, recipe.task)
     try:

@@ -29,7 +29,7 @@ run_hydra = _run_hydra
 def locate(target: str) -> Any:
     """Return what a dotted name stands for: ``hydra._internal.utils._locate``, or the public ``get_object``.
 
-    That one is the same, and also logs the error.
+    That one is the same, and also logs the error. ``pkgutil.resolve_name`` hides what a user's module fails to import.
 
     Raises:
         ImportError, ValueError: there is nothing of this name.

@@ -92,7 +92,7 @@ class Profiler(Callback):
         self.wait, self.warmup, self.active, self.rows = wait, warmup, active, rows
         self.directory: Path | None = None
         self.profile: Any = None
-        self.report: Callable[[Any], str] | None = None  # makes a table of phases of the events; set by profiling/
+        self.report: Callable[[Any], str] | None = None  # makes a table of phases; set by tools/profiling
         self.done = False
 
     def on_start(self, directory: Path | None, task: torch.nn.Module) -> None:

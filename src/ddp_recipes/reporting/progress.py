@@ -81,9 +81,13 @@ class _Shown(Progress):
 
 
 class Bar(_Shown):
-    """A bar in the last line of a terminal. The calling thread draws it, by the clock: there is no other thread."""
+    """A bar in the last line of a terminal. The calling thread draws it, by the clock: there is no other thread.
 
-    every = 0.2  # seconds; a drawing takes about half a millisecond
+    Not ``rich.progress``, of which it uses the parts: that lays out a table, so a drawing takes four times as long
+    (``benchmarks/progress.py``), and where the terminal is narrow it shortens each column, not only what comes last.
+    """
+
+    every = 0.2  # seconds
 
     _live: Live | None = None
     _due = 0.0
@@ -124,7 +128,7 @@ class Bar(_Shown):
             self._live = None
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Yield what rich draws: a line of parts, not a table of columns, which takes twice as long to lay out."""
+        """Yield the line."""
         from rich.progress_bar import ProgressBar
         from rich.segment import Segment
 

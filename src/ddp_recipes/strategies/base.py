@@ -12,6 +12,7 @@ from torch.distributed import Store
 
 from ddp_recipes._compat.modules import BatchNorm
 from ddp_recipes.config.parallelism import StrategySettings
+from ddp_recipes.runtime.phases import phase
 from ddp_recipes.runtime.world import World
 from ddp_recipes.tasks import StepOutput, Task
 
@@ -166,9 +167,10 @@ class Whole(Plain):
 
     def training_step(self, module: Wrapped, batch: Any, weight: float, last: bool, precision: Passes) -> Tensor:
         """Run the wrapped task, then backward."""
-        with precision.forward():
+        with phase("forward"), precision.forward():
             loss = module(batch).loss
-        precision.backward(loss if weight == 1 else loss * weight)
+        with phase("backward"):
+            precision.backward(loss if weight == 1 else loss * weight)
         return loss.detach()
 
     def shard(self, task: Task, devices: Sequence[torch.device]) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ddp_recipes.data.loader import Loader
 from ddp_recipes.errors import RequestError, nearest
+from ddp_recipes.runtime.phases import phase
 from ddp_recipes.strategies import Strategy
 from ddp_recipes.tasks import Task
 from ddp_recipes.training.precision import Precision
@@ -41,7 +42,7 @@ def evaluate(task: Task, loader: Loader, strategy: Strategy, prefix: str, precis
     for metric in task.stateful_metrics.values():
         metric.reset()
     sums: dict[str, Tensor] = {}  # name -> for each part the sum over samples and their number, [parts, 2], float64
-    with torch.no_grad(), precision.forward():
+    with phase("validation"), torch.no_grad(), precision.forward():
         for batch in loader.batches(epoch=0):
             if batch.share == 0 and sums:
                 continue

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from ddp_recipes.data.loader import Batch
 from ddp_recipes.runtime.fast_paths import zero_grad
+from ddp_recipes.runtime.phases import ALL_REDUCE, phase
 from ddp_recipes.runtime.seeding import seed_step, step_key
 from ddp_recipes.training.cadence import reason_to_stop, save_due, validation_due
 from ddp_recipes.training.clock import Rate
@@ -32,16 +33,18 @@ def fit(run: Run) -> str:
             before = run.cursor
             logged = (before.step + 1) % every == 0
             losses, samples = forward_backward(run, batches)
-            norm = clip(run, measured=logged)
-            lr = run.optimizer.param_groups[0]["lr"]
-            run.precision.step(run.optimizer)
-            zero_grad(run.optimizer)
-            run.cursor = advance(run, samples)
+            with phase("optimizer"):
+                norm = clip(run, measured=logged)
+                lr = run.optimizer.param_groups[0]["lr"]
+                run.precision.step(run.optimizer)
+                zero_grad(run.optimizer)
+                run.cursor = advance(run, samples)
             run.watch.saw(run.cursor.step, losses)
             run.clock.step()
-            run.progress.advance(run.cursor.step, run.cursor.epoch)
-            if logged:
-                write_log(run, losses, samples, norm, lr, rate)
+            with phase("logging"):
+                run.progress.advance(run.cursor.step, run.cursor.epoch)
+                if logged:
+                    write_log(run, losses, samples, norm, lr, rate)
             for callback in run.callbacks:
                 callback.on_step(run.cursor.step)
             run.checkpointer.busy(0)  # an async_save that failed ends the run here
@@ -75,14 +78,16 @@ def forward_backward(run: Run, batches: Iterator[Batch]) -> tuple[list[Losses], 
         mine: Losses = []
         with strategy.part(plan.samples(numbers, part) / samples):
             for number in numbers:
-                batch = next(batches)
+                with phase("data"):
+                    batch = next(batches)
                 if batch.share == 0 and not strategy.takes_empty:
                     continue
                 weight, last = batch.share * strategy.divisor / samples, number == numbers[-1]
                 loss = strategy.training_step(run.module, batch.data, weight, last, run.precision)
                 mine.append((loss, batch.share))
         losses.append(mine)
-    strategy.reduce()
+    with phase(ALL_REDUCE):
+        strategy.reduce()
     return losses, samples
 
 

@@ -11,21 +11,19 @@ import struct
 import sys
 import uuid
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from itertools import combinations
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import profiler
 
-from ddp_recipes._compat.autograd import is_profiled
+from ddp_recipes.runtime.phases import ALL_REDUCE, phase
 from ddp_recipes.runtime.world import World
 
 MOST_RANKS = 8  # each reads what all have put there: with many it would be quicker to share out the sums
 CHUNK = 1 << 20  # bytes that a rank puts there at once: small enough for the processor's cache
 LONGEST_S = 1e6  # that a socket can be told to wait
-ALL_REDUCE = "all-reduce"  # its range in a trace
 _BYTE = b"\0"
 
 
@@ -96,8 +94,7 @@ class SharedMemory:
             from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook  # seldom needed
 
             return allreduce_hook(None, bucket)  # type: ignore[arg-type]  # its default: all ranks
-        profiled = profiler.record_function(ALL_REDUCE) if is_profiled() else nullcontext()
-        with profiled:
+        with phase(ALL_REDUCE):
             self.mean(gradients)
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         done.set_result(gradients)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import Store
 
 from ddp_recipes.errors import RequestError
+from ddp_recipes.runtime.phases import ALL_REDUCE, phase
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import Exchange, Whole, Wrapped
 from ddp_recipes.strategies.ddp_exact.ordered_sum import OrderedSum
@@ -61,9 +62,11 @@ class DDPExact(Whole, Group):
     def part(self, weight: float) -> Iterator[None]:
         """Compute a part from the buffers that the step started from, and take what it leaves."""
         assert self.total is not None
-        self.total.begin()
+        with phase(ALL_REDUCE):
+            self.total.begin()
         yield
-        self.total.take(weight)
+        with phase(ALL_REDUCE):
+            self.total.take(weight)
 
     def reduce(self) -> None:
         """Put the ordered sum in place."""

@@ -11,6 +11,7 @@ from torch.distributed import Store
 from torch.distributed.device_mesh import DeviceMesh
 
 from ddp_recipes.model_parallel.pipeline import Layout, Pipeline, joined
+from ddp_recipes.runtime.phases import phase
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import Passes, Wrapped
 from ddp_recipes.strategies.buckets import in_buckets
@@ -107,7 +108,7 @@ class DDPPipeline(Group):
     def training_step(self, module: Wrapped, batch: Any, weight: float, last: bool, precision: Passes) -> Tensor:
         """Run the schedule, which has the backward pass of each micro-batch in it."""
         self.weight = weight
-        with precision.forward():
+        with phase("forward and backward"), precision.forward():
             return module(batch).loss.detach()
 
     def reduce(self) -> None:

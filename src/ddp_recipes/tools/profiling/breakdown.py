@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch.autograd.profiler_util import FunctionEvent
 
 from ddp_recipes.callbacks import BETWEEN_STEPS
-from ddp_recipes.strategies.ddp.shared_memory import ALL_REDUCE
+from ddp_recipes.runtime.phases import ALL_REDUCE
 from ddp_recipes.tools.profiling.intervals import Interval, common, length, minus
 
 OTHER = "other"

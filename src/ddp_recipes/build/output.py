@@ -1,0 +1,39 @@
+"""What a recipe's run shows and leaves behind."""
+
+from functools import partial
+
+from ddp_recipes.build.loggers import make_logger
+from ddp_recipes.build.recipe import Recipe
+from ddp_recipes.output import Output
+from ddp_recipes.reporting.run_directory import RunDirectory
+
+
+def make_output(recipe: Recipe, directory: RunDirectory | None) -> Output:
+    """Return the output of a run, which is not open yet.
+
+    Args:
+        directory: the claimed run directory on rank 0, ``None`` elsewhere.
+    """
+    readers = recipe.request.strategy.batch_shards(recipe.world).readers
+    return Output(
+        job=recipe.job,
+        request=recipe.request,
+        world=recipe.world,
+        control=recipe.control,
+        directory=directory,
+        task=recipe.task,
+        strategy=recipe.strategy,
+        stages=recipe.stages,
+        replicas=readers * recipe.strategy.replicas(recipe.device.type),
+        devices_per_replica=recipe.request.num_devices * (recipe.world.world_size // readers),
+        device_name=recipe.devices.name,
+        backend=recipe.devices.backend,
+        monitor=recipe.monitor,
+        total_steps=recipe.total_steps if recipe.mode == "fit" else None,
+        state=recipe.state,
+        checkpoint_path=recipe.checkpoint_path,
+        resumes_in_place=recipe.resumes_in_place,
+        warnings=recipe.warnings,
+        make_logger=partial(make_logger, recipe.loggers, recipe.job.directory),
+        logs_graph=any(node.get("graph", False) for node in recipe.loggers.values()),
+    )

@@ -1,0 +1,67 @@
+"""Where log records go: to ``train.log``, to the terminal, or from other ranks to rank 0."""
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ddp_recipes.reporting.progress import Progress
+from ddp_recipes.runtime.control import Control
+
+FAILURE = "ddp_recipes.failure"  # the logger of what ended a run: whoever started the ranks shows it on the terminal
+
+
+class LogFile(logging.FileHandler):
+    """Write ``train.log``, with the lines that other ranks sent."""
+
+    def __init__(self, directory: Path, control: Control) -> None:
+        super().__init__(directory / "train.log", encoding="utf-8")
+        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        self.control = control
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._write_received()
+        super().emit(record)
+
+    def close(self) -> None:
+        self._write_received()
+        super().close()
+
+    def _write_received(self) -> None:
+        for line in self.control.received_logs():
+            assert self.stream is not None
+            self.stream.write(line + "\n")
+
+
+class Console(logging.Handler):
+    """Print records above the progress bar; where there is no progress, warnings alone, to standard error."""
+
+    def __init__(self, progress: Progress) -> None:
+        super().__init__()
+        self.progress = progress
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.name == FAILURE:
+            return
+        if type(self.progress) is Progress and record.levelno >= logging.WARNING:
+            print(self.format(record), file=sys.stderr, flush=True)
+        else:
+            self.progress.line(self.format(record))
+
+
+@contextmanager
+def handling(handler: logging.Handler) -> Iterator[None]:
+    """Give a handler the records of all loggers, from INFO on, and Python's warnings; close it at the end."""
+    root = logging.getLogger()
+    level = root.level
+    root.addHandler(handler)
+    root.setLevel(min(level, logging.INFO) or logging.INFO)
+    logging.captureWarnings(True)
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
+        handler.close()
+        root.setLevel(level)
+        logging.captureWarnings(False)
