@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ddp_recipes._version import __version__
 from ddp_recipes.build.recipe import Recipe
-from ddp_recipes.checkpointing.files import write_aside
 from ddp_recipes.checkpointing.manager import FileCheckpointer
+from ddp_recipes.checkpointing.writing import write_aside
 from ddp_recipes.config.parallelism import PipelineShape
 from ddp_recipes.loggers import Logger
 from ddp_recipes.model_parallel.timeline import Cell, bubble, order, timeline

@@ -14,7 +14,7 @@ from ddp_recipes._compat.messages import timed_out
 from ddp_recipes._version import __version__
 from ddp_recipes.build.recipe import Recipe
 from ddp_recipes.checkpointing.export import write_weights
-from ddp_recipes.checkpointing.files import write_aside
+from ddp_recipes.checkpointing.writing import write_aside
 from ddp_recipes.errors import Preempted, RecipeError, RequestError, RunFailed
 from ddp_recipes.output import Output
 from ddp_recipes.reporting.run_directory import RunDirectory, Summary, write_trace
