@@ -17,8 +17,9 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from ddp_recipes._version import __version__
-from ddp_recipes.checkpointing.files import State, write_aside
+from ddp_recipes.checkpointing.files import State
 from ddp_recipes.checkpointing.manager import FileCheckpointer
+from ddp_recipes.checkpointing.writing import write_aside
 from ddp_recipes.config.parallelism import PipelineShape
 from ddp_recipes.config.request import Request
 from ddp_recipes.loggers import Logger

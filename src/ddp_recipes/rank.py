@@ -16,7 +16,7 @@ from ddp_recipes.build.output import make_output
 from ddp_recipes.build.recipe import Recipe, make_recipe
 from ddp_recipes.build.run import join, make_run, make_stopper
 from ddp_recipes.checkpointing.export import write_weights
-from ddp_recipes.checkpointing.files import write_aside
+from ddp_recipes.checkpointing.writing import write_aside
 from ddp_recipes.errors import Preempted, RecipeError, RequestError, RunFailed
 from ddp_recipes.output import Output
 from ddp_recipes.reporting.run_directory import RunDirectory, Summary, write_trace

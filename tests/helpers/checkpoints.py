@@ -4,16 +4,15 @@ import os
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from ddp_recipes.checkpointing import files as checkpoint
-from ddp_recipes.checkpointing.manager import FileCheckpointer
-from ddp_recipes.checkpointing.staging import Staging
+from ddp_recipes.checkpointing.files import content_of
+from ddp_recipes.checkpointing.manager import DefaultWriter, FileCheckpointer
+from ddp_recipes.checkpointing.writing import size_of, unwritable, write_aside
 from ddp_recipes.config.settings import CheckpointSettings
 
 
@@ -31,8 +30,9 @@ def state_of(step: int, size: int = 4) -> dict[str, Any]:
 
 def write(path: Path, state: dict[str, Any]) -> None:
     """Write a state as a checkpointer does, but no other names."""
-    content = checkpoint.content_of(state)
-    checkpoint.write(path, partial(Staging().save, content), checkpoint.size_of(content), lambda: None)
+    content = content_of(state)
+    with unwritable(path, size_of(content)):
+        write_aside(path, DefaultWriter().stage(content, snapshot=False))
 
 
 def plain(state: dict[str, Any]) -> dict[str, Any]:

@@ -22,8 +22,8 @@ from ddp_recipes.checkpointing.files import (
     load,
     load_first,
     newest_first,
-    write_aside,
 )
+from ddp_recipes.checkpointing.writing import write_aside
 from ddp_recipes.errors import RequestError
 from ddp_recipes.models import Toy
 from ddp_recipes.runtime.digest import digest
@@ -375,7 +375,7 @@ def test_a_deleted_newest_one_is_still_there_under_its_other_name(tmp_path: Path
     (tmp_path / "step_00000002.pt").unlink()
     name, step, said = read(tmp_path)
     assert (name, step) == ("last.pt", 2)
-    assert "is gone" in said[0]
+    assert "is deleted" in said[0]
     (tmp_path / "last.pt").unlink()
     assert read(tmp_path) == ("step_00000001.pt", 1, [])
     (tmp_path / "step_00000001.pt").rename(tmp_path / "last.pt")

@@ -197,7 +197,7 @@ def test_async_save_writes_the_state_as_it_was_when_asked(tmp_path: Path) -> Non
 def test_a_copy_is_written_once_the_loop_has_taken_another_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ddp_recipes.checkpointing.manager.PATIENCE_S", 600.0)
+    monkeypatch.setattr("ddp_recipes.checkpointing.manager.MAX_WAIT_S", 600.0)
     saver = checkpointer(tmp_path, async_save=True)
     for step in (1, 2):
         saver.save(state_of(step), step, 0.5)

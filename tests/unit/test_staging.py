@@ -3,7 +3,6 @@
 import fcntl
 import os
 import zipfile
-from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,8 @@ import pytest
 import torch
 
 from ddp_recipes.checkpointing import staging
-from ddp_recipes.checkpointing.files import write_aside
-from ddp_recipes.checkpointing.staging import Staging
+from ddp_recipes.checkpointing.staging import StagingWriter
+from ddp_recipes.checkpointing.writing import PlainWriter, Writer, write_aside
 
 
 @pytest.fixture(autouse=True)
@@ -36,22 +35,25 @@ SIZES = [0, 1, 100, 1000, 1024, 5000]
 def test_what_is_saved_is_torchs_own_file(size: int, tmp_path: Path) -> None:
     expected = BytesIO()
     torch.save(content(size), expected)
-    stage = Staging()
+    writer = StagingWriter()
     for name in ("first", "second"):
-        write_aside(tmp_path / name, partial(stage.save, content(size)))
+        write_aside(tmp_path / name, writer.stage(content(size), snapshot=False))
         assert (tmp_path / name).read_bytes() == expected.getvalue()
 
 
+@pytest.mark.parametrize("make", [StagingWriter, PlainWriter])
 @pytest.mark.parametrize("size", SIZES)
-def test_what_is_held_is_written_as_it_was_with_the_right_checksums(size: int, tmp_path: Path) -> None:
-    expected, held, stage = BytesIO(), tmp_path / "held", Staging()
+def test_a_snapshot_is_written_as_it_was_with_the_right_checksums(
+    make: type[Writer], size: int, tmp_path: Path
+) -> None:
+    expected, held, writer = BytesIO(), tmp_path / "held", make()
     torch.save(content(size), expected)
     for _ in range(2):
         state = content(size)
-        stage.hold(state)
+        staged = writer.stage(state, snapshot=True)
         for tensor in state["tensors"]:
             tensor.zero_()
-        write_aside(held, stage.release)
+        write_aside(held, staged)
         loaded = torch.load(held, weights_only=True)
         assert loaded["plain"] == content(size)["plain"]
         for mine, torchs in zip(loaded["tensors"], content(size)["tensors"], strict=True):
@@ -67,22 +69,22 @@ def test_what_is_held_is_written_as_it_was_with_the_right_checksums(size: int, t
 
 
 def test_other_programs_of_this_process_get_their_checksums(tmp_path: Path) -> None:
-    stage = Staging()
-    stage.hold(content(10))
+    writer = StagingWriter()
+    writer.stage(content(10), snapshot=True)
     with pytest.raises(AttributeError):
-        stage.hold({"cannot be saved": lambda: None})
+        writer.stage({"cannot be saved": lambda: None}, snapshot=True)
     torch.save(content(10), tmp_path / "theirs")
     with zipfile.ZipFile(tmp_path / "theirs") as archive:
         assert archive.testzip() is None
 
 
 def test_a_smaller_file_after_a_larger_one_has_nothing_of_it(tmp_path: Path) -> None:
-    stage, expected = Staging(), BytesIO()
+    writer, expected = StagingWriter(), BytesIO()
     torch.save(content(1), expected)
-    stage.hold(content(5000))
-    write_aside(tmp_path / "held", stage.release)
-    write_aside(tmp_path / "saved", partial(stage.save, content(1)))
-    assert (tmp_path / "saved").read_bytes() == expected.getvalue()
+    for size in (5000, 1):
+        write_aside(tmp_path / f"{size}", writer.stage(content(size), snapshot=True))
+    assert (tmp_path / "1").stat().st_size == len(expected.getvalue())
+    assert torch.equal(torch.load(tmp_path / "1")["again"], content(1)["again"])
 
 
 def test_whole_blocks_go_past_the_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +96,7 @@ def test_whole_blocks_go_past_the_page_cache(tmp_path: Path, monkeypatch: pytest
         return write(descriptor, data)
 
     monkeypatch.setattr(os, "write", watched)
-    write_aside(tmp_path / "file", partial(Staging().save, content(1024)))
+    write_aside(tmp_path / "file", StagingWriter().stage(content(1024), snapshot=False))
     blocks, rest = divmod((tmp_path / "file").stat().st_size, 4096)
     if not any(direct for direct, _ in writes):
         pytest.skip("this disk has no way past the page cache")

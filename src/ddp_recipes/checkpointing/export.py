@@ -6,21 +6,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ddp_recipes.checkpointing.files import find, load_first, size_of, unwritable, write_aside
+from ddp_recipes.checkpointing.files import find, load_first
+from ddp_recipes.checkpointing.writing import unwritable, write_aside
 
 
 def export(ckpt_path: str | Path, file: str | Path = "model.safetensors") -> Path:
-    """Write the weights of a checkpoint as safetensors, under the names that the model itself has for them.
+    """Write the weights of a checkpoint as safetensors, under the model's own names, and return the file.
 
-    Needs no model: the checkpoint is read, verified, and nothing in it is run. ``mode=export`` also sees that the
+    Needs no model: the checkpoint is read, verified, and nothing in it is run. ``mode=export`` also checks that the
     weights are those of a config's model.
 
     Args:
         ckpt_path: a checkpoint file, or a run directory, whose newest one is taken.
         file: what to write; complete or not there at all.
-
-    Returns:
-        The file.
 
     Raises:
         RequestError: there is no such checkpoint, or it is damaged.
@@ -46,7 +44,5 @@ def write_weights(file: Path, weights: Mapping[str, Tensor]) -> None:
         if not name.startswith("task.")
     }
     content = save(tensors, metadata={"format": "pt"})
-    try:
+    with unwritable(file, len(content)):
         write_aside(file, lambda out: out.write(content))
-    except OSError as error:
-        raise unwritable(file, size_of(tensors), error) from error

@@ -1,18 +1,18 @@
-"""Checkpoint files: written aside, synced, renamed, verified at every load. One is complete or it is not there."""
+"""What is in a checkpoint file, which files there are, and how one is read: verified at every load."""
 
 import os
 import re
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
-from ddp_recipes._compat.messages import refused_global
-from ddp_recipes.errors import RecipeError, RequestError
+from ddp_recipes.checkpointing.writing import reason_of
+from ddp_recipes.errors import RequestError
 
 FORMAT = 2  # 1 had a digest in its content, which no longer counts
 LAST = "last.pt"  # another name of the newest
@@ -32,72 +32,15 @@ def content_of(state: State) -> State:
     return {"format": FORMAT, **state}
 
 
-def write(path: Path, save: Callable[[BinaryIO], object], size: int, link: Callable[[], object]) -> None:
-    """Write a checkpoint: to a hidden file, synced, renamed, the folder synced.
-
-    Args:
-        save: writes the content to a file.
-        size: its bytes, about, for the message.
-        link: gives the file further names in its folder, which then become durable together.
-
-    Raises:
-        RecipeError: it could not be written; nothing but what was there before is left.
-    """
-    try:
-        write_aside(path, save, link)
-    except (OSError, RuntimeError) as error:
-        raise unwritable(path, size, error) from error
-
-
-def unwritable(path: Path, size: int, error: Exception) -> RecipeError:
-    """Return the error for a file that could not be written, with what it needs and what there is."""
-    return RecipeError(
-        f"{path} could not be written: {_reason(error)}. It needs about {size:,} bytes; "
-        f"free on that disk: {_free(path.parent):,}. Earlier checkpoints are untouched."
-    )
-
-
-def write_aside(path: Path, save: Callable[[BinaryIO], object], link: Callable[[], object] = lambda: None) -> None:
-    """Let ``save`` write a file so that it is complete at ``path`` or not there at all.
-
-    Args:
-        link: gives it further names in its folder, which then become durable together.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.part")
-    try:
-        with aside.open("wb") as file:
-            save(file)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
-    except BaseException:
-        aside.unlink(missing_ok=True)
-        raise
-    link()
-    _sync_directory(path.parent)
-
-
-def _sync_directory(directory: Path) -> None:
-    """Make renames in a folder durable."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 class DamagedCheckpoint(RequestError):
-    """A file that is no whole checkpoint; ``reason`` says why without naming it."""
+    """A file that is no whole checkpoint. The message also says what else is in its folder; ``reason`` only why."""
 
-    def __init__(self, message: str, *, reason: str = "") -> None:
-        super().__init__(message)
-        self.reason = reason
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(path, reason)  # from which another process unpickles it
+        self.path, self.reason = path, reason
 
-    @classmethod
-    def of(cls, path: Path, reason: str) -> "DamagedCheckpoint":
-        """Return the error for a file, with what else is in its folder."""
-        return cls(f"{path} is damaged or no checkpoint: {reason}. {_hint(path.parent)}", reason=reason)
+    def __str__(self) -> str:
+        return f"{self.path} is damaged or no checkpoint: {self.reason}. {_hint(self.path.parent)}"
 
 
 def load(path: Path) -> State:
@@ -118,17 +61,17 @@ def load(path: Path) -> State:
     except DamagedCheckpoint:
         raise
     except Exception as error:  # a damaged file can fail in any way in the unpickler
-        raise DamagedCheckpoint.of(
-            path, f"it cannot be read, or holds more than tensors and plain data ({_reason(error)})"
+        raise DamagedCheckpoint(
+            path, f"it cannot be read, or holds more than tensors and plain data ({reason_of(error)})"
         ) from error
     if not isinstance(state, dict) or type(state.get("format")) is not int:
-        raise DamagedCheckpoint.of(path, "it has not the format of ddp_recipes")
+        raise DamagedCheckpoint(path, "it has not the format of ddp_recipes")
     if state["format"] > FORMAT:
         raise RequestError(
             f"{path} has format {state['format']}, this version reads up to {FORMAT}: update ddp_recipes."
         )
     if not isinstance(state.get("model"), dict):
-        raise DamagedCheckpoint.of(path, "it has no weights")
+        raise DamagedCheckpoint(path, "it has no weights")
     return {**state, "checksum": checksum}
 
 
@@ -141,7 +84,7 @@ def _verified(path: Path) -> str:
     """
     with zipfile.ZipFile(path) as archive:
         if record := archive.testzip():
-            raise DamagedCheckpoint.of(path, f"its content does not match its checksum ({record})")
+            raise DamagedCheckpoint(path, f"its content does not match its checksum ({record})")
         return f"{zlib.crc32(repr([(each.filename, each.CRC) for each in archive.infolist()]).encode()):08x}"
 
 
@@ -152,7 +95,7 @@ def load_first(paths: Sequence[Path]) -> tuple[Path, State, list[str]]:
         paths: as :func:`find` returns them.
 
     Returns:
-        Its path, its state, and what is to be said of others.
+        Its path, its state, and warnings about others.
 
     Raises:
         DamagedCheckpoint: the only one is damaged.
@@ -170,14 +113,13 @@ def load_first(paths: Sequence[Path]) -> tuple[Path, State, list[str]]:
             raise damaged[paths[0]]
         reasons = "".join(f"\n  {path.name}: {error.reason}" for path, error in damaged.items())
         raise RequestError(f"Every checkpoint in {paths[0].parent} is damaged:{reasons}")
-    said = [f"{bad} is damaged: {error.reason}. {path} is used instead." for bad, error in damaged.items()]
     last = paths[-1]
     if last.name == LAST and path != last:
         with suppress(DamagedCheckpoint):
             newer = load(last)
             if newer["cursor"]["step"] > state["cursor"]["step"]:
-                return last, newer, [f"The file that {last} was a second name of is gone; that name is used."]
-    return path, state, said
+                return last, newer, [f"The file that {last} was a second name of is deleted; that name is used."]
+    return path, state, [f"{bad} is damaged: {error.reason}. {path} is used instead." for bad, error in damaged.items()]
 
 
 def find(ckpt_path: str | None, run_directory: Path) -> list[Path]:
@@ -189,21 +131,17 @@ def find(ckpt_path: str | None, run_directory: Path) -> list[Path]:
     Raises:
         RequestError: there is no such checkpoint.
     """
+    folder = run_directory / "checkpoints"
     if ckpt_path is None:
         return []
     if ckpt_path in ("last", "auto"):
-        found = newest_first(run_directory / "checkpoints")
+        found = newest_first(folder)
         if not found and ckpt_path == "last":
-            raise RequestError(
-                f"ckpt_path=last: {run_directory} has no checkpoint. {_hint(run_directory / 'checkpoints')}"
-            )
+            raise RequestError(f"ckpt_path=last: {run_directory} has no checkpoint. {_hint(folder)}")
         return found
-    if ckpt_path == "best":
-        path = run_directory / "checkpoints" / BEST
-    else:
-        path = Path(ckpt_path).expanduser().absolute()
-        if path.is_dir():
-            return _in_directory(ckpt_path, path)
+    path = folder / BEST if ckpt_path == "best" else Path(ckpt_path).expanduser().absolute()
+    if path.is_dir():
+        return _in_directory(ckpt_path, path)
     if not path.is_file():
         raise RequestError(
             f"ckpt_path={ckpt_path}: there is no {path}. Allowed: last, best, auto, a checkpoint file, or a "
@@ -214,11 +152,9 @@ def find(ckpt_path: str | None, run_directory: Path) -> list[Path]:
 
 def _in_directory(ckpt_path: str, path: Path) -> list[Path]:
     """Return the checkpoints of a run directory, or of its ``checkpoints``."""
-    found = newest_first(path / "checkpoints") or newest_first(path)
-    jobs = sorted(inside.name for inside in path.iterdir() if step_files(inside / "checkpoints"))
-    if found:
+    if found := newest_first(path / "checkpoints") or newest_first(path):
         return found
-    if jobs:
+    if jobs := sorted(inside.name for inside in path.iterdir() if step_files(inside / "checkpoints")):
         raise RequestError(
             f"ckpt_path={ckpt_path} holds several runs, a sweep's. Give the directory of one of them: "
             f"{', '.join(f'{ckpt_path}/{name}' for name in jobs[:8])}{' …' if len(jobs) > 8 else ''}."
@@ -230,27 +166,19 @@ def _in_directory(ckpt_path: str, path: Path) -> list[Path]:
 
 
 def newest_first(directory: Path) -> list[Path]:
-    """Return the checkpoints of a folder from the highest step down, found by what is there.
+    """Return the checkpoints of a folder from the highest step down.
 
     ``last.pt`` comes at the end if it is not just another name of one of them: its step is not known without reading.
     """
-    found = sorted(step_files(directory), key=step_of, reverse=True)
+    found = [path for _, path in sorted(step_files(directory).items(), reverse=True)]
     last = directory / LAST
     return [*found, last] if last.exists() and not any(last.samefile(path) for path in found) else found
 
 
-def step_files(directory: Path) -> list[Path]:
-    """Return the complete ``step_*.pt`` files of a folder, which may not exist."""
-    if not directory.is_dir():
-        return []
-    return [path for path in directory.iterdir() if _STEP_FILE.fullmatch(path.name)]
-
-
-def step_of(path: Path) -> int:
-    """Return the step in a checkpoint's name."""
-    match = _STEP_FILE.fullmatch(path.name)
-    assert match is not None
-    return int(match[1])
+def step_files(directory: Path) -> dict[int, Path]:
+    """Return the complete ``step_*.pt`` files of a folder, which may not exist, by their steps."""
+    names = os.listdir(directory) if directory.is_dir() else []
+    return {int(match[1]): directory / match[0] for match in map(_STEP_FILE.fullmatch, names) if match}
 
 
 def check_weights(path: Path, weights: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
@@ -277,47 +205,15 @@ def check_weights(path: Path, weights: Mapping[str, torch.Tensor], expected: Map
 
 
 def _hint(directory: Path) -> str:
-    found = sorted(path.name for path in step_files(directory))
+    found = sorted(path.name for path in step_files(directory).values())
     return f"In {directory} there are: {', '.join(found)}." if found else f"No complete checkpoint is in {directory}."
 
 
-def size_of(content: Any) -> int:
-    """Return the bytes that nested plain data and tensors take, about."""
-    if isinstance(content, torch.Tensor):
-        return content.nbytes
-    if isinstance(content, Mapping):
-        return sum(size_of(value) for value in content.values())
-    return sum(size_of(value) for value in content) if isinstance(content, (list, tuple)) else 8
-
-
 def _refuse_what_is_not_plain(content: Any) -> None:
-    if isinstance(content, dict):
-        for name, value in content.items():
-            _refuse_what_is_not_plain(name)
-            _refuse_what_is_not_plain(value)
-    elif isinstance(content, (list, tuple)):
-        for value in content:
+    if isinstance(content, (list, tuple, dict)):
+        for value in (*content, *content.values()) if isinstance(content, dict) else content:
             _refuse_what_is_not_plain(value)
     elif not (content is None or isinstance(content, (torch.Tensor, bool, int, float, str))):
         raise TypeError(
             f"{type(content).__name__} cannot be in a checkpoint: use tensors, numbers, text, lists and dicts."
         )
-
-
-def _free(directory: Path) -> int:
-    while not directory.exists():
-        directory = directory.parent
-    status = os.statvfs(directory)
-    return status.f_bavail * status.f_frsize
-
-
-def _reason(error: Exception) -> str:
-    """Return the system's word for it (torch calls a failed write an unexpected position), or what was not read."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, OSError) and cause.strerror:
-            return cause.strerror
-        cause = cause.__context__
-    # torch goes on to say how to load it all the same, which is no advice for a file that came from elsewhere.
-    refused = refused_global(error)
-    return f"it names {refused}" if refused else (str(error) or type(error).__name__).split(". ")[0].splitlines()[0]

@@ -17,7 +17,7 @@ from ddp_recipes._compat.autograd import current_node, next_sequence_number, seq
 from ddp_recipes._compat.dispatch import OpOverload, TorchDispatchMode
 from ddp_recipes._compat.pytree import tree_map_only
 from ddp_recipes.errors import RequestError
-from ddp_recipes.model_parallel.rehearsal import OUTSIDE, Rehearsal
+from ddp_recipes.model_parallel.dry_run import OUTSIDE, Rehearsal
 
 STEPS = 3  # that count, after one that does not
 

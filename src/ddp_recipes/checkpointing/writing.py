@@ -1,0 +1,99 @@
+"""Files that are complete or absent, and the writer interface behind which a checkpoint becomes one."""
+
+import io
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+import torch
+
+from ddp_recipes._compat.messages import refused_global
+from ddp_recipes.errors import RecipeError
+
+Save = Callable[[BinaryIO], object]
+
+
+class Writer(Protocol):
+    """Stages the content of a checkpoint for a file. The file is a zip file with right checksums."""
+
+    def stage(self, content: dict[str, Any], snapshot: bool) -> Save:
+        """Return what writes the content to a new file; after a ``snapshot`` the content may change before that."""
+
+
+class PlainWriter:
+    """``torch.save``; a snapshot is the file in memory."""
+
+    def stage(self, content: dict[str, Any], snapshot: bool) -> Save:
+        """Return what writes the content to a new file."""
+        if not snapshot:
+            return partial(torch.save, content)
+        memory = io.BytesIO()
+        torch.save(content, memory)
+        return lambda file: file.write(memory.getbuffer())
+
+
+def write_aside(path: Path, save: Save, link: Callable[[], object] = lambda: None) -> None:
+    """Let ``save`` write a file so that it is complete at ``path`` or not there at all.
+
+    Args:
+        link: gives it further names in its folder, which become durable together with it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.part")
+    try:
+        with aside.open("wb") as file:
+            save(file)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+    link()
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # makes the renames durable
+    finally:
+        os.close(folder)
+
+
+@contextmanager
+def unwritable(path: Path, size: int) -> Iterator[None]:
+    """Name the file, the cause, the bytes needed and those free where writing fails.
+
+    Raises:
+        RecipeError: in the place of the error of the system or of torch.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        there = next(folder for folder in path.parents if folder.exists())
+        raise RecipeError(
+            f"{path} could not be written: {reason_of(error)}. It needs about {size:,} bytes; "
+            f"free on that disk: {shutil.disk_usage(there).free:,}. Earlier checkpoints are untouched."
+        ) from error
+
+
+def size_of(content: Any) -> int:
+    """Return the bytes that nested plain data and tensors take, about."""
+    if isinstance(content, torch.Tensor):
+        return content.nbytes
+    if isinstance(content, Mapping):
+        return sum(size_of(value) for value in content.values())
+    return sum(size_of(value) for value in content) if isinstance(content, (list, tuple)) else 8
+
+
+def reason_of(error: Exception) -> str:
+    """Return the system's message (torch calls a failed write an unexpected position), or what was not read."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror
+        cause = cause.__context__
+    # torch goes on to say how to load it all the same, which is no advice for a file that came from elsewhere.
+    refused = refused_global(error)
+    return f"it names {refused}" if refused else (str(error) or type(error).__name__).split(". ")[0].splitlines()[0]
