@@ -1,8 +1,12 @@
-"""Starts ranks by fork from a process that has loaded torch already, while the config was still being composed.
+"""Forks ranks from a process that loads torch while the config is still being composed.
 
-Loading torch and its compiler takes seconds a process. Here it is paid once: beside the composition, not after it, for
-all local ranks together, and for all jobs of a sweep. Only torch and this package are loaded, nothing of a user's, and
-no CUDA context is made: a fork does not survive one.
+Loading torch and its compiler takes seconds. Here it is paid once, for all local ranks and all jobs of a sweep. Only
+torch and this package are loaded, nothing of a user's, and no CUDA context is made: a fork does not survive one.
+
+Why not :mod:`multiprocessing.forkserver`, which forks as quickly: each of its ranks holds the pipe whose end ends the
+server, so a stopped rank, and the server, outlive a killed controller; it runs the user's main module again in every
+rank, which fails for a script without ``if __name__ == "__main__"``; a SIGTERM to the whole job ends it, and the ranks
+before they have saved; starting a rank waits for it without a timeout; and nothing public ends it when a run has ended.
 """
 
 import gc
@@ -21,68 +25,51 @@ from typing import Any, NoReturn
 from ddp_recipes.runtime.job import ASKS_TO_STOP
 from ddp_recipes.runtime.process import die_with_parent, ignore, loading
 
-WAIT_S = 2.0  # for the word that a killed rank is gone
+WAIT_S = 2.0  # for the report that a killed rank has exited
 MAX_FDS = 8
+MAX_BYTES = 256  # of a message
 
 
 class ForkedRank:
-    """A process that the server forked, as :class:`subprocess.Popen` would show it.
+    """A process that the server forks, as :class:`subprocess.Popen` would show it.
 
     Attributes:
-        pid: ``None`` until the server has got to it.
+        pid: ``None`` until the server has forked it.
         returncode: as in ``Popen``: negative for a signal, ``None`` while it runs.
     """
 
-    def __init__(self, server: "ForkServer") -> None:
+    def __init__(self, server: "ForkServer", number: int) -> None:
         self._server = server
-        self._early: list[int] = []  # signals sent before there was a process
+        self._number = number
         self.pid: int | None = None
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """Return the exit status if it has ended."""
+        """Return the exit code if it has exited."""
         self._server.listen(0)
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """Send a signal unless it has ended."""
-        if self.poll() is not None:
-            return
-        if self.pid is None:
-            self._early.append(number)
-        else:
-            _signal(self.pid, number)
-
-    def kill(self) -> None:
-        """End it at once."""
-        self.send_signal(signal.SIGKILL)
+        """Send a signal unless it has exited; one that is not yet forked gets it then."""
+        if self.poll() is None:
+            self._server.send(["signal", self._number, number])
 
     def wait(self) -> int:
-        """Return the exit status of a process that was told to end; a server that does not answer goes with it."""
-        if self.returncode is None and self.pid is not None:
-            self._server.listen(WAIT_S, until=self)
+        """Return the exit code of a process that was killed; a server that does not respond is killed with it."""
+        while self.returncode is None and self._server.listen(WAIT_S):
+            pass
         if self.returncode is None:
             self._server.close()
         assert self.returncode is not None
         return self.returncode
 
-    def started(self, pid: int) -> None:
-        """Take note of the process, and hand on what was meant for it."""
-        self.pid = pid
-        for number in self._early:
-            _signal(pid, number)
-
 
 class ForkServer:
-    """The process that forks, from the side of the one that has it fork; loads no torch. It ends with that process.
-
-    A pickled one is a new one: it belongs to the process that made it.
-    """
+    """The controller's side of the server, which exits with the controller. Loads no torch; a copy by pickle is new."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
-        self._unread = b""
         self._ranks: list[ForkedRank] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -92,7 +79,7 @@ class ForkServer:
         """Start loading, and return at once."""
         if self._process is not None:
             return
-        self._channel, theirs = socket.socketpair()
+        self._channel, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)  # a message a packet
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", __name__, str(theirs.fileno())],
@@ -102,66 +89,58 @@ class ForkServer:
                 process_group=0,  # Ctrl-C at the terminal is not for it
             )
 
-    def fork(self, arguments: Sequence[int], environ: Mapping[str, str], threads: int) -> ForkedRank:
-        """Ask for a rank.
+    def fork(self, arguments: Sequence[int], environ: Mapping[str, str]) -> ForkedRank:
+        """Request a rank with this environment; return at once.
 
         Args:
             arguments: file descriptors, as :mod:`ddp_recipes.launchers.worker` takes them.
-            environ: its environment.
-            threads: CPU threads that torch computes with.
         """
         self.start()
-        assert self._channel is not None
-        rank = ForkedRank(self)
-        self._ranks.append(rank)
-        request = {
-            "number": len(self._ranks) - 1,
-            "environ": dict(environ),
-            "path": sys.path,
-            "folder": os.getcwd(),
-            "threads": threads,
-        }
-        text = json.dumps(request).encode()
-        with suppress(BrokenPipeError):  # the server is gone, which poll() finds out
-            socket.send_fds(self._channel, [len(text).to_bytes(8, "big")], [1, 2, *arguments])
-            self._channel.sendall(text)
-        return rank
+        number = len(self._ranks)
+        self._ranks.append(ForkedRank(self, number))
+        with os.fdopen(os.memfd_create("request"), "w") as file:  # an environment may be larger than a packet
+            json.dump({"environ": dict(environ), "path": sys.path, "folder": os.getcwd()}, file)
+            file.flush()
+            self.send(["fork", number, 0], [file.fileno(), 1, 2, *arguments])
+        return self._ranks[number]
 
-    def listen(self, seconds: float, until: ForkedRank | None = None) -> None:
-        """Take in what the server said; wait for more until ``until`` has ended, at most so long."""
-        while self._channel is not None and (until is None or until.returncode is None):
-            ready, _, _ = select.select([self._channel], [], [], seconds)
-            if not ready:
-                return
+    def send(self, message: list[Any], fds: Sequence[int] = ()) -> None:
+        """Send a message; that the server has exited is found by :meth:`listen`."""
+        if self._channel is not None:
+            with suppress(BrokenPipeError, ConnectionResetError):
+                socket.send_fds(self._channel, [json.dumps(message).encode()], fds)
+
+    def listen(self, seconds: float) -> bool:
+        """Receive what the server has reported; wait so long for the first report. Return whether there was one."""
+        received = False
+        while self._channel is not None and select.select([self._channel], [], [], 0 if received else seconds)[0]:
+            received = True
             try:
-                text = self._channel.recv(1 << 16)
-            except ConnectionResetError:  # it was killed before it read all that it was asked
-                text = b""
-            if not text:
+                message = self._channel.recv(MAX_BYTES)
+            except ConnectionResetError:  # it was killed before it had read all
+                message = b""
+            if not message:
                 self.close()
-                return
-            *lines, self._unread = (self._unread + text).split(b"\n")
-            for line in lines:
-                number, word, value = json.loads(line)
-                if word == "started":
-                    self._ranks[number].started(value)
-                else:
-                    self._ranks[number].returncode = value
+                break
+            what, number, value = json.loads(message)
+            if what == "forked":
+                self._ranks[number].pid = value
+            else:
+                self._ranks[number].returncode = value
+        return received
 
     def close(self) -> None:
-        """End the server, and with it the ranks that are left."""
+        """End the server, and with it the ranks that still run."""
         if self._process is None or self._channel is None:
             return
         self._channel.close()
-        self._channel = None
-        self._process.kill()  # its ranks have asked to die with it
+        self._process.kill()  # its ranks asked to die with it
         self._process.wait()
-        self._process = None
+        self._channel = self._process = None
         for rank in self._ranks:
             if rank.returncode is None:
                 rank.returncode = -signal.SIGKILL
         self._ranks.clear()
-        self._unread = b""
 
 
 def python_path() -> str:
@@ -169,101 +148,83 @@ def python_path() -> str:
     return os.pathsep.join(path or os.getcwd() for path in sys.path)
 
 
-def _signal(pid: int, number: int) -> None:
-    with suppress(ProcessLookupError):  # it has just ended, and that word is on its way
-        os.kill(pid, number)
-
-
 def main() -> None:
-    """Load what every rank needs, then fork whenever asked."""
+    """Load what every rank needs, then fork on request."""
     die_with_parent()
-    ignore(ASKS_TO_STOP)  # a whole cgroup or job may be told: the ranks have yet to save
-    channel = socket.socket(fileno=int(sys.argv[1]))
-    if select.select([channel], [], [], 0)[0] and not channel.recv(1, socket.MSG_PEEK):
-        return  # the parent died before it was asked about
+    ignore(ASKS_TO_STOP)  # a whole cgroup or job may get one: the ranks have yet to save
     with suppress(Exception), loading():  # each rank meets the same error, and reports it
         import ddp_recipes.rank  # noqa: F401
         from ddp_recipes._compat.ddp import load_what_ddp_needs
 
         load_what_ddp_needs()
     gc.freeze()  # so that collections in the ranks do not copy all these pages
-    serve(channel)
+    serve(socket.socket(fileno=int(sys.argv[1])))
 
 
 def serve(channel: socket.socket) -> None:
-    """Fork a rank for each request, and say when one has ended, until the channel closes."""
+    """Fork ranks and signal them on request, and report their exit codes, until the channel closes."""
+
+    def report(what: str, number: int, value: int) -> None:
+        with suppress(BrokenPipeError):
+            channel.sendall(json.dumps([what, number, value]).encode())
+
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
-    numbers: dict[int, int] = {}  # process -> number of the request
+    numbers: dict[int, int] = {}  # of ranks, by process
     while True:
         ready = select.select([channel.fileno(), woken], [], [])[0]
         if woken in ready:
             os.read(woken, 1 << 10)
-            while numbers:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-                if pid == 0:
-                    break
-                _say(channel, numbers.pop(pid), "ended", os.waitstatus_to_exitcode(status))
+            while numbers and (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                report("exited", numbers.pop(ended[0]), os.waitstatus_to_exitcode(ended[1]))
         if channel.fileno() in ready:
-            received = _receive(channel)
-            if received is None:
+            message, fds, _, _ = socket.recv_fds(channel, MAX_BYTES, MAX_FDS)
+            if not message:
                 return
-            request, fds = received
+            what, number, value = json.loads(message)
+            if what == "signal":
+                for process in (process for process in numbers if numbers[process] == number):
+                    os.kill(process, value)
+                continue
             with warnings.catch_warnings():
                 # Python >= 3.12 warns of a fork while there are threads: NumPy's are idle, and made for it.
                 warnings.simplefilter("ignore", DeprecationWarning)
-                pid = os.fork()
-            if pid == 0:
-                _become_rank(request, fds, [channel.fileno(), woken, wake])
+                process = os.fork()
+            if process == 0:
+                signal.set_wakeup_fd(-1)
+                for fd in (channel.fileno(), woken, wake):
+                    os.close(fd)
+                _become_rank(*fds)
             for fd in fds:
                 os.close(fd)
-            numbers[pid] = request["number"]
-            _say(channel, request["number"], "started", pid)
+            numbers[process] = number
+            report("forked", number, process)
 
 
-def _say(channel: socket.socket, number: int, word: str, value: int) -> None:
-    with suppress(BrokenPipeError):
-        channel.sendall(json.dumps([number, word, value]).encode() + b"\n")
-
-
-def _receive(channel: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
-    """Return a request and the file descriptors that came with it, or ``None`` at the end."""
-    head, fds, _, _ = socket.recv_fds(channel, 8, MAX_FDS)
-    if not head:
-        return None
-    while len(head) < 8:
-        head += channel.recv(8 - len(head))
-    length, text = int.from_bytes(head, "big"), b""
-    while len(text) < length:
-        text += channel.recv(length - len(text))
-    request: dict[str, Any] = json.loads(text)
-    return request, fds
-
-
-def _become_rank(request: dict[str, Any], fds: list[int], others: list[int]) -> NoReturn:
+def _become_rank(request: int, out: int, err: int, *arguments: int) -> NoReturn:
     """Turn this fork into what a process started for the rank alone would be, and run it."""
-    signal.set_wakeup_fd(-1)
-    for told in (signal.SIGCHLD, *ASKS_TO_STOP):
-        signal.signal(told, signal.default_int_handler if told == signal.SIGINT else signal.SIG_DFL)
-    for fd in others:
-        os.close(fd)
+    for number in (signal.SIGCHLD, *ASKS_TO_STOP):
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     os.setpgid(0, 0)
-    for number, fd in enumerate(fds[:2], 1):
-        os.dup2(fd, number)
+    for standard, fd in enumerate((out, err), 1):
+        os.dup2(fd, standard)
         os.close(fd)
+    with os.fdopen(request) as file:
+        file.seek(0)
+        values = json.load(file)
     os.environ.clear()
-    os.environ.update(request["environ"])
-    sys.path[:] = request["path"]
-    os.chdir(request["folder"])
-    with suppress(ImportError):  # it is met again, and reported, when the rank runs
+    os.environ.update(values["environ"])
+    sys.path[:] = values["path"]
+    os.chdir(values["folder"])
+    with suppress(ImportError, ValueError):  # it is met again, and reported, when the rank runs
         import torch
 
-        torch.set_num_threads(request["threads"])
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     from ddp_recipes.launchers import worker
 
-    worker.work(*fds[2:])
+    worker.work(*arguments)
 
 
 if __name__ == "__main__":

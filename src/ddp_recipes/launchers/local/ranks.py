@@ -40,15 +40,9 @@ class Rank:
         how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit status {status}"
         return Death(self.number, f"Rank {self.number} (process {self.process.pid}) {how}, without a traceback.")
 
-    def send_signal(self, number: int) -> None:
-        """Send a signal unless it has exited."""
-        if self.process.poll() is None:
-            self.process.send_signal(number)
-
     def end(self) -> None:
         """Make sure that the process has exited, and that the terminal is not left as a killed one had it."""
-        if self.process.poll() is None:
-            self.process.kill()
+        self.process.send_signal(signal.SIGKILL)
         if self.process.wait() < 0 and self.number == 0 and sys.stdout.isatty():
             print("\n\x1b[?25h", end="", flush=True)  # the bar hides the cursor while it is there
         self.lifeline.close()
@@ -97,7 +91,7 @@ def _start_process(
     server: ForkServer | None, fds: list[int], environ: dict[str, str]
 ) -> subprocess.Popen[bytes] | ForkedRank:
     if server is not None:
-        return server.fork(fds, environ, threads=int(environ["OMP_NUM_THREADS"]))
+        return server.fork(fds, environ)
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "ddp_recipes.launchers.worker", *map(str, fds)],
         stdin=subprocess.DEVNULL,

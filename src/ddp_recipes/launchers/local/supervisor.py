@@ -40,7 +40,7 @@ def supervise(job: Job, ranks: Sequence[Rank], signals: Sequence[str]) -> Outcom
             if not passed_on:
                 deadline = time.monotonic() + (AFTER_INTERRUPT_S if signals[0] == "SIGINT" else AFTER_TERM_S)
                 for rank in ranks:
-                    rank.send_signal(signal.SIGTERM)
+                    rank.process.send_signal(signal.SIGTERM)
             passed_on = len(signals)
         reports = {rank.number: rank.report for rank in ranks if rank.report is not None}
         deaths = [rank.death for rank in ranks if rank.death is not None]
