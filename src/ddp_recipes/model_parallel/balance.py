@@ -6,8 +6,8 @@ from itertools import accumulate
 from torch import nn
 
 from ddp_recipes.errors import RequestError
-from ddp_recipes.model_parallel.placement import Conflict, has_state, is_called, is_cut, ties
 from ddp_recipes.model_parallel.dry_run import Costs
+from ddp_recipes.model_parallel.placement import Conflict, has_state, is_called, is_cut, ties
 
 
 def balanced(

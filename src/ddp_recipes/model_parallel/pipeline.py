@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from ddp_recipes._compat.modules import buffers_of, share_tensors
 from ddp_recipes._compat.pytree import tree_leaves
 from ddp_recipes.model_parallel.cut import Cut, Handover, parts_of
-from ddp_recipes.model_parallel.placement import stages_of
 from ddp_recipes.model_parallel.dry_run import without_data
+from ddp_recipes.model_parallel.placement import stages_of
 from ddp_recipes.runtime.seeding import key, seed_step
 from ddp_recipes.tasks import StepOutput, Task
 

@@ -9,8 +9,8 @@ from torch import nn
 
 from ddp_recipes.errors import RequestError, nearest
 from ddp_recipes.model_parallel.balance import balanced
-from ddp_recipes.model_parallel.placement import Conflict, blocks_of, connect, is_cut, place, put, stages_of, ties
 from ddp_recipes.model_parallel.dry_run import Costs, Rehearsal
+from ddp_recipes.model_parallel.placement import Conflict, blocks_of, connect, is_cut, place, put, stages_of, ties
 from ddp_recipes.tasks import Task
 
 
