@@ -14,7 +14,7 @@ from ddp_recipes._compat.messages import timed_out
 from ddp_recipes._version import __version__
 from ddp_recipes.build.output import make_output
 from ddp_recipes.build.recipe import Recipe, make_recipe
-from ddp_recipes.build.run import join, make_run, make_stopper
+from ddp_recipes.build.run import join, make_run, make_stop_controller
 from ddp_recipes.checkpointing.export import write_weights
 from ddp_recipes.checkpointing.writing import write_aside
 from ddp_recipes.errors import Preempted, RecipeError, RequestError, RunFailed
@@ -103,7 +103,7 @@ def prepare(job: Job, world: World, control: Control) -> tuple[Recipe, RunDirect
 def fit(recipe: Recipe, output: Output) -> None:
     """Train, from the start or from a checkpoint."""
     # To the end of all: the second of two signals, the launcher's or one to every process, must not cut it short.
-    run = make_run(recipe, output.hold(make_stopper(recipe)))
+    run = make_run(recipe, output.hold(make_stop_controller(recipe)))
     check_validation(run)
     output.open(run)
     output.hold(profiling.record(run, output.leave_picture))
@@ -133,14 +133,12 @@ def check_validation(run: Run) -> None:
 
 def stop_early(run: Run) -> NoReturn:
     """End a run that a signal stopped."""
+    stopped = f"Stopped by {run.stop_controller.cause} at step {run.cursor.step}"
     if not run.checkpoint.enabled or run.trainer.fast_dev_run:
-        raise RunFailed(
-            f"Stopped by {run.stopper.cause} at step {run.cursor.step}; checkpoints are off, so nothing was saved."
-        )
+        raise RunFailed(f"{stopped}; checkpoints are off, so nothing was saved.")
     saved = "after a checkpoint was saved" if run.cursor.step > 0 else "before there was anything to save"
     raise Preempted(
-        f"Stopped by {run.stopper.cause} at step {run.cursor.step}, {saved}. To go on, start again with the same "
-        f"hydra.run.dir and ckpt_path=auto.",
+        f"{stopped}, {saved}. To go on, start again with the same hydra.run.dir and ckpt_path=auto.",
         checkpoint=str(run.checkpointer.last),
     )
 

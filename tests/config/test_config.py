@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from ddp_recipes.build.loggers import make_logger
 from ddp_recipes.build.optimizer import make_optimizer_and_schedule
 from ddp_recipes.build.recipe import Recipe, make_recipe
-from ddp_recipes.build.run import make_run, make_stopper
+from ddp_recipes.build.run import make_run, make_stop_controller
 from ddp_recipes.config import compose
 from ddp_recipes.config.request import resolve
 from ddp_recipes.errors import RequestError
@@ -256,7 +256,7 @@ def test_schedules_follow_the_length_of_the_run(tmp_path: Path) -> None:
     def schedule(*overrides: str) -> Any:
         config = config_of("data=random", "data.num_samples=64", "data.batch_size=8", "logger=none", *overrides)
         recipe = made(config, tmp_path)
-        return make_run(recipe, make_stopper(recipe)).schedule.scheduler
+        return make_run(recipe, make_stop_controller(recipe)).schedule.scheduler
 
     assert schedule("scheduler=cosine", "trainer.max_epochs=3").T_max == 3 * 4
     assert schedule("scheduler=cosine", "scheduler.interval=epoch", "trainer.max_epochs=3").T_max == 3

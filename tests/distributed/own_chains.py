@@ -120,7 +120,7 @@ class _Noting(nn.Linear):
 
 
 class Exploding(Chain):
-    """Its last block gives no number from some training step on."""
+    """Its last block gives NaN from some training step on."""
 
     def __init__(self, in_features: int, out_features: int, after: int) -> None:
         super().__init__(in_features, out_features)

@@ -70,7 +70,7 @@ class Spare(Toy):
 
 
 class Poisoned(Toy):
-    """Its output is no number on one rank in the training batch of one step, counted from the start of the process."""
+    """Its output is NaN on one rank in the training batch of one step, counted from the start of the process."""
 
     def __init__(self, rank: int, step: int, value: float, **sizes: int) -> None:
         super().__init__(**sizes)
@@ -83,7 +83,7 @@ class Poisoned(Toy):
 
 
 class Buffered(Toy):
-    """Has a mask of infinities, as attention does, and a count that is no number on one rank from batch 3 on."""
+    """Has a mask of infinities, as attention does, and a count that is NaN on one rank from batch 3 on."""
 
     def __init__(self, rank: int, **sizes: int) -> None:
         super().__init__(**sizes)
@@ -115,7 +115,7 @@ class Wary(Toy):
 
 
 class Rooted(Toy):
-    """Its gradient is 0 times infinity, which is no number."""
+    """Its gradient is 0 times infinity, which is NaN."""
 
     def forward(self, input: Tensor) -> Tensor:
         output = super().forward(input)

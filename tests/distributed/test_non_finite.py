@@ -1,4 +1,4 @@
-"""A loss or weights that are no numbers: all ranks stop at one step, the rank is named, the good checkpoint stays."""
+"""A non-finite loss or weights: all ranks stop at one step, the rank is named, the good checkpoint stays."""
 
 import json
 from collections.abc import Callable
@@ -39,9 +39,7 @@ def test_a_loss_that_is_no_number_stops_all_where_it_is_logged(
     summary = failed(run, tmp_path, *poison, world_size=world_size)
     where = f" on rank {rank}" if world_size > 1 else ""
     error = summary["error"]
-    assert error.startswith(
-        f"rank {rank}: At step 7 the loss is nan; the first loss that is no number was{where} at step 6."
-    )
+    assert error.startswith(f"rank {rank}: At step 7 the loss is nan; the first non-finite loss was{where} at step 6.")
     assert "the last checkpoint, of step 4, is good" in error
     assert summary["global_step"] == 7
     traces = [(tmp_path / "ranks" / f"rank_{number}.txt").read_text() for number in range(world_size)]
@@ -56,7 +54,7 @@ def test_weights_that_are_no_numbers_are_not_saved(world_size: int, run: Run, tm
     rank = world_size - 1
     summary = failed(run, tmp_path, *POISON, f"+model.rank={rank}", "+model.step=6", world_size=world_size)
     assert (
-        "After step 8 the model's weights (net1.weight, net1.bias, net2.weight, …) are no numbers" in summary["error"]
+        "After step 8 the model's weights (net1.weight, net1.bias, net2.weight, …) are non-finite" in summary["error"]
     )
     assert "at step 6" in summary["error"]
     assert summary["global_step"] == 8
@@ -74,7 +72,7 @@ def test_gradients_that_are_no_numbers_are_found_before_the_save(run: Run, tmp_p
 def test_a_buffer_of_any_rank_counts_and_a_mask_of_infinities_does_not(run: Run, tmp_path: Path) -> None:
     buffered = [*LONG, "model._target_=own_parts.Buffered"]
     summary = failed(run, tmp_path, *buffered, "+model.rank=1", world_size=2)
-    assert summary["error"].startswith("rank 1: After step 4 the model's weights (count) are no numbers on rank 1.")
+    assert summary["error"].startswith("rank 1: After step 4 the model's weights (count) are non-finite on rank 1.")
     assert run(*buffered, "+model.rank=7", world_size=2)["status"] == "finished"
 
 

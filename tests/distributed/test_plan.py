@@ -12,7 +12,7 @@ from torch.distributed import Store
 
 from ddp_recipes import rank
 from ddp_recipes.build.recipe import make_recipe
-from ddp_recipes.build.run import join, make_run, make_stopper
+from ddp_recipes.build.run import join, make_run, make_stop_controller
 from ddp_recipes.checkpointing.files import load
 from ddp_recipes.data import loader as data
 from ddp_recipes.errors import RequestError
@@ -226,7 +226,7 @@ def test_a_step_takes_what_a_real_one_takes(overrides: list[str], plan: Plan, on
 
     def real(world: World, __: Store | None) -> int:
         recipe = make_recipe(make_job([*QUICK, *overrides]), world, Control(world, None, 60))
-        run, ledger = make_run(recipe, make_stopper(recipe)), Ledger(rounded=1)
+        run, ledger = make_run(recipe, make_stop_controller(recipe)), Ledger(rounded=1)
         ledger.add((*run.task.parameters(), *run.task.buffers()))
         batches = run.train.batches(0)
         with ledger:
@@ -308,7 +308,7 @@ def test_a_step_of_a_pipeline_takes_what_a_real_one_takes(
     def real(world: World, store: Store | None) -> dict[str, int]:
         recipe = make_recipe(make_job([*QUICK, *overrides]), world, Control(world, store, 60))
         join(recipe)
-        run, ledger, cpu = make_run(recipe, make_stopper(recipe)), Ledger(rounded=1), torch.device("cpu")
+        run, ledger, cpu = make_run(recipe, make_stop_controller(recipe)), Ledger(rounded=1), torch.device("cpu")
         ledger.add((*run.task.parameters(), *run.task.buffers()))
         batches = run.train.batches(0, 0, run.trainer.accumulate_grad_batches)
         with ledger:

@@ -188,7 +188,7 @@ def test_determinism_is_switched_on(run: Run, notes: Callable[[], list[dict[str,
 @pytest.mark.filterwarnings("ignore:Error detected in MulBackward0")  # torch's hint on where it ran forward
 def test_anomaly_detection_names_the_operation(run: Run) -> None:
     rooted = "model._target_=own_parts.Rooted"
-    with pytest.raises(RunFailed, match=r"the model's weights .* are no numbers"):
+    with pytest.raises(RunFailed, match=r"the model's weights .* are non-finite"):
         run(rooted)
     with pytest.raises(RuntimeError, match=r"Function 'MulBackward0' returned nan"):
         run(rooted, "trainer.detect_anomaly=true")

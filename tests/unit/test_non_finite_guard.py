@@ -1,4 +1,4 @@
-"""Which weights are no numbers."""
+"""Which weights are non-finite."""
 
 import math
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddp_recipes.training.non_finite import not_finite
+from ddp_recipes.training.non_finite import non_finite_weights
 
 HUGE = torch.finfo(torch.float32).max
 CASES = {
@@ -35,4 +35,4 @@ def test_a_parameter_must_be_finite_and_a_buffer_not_nan(
     if as_parameter is not None:  # integers cannot be
         module.register_parameter("parameter", nn.Parameter(values))
         expected["parameter"] = as_parameter
-    assert not_finite(module) == expected
+    assert non_finite_weights(module) == expected

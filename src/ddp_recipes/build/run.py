@@ -8,10 +8,10 @@ from ddp_recipes.config.settings import seconds
 from ddp_recipes.runtime.process import loading
 from ddp_recipes.strategies import Strategy
 from ddp_recipes.training.clock import make_clock
-from ddp_recipes.training.non_finite import Watch
+from ddp_recipes.training.non_finite import NonFiniteGuard
 from ddp_recipes.training.precision import make_precision
 from ddp_recipes.training.state import Run, restore
-from ddp_recipes.training.stopping import Stopper
+from ddp_recipes.training.stopping import StopController
 
 
 def join(recipe: Recipe) -> None:
@@ -21,12 +21,12 @@ def join(recipe: Recipe) -> None:
     recipe.strategy.setup(recipe.world, recipe.control.store, recipe.devices.backend, timeout, launcher.init_method)
 
 
-def make_stopper(recipe: Recipe) -> Stopper:
+def make_stop_controller(recipe: Recipe) -> StopController:
     """Return what decides on stopping before the end."""
-    return Stopper(recipe.world, recipe.strategy.sum, recipe.device, seconds(recipe.trainer.max_time))
+    return StopController(recipe.world, recipe.strategy.sum, recipe.device, seconds(recipe.trainer.max_time))
 
 
-def make_run(recipe: Recipe, stopper: Stopper, strategy: Strategy | None = None) -> Run:
+def make_run(recipe: Recipe, stop_controller: StopController, strategy: Strategy | None = None) -> Run:
     """Return what the loop works with, restored from the checkpoint if there is one. A collective.
 
     The optimizer is made of what the strategy leaves this rank of the model.
@@ -61,8 +61,8 @@ def make_run(recipe: Recipe, stopper: Stopper, strategy: Strategy | None = None)
         monitor=recipe.monitor,
         seed=recipe.request.run.seed,
         shards=recipe.request.strategy.fixed_shards,
-        stopper=stopper,
-        watch=Watch(recipe.world, strategy.sum, recipe.device),
+        stop_controller=stop_controller,
+        guard=NonFiniteGuard(recipe.world, strategy.sum, recipe.device),
         clock=make_clock(devices[-1]),
         callbacks=recipe.callbacks,
     )

@@ -38,7 +38,7 @@ class World:
         """Read torchrun's variables.
 
         Raises:
-            RequestError: some of them are missing, are no numbers, or contradict each other.
+            RequestError: some of them are missing, are not numbers, or contradict each other.
         """
         missing = [name for name in _REQUIRED if name not in environ]
         if missing:

@@ -87,8 +87,8 @@ class Strategy(Protocol):
     def wrap(self, task: Task, devices: Sequence[torch.device]) -> Wrapped:
         """Return the task as training steps run it, on this replica's devices."""
 
-    def part(self, weight: float) -> AbstractContextManager[Any]:
-        """Return the context of one shard of a step, which holds this fraction of the step's samples."""
+    def batch_shard(self, weight: float) -> AbstractContextManager[Any]:
+        """Return the context in which one shard of a step runs; ``weight`` is its fraction of the step's samples."""
 
     def training_step(self, module: Wrapped, batch: Any, weight: float, last: bool, precision: Passes) -> Tensor:
         """Run forward and backward of one batch, its loss multiplied with ``weight``; ``last`` ends its shard.
@@ -98,7 +98,7 @@ class Strategy(Protocol):
         """
 
     def reduce(self) -> None:
-        """Make gradients those of the whole step, on every rank. Called once all parts are done; a collective."""
+        """Reduce gradients to those of the whole step, on every rank. Called once all shards are done; a collective."""
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """Return the norm over all gradients of the model, given this rank's. A collective."""
@@ -149,7 +149,7 @@ class Plain:
     def check(self, task: Task, devices: Sequence[torch.device]) -> None:
         """Nothing can be wrong."""
 
-    def part(self, weight: float) -> AbstractContextManager[Any]:
+    def batch_shard(self, weight: float) -> AbstractContextManager[Any]:
         """There is one a rank."""
         return nullcontext()
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ddp_recipes._compat.modules import Dropout
 from ddp_recipes.build.recipe import Recipe, make_recipe
-from ddp_recipes.build.run import make_run, make_stopper
+from ddp_recipes.build.run import make_run, make_stop_controller
 from ddp_recipes.errors import RequestError, RunFailed
 from ddp_recipes.output import Output
 from ddp_recipes.runtime.control import Control
@@ -41,7 +41,7 @@ def equivalence(recipe: Recipe, output: Output) -> None:
         RunFailed: something differs by more than ``check_tolerance``; the same on every rank.
     """
     settings, reference = recipe.request.run, alone(recipe)
-    pair = [make_run(each, make_stopper(each)) for each in (recipe, reference)]
+    pair = [make_run(each, make_stop_controller(each)) for each in (recipe, reference)]
     start, end = pair[0].cursor.step, recipe.total_steps
     steps = settings.check_steps if end is None else min(settings.check_steps, end - start)
     if steps < 1:

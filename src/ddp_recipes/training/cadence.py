@@ -12,7 +12,7 @@ def reason_to_stop(run: Run) -> str | None:
         return "finished"
     if any(callback.stop for callback in run.callbacks):
         return "finished"
-    return run.stopper.reason(at.step)
+    return run.stop_controller.reason(at.step)
 
 
 def validation_due(run: Run, before: Cursor) -> bool:

@@ -39,7 +39,7 @@ def fit(run: Run) -> str:
                 run.precision.step(run.optimizer)
                 zero_grad(run.optimizer)
                 run.cursor = advance(run, samples)
-            run.watch.saw(run.cursor.step, losses)
+            run.guard.record(run.cursor.step, losses)
             run.clock.step()
             with phase("logging"):
                 run.progress.advance(run.cursor.step, run.cursor.epoch)
@@ -67,7 +67,7 @@ def forward_backward(run: Run, batches: Iterator[Batch]) -> tuple[list[Losses], 
     """Run the micro-batches of one optimizer step, so that gradients are those of the mean over all its samples.
 
     Returns:
-        The losses of each of this rank's parts; the number of samples of all ranks.
+        The losses of each of this rank's shards; the number of samples of all ranks.
     """
     at, plan, strategy = run.cursor, run.train.plan, run.strategy
     numbers = range(at.batch, min(at.batch + run.trainer.accumulate_grad_batches, plan.num_batches))
@@ -76,7 +76,7 @@ def forward_backward(run: Run, batches: Iterator[Batch]) -> tuple[list[Losses], 
     for part in run.train.parts:
         seed_step(step_key(run.seed, at.step, part), run.devices)
         mine: Losses = []
-        with strategy.part(plan.samples(numbers, part) / samples):
+        with strategy.batch_shard(plan.samples(numbers, part) / samples):
             for number in numbers:
                 with phase("data"):
                     batch = next(batches)
@@ -138,4 +138,4 @@ def write_log(run: Run, losses: Sequence[Losses], samples: int, norm: Tensor | N
     run.metrics.update(values)
     run.logger.scalars(values, run.cursor.step)
     run.progress.metrics(values)
-    run.watch.check_loss(run.cursor.step, values["train/loss"], run.good_step)
+    run.guard.check_loss(run.cursor.step, values["train/loss"], run.good_step)

@@ -1,4 +1,4 @@
-"""Losses and weights that are no numbers end a run: all ranks at one step, before anything of it is saved."""
+"""Non-finite losses and weights end a run: all ranks at one step, before anything of it is saved."""
 
 import cmath
 import math
@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from ddp_recipes.errors import RunFailed
 from ddp_recipes.runtime.world import World
 
-Losses = list[tuple[Tensor, int]]  # of a part's micro-batches: mean over the samples, on the device, and their number
+Losses = list[tuple[Tensor, int]]  # of a shard's micro-batches: mean over the samples, on the device, and num_samples
 
 
-class Watch:
-    """Looks where it costs nothing: at the loss that is logged, summed over ranks anyway, and at weights before a save.
+class NonFiniteGuard:
+    """Checks where it costs nothing: the loss that is logged, summed over ranks anyway, and weights before a save.
 
-    A step that 16-mixed skips because gradients overflowed is not seen here: neither loss nor weights show it.
+    A step that 16-mixed skips because gradients overflowed is not found: neither loss nor weights show it.
 
     Args:
         total: sums rows over ranks, [rows, ...] to [...]; a collective.
@@ -30,12 +30,12 @@ class Watch:
         self.device = device
         self._losses: deque[tuple[int, Sequence[Losses]]] = deque(maxlen=1000)  # of this rank, unread
 
-    def saw(self, step: int, losses: Sequence[Losses]) -> None:
-        """Remember a step's losses on this rank, in case one has to say where it began."""
+    def record(self, step: int, losses: Sequence[Losses]) -> None:
+        """Keep a step's losses on this rank, to name the first non-finite one."""
         self._losses.append((step, losses))
 
     def check_loss(self, step: int, loss: float, saved: int) -> None:
-        """End the run if the loss over all ranks is no number.
+        """End the run if the loss over all ranks is non-finite.
 
         Args:
             saved: the step of the last checkpoint, or -1.
@@ -48,11 +48,11 @@ class Watch:
         else:
             self._end(f"At step {step} the loss is {loss}", saved, [1] * self.world.world_size)
 
-    def end_for_weights(self, step: int, bad: Mapping[str, bool], saved: int) -> NoReturn:
-        """End the run because some rank has weights that are no numbers.
+    def fail_for_weights(self, step: int, bad: Mapping[str, bool], saved: int) -> NoReturn:
+        """End the run because some rank has non-finite weights.
 
         Args:
-            bad: what :func:`not_finite` says of this rank's.
+            bad: what :func:`non_finite_weights` returns for this rank's.
 
         Raises:
             RunFailed: names some of the weights, and the ranks and the step where it began.
@@ -61,19 +61,19 @@ class Watch:
         names = [name for name, count in zip(bad, counts, strict=True) if count]
         listed = f"{', '.join(names[:3])}{', …' if len(names) > 3 else ''}"
         by_rank = self._of_ranks(sum(bad.values()))
-        self._end(f"After step {step} the model's weights ({listed}) are no numbers", saved, by_rank)
+        self._end(f"After step {step} the model's weights ({listed}) are non-finite", saved, by_rank)
 
     def _end(self, what: str, saved: int, by_rank: list[int]) -> NoReturn:
-        """Find out together where it began, and raise the same on all ranks."""
+        """Find the first non-finite loss of any rank, and raise the same on all ranks."""
         mine = next(
-            (at for at, losses in self._losses if not all(loss.isfinite() for part in losses for loss, _ in part)), 0
+            (at for at, losses in self._losses if not all(loss.isfinite() for shard in losses for loss, _ in shard)), 0
         )
         first = self._of_ranks(mine)
         began = min((step for step in first if step), default=0)
         ranks = [rank for rank, step in enumerate(first) if step == began] if began else []
         culprits = ranks or [rank for rank, bad in enumerate(by_rank) if bad]
         where = f" on rank {', '.join(map(str, culprits))}" if self.world.world_size > 1 else ""
-        since = f"; the first loss that is no number was{where} at step {began}" if began else where
+        since = f"; the first non-finite loss was{where} at step {began}" if began else where
         kept = f"the last checkpoint, of step {saved}, is good" if saved > 0 else "there is no earlier one"
         raise RunFailed(
             f"{what}{since}. Nothing of it was saved; {kept}. Try a lower optimizer.lr or trainer.gradient_clip_val; "
@@ -89,25 +89,25 @@ class Watch:
         return of_ranks
 
 
-def not_finite(task: nn.Module) -> dict[str, bool]:
-    """Return for each of the weights whether it is no number.
+def non_finite_weights(task: nn.Module) -> dict[str, bool]:
+    """Return for each of the weights whether it is non-finite.
 
-    A parameter must be finite. A buffer must not be NaN; infinities are what attention masks are made of. What has no
-    data is held by another rank.
+    A parameter must be finite. A buffer must not be NaN; attention masks are made of infinities. What has no data is
+    held by another rank.
     """
     tensors = dict(task.named_parameters()) | dict(task.named_buffers())
     # A sum is finite only if all of its terms are, and takes a tenth of the time of a look at each.
-    sums = _numbers({name: _sum(tensor) for name, tensor in tensors.items() if _may_be_no_number(tensor)})
+    sums = _numbers({name: _sum(tensor) for name, tensor in tensors.items() if _may_be_non_finite(tensor)})
     suspects = [name for name, total in sums.items() if not cmath.isfinite(total)]
-    bad = _numbers({name: _is_no_number(tensors[name]) for name in suspects})
+    bad = _numbers({name: _is_non_finite(tensors[name]) for name in suspects})
     return {name.removeprefix("model."): bool(bad.get(name, False)) for name in tensors}
 
 
-def _may_be_no_number(tensor: Tensor) -> bool:
+def _may_be_non_finite(tensor: Tensor) -> bool:
     return not tensor.is_meta and (tensor.is_floating_point() or tensor.is_complex())
 
 
-def _is_no_number(tensor: Tensor) -> Tensor:
+def _is_non_finite(tensor: Tensor) -> Tensor:
     return ~tensor.isfinite().all() if isinstance(tensor, nn.Parameter) else tensor.isnan().any()
 
 

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 
 import torch
 
-from ddp_recipes.training.non_finite import not_finite
+from ddp_recipes.training.non_finite import non_finite_weights
 from ddp_recipes.training.state import Run, gather_state
 
-SIGN_OF_LIFE_S = 0.25  # less than the least launcher.timeout_s
+HEARTBEAT_S = 0.25  # less than the least launcher.timeout_s
 
 
 def save(run: Run, measured: bool) -> None:
@@ -18,7 +18,7 @@ def save(run: Run, measured: bool) -> None:
     run.logger.flush()  # or a kill would take points with it that do not come again
     fresh = measured or run.monitor.startswith("train/")
     value = run.metrics.get(run.monitor) if fresh else None
-    bad = not_finite(run.task)
+    bad = non_finite_weights(run.task)
     await_writer(run, bad)
     run.checkpointer.save(gather_state(run), run.cursor.step, value)
     if not run.checkpoint.async_save:
@@ -38,7 +38,7 @@ def await_writer(run: Run, bad: Mapping[str, bool]) -> None:
     """
     writing = 1
     while writing:
-        mine = [[int(run.checkpointer.busy(SIGN_OF_LIFE_S)), sum(bad.values())]]
+        mine = [[int(run.checkpointer.busy(HEARTBEAT_S)), sum(bad.values())]]
         writing, bad_anywhere = run.strategy.sum(torch.tensor(mine, device=run.devices[0])).tolist()
         if bad_anywhere:
-            run.watch.end_for_weights(run.cursor.step, bad, run.good_step)
+            run.guard.fail_for_weights(run.cursor.step, bad, run.good_step)

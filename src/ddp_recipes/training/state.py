@@ -18,9 +18,9 @@ from ddp_recipes.strategies import Strategy
 from ddp_recipes.strategies.base import Wrapped
 from ddp_recipes.tasks import Task
 from ddp_recipes.training.clock import Clock
-from ddp_recipes.training.non_finite import Watch
+from ddp_recipes.training.non_finite import NonFiniteGuard
 from ddp_recipes.training.precision import Precision
-from ddp_recipes.training.stopping import Stopper
+from ddp_recipes.training.stopping import StopController
 
 Metrics = dict[str, float]
 
@@ -65,9 +65,9 @@ class Run:
     checkpoint: CheckpointSettings
     monitor: str
     seed: int
-    shards: int | None  # parts of a batch that the strategy fixes
-    stopper: Stopper
-    watch: Watch
+    shards: int | None  # of a batch, where the strategy fixes their number
+    stop_controller: StopController
+    guard: NonFiniteGuard
     clock: Clock
     logger: Logger = field(default_factory=Logger)
     progress: Progress = field(default_factory=Progress)
@@ -98,7 +98,7 @@ def gather_state(run: Run) -> State:
 
 
 def restore(run: Run, state: State) -> None:
-    """Take up a saved state, whose weights the task has already."""
+    """Restore a saved state, whose weights the task has already."""
     run.strategy.load_optimizer_state(run.optimizer, state["optimizer"])
     run.schedule.scheduler.load_state_dict(state["scheduler"])
     run.precision.load_state(state["precision"])

@@ -1,4 +1,4 @@
-"""When to stop before the end: a signal, or the time that was given. All ranks stop at one step."""
+"""When to stop before the end: on a signal, or when the time is over. All ranks stop at one step."""
 
 import signal
 import threading
@@ -14,7 +14,7 @@ from ddp_recipes.runtime.world import World
 _AGREE_EVERY_S = 1.0
 
 
-class Stopper:
+class StopController:
     """Decides on one step at which all ranks stop, without a collective in every step.
 
     Signals only set a flag. Ranks exchange flags about once a second: each exchange also carries, from rank 0, the
@@ -78,7 +78,7 @@ class Stopper:
             if self._interrupts > 1:
                 raise KeyboardInterrupt
 
-    def __enter__(self) -> "Stopper":
+    def __enter__(self) -> "StopController":
         if threading.current_thread() is threading.main_thread():
             for number in ASKS_TO_STOP:
                 self._former[number] = signal.signal(number, self._handle)

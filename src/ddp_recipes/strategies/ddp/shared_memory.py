@@ -1,7 +1,7 @@
 """All-reduce among the processes of one machine, through memory that they share.
 
-gloo sends numbers through the machine's own network, which takes several threads of each rank and a millisecond. Here
-each rank puts its numbers where all can read them, says so, and adds up what is there.
+gloo sends tensors through the loopback network, which takes several threads of each rank and a millisecond. Here each
+rank writes its values where all can read them, tells the others so, and adds up what all have written.
 """
 
 import mmap
@@ -21,7 +21,7 @@ from torch import Tensor
 from ddp_recipes.runtime.phases import ALL_REDUCE, phase
 from ddp_recipes.runtime.world import World
 
-MOST_RANKS = 8  # each reads what all have put there: with many it would be quicker to share out the sums
+MOST_RANKS = 8  # each reads what all have put there: with many it would be quicker if each computed a slice of the sum
 CHUNK = 1 << 20  # bytes that a rank puts there at once: small enough for the processor's cache
 LONGEST_S = 1e6  # that a socket can be told to wait
 _BYTE = b"\0"
@@ -52,7 +52,7 @@ class SharedMemory:
         """Replace the numbers of a contiguous tensor by their means over ranks. A collective.
 
         Raises:
-            RuntimeError: a rank is gone, or did not come in time; names it.
+            RuntimeError: a rank exited or did not respond in time; names it.
         """
         self._add(tensor, 1 / (len(self._links) + 1))  # as DDP does by itself
 
@@ -63,14 +63,14 @@ class SharedMemory:
     def _add(self, tensor: Tensor, factor: float) -> None:
         places = self._places.view(tensor.dtype)
         ranks = places.shape[1]
-        for part in torch.split(tensor.view(-1), places.shape[2]):
+        for chunk in torch.split(tensor.view(-1), places.shape[2]):
             self._turn = 1 - self._turn
-            of_ranks = places[self._turn, :, : len(part)]
-            torch.mul(part, factor, out=of_ranks[self._rank])
+            of_ranks = places[self._turn, :, : len(chunk)]
+            torch.mul(chunk, factor, out=of_ranks[self._rank])
             self._meet()
-            torch.add(of_ranks[0], of_ranks[1], out=part)
+            torch.add(of_ranks[0], of_ranks[1], out=chunk)
             for rank in range(2, ranks):
-                part.add_(of_ranks[rank])
+                chunk.add_(of_ranks[rank])
 
     def _meet(self) -> None:
         """Wait until all ranks are here."""
@@ -101,7 +101,7 @@ class SharedMemory:
         return done
 
     def close(self) -> None:
-        """Let the others know that this rank is gone."""
+        """Close the connections, by which the others see that this rank has left the group."""
         for link in self._links.values():
             link.close()
 
@@ -114,13 +114,13 @@ def join(world: World, timeout_s: float) -> SharedMemory | None:
         where the system gives no memory to share.
 
     Raises:
-        RuntimeError: a rank did not come in time.
+        RuntimeError: a rank did not respond in time.
     """
     if not 1 < world.world_size == world.local_world_size <= MOST_RANKS or sys.platform != "linux":
         return None
     with socket.socket(socket.AF_UNIX) as door:
         door.settimeout(min(timeout_s, LONGEST_S))
-        name = [f"\0ddp_recipes/{uuid.uuid4()}"]  # begins with a zero: no file, and gone with the process
+        name = [f"\0ddp_recipes/{uuid.uuid4()}"]  # begins with a zero: no file, and it ends with the process
         if world.is_main:
             door.bind(name[0])
             door.listen(MOST_RANKS)

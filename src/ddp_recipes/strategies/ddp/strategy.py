@@ -94,7 +94,7 @@ class DDP(Whole, Group):
             return super().training_step(module, batch, weight, last, precision)
 
     def explain(self, error: BaseException, task: Task) -> str | None:
-        """Name the parameters that got no gradients, which torch tells by index alone."""
+        """Name the parameters that got no gradients, of which torch gives the indices alone."""
         if not (indices := without_gradient(error)):
             return None
         trained = [name for name, parameter in task.named_parameters() if parameter.requires_grad]

@@ -1,12 +1,12 @@
-"""A sum over parts in one fixed order, whoever computed them: the same bits on any number of ranks.
+"""A sum over shards in one fixed order, whoever computed them: the same bits on any number of ranks.
 
-What a part leaves (gradients, buffers) becomes a row of numbers. Rank w owns the w-th slice of every row: it gets that
-slice of all rows (all-to-all), adds them in the order of the parts, and gives the result to every rank (all-gather).
-With p parts on each of several ranks, a rank sends p + 1 rows in a step, less what stays with itself. One rank adds up
+What a shard leaves (gradients, buffers) becomes a row of numbers. Rank w owns the w-th slice of every row: it gets that
+slice of all rows (all-to-all), adds them in the order of the shards, and gives the result to every rank (all-gather).
+With p shards on each of several ranks, a rank sends p + 1 rows in a step, less what stays with itself. One rank adds up
 in place.
 
-What is missing in a row (a parameter that the part did not use, a part without a sample) is -0.0: added to any number,
-0.0 and -0.0 included, it leaves that number as it is.
+What is missing in a row (a parameter that the shard did not use, a shard without a sample) is -0.0: added to any
+number, 0.0 and -0.0 included, it leaves that number as it is.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,43 +26,43 @@ _TOGETHER = 1 << 19  # bytes: rows are sent several at a time up to this size, f
 
 
 class OrderedSum:
-    """Takes what each part leaves as it is done; then leaves the sum over all parts of all ranks in its place.
+    """Takes what each shard leaves as it is done; then leaves the sum over all shards of all ranks in its place.
 
-    Gradients are added. Every part starts from the buffers that the step started from; at its end a floating-point
-    buffer has moved by the mean of its moves in all parts, weighted by their samples, and any other is that of part 0.
+    Gradients are added. Every shard starts from the buffers that the step started from; at its end a floating-point
+    buffer has moved by the mean of its moves in all shards, weighted by their samples, and any other is shard 0's.
 
     Args:
         module: what has the gradients and buffers. Parameters that need no gradient are left out for good.
-        parts: how many of them each rank computes. Rank r has those from r * parts on.
+        shards: how many of them each rank computes. Rank r has those from r * shards on.
     """
 
-    def __init__(self, module: nn.Module, world: World, parts: int) -> None:
+    def __init__(self, module: nn.Module, world: World, shards: int) -> None:
         self.world = world
-        self.parts = parts
-        self.done = 0  # parts of this step
+        self.shards = shards
+        self.done = 0  # shards of this step
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         buffers = _Buffer.all_of(module)
         moving = [buffer for buffer in buffers if buffer.tensor.is_floating_point()]
         others = [buffer for buffer in buffers if not buffer.tensor.is_floating_point()]
         self.kinds: list[_Rows | _Firsts] = [
-            *(_Rows(*alike, world, parts) for alike in _alike(parameters, moving)),
+            *(_Rows(*alike, world, shards) for alike in _alike(parameters, moving)),
             *(_Firsts(alike, world) for _, alike in _alike([], others)),
         ]
 
     def begin(self) -> None:
-        """Begin a part."""
+        """Begin a shard."""
         for kind in self.kinds:
             kind.begin(self.done)
 
-    def take(self, share: float) -> None:
-        """Take what a part left that holds this share of the step's samples."""
+    def take(self, weight: float) -> None:
+        """Take what a shard left; ``weight`` is its fraction of the step's samples."""
         for kind in self.kinds:
-            kind.take(self.done, share)
+            kind.take(self.done, weight)
         self.done += 1
 
     def reduce(self) -> None:
-        """Leave the sums in ``grad`` and in the buffers; ``grad`` stays ``None`` where no part of any rank had one."""
-        assert self.done == self.parts, f"{self.done} of {self.parts} parts are done"
+        """Leave the sums in ``grad`` and in the buffers; ``grad`` stays ``None`` where no shard of any rank had one."""
+        assert self.done == self.shards, f"{self.done} of {self.shards} shards are done"
         self.done = 0
         for kind in self.kinds:
             kind.reduce()
@@ -76,7 +76,7 @@ class OrderedSum:
             held=[tensor for kind in self.kinds for tensor in kind.held()],
             places={parameter: place for parameter, place in pairs if isinstance(parameter, nn.Parameter)},
             at_once=False,
-            scattered=0 if alone else sum(self.parts * kind.total.flat.nbytes for kind in rows),
+            scattered=0 if alone else sum(self.shards * kind.total.flat.nbytes for kind in rows),
             gathered=0 if alone else sum(kind.slice.nbytes for kind in rows),
             broadcast=0 if alone else sum(kind.first.nbytes for kind in self.kinds if isinstance(kind, _Firsts)),
         )
@@ -96,7 +96,7 @@ class _Buffer:
 
     @classmethod
     def all_of(cls, module: nn.Module) -> list["_Buffer"]:
-        """Return each buffer once, also one that several modules share."""
+        """Return each buffer once, also one that several modules have."""
         found = {
             id(tensor): cls(buffers_of(each), name)
             for each in module.modules()
@@ -122,13 +122,13 @@ def _starts(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def _views(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the room of each tensor in a flat one, in its shape."""
+    """Return the place of each tensor in a flat one, in its shape."""
     starts = _starts(tensors)
     return [flat[at : at + tensor.numel()].view(tensor.shape) for at, tensor in zip(starts, tensors, strict=False)]
 
 
 class _Row:
-    """What a part leaves: gradients, then 1 for each parameter that has one, then how far buffers have moved.
+    """What a shard leaves: gradients, then 1 for each parameter that has one, then how far buffers have moved.
 
     Args:
         flat: [size], of -0.0.
@@ -143,22 +143,22 @@ class _Row:
 class _Rows:
     """Gradients and floating-point buffers of one dtype on one device."""
 
-    def __init__(self, parameters: list[Tensor], buffers: list[_Buffer], world: World, parts: int) -> None:
-        self.parameters, self.buffers, self.world, self.parts = parameters, buffers, world, parts
+    def __init__(self, parameters: list[Tensor], buffers: list[_Buffer], world: World, shards: int) -> None:
+        self.parameters, self.buffers, self.world, self.shards = parameters, buffers, world, shards
         tensors = [buffer.tensor for buffer in buffers]
         first, moves = [*parameters, *tensors][0], _starts(tensors)[-1]
         size = _starts([*parameters, first.new_empty(len(parameters)), first.new_empty(moves)])[-1]
         ranks, width = world.world_size, -(-size // world.world_size)  # of a slice
-        self.together = min(parts, max(1, _TOGETHER // (size * first.itemsize)))
-        numbers = [min(self.together, parts - at) for at in range(0, parts, self.together)]
+        self.together = min(shards, max(1, _TOGETHER // (size * first.itemsize)))
+        numbers = [min(self.together, shards - at) for at in range(0, shards, self.together)]
 
         def zeros(*shape: int) -> Tensor:
             return first.new_full(shape, -0.0)
 
-        self.start, self.end = zeros(moves), zeros(moves)  # the buffers at the start of a step, at the end of a part
+        self.start, self.end = zeros(moves), zeros(moves)  # the buffers at the start of a step, at the end of a shard
         self.started, self.ended = _views(self.start, tensors), _views(self.end, tensors)
         self.total = _Row(zeros(ranks * width), parameters, moves)
-        self.unused: set[int] = set()  # parameters that no part of this rank has a gradient of, in this step
+        self.unused: set[int] = set()  # parameters that no shard of this rank has a gradient of, in this step
         if ranks > 1:
             self.rows = zeros(self.together, ranks, width)
             self.row = [_Row(row.view(-1), parameters, moves) for row in self.rows]
@@ -172,27 +172,27 @@ class _Rows:
         return alone if self.world.world_size == 1 else [*alone, self.rows, *self.received, self.slice]
 
     def begin(self, number: int) -> None:
-        """Note the buffers before the first part of a step; put them back before any other."""
+        """Note the buffers before the first shard of a step; put them back before any other."""
         if self.buffers:
             tensors = [buffer.tensor for buffer in self.buffers]
             copy_each(*((self.started, tensors) if number == 0 else (tensors, self.started)))
 
-    def take(self, number: int, share: float) -> None:
+    def take(self, number: int, weight: float) -> None:
         """Fill a row, and send it once there are as many as go together; or add to the total, on a single rank."""
         if self.world.world_size == 1:
-            self._fill(self.total, number, share, add=number > 0)
+            self._fill(self.total, number, weight, add=number > 0)
             return
         at = number % self.together
         if at == 0:
             self._wait()  # rows may still be read
-        self._fill(self.row[at], number, share, add=False)
-        if at == self.together - 1 or number == self.parts - 1:
+        self._fill(self.row[at], number, weight, add=False)
+        if at == self.together - 1 or number == self.shards - 1:
             rows = self.rows[: at + 1].transpose(0, 1).contiguous()  # slices by rank; a single row is not copied
             work = dist.all_to_all_single(self.received[number // self.together], rows, async_op=True)
             assert work is not None
             self.sending.append((work, rows))
 
-    def _fill(self, row: _Row, number: int, share: float, add: bool) -> None:
+    def _fill(self, row: _Row, number: int, weight: float, add: bool) -> None:
         """Put gradients and moves into a row, or add them to what is there."""
         gradients = {at: each.grad for at, each in enumerate(self.parameters) if each.grad is not None}
         unused = set(range(len(self.parameters))) - gradients.keys()
@@ -210,7 +210,7 @@ class _Rows:
         if self.buffers:
             copy_each(self.ended, [buffer.tensor for buffer in self.buffers])
             # What has not moved stays as it is, also where it is infinite.
-            moves = torch.where(self.end == self.start, -0.0, (self.end - self.start) * share)
+            moves = torch.where(self.end == self.start, -0.0, (self.end - self.start) * weight)
             row.moves.add_(moves) if add else row.moves.copy_(moves)
 
     def _wait(self) -> None:
@@ -239,7 +239,7 @@ class _Rows:
 
 
 class _Firsts:
-    """Buffers of one dtype on one device that have no mean, such as counts: a step leaves those of part 0."""
+    """Buffers of one dtype on one device that have no mean, such as counts: a step leaves those of shard 0."""
 
     def __init__(self, buffers: list[_Buffer], world: World) -> None:
         self.buffers, self.world = buffers, world
@@ -253,12 +253,12 @@ class _Firsts:
         return [self.start, self.first]
 
     def begin(self, number: int) -> None:
-        """Note them before the first part of a step; put them back before any other."""
+        """Note them before the first shard of a step; put them back before any other."""
         tensors = [buffer.tensor for buffer in self.buffers]
         copy_each(*((self.started, tensors) if number == 0 else (tensors, self.started)))
 
-    def take(self, number: int, share: float) -> None:
-        """Keep what this rank's first part left; on rank 0 it is part 0."""
+    def take(self, number: int, weight: float) -> None:
+        """Keep what this rank's first shard left; on rank 0 it is shard 0."""
         if number == 0:
             copy_each(self.firsts, [buffer.tensor for buffer in self.buffers])
 

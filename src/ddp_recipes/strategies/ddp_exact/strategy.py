@@ -21,7 +21,7 @@ from ddp_recipes.tasks import Task
 
 
 class DDPExact(Whole, Group):
-    """Cuts each global batch into the same parts on any number of ranks, and adds what they give in one order.
+    """Cuts each global batch into the same shards on any number of ranks, and adds what they give in one order.
 
     What comes out depends on ``shards`` but not on the world size. It does depend on the build of torch, on the kind of
     processor and on the number of threads, which therefore is set; on a GPU it takes ``trainer.deterministic`` as well.
@@ -59,8 +59,8 @@ class DDPExact(Whole, Group):
         return cast(Wrapped, task)
 
     @contextmanager
-    def part(self, weight: float) -> Iterator[None]:
-        """Compute a part from the buffers that the step started from, and take what it leaves."""
+    def batch_shard(self, weight: float) -> Iterator[None]:
+        """Compute a shard from the buffers that the step started from, and take what it leaves."""
         assert self.total is not None
         with phase(ALL_REDUCE):
             self.total.begin()
@@ -74,7 +74,7 @@ class DDPExact(Whole, Group):
         self.total.reduce()
 
     def sum(self, values: Tensor) -> Tensor:
-        """Gather the rows of all ranks and add them in the order of the parts."""
+        """Gather the rows of all ranks and add them in the order of the shards."""
         rows = values.new_empty(self.world.world_size * len(values), *values.shape[1:])
         if self.world.world_size > 1:
             dist.all_gather_into_tensor(rows, values.contiguous())
@@ -82,7 +82,7 @@ class DDPExact(Whole, Group):
         return values.sum(dim=0)
 
     def exchange(self, task: Task, world: World) -> Exchange:
-        """Return the rows of this rank's parts, and what comes of them; a row goes out for each, then its own slice."""
+        """Return the rows of this rank's shards and their sum; a row is sent for each, then its own slice."""
         return OrderedSum(task, world, self.settings.batch_shards(world).count).exchange()
 
     def sync_buffers(self, task: Task) -> None:

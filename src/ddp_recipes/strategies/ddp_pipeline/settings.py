@@ -16,8 +16,8 @@ class DDPPipelineSettings(StrategySettings):
     """Several processes a replica, one for each stage or more of the model.
 
     Attributes:
-        stages: parts of the model.
-        micro_batches: parts of a replica's batch.
+        stages: that the model is cut into.
+        micro_batches: that a replica's batch is cut into.
         stages_per_process: more than one with ``interleaved_1f1b`` only; ``None``: 1, or 2 with that.
     """
 
@@ -104,7 +104,7 @@ class DDPPipelineSettings(StrategySettings):
                 trainer.precision == "16-mixed",
                 "stages would scale their gradients differently; use bf16-mixed",
             ),
-            "trainer.compile=true": (trainer.compile, "a process runs a part of the model"),
+            "trainer.compile=true": (trainer.compile, "a process runs some stages of the model"),
             f"check={request.run.check}": (
                 request.run.check is not None,
                 "no process has the gradients of the whole model",
@@ -118,6 +118,6 @@ class DDPPipelineSettings(StrategySettings):
             size = -(-data.batch_size // self.micro_batches) * self.micro_batches
             raise RequestError(
                 f"data.batch_size={data.batch_size} cannot be cut into strategy.micro_batches={self.micro_batches} "
-                f"equal parts. Use data.batch_size={size}, or another number of micro-batches. (The last batch of an "
+                f"equal ones. Use data.batch_size={size}, or another number of micro-batches. (The last batch of an "
                 f"epoch may be smaller.)"
             )

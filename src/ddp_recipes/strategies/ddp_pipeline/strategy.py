@@ -67,7 +67,7 @@ class DDPPipeline(Group):
         )
 
         def validation_step(batch: Any) -> StepOutput:
-            return self._told(pipeline.run("validation_step", batch))
+            return self._in_all_processes(pipeline.run("validation_step", batch))
 
         def predict_step(batch: Any) -> Any:
             outputs, _ = pipeline.run("predict_step", batch)
@@ -76,7 +76,7 @@ class DDPPipeline(Group):
         task.validation_step = validation_step  # type: ignore[method-assign]
         task.predict_step = predict_step  # type: ignore[method-assign]
 
-    def _told(self, result: tuple[list[StepOutput], list[int]]) -> StepOutput:
+    def _in_all_processes(self, result: tuple[list[StepOutput], list[int]]) -> StepOutput:
         """Return the whole output where the last stage is, elsewhere one of its names that counts nothing."""
         assert self.pipeline is not None
         names: list[list[str]] = [[]]

@@ -1,4 +1,4 @@
-"""``plan=true``: the run on paper."""
+"""``plan=true``: a dry run of the recipe."""
 
 from ddp_recipes.tools.dry_run.plan import make_plan, plan
 

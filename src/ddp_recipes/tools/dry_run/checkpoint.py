@@ -7,30 +7,30 @@ import torch
 from torch.serialization import skip_data
 
 from ddp_recipes.build.recipe import Recipe
-from ddp_recipes.build.run import make_run, make_stopper
+from ddp_recipes.build.run import make_run, make_stop_controller
 from ddp_recipes.checkpointing.files import FORMAT
 from ddp_recipes.strategies import Single
-from ddp_recipes.tools.dry_run.memory import Rehearsed
-from ddp_recipes.tools.dry_run.pipeline import RehearsedPipeline
+from ddp_recipes.tools.dry_run.memory import ReplicaStep
+from ddp_recipes.tools.dry_run.pipeline import PipelineSteps
 from ddp_recipes.training.state import gather_state
 
 
-def checkpoint_bytes(recipe: Recipe, rehearsed: Rehearsed | RehearsedPipeline) -> int:
+def checkpoint_bytes(recipe: Recipe, step: ReplicaStep | PipelineSteps) -> int:
     """Return the size of a checkpoint: it is written to where only the bytes are counted, with no data in it."""
-    run = make_run(recipe, make_stopper(recipe), Single())  # there is nobody to gather from
+    run = make_run(recipe, make_stop_controller(recipe), Single())  # there is nobody to gather from
     names, steps = [], recipe.total_steps
     if steps is None or steps >= recipe.trainer.log_every_n_steps:
         names = [f"train/{name}" for name in ("loss", "lr", "samples_per_second", "epoch", "grad_norm")]
     if run.val is not None:
         names += [f"val/{name}" for name in ("loss", *recipe.task.metrics)]
     state = gather_state(run) | {
-        **rehearsed.state(),
+        **step.state(),
         "metrics": dict.fromkeys(names, 0.0),
         "world_size": recipe.world.world_size,
         "checkpointer": {"values": {"1": 0.0}},
     }
     sink = _Counted()
-    with rehearsed.mode, skip_data(materialize_fake_tensors=True):
+    with step.mode, skip_data(materialize_fake_tensors=True):
         torch.save({"format": FORMAT, **state}, sink)  # type: ignore[arg-type]
     return sink.size
 

@@ -1,4 +1,4 @@
-"""What a run on paper comes to in samples, steps, bytes and turns: arithmetic on what the run itself would use."""
+"""Samples, steps and bytes of a run, computed from what the run itself would use."""
 
 from collections import Counter
 from collections.abc import Sequence

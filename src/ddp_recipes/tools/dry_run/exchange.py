@@ -1,18 +1,18 @@
-"""What ranks send each other in an optimizer step of a run on paper."""
+"""What ranks send each other in an optimizer step."""
 
 from typing import Any
 
 from ddp_recipes.build.recipe import Recipe
 from ddp_recipes.tools.dry_run import counts
-from ddp_recipes.tools.dry_run.memory import Rehearsed
-from ddp_recipes.tools.dry_run.pipeline import RehearsedPipeline
+from ddp_recipes.tools.dry_run.memory import ReplicaStep
+from ddp_recipes.tools.dry_run.pipeline import PipelineSteps
 
 
-def exchange_of(recipe: Recipe, rehearsed: Rehearsed | RehearsedPipeline) -> dict[str, Any]:
+def exchange_of(recipe: Recipe, step: ReplicaStep | PipelineSteps) -> dict[str, Any]:
     """Return what a rank gives to others; where ranks differ, the most that one gives."""
-    if isinstance(rehearsed, RehearsedPipeline):
-        return _of_pipelines(recipe, rehearsed)
-    exchange, world = rehearsed.exchange, recipe.world
+    if isinstance(step, PipelineSteps):
+        return _of_pipelines(recipe, step)
+    exchange, world = step.exchange, recipe.world
     times = recipe.trainer.accumulate_grad_batches if exchange.every_batch else 1
     return {
         "all_reduced_bytes": times * exchange.all_reduced,
@@ -25,12 +25,12 @@ def exchange_of(recipe: Recipe, rehearsed: Rehearsed | RehearsedPipeline) -> dic
     }
 
 
-def _of_pipelines(recipe: Recipe, rehearsed: RehearsedPipeline) -> dict[str, Any]:
-    """Micro-batches are passed on in each batch, gradients added up once a step."""
-    world, times, reduced = recipe.world, recipe.trainer.accumulate_grad_batches, rehearsed.reduced
-    passed = [(times * forward, times * backward) for forward, backward in rehearsed.passed or ()]
+def _of_pipelines(recipe: Recipe, step: PipelineSteps) -> dict[str, Any]:
+    """Activations are sent between stages in each batch, gradients added up once a step."""
+    world, times, reduced = recipe.world, recipe.trainer.accumulate_grad_batches, step.reduced
+    passed = [(times * forward, times * backward) for forward, backward in step.passed or ()]
     link = world.local_world_size if world.nnodes > 1 else 1
-    known = rehearsed.passed is not None
+    known = step.passed is not None
     return {
         "all_reduced_bytes": max(reduced),
         "scattered_bytes": 0,

@@ -4,23 +4,23 @@ from typing import Any
 
 from ddp_recipes.build.recipe import Recipe
 from ddp_recipes.strategies.base import batch_norms
-from ddp_recipes.tools.dry_run.memory import Rehearsed
-from ddp_recipes.tools.dry_run.pipeline import RehearsedPipeline
+from ddp_recipes.tools.dry_run.memory import ReplicaStep
+from ddp_recipes.tools.dry_run.pipeline import PipelineSteps
 from ddp_recipes.tools.dry_run.report import in_words
 
 
-def findings(recipe: Recipe, rehearsed: Rehearsed | RehearsedPipeline, planned: dict[str, Any]) -> list[dict[str, str]]:
+def findings(recipe: Recipe, step: ReplicaStep | PipelineSteps, planned: dict[str, Any]) -> list[dict[str, str]]:
     """Return what was found, each with a ``kind`` to look for and a ``message`` to read."""
     found = {
         "devices_left_over": devices_left_over(recipe, planned),
         "batch_norm_without_sync": batch_norm_without_sync(recipe),
-        "unused_parameters": unused_parameters(recipe, rehearsed),
+        "unused_parameters": unused_parameters(recipe, step),
         "pipeline_not_filled": pipeline_not_filled(recipe, planned),
         "memory_does_not_fit": memory_does_not_fit(recipe, planned),
         "not_rehearsed": None
-        if rehearsed.failure is None
+        if step.failure is None
         else f"A step could not be run without data, so activations and the peak of memory are not known: "
-        f"{rehearsed.failure}",
+        f"{step.failure}",
     }
     return [{"kind": kind, "message": message} for kind, message in found.items() if message is not None]
 
@@ -56,13 +56,13 @@ def batch_norm_without_sync(recipe: Recipe) -> str | None:
     )
 
 
-def unused_parameters(recipe: Recipe, rehearsed: Rehearsed | RehearsedPipeline) -> str | None:
+def unused_parameters(recipe: Recipe, step: ReplicaStep | PipelineSteps) -> str | None:
     """Find parameters that the loss does not depend on, where the strategy minds."""
     consequence = recipe.request.strategy.unused_parameters()
-    if not rehearsed.unused or recipe.world.world_size == 1 or not consequence:
+    if not step.unused or recipe.world.world_size == 1 or not consequence:
         return None
-    names = ", ".join(rehearsed.unused[:4]) + (", …" if len(rehearsed.unused) > 4 else "")
-    return f"The loss does not depend on {len(rehearsed.unused)} parameter(s): {names}. {consequence}"
+    names = ", ".join(step.unused[:4]) + (", …" if len(step.unused) > 4 else "")
+    return f"The loss does not depend on {len(step.unused)} parameter(s): {names}. {consequence}"
 
 
 def pipeline_not_filled(recipe: Recipe, planned: dict[str, Any]) -> str | None:

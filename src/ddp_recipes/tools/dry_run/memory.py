@@ -82,7 +82,7 @@ class Batches:
 
 
 class Step:
-    """A step of one process on paper: a copy of its task without data, its optimizer, and what both take.
+    """A dry run of a step of one process: a copy of its task without data, its optimizer, and the memory of both.
 
     Args:
         task: the copy, its tensors on ``devices``; elsewhere are those that the process does not have.
@@ -230,7 +230,7 @@ class Step:
         ]
 
 
-class Rehearsed(Step):
+class ReplicaStep(Step):
     """A step of a process that has all of a replica, on one device or several.
 
     Args:

@@ -1,4 +1,4 @@
-"""What each process of a pipeline takes, of a replica whose processes are rehearsed one after the other."""
+"""Memory of each process of a pipeline, from a dry run of one process after the other."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,7 +16,7 @@ from ddp_recipes.strategies.base import Exchange
 from ddp_recipes.strategies.buckets import in_buckets
 from ddp_recipes.tasks import Task
 from ddp_recipes.tools.dry_run.memory import Batches, DeviceMemory, Step
-from ddp_recipes.tools.dry_run.walk import PipelineOnPaper
+from ddp_recipes.tools.dry_run.walk import WalkedPipeline
 
 
 class Process(Step):
@@ -38,7 +38,7 @@ class Process(Step):
         super().__init__(copied, [device], mode, Exchange(), make_optimizer, precision)
         self.replicas, self.reduced = replicas, 0
         with mode:
-            self.pipeline = PipelineOnPaper(
+            self.pipeline = WalkedPipeline(
                 copied, layout, settings, device, self.precision, self.known, partial(self._take, False)
             )
 
@@ -64,8 +64,8 @@ class Process(Step):
             joined(outputs, sizes)
 
 
-class RehearsedPipeline:
-    """All processes of a replica on paper, one after the other.
+class PipelineSteps:
+    """A dry run of all processes of a replica, one after the other.
 
     Attributes:
         failure: of the first process that has one; ``unused`` are those of all.

@@ -1,4 +1,4 @@
-"""``plan=true``: the run on paper. What the config as given would do and take on a cluster, and what is wrong."""
+"""``plan=true``: what the config as given would do and take on a cluster, and what is wrong."""
 
 import json
 import logging
@@ -22,8 +22,8 @@ from ddp_recipes.tools.dry_run import counts
 from ddp_recipes.tools.dry_run.checkpoint import checkpoint_bytes
 from ddp_recipes.tools.dry_run.exchange import exchange_of
 from ddp_recipes.tools.dry_run.findings import findings
-from ddp_recipes.tools.dry_run.memory import Batches, Rehearsed
-from ddp_recipes.tools.dry_run.pipeline import RehearsedPipeline
+from ddp_recipes.tools.dry_run.memory import Batches, ReplicaStep
+from ddp_recipes.tools.dry_run.pipeline import PipelineSteps
 from ddp_recipes.tools.dry_run.report import rows
 
 log = logging.getLogger(__name__)
@@ -35,11 +35,11 @@ def plan(recipe: Recipe, output: Output) -> None:
     """Print the plan, and write it to ``plan.json``.
 
     Raises:
-        RequestError: it is of something that has not been put on paper.
+        RequestError: there is no dry run of what the config asks for.
     """
     planned = make_plan(recipe)
     output.open(None)
-    table("on paper", rows(planned), sys.stdout)
+    table("dry run", rows(planned), sys.stdout)
     for finding in planned["findings"]:
         log.warning("%s", finding["message"])
     write_text(recipe.job.directory / "plan.json", as_text(planned))
@@ -50,23 +50,23 @@ def make_plan(recipe: Recipe) -> Plan:
     layout = recipe.devices.layout
     assert layout is not None
     recipe.request.strategy.check_dry_run(layout.device_type, layout.gpus)
-    rehearsed = rehearse(recipe)
+    step = run_step(recipe)
     capacity = capacity_of(recipe, layout)
     planned = {
         **layout_of(recipe, layout, capacity),
         **batches_of(recipe),
-        "memory": None if rehearsed.failure else [asdict(each) | {"peak": each.peak} for each in rehearsed.memory()],
-        "memory_of_replica": rehearsed.whole,
-        "exchange": exchange_of(recipe, rehearsed),
+        "memory": None if step.failure else [asdict(each) | {"peak": each.peak} for each in step.memory()],
+        "memory_of_replica": step.whole,
+        "exchange": exchange_of(recipe, step),
         "pipeline": pipeline_of(recipe),
-        "checkpoint_bytes": checkpoint_bytes(recipe, rehearsed),
+        "checkpoint_bytes": checkpoint_bytes(recipe, step),
     }
-    fits = fit(recipe, rehearsed, capacity) if capacity is not None else {}
-    return {**planned, **fits, "findings": findings(recipe, rehearsed, {**planned, **fits})}
+    fits = fit(recipe, step, capacity) if capacity is not None else {}
+    return {**planned, **fits, "findings": findings(recipe, step, {**planned, **fits})}
 
 
-def rehearse(recipe: Recipe) -> Rehearsed | RehearsedPipeline:
-    """Run a step of the recipe on paper, on the devices of one replica.
+def run_step(recipe: Recipe) -> ReplicaStep | PipelineSteps:
+    """Run a step of the recipe without data, on the devices of one replica.
 
     A model that places itself knows no devices but those it was made for, and the CPU has one memory for each process:
     then all that a process has is on one device.
@@ -80,7 +80,7 @@ def rehearse(recipe: Recipe) -> Rehearsed | RehearsedPipeline:
     starts = [stage.first for stage in recipe.stages[1:]]
     on_cpu = recipe.devices.type == "cpu"
     if (pipeline := recipe.request.strategy.pipeline) is not None:
-        return RehearsedPipeline(
+        return PipelineSteps(
             recipe.task,
             starts,
             torch.device("cpu") if on_cpu else torch.device("cuda", 0),
@@ -94,7 +94,7 @@ def rehearse(recipe: Recipe) -> Rehearsed | RehearsedPipeline:
     whole = on_cpu or (recipe.request.num_devices > 1 and not starts)
     if whole:
         starts, devices = [], [torch.device("cpu")]
-    return Rehearsed(
+    return ReplicaStep(
         recipe.task,
         starts,
         devices,
@@ -194,21 +194,21 @@ def pipeline_of(recipe: Recipe) -> Plan | None:
     }
 
 
-def fit(recipe: Recipe, rehearsed: Rehearsed | RehearsedPipeline, capacity: int) -> Plan:
+def fit(recipe: Recipe, step: ReplicaStep | PipelineSteps, capacity: int) -> Plan:
     """Return whether it fits; where not, with how many devices or stages a replica it does, if there are as many."""
     smallest = "smallest_k" if recipe.request.strategy.pipeline is None else "smallest_stages"
-    if rehearsed.failure:
+    if step.failure:
         return {"fits": None, smallest: None}
-    fits = largest(rehearsed) <= capacity * (recipe.request.num_devices if rehearsed.whole else 1)
-    return {"fits": fits, smallest: None if fits else smallest_that_fits(recipe, rehearsed, capacity)}
+    fits = largest(step) <= capacity * (recipe.request.num_devices if step.whole else 1)
+    return {"fits": fits, smallest: None if fits else smallest_that_fits(recipe, step, capacity)}
 
 
-def largest(rehearsed: Rehearsed | RehearsedPipeline) -> int:
+def largest(step: ReplicaStep | PipelineSteps) -> int:
     """Return the peak of the fullest device."""
-    return max(each.peak for each in rehearsed.memory())
+    return max(each.peak for each in step.memory())
 
 
-def smallest_that_fits(recipe: Recipe, rehearsed: Rehearsed | RehearsedPipeline, capacity: int) -> int | None:
+def smallest_that_fits(recipe: Recipe, step: ReplicaStep | PipelineSteps, capacity: int) -> int | None:
     """Try other numbers of devices, from one on, or of stages: the first that fits is the smallest."""
     layout = recipe.devices.layout
     assert layout is not None
@@ -218,7 +218,7 @@ def smallest_that_fits(recipe: Recipe, rehearsed: Rehearsed | RehearsedPipeline,
         section, key = pipeline.stages_key.split(".")
         mine = pipeline.stages
         most = layout.nnodes * max(gpus, 1) * pipeline.each
-    state = sum(each.state for each in rehearsed.memory())
+    state = sum(each.state for each in step.memory())
     for number in range(1, most + 1):
         devices = number if pipeline is None else number // pipeline.each
         if number == mine or state > devices * capacity:  # not even in equal parts
@@ -226,7 +226,7 @@ def smallest_that_fits(recipe: Recipe, rehearsed: Rehearsed | RehearsedPipeline,
         changed = {**config, "model": {**config["model"], "split": None}}
         changed[section] = {**changed[section], key: number}
         try:
-            other = rehearse(make_recipe(replace(recipe.job, config=changed), World(), recipe.control))
+            other = run_step(make_recipe(replace(recipe.job, config=changed), World(), recipe.control))
         except RequestError:
             continue  # it cannot be cut so, or so many are not there
         if other.failure is None and largest(other) <= capacity:

@@ -77,7 +77,7 @@ def exchanged(exchange: dict[str, Any]) -> str:
         "scattered": "all-to-all",
         "gathered": "all-gather",
         "broadcast": "broadcast",
-        "passed": "passed on",
+        "passed": "sent between stages",
     }
     sent = [f"{name} {in_words(exchange[f'{key}_bytes'])}" for key, name in kinds.items() if exchange[f"{key}_bytes"]]
     bound = exchange["at_least_seconds"]

@@ -36,7 +36,7 @@ class _Passed:
     kept: Bytes
 
 
-class PipelineOnPaper(Pipeline):
+class WalkedPipeline(Pipeline):
     """The pipeline of one process, without the others.
 
     Args:
@@ -106,7 +106,7 @@ class _Walk:
     pass of the same micro-batch, and at the end. What it received it keeps until the backward pass is done.
     """
 
-    def __init__(self, pipeline: PipelineOnPaper, crossing: Mapping[int, Sequence[Tensor]]) -> None:
+    def __init__(self, pipeline: WalkedPipeline, crossing: Mapping[int, Sequence[Tensor]]) -> None:
         self.pipeline, self.crossing, self.schedule = pipeline, crossing, pipeline.schedule
         self.received: dict[Work, list[Tensor]] = {}
         self.passed: dict[Key, _Passed] = {}
