@@ -81,7 +81,7 @@ def test_models_and_data_sets_know_nothing_of_runs(folder: str) -> None:
 
 # The reference of check=equivalence is named there.
 ABOUT_STRATEGIES = re.compile(
-    r"ddp_exact|ddp_pipeline|parameter_server|strategy=(?!single|\{|%s|strategy|self)"
+    r"ddp_exact|ddp_pipeline|parameter_server|strategy=(?!single|\{|%s|strategy|recipe\.|self)"
     r"|strategy\.(stages|shards|schedule|micro_batches|sync_batchnorm|shared_memory|comm_hook|num_threads|static_graph)"
 )
 
