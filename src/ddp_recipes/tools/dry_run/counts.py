@@ -9,7 +9,7 @@ from ddp_recipes.strategies.base import Exchange
 
 
 def samples_of(plan: BatchPlan, part: int) -> int:
-    """Return how many samples of an epoch are in a part; batches but the last one are alike."""
+    """Return how many samples of an epoch are in a shard; batches but the last one are alike."""
     return (plan.num_batches - 1) * plan.share(0, part) + plan.share(plan.num_batches - 1, part)
 
 

@@ -48,7 +48,7 @@ def batches(planned: dict[str, Any]) -> list[tuple[str, str]]:
     """Say how long the run is."""
     dropped = planned["samples_dropped_an_epoch"]
     steps = planned["steps"]
-    size = f"{planned['global_batch_size']:,} samples, {planned['batch_size']:,} in a part"
+    size = f"{planned['global_batch_size']:,} samples, {planned['batch_size']:,} in a shard"
     if planned["accumulate_grad_batches"] > 1:
         size += f"; {planned['accumulate_grad_batches']} of them a step"
     return [
