@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,22 @@ class RefuseSyncs(Callback):
         torch.cuda.set_sync_debug_mode("default")
 
 
+class TimeSteps(Callback):
+    """Notes how long steps from the second on take, the device's work included."""
+
+    seconds = 0.0
+
+    def on_step(self, step: int) -> None:
+        if step == 1:
+            torch.cuda.synchronize()
+            self.began = time.perf_counter()
+        self.steps = step - 1
+
+    def on_end(self) -> None:
+        torch.cuda.synchronize()
+        type(self).seconds = (time.perf_counter() - self.began) / self.steps
+
+
 def job(directory: Path, *overrides: str) -> Job:
     return make_job([*TINY, "launcher.device=cuda", *overrides], directory)
 
@@ -67,6 +84,21 @@ def test_a_step_that_does_not_log_does_not_wait_for_the_device(tmp_path: Path) -
     sys.modules.setdefault(__name__, sys.modules[RefuseSyncs.__module__])
     overrides = ["model=toy", f"trainer.log_every_n_steps={every}", "trainer.check_val_every_n_epoch=2", watch]
     assert rank.run(job(tmp_path, *overrides, "checkpoint=none"), World(), None)["status"] == "finished"
+
+
+def test_step_time_is_the_time_of_the_device(tmp_path: Path) -> None:
+    """Its kernels take longer than it takes to enqueue them."""
+    sys.modules.setdefault(__name__, sys.modules[TimeSteps.__module__])
+    overrides = [
+        "model=mlp",
+        "model.hidden_features=[8192,8192,8192,8192]",
+        "data.batch_size=8",
+        "data.val=null",
+        "trainer.log_every_n_steps=1000",
+        f"+callbacks.timed._target_={__name__}.TimeSteps",
+    ]
+    summary = rank.run(job(tmp_path, *overrides, "checkpoint=none", "logger=none"), World(), None)
+    assert summary["step_time_ms"] == pytest.approx(1e3 * TimeSteps.seconds, rel=0.3)
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
