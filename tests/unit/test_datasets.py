@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ddp_recipes import datasets
 from ddp_recipes.datasets import Chain, InMemory, ScaleAndNormalize, csv_table
-from ddp_recipes.datasets.split import rows_of, standardize
+from ddp_recipes.datasets.tabular import rows_of, standardize
 from ddp_recipes.datasets.transforms import for_tensors, runs_on_batches
 from ddp_recipes.errors import RequestError
 

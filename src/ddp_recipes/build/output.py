@@ -14,18 +14,19 @@ def make_output(recipe: Recipe, directory: RunDirectory | None) -> Output:
     Args:
         directory: the claimed run directory on rank 0, ``None`` elsewhere.
     """
-    readers = recipe.request.strategy.batch_shards(recipe.world).readers
+    request, world, strategy = recipe.request, recipe.world, recipe.strategy
+    readers = request.strategy.batch_shards(world).readers
     return Output(
         job=recipe.job,
-        request=recipe.request,
-        world=recipe.world,
+        request=request,
+        world=world,
         control=recipe.control,
         directory=directory,
         task=recipe.task,
-        strategy=recipe.strategy,
+        strategy=strategy,
         stages=recipe.stages,
-        replicas=readers * recipe.strategy.replicas(recipe.device.type),
-        devices_per_replica=recipe.request.num_devices * (recipe.world.world_size // readers),
+        replicas=readers * strategy.replicas(recipe.device.type),
+        devices_per_replica=request.num_devices * (world.world_size // readers),
         device_name=recipe.devices.name,
         backend=recipe.devices.backend,
         monitor=recipe.monitor,

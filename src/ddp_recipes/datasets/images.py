@@ -19,8 +19,10 @@ def mnist(
     """Return MNIST: images ``[n, 1, 28, 28]``, targets int64 ``[n]`` in 0..9; ``split`` is ``train`` or ``test``.
 
     In memory the images are bytes. ``transform`` takes them so, in place of the default, which scales to float32
-    0..1 and normalises with the mean and deviation of the training set. Raises ``RequestError`` if the files are not
-    under ``root`` and ``download`` is false, or cannot be read.
+    0..1 and normalises with the mean and deviation of the training set.
+
+    Raises:
+        RequestError: the files are not under ``root`` and ``download`` is false, or cannot be read.
     """
     return _in_memory("MNIST", "MNIST/raw", root, split, download, transform, mean=[0.1307], std=[0.3081])
 
@@ -47,12 +49,14 @@ def image_folder(
     transform: Transforms | None = None,
     num_classes: int | None = None,
 ) -> Dataset[Any]:
-    """Return the images of ``root/split``, one folder a class, read from disk when asked for.
+    """Return the images of ``root/split``, one folder a class, read from disk when fetched.
 
     Samples are ``(image, class number)``; classes are numbered by the sorted names of the folders of ``root/train``
     where that exists. ``transform`` takes an RGB PIL image; the default is ``imagenet_transform(image_size)``.
-    Raises ``RequestError`` if there is no such folder, no image in one of its class folders, a class that
-    ``root/train`` does not have, or more classes than ``num_classes``.
+
+    Raises:
+        RequestError: there is no such folder, no image in one of its class folders, a class that ``root/train`` does
+            not have, or more classes than ``num_classes``.
     """
     from torchvision.datasets import ImageFolder
 

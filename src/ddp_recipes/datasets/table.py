@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from ddp_recipes.datasets.images import imagenet_transform
 from ddp_recipes.datasets.memory import InMemory
-from ddp_recipes.datasets.split import rows_of, standardize
+from ddp_recipes.datasets.tabular import rows_of, standardize
 from ddp_recipes.datasets.transforms import Transform, Transforms, in_order
 from ddp_recipes.errors import RequestError, nearest
 
@@ -38,13 +38,14 @@ def csv_table(
 
     Inputs are either the number columns ``inputs``, float32 ``[n, len(inputs)]`` in memory, with ``standardized`` on
     the scale of their training rows; or, with ``image_column``, the images it names, relative to ``root``, read when
-    asked for; ``transform`` takes an RGB PIL image, the default is ``imagenet_transform(image_size)``.
+    fetched; ``transform`` takes an RGB PIL image, the default is ``imagenet_transform(image_size)``.
 
     Targets are the numbers of the column ``target``, float32 ``[n, 1]``; with ``classes`` the place of its text among
     them, int64 ``[n]``. ``split`` is ``train``, ``val`` or ``all``.
 
-    Raises ``RequestError`` if the file or a column or an image is missing, a number column holds anything else, or
-    the target a class that is not among ``classes``.
+    Raises:
+        RequestError: the file, a column or an image is missing, a number column holds anything else, or the target a
+            class that is not among ``classes``.
     """
     table = _Table.read(Path(path).expanduser(), delimiter)
     targets = table.numbers([target]).float() if classes is None else table.labels(target, [str(c) for c in classes])
@@ -67,7 +68,7 @@ def csv_table(
 
 
 class ImageTable(Dataset[tuple[Any, Tensor]]):
-    """Image files and their targets ``[n, ...]``; an image is read, as RGB, and transformed when asked for."""
+    """Image files and their targets ``[n, ...]``; an image is read, as RGB, and transformed when fetched."""
 
     def __init__(self, files: Sequence[Path], targets: Tensor, transform: Transform) -> None:
         self.files = files

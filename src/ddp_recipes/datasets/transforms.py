@@ -16,29 +16,15 @@ Transforms = Transform | Sequence[Transform]
 """One transform, or several that run in order."""
 
 # torchvision's transforms that do to each image of a batch [n, c, h, w] what they do to it alone, bit for bit.
-_BATCHED = {
-    "CenterCrop",
-    "ConvertImageDtype",
-    "Grayscale",
-    "Identity",
-    "Normalize",
-    "Pad",
-    "Resize",
-    "ToDtype",
-    "ToImage",
-    "ToPureTensor",
-}
+_BATCHED = {"CenterCrop", "ConvertImageDtype", "Grayscale", "Identity", "Normalize", "Pad"}
+_BATCHED |= {"Resize", "ToDtype", "ToImage", "ToPureTensor"}
 
 
 class Chain:
-    """Transforms that run in order; ``batched`` if each of them is."""
+    """Transforms that run in order; on a whole batch if each of them may."""
 
     def __init__(self, transforms: Iterable[Transform]) -> None:
         self.transforms = list(transforms)
-
-    @property
-    def batched(self) -> bool:
-        return all(runs_on_batches(transform) for transform in self.transforms)
 
     def __call__(self, image: Any) -> Any:
         for transform in self.transforms:
@@ -47,10 +33,9 @@ class Chain:
 
 
 class ScaleAndNormalize:
-    """Bytes 0..255 to float32 0..1, then by channel ``(x - mean) / std``, on an image or a batch ``[..., c, h, w]``.
+    """Scale bytes to float32 0..1, then take ``(x - mean) / std`` by channel, on images ``[..., c, h, w]``.
 
-    The numbers are those of torchvision's ``ToTensor`` followed by ``Normalize``. Without ``mean`` and ``std`` only
-    scales.
+    The numbers are those of torchvision's ``ToTensor`` followed by ``Normalize``; without ``mean``, of the first alone.
     """
 
     batched = True
@@ -66,10 +51,10 @@ class ScaleAndNormalize:
 
 
 def runs_on_batches(transform: Transform | None) -> bool:
-    """Whether ``transform`` gives the same numbers on a batch ``[n, ...]`` as on its samples one by one.
+    """Return whether ``transform`` gives the same numbers on a batch ``[n, ...]`` as on its samples one by one.
 
-    A transform says so itself with an attribute ``batched``. Otherwise only known ones do; what is random (each
-    sample has to draw its own numbers) or unknown does not.
+    A transform may say so itself, by an attribute ``batched``. Otherwise only known ones do: what is random has to draw
+    numbers for each sample.
     """
     if (declared := getattr(transform, "batched", None)) is not None:
         return bool(declared)
@@ -77,12 +62,12 @@ def runs_on_batches(transform: Transform | None) -> bool:
 
 
 def is_known(transform: Transform | None) -> bool:
-    """Whether what ``transform`` does to a sample is known to depend on that alone, so that it may run at any time."""
+    """Return whether ``transform`` is known to depend on the sample alone, so that it may run at any time."""
     return type(transform) is ScaleAndNormalize or _is_known_or_made_of(transform, is_known)
 
 
 def _is_known_or_made_of(transform: Transform | None, condition: Callable[[Transform], bool]) -> bool:
-    """Whether a transform is one of torchvision's for batches, or made of others that fulfil a condition."""
+    """Return whether a transform is one of torchvision's for batches, or made of others that meet a condition."""
     if transform is None or type(transform) is nn.Identity:
         return True
     if type(transform) in (Chain, nn.Sequential) or _is_torchvision(transform, {"Compose"}):
@@ -91,15 +76,14 @@ def _is_known_or_made_of(transform: Transform | None, condition: Callable[[Trans
 
 
 def in_order(transforms: Transforms) -> Transform:
-    """Return one callable for one transform or several."""
+    """Return one transform for one or several."""
     return transforms if callable(transforms) else Chain(transforms)
 
 
 def for_tensors(transforms: Transforms) -> Transform:
     """Return ``transforms``, which may be written for PIL images, for images ``[c, h, w]`` of bytes.
 
-    ``ToTensor`` becomes the scaling that it is, ``PILToTensor`` nothing. Other transforms take tensors as they are;
-    from a ``ToPILImage`` on nothing changes.
+    ``ToTensor`` becomes the scaling that it is, ``PILToTensor`` nothing; from a ``ToPILImage`` on nothing changes.
     """
     parts = _parts(transforms)
     result: list[Transform] = []
@@ -115,7 +99,7 @@ def for_tensors(transforms: Transforms) -> Transform:
 
 
 def _parts(transforms: Any) -> list[Transform]:
-    """Return what a sequence, ``Chain``, ``Compose`` or ``nn.Sequential`` is made of; of another transform, itself."""
+    """Return what a sequence, ``Chain``, ``Compose`` or ``nn.Sequential`` is made of; any other transform alone."""
     if _is_torchvision(transforms, {"Compose"}):
         return list(transforms.transforms)
     if type(transforms) is Chain:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+Parameter = bool | int | float | str
+"""The value of a hyper-parameter."""
 
 
 def folder_name(name: str) -> str:
@@ -41,10 +44,7 @@ class Logger:
         """Record a text, read as Markdown."""
 
     def hparams(
-        self,
-        params: Mapping[str, bool | int | float | str],
-        metrics: Mapping[str, float],
-        chosen: Collection[str] = (),
+        self, params: Mapping[str, Parameter], metrics: Mapping[str, float], chosen: Collection[str] = ()
     ) -> None:
         """Record, once and at the end, what the run was given and what came out; ``chosen`` ones are shown first."""
 
@@ -71,34 +71,29 @@ class Loggers(Logger):
     def __init__(self, loggers: Sequence[Logger]) -> None:
         self.loggers = tuple(loggers)
 
-    def scalars(self, values: Mapping[str, float], step: int) -> None:
+    def _each(self, method: str, *arguments: Any) -> None:
         for logger in self.loggers:
-            logger.scalars(values, step)
+            getattr(logger, method)(*arguments)
+
+    def scalars(self, values: Mapping[str, float], step: int) -> None:
+        self._each("scalars", values, step)
 
     def text(self, tag: str, text: str) -> None:
-        for logger in self.loggers:
-            logger.text(tag, text)
+        self._each("text", tag, text)
 
     def hparams(
-        self,
-        params: Mapping[str, bool | int | float | str],
-        metrics: Mapping[str, float],
-        chosen: Collection[str] = (),
+        self, params: Mapping[str, Parameter], metrics: Mapping[str, float], chosen: Collection[str] = ()
     ) -> None:
-        for logger in self.loggers:
-            logger.hparams(params, metrics, chosen)
+        self._each("hparams", params, metrics, chosen)
 
     def graph(self, model: nn.Module, inputs: Tensor) -> None:
-        for logger in self.loggers:
-            logger.graph(model, inputs)
+        self._each("graph", model, inputs)
 
     def image(self, tag: str, png: bytes) -> None:
-        for logger in self.loggers:
-            logger.image(tag, png)
+        self._each("image", tag, png)
 
     def flush(self) -> None:
-        for logger in self.loggers:
-            logger.flush()
+        self._each("flush")
 
     def close(self) -> None:
         with ExitStack() as stack:  # if one fails, the others still close

@@ -13,22 +13,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from ddp_recipes._compat.tensorboard import file_writer
-from ddp_recipes.loggers.base import Logger
+from ddp_recipes.loggers.base import Logger, Parameter
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
 log = logging.getLogger(__name__)
 
-HOLD_S = 1.0
+HELD_S = 1.0  # that points wait for others: to wake the thread that writes for each of them would delay the loop
 
 
 class TensorBoardLogger(Logger):
-    """Writes exactly one event file into ``directory``.
+    """Write exactly one event file into ``directory``.
 
-    ``purge_step``: on resume, hide the points that an earlier start logged at this step and later; they come anew.
-    ``graph``: whether to write the model's graph.
-    ``flush_secs``: how long, in seconds, points may wait in memory.
+    Args:
+        purge_step: on resume, hide the points that an earlier start logged at this step and later; they come anew.
+        graph: whether to write the model's graph.
+        flush_secs: how long, in seconds, points may wait in memory.
     """
 
     folder: ClassVar[str] = "tensorboard"
@@ -52,11 +53,11 @@ class TensorBoardLogger(Logger):
         self._held.append((now, step, dict(values)))
         self._step = step
         self._latest.update(values)
-        if now - self._held[0][0] > HOLD_S:
-            self._hand_over()
+        if now - self._held[0][0] > HELD_S:
+            self._send()
 
-    def _hand_over(self) -> None:
-        """Give what is held to the thread that writes. To wake it for every point would hold up the loop each time."""
+    def _send(self) -> None:
+        """Give what is held to the thread that writes."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         for when, step, values in self._held:
@@ -69,10 +70,7 @@ class TensorBoardLogger(Logger):
         self._writer.add_text(tag, text)
 
     def hparams(
-        self,
-        params: Mapping[str, bool | int | float | str],
-        metrics: Mapping[str, float],
-        chosen: Collection[str] = (),
+        self, params: Mapping[str, Parameter], metrics: Mapping[str, float], chosen: Collection[str] = ()
     ) -> None:
         from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
         from torch.utils.tensorboard.summary import hparams
@@ -123,11 +121,11 @@ class TensorBoardLogger(Logger):
         self._file.add_summary(Summary(value=[Summary.Value(tag=tag, image=content)]), self._step)
 
     def flush(self) -> None:
-        self._hand_over()
+        self._send()
         self._writer.flush()
 
     def close(self) -> None:
-        self._hand_over()
+        self._send()
         self._writer.close()
 
     def see_with(self, run_directory: str) -> str:

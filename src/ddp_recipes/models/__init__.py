@@ -5,9 +5,7 @@ Importing this package does not import torchvision; asking for one of its ResNet
 
 from typing import TYPE_CHECKING, Any
 
-from ddp_recipes.models.linear import Linear
-from ddp_recipes.models.mlp import MLP
-from ddp_recipes.models.toy import Toy, ToyMP
+from ddp_recipes.models.basic import MLP, Linear, Toy, ToyMP
 
 if TYPE_CHECKING:
     from ddp_recipes.models.resnet import ResNet50MP, resnet18, resnet50, resnet50_mp

@@ -7,7 +7,7 @@ import torchvision
 from torch import Tensor, nn
 from torchvision.models.resnet import Bottleneck, ResNet
 
-from ddp_recipes.models.placement import Device, two_devices
+from ddp_recipes.models.basic import Device, two_devices
 
 
 def resnet18(num_classes: int = 1000, in_channels: int = 3, **kwargs: Any) -> nn.Module:

@@ -3,12 +3,12 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-Value = bool | int | float | str
+from ddp_recipes.loggers.base import Parameter
 
 GROUPS = ("seed", "data", "model", "task", "optimizer", "scheduler", "strategy", "trainer")  # may change the outcome
 
 
-def hyper_parameters(config: Mapping[str, Any]) -> dict[str, Value]:
+def hyper_parameters(config: Mapping[str, Any]) -> dict[str, Parameter]:
     """Return them as one level of dotted names: ``{"model": "Toy", "optimizer.lr": 0.1, …}``."""
     values = _flat({name: config[name] for name in GROUPS})
     return {name: value for name, value in values.items() if not name.startswith(("data.val.", "data.test"))}
@@ -19,9 +19,9 @@ def overridden(overrides: Sequence[str]) -> list[str]:
     return [override.split("=")[0].lstrip("+~") for override in overrides]
 
 
-def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Value]:
+def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Parameter]:
     """Return a nested config as one level of dotted names; a section itself is the last name of its ``_target_``."""
-    values: dict[str, Value] = {}
+    values: dict[str, Parameter] = {}
     for name, value in config.items():
         if name == "_target_":
             values[prefix.removesuffix(".")] = value.rpartition(".")[2]

@@ -17,7 +17,7 @@ Summary = dict[str, Any]
 
 
 class RunDirectory:
-    """Holds the lock of a run directory and writes its records.
+    """Hold the lock of a run directory, and write its records.
 
     Args:
         path: the directory.
@@ -67,7 +67,7 @@ def refuse_used(path: Path, resumed: bool) -> None:
 
 
 def write_summary(path: Path, summary: Summary) -> None:
-    """Write ``summary.json``, complete or not at all; JSON has no word for a number that is none, so it is null."""
+    """Write ``summary.json``, complete or not at all; what is not finite, which JSON does not have, becomes null."""
     write_text(path / "summary.json", json.dumps(_finite(summary), indent=2, allow_nan=False) + "\n")
 
 
@@ -78,21 +78,21 @@ def _finite(value: Any) -> Any:
 
 
 def leave_summary(directory: Path, error: str, overrides: Sequence[str], known_better: bool = False) -> None:
-    """Say that a run failed where rank 0 did not: it was the one that died, or the run never began.
+    """Write that a run failed if rank 0 has not: it was the one that died, or the run never began.
 
     Args:
         known_better: rank 0 saw no more than a consequence (a broken connection): ``error`` replaces what it wrote.
     """
     path, begun = directory / "summary.json", directory / "config.yaml"
-    told = path.exists() and (not begun.exists() or path.stat().st_mtime_ns >= begun.stat().st_mtime_ns)
-    if directory.is_dir() and not told:
+    written = path.exists() and (not begun.exists() or path.stat().st_mtime_ns >= begun.stat().st_mtime_ns)
+    if directory.is_dir() and not written:
         write_summary(directory, {"status": "failed", "error": error, "overrides": list(overrides)})
     elif known_better:
         write_summary(directory, {**json.loads(path.read_text(encoding="utf-8")), "status": "failed", "error": error})
 
 
 def leave_failure(directory: Path, overrides: Sequence[str], error: str, known_better: bool = False) -> None:
-    """Do the same for a run that began; one that did not leaves nothing."""
+    """Write that a run failed if it began; one that did not leaves nothing."""
     if (directory / "config.yaml").exists():
         leave_summary(directory, error, overrides, known_better)
 
@@ -105,7 +105,7 @@ def write_trace(directory: Path, rank: int, text: str) -> None:
 
 
 def leave_trace(directory: Path, rank: int, text: str) -> None:
-    """Do the same for a rank that is about to be killed, if it wrote anything and the run began."""
+    """Write that of a rank that is about to be killed, if there is any and the run began."""
     if text and (directory / "config.yaml").exists():
         write_trace(directory, rank, text)
 
@@ -119,7 +119,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def remove_empty(path: Path, first_missing: Path) -> None:
-    """Remove a directory that nothing was written to, and its parents down from the first one that was not there."""
+    """Remove a directory that nothing was written to, and its parents up to the first one that did not exist."""
     if path.is_dir() and [inside.name for inside in path.iterdir()] == ["multirun.yaml"]:
         (path / "multirun.yaml").unlink()  # Hydra's record of a sweep of which no job began
     while path.is_relative_to(first_missing):

@@ -1,7 +1,7 @@
 """Shorter ways to what torch does: the same bits, less time. ``trainer.fast_paths=false`` turns all of them off.
 
-Nothing else in this package depends on them. What is slow is what torch asks first, of its compiler, its profiler and
-its debug log; where one of them is at work, and for tensors and optimizers that are not torch's own, it is asked.
+What is slow is what torch asks first, of its compiler, its profiler and its debug log; where one of them is at work,
+and for tensors and optimizers not of torch's own classes, it is asked. ``benchmarks/fast_paths.py`` shows the gains.
 """
 
 import inspect
@@ -31,10 +31,9 @@ def enable(on: bool) -> None:
 
 
 def backward(loss: Tensor) -> None:
-    """Add a loss's gradients to those that are there.
+    """Run backward; on the CPU a scalar goes straight to torch's engine.
 
-    On the CPU a scalar goes to torch's engine at once. ``Tensor.backward`` comes to it by way of what tensor
-    subclasses, GPU threads and its own debug log need, which takes as long as the backward pass of a small layer.
+    ``Tensor.backward`` comes to it by way of what tensor subclasses, GPU threads and its own debug log need.
     """
     plain = type(loss) is Tensor and loss.is_cpu and loss.dim() == 0 and loss.is_floating_point()
     if not (_enabled and plain) or graph.log.isEnabledFor(logging.DEBUG):
@@ -44,7 +43,7 @@ def backward(loss: Tensor) -> None:
 
 
 def zero_grad(optimizer: Optimizer) -> None:
-    """Set gradients to None. torch asks the compiler and the profiler first, which takes longer than the rest."""
+    """Set gradients to None. torch asks the compiler and the profiler first, which takes longer."""
     if not _enabled or type(optimizer).zero_grad is not Optimizer.zero_grad:
         optimizer.zero_grad()
         return
@@ -56,10 +55,9 @@ def zero_grad(optimizer: Optimizer) -> None:
 def uncompiled(target: T) -> T:
     """Return an optimizer class of torch's with methods that leave ``torch._dynamo`` alone; anything else as it is.
 
-    They are wrapped for callers that are compiled, which the loop is not: loading the compiler takes longer than all
-    of a short run's own work, and telling it and the profiler of each step as long as the step of a small model. Hooks
-    that a user registers are called as ever, a profiler sees the same ranges, and a state dict is the same. A pickle or
-    a deep copy of such an optimizer is one of torch's own class.
+    They are wrapped for callers that are compiled, which the loop is not, and load the compiler. Hooks that a user
+    registers are called as ever, a profiler sees the same ranges, and a state dict is the same. A pickle or a deep copy
+    of such an optimizer is one of torch's own class.
     """
     ours = isinstance(target, type) and issubclass(target, Optimizer) and target.__module__.startswith("torch.optim.")
     return _subclass(target) if _enabled and ours else target
@@ -95,8 +93,7 @@ def _step(step: Callable[..., Any]) -> Callable[..., Any]:
 def keep_freed_memory() -> None:
     """Keep memory that one step frees for the next. glibc would give it back, and the system fill it with zeros again.
 
-    That is a tenth of a step of a convolutional network on a CPU. Where the environment sets glibc's allocator up, or
-    the C library is another one, all stays as it is.
+    Nothing changes where the environment sets glibc's allocator up, or the C library is another one.
     """
     import ctypes
 

@@ -1,18 +1,12 @@
 """Where a step's time goes."""
 
 from collections.abc import Mapping
-from io import BytesIO
+
+from ddp_recipes.reporting.figures import as_png
 
 
 def draw_profile(times: Mapping[str, float], title: str) -> bytes:
-    """Draw a bar for each phase of a step.
-
-    Args:
-        times: of each phase, in ms.
-
-    Returns:
-        A PNG.
-    """
+    """Return a PNG with a bar for each phase of a step, whose ``times`` are in ms."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 1 + 0.35 * len(times)), layout="constrained")
@@ -26,6 +20,4 @@ def draw_profile(times: Mapping[str, float], title: str) -> bytes:
     axis.tick_params(length=0)
     axis.xaxis.set_visible(False)
     axis.spines[["top", "right", "bottom"]].set_visible(False)
-    file = BytesIO()
-    figure.savefig(file, format="png", dpi=110)
-    return file.getvalue()
+    return as_png(figure)

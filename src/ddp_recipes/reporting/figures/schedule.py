@@ -1,23 +1,14 @@
 """When the processes of a pipeline work, and on what."""
 
-from io import BytesIO
-
 from ddp_recipes.model_parallel.timeline import BACKWARD, FORWARD, Cell, bubble
+from ddp_recipes.reporting.figures import as_png
 
 COLORS = {FORWARD: ("#7fa8d1", "#a9c4de", "#5b8bbd", "#c7d9ea"), BACKWARD: ("#c44e52", "#d98a8c", "#a83a3e", "#e6b3b4")}
-WIDTH = 11.0  # inches
-MOST = 60  # units of time in which a number can still be read
+READABLE = 60  # units of time: in more, numbers of micro-batches cannot be read
 
 
 def draw_schedule(cells: list[list[Cell]], title: str) -> bytes:
-    """Draw a lane for each process, and in it a cell for each micro-batch, forward and backward.
-
-    Args:
-        cells: of each process, as ``timeline`` gives them.
-
-    Returns:
-        A PNG.
-    """
+    """Return a PNG with a lane for each process, and in it a cell for each forward and backward of a micro-batch."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -25,7 +16,7 @@ def draw_schedule(cells: list[list[Cell]], title: str) -> bytes:
     span = max(lane[-1].end for lane in cells)
     processes = len(cells)
     stages = 1 + max(cell.work.stage for lane in cells for cell in lane)
-    figure = Figure(figsize=(WIDTH, 1.5 + 0.55 * processes), layout="constrained")
+    figure = Figure(figsize=(11, 1.5 + 0.55 * processes), layout="constrained")
     FigureCanvasAgg(figure)
     axis = figure.add_subplot()
     for process, lane in enumerate(cells):
@@ -34,7 +25,7 @@ def draw_schedule(cells: list[list[Cell]], title: str) -> bytes:
             shades = COLORS[cell.work.kind]
             color = shades[cell.work.stage // processes % len(shades)]
             axis.barh(process, cell.end - cell.start, 0.8, cell.start, color=color, edgecolor="white", linewidth=1.2)
-            if span <= MOST:
+            if span <= READABLE:
                 middle, light = (cell.start + cell.end) / 2, cell.work.stage // processes % 2
                 ink = "white" if cell.work.kind == BACKWARD and not light else "#222222"
                 axis.text(middle, process, str(cell.work.micro_batch), ha="center", va="center", fontsize=9, color=ink)
@@ -60,6 +51,4 @@ def draw_schedule(cells: list[list[Cell]], title: str) -> bytes:
     ]
     patches.append(Patch(color="#f1f1f1", label="waiting"))
     figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), frameon=False, fontsize=9)
-    file = BytesIO()
-    figure.savefig(file, format="png", dpi=120)
-    return file.getvalue()
+    return as_png(figure, 120)

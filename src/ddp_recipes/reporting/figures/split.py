@@ -1,17 +1,17 @@
 """A picture of a split: which block is on which device, and what of a step's time and memory is its own."""
 
 from collections.abc import Sequence
-from io import BytesIO
 from typing import Any
 
 from ddp_recipes.model_parallel.split import Block, Stage
+from ddp_recipes.reporting.figures import as_png
 
 ROWS = 48  # about as many blocks as can be read; neighbours share a row where there are more
 COLORS = ("#3b6ea8", "#c97b2f", "#4d8f57", "#9a5ba5")  # stages take them in turn
 
 
 def draw_split(stages: Sequence[Stage], caption: str) -> bytes:
-    """Return the picture as PNG; the stages must have been tried out."""
+    """Return the picture as a PNG; the stages must have times."""
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
@@ -28,9 +28,7 @@ def draw_split(stages: Sequence[Stage], caption: str) -> bytes:
         panel.spines[["top", "right", "bottom"]].set_visible(False)
         panel.xaxis.set_visible(False)
     _draw(panels, stages, blocks)
-    file = BytesIO()
-    figure.savefig(file, format="png", dpi=110)
-    return file.getvalue()
+    return as_png(figure)
 
 
 def _draw(panels: Any, stages: Sequence[Stage], blocks: Sequence[Sequence[Block]]) -> None:
@@ -42,22 +40,16 @@ def _draw(panels: Any, stages: Sequence[Stage], blocks: Sequence[Sequence[Block]
         names += [block.name for block in own]
         places += rows
         assert stage.time is not None
+        color = COLORS[number % len(COLORS)]
         totals = (f"{stage.time:.0%}", f"{_short(sum(block.memory for block in own) / 1e6)} MB")
         for panel, values, most, total in zip(
             panels, zip(*map(_numbers, own), strict=True), largest, totals, strict=True
         ):
-            bars = panel.barh(rows, values, height=0.72, color=COLORS[number % len(COLORS)])
+            bars = panel.barh(rows, values, height=0.72, color=color)
             panel.bar_label(bars, [_short(value) for value in values], padding=3, fontsize=7, color="#333333")
             panel.axhspan(rows[0] - 0.6, rows[-1] + 0.6, color="#000000", alpha=0.04 * (number % 2), lw=0)
-            panel.text(
-                1.34 * most,
-                (rows[0] + rows[-1]) / 2,
-                f"device {number}\n{total}",
-                fontsize=9,
-                ha="right",
-                va="center",
-                color=COLORS[number % len(COLORS)],
-            )
+            where, text = (1.34 * most, (rows[0] + rows[-1]) / 2), f"device {number}\n{total}"
+            panel.text(*where, text, fontsize=9, ha="right", va="center", color=color)
             panel.set_xlim(0, 1.36 * most)
         row = rows[-1] + 1.6
     panels[0].set_yticks(places, names)
