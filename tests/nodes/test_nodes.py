@@ -195,7 +195,7 @@ def test_both_sides_of_a_cut_link_end_soon_after_the_timeout(nodes: Nodes, tmp_p
     for node in (1, 2):
         wait_until_no_rank_is_left(nodes, node, TIMEOUT_S + 5)
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"
-    assert "did not answer within launcher.timeout_s" in nodes.said(1)
+    assert "did not respond within launcher.timeout_s" in nodes.said(1)
 
 
 @pytest.mark.slow

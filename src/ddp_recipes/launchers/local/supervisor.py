@@ -1,10 +1,10 @@
-"""Watches the ranks of a local run until they have ended, or ends them."""
+"""Supervises the ranks of a local run until they have exited, or ends them."""
 
 import signal
 import time
 from collections.abc import Sequence
 
-from ddp_recipes.errors import RunFailed, not_arrived
+from ddp_recipes.errors import RunFailed, did_not_arrive
 from ddp_recipes.launchers import stacks
 from ddp_recipes.launchers.local.ranks import Rank, incoming
 from ddp_recipes.launchers.reports import Outcome, decide
@@ -18,54 +18,49 @@ AFTER_TERM_S = 25.0  # for a checkpoint after SIGTERM or SIGUSR1, within a sched
 
 
 def supervise(job: Job, ranks: Sequence[Rank], signals: Sequence[str]) -> Outcome:
-    """Wait for the ranks, pass signals on, give the others a while if one of them fails; return what became of it.
+    """Wait for the ranks, signal them, give the others a while if one of them fails; return what became of the run.
 
     Args:
-        signals: names of those that this process got; they come while this waits.
+        signals: names of those that this process gets, also while this waits.
     """
-    deadline: float | None = None
-    passed_on = 0
     timeout_s = float(job.config["launcher"]["timeout_s"])
     late = float("inf")  # when all ranks have to be inside the store
-    for rank in incoming(ranks):
-        if rank is not None and rank.place:
+    deadline = float("inf")  # when all ranks have to have ended
+    signalled = False
+    for reporting in incoming(ranks):
+        if reporting is not None and reporting.place:
             late = min(late, time.monotonic() + timeout_s)
         if time.monotonic() > late and (missing := _missing(ranks)):
             _keep_stacks(job, ranks)
-            message = not_arrived(missing, len(ranks), timeout_s)
-            return Outcome(RunFailed(message, silent=missing), message)
+            message = did_not_arrive(missing, len(ranks), timeout_s)
+            return Outcome(RunFailed(message, unresponsive=missing), message)
         if signals.count("SIGINT") > 1:
             return Outcome(KeyboardInterrupt(), "interrupted by the keyboard, twice")
-        if len(signals) > passed_on:
-            if not passed_on:
-                deadline = time.monotonic() + (AFTER_INTERRUPT_S if signals[0] == "SIGINT" else AFTER_TERM_S)
-                for rank in ranks:
-                    rank.process.send_signal(signal.SIGTERM)
-            passed_on = len(signals)
+        if signals and not signalled:
+            signalled = True
+            deadline = time.monotonic() + (AFTER_INTERRUPT_S if signals[0] == "SIGINT" else AFTER_TERM_S)
+            for rank in ranks:
+                rank.process.send_signal(signal.SIGTERM)
         reports = {rank.number: rank.report for rank in ranks if rank.report is not None}
         deaths = [rank.death for rank in ranks if rank.death is not None]
         failed = deaths or any(report.kind != "summary" for report in reports.values())
-        if failed and deadline is None:
+        if failed and deadline == float("inf"):
             deadline = time.monotonic() + AFTER_FAILURE_S
         unresponsive = {number for report in reports.values() for number in report.unresponsive}
         awaited = [rank for rank in ranks if rank.process.returncode is None and rank.number not in unresponsive]
-        if not awaited or (deadline and time.monotonic() > deadline):
+        if not awaited or time.monotonic() > deadline:
             break
     _keep_stacks(job, ranks)
-    reports = {rank.number: rank.report for rank in ranks if rank.report is not None}
-    deaths = [rank.death for rank in ranks if rank.death is not None]
+    deaths = [rank.death for rank in ranks if rank.death is not None]  # one more may have died meanwhile
     killed = [rank.number for rank in ranks if rank.report is None and rank.death is None]
     return decide(reports, deaths, killed=killed, signals=signals)
 
 
 def _keep_stacks(job: Job, ranks: Sequence[Rank]) -> None:
-    """Write to ``ranks/`` where the ranks that are about to be killed stand."""
-    stuck = {
-        rank.process.pid: rank
-        for rank in ranks
-        if rank.process.poll() is None and rank.report is None and rank.process.pid is not None
-    }
-    for pid, text in stacks.ask({pid: rank.stacks for pid, rank in stuck.items()}).items():
+    """Write to ``ranks/`` the stacks of the ranks that are about to be killed."""
+    running = [rank for rank in ranks if rank.process.poll() is None and rank.report is None]
+    stuck = {rank.process.pid: rank for rank in running if rank.process.pid is not None}
+    for pid, text in stacks.request({pid: rank.stacks for pid, rank in stuck.items()}).items():
         leave_trace(job.directory, stuck[pid].number, text)
 
 
@@ -76,5 +71,5 @@ def _missing(ranks: Sequence[Rank]) -> list[int]:
         return stopped
     if never_came := [number for number in outside if not ranks[number].place]:
         return never_came
-    # Rank 0 holds the store: where nobody else comes in, it is rank 0 that does not answer.
+    # Rank 0 holds the store: where nobody else comes in, it is rank 0 that does not respond.
     return [0] if 0 in outside or len(outside) == len(ranks) - 1 > 0 else outside
