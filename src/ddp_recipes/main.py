@@ -46,7 +46,7 @@ def main(config_path: str = CONF, config_name: str = "train", *, leaves: bool = 
         sys.path.append(os.getcwd())  # own models in the current folder, also for the console script
     status = 0
     try:
-        command_line(sys.argv[1:], config_path, config_name, leaves=leaves)
+        run(sys.argv[1:], config_path=config_path, config_name=config_name, leaves=leaves)
     except RecipeError as error:
         print(error, file=sys.stderr)
         status = error.exit_status
@@ -59,25 +59,19 @@ def main(config_path: str = CONF, config_name: str = "train", *, leaves: bool = 
 
 
 def run(
-    overrides: Sequence[str] = (), *, config_path: str = CONF, config_name: str = "train"
+    overrides: Sequence[str] = (), *, config_path: str = CONF, config_name: str = "train", leaves: bool = False
 ) -> Summary | list[Summary]:
     """Run what ``train.py`` would with these arguments; return the summary, with ``-m`` one for each job.
+
+    Rank 0, or the only process, is the controller; one that was started as another rank follows it, and then exits.
+
+    Args:
+        leaves: whether this process exits after it.
 
     Raises:
         RequestError: the request was wrong; nothing was written.
         RunFailed: training failed; the message holds the failing rank's traceback.
         Preempted: a signal stopped it after a checkpoint was saved.
-    """
-    return command_line(overrides, config_path, config_name)
-
-
-def command_line(
-    argv: Sequence[str], config_path: str, config_name: str, *, leaves: bool = False
-) -> Summary | list[Summary]:
-    """Be the controller, or a follower of the one that is rank 0; return what came out.
-
-    Args:
-        leaves: whether this process exits after it.
     """
     world = environment.join(os.environ)
     if world is not None:
@@ -89,7 +83,7 @@ def command_line(
     controller = Controller(world, leaves)
     status = 1
     try:
-        outcome = controller.run(argv, config_path, config_name)
+        outcome = controller.run(overrides, config_path, config_name)
         status = 0
         return outcome
     except RecipeError as error:

@@ -76,7 +76,7 @@ def run(job: Job, world: World, store: Store | None, exited: Callable[[], Iterab
 
 
 def prepare(job: Job, world: World, control: Control) -> tuple[Recipe, RunDirectory | None]:
-    """Make this rank's objects, and go on only if every rank could make its own, the same ones."""
+    """Make this rank's objects, and return them only if every rank could make its own, the same ones."""
     try:
         recipe = Recipe(job, world, control)
         directory = RunDirectory(job.directory, recipe.resumes_in_place) if world.is_main else None

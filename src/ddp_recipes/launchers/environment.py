@@ -14,7 +14,7 @@ _MPI = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
-_FIRST_PORT, _PORTS = 10_000, 20_000  # below the ports that systems hand out by themselves
+_FIRST_PORT, _PORTS = 10_000, 20_000  # below the ports that systems assign by themselves
 
 
 def join(environ: MutableMapping[str, str]) -> World | None:

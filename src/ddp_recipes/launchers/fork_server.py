@@ -134,7 +134,7 @@ class ForkServer:
         if self._process is None or self._channel is None:
             return
         self._channel.close()
-        self._process.kill()  # its ranks asked to die with it
+        self._process.kill()  # its ranks die with it
         self._process.wait()
         self._channel = self._process = None
         for rank in self._ranks:

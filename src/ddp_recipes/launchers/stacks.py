@@ -19,7 +19,7 @@ def write_on_request(file: int) -> None:
 def request(processes: Mapping[int, IO[bytes]]) -> dict[int, str]:
     """Request the stacks of processes; return what is in the file of each a second later at most.
 
-    A stopped process goes on for that: it takes no signal before.
+    A stopped process is continued for that: it takes no signal before.
     """
     for pid in processes:
         with suppress(ProcessLookupError):

@@ -1,4 +1,4 @@
-"""What a process asks of Linux and of its interpreter."""
+"""Signals, names and exits of processes, by Linux and the interpreter."""
 
 import gc
 import io
@@ -46,7 +46,7 @@ def ignore(signals: Iterable[int]) -> None:
 
 
 def ignore_once(signals: Iterable[int]) -> None:
-    """Ignore each of these signals once, since what it asks for is done, or about to be; then take it as ever."""
+    """Ignore each of these signals once, since what it requests is done, or about to be; then take it as ever."""
 
     def let_pass(number: int, frame: FrameType | None) -> None:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
@@ -86,7 +86,7 @@ def leave(status: int) -> NoReturn:
 
 
 def _is_watched() -> bool:
-    """Whether a debugger, a profiler or an interactive interpreter is to go on after this program."""
+    """Whether a debugger, a profiler or an interactive interpreter has to run after this program."""
     monitoring = getattr(sys, "monitoring", None)  # Python >= 3.12
     tools = monitoring is not None and any(monitoring.get_tool(number) for number in range(6))
     return bool(tools or sys.gettrace() or sys.getprofile() or sys.flags.inspect)

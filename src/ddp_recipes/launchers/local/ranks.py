@@ -81,7 +81,7 @@ def start(job: Job, processes: int, server: ForkServer | None, stack: ExitStack)
         stack.callback(rank.end)
         ranks.append(rank)
     for rank in ranks:
-        with suppress(BrokenPipeError):  # it has exited already, which the supervisor finds out
+        with suppress(BrokenPipeError):  # it has exited already, which the launcher finds out
             rank.lifeline.write(job.to_json().encode() + b"\n")
     return ranks
 

@@ -29,7 +29,7 @@ from ddp_recipes.runtime.job import Job
 
 SHORTEST_POLL_S, LONGEST_POLL_S = 0.5, 10.0  # Slurm's controller is shared: the longer nothing changes, the rarer
 
-# USR1 ends a process that has no handler for it. A rank that still gets ready has nothing to save, and goes on.
+# USR1 ends a process that has no handler for it. A rank that still gets ready has nothing to save, and ignores it.
 _IGNORES_USR1 = """sh -c 'trap "" USR1; exec "$0" "$@"'"""
 
 # Options of sbatch that have a key here, or are needed here.
