@@ -155,9 +155,11 @@ def named(done: Done, played: Played) -> bool | None:
             return (own if local else f"(exitcode: -{number}) local_rank: {rank} (pid: {pid})") in text
         case "exit_0" | "exit_3":
             status = kind[-1]
-            own = f"{by_pid} ended with exit status {status}"
+            own = f"{by_pid} exited with exit code {status}"
             if not local and status == "0":  # which is no failure to torchrun: the other ranks say it
-                return re.search(rf"Rank ([\d, ]+, )?{rank}(, [\d, ]+)? of \d+ ended without a word", text) is not None
+                return (
+                    re.search(rf"Rank ([\d, ]+, )?{rank}(, [\d, ]+)? of \d+ exited without a report", text) is not None
+                )
             return (own if local else f"(exitcode: {status}) local_rank: {rank} (pid: {pid})") in text
         case "kill_server":
             return "was killed by SIGKILL" in text

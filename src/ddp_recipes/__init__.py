@@ -6,31 +6,15 @@ from ddp_recipes._version import __version__
 from ddp_recipes.errors import Preempted, RecipeError, RequestError, RunFailed
 
 if TYPE_CHECKING:
-    from ddp_recipes.callbacks import Callback
-    from ddp_recipes.checkpointing.export import export
-    from ddp_recipes.config.parallelism import StrategySettings
-    from ddp_recipes.loggers import Logger
-    from ddp_recipes.main import run
-    from ddp_recipes.runtime.world import World
-    from ddp_recipes.strategies import Strategy
-    from ddp_recipes.tasks import StepOutput, Task
-
-__all__ = [
-    "Callback",
-    "Logger",
-    "Preempted",
-    "RecipeError",
-    "RequestError",
-    "RunFailed",
-    "StepOutput",
-    "Strategy",
-    "StrategySettings",
-    "Task",
-    "World",
-    "__version__",
-    "export",
-    "run",
-]
+    from ddp_recipes.callbacks import Callback as Callback
+    from ddp_recipes.checkpointing.export import export as export
+    from ddp_recipes.config.parallelism import StrategySettings as StrategySettings
+    from ddp_recipes.loggers import Logger as Logger
+    from ddp_recipes.main import run as run
+    from ddp_recipes.runtime.world import World as World
+    from ddp_recipes.strategies import Strategy as Strategy
+    from ddp_recipes.tasks import StepOutput as StepOutput
+    from ddp_recipes.tasks import Task as Task
 
 _HOME = {
     "Callback": "callbacks",
@@ -43,6 +27,8 @@ _HOME = {
     "export": "checkpointing.export",
     "run": "main",
 }
+
+__all__ = ["Preempted", "RecipeError", "RequestError", "RunFailed", "__version__", *_HOME]
 
 
 def __getattr__(name: str) -> Any:

@@ -17,27 +17,25 @@ class RecipeError(Exception):
 
 
 class RequestError(RecipeError):
-    """What was asked for cannot be done; the message says what was given, what is allowed, what to do."""
+    """What was requested cannot be done; the message says what was given, what is allowed, what to do."""
 
     exit_status = 2
 
 
 class RunFailed(RecipeError):
-    """A rank failed. The message is that rank's own traceback or, where it left none, how it died.
+    """A rank failed. The message is that rank's own traceback or, where there is none, how it exited.
 
-    ``silent`` are the ranks that did not answer any more: there is no point in waiting for them.
+    ``unresponsive`` are the ranks that no longer respond: there is no point in waiting for them.
     """
 
-    exit_status = 1
-
-    def __init__(self, message: str, *, rank: int | None = None, silent: Sequence[int] = ()) -> None:
+    def __init__(self, message: str, *, rank: int | None = None, unresponsive: Sequence[int] = ()) -> None:
         super().__init__(message)
         self.rank = rank
-        self.silent = silent
+        self.unresponsive = unresponsive
 
 
 class Preempted(RecipeError):
-    """A signal stopped the run; ``checkpoint`` is where it can go on."""
+    """A signal stopped the run; ``checkpoint`` is where it can resume."""
 
     exit_status = 75
 
@@ -46,17 +44,17 @@ class Preempted(RecipeError):
         self.checkpoint = checkpoint
 
 
-def not_arrived(missing: Iterable[int], world_size: int, timeout_s: float) -> str:
-    """Say which ranks did not come in time."""
+def did_not_arrive(ranks: Iterable[int], world_size: int, timeout_s: float) -> str:
+    """Return the message on ranks that timed out at the start."""
     return (
-        f"Rank {', '.join(map(str, sorted(missing)))} of {world_size} did not arrive within launcher.timeout_s="
+        f"Rank {', '.join(map(str, sorted(ranks)))} of {world_size} did not arrive within launcher.timeout_s="
         f"{timeout_s:g} seconds. Look at what those processes printed."
     )
 
 
-def ended_without_word(ranks: Iterable[int], world_size: int) -> str:
-    """Say which ranks' processes ended, by ``os._exit`` or a kill, and left the others waiting."""
-    return f"Rank {', '.join(map(str, sorted(ranks)))} of {world_size} ended without a word."
+def exited_without_report(ranks: Iterable[int], world_size: int) -> str:
+    """Return the message on ranks whose processes exited, by ``os._exit`` or a kill, while others waited for them."""
+    return f"Rank {', '.join(map(str, sorted(ranks)))} of {world_size} exited without a report."
 
 
 def nearest(given: str, allowed: Iterable[str]) -> str:

@@ -1,4 +1,4 @@
-"""The command line: compose once, check, launch, return the objective. Loads no torch by itself."""
+"""The command line: compose once, check, launch, return the summary. Loads no torch by itself."""
 
 import os
 import sys
@@ -40,13 +40,13 @@ def main(config_path: str = CONF, config_name: str = "train", *, leaves: bool = 
         config_path: absolute folder or ``pkg://`` path of an application's own primary config; groups that it does not
             have come from ``ddp_recipes``.
         config_name: the primary config.
-        leaves: whether nothing comes after this in the process: it then ends a second sooner, and does not unwind.
+        leaves: whether nothing comes after this in the process, which then exits a second sooner, without unwinding.
     """
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())  # own models in the current folder, also for the console script
     status = 0
     try:
-        command_line(sys.argv[1:], config_path, config_name, leaves=leaves)
+        run(sys.argv[1:], config_path=config_path, config_name=config_name, leaves=leaves)
     except RecipeError as error:
         print(error, file=sys.stderr)
         status = error.exit_status
@@ -59,40 +59,31 @@ def main(config_path: str = CONF, config_name: str = "train", *, leaves: bool = 
 
 
 def run(
-    overrides: Sequence[str] = (), *, config_path: str = CONF, config_name: str = "train"
+    overrides: Sequence[str] = (), *, config_path: str = CONF, config_name: str = "train", leaves: bool = False
 ) -> Summary | list[Summary]:
-    """Run what ``train.py`` would with these arguments, from Python or a notebook.
+    """Run what ``train.py`` would with these arguments; return the summary, with ``-m`` one for each job.
 
-    Returns:
-        The summary, as in ``summary.json``; with ``-m`` one for each job.
+    Rank 0, or the only process, is the controller; one that was started as another rank follows it, and then exits.
+
+    Args:
+        leaves: whether this process exits after it.
 
     Raises:
         RequestError: the request was wrong; nothing was written.
         RunFailed: training failed; the message holds the failing rank's traceback.
         Preempted: a signal stopped it after a checkpoint was saved.
     """
-    return command_line(overrides, config_path, config_name)
-
-
-def command_line(
-    argv: Sequence[str], config_path: str, config_name: str, *, leaves: bool = False
-) -> Summary | list[Summary]:
-    """Lead the ranks that there are, or follow; return what came out.
-
-    Args:
-        leaves: whether this process ends with it.
-    """
     world = environment.join(os.environ)
     if world is not None:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as the local launcher does
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        die_with_parent()  # torchrun's agent leaves its workers when it is killed
+        die_with_parent()  # torchrun's workers outlive an agent that is killed
     if world is not None and not world.is_main:
         leave(Resources(world).channel.follow())
-    leader = Leader(world, leaves)
+    controller = Controller(world, leaves)
     status = 1
     try:
-        outcome = leader.lead(argv, config_path, config_name)
+        outcome = controller.run(overrides, config_path, config_name)
         status = 0
         return outcome
     except RecipeError as error:
@@ -102,21 +93,21 @@ def command_line(
         status = error.code if isinstance(error.code, int) else 1
         raise
     finally:
-        leader.release(status)
+        controller.close(status)
 
 
-class Leader:
-    """The one process that composes: it has what it composes run, by processes of its own or by those there are."""
+class Controller:
+    """The one process that composes: its jobs are run by processes that it starts, or by its followers."""
 
     def __init__(self, world: World | None, leaves: bool = False) -> None:
         self.world = world
-        self._leaves = leaves  # with what it leads
+        self._leaves = leaves  # with the end of its run
         self._summary: Summary = {}
         self.resources = Resources(world)
         self._note = RestartNote(os.environ, Path.cwd())
 
-    def lead(self, argv: Sequence[str], config_path: str, config_name: str) -> Summary | list[Summary]:
-        """Compose and run what the command line says."""
+    def run(self, argv: Sequence[str], config_path: str, config_name: str) -> Summary | list[Summary]:
+        """Compose and run what the command line requests."""
         parser, args = compose.parse(argv)
         config_name = args.config_name or config_name
         config_path = args.config_path or config_path
@@ -128,17 +119,17 @@ class Leader:
         with compose.session(config_path, args.config_dir) as hydra:
             former = self._note.former_directory()
             if args.multirun or "hydra.mode=MULTIRUN" in args.overrides:
-                there = [] if former is None else [f"hydra.sweep.dir={compose.quoted(former)}"]
-                return self._sweep(hydra, config_name, [*args.overrides, *there])
-            there = [] if former is None else [f"hydra.run.dir={compose.quoted(former)}", "ckpt_path=auto"]
-            config = compose.compose(hydra, config_name, [*args.overrides, *there])
+                same = [] if former is None else [f"hydra.sweep.dir={compose.quoted(former)}"]
+                return self._sweep(hydra, config_name, [*args.overrides, *same])
+            same = [] if former is None else [f"hydra.run.dir={compose.quoted(former)}", "ckpt_path=auto"]
+            config = compose.compose(hydra, config_name, [*args.overrides, *same])
             directory = Path(config.hydra.run.dir).absolute()
             self._note.write(directory)
             missing = first_missing(directory)
             try:
                 compose.run(hydra, config, config_name, self.job)
             except BaseException:
-                remove_empty(directory, missing)  # a run that never began leaves nothing
+                remove_empty(directory, missing)  # nothing is left of a run that never began
                 raise
         return self._summary
 
@@ -161,8 +152,21 @@ class Leader:
         objective: float | None = self._summary["objective"]
         return objective
 
+    def _launch(self, job: Job, request: Request) -> Summary:
+        if request.run.plan:  # this process alone, however many were started
+            return run_here(job)
+        section = job.config["launcher"]
+        try:
+            launcher: Launcher = launcher_class(section)(request.launcher, self.resources)
+            return launcher.launch(job)
+        except (RecipeError, KeyboardInterrupt):
+            raise
+        except Exception as error:
+            name = section.get("_target_", section["name"])
+            raise RunFailed(f"The launcher, {name}, failed:\n{traceback.format_exc().rstrip()}") from error
+
     def _sweep(self, hydra: "Hydra", config_name: str, overrides: Sequence[str]) -> list[Summary]:
-        """Run one job for each combination; whatever happens, show what came of them."""
+        """Run one job for each combination; however it ends, print the table of the jobs."""
         directory = Path(compose.sweep_directory(hydra, config_name, overrides))
         missing = first_missing(directory)
         self._note.write(directory)
@@ -170,7 +174,7 @@ class Leader:
             compose.multirun(hydra, config_name, overrides, str(directory), self.sweep_job)
         except _SweepStopped as stop:
             raise stop.reason from None
-        except RunFailed as error:  # of the first job that failed: each has said its own already
+        except RunFailed as error:  # of the first job that failed: each has printed its own already
             raise RunFailed("Some jobs of the sweep failed; the table above says which.") from error
         finally:
             sweep.report(directory, sys.stdout)
@@ -178,7 +182,7 @@ class Leader:
         return sweep.summaries(directory)
 
     def sweep_job(self, config: DictConfig) -> float | None:
-        """Run one job of a sweep, or return what it came to if an earlier call of the same sweep finished it.
+        """Run one job of a sweep; return its objective, at once if an earlier call of the same sweep finished it.
 
         A failure is the job's own, unless ``sweep.on_failure=stop``; a signal ends the sweep.
         """
@@ -188,13 +192,12 @@ class Leader:
         directory, overrides = Path(hydra.runtime.output_dir), compose.overrides_of_job()
         print(f"\njob {hydra.job.num}: {' '.join(overrides)}", flush=True)
         try:
-            done = sweep.finished_before(directory, overrides)
-            if done is not None:
+            if (done := sweep.finished_before(directory, overrides)) is not None:
                 print("finished before", flush=True)
                 objective: float | None = done["objective"]
                 return objective
             if (directory / "config.yaml").exists():
-                config.ckpt_path = "auto"  # it was interrupted: it goes on
+                config.ckpt_path = "auto"  # it was interrupted: it resumes
             return self.job(config)
         except Preempted as error:
             raise _SweepStopped(error) from None
@@ -208,34 +211,21 @@ class Leader:
     def _sweep_job_on_tasks(self, config: DictConfig) -> float | None:
         """Run one job of a sweep where Hydra's launcher calls each of its tasks (submitit_slurm): rank 0's counts."""
         world = environment.join(os.environ)
-        leader = Leader(world)  # this one is pickled again if the job is queued again
+        controller = Controller(world)  # this one is pickled again if the job is queued again
         if world is not None and not world.is_main:
-            leader.resources.channel.follow()
+            controller.resources.channel.follow()
             return None
         try:
-            return leader.sweep_job(config)
+            return controller.sweep_job(config)
         except _SweepStopped as stop:
             raise stop.reason from None
         finally:
-            leader.release(0)
+            controller.close(0)
 
-    def _launch(self, job: Job, request: Request) -> Summary:
-        if request.run.plan:  # whoever started us, and however many: this process alone does it
-            return run_here(job)
-        section = job.config["launcher"]
-        try:
-            launcher: Launcher = launcher_class(section)(request.launcher, self.resources)
-            return launcher.launch(job)
-        except (RecipeError, KeyboardInterrupt):
-            raise
-        except Exception as error:
-            name = section.get("_target_", section["name"])
-            raise RunFailed(f"The launcher, {name}, failed:\n{traceback.format_exc().rstrip()}") from error
-
-    def release(self, status: int) -> None:
-        """Let the other ranks exit, if there are any."""
-        self._note.end(status)
-        self.resources.close(status)
+    def close(self, exit_code: int) -> None:
+        """End what was started for the run; the followers exit with this code."""
+        self._note.end(exit_code)
+        self.resources.close(exit_code)
 
 
 def _expects_ranks(args: Namespace) -> bool:

@@ -1,4 +1,4 @@
-"""One run on one rank: get ready, agree with the others, work, and leave a summary behind."""
+"""One run on one rank: get ready, agree with the others, work, write a summary."""
 
 import logging
 import traceback
@@ -36,15 +36,12 @@ from ddp_recipes.training.state import Run
 log = logging.getLogger(__name__)
 
 
-def run(job: Job, world: World, store: Store | None, gone: Callable[[], Iterable[int]] = tuple) -> Summary:
-    """Run a job as one of its ranks.
+def run(job: Job, world: World, store: Store | None, exited: Callable[[], Iterable[int]] = tuple) -> Summary:
+    """Run a job as one of its ranks; return the summary, which rank 0 also writes to ``summary.json``.
 
     Args:
         store: where the ranks of this very run meet; ``None`` with one process.
-        gone: tells the ranks whose process is known to have ended, where nobody else sees to that.
-
-    Returns:
-        The summary; rank 0's is also in ``summary.json``.
+        exited: returns the ranks whose process is known to have exited, where no launcher watches them.
 
     Raises:
         RequestError: the job cannot be run; the same on every rank, and nothing was written.
@@ -52,7 +49,7 @@ def run(job: Job, world: World, store: Store | None, gone: Callable[[], Iterable
         RunFailed: it failed on another rank, which is named.
         Exception: it failed on this rank.
     """
-    control = Control(world, store, float(job.config["launcher"]["timeout_s"]), gone)
+    control = Control(world, store, float(job.config["launcher"]["timeout_s"]), exited)
     recipe, directory = prepare(job, world, control)
     output = make_output(recipe, directory)
     try:
@@ -70,18 +67,18 @@ def run(job: Job, world: World, store: Store | None, gone: Callable[[], Iterable
     except BaseException as error:
         fail(recipe, control, output, error)
     finally:
-        with suppress(RecipeError):  # of a save that was under way when something else failed
+        with suppress(RecipeError):  # of a save that had begun when something else failed
             output.wait_for_save()
         recipe.strategy.teardown()
         for loader in recipe.loaders.values():
             loader.close()
         if job.last:
             ignore_once(ASKS_TO_STOP)
-        output.close()  # last: a signal from here on may end this process before it has said why
+        output.close()  # last: a signal from here on may end this process before it has reported
 
 
 def prepare(job: Job, world: World, control: Control) -> tuple[Recipe, RunDirectory | None]:
-    """Make this rank's objects, and go on only if every rank could make its own, the same ones."""
+    """Make this rank's objects, and return them only if every rank could make its own, the same ones."""
     try:
         recipe = make_recipe(job, world, control)
         directory = RunDirectory(job.directory, recipe.resumes_in_place) if world.is_main else None
@@ -102,7 +99,7 @@ def prepare(job: Job, world: World, control: Control) -> tuple[Recipe, RunDirect
 
 def fit(recipe: Recipe, output: Output) -> None:
     """Train, from the start or from a checkpoint."""
-    # To the end of all: the second of two signals, the launcher's or one to every process, must not cut it short.
+    # Held to the very end: the second of two signals, the launcher's or one to every process, must not cut it short.
     run = make_run(recipe, output.hold(make_stop_controller(recipe)))
     check_validation(run)
     output.open(run)
@@ -121,7 +118,7 @@ def fit(recipe: Recipe, output: Output) -> None:
 
 
 def check_validation(run: Run) -> None:
-    """Run a few validation batches before anything is written: what is wrong there shows now, not after an epoch."""
+    """Run a few validation batches before anything is written: an error there is raised now, not after an epoch."""
     steps = run.trainer.num_sanity_val_steps
     if run.val is None or steps == 0:
         return
@@ -138,7 +135,7 @@ def stop_early(run: Run) -> NoReturn:
         raise RunFailed(f"{stopped}; checkpoints are off, so nothing was saved.")
     saved = "after a checkpoint was saved" if run.cursor.step > 0 else "before there was anything to save"
     raise Preempted(
-        f"{stopped}, {saved}. To go on, start again with the same hydra.run.dir and ckpt_path=auto.",
+        f"{stopped}, {saved}. To resume, start again with the same hydra.run.dir and ckpt_path=auto.",
         checkpoint=str(run.checkpointer.last),
     )
 
@@ -197,21 +194,21 @@ WORK: dict[str, Callable[[Recipe, Output], None]] = {
 
 
 def fail(recipe: Recipe, control: Control, output: Output, error: BaseException) -> NoReturn:
-    """Record a failure where the other ranks and a person find it, and raise what is to be shown of it."""
-    told = isinstance(error, RecipeError)  # its message says it all; anything else needs its traceback
-    text = f"{error}\n" if told else "".join(traceback.format_exception(error))
+    """Record a failure for the other ranks and in the run directory, and raise the error to show."""
+    own = isinstance(error, RecipeError)  # whose message is enough; anything else needs its traceback
+    text = f"{error}\n" if own else "".join(traceback.format_exception(error))
     if (remedy := recipe.strategy.explain(error, recipe.task)) is not None:
         text = f"{text}{remedy}"
         error = RunFailed(text)
     culprit = error.rank if isinstance(error, RunFailed) else None  # of what all ranks see alike
     rank, cause = control.fail(text, recipe.world.rank if culprit is None else culprit)
-    if rank == recipe.world.rank and timed_out(error) and (silent := control.silent_ranks()):
-        names = ", ".join(map(str, silent))
+    if rank == recipe.world.rank and timed_out(error) and (unresponsive := control.unresponsive_ranks()):
+        names = ", ".join(map(str, unresponsive))
         cause = text = (
-            f"{text}Rank {names} of {recipe.world.world_size} did not answer within launcher.timeout_s="
+            f"{text}Rank {names} of {recipe.world.world_size} did not respond within launcher.timeout_s="
             f"{control.timeout_s:g} seconds: stopped, stuck or cut off."
         )
-        error = RunFailed(text, silent=silent)
+        error = RunFailed(text, unresponsive=unresponsive)
     if output.opened:
         write_trace(recipe.job.directory, recipe.world.rank, text)
     last = cause.strip().splitlines()[-1]

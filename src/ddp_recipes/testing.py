@@ -122,7 +122,6 @@ def _on_rank(
         store = None
         if world.world_size > 1:
             host, port = listener.getsockname()
-            descriptor = listener.fileno() if world.is_main else None
             store = TCPStore(
                 host,
                 port,
@@ -130,13 +129,13 @@ def _on_rank(
                 world.is_main,
                 timeout=timedelta(seconds=60),
                 wait_for_workers=False,
-                master_listen_fd=descriptor,
+                master_listen_fd=listener.fileno() if world.is_main else None,
             )
         outcome: tuple[str, Any] = ("returned", function(world, store))
     except RecipeError as error:
         outcome = ("raised", error)
     except BaseException:
-        outcome = ("failed", traceback.format_exc())
+        outcome = ("raised", RuntimeError(f"Rank {world.rank} failed:\n{traceback.format_exc()}"))
     pipe.send(outcome)
     pipe.close()
     if world.is_main:
@@ -150,9 +149,7 @@ def _outcome(number: int, receiver: Connection, timeout_s: float) -> Any:
     try:
         kind, value = receiver.recv()
     except EOFError:
-        raise RuntimeError(f"Rank {number} died without a word.") from None
+        raise RuntimeError(f"Rank {number} exited without a report.") from None
     if kind == "raised":
         raise value
-    if kind == "failed":
-        raise RuntimeError(f"Rank {number} failed:\n{value}")
     return value

@@ -7,7 +7,7 @@ import os
 import pickle
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing import connection, get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -35,12 +35,12 @@ ConfigStore.instance().store(
 
 @dataclass
 class _Job:
-    """A job that is running: its process, where its result comes from, and the devices it holds."""
+    """A running job, the pipe that brings its result, and the devices it holds."""
 
     number: int
     process: BaseProcess
     result: Connection
-    devices: list[str] = field(default_factory=list)
+    devices: list[str]
 
 
 class DevicesLauncher(Launcher):
@@ -58,10 +58,10 @@ class DevicesLauncher(Launcher):
         self.hydra_context, self.task_function, self.config = hydra_context, task_function, config
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """Run the jobs; return what each came to, in order.
+        """Run the jobs; return their results, in order.
 
         Raises:
-            RequestError: a job needs more devices than there are.
+            RequestError: a job needs more devices than are available.
             BaseException: what a job raised to end the sweep.
         """
         from ddp_recipes.config.request import visible_gpus
@@ -71,14 +71,15 @@ class DevicesLauncher(Launcher):
         Path(str(self.config.hydra.sweep.dir)).mkdir(parents=True, exist_ok=True)
         gpus = visible_gpus()
         free = _visible_names(gpus) or [""] * (self.slots or len(os.sched_getaffinity(0)))
-        there = len(free)
+        available = len(free)
         waiting = [(number, list(overrides)) for number, overrides in enumerate(job_overrides, initial_job_idx)]
         needs = {number: self._needed(overrides, gpus) for number, overrides in waiting}
         for number, overrides in waiting:
-            if needs[number] > there:
+            if needs[number] > available:
                 raise RequestError(
-                    f"Job {number} ({' '.join(overrides)}) needs {needs[number]} devices, and there are {there}. "
-                    f"Use a smaller launcher.nproc_per_node or model.num_devices, or more hydra.launcher.slots."
+                    f"Job {number} ({' '.join(overrides)}) needs {needs[number]} devices, and {available} are "
+                    f"available. Use a smaller launcher.nproc_per_node or model.num_devices, or more "
+                    f"hydra.launcher.slots."
                 )
         running: list[_Job] = []
         done: dict[int, JobReturn] = {}
@@ -107,7 +108,7 @@ class DevicesLauncher(Launcher):
             request = Request.of(resolve(task))
             return request.processes(gpus) * (request.num_devices if request.device_type(gpus) == "cuda" else 1)
         except RequestError:
-            return 1  # the job itself says what is wrong with it
+            return 1  # the job raises it, too
 
     def _start(self, number: int, overrides: Sequence[str], devices: list[str]) -> _Job:
         import cloudpickle  # Hydra's state holds functions and twice imported classes, which plain pickle refuses
@@ -122,7 +123,7 @@ class DevicesLauncher(Launcher):
 
 
 def _execute(sender: Connection, devices: str, number: int, overrides: Sequence[str], work: bytes) -> None:
-    """Run one job in this fresh process and send what it came to, or what it raised to end the sweep."""
+    """Run one job in this fresh process and send its result, or what it raised to end the sweep."""
     import cloudpickle
 
     from ddp_recipes.runtime.process import die_with_parent
@@ -155,7 +156,8 @@ def _result(job: _Job) -> JobReturn:
         outcome = pickle.loads(job.result.recv_bytes())
     except EOFError:
         job.process.join()
-        raise RuntimeError(f"Job {job.number} ended without a word, exit status {job.process.exitcode}.") from None
+        status = job.process.exitcode
+        raise RuntimeError(f"Job {job.number} exited with exit code {status} and without a report.") from None
     job.process.join()
     if isinstance(outcome, BaseException):
         raise outcome
@@ -164,7 +166,7 @@ def _result(job: _Job) -> JobReturn:
 
 
 def _stop(jobs: Sequence[_Job]) -> None:
-    """End what still runs, as Ctrl-C would: each job saves a checkpoint if it can."""
+    """Interrupt what still runs, as Ctrl-C would: each job saves a checkpoint if it can."""
     for job in jobs:
         if job.process.pid is not None and job.process.is_alive():
             os.kill(job.process.pid, signal.SIGINT)

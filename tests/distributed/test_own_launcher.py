@@ -1,17 +1,18 @@
 """A launcher from outside the package: that of docs/own-launcher.md, by real commands in an otherwise empty folder."""
 
 import json
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-PAGE = Path(__file__).parents[2] / "docs" / "own-launcher.md"
-FILE = re.compile(r"^```(?:python|yaml)\n# ([\w./]+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+from helpers.pages import ran, requested, unpack
+
 NICE = "launcher=nice"
-TINY = ["model=toy", "data=random", "data.num_samples=40", "trainer.max_epochs=1", "logger=none", "hydra.run.dir=run"]
+NO_NICER = "launcher.niceness=0"  # else its ranks wait for all other tests
+TINY = [
+    *("model=toy", "data=random", "data.num_samples=40", "trainer.max_epochs=1", "logger=none", "hydra.run.dir=run"),
+    "launcher.device=cpu",
+]
 FAULTY = """
 import os
 
@@ -31,20 +32,13 @@ pytestmark = pytest.mark.spawn
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Return a folder with the files of the page, and nothing else."""
-    for name, text in FILE.findall(PAGE.read_text(encoding="utf-8")):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
+    unpack("own-launcher.md", tmp_path)
     return tmp_path
 
 
-def ran(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "ddp_recipes", "--config-dir=my_conf", *TINY, "launcher.device=cpu", *overrides]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
-
-
 def test_own_launcher_runs_a_job_as_local_does(folder: Path) -> None:
-    for name, launcher in {"own": NICE, "local": "launcher=local"}.items():
-        done = ran(folder, launcher, "seed=7", f"hydra.run.dir={name}")
+    for name, launcher in {"own": [NICE, NO_NICER], "local": ["launcher=local"]}.items():
+        done = ran(folder, *TINY, *launcher, "seed=7", f"hydra.run.dir={name}")
         assert done.returncode == 0, done.stderr
     own, local = (json.loads((folder / name / "summary.json").read_text()) for name in ("own", "local"))
     assert (own["status"], own["world_size"]) == ("finished", 2)
@@ -66,7 +60,7 @@ def test_own_launcher_runs_a_job_as_local_does(folder: Path) -> None:
 def test_own_launcher_names_the_rank_that_failed(folder: Path, what: str, printed: list[str], error: str) -> None:
     (folder / "faulty.py").write_text(FAULTY.format(what=what))
     model = ["model=linear", "model._target_=faulty.Faulty"]
-    done = ran(folder, NICE, *model)
+    done = ran(folder, *TINY, NICE, NO_NICER, *model)
     assert done.returncode == 1
     assert set(printed) <= set(done.stderr.splitlines())
     summary = json.loads((folder / "run" / "summary.json").read_text())
@@ -86,14 +80,22 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_own_launcher_is_refused_before_anything_starts(folder: Path, case: str) -> None:
-    overrides, message = REFUSED[case]
-    done = ran(folder, *overrides)
-    assert done.returncode == 2, done.stderr
-    assert message in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
+@pytest.fixture(scope="module")
+def refused(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
+    """Return how each request ended; none may have written anything."""
+    folder = tmp_path_factory.mktemp("refused")
+    unpack("own-launcher.md", folder)
+    ended = requested(folder, {case: [*TINY, *overrides] for case, (overrides, _) in REFUSED.items()})
     assert not (folder / "run").exists()
+    return ended
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_own_launcher_is_refused_before_anything_starts(case: str, refused: dict[str, tuple[int, str]]) -> None:
+    code, err = refused[case]
+    assert code == 2, err
+    assert REFUSED[case][1] in err
+    assert len(err.strip().splitlines()) == 1
 
 
 KEYS = """
@@ -111,6 +113,6 @@ init_method: null
 @pytest.mark.parametrize("keys", [KEYS, "defaults: [auto, _self_]\n"], ids=["alone", "on top of auto"])
 def test_own_yaml_chooses_a_launcher_by_its_name(folder: Path, keys: str) -> None:
     (folder / "my_conf" / "launcher" / "named.yaml").write_text(f"{keys}name: local\n")
-    done = ran(folder, "launcher=named")
+    done = ran(folder, *TINY, "launcher=named")
     assert done.returncode == 0, done.stderr
     assert json.loads((folder / "run" / "summary.json").read_text())["world_size"] == 2

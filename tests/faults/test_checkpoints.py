@@ -252,7 +252,7 @@ def test_a_rank_0_that_is_gone_in_a_save_ends_the_run(number: Signals, folder: P
         ended = run.end(TIMEOUT_S + GONE_S)
     assert ended.status == 1
     if number == SIGSTOP:
-        assert f"Rank 0 of 2 did not answer within launcher.timeout_s={TIMEOUT_S} seconds" in ended.err
+        assert f"Rank 0 of 2 did not respond within launcher.timeout_s={TIMEOUT_S} seconds" in ended.err
     else:
         assert "was killed by SIGKILL" in ended.err
     state = load_first(newest_first(folder / "run" / "checkpoints"))[1]

@@ -68,7 +68,7 @@ def test_a_rank_that_cannot_make_its_model_ends_the_run_before_anything_is_writt
     ("what", "rank", "words"),
     [
         ("segfault", 1, "was killed by SIGSEGV"),
-        ("exit", 0, "ended with exit status 0"),
+        ("exit", 0, "exited with exit code 0"),
     ],
 )
 def test_a_rank_that_dies_without_a_word_is_named_with_how_it_died(
@@ -158,7 +158,7 @@ def test_under_torchrun_others_do_not_wait_for_a_rank_0_that_has_left(folder: Pa
     with started(folder, *SMALL, leave, command=TORCHRUN) as run:
         ended = run.end()
     assert ended.status == 1
-    assert "Rank 0 of 2 ended without a word." in ended.err
+    assert "Rank 0 of 2 exited without a report." in ended.err
 
 
 def test_under_torchrun_data_workers_delay_no_end(folder: Path) -> None:

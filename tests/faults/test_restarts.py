@@ -88,7 +88,7 @@ def test_it_gives_up_after_max_restarts_and_deletes_nothing(tmp_path: Path) -> N
     ended = local(tmp_path, "+model.at=10", "+model.once=false", "launcher.max_restarts=2", "hydra.run.dir=run")
     assert ended.returncode == 1
     assert [f"Restart {number} of 2" in ended.stderr for number in (1, 2, 3)] == [True, True, False]
-    assert "ended with exit status 3" in ended.stderr
+    assert "exited with exit code 3" in ended.stderr
     kept = {path.name for path in (tmp_path / "run" / "checkpoints").glob("step_*.pt")}
     assert {"step_00000004.pt", "step_00000008.pt"} <= kept
     assert summary(tmp_path / "run")["status"] == "failed"

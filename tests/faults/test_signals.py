@@ -55,7 +55,7 @@ def test_a_run_that_was_told_to_stop_goes_on_to_the_weights_of_an_undisturbed_on
     assert ended.status == 75
     step = stopped_at(folder / "run")
     assert ended.err == (
-        f"Stopped by SIGTERM at step {step}, after a checkpoint was saved. To go on, start again with "
+        f"Stopped by SIGTERM at step {step}, after a checkpoint was saved. To resume, start again with "
         f"the same hydra.run.dir and ckpt_path=auto.\n"
     )
     resumed = ran(folder, *QUICK, ranks(processes), "ckpt_path=auto")

@@ -1,4 +1,4 @@
-"""A rank that no longer answers, stopped or gone without a word, is named in time, and others do not wait for it."""
+"""A rank that no longer responds, stopped or dead, is named in time, and others do not wait for it."""
 
 from pathlib import Path
 from signal import SIGSTOP
@@ -30,8 +30,8 @@ def test_a_stopped_rank_is_named_once_the_collective_timeout_is_over(rank: int, 
         kill(run.rank(rank), SIGSTOP)
         ended = run.end(3 + GONE_S)
     assert ended.status == 1
-    assert f"Rank {rank} of 2 did not answer within launcher.timeout_s=3 seconds" in ended.err
-    assert f"Rank {rank} of 2 did not answer" in summary(folder / "run")["error"]
+    assert f"Rank {rank} of 2 did not respond within launcher.timeout_s=3 seconds" in ended.err
+    assert f"Rank {rank} of 2 did not respond" in summary(folder / "run")["error"]
     # Every rank's Python stack is there: where the one waited, and where the other one was stopped.
     for number in (0, 1):
         assert "loop.py" in (folder / "run" / "ranks" / f"rank_{number}.txt").read_text()
@@ -65,7 +65,7 @@ def test_under_torchrun_a_stopped_rank_is_named_and_ended_and_leaves_its_stack(r
         kill(run.rank(rank), SIGSTOP)
         ended = run.end(3 + GONE_S)
     assert ended.status == 1
-    assert f"Rank {rank} of 2 did not answer within launcher.timeout_s=3 seconds" in ended.err
+    assert f"Rank {rank} of 2 did not respond within launcher.timeout_s=3 seconds" in ended.err
     for number in (0, 1):
         assert "loop.py" in (folder / "run" / "ranks" / f"rank_{number}.txt").read_text()
 
@@ -77,7 +77,7 @@ def test_under_torchrun_a_rank_that_ends_without_a_word_is_named(rank: int, fold
         until((folder / "run" / "ranks" / f"rank_{1 - rank}.txt").exists, START_S, "no trace")
         ended = run.end(GONE_S)
     assert ended.status == 1
-    assert f"Rank {rank} of 2 ended without a word." in ended.err
+    assert f"Rank {rank} of 2 exited without a report." in ended.err
 
 
 def test_under_torchrun_a_rank_that_ends_while_it_gets_ready_is_not_waited_for(folder: Path) -> None:
@@ -86,6 +86,6 @@ def test_under_torchrun_a_rank_that_ends_while_it_gets_ready_is_not_waited_for(f
         until(lambda: "1" not in run.pids().values(), START_S, "the rank stays")
         ended = run.end(GONE_S)
     assert ended.status == 1
-    assert "\nRank 1 of 2 ended without a word.\n" in f"\n{ended.err}"
+    assert "\nRank 1 of 2 exited without a report.\n" in f"\n{ended.err}"
     assert "did not arrive" not in ended.err
     assert not (folder / "run").exists()

@@ -115,7 +115,7 @@ def test_a_killed_rank_is_named_and_leaves_no_other_one(slurm: Cluster, folder: 
     fault = ("model._target_=own_models.Faulty", "+model.what=kill", "+model.rank=1")
     ended = ran(folder, *TINY, *SUBMIT, *fault, "hydra.run.dir=run", environ=slurm.environ)
     assert ended.status == 1
-    assert ended.err.startswith(f"Rank 1 of Slurm job {job_of(folder / 'run')} ended without a traceback: Killed")
+    assert ended.err.startswith(f"Rank 1 of Slurm job {job_of(folder / 'run')} exited without a traceback: Killed")
     assert "Rank 1" in summary(folder / "run")["error"]
 
 

@@ -150,7 +150,7 @@ def test_devices_runs_as_many_jobs_at_once_as_there_are_slots(tmp_path: Path, sl
 
 def test_devices_refuses_a_job_that_never_fits(tmp_path: Path) -> None:
     wide = ["hydra/launcher=devices", "hydra.launcher.slots=1", "launcher.nproc_per_node=2", "model=toy,toy_mp"]
-    assert "needs 2 devices, and there are 1" in sweep(tmp_path, *TINY, *wide, status=2)
+    assert "needs 2 devices, and 1 are available." in sweep(tmp_path, *TINY, *wide, status=2)
 
 
 def _time(line: str) -> float:

@@ -43,7 +43,7 @@ def outcome(*reports: RankReport, deaths: tuple[Death, ...] = (), **more: Any) -
         finished(0),
         failed(2, SAVED),
         failed(0, RequestError("no")),
-        failed(1, RunFailed("lost\nrank 3", rank=3, silent=[3, 4])),
+        failed(1, RunFailed("lost\nrank 3", rank=3, unresponsive=[3, 4])),
         failed(1, ValueError("the cat sat on the keyboard")),
     ],
     ids=lambda report: report.kind,
@@ -118,16 +118,16 @@ def test_decide_names_the_first_failure_that_no_other_rank_caused() -> None:
 
 def test_decide_adds_the_ranks_that_were_killed_to_a_failure() -> None:
     became = outcome(failed(0, ValueError("odd")), killed=[1, 2])
-    assert str(error_of(became, RunFailed)).endswith("Rank 1, 2 did not answer any more and was killed.")
+    assert str(error_of(became, RunFailed)).endswith("Rank 1, 2 did not respond and was killed.")
     assert (became.line, became.known_better) == (
-        "rank 0: ValueError: odd Rank 1, 2 did not answer any more and was killed.",
+        "rank 0: ValueError: odd Rank 1, 2 did not respond and was killed.",
         True,
     )
 
 
 def test_decide_names_a_killed_rank_when_nobody_failed() -> None:
     became = outcome(finished(0), killed=[1])
-    assert str(error_of(became, RunFailed)) == became.line == "Rank 1 did not answer any more and was killed."
+    assert str(error_of(became, RunFailed)) == became.line == "Rank 1 did not respond and was killed."
 
 
 @pytest.mark.parametrize(("name", "shown"), [("SIGINT", "Ctrl-C"), ("SIGUSR1", "SIGUSR1")])

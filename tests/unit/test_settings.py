@@ -17,7 +17,7 @@ from ddp_recipes.config.settings import (
     seconds,
 )
 from ddp_recipes.errors import RequestError
-from ddp_recipes.launchers.auto import AutoSettings
+from ddp_recipes.launchers.env import AutoSettings
 from ddp_recipes.main import CONF
 
 SECTIONS: dict[str, tuple[type[Any], bool]] = {

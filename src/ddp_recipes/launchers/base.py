@@ -1,6 +1,7 @@
 """What a launcher is: made from its settings, it has the ranks of a job run and returns rank 0's summary."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from ddp_recipes.config.settings import LauncherSettings
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Resources:
-    """What the controller process has before it knows the launcher, and keeps for all jobs of a sweep.
+    """What the controller has before a launcher is chosen, and keeps for all jobs of a sweep.
 
     Attributes:
         world: its place among ranks that something else started; ``None`` if it was started alone.
@@ -26,40 +27,33 @@ class Resources:
 
     world: World | None = None
     server: ForkServer = field(default_factory=ForkServer)
-    _channel: "Channel | None" = None
 
-    @property
+    @cached_property
     def channel(self) -> "Channel":
-        """The way to the other ranks, made when it is first needed: it loads torch."""
-        if self._channel is None:
-            with loading():
-                from ddp_recipes.launchers.channel import Channel
+        """The connection to the other ranks, made when it is first needed: it loads torch."""
+        with loading():
+            from ddp_recipes.launchers.channel import Channel
 
-            assert self.world is not None
-            self._channel = Channel(self.world)
-        return self._channel
+        assert self.world is not None
+        return Channel(self.world)
 
     def refuse_started_ranks(self, name: str) -> None:
-        """Refuse a launcher that starts processes of its own in each of several that are available already.
-
-        Raises:
-            RequestError: says how to join them.
-        """
+        """Refuse a launcher that starts processes of its own in each of several that are running already."""
         if self.world is not None and self.world.world_size > 1:
             raise RequestError(
                 f"launcher={name} starts processes of its own, but this is already one of {self.world.world_size} "
                 f"(WORLD_SIZE). Use launcher=auto to join them, or start train.py alone."
             )
 
-    def close(self, exit_status: int) -> None:
-        """End the fork server, and let the other ranks exit, if there are any."""
+    def close(self, exit_code: int) -> None:
+        """End the fork server, and have the followers exit with this code, if there are any."""
         self.server.close()
         if self.world is not None and self.world.world_size > 1:
-            self.channel.stop(exit_status)
+            self.channel.stop(exit_code)
 
 
 class Launcher(Protocol):
-    """Starts the ranks of a job, or joins those that are available. A yaml's ``_target_`` names its class.
+    """Starts the ranks of a job, or joins those that are running. A yaml's ``_target_`` names its class.
 
     Attributes:
         settings_class: the keys of the yaml, typed; the config is checked by it before a launcher is made.

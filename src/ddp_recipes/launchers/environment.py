@@ -9,12 +9,12 @@ from ddp_recipes.config.settings import LauncherSettings
 from ddp_recipes.errors import RequestError
 from ddp_recipes.runtime.world import World
 
-# What a rank is called by: Open MPI's mpirun; the mpirun of MPICH and Intel MPI.
+# The names of Open MPI's mpirun; those of MPICH's and Intel MPI's.
 _MPI = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
-_FIRST_PORT, _PORTS = 10_000, 20_000  # below the ports that systems hand out by themselves
+_FIRST_PORT, _PORTS = 10_000, 20_000  # below the ports that systems assign by themselves
 
 
 def join(environ: MutableMapping[str, str]) -> World | None:
@@ -36,13 +36,9 @@ def join(environ: MutableMapping[str, str]) -> World | None:
 
 
 def translate(environ: Mapping[str, str]) -> dict[str, str] | None:
-    """Return torchrun's variables for this process, or ``None`` if it was started alone.
-
-    Raises:
-        RequestError: mpirun started it on several hosts, and nothing says which one is the first.
-    """
+    """Return torchrun's variables for this process, or ``None`` if it was started alone."""
     if World.is_set_in(environ):
-        return {}  # torchrun, or somebody who knows its names
+        return {}  # by torchrun, or by what uses its names
     for names in _MPI:
         if all(name in environ for name in names):
             return _of_mpirun(names, environ)
@@ -52,26 +48,22 @@ def translate(environ: Mapping[str, str]) -> dict[str, str] | None:
 
 
 def tasks(environ: Mapping[str, str]) -> int:
-    """Return how many processes something other than torchrun started together with this one, itself included."""
+    """Return how many processes, with this one, something other than torchrun started together."""
     return int((translate(environ) or {}).get("WORLD_SIZE", 1))
 
 
 def refuse_other_tasks(world: World, launcher: LauncherSettings, environ: Mapping[str, str]) -> None:
-    """Refuse a Slurm step that has another layout than the config asks for.
-
-    Raises:
-        RequestError: says what there is and what was asked.
-    """
+    """Refuse a Slurm step that has another layout than the config requests."""
     if "SLURM_STEP_ID" not in environ:
         return
-    asked = {"nproc_per_node": launcher.nproc_per_node, "nnodes": launcher.nnodes}
-    there = {"nproc_per_node": world.local_world_size, "nnodes": world.nnodes}
-    options = {"nproc_per_node": "--ntasks-per-node", "nnodes": "--nodes"}
-    for name, default in (("nproc_per_node", "auto"), ("nnodes", 1)):
-        if asked[name] not in (default, there[name]):
+    for name, option, requested, default, available in (
+        ("nproc_per_node", "--ntasks-per-node", launcher.nproc_per_node, "auto", world.local_world_size),
+        ("nnodes", "--nodes", launcher.nnodes, 1, world.nnodes),
+    ):
+        if requested not in (default, available):
             raise RequestError(
-                f"launcher.{name}={asked[name]}, but Slurm started this step with {options[name]}={there[name]} "
-                f"({world.world_size} tasks in all). Start it with srun {options[name]}={asked[name]}, or leave "
+                f"launcher.{name}={requested}, but Slurm started this step with {option}={available} "
+                f"({world.world_size} tasks in all). Start it with srun {option}={requested}, or leave "
                 f"launcher.{name} out: the step's layout is taken as it is."
             )
 
@@ -83,45 +75,47 @@ def _in_slurm_step(environ: Mapping[str, str]) -> bool:
 
 def _of_srun(environ: Mapping[str, str]) -> dict[str, str]:
     node = int(environ["SLURM_NODEID"])
-    tasks = _tasks_per_node(environ["SLURM_STEP_TASKS_PER_NODE"])[node]
+    world = World(
+        rank=int(environ["SLURM_PROCID"]),
+        world_size=int(environ["SLURM_STEP_NUM_TASKS"]),
+        local_rank=int(environ["SLURM_LOCALID"]),
+        local_world_size=_tasks_per_node(environ["SLURM_STEP_TASKS_PER_NODE"])[node],
+        node_rank=node,
+    )
     # Steps of one job may run side by side, as may jobs on one node: each has its own port, the same on all its tasks.
-    number = int(environ["SLURM_JOB_ID"]) * 16 + int(environ["SLURM_STEP_ID"])
-    return {
-        "RANK": environ["SLURM_PROCID"],
-        "WORLD_SIZE": environ["SLURM_STEP_NUM_TASKS"],
-        "LOCAL_RANK": environ["SLURM_LOCALID"],
-        "LOCAL_WORLD_SIZE": str(tasks),
-        "GROUP_RANK": str(node),
-        "MASTER_ADDR": environ.get("MASTER_ADDR") or _first_host(environ["SLURM_STEP_NODELIST"]),
-        "MASTER_PORT": environ.get("MASTER_PORT") or str(_FIRST_PORT + number % _PORTS),
-        "OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS") or environ.get("SLURM_CPUS_PER_TASK") or _threads(tasks),
-    }
+    port = int(environ["SLURM_JOB_ID"]) * 16 + int(environ["SLURM_STEP_ID"])
+    first = _first_host(environ["SLURM_STEP_NODELIST"])
+    return _torchruns(environ, world, first, port, environ.get("SLURM_CPUS_PER_TASK"))
 
 
-def _of_mpirun(names: tuple[str, str, str, str], environ: Mapping[str, str]) -> dict[str, str]:
-    rank, size, local_rank, local_size = (environ[name] for name in names)
-    one_host = size == local_size
-    if not one_host and not ("MASTER_ADDR" in environ and "MASTER_PORT" in environ):
+def _of_mpirun(names: tuple[str, ...], environ: Mapping[str, str]) -> dict[str, str]:
+    rank, size, local_rank, local_size = (int(environ[name]) for name in names)
+    if size != local_size and not ("MASTER_ADDR" in environ and "MASTER_PORT" in environ):
         raise RequestError(
             f"mpirun started {size} ranks on several hosts, and MPI does not say where rank 0 is. Give every rank the "
             f"same address and a free port there: mpirun -x MASTER_ADDR=<first host> -x MASTER_PORT=29500 … "
             f"(MPICH, Intel MPI: -genv MASTER_ADDR <first host> …)."
         )
+    # On one host mpirun, or its one helper there, is the parent of all ranks, and of no others.
+    world = World(rank, size, local_rank, local_size, rank // local_size)
+    return _torchruns(environ, world, "127.0.0.1", os.getppid())
+
+
+def _torchruns(
+    environ: Mapping[str, str], world: World, address: str, port: int, threads: str | None = None
+) -> dict[str, str]:
+    """Return torchrun's variables; those on where ranks meet, and on threads, stay where they are set."""
+    threads = threads or str(max(1, len(os.sched_getaffinity(0)) // world.local_world_size))
     return {
-        "RANK": rank,
-        "WORLD_SIZE": size,
-        "LOCAL_RANK": local_rank,
-        "LOCAL_WORLD_SIZE": local_size,
-        "GROUP_RANK": str(int(rank) // int(local_size)),
-        "MASTER_ADDR": environ.get("MASTER_ADDR") or "127.0.0.1",
-        # On one host mpirun, or its one helper there, is the parent of all ranks, and of no others.
-        "MASTER_PORT": environ.get("MASTER_PORT") or str(_FIRST_PORT + os.getppid() % _PORTS),
-        "OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS") or _threads(int(local_size)),
+        "RANK": str(world.rank),
+        "WORLD_SIZE": str(world.world_size),
+        "LOCAL_RANK": str(world.local_rank),
+        "LOCAL_WORLD_SIZE": str(world.local_world_size),
+        "GROUP_RANK": str(world.node_rank),
+        "MASTER_ADDR": environ.get("MASTER_ADDR") or address,
+        "MASTER_PORT": environ.get("MASTER_PORT") or str(_FIRST_PORT + port % _PORTS),
+        "OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS") or threads,
     }
-
-
-def _threads(processes: int) -> str:
-    return str(max(1, len(os.sched_getaffinity(0)) // processes))
 
 
 def _first_host(nodes: str) -> str:
@@ -140,7 +134,7 @@ def _tasks_per_node(text: str) -> list[int]:
 
 
 def _refuse_unknown_host(host: str) -> None:
-    """Refuse a first host without an address: torch would wait for it in silence."""
+    """Refuse a first host without an address: torch would wait for it and print nothing."""
     try:
         socket.getaddrinfo(host, None)
     except OSError as error:

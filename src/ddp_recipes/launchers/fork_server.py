@@ -82,7 +82,7 @@ class ForkServer:
         self._channel, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)  # a message a packet
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", __name__, str(theirs.fileno())],
+                [sys.executable, "-P", "-c", f"from {__name__} import main; main({theirs.fileno()})"],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 env={"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ, "PYTHONPATH": python_path()},
@@ -134,7 +134,7 @@ class ForkServer:
         if self._process is None or self._channel is None:
             return
         self._channel.close()
-        self._process.kill()  # its ranks asked to die with it
+        self._process.kill()  # its ranks die with it
         self._process.wait()
         self._channel = self._process = None
         for rank in self._ranks:
@@ -148,7 +148,7 @@ def python_path() -> str:
     return os.pathsep.join(path or os.getcwd() for path in sys.path)
 
 
-def main() -> None:
+def main(channel: int) -> None:
     """Load what every rank needs, then fork on request."""
     die_with_parent()
     ignore(ASKS_TO_STOP)  # a whole cgroup or job may get one: the ranks have yet to save
@@ -158,7 +158,7 @@ def main() -> None:
 
         load_what_ddp_needs()
     gc.freeze()  # so that collections in the ranks do not copy all these pages
-    serve(socket.socket(fileno=int(sys.argv[1])))
+    serve(socket.socket(fileno=channel))
 
 
 def serve(channel: socket.socket) -> None:
@@ -225,7 +225,3 @@ def _become_rank(request: int, out: int, err: int, *arguments: int) -> NoReturn:
     from ddp_recipes.launchers import worker
 
     worker.work(*arguments)
-
-
-if __name__ == "__main__":
-    main()

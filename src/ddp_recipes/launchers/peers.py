@@ -1,4 +1,4 @@
-"""The other ranks' processes on this node, as far as torchrun's agent started them: which have ended, which hang."""
+"""The other ranks' processes on this node, as far as torchrun's agent started them: which have exited, which hang."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ from torch.distributed import Store
 
 from ddp_recipes.launchers import stacks
 from ddp_recipes.reporting.run_directory import leave_trace
-from ddp_recipes.runtime.control import Patience
+from ddp_recipes.runtime.control import BoundedCalls
 from ddp_recipes.runtime.job import Job
 from ddp_recipes.runtime.process import state
 from ddp_recipes.runtime.world import World
@@ -24,29 +24,29 @@ def agent_holds_store() -> bool:
 
 
 class Peers:
-    """Finds them among the children of the agent. Without one there is nothing to find: others see to their ranks."""
+    """Finds them among the children of the agent. Without one it finds none: what started the ranks watches them."""
 
     def __init__(self, world: World) -> None:
         self.world = world
         self._store: Store | None = None
         self._stacks = tempfile.TemporaryFile()  # noqa: SIM115
         if agent_holds_store():  # anything else that starts ranks may want SIGUSR2 for itself
-            stacks.write_when_asked(self._stacks.fileno())
+            stacks.write_on_request(self._stacks.fileno())
 
     def introduce(self, store: Store) -> None:
-        """Say where this rank writes its stacks."""
+        """Publish where this rank writes its stacks."""
         self._store = store
         store.set(f"stacks/{self.world.rank}", str(self._stacks.fileno()))
 
-    def gone(self) -> list[int]:
-        """Return the ranks of this node whose process has ended."""
+    def exited(self) -> list[int]:
+        """Return the ranks of this node whose process has exited."""
         if not agent_holds_store():
             return []
         first = self.world.rank - self.world.local_rank
         return sorted({*range(first, first + self.world.local_world_size)} - self._running().keys())
 
     def end(self, ranks: Sequence[int], job: Job) -> None:
-        """Write where these ranks stand, and end them, those of this node that still run.
+        """Write the stacks of these ranks, and kill them, those of this node that still run.
 
         The agent would first send SIGTERM, which a stopped process does not take, and then wait half a minute.
         """
@@ -54,22 +54,22 @@ class Peers:
         for rank in running.keys() & {*ranks} - {self.world.rank}:
             pid = running[rank]
             with suppress(OSError), open(f"/proc/{pid}/fd/{self._file_of(rank)}", "rb") as file:
-                leave_trace(job.directory, rank, stacks.ask({pid: file})[pid])
+                leave_trace(job.directory, rank, stacks.request({pid: file})[pid])
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
     def _file_of(self, rank: int) -> str:
-        """Return the file descriptor of a rank's stacks; nothing if it never came so far."""
-        store = self._store
-        if store is None or not Patience().ask(partial(store.check, [f"stacks/{rank}"]), False):
+        """Return the file descriptor of a rank's stacks; empty if it never came so far."""
+        store, calls = self._store, BoundedCalls()
+        if store is None or not calls.do(partial(store.check, [f"stacks/{rank}"]), False):
             return ""
-        return Patience().ask(partial(store.get, f"stacks/{rank}"), b"").decode()
+        return calls.do(partial(store.get, f"stacks/{rank}"), b"").decode()
 
     def _running(self) -> dict[int, int]:
-        """Return the processes of ranks that this rank's parent started and that have not ended, by rank."""
+        """Return the processes of ranks that this rank's parent started and that have not exited, by rank."""
         found: dict[int, int] = {}
         for folder in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):  # it has ended meanwhile, or belongs to somebody else
+            with suppress(OSError):  # it has exited meanwhile, or belongs to somebody else
                 letter, parent = state(int(folder.name))
                 if parent == os.getppid() and letter not in "ZX":
                     pairs = (folder / "environ").read_bytes().split(b"\0")

@@ -12,25 +12,25 @@ from ddp_recipes.errors import Preempted, RecipeError, RequestError, RunFailed
 from ddp_recipes.reporting.run_directory import Summary, leave_failure
 from ddp_recipes.runtime.job import Job
 
+_EXIT_CODES = {"summary": 0, "refused": RequestError.exit_status, "preempted": Preempted.exit_status, "failed": 1}
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankReport:
-    """How a job ended on one rank, as that rank reports it.
+    """How a job ended on one rank.
 
     Attributes:
         kind: ``summary`` if it finished.
-        exit_status: what its process exits with.
         message: the error; of a failure the traceback, if it has one.
         checkpoint: where a preempted run resumes.
         cause: whether the rank failed by itself, not because another one did.
-        unresponsive: the ranks that did not respond to it any more: there is no point in waiting for them.
-        time: when it failed, in seconds since the epoch.
-        summary: what the run came to on this rank.
+        unresponsive: ranks that no longer responded to it: there is no point in waiting for them.
+        time: when it ended, in seconds since the epoch.
+        summary: of the run, on this rank.
     """
 
     rank: int
     kind: Literal["summary", "refused", "preempted", "failed"]
-    exit_status: int
     message: str = ""
     checkpoint: str | None = None
     cause: bool = True
@@ -38,26 +38,28 @@ class RankReport:
     time: float = 0.0
     summary: Summary | None = None
 
+    @property
+    def exit_status(self) -> int:
+        """What the rank's process exits with."""
+        return _EXIT_CODES[self.kind]
+
     @classmethod
     def of_summary(cls, rank: int, summary: Summary) -> "RankReport":
         """Return the report of a rank that finished."""
-        return cls(rank=rank, kind="summary", exit_status=0, summary=summary)
+        return cls(rank=rank, kind="summary", summary=summary)
 
     @classmethod
     def of_error(cls, rank: int, error: BaseException) -> "RankReport":
         """Return the report of a rank that raised."""
-        if isinstance(error, RequestError):
-            return cls(rank=rank, kind="refused", exit_status=error.exit_status, message=str(error))
-        if isinstance(error, Preempted):
-            status, checkpoint = error.exit_status, error.checkpoint
-            return cls(rank=rank, kind="preempted", exit_status=status, message=str(error), checkpoint=checkpoint)
+        kinds: list[tuple[type[RecipeError], Literal["refused", "preempted"]]]
+        kinds = [(RequestError, "refused"), (Preempted, "preempted")]
         return cls(
             rank=rank,
-            kind="failed",
-            exit_status=1,
+            kind=next((kind for raised, kind in kinds if isinstance(error, raised)), "failed"),
             message=str(error) if isinstance(error, RecipeError) else "".join(traceback.format_exception(error)),
+            checkpoint=error.checkpoint if isinstance(error, Preempted) else None,
             cause=not isinstance(error, RunFailed) or error.rank in (None, rank),
-            unresponsive=tuple(error.silent) if isinstance(error, RunFailed) else (),
+            unresponsive=tuple(error.unresponsive) if isinstance(error, RunFailed) else (),
             time=time.time(),
         )
 
@@ -77,7 +79,7 @@ class Death:
     """A rank whose process exited without a report.
 
     Attributes:
-        message: says which rank, and how; ``summary.json`` gets its first line.
+        message: names the rank, and how it exited; ``summary.json`` gets its first line.
     """
 
     rank: int
@@ -90,7 +92,7 @@ class Outcome:
 
     Attributes:
         result: rank 0's summary, or the error to raise.
-        line: what ``summary.json`` says of a failure, if rank 0 has not written it; empty if there is nothing to add.
+        line: the error for ``summary.json``, if rank 0 has not written it; empty if there is nothing to add.
         known_better: whether the line replaces what rank 0 wrote, which saw no more than a consequence.
     """
 
@@ -113,32 +115,34 @@ def decide(
     *,
     killed: Sequence[int] = (),
     signals: Sequence[str] = (),
-    otherwise: str = "Rank 0 ended without a report.",
+    otherwise: str = "Rank 0 exited without a report.",
 ) -> Outcome:
     """Return what became of a run: the one error that ended it, or rank 0's summary.
 
     Args:
-        reports: what ranks reported, by rank; some may not have.
+        reports: of ranks that sent one, by rank.
         deaths: ranks whose process exited without a report, in the order in which they are to be named.
-        killed: ranks that had no end, and that the launcher killed.
+        killed: ranks that did not end, and that the launcher killed.
         signals: names of the signals that the launcher got, the first one first.
-        otherwise: the message where rank 0 has no summary, and nothing else says why.
+        otherwise: the message where rank 0 has no summary, and nothing else explains that.
     """
-    kinds = {kind: [reports[rank] for rank in sorted(reports) if reports[rank].kind == kind] for kind in _ERRORS}
-    refused, preempted, failed = (kinds[kind] for kind in _ERRORS)
+    refused, preempted, failed = (
+        [reports[rank] for rank in sorted(reports) if reports[rank].kind == kind]
+        for kind in ("refused", "preempted", "failed")
+    )
     if refused:
         return Outcome(RequestError(refused[0].message))
     if signals and not failed and not preempted and (deaths or killed):
         return Outcome(KeyboardInterrupt(), f"stopped by {signals[0]} before a checkpoint was saved")
     if preempted and not deaths:
         message = preempted[0].message
-        if signals:  # a launcher passes SIGTERM on, whichever it got
+        if signals:  # a launcher sends SIGTERM to its ranks, whichever it got
             message = message.replace("SIGTERM", signals[0].replace("SIGINT", "Ctrl-C"), 1)
         return Outcome(Preempted(message, checkpoint=preempted[0].checkpoint))
     if deaths:
         death = deaths[0]
         return Outcome(RunFailed(death.message, rank=death.rank), death.message.splitlines()[0], known_better=True)
-    unresponsive = f"Rank {', '.join(map(str, killed))} did not answer any more and was killed."
+    unresponsive = f"Rank {', '.join(map(str, killed))} did not respond and was killed."
     if failed:
         return _failed(failed, unresponsive if killed else "")
     if killed:
@@ -148,16 +152,13 @@ def decide(
     return Outcome(RunFailed(otherwise), otherwise.splitlines()[0])
 
 
-_ERRORS = ("refused", "preempted", "failed")
-
-
 def _failed(failed: Sequence[RankReport], unresponsive: str) -> Outcome:
     """Return the failure that came first, of those that another rank's did not cause."""
     first = min(failed, key=lambda report: (not report.cause, report.time))
     text = first.message.rstrip()
     last = text.rpartition("\n")[2]
     line, message = f"rank {first.rank}: {last}", f"Rank {first.rank} failed:\n{text}"
-    if unresponsive and "did not answer" not in message:  # rank 0 held the store, or the backend aborted
+    if unresponsive and "did not respond" not in message:  # rank 0 held the store, or the backend aborted
         line, message = f"{line} {unresponsive}", f"{message}\n{unresponsive}"
     return Outcome(RunFailed(message, rank=first.rank), line, known_better=bool(unresponsive))
 

@@ -1,4 +1,4 @@
-"""Where processes that no longer answer stand: their Python stacks, which they write when SIGUSR2 asks for them."""
+"""The Python stacks of processes that no longer respond, which they write on SIGUSR2."""
 
 import faulthandler
 import os
@@ -11,15 +11,15 @@ from typing import IO
 ANSWER_S = 1.0
 
 
-def write_when_asked(file: int) -> None:
+def write_on_request(file: int) -> None:
     """Have this process write the stacks of all its threads to a file descriptor whenever it gets SIGUSR2."""
     faulthandler.register(signal.SIGUSR2, file, all_threads=True)
 
 
-def ask(processes: Mapping[int, IO[bytes]]) -> dict[int, str]:
-    """Ask processes for their stacks; return what is in the file of each a second later at most.
+def request(processes: Mapping[int, IO[bytes]]) -> dict[int, str]:
+    """Request the stacks of processes; return what is in the file of each a second later at most.
 
-    A stopped process goes on for that: it takes no signal before.
+    A stopped process is continued for that: it takes no signal before.
     """
     for pid in processes:
         with suppress(ProcessLookupError):

@@ -1,4 +1,4 @@
-"""One local rank: ``python -m ddp_recipes.launchers.worker <lifeline> <reports> <stacks> [<socket, rank 0>]``."""
+"""One rank of a job, in a process that was started for it."""
 
 import json
 import os
@@ -10,31 +10,31 @@ from datetime import timedelta
 from typing import IO, NoReturn
 
 from ddp_recipes.launchers.reports import RankReport
-from ddp_recipes.launchers.stacks import write_when_asked
+from ddp_recipes.launchers.stacks import write_on_request
 from ddp_recipes.runtime.job import ASKS_TO_STOP, Job
 from ddp_recipes.runtime.process import die_with_parent, ignore, leave, loading, set_name
 from ddp_recipes.runtime.world import World
 
 
 def work(lifeline: int, reports: int, stacks: int, listener: int | None = None) -> NoReturn:
-    """Read a job, run it, report how it ended, and leave.
+    """Read a job, run it as a local rank, report how it ended, and exit.
 
     Args:
         lifeline: pipe that brings the job, one line; its end is the launcher's end.
         reports: pipe for the report, one line.
-        stacks: file for the Python stacks that SIGUSR2 asks for.
+        stacks: file for the Python stacks that SIGUSR2 requests.
         listener: socket that rank 0's store listens on.
     """
     die_with_parent()
     world = World.from_env(os.environ)
     set_name(f"rank {world.rank}")
-    write_when_asked(stacks)
+    write_on_request(stacks)
     pipe = os.fdopen(lifeline, "rb")
     job = replace(Job.from_json(pipe.readline().decode()), last=True)
     threading.Thread(target=_die_with_launcher, args=[pipe], daemon=True).start()
     with os.fdopen(reports, "w", buffering=1) as file:
         report = run(job, world, listener, lambda place: print(json.dumps({"place": place}), file=file))
-        ignore(ASKS_TO_STOP)  # it is over
+        ignore(ASKS_TO_STOP)  # the run has ended
         sys.stdout.flush()
         sys.stderr.flush()
         print(report.to_json(), file=file)
@@ -76,7 +76,3 @@ def _die_with_launcher(pipe: IO[bytes]) -> None:
     while pipe.read(1):
         pass
     os._exit(1)
-
-
-if __name__ == "__main__":
-    work(*map(int, sys.argv[1:]))

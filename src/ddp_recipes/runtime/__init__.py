@@ -1,1 +1,1 @@
-"""What a process knows and does as one of the ranks of a run."""
+"""A process as one of the ranks of a run: its world, job, messages, seeds and signals."""

@@ -18,8 +18,8 @@ class Job:
         config: resolved, plain data; what comes from the environment is still an interpolation.
         directory: the run directory, absolute.
         hydra: Hydra's own record, file name to text, for ``.hydra/``.
-        overrides: what the command line, or the sweep, said.
-        last: whether the processes that run it end with it: then they take no signal that asks them to, once each.
+        overrides: of the command line, or of the sweep.
+        last: whether the processes that run it exit with it: then they ignore the signals that request that, once each.
     """
 
     config: Mapping[str, Any]
@@ -29,7 +29,7 @@ class Job:
     last: bool = False
 
     def resumed(self) -> "Job":
-        """Return the job as it goes on from its last checkpoint, or from the start if there is none."""
+        """Return the job as it resumes from its last checkpoint, or starts again if there is none."""
         return replace(self, config={**self.config, "ckpt_path": "auto"})
 
     def to_json(self) -> str:

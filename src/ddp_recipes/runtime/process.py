@@ -1,4 +1,4 @@
-"""What a process asks of Linux and of its interpreter about itself."""
+"""Signals, names and exits of processes, by Linux and the interpreter."""
 
 import gc
 import io
@@ -16,23 +16,17 @@ from ddp_recipes.errors import Preempted
 
 
 def die_with_parent() -> None:
-    """Be killed when the process that started this one dies, also where this one cannot run."""
-    set_parent_death_signal = 1  # PR_SET_PDEATHSIG
-    _prctl(set_parent_death_signal, signal.SIGKILL)
+    """Be killed when the process that started this one dies, also if this one is stopped."""
+    _prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def set_name(name: str) -> None:
     """Show this name in ``ps -o comm`` and ``top``, up to 15 characters of it."""
-    set_name = 15  # PR_SET_NAME
-    _prctl(set_name, name.encode())
+    _prctl(15, name.encode())  # PR_SET_NAME
 
 
 def state(process: int) -> tuple[str, int]:
-    """Return the letter of what a process does, as ``ps`` shows it, and the process that started it.
-
-    Raises:
-        OSError: there is no such process.
-    """
+    """Return the state of a process, a letter as in ``ps``, and its parent."""
     letter, parent = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[:2]
     return letter, int(parent)
 
@@ -46,13 +40,13 @@ def is_stopped(process: int) -> bool:
 
 
 def ignore(signals: Iterable[int]) -> None:
-    """Take none of these signals any more."""
+    """Ignore these signals from now on."""
     for number in signals:
         signal.signal(number, signal.SIG_IGN)
 
 
 def ignore_once(signals: Iterable[int]) -> None:
-    """Take each of these signals no more than once: what they ask for is done, or about to be; then as ever."""
+    """Ignore each of these signals once, since what it requests is done, or about to be; then take it as ever."""
 
     def let_pass(number: int, frame: FrameType | None) -> None:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
@@ -63,7 +57,7 @@ def ignore_once(signals: Iterable[int]) -> None:
 
 @contextmanager
 def loading() -> Iterator[None]:
-    """Load modules without collecting garbage, which takes a sixth of the time that torch needs: nothing goes."""
+    """Load modules without collecting garbage, which takes a sixth of the time that torch needs, and frees nothing."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -74,10 +68,10 @@ def loading() -> Iterator[None]:
 
 
 def leave(status: int) -> NoReturn:
-    """End this process as ``sys.exit`` would, but for taking torch apart, which takes another second.
+    """Exit as ``sys.exit`` would, but without unloading torch, which takes another second.
 
     Exit handlers run, and files that nobody closed are flushed. Threads are waited for, but not after a failure, in
-    which they may be stuck. A debugger or a profiler has the last word, as ever.
+    which they may be stuck. Under a debugger or a profiler it is ``sys.exit``.
     """
     if _is_watched() or not can_run_exit_handlers():
         sys.exit(status)
@@ -92,7 +86,7 @@ def leave(status: int) -> NoReturn:
 
 
 def _is_watched() -> bool:
-    """Whether a debugger, a profiler or an interactive interpreter is to go on after this program."""
+    """Whether a debugger, a profiler or an interactive interpreter has to run after this program."""
     monitoring = getattr(sys, "monitoring", None)  # Python >= 3.12
     tools = monitoring is not None and any(monitoring.get_tool(number) for number in range(6))
     return bool(tools or sys.gettrace() or sys.getprofile() or sys.flags.inspect)

@@ -1,4 +1,4 @@
-"""Keyed randomness: every random choice is a function of (seed, epoch, step, sample), never of who asks or when."""
+"""Keyed randomness: every random choice is a function of (seed, epoch, step, sample), never of rank or time."""
 
 import random
 from collections.abc import Iterator, Sequence

@@ -10,7 +10,7 @@ _REQUIRED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True)
 class World:
-    """Rank and size, in torchrun's words. One process is one rank and, in DDP, one replica."""
+    """Rank and size, as torchrun defines them. One process is one rank and, in DDP, one replica."""
 
     rank: int = 0
     world_size: int = 1
@@ -30,7 +30,7 @@ class World:
 
     @classmethod
     def is_set_in(cls, environ: Mapping[str, str]) -> bool:
-        """Whether something (torchrun, say) started this process as one rank of several."""
+        """Whether something (such as torchrun) started this process as one rank of several."""
         return any(name in environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
 
     @classmethod

@@ -4,7 +4,6 @@ Hydra imports every plugin in every application, so nothing heavy is imported he
 """
 
 import math
-from collections.abc import Sized
 
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.plugins.search_path_plugin import SearchPathPlugin
@@ -15,16 +14,8 @@ from ddp_recipes._compat.omegaconf_ import register_resolver
 CONF = "pkg://ddp_recipes.conf"
 
 
-def _len(value: Sized) -> int:
-    return len(value)
-
-
-def _prod(*values: int) -> int:
-    return math.prod(values)
-
-
-# The yaml files say `${len:...}` and `${prod:...}`, so whoever finds them must be able to resolve that.
-for _name, _resolver in (("len", _len), ("prod", _prod)):
+# The yaml files use `${len:...}` and `${prod:...}`, so what finds them must be able to resolve these.
+for _name, _resolver in (("len", lambda value: len(value)), ("prod", lambda *values: math.prod(values))):
     if not OmegaConf.has_resolver(_name):
         register_resolver(_name, _resolver)
 

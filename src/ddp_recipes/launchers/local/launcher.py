@@ -1,9 +1,10 @@
-"""Starts one process a replica on this machine, and sees to it that none is left."""
+"""Starts one process a rank on this machine, supervises them, and ends them all."""
 
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -11,15 +12,19 @@ from typing import ClassVar, Literal
 
 from ddp_recipes.config.request import Request, visible_gpus
 from ddp_recipes.config.settings import LauncherSettings
-from ddp_recipes.errors import RunFailed
+from ddp_recipes.errors import RunFailed, did_not_arrive
+from ddp_recipes.launchers import stacks
 from ddp_recipes.launchers.base import Resources
-from ddp_recipes.launchers.fork_server import ForkServer
-from ddp_recipes.launchers.local.ranks import start
-from ddp_recipes.launchers.local.supervisor import supervise
-from ddp_recipes.launchers.reports import as_rank_0
-from ddp_recipes.reporting.run_directory import Summary
+from ddp_recipes.launchers.local.ranks import Rank, incoming, start
+from ddp_recipes.launchers.reports import Outcome, as_rank_0, decide
+from ddp_recipes.reporting.run_directory import Summary, leave_trace
 from ddp_recipes.runtime.job import ASKS_TO_STOP, Job
-from ddp_recipes.runtime.process import ignore_once, loading
+from ddp_recipes.runtime.process import ignore_once, is_stopped, loading
+from ddp_recipes.runtime.world import World
+
+AFTER_FAILURE_S = 3.0  # for the other ranks to end by themselves, and for rank 0 to write its summary
+AFTER_INTERRUPT_S = 6.0  # for a checkpoint after Ctrl-C
+AFTER_TERM_S = 25.0  # for a checkpoint after SIGTERM or SIGUSR1, within a scheduler's usual 30 s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,27 +36,36 @@ class LocalSettings(LauncherSettings):
 
 @dataclass(frozen=True)
 class LocalLauncher:
-    """Runs a job in as many processes as the config says, or in this one if it is one and is not to be restarted."""
+    """Runs a job in as many processes as the config requests, or in this one if it is one and is not to be restarted.
+
+    After a failure all ranks are started again from the last checkpoint, up to ``launcher.max_restarts`` times.
+    """
 
     settings_class: ClassVar[type[LauncherSettings]] = LocalSettings
     settings: LauncherSettings
     resources: Resources
 
     def launch(self, job: Job) -> Summary:
-        """Run a job and return rank 0's summary.
-
-        Raises:
-            RequestError, Preempted: as the ranks report.
-            RunFailed: a rank raised or died; its traceback is the message.
-            KeyboardInterrupt: interrupted twice, or before there was anything to save.
-        """
+        """Run a job and return rank 0's summary."""
         self.resources.refuse_started_ranks("local")
-        processes = Request.of(job.config).processes(visible_gpus())
-        if processes > 1 or self.settings.max_restarts:
-            server = self.resources.server if self.settings.start_method == "forkserver" else None
-            return _launch(job, processes, server, self.settings.max_restarts)
-        self.resources.server.close()
-        return run_here(job)
+        processes, most = Request.of(job.config).processes(visible_gpus()), self.settings.max_restarts
+        if processes == 1 and not most:
+            self.resources.server.close()
+            return run_here(job)
+        server = self.resources.server if self.settings.start_method == "forkserver" else None
+        restarts = 0
+        with _signals_caught(job.last) as signals:
+            while True:
+                try:
+                    with ExitStack() as stack:  # ends ranks that hang once the failure is written
+                        return _supervise(job, start(job, processes, server, stack), signals).conclude(job)
+                except RunFailed as error:
+                    if signals or restarts == most:
+                        raise
+                    restarts += 1
+                    line = f"Restart {restarts} of {most}, from the last checkpoint."
+                    print(error, line, sep="\n", file=sys.stderr, flush=True)
+                    job = job.resumed()
 
 
 def run_here(job: Job) -> Summary:
@@ -59,46 +73,73 @@ def run_here(job: Job) -> Summary:
     with as_rank_0():
         with loading():
             from ddp_recipes import rank
-        from ddp_recipes.runtime.world import World
 
         return rank.run(job, World(), None)
 
 
-def _launch(job: Job, processes: int, server: ForkServer | None, max_restarts: int) -> Summary:
-    """Run a job in so many processes.
+def _supervise(job: Job, ranks: Sequence[Rank], signals: Sequence[str]) -> Outcome:
+    """Wait for the ranks, signal them, give the others a while if one of them fails; return what became of the run.
 
     Args:
-        server: what forks the processes; without one each is started afresh.
-        max_restarts: how often all ranks are started again, from the last checkpoint, after one of them failed.
+        signals: names of those that this process gets, also while this waits.
     """
-    with _signals_caught(job.last) as signals:
-        for attempt in range(max_restarts):
-            try:
-                return _launch_once(job, processes, server, signals)
-            except RunFailed as error:
-                if signals:  # it was to end anyway
-                    raise
-                print(
-                    f"{error}\nRestart {attempt + 1} of {max_restarts}, from the last checkpoint.",
-                    file=sys.stderr,
-                    flush=True,
-                )
-                job = job.resumed()
-        return _launch_once(job, processes, server, signals)
+    timeout_s = float(job.config["launcher"]["timeout_s"])
+    late = float("inf")  # when all ranks have to be inside the store
+    deadline = float("inf")  # when all ranks have to have ended
+    signalled = False
+    for reporting in incoming(ranks):
+        if reporting is not None and reporting.place:
+            late = min(late, time.monotonic() + timeout_s)
+        if time.monotonic() > late and (missing := _missing(ranks)):
+            _keep_stacks(job, ranks)
+            message = did_not_arrive(missing, len(ranks), timeout_s)
+            return Outcome(RunFailed(message, unresponsive=missing), message)
+        if signals.count("SIGINT") > 1:
+            return Outcome(KeyboardInterrupt(), "interrupted by the keyboard, twice")
+        if signals and not signalled:
+            signalled = True
+            deadline = time.monotonic() + (AFTER_INTERRUPT_S if signals[0] == "SIGINT" else AFTER_TERM_S)
+            for rank in ranks:
+                rank.process.send_signal(signal.SIGTERM)
+        reports = {rank.number: rank.report for rank in ranks if rank.report is not None}
+        deaths = [rank.death for rank in ranks if rank.death is not None]
+        failed = deaths or any(report.kind != "summary" for report in reports.values())
+        if failed and deadline == float("inf"):
+            deadline = time.monotonic() + AFTER_FAILURE_S
+        unresponsive = {number for report in reports.values() for number in report.unresponsive}
+        awaited = [rank for rank in ranks if rank.process.returncode is None and rank.number not in unresponsive]
+        if not awaited or time.monotonic() > deadline:
+            break
+    _keep_stacks(job, ranks)
+    deaths = [rank.death for rank in ranks if rank.death is not None]  # one more may have died meanwhile
+    killed = [rank.number for rank in ranks if rank.report is None and rank.death is None]
+    return decide(reports, deaths, killed=killed, signals=signals)
 
 
-def _launch_once(job: Job, processes: int, server: ForkServer | None, signals: list[str]) -> Summary:
-    """Start the ranks and wait for them; the failure is written while those that hang are still there."""
-    with ExitStack() as stack:
-        return supervise(job, start(job, processes, server, stack), signals).conclude(job)
+def _keep_stacks(job: Job, ranks: Sequence[Rank]) -> None:
+    """Write to ``ranks/`` the stacks of the ranks that are about to be killed."""
+    running = [rank for rank in ranks if rank.process.poll() is None and rank.report is None]
+    stuck = {rank.process.pid: rank for rank in running if rank.process.pid is not None}
+    for pid, text in stacks.request({pid: rank.stacks for pid, rank in stuck.items()}).items():
+        leave_trace(job.directory, stuck[pid].number, text)
+
+
+def _missing(ranks: Sequence[Rank]) -> list[int]:
+    """Return the ranks that others wait for at the start: stopped ones, those that never came, or the store's."""
+    outside = [rank.number for rank in ranks if rank.place != "inside" and rank.report is None]
+    if outside and (stopped := [rank.number for rank in ranks if rank.process.pid and is_stopped(rank.process.pid)]):
+        return stopped
+    if never_came := [number for number in outside if not ranks[number].place]:
+        return never_came
+    # Rank 0 holds the store: where nobody else comes in, it is rank 0 that does not respond.
+    return [0] if 0 in outside or len(outside) == len(ranks) - 1 > 0 else outside
 
 
 @contextmanager
 def _signals_caught(last: bool) -> Iterator[list[str]]:
     """Collect SIGINT, SIGTERM and SIGUSR1, by name and in order, instead of dying of them; in the main thread only.
 
-    Args:
-        last: whether this process leaves after what is done meanwhile.
+    After the ``last`` job the process is about to exit, and they are ignored.
     """
     caught: list[str] = []
 

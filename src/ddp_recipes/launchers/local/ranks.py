@@ -1,4 +1,4 @@
-"""The processes of a local run: how they are started and ended, and how what they report comes in."""
+"""The processes of a local run: how they are started and ended, and how their reports are read."""
 
 import json
 import os
@@ -21,14 +21,14 @@ from ddp_recipes.runtime.job import Job
 
 @dataclass
 class Rank:
-    """A process and what it reported last."""
+    """A process and its reports."""
 
     number: int
     process: subprocess.Popen[bytes] | ForkedRank
     lifeline: IO[bytes]  # brings the job; its end is the end of this process
     reports: IO[bytes]
-    stacks: IO[bytes]  # where it writes its Python stacks when requested by SIGUSR2
-    place: str = ""  # where it was when it reported last while it started
+    stacks: IO[bytes]  # where it writes its Python stacks on SIGUSR2
+    place: str = ""  # that it reported last while it started: at the store's "door", or "inside"
     report: RankReport | None = None  # at its end
 
     @property
@@ -37,11 +37,11 @@ class Rank:
         status = self.process.returncode
         if status is None or self.report is not None:
             return None
-        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit status {status}"
+        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with exit code {status}"
         return Death(self.number, f"Rank {self.number} (process {self.process.pid}) {how}, without a traceback.")
 
     def end(self) -> None:
-        """Make sure that the process has exited, and that the terminal is not left as a killed one had it."""
+        """Kill the process unless it has exited, and restore the terminal after a killed one."""
         self.process.send_signal(signal.SIGKILL)
         if self.process.wait() < 0 and self.number == 0 and sys.stdout.isatty():
             print("\n\x1b[?25h", end="", flush=True)  # the bar hides the cursor while it is there
@@ -61,7 +61,7 @@ def start(job: Job, processes: int, server: ForkServer | None, stack: ExitStack)
             "OMP_NUM_THREADS": str(threads),
             "GLOO_SOCKET_IFNAME": "lo",
             "NCCL_SOCKET_IFNAME": "lo",
-            "TORCH_CPP_LOG_LEVEL": "ERROR",  # else pages of C++ frames when a peer has exited, which is said here
+            "TORCH_CPP_LOG_LEVEL": "ERROR",  # else pages of C++ frames when a peer has exited, which is reported here
             **os.environ,
             "PYTHONPATH": python_path(),
             **{name: str(number) for name in ("RANK", "LOCAL_RANK")},
@@ -71,40 +71,36 @@ def start(job: Job, processes: int, server: ForkServer | None, stack: ExitStack)
         }
         life, lifeline = os.pipe()
         reports, report = os.pipe()
-        trace = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
-        fds = [life, report, trace.fileno(), *([listener.fileno()] if number == 0 else [])]
-        process = _start_process(server, fds, environ)
+        stacks = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
+        fds = [life, report, stacks.fileno(), *([listener.fileno()] if number == 0 else [])]
+        process = _start_process(fds, environ) if server is None else server.fork(fds, environ)
         os.close(life)
         os.close(report)
-        rank = Rank(
-            number, process, os.fdopen(lifeline, "wb", buffering=0), os.fdopen(reports, "rb", buffering=0), trace
-        )
+        pipes = os.fdopen(lifeline, "wb", buffering=0), os.fdopen(reports, "rb", buffering=0)
+        rank = Rank(number, process, *pipes, stacks)
         stack.callback(rank.end)
         ranks.append(rank)
     for rank in ranks:
-        with suppress(BrokenPipeError):  # it has exited already, which the supervisor finds out
+        with suppress(BrokenPipeError):  # it has exited already, which the launcher finds out
             rank.lifeline.write(job.to_json().encode() + b"\n")
     return ranks
 
 
-def _start_process(
-    server: ForkServer | None, fds: list[int], environ: dict[str, str]
-) -> subprocess.Popen[bytes] | ForkedRank:
-    if server is not None:
-        return server.fork(fds, environ)
+def _start_process(fds: list[int], environ: dict[str, str]) -> subprocess.Popen[bytes]:
+    arguments = ", ".join(map(str, fds))
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", "ddp_recipes.launchers.worker", *map(str, fds)],
+        [sys.executable, "-P", "-c", f"from ddp_recipes.launchers.worker import work; work({arguments})"],
         stdin=subprocess.DEVNULL,
         pass_fds=fds,
         env=environ,
-        process_group=0,  # Ctrl-C at the terminal reaches this process alone, which then tells the ranks
+        process_group=0,  # Ctrl-C at the terminal reaches this process alone, which then signals the ranks
     )
 
 
 def incoming(ranks: Sequence[Rank]) -> Iterator[Rank | None]:
-    """Take in what ranks report as it comes; yield who did, and ``None`` at least ten times a second.
+    """Read reports as they come; yield the rank each time, and ``None`` at least ten times a second.
 
-    Return codes are looked at before reports: a rank that has one sends no more.
+    Exit codes are read before reports: a rank that has one sends no more.
     """
     with selectors.DefaultSelector() as selector:
         for rank in ranks:

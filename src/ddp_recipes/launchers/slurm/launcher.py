@@ -1,7 +1,7 @@
-"""Submits a run to Slurm through submitit. Every task of the job is one rank; this process waits, or leaves.
+"""Submits a run to Slurm through submitit. Every task of the job is one rank; this process waits, or exits.
 
-Slurm's files and the job's id are in ``slurm/`` in the run directory. Ranks report there how they ended, too:
-that works with and without Slurm's accounting, and outlives a job that starts again.
+Slurm's files and the job's id are in ``slurm/`` in the run directory. So are the reports of the ranks, which works with
+and without Slurm's accounting, and outlives a job that starts again.
 """
 
 import contextlib
@@ -29,11 +29,11 @@ from ddp_recipes.runtime.job import Job
 
 SHORTEST_POLL_S, LONGEST_POLL_S = 0.5, 10.0  # Slurm's controller is shared: the longer nothing changes, the rarer
 
-# USR1 ends a process that has no handler for it. A rank that still gets ready has nothing to save, and goes on.
-_DEAF = """sh -c 'trap "" USR1; exec "$0" "$@"'"""
+# USR1 ends a process that has no handler for it. A rank that still gets ready has nothing to save, and ignores it.
+_IGNORES_USR1 = """sh -c 'trap "" USR1; exec "$0" "$@"'"""
 
-# Options of sbatch that have a key of their own, or are needed here.
-_OWN = {
+# Options of sbatch that have a key here, or are needed here.
+_KEYS = {
     "nodes": "launcher.nnodes",
     "ntasks": "launcher.nnodes and launcher.nproc_per_node",
     "ntasks_per_node": "launcher.nproc_per_node",
@@ -60,14 +60,7 @@ class SlurmLauncher:
     resources: Resources
 
     def launch(self, job: Job) -> Summary:
-        """Return rank 0's summary once the job has ended; with ``launcher.wait=false``, its number at once.
-
-        Raises:
-            RequestError: Slurm or submitit is not here, Slurm refuses the job, or its ranks do.
-            Preempted: it was stopped after a checkpoint was saved, and does not start again by itself.
-            RunFailed: a rank failed, or Slurm ended the job.
-            KeyboardInterrupt: interrupted while waiting; the job goes on.
-        """
+        """Return rank 0's summary once the job has ended, or its number at once; an interrupt ends only the waiting."""
         self.resources.refuse_started_ranks("slurm")
         settings, folder = self.settings, job.directory / "slurm"
         number = _submit(job, settings, _tasks_per_node(Request.of(job.config), settings), folder)
@@ -92,26 +85,26 @@ class SlurmLauncher:
 
 
 def _tasks_per_node(request: Request, settings: SlurmSettings) -> int:
-    """Return how many ranks to start on a node. This machine's own devices say nothing about the nodes."""
-    asked, gpus, k = settings.nproc_per_node, settings.gpus_per_node, request.num_devices
+    """Return how many ranks to start on a node: as many as it has GPUs for, else no more than one replica needs."""
+    requested, gpus, k = settings.nproc_per_node, settings.gpus_per_node, request.num_devices
     fit = None if gpus is None or settings.device == "cpu" else gpus // k
-    if asked != "auto":
-        count = int(asked)
+    if requested != "auto":
+        count = int(requested)
     elif fit is None:
         count = -(-request.strategy.processes_per_replica // settings.nnodes)
     else:
-        count = fit if request.strategy.max_world_size is None else min(fit, request.strategy.max_world_size)
+        count = min(fit, request.strategy.max_world_size or fit)
     if not count or (fit is not None and count > fit):
         raise RequestError(
-            f"launcher.nproc_per_node={asked} with model.num_devices={k} does not fit on launcher.gpus_per_node={gpus}:"
-            f" {fit} replica(s) do. Ask for more GPUs a node, or for fewer processes."
+            f"launcher.nproc_per_node={requested} with model.num_devices={k} does not fit on launcher.gpus_per_node="
+            f"{gpus}: {fit} replica(s) do. Request more GPUs a node, or fewer processes."
         )
     request.strategy.check_world_size(settings.nnodes * count)
     return count
 
 
 def _submit(job: Job, settings: SlurmSettings, tasks_per_node: int, folder: Path) -> str:
-    """Hand the job to sbatch; return its number."""
+    """Submit the job; return its number."""
     try:
         import submitit
     except ImportError:
@@ -124,9 +117,9 @@ def _submit(job: Job, settings: SlurmSettings, tasks_per_node: int, folder: Path
             "(or load its Slurm module), or use launcher=local on this machine."
         )
     options = _sbatch_options(settings)
-    there = folder.exists()
+    existed = folder.exists()
     try:
-        python = f"{_DEAF} {shlex.quote(sys.executable)}"
+        python = f"{_IGNORES_USR1} {shlex.quote(sys.executable)}"
         executor = submitit.SlurmExecutor(folder=folder, max_num_timeout=0, python=python)
         executor.update_parameters(
             job_name=options.pop("job_name", "ddp_recipes"),
@@ -137,18 +130,18 @@ def _submit(job: Job, settings: SlurmSettings, tasks_per_node: int, folder: Path
             cpus_per_task=settings.cpus_per_task,
             partition=settings.partition,
             account=settings.account,
-            srun_args=["--kill-on-bad-exit=1"],  # a rank that is killed leaves no other one behind
+            srun_args=["--kill-on-bad-exit=1"],  # no rank outlives one that is killed
             additional_parameters=options,
         )
         task = Task(job, settings.requeue, tuple(os.path.abspath(path) for path in sys.path))
         with contextlib.redirect_stderr(io.StringIO()):  # submitit prints what it raises, too
             submitted = executor.submit(task)
     except (submitit.core.utils.FailedJobError, submitit.core.utils.FailedSubmissionError) as error:
-        if not there:
+        if not existed:
             shutil.rmtree(folder, ignore_errors=True)
-        said = re.findall(r"^sbatch: (?:error: )?(.*)", str(error), re.MULTILINE)
+        reasons = re.findall(r"^sbatch: (?:error: )?(.*)", str(error), re.MULTILINE)
         raise RequestError(
-            f"sbatch refused the job: {'; '.join(said) or error}. Change launcher.partition, launcher.account, … or "
+            f"sbatch refused the job: {'; '.join(reasons) or error}. Change launcher.partition, launcher.account, … or "
             f"launcher.sbatch, which takes any option of sbatch by name."
         ) from None
     return str(submitted.job_id)
@@ -163,15 +156,15 @@ def _sbatch_options(settings: SlurmSettings) -> dict[str, Any]:
     }
     for name, value in settings.sbatch.items():
         name = str(name).replace("-", "_")
-        if name in _OWN:
-            raise RequestError(f"launcher.sbatch.{name} is not taken. Use {_OWN[name]}.")
+        if name in _KEYS:
+            raise RequestError(f"launcher.sbatch.{name} is not taken. Use {_KEYS[name]}.")
         if value not in (None, False):
             options[name] = value
     return options
 
 
-def _wait(number: str, folder: Path) -> "State":
-    """Show what becomes of a job, and what its rank 0 prints, until it has ended; return how."""
+def _wait(number: str, folder: Path) -> State:
+    """Print the state of a job, and what its rank 0 prints, until it has ended; return its last state."""
     shown, state, since = "", State(), time.monotonic()
     log = _Tail(folder / f"{number}_0_log.out")
     while True:
@@ -187,7 +180,7 @@ def _wait(number: str, folder: Path) -> "State":
 
 @dataclass
 class _Tail:
-    """Shows what is added to a log, but for submitit's own lines."""
+    """Prints what is added to a log, but for submitit's own lines."""
 
     path: Path
     _seen: int = 0
@@ -208,21 +201,20 @@ class _Tail:
 
 
 def _outcome(number: str, state: State, folder: Path) -> Outcome:
-    """Return what became of a job that has ended, by what its ranks reported and by what Slurm says."""
+    """Return what became of a job that has ended, by its ranks' reports and by its state."""
     reports = read_reports(folder, Attempt(number, state.restarts))
     log = folder / f"{number}_0_log.err"
-    killed = _killed(log, set(reports)) if state.name in ("FAILED", "OUT_OF_MEMORY") else None
     deaths = []
-    if killed is not None:
+    if state.name in ("FAILED", "OUT_OF_MEMORY") and (killed := _killed(log, set(reports))):
         rank, how = killed
         where = f"{folder}/{number}_{rank}_log.err"
-        deaths = [Death(rank, f"Rank {rank} of Slurm job {number} ended without a traceback: {how}. See {where}")]
+        deaths = [Death(rank, f"Rank {rank} of Slurm job {number} exited without a traceback: {how}. See {where}")]
     message = f"Slurm job {number} ended ({state}) before its ranks did. What they printed is in {folder}:"
     return decide(reports, deaths, otherwise="\n".join([message, *_last_lines(log)]))
 
 
 def _killed(log: Path, reported: set[int]) -> tuple[int, str] | None:
-    """Return the rank that died first and how, as srun says, if it died without a report."""
+    """Return the rank that died first and how, as srun printed it, if it died without a report."""
     text = "\n".join(_last_lines(log, 10_000)).rpartition(STARTED_AGAIN)[2]
     for line in text.splitlines():
         match = re.match(r"srun: error: \S+: tasks? (\d+)[\d,-]*: (.*)", line)

@@ -1,4 +1,4 @@
-"""What sbatch is asked for: the keys of ``launcher=slurm``. Loads no torch and no submitit."""
+"""The keys of ``launcher=slurm``. Loads no torch and no submitit."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal

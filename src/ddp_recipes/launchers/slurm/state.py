@@ -1,4 +1,4 @@
-"""What Slurm says of a job."""
+"""The state of a Slurm job."""
 
 import re
 import subprocess
@@ -11,7 +11,7 @@ def ask_slurm(*command: str) -> subprocess.CompletedProcess[str]:
 
 @dataclass(frozen=True)
 class State:
-    """What Slurm says of a job."""
+    """The state of a job, as Slurm's controller reports it."""
 
     name: str = ""
     reason: str = ""
@@ -25,11 +25,12 @@ class State:
 
     @classmethod
     def ask(cls, number: str, former: "State") -> "State":
-        """Ask the controller, which works without accounting; it forgets a job minutes after its end."""
+        """Ask the controller, which needs no accounting; it forgets a job minutes after its end."""
         answer = ask_slurm("scontrol", "show", "job", "--oneliner", number)
         if answer.returncode:
-            gone = "Invalid job id" in answer.stderr
-            return replace(former, name=former.name if former.ended else "forgotten", ended=True) if gone else former
+            if "Invalid job id" not in answer.stderr:
+                return former  # it may be asked again
+            return replace(former, name=former.name if former.ended else "forgotten", ended=True)
         fields = dict(re.findall(r"(\w+)=(\S*)", answer.stdout))
         name = fields.get("JobState", "")
         return cls(
@@ -41,7 +42,7 @@ class State:
         )
 
 
-# All other states of a job are ends.
+# A job in any other state has ended.
 GOING_ON = {
     *("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT"),
     *("REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"),

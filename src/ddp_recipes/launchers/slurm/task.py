@@ -1,4 +1,4 @@
-"""What a job of Slurm does on each of its tasks: it is one rank, and reports in ``slurm/`` how it ended."""
+"""One task of a Slurm job: it is one rank, and writes its report to ``slurm/``."""
 
 import json
 import os
@@ -13,8 +13,8 @@ from ddp_recipes.launchers.slurm.state import State, ask_slurm
 from ddp_recipes.reporting.run_directory import write_text
 from ddp_recipes.runtime.job import Job
 
-LINGER_S = 5.0  # a rank that failed stays so long for the others to report what they saw: Slurm ends them with it
-STARTED_AGAIN = "Started again by Slurm, restart"  # what came before in a log is over
+LINGER_S = 5.0  # a rank that failed stays so long for the others to report: Slurm ends them with it
+STARTED_AGAIN = "Started again by Slurm, restart"  # what is above it in a log is of an earlier start
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Task:
 
     Attributes:
         requeue: whether the job starts again after a signal.
-        path: where the submitting process found its modules, a user's own among them.
+        path: the import path of the submitting process, which finds a user's own modules.
     """
 
     job: Job
@@ -31,7 +31,7 @@ class Task:
     path: tuple[str, ...]
 
     def __call__(self) -> None:
-        """Run the job as the rank that this task is, report how it ended, and end with its exit status."""
+        """Run the job as one rank, report how it ended, and exit."""
         sys.path += [path for path in self.path if path not in sys.path]
         world = environment.join(os.environ)
         assert world is not None
@@ -64,7 +64,7 @@ class Attempt:
 
 
 def _resumed(job: Job, main: bool) -> Job:
-    """Return what a job that Slurm started again runs: it goes on from its last checkpoint, or begins anew."""
+    """Return what a job that Slurm started again runs: it resumes from its last checkpoint, or begins anew."""
     from ddp_recipes.checkpointing.files import find
 
     if find("auto", job.directory):
@@ -81,27 +81,25 @@ def _requeue(number: str) -> None:
         print(f"Slurm job {number} is {state}: not queued again.", file=sys.stderr, flush=True)
         return
     answer = ask_slurm("scontrol", "requeue", number)
-    said = f" could not be queued again: {answer.stderr.strip()}" if answer.returncode else " is queued again."
-    print(f"Slurm job {number}{said}", file=sys.stderr, flush=True)
+    became = f"could not be queued again: {answer.stderr.strip()}" if answer.returncode else "is queued again."
+    print(f"Slurm job {number} {became}", file=sys.stderr, flush=True)
 
 
 def _linger(folder: Path, attempt: Attempt, world_size: int) -> None:
-    """Wait until the other ranks have reported how they ended, within a bound."""
+    """Wait until the other ranks have reported, within a bound."""
     deadline = time.monotonic() + LINGER_S
-    while time.monotonic() < deadline:
-        if len(read_reports(folder, attempt)) == world_size:
-            return
+    while time.monotonic() < deadline and len(read_reports(folder, attempt)) < world_size:
         time.sleep(0.1)
 
 
 def write_report(folder: Path, attempt: Attempt, report: RankReport) -> None:
-    """Write how a rank ended."""
+    """Write the report of a rank."""
     text = json.dumps({"of": [attempt.number, attempt.restarts], "report": report.to_json()})
     write_text(folder / f"rank_{report.rank}.json", text)
 
 
 def read_reports(folder: Path, attempt: Attempt) -> dict[int, RankReport]:
-    """Return what ranks reported of this start of the job, by rank."""
+    """Return the reports of this start of the job, by rank."""
     found = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("rank_*.json")]
     of_attempt = [attempt.number, attempt.restarts]
     reports = [RankReport.from_json(entry["report"]) for entry in found if entry["of"] == of_attempt]
