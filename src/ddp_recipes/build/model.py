@@ -77,7 +77,7 @@ def make_task(
     if places_itself:
         built.task.loss.to(devices.own[-1])
     elif (settings.num_devices > 1 or pipeline is not None) and loader is not None:
-        dry_run = DryRun(built.task, step, loader.sample(), loader.plan.share(0, 0))
+        dry_run = DryRun(built.task, step, loader.sample(), loader.plan.size(0, 0))
         _split(built, settings, strategy, devices, dry_run, precision, times)
     else:
         built.task.to(devices.own[0])
