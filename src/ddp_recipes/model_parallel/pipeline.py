@@ -16,61 +16,15 @@ from ddp_recipes._compat.modules import buffers_of, share_tensors
 from ddp_recipes._compat.pytree import tree_leaves
 from ddp_recipes.model_parallel.cut import Cut, Handover
 from ddp_recipes.model_parallel.fake import without_data
+from ddp_recipes.model_parallel.layout import META, Layout, keep_own
 from ddp_recipes.model_parallel.micro_batches import micro_batches_of
 from ddp_recipes.model_parallel.placement import stages_of
 from ddp_recipes.runtime.seeding import key, seed_step
 from ddp_recipes.tasks import StepOutput, Task
 
-META = torch.device("meta")
 MAX_FORMS = 16  # of batches (shapes of tensors), for which buffers are kept
 
 SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved_1f1b": "ScheduleInterleaved1F1B"}
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Which stages are where: stage s in process s modulo ``processes``."""
-
-    starts: Sequence[str]
-    processes: int
-    process: int
-
-    @property
-    def stages(self) -> int:
-        """How many there are, over all processes."""
-        return len(self.starts) + 1
-
-    @property
-    def mine(self) -> range:
-        """Those of this process."""
-        return range(self.process, self.stages, self.processes)
-
-    @property
-    def has_last(self) -> bool:
-        """Whether this process has the last stage, hence losses and outputs."""
-        return self.stages - 1 in self.mine
-
-    def owners(self, task: Task) -> dict[nn.Module, int]:
-        """Return the process of each module's own parameters and buffers; those around the model are in the last."""
-        stages = stages_of(task.model, self.starts)
-        return {module: stages.get(module, self.stages - 1) % self.processes for module in task.modules()}
-
-
-def keep_own(task: Task, layout: Layout, device: torch.device) -> None:
-    """Put the stages of this process on its device, and leave of the others names and shapes.
-
-    Parameters stay the same objects: an optimizer that has all of them steps those that get gradients.
-    """
-    for module, owner in layout.owners(task).items():
-        place = device if owner == layout.process else META
-        for parameter in module.parameters(recurse=False):
-            if parameter.device != place:
-                moved = nn.Parameter(parameter.detach().to(place), parameter.requires_grad)
-                torch.utils.swap_tensors(parameter, moved)  # type: ignore[no-untyped-call]
-        buffers = buffers_of(module)
-        for name, buffer in buffers.items():
-            if buffer is not None:
-                buffers[name] = buffer.to(place)
 
 
 @dataclass

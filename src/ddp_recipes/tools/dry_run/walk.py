@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ddp_recipes.config.parallelism import PipelineShape
-from ddp_recipes.model_parallel.pipeline import Layout, Pipeline
+from ddp_recipes.model_parallel.layout import Layout
+from ddp_recipes.model_parallel.pipeline import Pipeline
 from ddp_recipes.model_parallel.timeline import BACKWARD, FORWARD, Work, order, requested
 from ddp_recipes.tasks import Task
 from ddp_recipes.tools.dry_run.backward import backward
