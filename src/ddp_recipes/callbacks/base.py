@@ -83,9 +83,7 @@ class EarlyStopping(Callback):
 class Profiler(Callback):
     """torch.profiler over a few steps of rank 0: where their time goes, by phase and by operator, and a trace.
 
-    Args:
-        wait, warmup, active: steps, as in ``torch.profiler.schedule``.
-        rows: lines of the table of operators.
+    Its schedule is that of ``torch.profiler.schedule``; the table of operators has so many ``rows``.
     """
 
     def __init__(self, wait: int = 5, warmup: int = 2, active: int = 5, rows: int = 15) -> None:

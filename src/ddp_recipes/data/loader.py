@@ -19,18 +19,13 @@ from ddp_recipes.runtime.seeding import key, seeded
 class Batch(NamedTuple):
     """A shard of a global batch.
 
-    Attributes:
-        data: what the task's step takes, usually ``(inputs, targets)``, on the replica's first device.
-        num_samples: where it is 0 the data hold one sample that must not count: a rank without a sample still has to
-            take part in the all-reduce.
-        number: of the global batch in its epoch.
-        shard: of the global batch.
+    Where it has no samples the data hold one that must not count: its rank still has to take part in the all-reduce.
     """
 
-    data: Any
+    data: Any  # what the task's step takes, usually (inputs, targets), on the replica's first device
     num_samples: int
-    number: int = 0
-    shard: int = 0
+    number: int = 0  # of the global batch in its epoch
+    shard: int = 0  # of the global batch
 
 
 class Loader:
@@ -39,12 +34,7 @@ class Loader:
     Args:
         dataset: map-style. Where it has ``fetch(indices) -> batch`` and a true ``batched``, or is a ``TensorDataset``,
             a batch is fetched as a whole; else sample by sample through torch's ``DataLoader``.
-        plan: which samples come when.
-        device: where batches are put.
         shards: those of each global batch that this rank gets, one after the other.
-
-    Raises:
-        RequestError: the set is iterable-style or empty, or ``drop_last`` leaves no batch of it.
     """
 
     def __init__(
@@ -141,11 +131,7 @@ class Loader:
 
 
 def size_of(dataset: Any) -> int:
-    """Return the number of samples of a map-style data set.
-
-    Raises:
-        RequestError: it has no length, or is iterable-style, so no order over it can be computed.
-    """
+    """Return the number of samples of a map-style data set; of others no order can be computed: they are refused."""
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise RequestError(
             f"{type(dataset).__name__} is no map-style data set. Every sample has to count once on any number "

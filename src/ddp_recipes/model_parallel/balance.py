@@ -16,13 +16,7 @@ def balanced(
     """Return the names at which stages begin, so that the costliest stage costs as little as possible.
 
     The best cut is run without data; where an operation then mixes stages, the model is not cut there, and the next
-    best one is run.
-
-    Args:
-        key: the key that says how many stages there are, for messages.
-
-    Raises:
-        RequestError: there are not so many places to cut the model.
+    best one is run. Messages name ``key`` as the one that says how many stages there are.
     """
     modules = dict(model.named_modules())
     names = list(modules)
@@ -59,11 +53,9 @@ def balanced(
 
 
 def _cut(ends: Sequence[int], stages: int, cost: Sequence[float], weights: Sequence[int]) -> tuple[int, ...] | None:
-    """Cut a chain into stages, each with a weight, so that the largest cost of one is smallest, if it can be cut so.
+    """Cut a chain at some of its ``ends`` into stages with parameters so that the largest cost of one is smallest.
 
-    Args:
-        ends: where a stage may begin or end, from the chain's start to its end.
-        cost: of the chain before each position; ``weights`` likewise.
+    Costs and numbers of weights are those of the chain before each position. ``None``: it cannot be cut so.
     """
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}  # by end: the largest cost, and the cuts
     for _ in range(stages):

@@ -36,12 +36,7 @@ class _Reached(BaseException):
 
 
 class Cut:
-    """A task whose steps can be run one stage at a time.
-
-    Args:
-        starts: names of the blocks at which stages begin.
-        elsewhere: the device of the tensors that stand for those of other stages.
-    """
+    """A task whose steps can be run one stage at a time; ``elsewhere`` is the device of other stages' tensors."""
 
     def __init__(self, task: Task, starts: Sequence[str], elsewhere: torch.device) -> None:
         self.elsewhere = elsewhere
@@ -61,9 +56,6 @@ class Cut:
 
         Returns:
             A :class:`Handover`, or of the last stage what the step returned.
-
-        Raises:
-            Conflict: the stages do not follow each other like that.
         """
         self._stage, self._receive, self._latest = stage, receive, 0
         self._given, self._calls = [] if given is None else given, 0

@@ -91,7 +91,6 @@ class DryRun:
 
         Raises:
             Conflict: an operation mixes tensors of two stages.
-            RequestError: the model refused its inputs itself.
         """
         devices = [torch.device("cuda", number) for number in range(len(starts) + 1)]
 
@@ -107,7 +106,6 @@ class DryRun:
 
         Raises:
             Conflict: a stage needs more than what its first block is called with.
-            RequestError: the model refused its inputs itself.
         """
         costs = self.run()
         here, elsewhere = torch.device("cuda", 0), torch.device("cuda", 1)
@@ -131,11 +129,7 @@ class DryRun:
         prepare: Callable[[Task], Callable[[Any], object]],
         between: Collection[int] = (),
     ) -> Costs:
-        """Run what ``prepare`` makes of a copy of the task.
-
-        Args:
-            between: the stages of a conflict, where the devices' numbers are not the stages'.
-        """
+        """Run what ``prepare`` makes of a copy of the task; ``between`` are a conflict's stages, if not the devices."""
         mode, costs = new_mode(), Costs.of_weights(self.task.model)
         counter = _Counter(costs, between)
         try:
@@ -160,15 +154,11 @@ class DryRun:
 
 
 class ModuleMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees every operation, and which module's forward is running.
-
-    Attributes:
-        active: the names of the modules that are running, innermost last.
-    """
+    """Sees every operation, and which module's forward is running."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.active = [OUTSIDE]
+        self.active = [OUTSIDE]  # the names of the modules that are running, innermost last
 
     def follow(self, model: nn.Module) -> None:
         """Follow the modules of a model by hooks, which stay."""

@@ -37,8 +37,7 @@ def without_data(
 ) -> Task:
     """Return a copy of the task whose parameters and buffers are in their places, but have no data.
 
-    Args:
-        mode: makes fake tensors of new ones; where all devices are ``meta`` none is needed.
+    ``mode`` makes fake tensors of new ones; where all devices are ``meta`` none is needed.
     """
     stages = stages_of(task.model, starts)
     memo: dict[int, Any] = {}

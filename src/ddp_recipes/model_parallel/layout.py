@@ -23,7 +23,7 @@ class Layout:
 
     @property
     def stages(self) -> int:
-        """How many there are, over all processes."""
+        """The number of stages, over all processes."""
         return len(self.starts) + 1
 
     @property
@@ -36,10 +36,10 @@ class Layout:
         """Whether this process has the last stage, hence losses and outputs."""
         return self.stages - 1 in self.mine
 
-    def owners(self, task: Task) -> dict[nn.Module, int]:
-        """Return the process of each module's own parameters and buffers; those around the model are in the last."""
+    def stages_of(self, task: Task) -> dict[nn.Module, int]:
+        """Return the stage of each module's own parameters and buffers; those around the model are in the last."""
         stages = stages_of(task.model, self.starts)
-        return {module: stages.get(module, self.stages - 1) % self.processes for module in task.modules()}
+        return {module: stages.get(module, self.stages - 1) for module in task.modules()}
 
 
 def keep_own(task: Task, layout: Layout, device: torch.device) -> None:
@@ -47,8 +47,8 @@ def keep_own(task: Task, layout: Layout, device: torch.device) -> None:
 
     Parameters stay the same objects: an optimizer that has all of them steps those that get gradients.
     """
-    for module, owner in layout.owners(task).items():
-        place = device if owner == layout.process else META
+    for module, stage in layout.stages_of(task).items():
+        place = device if stage in layout.mine else META
         for parameter in module.parameters(recurse=False):
             if parameter.device != place:
                 moved = nn.Parameter(parameter.detach().to(place), parameter.requires_grad)

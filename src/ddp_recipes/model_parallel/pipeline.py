@@ -18,7 +18,6 @@ from ddp_recipes.model_parallel.cut import Cut, Handover
 from ddp_recipes.model_parallel.fake import without_data
 from ddp_recipes.model_parallel.layout import META, Layout, keep_own
 from ddp_recipes.model_parallel.micro_batches import micro_batches_of
-from ddp_recipes.model_parallel.placement import stages_of
 from ddp_recipes.runtime.seeding import key, seed_step
 from ddp_recipes.tasks import StepOutput, Task
 
@@ -29,17 +28,12 @@ SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved_1f1b
 
 @dataclass
 class _Prepared:
-    """What a form of batch needs.
+    """What a form of batch needs."""
 
-    Attributes:
-        schedule: runs all micro-batches.
-        crossing: the tensors that cross each cut, flat and without data.
-        given: what blocks of earlier stages give, by stage and size of the micro-batch.
-    """
-
-    schedule: Callable[[], None]
-    crossing: dict[int, list[Tensor]]
+    schedule: Callable[[], None]  # runs all micro-batches
+    crossing: dict[int, list[Tensor]]  # the tensors that cross each cut, flat and without data
     given: defaultdict[tuple[int, int], list[Any]] = field(default_factory=lambda: defaultdict(list))
+    """What blocks of earlier stages give, by stage and size of the micro-batch."""
 
 
 class Pipeline:
@@ -75,9 +69,8 @@ class Pipeline:
     def _with_only(self, stage: int) -> Task:
         """Return a copy of the task that has one stage of this process, the very same tensors, and no other."""
         view = without_data(self.shapes, (), (META,), nullcontext())
-        stages = stages_of(self.task.model, self.layout.starts)
-        for module, copied in zip(self.task.modules(), view.modules(), strict=True):
-            if stages.get(module, self.layout.stages - 1) == stage:
+        for (module, own), copied in zip(self.layout.stages_of(self.task).items(), view.modules(), strict=True):
+            if own == stage:
                 share_tensors(module, copied)
                 self._copied.append((module, copied))
         return view
@@ -86,12 +79,10 @@ class Pipeline:
         """Run a step of the task in micro-batches, in training with the backward pass of each.
 
         Args:
-            step: a method of the task.
             weight: multiplies the mean loss over the batch.
 
         Returns:
-            What the step returned for each micro-batch that has samples, and their numbers of samples; nothing in a
-            process without the last stage.
+            The outputs of micro-batches with samples, and their sizes; nothing in a process without the last stage.
         """
         self._step = step
         self._inputs, self._sizes = micro_batches_of(batch, self.micro_batches, "the data give")
@@ -132,13 +123,9 @@ class Pipeline:
             yield
 
     def forward(self, stage: int, *received: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """Run a stage on its next micro-batch, for the schedule.
+        """Run a stage on its next micro-batch: from what crosses the cut before it, flat, to what crosses the next.
 
-        Args:
-            received: what crosses the cut before it, flat.
-
-        Returns:
-            What crosses the next cut, flat; of the last stage its loss, weighted.
+        Of the last stage that is its loss, weighted.
         """
         number = self._numbers[stage]
         self._numbers[stage] += 1
@@ -180,17 +167,13 @@ class Pipeline:
         return self._prepared[self._form]
 
     def _schedule(self, crossing: Mapping[int, Sequence[Tensor]]) -> Callable[[], None]:
-        """Return what runs :meth:`forward`, and backward, for all micro-batches and stages: torch's schedule.
-
-        Args:
-            crossing: tensors like those that cross each cut.
-        """
+        """Return what runs :meth:`forward`, and backward, for all micro-batches and stages: torch's schedule."""
         from torch.distributed import pipelining
 
         layout, nothing = self.layout, [torch.empty((), device=META)]
         stages = [
             pipelining.PipelineStage(
-                _StageModule(self, stage),
+                _StageModule(partial(self.forward, stage)),
                 stage,
                 layout.stages,
                 self.device,
@@ -242,12 +225,9 @@ def _flat(tensor: Tensor, like: Tensor) -> Tensor:
 class _StageModule(nn.Module):
     """A stage as torch's schedules call it."""
 
-    def __init__(self, pipeline: Pipeline, stage: int) -> None:
+    def __init__(self, forward: Callable[..., Any]) -> None:
         super().__init__()
-        self.call = partial(pipeline.forward, stage)
-
-    def forward(self, *received: Tensor) -> Tensor | tuple[Tensor, ...]:
-        return self.call(*received)
+        self.forward = forward
 
 
 def joined(outputs: Sequence[StepOutput], sizes: Sequence[int]) -> StepOutput:

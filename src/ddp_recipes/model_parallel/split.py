@@ -16,31 +16,20 @@ from ddp_recipes.tasks import Task
 
 @dataclass(frozen=True)
 class Block:
-    """A module that runs in one stage.
-
-    Attributes:
-        time: its fraction of a step.
-        memory: bytes of weights, gradients, one number of the optimizer's for each, and activations.
-    """
+    """A module that runs in one stage."""
 
     name: str
-    time: float
-    memory: int
+    time: float  # its fraction of a step
+    memory: int  # bytes of weights, gradients, one number of the optimizer's for each, and activations
 
 
 @dataclass(frozen=True)
 class Stage:
-    """What one device of a replica holds.
-
-    Attributes:
-        blocks: in the order of the model.
-        parameters: how many numbers.
-        time: its fraction of a step, ``None`` where the dry run failed; ``memory`` likewise.
-    """
+    """What one device of a replica holds."""
 
     blocks: tuple[Block, ...]
-    parameters: int
-    time: float | None
+    parameters: int  # how many numbers
+    time: float | None  # its fraction of a step; None where the dry run failed
     memory: float | None
 
     @property
@@ -60,11 +49,7 @@ def split_model(
 ) -> list[Stage]:
     """Put the model of a task on several devices, in stages; what else the task holds goes to the last one.
 
-    Args:
-        names: the modules at which stages begin; ``None`` for even stages.
-
-    Raises:
-        RequestError: the model cannot be cut so; says where it can.
+    Stages begin at ``names``, or are even. A model that cannot be cut so is refused.
     """
     model = task.model
     starts, costs = _chosen(model, len(devices), names, dry_run, dry_run.run, "model.num_devices")
@@ -82,11 +67,7 @@ def apart(
 ) -> tuple[list[str], list[Stage]]:
     """Return where to cut a model into stages that are in processes of their own, and what each of them holds.
 
-    Args:
-        key: the key that says how many stages there are, for messages.
-
-    Raises:
-        RequestError: the model cannot be cut so; says where it can.
+    Messages name ``key`` as the one that says how many stages there are.
     """
     starts, costs = _chosen(model, stages, names, dry_run, dry_run.run_apart, key)
     return starts, _described(model, starts, costs)
@@ -120,11 +101,7 @@ def _chosen(
 
 
 def _check(model: nn.Module, names: Sequence[str]) -> None:
-    """Refuse names at which stages cannot begin, as far as the names alone tell.
-
-    Raises:
-        RequestError: says which.
-    """
+    """Refuse names at which stages cannot begin, as far as the names alone tell."""
     given, kind = f"model.split=[{', '.join(names)}]", type(model).__name__
     modules = [name for name, _ in model.named_modules() if name]
     for name in names:

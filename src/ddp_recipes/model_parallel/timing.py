@@ -25,13 +25,8 @@ STEPS = 3  # that count, after one that does not
 def timed(dry_run: DryRun, device: torch.device, forward: Callable[[], AbstractContextManager[Any]]) -> dict[str, int]:
     """Return the nanoseconds that a step spends in each module itself, forward and in training backward.
 
-    The median over a few steps of a copy of the task, which leave weights, buffers and random generators alone.
-
-    Args:
-        forward: the context of a forward pass, of ``trainer.precision``.
-
-    Raises:
-        RequestError: the whole model does not fit on the device.
+    The median over a few steps of a copy of the task, which leave weights, buffers and random generators alone. Each
+    forward pass runs in the context ``forward``.
     """
     steps = []
     try:
