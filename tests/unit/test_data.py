@@ -90,9 +90,9 @@ def drawn(world: int, workers: int, epoch: int = 0, batch: int = 4) -> dict[int,
     """Return what each sample drew, over all ranks."""
     found: dict[int, list[float]] = {}
     for rank in range(world):
-        for part in loader(Noisy(), batch, rank, world, workers).batches(epoch):
-            numbers, values = part.data
-            if part.num_samples:
+        for shard in loader(Noisy(), batch, rank, world, workers).batches(epoch):
+            numbers, values = shard.data
+            if shard.num_samples:
                 found.update(zip(numbers.tolist(), values.tolist(), strict=True))
     return found
 
@@ -101,7 +101,7 @@ def drawn(world: int, workers: int, epoch: int = 0, batch: int = 4) -> dict[int,
 @pytest.mark.parametrize("batch", [1, 7, 20, 64])
 def test_prefetched_batches_begin_where_torch_has_tensors_begin(features: int, batch: int) -> None:
     samples = torch.randn(1000, features)
-    seen = [part.data for part in loader(TensorDataset(samples, torch.arange(1000)), batch).batches(0)]
+    seen = [each.data for each in loader(TensorDataset(samples, torch.arange(1000)), batch).batches(0)]
     assert len({inputs.untyped_storage().data_ptr() for inputs, _ in seen}) <= len(seen) / 4, "many in one go"
     assert all(tensor.data_ptr() % 64 == 0 and tensor.is_contiguous() for rows in seen for tensor in rows)
     numbers = torch.cat([targets for _, targets in seen])

@@ -434,8 +434,8 @@ def test_recurrent_layers_can_be_split() -> None:
 def test_stages_are_even(k: int) -> None:
     stages = split(resnet18(), IMAGES.repeat(16, 1, 1, 1), k)
     assert max((stage.time or 0) + (stage.memory or 0) for stage in stages) / 2 < 1.3 / k
-    for shares in ([stage.time for stage in stages], [stage.memory for stage in stages]):
-        assert sum(share or 0 for share in shares) == pytest.approx(1)
+    for fractions in ([stage.time for stage in stages], [stage.memory for stage in stages]):
+        assert sum(fraction or 0 for fraction in fractions) == pytest.approx(1)
 
 
 def test_equal_blocks_are_dealt_equally() -> None:
@@ -562,7 +562,7 @@ class Named(Residual):
 @pytest.mark.parametrize("make", [Encoder, Residual, perceptron])
 @pytest.mark.parametrize("count", [2, 3, 9])
 def test_micro_batches_leave_the_result(make: Callable[[], nn.Module], count: int) -> None:
-    """Four samples in two parts, in three uneven ones, and in four, for there are no more."""
+    """Four samples in two micro-batches, in three uneven ones, and in four, for there are no more."""
     inputs = WORDS.repeat(2, 1) if make is Encoder else VECTORS
     whole, parted = seeded(make), seeded(make)
     in_micro_batches(parted, count)
@@ -591,10 +591,10 @@ def test_a_model_in_micro_batches_is_still_what_it_was() -> None:
     assert torch.equal(other(VECTORS), seeded(Residual)(VECTORS)), "a copy has weights of its own"
 
 
-def test_batch_norm_takes_its_statistics_from_each_part() -> None:
+def test_batch_norm_takes_its_statistics_from_each_micro_batch() -> None:
     model = nn.Sequential(nn.BatchNorm1d(8))
     in_micro_batches(model, 2)
-    expected = torch.cat([nn.BatchNorm1d(8)(part) for part in VECTORS.chunk(2)])
+    expected = torch.cat([nn.BatchNorm1d(8)(each) for each in VECTORS.chunk(2)])
     torch.testing.assert_close(model(VECTORS), expected)
     assert model.state_dict()["0.num_batches_tracked"] == 2
 
@@ -629,14 +629,14 @@ def test_stages_take_turns_in_the_backward_pass(k: int, m: int) -> None:
     done: dict[tuple[int, int], int] = {}  # (stage, micro-batch) -> the turn at which it is done
     free, order = [0] * k, [0] * k
 
-    def note(stage: int, part: int) -> None:
-        ready = done.get((stage + 1, part), 0)
-        done[stage, part] = free[stage] = max(free[stage], ready) + 1
+    def note(stage: int, micro_batch: int) -> None:
+        ready = done.get((stage + 1, micro_batch), 0)
+        done[stage, micro_batch] = free[stage] = max(free[stage], ready) + 1
 
     def watch(stage: int, output: Tensor) -> None:
-        part = order[stage]
+        micro_batch = order[stage]
         order[stage] += 1
-        output.register_hook(lambda _: note(stage, part))
+        output.register_hook(lambda _: note(stage, micro_batch))
 
     for number, layer in enumerate(model):
         layer.register_forward_hook(lambda *hooked, number=number: watch(number, hooked[-1]))
@@ -646,7 +646,7 @@ def test_stages_take_turns_in_the_backward_pass(k: int, m: int) -> None:
 
 
 class Outputs(nn.Module):
-    """Gives whatever it is told to."""
+    """Returns what a function gives."""
 
     def __init__(self, give: Callable[[Any], Any]) -> None:
         super().__init__()
