@@ -26,7 +26,7 @@ from benchmarks.player import Seat
 from benchmarks.results import Group, Row, Settings, raw_turns, table
 from benchmarks.samples import DATA
 from benchmarks.turns import Entry, Session, Spread, session
-from ddp_recipes.model_parallel import Rehearsal, split_model, timed
+from ddp_recipes.model_parallel import DryRun, split_model, timed
 from ddp_recipes.tasks import Task
 
 GOAL = 1.02
@@ -71,9 +71,9 @@ def costliest(name: str, devices: int) -> float:
         model = torchvision.models.get_model(name, **extra).to("meta")
     size = 299 if name == "inception_v3" else 224
     sample = torch.zeros(1, 3, size, size), torch.zeros(1, dtype=torch.int64)
-    rehearsal = Rehearsal(Task(model, nn.CrossEntropyLoss()), "training_step", sample, size=8)
-    stages = split_model(rehearsal.task, [torch.device("meta")] * devices, None, rehearsal)
-    assert rehearsal.failure is None
+    dry_run = DryRun(Task(model, nn.CrossEntropyLoss()), "training_step", sample, size=8)
+    stages = split_model(dry_run.task, [torch.device("meta")] * devices, None, dry_run)
+    assert dry_run.failure is None
     return devices * max((stage.time or 0) + (stage.memory or 0) for stage in stages) / 2
 
 
@@ -87,12 +87,10 @@ def truly(name: str, side: int, batch: int) -> tuple[float, float]:
     found = []
     for how in ("auto", "timed"):
         model = torchvision.models.get_model(name, num_classes=10)
-        rehearsal = Rehearsal(
-            Task(model, nn.CrossEntropyLoss()), "training_step", (inputs[:1], targets[:1]), size=batch
-        )
+        dry_run = DryRun(Task(model, nn.CrossEntropyLoss()), "training_step", (inputs[:1], targets[:1]), size=batch)
         if how == "timed":
-            rehearsal.times = partial(timed, rehearsal, torch.device("cpu"), nullcontext)
-        stages = split_model(rehearsal.task, [torch.device("cpu")] * 2, None, rehearsal)
+            dry_run.times = partial(timed, dry_run, torch.device("cpu"), nullcontext)
+        stages = split_model(dry_run.task, [torch.device("cpu")] * 2, None, dry_run)
         first = statistics.median(share_of_first(model, stages[1].first, (inputs, targets)) for _ in range(5))
         cost = first + (stages[0].memory or 0)
         found.append(max(cost, 2 - cost))

@@ -235,7 +235,7 @@ class Output:
             rows.append(("schedule", f"{pipeline.schedule}, {parts}; {waiting}"))
         if self.run is not None:
             plan, steps = self.run.train.plan, self.total_steps
-            shards = f" in {plan.parts} shards" if plan.parts > world.world_size else ""
+            shards = f" in {plan.num_shards} shards" if plan.num_shards > world.world_size else ""
             end = "until max_time" if steps is None else f"{steps:,}"
             rows += [
                 ("data", f"{plan.num_samples:,} samples, {len(self.run.train):,} batches an epoch"),

@@ -163,8 +163,8 @@ def predict(recipe: Recipe, output: Output) -> None:
     outputs: list[Tensor] = []
     with torch.no_grad(), make_precision(recipe.trainer.precision, recipe.device.type).forward():
         for batch in loader.batches(epoch=0):
-            if batch.share and (output_of_batch := recipe.task.predict_step(batch.data)) is not None:
-                indices.append(loader.plan.indices(0, batch.number, batch.part))
+            if batch.num_samples and (output_of_batch := recipe.task.predict_step(batch.data)) is not None:
+                indices.append(loader.plan.indices(0, batch.number, batch.shard))
                 outputs.append(output_of_batch.float().cpu())  # of a pipeline in its last process
     gathered = recipe.strategy.gather((indices, outputs))
     if gathered is not None:

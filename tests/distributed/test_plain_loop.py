@@ -55,7 +55,7 @@ def by_hand(
     if world.world_size > 1:
         dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.world_size)
         replica = DistributedDataParallel(model)
-    plan = BatchPlan(SAMPLES, BATCH, parts=world.world_size, seed=SEED, shuffle=True)
+    plan = BatchPlan(SAMPLES, BATCH, num_shards=world.world_size, seed=SEED, shuffle=True)
     order = [plan.indices(0, batch, world.rank).tolist() for batch in range(plan.num_batches)]
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9, fused=fused)
     losses = []

@@ -205,7 +205,7 @@ def test_the_backward_pass_on_paper_gives_the_gradients_of_autograd() -> None:
 @pytest.fixture
 def one_batch_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have nothing fetched ahead, which a plan leaves out."""
-    monkeypatch.setattr(data, "_may_be_fetched_ahead", lambda dataset: False)
+    monkeypatch.setattr(data, "_may_prefetch", lambda dataset: False)
 
 
 @pytest.mark.parametrize(

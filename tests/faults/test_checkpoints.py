@@ -37,9 +37,9 @@ def tampered(pid: int, log: Path, *injections: str) -> Iterator[Path]:
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as strace:
         try:
             assert strace.stderr is not None
-            told = strace.stderr.readline()
-            if "attached" not in told:
-                pytest.skip(f"strace cannot attach: {told.strip()}")
+            line = strace.stderr.readline()
+            if "attached" not in line:
+                pytest.skip(f"strace cannot attach: {line.strip()}")
             yield log
         finally:
             if Path(f"/proc/{pid}").exists():
@@ -53,7 +53,7 @@ def needs_strace() -> None:
 
 
 def forked(work: Callable[[], str], log: Path, injection: str) -> tuple[int, str]:
-    """Do some work in a fork of this process, tampered with; return its wait status and what it said at the end."""
+    """Do some work in a fork of this process, tampered with; return its wait status and what it printed at the end."""
     go_read, go_write = os.pipe()
     said_read, said_write = os.pipe()
     pid = os.fork()
@@ -78,8 +78,8 @@ def forked(work: Callable[[], str], log: Path, injection: str) -> tuple[int, str
     finally:
         os.close(go_write)
         with os.fdopen(said_read) as pipe:
-            said = pipe.read()
-    return status, said
+            message = pipe.read()
+    return status, message
 
 
 def saved_twice(folder: Path) -> FileCheckpointer:
@@ -96,7 +96,7 @@ def tampered_saves(
     """Do some work with a saver again and again, each time with another of its calls tampered with.
 
     Yields:
-        The folder, the wait status, what was said; for each call until there is no further one.
+        The folder, the wait status, its message; for each call until there is no further one.
     """
     for call in CALLS:
         number, tampered_with = 0, True
@@ -104,21 +104,21 @@ def tampered_saves(
             number += 1
             folder = tmp_path / f"{call}_{number}"
             keeper, log = saved_twice(folder), tmp_path / f"{call}_{number}.log"
-            status, said = forked(lambda keeper=keeper: work(keeper), log, f"{call}:{how}:when={number}")
+            status, message = forked(lambda keeper=keeper: work(keeper), log, f"{call}:{how}:when={number}")
             text = log.read_text()
             tampered_with = "INJECTED" in text or "killed by" in text
             if tampered_with:
-                yield folder, status, said
+                yield folder, status, message
 
 
 def see_it_goes_on(folder: Path, steps: tuple[int, ...]) -> int:
     """See that a whole checkpoint of one of these steps is found, and that saves go on from it; return the step."""
     names = [path.name for path in find("auto", folder)]
     assert names == [f"step_{step:08d}.pt" for step in range(len(names), 0, -1)], "no other file is taken for one"
-    _, state, said = load_first(find("auto", folder))
+    _, state, warnings = load_first(find("auto", folder))
     step: int = state["cursor"]["step"]
     assert step in steps
-    assert said == [], "none is damaged"
+    assert warnings == [], "none is damaged"
     expected = load_first(newest_first(reference(folder, step)))[1]
     assert digest(plain(state)) == digest(plain(expected))
     for name in ("best.pt", "last.pt"):
@@ -151,9 +151,9 @@ def test_a_kill_at_any_call_of_a_save_leaves_the_newest_whole_one(tmp_path: Path
         return "saved"
 
     found = []
-    for folder, status, said in tampered_saves(tmp_path, "signal=SIGKILL", save):
+    for folder, status, message in tampered_saves(tmp_path, "signal=SIGKILL", save):
         assert os.WIFSIGNALED(status)
-        assert (os.WTERMSIG(status), said) == (SIGKILL, "")
+        assert (os.WTERMSIG(status), message) == (SIGKILL, "")
         found.append(see_it_goes_on(folder, (2, 3)))
     assert len(found) >= 10
     assert set(found) == {2, 3}
@@ -164,17 +164,17 @@ def test_an_input_output_error_at_any_call_of_a_save_is_named_and_harms_nothing(
         try:
             keeper.save(state_of(3, ROWS), 3, 0.3)
         except RecipeError as error:
-            said = str(error)
+            message = str(error)
             keeper.busy(None)
-            return said
+            return message
         return "saved"
 
     count = 0
-    for folder, status, said in tampered_saves(tmp_path, "error=EIO", save):
+    for folder, status, message in tampered_saves(tmp_path, "error=EIO", save):
         path = folder / "checkpoints" / "step_00000003.pt"
         if status == 0:  # else it was the report to this test that failed, after the save
-            assert said.startswith(f"{path} could not be written: Input/output error. It needs about 8,4")
-            assert said.endswith("Earlier checkpoints are untouched.")
+            assert message.startswith(f"{path} could not be written: Input/output error. It needs about 8,4")
+            assert message.endswith("Earlier checkpoints are untouched.")
         see_it_goes_on(folder, (2, 3))
         count += 1
     assert count >= 10
@@ -231,11 +231,11 @@ def test_nobody_times_out_over_a_slow_save_and_a_signal_in_it_ends_the_run_after
             ended = run.end()
     assert ended.status == 75, ended.err
     assert ended.err.count("Stopped by SIGTERM") == 1
-    said = summary(folder / "run")
-    assert said["status"] == "preempted"
+    left = summary(folder / "run")
+    assert left["status"] == "preempted"
     newest = newest_first(folder / "run" / "checkpoints")[0]
-    assert newest.name == f"step_{said['global_step']:08d}.pt"
-    assert load(newest)["cursor"]["step"] == said["global_step"]
+    assert newest.name == f"step_{left['global_step']:08d}.pt"
+    assert load(newest)["cursor"]["step"] == left["global_step"]
     assert not list((folder / "run").rglob("*.part"))
 
 

@@ -332,9 +332,9 @@ def test_the_directory_of_a_sweep_is_refused_with_the_runs_in_it(tmp_path: Path)
 
 
 def read(folder: Path) -> tuple[str, int, list[str]]:
-    """Return the name of the file that a run goes on from, its step, and what is said of others."""
-    path, state, said = load_first(newest_first(folder))
-    return path.name, state["cursor"]["step"], said
+    """Return the name of the file that a run goes on from, its step, and the warnings about others."""
+    path, state, warnings = load_first(newest_first(folder))
+    return path.name, state["cursor"]["step"], warnings
 
 
 def damage(path: Path) -> None:
@@ -349,10 +349,10 @@ def test_a_damaged_newest_one_is_passed_over_for_the_one_before(tmp_path: Path) 
         keeper.save(state_of(step), step, value)
     assert read(tmp_path) == ("step_00000004.pt", 4, [])
     damage(tmp_path / "step_00000004.pt")
-    name, step, said = read(tmp_path)
-    assert (name, step, len(said)) == ("step_00000003.pt", 3, 1)
-    assert said[0].startswith(f"{tmp_path / 'step_00000004.pt'} is damaged: it cannot be read")
-    assert said[0].endswith(f"{tmp_path / 'step_00000003.pt'} is used instead.")
+    name, step, warnings = read(tmp_path)
+    assert (name, step, len(warnings)) == ("step_00000003.pt", 3, 1)
+    assert warnings[0].startswith(f"{tmp_path / 'step_00000004.pt'} is damaged: it cannot be read")
+    assert warnings[0].endswith(f"{tmp_path / 'step_00000003.pt'} is used instead.")
     damage(tmp_path / "step_00000003.pt")
     with pytest.raises(RequestError) as refusal:
         load_first(newest_first(tmp_path))
@@ -373,9 +373,9 @@ def test_a_deleted_newest_one_is_still_there_under_its_other_name(tmp_path: Path
     for step in (1, 2):
         keeper.save(state_of(step), step, None)
     (tmp_path / "step_00000002.pt").unlink()
-    name, step, said = read(tmp_path)
+    name, step, warnings = read(tmp_path)
     assert (name, step) == ("last.pt", 2)
-    assert "is deleted" in said[0]
+    assert "is deleted" in warnings[0]
     (tmp_path / "last.pt").unlink()
     assert read(tmp_path) == ("step_00000001.pt", 1, [])
     (tmp_path / "step_00000001.pt").rename(tmp_path / "last.pt")

@@ -233,4 +233,4 @@ def test_a_failed_async_save_raises_when_it_is_next_asked_for(tmp_path: Path) ->
         saver.save(state_of(1), 1, 0.5)
         with pytest.raises(RecipeError, match=r"step_00000001\.pt could not be written: File exists"):
             ask(saver)
-        assert not saver.busy(None), "it is told once"
+        assert not saver.busy(None), "it is reported once"

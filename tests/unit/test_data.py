@@ -54,13 +54,13 @@ class Pair(NamedTuple):
 
 def loader(dataset: Any, batch: int = 8, rank: int = 0, world: int = 1, workers: int = 0, **options: Any) -> Loader:
     plan = BatchPlan(len(dataset), batch, world, seed=42, shuffle=True, **options)
-    return Loader(dataset, plan, CPU, parts=range(rank, rank + 1), num_workers=workers)
+    return Loader(dataset, plan, CPU, shards=range(rank, rank + 1), num_workers=workers)
 
 
 def assert_same(ones: list[Batch], others: list[Batch]) -> None:
     assert len(ones) == len(others) > 0
     for one, other in zip(ones, others, strict=True):
-        assert (one.share, one.total) == (other.share, other.total)
+        assert one[1:] == other[1:]
         assert type(other.data[0]) is torch.Tensor
         assert all(map(torch.equal, one.data, other.data))
 
@@ -83,25 +83,25 @@ def test_whole_batches_are_their_samples(dataset: Any) -> None:
         assert one_by_one.fetch is None
         for epoch in (0, 1):
             assert_same(list(one_by_one.batches(epoch)), list(whole.batches(epoch)))
-        assert_same([Batch(one_by_one.sample(), 1, 1)], [Batch(whole.sample(), 1, 1)])
+        assert_same([Batch(one_by_one.sample(), 1)], [Batch(whole.sample(), 1)])
 
 
 def drawn(world: int, workers: int, epoch: int = 0, batch: int = 4) -> dict[int, list[float]]:
     """Return what each sample drew, over all ranks."""
     found: dict[int, list[float]] = {}
     for rank in range(world):
-        for part in loader(Noisy(), batch, rank, world, workers).batches(epoch):
-            numbers, values = part.data
-            if part.share:
+        for shard in loader(Noisy(), batch, rank, world, workers).batches(epoch):
+            numbers, values = shard.data
+            if shard.num_samples:
                 found.update(zip(numbers.tolist(), values.tolist(), strict=True))
     return found
 
 
 @pytest.mark.parametrize("features", [1, 10, 16, 100])
 @pytest.mark.parametrize("batch", [1, 7, 20, 64])
-def test_batches_that_are_fetched_ahead_begin_where_torch_has_tensors_begin(features: int, batch: int) -> None:
+def test_prefetched_batches_begin_where_torch_has_tensors_begin(features: int, batch: int) -> None:
     samples = torch.randn(1000, features)
-    seen = [part.data for part in loader(TensorDataset(samples, torch.arange(1000)), batch).batches(0)]
+    seen = [each.data for each in loader(TensorDataset(samples, torch.arange(1000)), batch).batches(0)]
     assert len({inputs.untyped_storage().data_ptr() for inputs, _ in seen}) <= len(seen) / 4, "many in one go"
     assert all(tensor.data_ptr() % 64 == 0 and tensor.is_contiguous() for rows in seen for tensor in rows)
     numbers = torch.cat([targets for _, targets in seen])
@@ -128,7 +128,7 @@ def test_a_users_transform_runs_when_its_batch_is_due() -> None:
     assert transform.threads == {threading.current_thread().name}
 
 
-def test_an_error_in_what_is_fetched_ahead_comes_out() -> None:
+def test_prefetch_errors_come_out() -> None:
     dataset = InMemory(torch.randn(100, 16), torch.arange(100))
     batches = loader(dataset).batches(0)
     next(batches)
@@ -168,24 +168,24 @@ def test_batches_go_on_in_the_middle_of_an_epoch(workers: int) -> None:
 
 def test_rank_without_a_sample_has_one_that_does_not_count() -> None:
     for dataset in (digits("val"), OneByOne(digits("val"))):
-        plan = BatchPlan(3, 2, parts=2, seed=42)
-        batches = list(Loader(dataset, plan, CPU, parts=range(1, 2)).batches(0))
-        assert [(batch.share, batch.total) for batch in batches] == [(1, 2), (0, 1)]
+        plan = BatchPlan(3, 2, num_shards=2, seed=42)
+        batches = list(Loader(dataset, plan, CPU, shards=range(1, 2)).batches(0))
+        assert [batch.num_samples for batch in batches] == [1, 0]
         assert [len(batch.data[1]) for batch in batches] == [1, 1]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_parts_come_one_after_the_other_in_each_group_of_batches(workers: int) -> None:
-    plan = BatchPlan(23, 6, parts=3, seed=42, shuffle=True)
+def test_shards_come_one_after_the_other_in_each_group_of_batches(workers: int) -> None:
+    plan = BatchPlan(23, 6, num_shards=3, seed=42, shuffle=True)
     expected = [(0, 1), (1, 1), (0, 2), (1, 2), (2, 1), (3, 1), (2, 2), (3, 2)]
     for dataset in (Noisy(), TensorDataset(torch.arange(23), torch.arange(23))):
-        batches = list(Loader(dataset, plan, CPU, parts=range(1, 3), num_workers=workers).batches(1, 0, group=2))
-        assert [(batch.number, batch.part) for batch in batches] == expected
+        batches = list(Loader(dataset, plan, CPU, shards=range(1, 3), num_workers=workers).batches(1, 0, group=2))
+        assert [(batch.number, batch.shard) for batch in batches] == expected
         for batch in batches:
-            assert torch.equal(batch.data[0], plan.indices(1, batch.number, batch.part))
-            assert (batch.share, batch.total) == (len(batch.data[0]), plan.total(batch.number))
-        rest = list(Loader(dataset, plan, CPU, parts=range(1, 3), num_workers=workers).batches(1, 3, group=2))
-        assert [(batch.number, batch.part) for batch in rest] == [(3, 1), (3, 2)]
+            assert torch.equal(batch.data[0], plan.indices(1, batch.number, batch.shard))
+            assert batch.num_samples == len(batch.data[0])
+        rest = list(Loader(dataset, plan, CPU, shards=range(1, 3), num_workers=workers).batches(1, 3, group=2))
+        assert [(batch.number, batch.shard) for batch in rest] == [(3, 1), (3, 2)]
 
 
 def test_limited_is_the_beginning() -> None:

@@ -18,8 +18,8 @@ def shuffled(n: int, seed: int = 0) -> NDArray[np.int64]:
     return permute(np.arange(n, dtype=np.uint64), n, seed).astype(np.int64)
 
 
-def epoch_of(plan: BatchPlan, epoch: int = 0, part: int = 0) -> list[int]:
-    return [sample for batch in range(plan.num_batches) for sample in plan.indices(epoch, batch, part).tolist()]
+def epoch_of(plan: BatchPlan, epoch: int = 0, shard: int = 0) -> list[int]:
+    return [sample for batch in range(plan.num_batches) for sample in plan.indices(epoch, batch, shard).tolist()]
 
 
 # --- permute ---------------------------------------------------------------------------------------------------------
@@ -114,52 +114,52 @@ def test_positions_and_samples_are_strangers() -> None:
 # --- BatchPlan -------------------------------------------------------------------------------------------------------
 
 PLANS = [
-    pytest.param(n, batch, parts, shard, id=f"{n} samples, batch {batch}, {parts} parts, {shard}")
-    for n, batch, parts in [(1, 1, 1), (1, 8, 2), (21, 8, 2), (64, 8, 3), (455, 16, 2), (100, 7, 5), (70_001, 512, 4)]
-    for shard in ("contiguous", "strided")
+    pytest.param(n, batch, shards, sharding, id=f"{n} samples, batch {batch}, {shards} shards, {sharding}")
+    for n, batch, shards in [(1, 1, 1), (1, 8, 2), (21, 8, 2), (64, 8, 3), (455, 16, 2), (100, 7, 5), (70_001, 512, 4)]
+    for sharding in ("contiguous", "strided")
 ]
 
 
-@pytest.mark.parametrize(("n", "batch", "parts", "shard"), PLANS)
+@pytest.mark.parametrize(("n", "batch", "shards", "sharding"), PLANS)
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_every_sample_comes_once(n: int, batch: int, parts: int, shard: str, shuffle: bool) -> None:
-    plan = BatchPlan(n, batch, parts, 42, shuffle, shard=shard)
+def test_every_sample_comes_once(n: int, batch: int, shards: int, sharding: str, shuffle: bool) -> None:
+    plan = BatchPlan(n, batch, shards, 42, shuffle, sharding=sharding)
     for epoch in (0, 3):
-        dealt = [sample for part in range(parts) for sample in epoch_of(plan, epoch, part)]
+        dealt = [sample for shard in range(shards) for sample in epoch_of(plan, epoch, shard)]
         assert sorted(dealt) == list(range(n))
     for number in range(plan.num_batches):
-        shares = [plan.share(number, part) for part in range(parts)]
-        assert shares == [len(plan.indices(0, number, part)) for part in range(parts)]
-        assert sum(shares) == plan.total(number)
-        assert max(shares) - min(shares) <= 1
+        sizes = [plan.size(number, shard) for shard in range(shards)]
+        assert sizes == [len(plan.indices(0, number, shard)) for shard in range(shards)]
+        assert sum(sizes) == plan.size(number)
+        assert max(sizes) - min(sizes) <= 1
 
 
-@pytest.mark.parametrize(("n", "batch", "parts", "shard"), PLANS)
-def test_a_step_sees_the_same_samples_in_any_number_of_parts(n: int, batch: int, parts: int, shard: str) -> None:
-    whole = BatchPlan(n, batch, seed=42, shuffle=True, shard=shard)
-    cut = BatchPlan(n, batch, parts, 42, True, shard=shard)
+@pytest.mark.parametrize(("n", "batch", "shards", "sharding"), PLANS)
+def test_a_step_sees_the_same_samples_in_any_number_of_shards(n: int, batch: int, shards: int, sharding: str) -> None:
+    whole = BatchPlan(n, batch, seed=42, shuffle=True, sharding=sharding)
+    cut = BatchPlan(n, batch, shards, 42, True, sharding=sharding)
     assert cut.num_batches == whole.num_batches
     for epoch, number in product((0, 1), range(whole.num_batches)):
-        samples = torch.cat([cut.indices(epoch, number, part) for part in range(parts)])
+        samples = torch.cat([cut.indices(epoch, number, shard) for shard in range(shards)])
         assert torch.equal(samples.sort().values, whole.indices(epoch, number).sort().values)
 
 
 def test_drop_last_drops_only_what_does_not_fill_a_global_batch() -> None:
     plan = BatchPlan(455, 16, 2, 42, True, drop_last=True)
     assert plan.num_batches == 28
-    assert [plan.share(number, part) for part in range(2) for number in range(28)] == [8] * 56
-    kept, other = ({sample for part in range(2) for sample in epoch_of(plan, epoch, part)} for epoch in (0, 1))
+    assert [plan.size(number, shard) for shard in range(2) for number in range(28)] == [8] * 56
+    kept, other = ({sample for shard in range(2) for sample in epoch_of(plan, epoch, shard)} for epoch in (0, 1))
     assert len(kept) == 448
     assert kept != other, "other epochs drop others"
 
 
 def test_shards_deal_as_they_are_called() -> None:
     plan = BatchPlan(10, 8, 3)
-    contiguous = [plan.indices(0, 0, part).tolist() for part in range(3)]
-    strided = [BatchPlan(10, 8, 3, shard="strided").indices(0, 0, part).tolist() for part in range(3)]
+    contiguous = [plan.indices(0, 0, shard).tolist() for shard in range(3)]
+    strided = [BatchPlan(10, 8, 3, sharding="strided").indices(0, 0, shard).tolist() for shard in range(3)]
     assert contiguous == [[0, 1, 2], [3, 4, 5], [6, 7]]
     assert strided == [[0, 3, 6], [1, 4, 7], [2, 5]]
-    assert [plan.indices(0, 1, part).tolist() for part in range(3)] == [[8], [9], []]
+    assert [plan.indices(0, 1, shard).tolist() for shard in range(3)] == [[8], [9], []]
 
 
 def test_order_differs_by_epoch_and_by_seed_but_not_by_who_asks_when() -> None:
@@ -175,14 +175,14 @@ def test_order_differs_by_epoch_and_by_seed_but_not_by_who_asks_when() -> None:
 def test_a_batch_may_lie_across_blocks() -> None:
     """Positions are permuted in blocks of 65,536."""
     n, batch = 200_000, 50_000
-    for shard, epoch in product(("contiguous", "strided"), (0, 1)):
-        plan = BatchPlan(n, batch, 2, 9, True, shard=shard)
+    for sharding, epoch in product(("contiguous", "strided"), (0, 1)):
+        plan = BatchPlan(n, batch, 2, 9, True, sharding=sharding)
         expected = shuffled(n, key(9, epoch))[batch : 2 * batch]
-        parts = [plan.indices(epoch, 1, part).numpy() for part in range(2)]
-        if shard == "contiguous":
-            assert np.array_equal(np.concatenate(parts), expected)
+        shards = [plan.indices(epoch, 1, shard).numpy() for shard in range(2)]
+        if sharding == "contiguous":
+            assert np.array_equal(np.concatenate(shards), expected)
         else:
-            assert np.array_equal(parts[1], expected[1::2])
+            assert np.array_equal(shards[1], expected[1::2])
 
 
 def test_limited_cuts_the_end_off() -> None:

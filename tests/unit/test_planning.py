@@ -19,11 +19,11 @@ PLANS = [
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_samples_are_those_that_batches_hold(plan: BatchPlan) -> None:
-    totals = [plan.total(batch) for batch in range(plan.num_batches)]
+    totals = [plan.size(batch) for batch in range(plan.num_batches)]
     assert counts.epoch_of(plan) == sum(totals)
-    for part in range(plan.parts):
-        shares = [plan.share(batch, part) for batch in range(plan.num_batches)]
-        assert counts.samples_of(plan, part) == sum(shares)
+    for shard in range(plan.num_shards):
+        sizes = [plan.size(batch, shard) for batch in range(plan.num_batches)]
+        assert counts.samples_of(plan, shard) == sum(sizes)
     for batches in range(2 * plan.num_batches + 1):
         assert counts.samples_seen(plan, batches) == sum((3 * totals)[:batches])
 

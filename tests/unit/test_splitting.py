@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from ddp_recipes.errors import RequestError
-from ddp_recipes.model_parallel import Rehearsal, Stage, in_micro_batches, split_model, timed
+from ddp_recipes.model_parallel import DryRun, Stage, in_micro_batches, split_model, timed
 from ddp_recipes.model_parallel.placement import connect, move, place
 from ddp_recipes.tasks import Task
 
@@ -214,17 +214,17 @@ def seeded(make: Callable[[], nn.Module]) -> nn.Module:
     return make()
 
 
-def rehearsal_of(model: nn.Module, inputs: Tensor, size: int | None = None) -> Rehearsal:
+def dry_run_of(model: nn.Module, inputs: Tensor, size: int | None = None) -> DryRun:
     sample = inputs[:1], torch.zeros(1, dtype=torch.int64)
-    return Rehearsal(Task(model, nn.CrossEntropyLoss()), "training_step", sample, size or len(inputs))
+    return DryRun(Task(model, nn.CrossEntropyLoss()), "training_step", sample, size or len(inputs))
 
 
 def split(model: nn.Module, inputs: Tensor, where: int | Sequence[str]) -> list[Stage]:
     """Split over CPUs, by names or into so many stages."""
-    rehearsal = rehearsal_of(model, inputs)
+    dry_run = dry_run_of(model, inputs)
     k, names = (where, None) if isinstance(where, int) else (len(where) + 1, where)
-    stages = split_model(rehearsal.task, [CPU] * k, names, rehearsal)
-    assert rehearsal.failure is None
+    stages = split_model(dry_run.task, [CPU] * k, names, dry_run)
+    assert dry_run.failure is None
     return stages
 
 
@@ -296,9 +296,9 @@ def test_parameters_stay_the_same_objects() -> None:
 )
 def test_every_tensor_comes_to_the_device_of_the_block_that_uses_it(starts: list[str], own: list[int]) -> None:
     VISITS.clear()
-    rehearsal = rehearsal_of(Own(), VECTORS)
-    rehearsal.run(starts)
-    assert rehearsal.failure is None
+    dry_run = dry_run_of(Own(), VECTORS)
+    dry_run.run(starts)
+    assert dry_run.failure is None
     devices: dict[str, int] = {}
     for name, inputs, device in VISITS:
         assert inputs == {device}, name
@@ -317,9 +317,9 @@ def test_every_tensor_comes_to_the_device_of_the_block_that_uses_it(starts: list
     ids=lambda value: value.__name__ if callable(value) else "",
 )
 def test_models_run_on_separate_devices(make: Callable[[], nn.Module], inputs: Tensor, starts: list[str]) -> None:
-    rehearsal = rehearsal_of(make(), inputs)
-    rehearsal.run(starts)
-    assert rehearsal.failure is None
+    dry_run = dry_run_of(make(), inputs)
+    dry_run.run(starts)
+    assert dry_run.failure is None
 
 
 def test_weights_and_outputs_are_where_they_belong() -> None:
@@ -343,32 +343,32 @@ def test_what_has_no_state_runs_where_its_inputs_are_unless_a_stage_begins_there
         assert seen == [device]
 
 
-def test_a_rehearsal_leaves_the_task_and_the_random_numbers_alone() -> None:
+def test_a_dry_run_leaves_the_task_and_the_random_numbers_alone() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(), nn.BatchNorm1d(8))
-    rehearsal = rehearsal_of(model, VECTORS)
+    dry_run = dry_run_of(model, VECTORS)
     before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
-    rehearsal.run(["1"])
+    dry_run.run(["1"])
     assert_same(before, model.state_dict())
     assert torch.equal(torch.get_rng_state(), state)
     assert not model[1]._forward_pre_hooks
 
 
 @pytest.mark.spawn
-def test_a_process_that_rehearsed_can_be_forked() -> None:
+def test_a_process_that_did_a_dry_run_can_be_forked() -> None:
     """Autograd starts no thread for a device that is not there, which a fork would not survive."""
     code = """
 import os, torch
 from torch import nn
-from ddp_recipes.model_parallel import Rehearsal
+from ddp_recipes.model_parallel import DryRun
 from ddp_recipes.tasks import Task
 
 def learn():
     nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward()
 
 task = Task(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.MSELoss())
-rehearsal = Rehearsal(task, "training_step", (torch.ones(1, 2), torch.ones(1, 2)), size=4)
-rehearsal.run(["1"])
-assert rehearsal.failure is None
+dry_run = DryRun(task, "training_step", (torch.ones(1, 2), torch.ones(1, 2)), size=4)
+dry_run.run(["1"])
+assert dry_run.failure is None
 learn()
 child = os.fork()
 if child == 0:
@@ -422,8 +422,8 @@ class Recurrent(nn.Module):
 
 def test_recurrent_layers_can_be_split() -> None:
     whole, parted = seeded(Recurrent), seeded(Recurrent)
-    rehearsal = rehearsal_of(parted, VECTORS)
-    split_model(rehearsal.task, [CPU, CPU], ["second"], rehearsal)
+    dry_run = dry_run_of(parted, VECTORS)
+    split_model(dry_run.task, [CPU, CPU], ["second"], dry_run)
     assert_same(trained(whole, VECTORS, 2), trained(parted, VECTORS, 2))
 
 
@@ -434,8 +434,8 @@ def test_recurrent_layers_can_be_split() -> None:
 def test_stages_are_even(k: int) -> None:
     stages = split(resnet18(), IMAGES.repeat(16, 1, 1, 1), k)
     assert max((stage.time or 0) + (stage.memory or 0) for stage in stages) / 2 < 1.3 / k
-    for shares in ([stage.time for stage in stages], [stage.memory for stage in stages]):
-        assert sum(share or 0 for share in shares) == pytest.approx(1)
+    for fractions in ([stage.time for stage in stages], [stage.memory for stage in stages]):
+        assert sum(fraction or 0 for fraction in fractions) == pytest.approx(1)
 
 
 def test_equal_blocks_are_dealt_equally() -> None:
@@ -452,14 +452,14 @@ def test_the_batch_counts() -> None:
     few, many = resnet18(), resnet18()
     sizes = []
     for model, size in ((few, 1), (many, 512)):
-        rehearsal = rehearsal_of(model, IMAGES, size)
-        sizes.append(split_model(rehearsal.task, [CPU, CPU], None, rehearsal)[0].parameters)
+        dry_run = dry_run_of(model, IMAGES, size)
+        sizes.append(split_model(dry_run.task, [CPU, CPU], None, dry_run)[0].parameters)
     assert sizes[1] < sizes[0]
 
 
 def test_what_is_kept_for_the_backward_pass_is_what_counts() -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
-    costs = rehearsal_of(model, VECTORS, size=100).run()
+    costs = dry_run_of(model, VECTORS, size=100).run()
     assert costs.memory == {
         "": 0,
         "0": 3 * 4 * (8 * 16 + 16) + 4 * 100 * 8,  # its input
@@ -488,9 +488,9 @@ def test_there_is_no_cut_where_it_would_part_what_belongs_together(
 
 def test_a_flow_that_depends_on_values_is_split_by_weights() -> None:
     whole, parted = seeded(ByValue), seeded(ByValue)
-    rehearsal = rehearsal_of(parted, VECTORS)
-    stages = split_model(rehearsal.task, [CPU, CPU], None, rehearsal)
-    assert "DataDependentOutputException" in str(rehearsal.failure)
+    dry_run = dry_run_of(parted, VECTORS)
+    stages = split_model(dry_run.task, [CPU, CPU], None, dry_run)
+    assert "DataDependentOutputException" in str(dry_run.failure)
     assert [str(stage) for stage in stages] == ["a to b: 144 parameters", "c to d: 144 parameters"]
     assert_same(trained(whole, VECTORS, 2), trained(parted, VECTORS, 2))
 
@@ -529,9 +529,9 @@ class Loaded(nn.Module):
 @pytest.mark.parametrize("step", ["training_step", "predict_step"])
 def test_timing_gives_every_module_with_operations_a_time(step: str) -> None:
     model = nn.Sequential(Loaded(), Loaded(forward=5), nn.Sequential(Loaded(), Loaded(backward=15)), Loaded())
-    rehearsal = rehearsal_of(model, torch.randn(4, 8))
-    rehearsal.step = step
-    times = timed(rehearsal, CPU, nullcontext)
+    dry_run = dry_run_of(model, torch.randn(4, 8))
+    dry_run.step = step
+    times = timed(dry_run, CPU, nullcontext)
     # "2" is a container, which computes nothing itself. Which times are right, benchmarks/splitting.py --times tells.
     blocks = {"0", "1", "2.0", "2.1", "3"}
     assert blocks <= times.keys() <= {name for name, _ in model.named_modules()}
@@ -540,9 +540,9 @@ def test_timing_gives_every_module_with_operations_a_time(step: str) -> None:
 
 def test_timing_leaves_the_task_and_the_random_numbers_alone() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 8))
-    rehearsal = rehearsal_of(model, torch.randn(4, 8))
+    dry_run = dry_run_of(model, torch.randn(4, 8))
     before, generator = copy.deepcopy(model.state_dict()), torch.get_rng_state()
-    timed(rehearsal, CPU, nullcontext)
+    timed(dry_run, CPU, nullcontext)
     assert_same(model.state_dict(), before)
     assert torch.equal(torch.get_rng_state(), generator)
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -562,7 +562,7 @@ class Named(Residual):
 @pytest.mark.parametrize("make", [Encoder, Residual, perceptron])
 @pytest.mark.parametrize("count", [2, 3, 9])
 def test_micro_batches_leave_the_result(make: Callable[[], nn.Module], count: int) -> None:
-    """Four samples in two parts, in three uneven ones, and in four, for there are no more."""
+    """Four samples in two micro-batches, in three uneven ones, and in four, for there are no more."""
     inputs = WORDS.repeat(2, 1) if make is Encoder else VECTORS
     whole, parted = seeded(make), seeded(make)
     in_micro_batches(parted, count)
@@ -591,10 +591,10 @@ def test_a_model_in_micro_batches_is_still_what_it_was() -> None:
     assert torch.equal(other(VECTORS), seeded(Residual)(VECTORS)), "a copy has weights of its own"
 
 
-def test_batch_norm_takes_its_statistics_from_each_part() -> None:
+def test_batch_norm_takes_its_statistics_from_each_micro_batch() -> None:
     model = nn.Sequential(nn.BatchNorm1d(8))
     in_micro_batches(model, 2)
-    expected = torch.cat([nn.BatchNorm1d(8)(part) for part in VECTORS.chunk(2)])
+    expected = torch.cat([nn.BatchNorm1d(8)(each) for each in VECTORS.chunk(2)])
     torch.testing.assert_close(model(VECTORS), expected)
     assert model.state_dict()["0.num_batches_tracked"] == 2
 
@@ -610,7 +610,7 @@ def test_stages_take_turns_in_the_forward_pass(k: int, m: int) -> None:
     model = nn.Sequential(*(Block(str(number)) for number in range(k)))
     in_micro_batches(model, m)
     VISITS.clear()
-    rehearsal_of(model, VECTORS, size=2 * m).run([str(number) for number in range(1, k)])
+    dry_run_of(model, VECTORS, size=2 * m).run([str(number) for number in range(1, k)])
     free = [0] * k  # the turn at which each GPU is done
     for _, _, device in VISITS:
         if device > 0:
@@ -629,14 +629,14 @@ def test_stages_take_turns_in_the_backward_pass(k: int, m: int) -> None:
     done: dict[tuple[int, int], int] = {}  # (stage, micro-batch) -> the turn at which it is done
     free, order = [0] * k, [0] * k
 
-    def note(stage: int, part: int) -> None:
-        ready = done.get((stage + 1, part), 0)
-        done[stage, part] = free[stage] = max(free[stage], ready) + 1
+    def note(stage: int, micro_batch: int) -> None:
+        ready = done.get((stage + 1, micro_batch), 0)
+        done[stage, micro_batch] = free[stage] = max(free[stage], ready) + 1
 
     def watch(stage: int, output: Tensor) -> None:
-        part = order[stage]
+        micro_batch = order[stage]
         order[stage] += 1
-        output.register_hook(lambda _: note(stage, part))
+        output.register_hook(lambda _: note(stage, micro_batch))
 
     for number, layer in enumerate(model):
         layer.register_forward_hook(lambda *hooked, number=number: watch(number, hooked[-1]))
@@ -646,7 +646,7 @@ def test_stages_take_turns_in_the_backward_pass(k: int, m: int) -> None:
 
 
 class Outputs(nn.Module):
-    """Gives whatever it is told to."""
+    """Returns what a function gives."""
 
     def __init__(self, give: Callable[[Any], Any]) -> None:
         super().__init__()

@@ -63,7 +63,7 @@ def test_a_snapshot_is_written_as_it_was_with_the_right_checksums(
             assert ours.testzip() is None
             sums, torchs_sums = ({each.filename: each.CRC for each in file.infolist()} for file in (ours, torchs_file))
             assert sums.keys() == torchs_sums.keys()
-            # Torch takes its id of the file over checksums, which it was told to leave out.
+            # Torch takes its id of the file over checksums, which it leaves out then.
             assert {name for name in sums if sums[name] != torchs_sums[name]} <= {"archive/.data/serialization_id"}
         assert held.stat().st_size == len(expected.getvalue())
 

@@ -82,18 +82,18 @@ def _make_loader(
     plan = BatchPlan(
         num_samples=size_of(dataset),
         global_batch_size=global_batch,
-        parts=shards.total,
+        num_shards=shards.total,
         seed=seed,
         shuffle=training and settings.shuffle and not trainer.overfit_batches,
         drop_last=training and settings.drop_last,
-        shard=settings.shard,
+        sharding=settings.shard,
     )
     limit = getattr(trainer, f"limit_{split}_batches")
     return Loader(
         dataset,
         plan.limited(batches(limit, plan.num_batches)),
         device,
-        parts=shards.numbers,
+        shards=shards.numbers,
         num_workers=settings.num_workers,
         pin_memory=settings.pin_memory,
     )

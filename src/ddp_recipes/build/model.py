@@ -13,7 +13,7 @@ from ddp_recipes.config.parallelism import StrategySettings
 from ddp_recipes.config.settings import ModelSettings
 from ddp_recipes.data.loader import Loader
 from ddp_recipes.errors import RequestError
-from ddp_recipes.model_parallel import Rehearsal, Stage, apart, in_micro_batches, split_model, timed
+from ddp_recipes.model_parallel import DryRun, Stage, apart, in_micro_batches, split_model, timed
 from ddp_recipes.tasks import Task
 from ddp_recipes.training.precision import Precision
 
@@ -77,8 +77,8 @@ def make_task(
     if places_itself:
         built.task.loss.to(devices.own[-1])
     elif (settings.num_devices > 1 or pipeline is not None) and loader is not None:
-        rehearsal = Rehearsal(built.task, step, loader.sample(), loader.plan.share(0, 0))
-        _split(built, settings, strategy, devices, rehearsal, precision, times)
+        dry_run = DryRun(built.task, step, loader.sample(), loader.plan.size(0, 0))
+        _split(built, settings, strategy, devices, dry_run, precision, times)
     else:
         built.task.to(devices.own[0])
     if compiled and devices.layout is None:
@@ -91,21 +91,21 @@ def _split(
     settings: ModelSettings,
     strategy: StrategySettings,
     devices: Devices,
-    rehearsal: Rehearsal,
+    dry_run: DryRun,
     precision: Precision,
     times: Times,
 ) -> None:
     """Cut the model into stages, on the devices of a process or in several processes."""
     names = [str(name) for name in settings.split] if isinstance(settings.split, list) else None
     if settings.split == "timed" and devices.layout is None:
-        rehearsal.times = partial(times, partial(timed, rehearsal, devices.own[0], precision.forward))
+        dry_run.times = partial(times, partial(timed, dry_run, devices.own[0], precision.forward))
     elif settings.split == "timed":
         built.warnings.append(
             "model.split=timed: in a dry run there is no device to time on, so stages are even as with auto."
         )
     if (pipeline := strategy.pipeline) is not None:  # the task stays on the CPU: no device may have room for all of it
-        built.starts, built.stages = apart(built.task.model, pipeline.stages, names, rehearsal, pipeline.stages_key)
+        built.starts, built.stages = apart(built.task.model, pipeline.stages, names, dry_run, pipeline.stages_key)
     else:
-        built.stages = split_model(built.task, devices.own, names, rehearsal)
-    if rehearsal.failure is not None:
-        built.warnings.append(f"The split could not be tried out before training: {rehearsal.failure}")
+        built.stages = split_model(built.task, devices.own, names, dry_run)
+    if dry_run.failure is not None:
+        built.warnings.append(f"The split could not be tried out before training: {dry_run.failure}")

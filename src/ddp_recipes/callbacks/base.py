@@ -40,7 +40,7 @@ class Callback:
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Take back what :meth:`state` returned."""
+        """Restore what :meth:`state` returned."""
 
 
 class EarlyStopping(Callback):
@@ -72,20 +72,18 @@ class EarlyStopping(Callback):
             self.stop = True
 
     def state(self) -> dict[str, Any]:
-        """Return the best value and how long it has stood."""
+        """Return the best value, and for how many validations it has been the best."""
         return {"best": self.best, "waited": self.waited}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on counting."""
+        """Restore them."""
         self.best, self.waited = state["best"], state["waited"]
 
 
 class Profiler(Callback):
     """torch.profiler over a few steps of rank 0: where their time goes, by phase and by operator, and a trace.
 
-    Args:
-        wait, warmup, active: steps, as in ``torch.profiler.schedule``.
-        rows: lines of the table of operators.
+    Its schedule is that of ``torch.profiler.schedule``; the table of operators has so many ``rows``.
     """
 
     def __init__(self, wait: int = 5, warmup: int = 2, active: int = 5, rows: int = 15) -> None:
@@ -96,7 +94,7 @@ class Profiler(Callback):
         self.done = False
 
     def on_start(self, directory: Path | None, task: torch.nn.Module) -> None:
-        """Start waiting, on rank 0."""
+        """Start the schedule on rank 0."""
         if directory is None:
             return
         self.directory = directory / "tensorboard"
@@ -107,7 +105,7 @@ class Profiler(Callback):
         self.profile.start()
 
     def on_step(self, step: int) -> None:
-        """Tell torch's schedule."""
+        """Advance the schedule."""
         if self.profile is not None:
             self.profile.step()
 
@@ -120,7 +118,7 @@ class Profiler(Callback):
         self._mark()
 
     def on_end(self) -> None:
-        """Stop; a run shorter than the schedule leaves the steps it had."""
+        """Stop; a run shorter than the schedule writes the steps it had."""
         if self.profile is not None:
             self.profile.stop()
             self.profile = None

@@ -16,9 +16,7 @@ def export(ckpt_path: str | Path, file: str | Path = "model.safetensors") -> Pat
     Needs no model: the checkpoint is read, verified, and nothing in it is run. ``mode=export`` also checks that the
     weights are those of a config's model.
 
-    Args:
-        ckpt_path: a checkpoint file, or a run directory, whose newest one is taken.
-        file: what to write; complete or not there at all.
+    Of a run directory it is the newest checkpoint. The file is complete or not there at all.
 
     Raises:
         RequestError: there is no such checkpoint, or it is damaged.
@@ -30,11 +28,7 @@ def export(ckpt_path: str | Path, file: str | Path = "model.safetensors") -> Pat
 
 
 def write_weights(file: Path, weights: Mapping[str, Tensor]) -> None:
-    """Write weights as safetensors; what a task holds beside its model (``task.…``) is left out.
-
-    Raises:
-        RecipeError: the file cannot be written.
-    """
+    """Write weights as safetensors; what a task holds beside its model (``task.…``) is left out."""
     from safetensors.torch import save
 
     # Each tensor gets memory of its own: the format has no word for two names of one tensor.

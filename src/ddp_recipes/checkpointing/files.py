@@ -23,11 +23,7 @@ State = dict[str, Any]
 
 
 def content_of(state: State) -> State:
-    """Return what a file holds of a state: itself and the format's number.
-
-    Raises:
-        TypeError: something in it is neither a tensor nor plain data, and so could not be read again.
-    """
+    """Return what a file holds of a state; refuse what is neither tensor nor plain data, as it could not be read."""
     _refuse_what_is_not_plain(state)
     return {"format": FORMAT, **state}
 
@@ -44,17 +40,19 @@ class DamagedCheckpoint(RequestError):
 
 
 def load(path: Path) -> State:
-    """Read a checkpoint: tensors and plain data only, nothing in it is run. Its checksums are checked.
+    """Return the state in a checkpoint, verified: tensors and plain data only, nothing in it is run.
 
-    Returns:
-        The state, with ``format`` and ``checksum``, which copies of a file have in common.
+    It has a ``checksum``, too, which copies of a file have in common.
 
     Raises:
         DamagedCheckpoint: it is damaged, or no checkpoint of ours.
         RequestError: it is not there, or of a newer format.
     """
     try:
-        checksum = _verified(path)
+        with zipfile.ZipFile(path) as archive:  # torch does not look at its checksums
+            if record := archive.testzip():
+                raise DamagedCheckpoint(path, f"its content does not match its checksum ({record})")
+            checksum = f"{zlib.crc32(repr([(each.filename, each.CRC) for each in archive.infolist()]).encode()):08x}"
         state = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise RequestError(f"There is no checkpoint {path}. {_hint(path.parent)}") from None
@@ -75,27 +73,8 @@ def load(path: Path) -> State:
     return {**state, "checksum": checksum}
 
 
-def _verified(path: Path) -> str:
-    """Read a zip file against its checksums, which torch does not look at; return one over them all.
-
-    Raises:
-        DamagedCheckpoint: some record is not what was written; names it.
-        BadZipFile: it is no zip file.
-    """
-    with zipfile.ZipFile(path) as archive:
-        if record := archive.testzip():
-            raise DamagedCheckpoint(path, f"its content does not match its checksum ({record})")
-        return f"{zlib.crc32(repr([(each.filename, each.CRC) for each in archive.infolist()]).encode()):08x}"
-
-
 def load_first(paths: Sequence[Path]) -> tuple[Path, State, list[str]]:
-    """Read the newest checkpoint that is whole.
-
-    Args:
-        paths: as :func:`find` returns them.
-
-    Returns:
-        Its path, its state, and warnings about others.
+    """Return the path and state of the first checkpoint that is whole, and warnings about the others.
 
     Raises:
         DamagedCheckpoint: the only one is damaged.
@@ -182,11 +161,7 @@ def step_files(directory: Path) -> dict[int, Path]:
 
 
 def check_weights(path: Path, weights: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
-    """Refuse the weights of another model.
-
-    Raises:
-        RequestError: lists the names and shapes that differ.
-    """
+    """Refuse the weights of another model, and list the names and shapes that differ."""
     differing = [
         *(f"{name}: not in the checkpoint" for name in expected if name not in weights),
         *(f"{name}: not in the model" for name in weights if name not in expected),

@@ -78,8 +78,7 @@ class FileCheckpointer(Checkpointer):
         """Write a checkpoint, or begin to. At most one save is under way: this waits for the one before.
 
         Raises:
-            RecipeError: this save, or the one before, failed: the disk is full or the folder cannot be written; names
-                the path and the bytes needed.
+            RecipeError: this save, or the one before, failed; names the path and the bytes needed.
         """
         self.busy(None)
         if value is not None and not math.isnan(value):

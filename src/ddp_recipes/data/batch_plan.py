@@ -1,4 +1,4 @@
-"""Data order that is computed, not stored: which samples are in each part of each batch."""
+"""Data order that is computed, not stored: which samples are in each shard of each batch."""
 
 import math
 from collections.abc import Sequence
@@ -61,26 +61,26 @@ def _mix(values: Indices, round_key: np.uint64) -> Indices:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Which samples are in each part of each batch: a function of (seed, epoch, batch, part) and nothing else.
+    """Which samples are in each shard of each batch: a function of (seed, epoch, batch, shard) and nothing else.
 
-    The global order is cut into global batches, and each of them into parts: one a rank, or more where a strategy says
-    so. Nothing is padded: the last global batch is as small as it is, and shares differ by one sample at most.
+    The global order is cut into global batches, and each of them into shards: one a rank, or more where a strategy says
+    so. Nothing is padded: the last global batch is as small as it is, and shards differ by one sample at most.
 
     Attributes:
         num_samples: size of the data set.
-        global_batch_size: samples a batch over all parts.
-        parts: how many parts a batch has, over all ranks.
-        shard: ``contiguous`` gives a part a block of the global batch, ``strided`` every parts-th sample of it.
+        global_batch_size: samples a batch over all shards.
+        num_shards: over all ranks.
+        sharding: ``contiguous`` gives a shard a block of the global batch, ``strided`` every n-th sample of it.
         max_batches: no more batches than this; ``None`` for all of them.
     """
 
     num_samples: int
     global_batch_size: int
-    parts: int = 1
+    num_shards: int = 1
     seed: int = 0
     shuffle: bool = False
     drop_last: bool = False
-    shard: str = "contiguous"
+    sharding: str = "contiguous"
     max_batches: int | None = None
     _blocks: dict[tuple[int, int], tuple[torch.Tensor, Sequence[torch.Tensor]]] = field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -97,52 +97,39 @@ class BatchPlan:
         """Return the plan cut off after so many batches."""
         return replace(self, max_batches=max_batches)
 
-    def total(self, batch: int) -> int:
-        """Return the number of samples in a global batch."""
-        return min(self.global_batch_size, self.num_samples - batch * self.global_batch_size)
+    def size(self, batch: int, shard: int | None = None) -> int:
+        """Return the number of samples in a global batch, or in a shard of it, which may have none."""
+        total = min(self.global_batch_size, self.num_samples - batch * self.global_batch_size)
+        return total if shard is None else (total + self.num_shards - 1 - shard) // self.num_shards
 
-    def share(self, batch: int, part: int = 0) -> int:
-        """Return how many of them are in a part; it may be none."""
-        each, more = divmod(self.total(batch), self.parts)
-        return each + (part < more)
-
-    def samples(self, batches: range, part: int | None = None) -> int:
-        """Return the number of samples in these global batches, or in a part of each."""
-        count = 0
-        for batch in batches:
-            count += self.total(batch) if part is None else self.share(batch, part)
-        return count
-
-    def indices(self, epoch: int, batch: int, part: int = 0) -> torch.Tensor:
-        """Return the samples in a part of a global batch, int64 [share(batch, part)]."""
+    def indices(self, epoch: int, batch: int, shard: int = 0) -> torch.Tensor:
+        """Return the samples in a shard of a global batch, int64 [size]."""
         block, at = divmod(batch, self._batches_a_block)
-        _, batches = self._block(epoch, block)
-        return self._part(batches[at], part)
+        return self._shard(self._block(epoch, block)[1][at], shard)
 
-    def indices_of(self, epoch: int, batches: range, part: int = 0) -> torch.Tensor:
-        """Return the same of whole global batches in a row, int64 [batches, share]; of fewer where a block ends."""
+    def indices_of(self, epoch: int, batches: range, shard: int = 0) -> torch.Tensor:
+        """Return the same of whole global batches in a row, int64 [batches, size]; of fewer where a block ends."""
         block, at = divmod(batches.start, self._batches_a_block)
-        samples, _ = self._block(epoch, block)
         size = self.global_batch_size
-        found = samples[at * size : (at + len(batches)) * size]
-        return self._part(found[: len(found) // size * size].view(-1, size), part)
+        found = self._block(epoch, block)[0][at * size : (at + len(batches)) * size]
+        return self._shard(found[: len(found) // size * size].view(-1, size), shard)
 
-    def _part(self, samples: torch.Tensor, part: int) -> torch.Tensor:
-        """Return a part of each global batch, [..., samples] to [..., share]."""
-        if self.parts == 1:
+    def _shard(self, samples: torch.Tensor, shard: int) -> torch.Tensor:
+        """Return a shard of each global batch, [..., samples] to [..., size]."""
+        if self.num_shards == 1:
             return samples
-        if self.shard == "strided":
-            return samples[..., part :: self.parts]
-        each, more = divmod(samples.shape[-1], self.parts)
-        start = part * each + min(part, more)
-        return samples[..., start : start + each + (part < more)]
+        if self.sharding == "strided":
+            return samples[..., shard :: self.num_shards]
+        each, more = divmod(samples.shape[-1], self.num_shards)
+        start = shard * each + min(shard, more)
+        return samples[..., start : start + each + (shard < more)]
 
     @cached_property
     def _batches_a_block(self) -> int:
         return max(1, min(_BLOCK // self.global_batch_size, _BATCHES))
 
     def _block(self, epoch: int, number: int) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-        """Return the samples of so many global batches in a row, and of each; the last two asked for are kept."""
+        """Return the samples of so many global batches in a row, and of each; the last two used are kept."""
         if (epoch, number) not in self._blocks:
             if len(self._blocks) > 1:
                 self._blocks.clear()

@@ -4,11 +4,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
 from ddp_recipes._compat.data_workers import shut_down
 from ddp_recipes.data.batch_plan import BatchPlan
-from ddp_recipes.data.prefetch import Ahead
+from ddp_recipes.data.prefetch import Prefetcher
 from ddp_recipes.datasets.memory import InMemory
 from ddp_recipes.datasets.transforms import is_known
 from ddp_recipes.errors import RequestError
@@ -17,22 +17,15 @@ from ddp_recipes.runtime.seeding import key, seeded
 
 
 class Batch(NamedTuple):
-    """A part of a global batch.
+    """A shard of a global batch.
 
-    Attributes:
-        data: what the task's step takes, usually ``(inputs, targets)``, on the replica's first device.
-        share: real samples in it. Where it is 0 the data hold one sample that must not count: a rank without a sample
-            still has to take part in the all-reduce.
-        total: real samples in the global batch.
-        number: of the global batch in its epoch.
-        part: of the global batch.
+    Where it has no samples the data hold one that must not count: its rank still has to take part in the all-reduce.
     """
 
-    data: Any
-    share: int
-    total: int
-    number: int = 0
-    part: int = 0
+    data: Any  # what the task's step takes, usually (inputs, targets), on the replica's first device
+    num_samples: int
+    number: int = 0  # of the global batch in its epoch
+    shard: int = 0  # of the global batch
 
 
 class Loader:
@@ -41,12 +34,7 @@ class Loader:
     Args:
         dataset: map-style. Where it has ``fetch(indices) -> batch`` and a true ``batched``, or is a ``TensorDataset``,
             a batch is fetched as a whole; else sample by sample through torch's ``DataLoader``.
-        plan: which samples come when.
-        device: where batches are put.
-        parts: the parts of each global batch that this rank gets, one after the other.
-
-    Raises:
-        RequestError: the set is iterable-style or empty, or ``drop_last`` leaves no batch of it.
+        shards: those of each global batch that this rank gets, one after the other.
     """
 
     def __init__(
@@ -55,7 +43,7 @@ class Loader:
         plan: BatchPlan,
         device: torch.device,
         *,
-        parts: range = range(1),
+        shards: range = range(1),
         num_workers: int = 0,
         pin_memory: bool = True,
     ) -> None:
@@ -65,14 +53,11 @@ class Loader:
                 f"{', the rest dropped' if plan.drop_last else ''}, at most {plan.max_batches} batches. Use a smaller "
                 f"data.batch_size, data.drop_last=false, or a higher trainer.limit_*_batches."
             )
-        self.dataset = dataset
-        self.plan = plan
-        self.device = device
-        self.parts = parts
+        self.dataset, self.plan, self.device, self.shards = dataset, plan, device, shards
         self.fetch = _whole_batch_fetch(dataset)
         self.pin_memory = pin_memory and device.type == "cuda"
-        self._sampler = _PlanSampler(plan, parts)
-        self._ahead = Ahead(self.fetch, self.pin_memory) if _may_be_fetched_ahead(dataset) else None
+        self._sampler = _PlanSampler(plan, shards)
+        self._prefetcher = Prefetcher(self.fetch, self.pin_memory) if _may_prefetch(dataset) else None
         self._one_by_one: DataLoader[Any] | None = None
         if self.fetch is None:
             self._one_by_one = DataLoader(
@@ -90,80 +75,63 @@ class Loader:
         return self.plan.num_batches
 
     def batches(self, epoch: int, start: int = 0, group: int = 1) -> Iterator[Batch]:
-        """Yield an epoch's batches from number ``start`` on, part by part.
+        """Yield an epoch's batches from number ``start`` on, shard by shard.
 
         Args:
-            group: so many batches belong together: all of them come for one part, then all of them for the next.
+            group: so many batches belong together: all of them come for one shard, then all of them for the next.
         """
-        plan = self.plan
-        elsewhere, last = self.device.type != "cpu", plan.num_batches - 1
-        usual, final = (
-            (plan.total(number), {part: plan.share(number, part) for part in self.parts}) for number in (0, last)
-        )
+        elsewhere = self.device.type != "cpu"
         self._sampler.position = epoch, start, group
-        for (number, part), data in zip(self._sampler.turns(), self._loaded(epoch, start), strict=False):
-            if elsewhere:
-                data = to_device(data, self.device, self.pin_memory)
-            total, shares = final if number == last else usual
-            yield Batch(data, shares[part], total, number, part)
+        for (number, shard), data in zip(self._sampler.turns(), self._loaded(epoch, start), strict=False):
+            moved = to_device(data, self.device, self.pin_memory) if elsewhere else data
+            yield Batch(moved, self.plan.size(number, shard), number, shard)
 
     def _loaded(self, epoch: int, start: int) -> Iterator[Any]:
         """Yield what is in each batch, in the sampler's order."""
         if self._one_by_one is not None:
             return iter(self._one_by_one)
-        if self._ahead is not None and len(self.parts) == 1:
-            return self._fetched_ahead(self._ahead, epoch, start)
-        return map(self.fetch, (self._sampler.indices(epoch, number, part) for number, part in self._sampler.turns()))
+        if self._prefetcher is not None and len(self.shards) == 1:
+            return self._prefetched(self._prefetcher, epoch, start)
+        return map(self.fetch, (self._sampler.indices(epoch, number, shard) for number, shard in self._sampler.turns()))
 
-    def _fetched_ahead(self, ahead: Ahead, epoch: int, start: int) -> Iterator[Any]:
+    def _prefetched(self, prefetcher: Prefetcher, epoch: int, start: int) -> Iterator[Any]:
         """Yield the same; the last batch, which may be smaller, is fetched by itself."""
-        plan, (part,) = self.plan, self.parts
+        plan, (shard,) = self.plan, self.shards
         last = plan.num_batches - 1
 
         def samples(count: int) -> torch.Tensor:
             nonlocal start
-            found = plan.indices_of(epoch, range(start, min(start + count, last)), part)
+            found = plan.indices_of(epoch, range(start, min(start + count, last)), shard)
             start += len(found)
             return found
 
-        if start < last and plan.share(0, part):
-            yield from ahead.batches(samples)
+        if start < last and plan.size(0, shard):
+            yield from prefetcher.batches(samples)
         while start <= last:
-            yield self.fetch(self._sampler.indices(epoch, start, part))
+            yield self.fetch(self._sampler.indices(epoch, start, shard))
             start += 1
 
     def close(self) -> None:
         """End the data workers now. At the interpreter's end each one would be waited for, for up to five seconds."""
-        if self._ahead is not None:
-            self._ahead.close()
+        if self._prefetcher is not None:
+            self._prefetcher.close()
         shut_down(self._one_by_one)
 
     def limited(self, max_batches: int) -> "Loader":
         """Return the same loader cut off after so many batches an epoch; for whole-batch data sets and first looks."""
-        return Loader(
-            self.dataset,
-            self.plan.limited(min(max_batches, len(self))),
-            self.device,
-            parts=self.parts,
-            pin_memory=self.pin_memory,
-        )
+        plan = self.plan.limited(min(max_batches, len(self)))
+        return Loader(self.dataset, plan, self.device, shards=self.shards, pin_memory=self.pin_memory)
 
     def sample(self) -> Any:
         """Return the first sample as a batch of one, on the device: for the model graph and for size checks."""
-        indices = torch.zeros(1, dtype=torch.int64)
         if self.fetch is not None:
-            return to_device(self.fetch(indices), self.device)
-        assert self._one_by_one is not None
-        data = torch.utils.data.default_collate(self._one_by_one.dataset.__getitems__([(0, 0)]))  # type: ignore[attr-defined]
-        return to_device(data, self.device)
+            return to_device(self.fetch(torch.zeros(1, dtype=torch.int64)), self.device)
+        samples = _KeyedDataset(self.dataset, self.plan.seed).__getitems__([(0, 0)])
+        return to_device(default_collate(samples), self.device)
 
 
 def size_of(dataset: Any) -> int:
-    """Return the number of samples of a map-style data set.
-
-    Raises:
-        RequestError: it has no length, or is iterable-style, so no order over it can be computed.
-    """
+    """Return the number of samples of a map-style data set; of others no order can be computed: they are refused."""
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise RequestError(
             f"{type(dataset).__name__} is no map-style data set. Every sample has to count once on any number "
@@ -197,7 +165,7 @@ def _whole_batch_fetch(dataset: Any) -> Any:
     return None
 
 
-def _may_be_fetched_ahead(dataset: Any) -> bool:
+def _may_prefetch(dataset: Any) -> bool:
     """Whether many batches can be fetched in one go, on another thread: each sample's rows follow from it alone.
 
     What a user's own ``fetch`` or ``batched`` transform does is not known: it may draw random numbers.
@@ -208,30 +176,29 @@ def _may_be_fetched_ahead(dataset: Any) -> bool:
 class _PlanSampler:
     """The plan as a batch sampler: one list of (epoch, sample) a batch; never an empty one."""
 
-    def __init__(self, plan: BatchPlan, parts: range) -> None:
-        self.plan = plan
-        self.parts = parts
+    def __init__(self, plan: BatchPlan, shards: range) -> None:
+        self.plan, self.shards = plan, shards
         self.position = 0, 0, 1  # epoch, first batch and batches in a group, for whoever begins to iterate
 
     def __len__(self) -> int:
-        return (self.plan.num_batches - self.position[1]) * len(self.parts)
+        return (self.plan.num_batches - self.position[1]) * len(self.shards)
 
     def turns(self) -> Iterator[tuple[int, int]]:
-        """Yield (batch, part) in the order in which they come."""
+        """Yield (batch, shard) in the order in which they come."""
         _, start, group = self.position
         for first in range(start, self.plan.num_batches, group):
-            for part in self.parts:
+            for shard in self.shards:
                 for batch in range(first, min(first + group, self.plan.num_batches)):
-                    yield batch, part
+                    yield batch, shard
 
-    def indices(self, epoch: int, batch: int, part: int) -> torch.Tensor:
-        indices = self.plan.indices(epoch, batch, part)
+    def indices(self, epoch: int, batch: int, shard: int) -> torch.Tensor:
+        indices = self.plan.indices(epoch, batch, shard)
         return indices if len(indices) else torch.zeros(1, dtype=torch.int64)
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         epoch, _, _ = self.position
-        for batch, part in self.turns():
-            yield [(epoch, int(index)) for index in self.indices(epoch, batch, part)]
+        for batch, shard in self.turns():
+            yield [(epoch, int(index)) for index in self.indices(epoch, batch, shard)]
 
 
 def _die_with_rank(number: int) -> None:
@@ -243,8 +210,7 @@ class _KeyedDataset(Dataset[Any]):
     """Draws what a sample's random transforms draw from (seed, epoch, sample): the same in any worker of any rank."""
 
     def __init__(self, dataset: Any, seed: int) -> None:
-        self.dataset = dataset
-        self.seed = seed
+        self.dataset, self.seed = dataset, seed
 
     def __getitems__(self, keys: Sequence[tuple[int, int]]) -> list[Any]:
         samples = []
@@ -252,6 +218,3 @@ class _KeyedDataset(Dataset[Any]):
             with seeded(key(self.seed, epoch, index)):
                 samples.append(self.dataset[index])
         return samples
-
-    def __getitem__(self, item: tuple[int, int]) -> Any:
-        return self.__getitems__([item])[0]

@@ -38,23 +38,22 @@ class LightningTask(Task):
 
     def training_step(self, batch: Any) -> StepOutput:
         """Return the loss of the module's own step."""
-        return StepOutput(self._loss(self._call("training_step", batch)), {}, _size(batch))
+        return StepOutput(_loss(self._call("training_step", batch)), {}, _size(batch))
 
     def validation_step(self, batch: Any) -> StepOutput:
-        """Return what the module's own step returned as loss and what it logged."""
+        """Return the loss of the module's own step, and what it logged as metrics."""
         if not hasattr(self.model, "validation_step"):
             return self.training_step(batch)
         self._logged = {}
         output = self._call("validation_step", batch)
         metrics = {name: value for name, value in self._logged.items() if name != "loss"}
-        loss = self._loss(output) if output is not None else self._logged.get("loss", torch.tensor(float("nan")))
+        loss = _loss(output) if output is not None else self._logged.get("loss", torch.tensor(float("nan")))
         return StepOutput(loss, metrics, _size(batch))
 
     def predict_step(self, batch: Any) -> Any:
         """Return what the module predicts."""
-        if hasattr(self.model, "predict_step"):
-            return self._call("predict_step", batch)
-        return super().predict_step(batch)
+        own = hasattr(self.model, "predict_step")
+        return self._call("predict_step", batch) if own else super().predict_step(batch)
 
     def configure_optimizers(self) -> tuple[torch.optim.Optimizer, Any, str] | None:
         """Return the module's own optimizer, its scheduler if any, and the scheduler's interval; ``None`` without them.
@@ -62,12 +61,12 @@ class LightningTask(Task):
         Raises:
             RequestError: it wants several optimizers, which one loop cannot step.
         """
-        if not hasattr(self.model, "configure_optimizers"):
+        made: Any = getattr(self.model, "configure_optimizers", lambda: None)()
+        if made is None:
             return None
-        made: Any = self.model.configure_optimizers()  # type: ignore[operator]
-        if made is None or isinstance(made, torch.optim.Optimizer):
-            return None if made is None else (made, None, "epoch")
-        if isinstance(made, Mapping):
+        if isinstance(made, torch.optim.Optimizer):
+            optimizers, schedulers = [made], []
+        elif isinstance(made, Mapping):
             optimizers, schedulers = [made["optimizer"]], [made["lr_scheduler"]] if "lr_scheduler" in made else []
         elif len(made) == 2 and isinstance(made[0], (list, tuple)):
             optimizers, schedulers = made
@@ -78,19 +77,13 @@ class LightningTask(Task):
                 f"{type(self.model).__name__}.configure_optimizers gives {len(optimizers)} optimizers and "
                 f"{len(schedulers)} schedulers. Allowed: one optimizer and at most one scheduler."
             )
-        if not schedulers:
-            return optimizers[0], None, "epoch"
-        scheduler, interval = schedulers[0], "epoch"
+        scheduler = schedulers[0] if schedulers else None
         if isinstance(scheduler, Mapping):
-            scheduler, interval = scheduler["scheduler"], scheduler.get("interval", "epoch")
-        return optimizers[0], scheduler, interval
+            return optimizers[0], scheduler["scheduler"], scheduler.get("interval", "epoch")
+        return optimizers[0], scheduler, "epoch"
 
     def _call(self, method: str, batch: Any) -> Any:
         return getattr(self.model, method)(batch, 0)
-
-    def _loss(self, output: Any) -> Tensor:
-        loss: Tensor = output["loss"] if isinstance(output, Mapping) else output
-        return loss
 
     def _log(self, name: str, value: Any, *_: Any, **__: Any) -> None:
         short = name.removeprefix("val_").removeprefix("val/")
@@ -99,6 +92,11 @@ class LightningTask(Task):
     def _log_dict(self, values: Mapping[str, Any], *_: Any, **__: Any) -> None:
         for name, value in values.items():
             self._log(name, value)
+
+
+def _loss(output: Any) -> Tensor:
+    loss: Tensor = output["loss"] if isinstance(output, Mapping) else output
+    return loss
 
 
 def _size(batch: Any) -> int:

@@ -11,22 +11,16 @@ from ddp_recipes.model_parallel.placement import Conflict, has_state, is_called,
 
 
 def balanced(
-    model: nn.Module, stages: int, costs: Costs, rehearse: Callable[[Sequence[str]], object], key: str
+    model: nn.Module, stages: int, costs: Costs, dry_run: Callable[[Sequence[str]], object], key: str
 ) -> list[str]:
     """Return the names at which stages begin, so that the costliest stage costs as little as possible.
 
-    A module's cost is the mean of its shares of time and of memory. The best cut is rehearsed; where it leads to an
-    operation that mixes stages, the model is not cut there, and the next best one is rehearsed.
-
-    Args:
-        key: what says how many stages there are, for messages.
-
-    Raises:
-        RequestError: there are not so many places to cut the model.
+    The best cut is run without data; where an operation then mixes stages, the model is not cut there, and the next
+    best one is run. Messages name ``key`` as the one that says how many stages there are.
     """
     modules = dict(model.named_modules())
     names = list(modules)
-    cost = [0.0, *accumulate(costs.share(name) for name in names)]
+    cost = [0.0, *accumulate(costs.fraction([name]) for name in names)]
     weights = [0, *accumulate(len(list(module.parameters(recurse=False))) for module in modules.values())]
     banned: set[str] = set()  # names at which no stage begins
     reason = ""
@@ -47,7 +41,7 @@ def balanced(
             )
         starts = [names[end] for end in found]
         try:
-            rehearse(starts)
+            dry_run(starts)
             return starts
         except Conflict as conflict:
             reason = f" {conflict}."
@@ -59,11 +53,9 @@ def balanced(
 
 
 def _cut(ends: Sequence[int], stages: int, cost: Sequence[float], weights: Sequence[int]) -> tuple[int, ...] | None:
-    """Cut a chain into stages, each with a weight, so that the largest cost of one is smallest, if it can be cut so.
+    """Cut a chain at some of its ``ends`` into stages with parameters so that the largest cost of one is smallest.
 
-    Args:
-        ends: where a stage may begin or end, from the chain's start to its end.
-        cost: of the chain before each position; ``weights`` likewise.
+    Costs and numbers of weights are those of the chain before each position. ``None``: it cannot be cut so.
     """
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}  # by end: the largest cost, and the cuts
     for _ in range(stages):
@@ -92,5 +84,5 @@ def _places(model: nn.Module, costs: Costs, stages: int, whole: set[str], prefix
         name = prefix + child_name
         yield name
         contains = not is_called(child) or type(child).forward is nn.Sequential.forward
-        if contains or (name not in whole and costs.share(name, inside=True) > 1 / stages):
+        if contains or (name not in whole and costs.fraction(costs.inside(name)) > 1 / stages):
             yield from _places(child, costs, stages, whole, f"{name}.")

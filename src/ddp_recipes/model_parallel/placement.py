@@ -21,12 +21,7 @@ Stages = dict[nn.Module, int]
 
 
 class Conflict(Exception):
-    """The model cannot be cut like that.
-
-    Attributes:
-        module: whose forward it shows in: empty for the model itself.
-        stages: the first and the last one between which it cannot be cut.
-    """
+    """The model cannot be cut between two stages; it shows in the forward of ``module`` (empty: the model itself)."""
 
     def __init__(self, module: str, message: str, stages: Collection[int]) -> None:
         self.module, self.stages = module, (min(stages), max(stages))
@@ -45,8 +40,7 @@ def stages_of(model: nn.Module, starts: Sequence[str]) -> Stages:
 def blocks_of(model: nn.Module, starts: Sequence[str]) -> dict[str, nn.Module]:
     """Return the modules through which a forward pass can enter another stage, by name.
 
-    These are the children of modules that span stages. What is inside a block runs in one stage, unless the block spans
-    stages itself.
+    These are the children of modules that span stages. A block runs in one stage, unless it spans stages itself.
     """
     entered: set[nn.Module] = set()
     for name, module in model.named_modules():

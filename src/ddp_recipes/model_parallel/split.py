@@ -1,7 +1,7 @@
-"""A model over the devices of its replica, by names given or in even parts."""
+"""A model over the devices of its replica, by names given or in even stages."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,83 +9,67 @@ from torch import nn
 
 from ddp_recipes.errors import RequestError, nearest
 from ddp_recipes.model_parallel.balance import balanced
-from ddp_recipes.model_parallel.dry_run import Costs, Rehearsal
+from ddp_recipes.model_parallel.dry_run import Costs, DryRun
 from ddp_recipes.model_parallel.placement import Conflict, blocks_of, connect, is_cut, place, put, stages_of, ties
 from ddp_recipes.tasks import Task
 
 
 @dataclass(frozen=True)
 class Block:
-    """A module that runs in one stage.
-
-    Attributes:
-        time: its share of a step.
-        memory: bytes of weights, gradients, one number of the optimizer's for each, and activations.
-    """
+    """A module that runs in one stage."""
 
     name: str
-    time: float
-    memory: int
+    time: float  # its fraction of a step
+    memory: int  # bytes of weights, gradients, one number of the optimizer's for each, and activations
 
 
 @dataclass(frozen=True)
 class Stage:
-    """What one device of a replica holds.
+    """What one device of a replica holds."""
 
-    Attributes:
-        first: its first block; ``last`` likewise.
-        parameters: how many numbers.
-        time: its share of a step, ``None`` where the model could not be rehearsed; ``memory`` likewise.
-        blocks: what it holds, in the order of the model.
-    """
-
-    first: str
-    last: str
-    parameters: int
-    time: float | None
+    blocks: tuple[Block, ...]
+    parameters: int  # how many numbers
+    time: float | None  # its fraction of a step; None where the dry run failed
     memory: float | None
-    blocks: tuple[Block, ...] = ()
+
+    @property
+    def first(self) -> str:
+        """The name of the first block."""
+        return self.blocks[0].name
 
     def __str__(self) -> str:
-        blocks = self.first if self.first == self.last else f"{self.first} to {self.last}"
-        shares = "" if self.time is None else f", {self.time:.0%} of the time, {self.memory:.0%} of the memory"
-        return f"{blocks}: {self.parameters:,} parameters{shares}"
+        last = self.blocks[-1].name
+        blocks = self.first if self.first == last else f"{self.first} to {last}"
+        costs = "" if self.time is None else f", {self.time:.0%} of the time, {self.memory:.0%} of the memory"
+        return f"{blocks}: {self.parameters:,} parameters{costs}"
 
 
 def split_model(
-    task: Task, devices: Sequence[torch.device], names: Sequence[str] | None, rehearsal: Rehearsal
+    task: Task, devices: Sequence[torch.device], names: Sequence[str] | None, dry_run: DryRun
 ) -> list[Stage]:
     """Put the model of a task on several devices, in stages; what else the task holds goes to the last one.
 
-    Args:
-        names: the modules at which stages begin; ``None`` for even parts.
-
-    Raises:
-        RequestError: the model cannot be cut so; says where it can.
+    Stages begin at ``names``, or are even. A model that cannot be cut so is refused.
     """
     model = task.model
-    starts, costs = _chosen(model, len(devices), names, rehearsal, rehearsal.run, "model.num_devices")
+    starts, costs = _chosen(model, len(devices), names, dry_run, dry_run.run, "model.num_devices")
     put(task, devices[-1])
-    for part in task.children():
-        if part is not model:
-            part.to(devices[-1])
+    for child in task.children():
+        if child is not model:
+            child.to(devices[-1])
     place(model, starts, devices)
     connect(model, starts, devices)
     return _described(model, starts, costs)
 
 
 def apart(
-    model: nn.Module, stages: int, names: Sequence[str] | None, rehearsal: Rehearsal, key: str
+    model: nn.Module, stages: int, names: Sequence[str] | None, dry_run: DryRun, key: str
 ) -> tuple[list[str], list[Stage]]:
     """Return where to cut a model into stages that are in processes of their own, and what each of them holds.
 
-    Args:
-        key: what says how many stages there are, for messages.
-
-    Raises:
-        RequestError: the model cannot be cut so; says where it can.
+    Messages name ``key`` as the one that says how many stages there are.
     """
-    starts, costs = _chosen(model, stages, names, rehearsal, rehearsal.run_apart, key)
+    starts, costs = _chosen(model, stages, names, dry_run, dry_run.run_apart, key)
     return starts, _described(model, starts, costs)
 
 
@@ -93,54 +77,51 @@ def _chosen(
     model: nn.Module,
     stages: int,
     names: Sequence[str] | None,
-    rehearsal: Rehearsal,
-    rehearse: Callable[[Sequence[str]], Costs],
+    dry_run: DryRun,
+    run: Callable[[Sequence[str]], Costs],
     key: str,
 ) -> tuple[list[str], Costs]:
     """Return the names if a model can be cut there, or where it is best cut, and what its modules cost."""
     if names is None:
-        costs = rehearsal.run()
-        if rehearsal.times is not None:
-            costs.time = Counter(rehearsal.times())
-        return balanced(model, stages, costs, rehearse, key), costs
-    starts = _checked(model, names)
+        costs = dry_run.run()
+        if dry_run.times is not None:
+            costs.time = Counter(dry_run.times())
+        return balanced(model, stages, costs, run, key), costs
+    _check(model, names)
     try:
-        return starts, rehearse(starts)
+        return list(names), run(names)
     except Conflict as conflict:
         first, last = conflict.stages
-        inside = conflict.module and is_cut(conflict.module, starts)
-        there = f"inside {conflict.module}" if inside else f"at {', '.join(starts[first:last])}"
+        inside = conflict.module and is_cut(conflict.module, names)
+        there = f"inside {conflict.module}" if inside else f"at {', '.join(names[first:last])}"
         raise RequestError(
-            f"model.split=[{', '.join(starts)}] cannot be: {conflict}. Let no stage begin {there}, or leave the "
+            f"model.split=[{', '.join(names)}] cannot be: {conflict}. Let no stage begin {there}, or leave the "
             f"choice to model.split=auto."
         ) from None
 
 
-def _checked(model: nn.Module, names: Sequence[str]) -> list[str]:
-    """Return the names if stages can begin there, as far as the names alone tell.
-
-    Raises:
-        RequestError: they cannot.
-    """
+def _check(model: nn.Module, names: Sequence[str]) -> None:
+    """Refuse names at which stages cannot begin, as far as the names alone tell."""
     given, kind = f"model.split=[{', '.join(names)}]", type(model).__name__
-    there = [name for name, _ in model.named_modules() if name]
+    modules = [name for name, _ in model.named_modules() if name]
     for name in names:
-        if name not in there:
+        if name not in modules:
             around = name
-            while around not in there and around:
+            while around not in modules and around:
                 around = around.rpartition(".")[0]
             inside = ", ".join(child for child, _ in model.get_submodule(around).named_children())
             raise RequestError(
-                f"{given}: {kind} has no {name}.{nearest(name, there)} {around or kind} has {inside or 'no modules'}."
+                f"{given}: {kind} has no {name}.{nearest(name, modules)} {around or kind} has {inside or 'no modules'}."
             )
-    if (ordered := sorted(set(names), key=there.index)) != list(names):
+    if (ordered := sorted(set(names), key=modules.index)) != list(names):
         raise RequestError(
             f"{given}: stages follow the order of the model, each with blocks of its own: model.split="
             f"[{', '.join(ordered)}]."
         )
     stages = stages_of(model, names)
+    owning = {stage for module, stage in stages.items() if list(module.parameters(recurse=False))}
     for number in range(len(names) + 1):
-        if not any(list(module.parameters(recurse=False)) for module, stage in stages.items() if stage == number):
+        if number not in owning:
             begin = f"before {names[0]}" if number == 0 else f"that begins at {names[number - 1]}"
             raise RequestError(f"{given}: the stage {begin} has no parameters. Let each stage have some.")
     for owners in ties(model):
@@ -150,24 +131,25 @@ def _checked(model: nn.Module, names: Sequence[str]) -> list[str]:
                 f"{given}: {' and '.join(held.values())} are one parameter, in stages {' and '.join(map(str, held))}. "
                 f"Let no stage begin between them."
             )
-    return list(names)
 
 
 def _described(model: nn.Module, starts: Sequence[str], costs: Costs) -> list[Stage]:
-    stages = stages_of(model, starts)
-    described = []
+    stages, time, memory = stages_of(model, starts), sum(costs.time.values()), sum(costs.memory.values())
+
+    def described(name: str) -> Block:
+        inside = costs.inside(name)
+        return Block(name, _sum(costs.time, inside) / max(1, time), _sum(costs.memory, inside))
+
+    found = []
     for number in range(len(starts) + 1):
+        own = {name: module for name, module in model.named_modules() if stages[module] == number}
         blocks = [name for name, block in blocks_of(model, starts).items() if stages[block] == number]
-        ends = [name for name in blocks if not is_cut(name, starts)] or blocks
-        names = [name for name, module in model.named_modules() if stages[module] == number]
-        modules = [module for module in stages if stages[module] == number]
-        total = {id(p): p.numel() for module in modules for p in module.parameters(recurse=False)}
-        time, memory = (
-            sum(each[name] for name in names) / sum(each.values()) if costs.time else None
-            for each in (costs.time, costs.memory)
-        )
-        costly = {name: costs.total(name) for name in ends}
-        whole = max(1, sum(costs.time.values()))
-        parts = tuple(Block(name, own / whole, taken) for name, (own, taken) in costly.items())
-        described.append(Stage(ends[0], ends[-1], sum(total.values()), time, memory, parts))
-    return described
+        whole = [name for name in blocks if not is_cut(name, starts)] or blocks
+        parameters = {parameter for module in own.values() for parameter in module.parameters(recurse=False)}
+        fractions = (_sum(costs.time, own) / time, _sum(costs.memory, own) / memory) if time else (None, None)
+        found.append(Stage(tuple(map(described, whole)), sum(each.numel() for each in parameters), *fractions))
+    return found
+
+
+def _sum(costs: Counter[str], names: Iterable[str]) -> int:
+    return sum(costs[name] for name in names)

@@ -38,17 +38,17 @@ def order(schedule: str, stages: int, processes: int, micro_batches: int) -> lis
     orders = []
     for process in range(processes):
         if schedule == "gpipe":
-            ahead = total
+            warm_up = total
         elif each == 1:
-            ahead = min(total, processes - process)
+            warm_up = min(total, processes - process)
         else:
-            ahead = min(total, (each - 1) * together + 2 * (processes - 1 - process) + 1)
+            warm_up = min(total, (each - 1) * together + 2 * (processes - 1 - process) + 1)
         forward = _passes(FORWARD, range(each), process, processes, together, total)
         backward = _passes(BACKWARD, range(each)[::-1], process, processes, together, total)
-        done = forward[:ahead]
+        done = forward[:warm_up]  # before the first backward pass
         for number in range(total):
             done.append(backward[number])
-            done += forward[ahead + number : ahead + number + 1]
+            done += forward[warm_up + number : warm_up + number + 1]
         orders.append(done)
     return orders
 
@@ -85,11 +85,11 @@ def _before(work: Work, stages: int) -> set[Work]:
     return after | {Work(FORWARD, work.stage, work.micro_batch)}
 
 
-def asked(orders: list[list[Work]], stages: int) -> list[list[list[Work]]]:
-    """Return, for each process and each piece of its work, what inputs it asks for before: those sent in the meantime.
+def requested(orders: list[list[Work]], stages: int) -> list[list[list[Work]]]:
+    """Return, for each process and each piece of its work, the inputs it requests before: those sent in the meantime.
 
     So ``torch.distributed.pipelining`` does it where a process has several stages: processes take turns, one piece of
-    work each, and who is done with one has the receiver ask for it.
+    work each, and who is done with one has the receiver request it.
     """
     done: set[Work] = set()
     at = [0] * len(orders)
@@ -108,7 +108,7 @@ def asked(orders: list[list[Work]], stages: int) -> list[list[list[Work]]]:
 
 
 def bubble(cells: list[list[Cell]]) -> float:
-    """Return the share of the time in which processes wait."""
+    """Return the fraction of the time in which processes wait."""
     span = max(done[-1].end for done in cells)
     busy = sum(cell.end - cell.start for done in cells for cell in done)
     return 1 - busy / (span * len(cells))

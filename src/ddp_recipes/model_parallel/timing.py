@@ -1,4 +1,4 @@
-"""How long the modules of a model take, on a device that is there: each operation of a step on its own."""
+"""How long the modules of a model take on a device: each operation of a step on its own."""
 
 import copy
 import statistics
@@ -14,43 +14,35 @@ import torch
 from torch import Tensor, nn
 
 from ddp_recipes._compat.autograd import current_node, next_sequence_number, sequence_number
-from ddp_recipes._compat.dispatch import OpOverload, TorchDispatchMode
+from ddp_recipes._compat.dispatch import OpOverload
 from ddp_recipes._compat.pytree import tree_map_only
 from ddp_recipes.errors import RequestError
-from ddp_recipes.model_parallel.dry_run import OUTSIDE, Rehearsal
+from ddp_recipes.model_parallel.dry_run import OUTSIDE, DryRun, ModuleMode
 
 STEPS = 3  # that count, after one that does not
 
 
-def timed(
-    rehearsal: Rehearsal, device: torch.device, forward: Callable[[], AbstractContextManager[Any]]
-) -> dict[str, int]:
+def timed(dry_run: DryRun, device: torch.device, forward: Callable[[], AbstractContextManager[Any]]) -> dict[str, int]:
     """Return the nanoseconds that a step spends in each module itself, forward and in training backward.
 
-    The median over a few steps of a copy of the task. Nothing is left of them: neither in weights and buffers nor in
-    random generators.
-
-    Args:
-        forward: the context of a forward pass, of ``trainer.precision``.
-
-    Raises:
-        RequestError: the whole model does not fit on the device.
+    The median over a few steps of a copy of the task, which leave weights, buffers and random generators alone. Each
+    forward pass runs in the context ``forward``.
     """
     steps = []
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            task = copy.deepcopy(rehearsal.task).to(device)
-            batch = tree_map_only(Tensor, partial(_repeated, rehearsal.size, device), rehearsal.sample)
-            watch = _Stopwatch(task.model, device)
+            task = copy.deepcopy(dry_run.task).to(device)
+            batch = tree_map_only(Tensor, partial(_repeated, dry_run.size, device), dry_run.sample)
+            stopwatch = _Stopwatch(task.model, device)
             for _ in range(1 + STEPS):
-                watch.time = Counter()
-                with watch, torch.set_grad_enabled(rehearsal.step == "training_step"):
+                stopwatch.time = Counter()
+                with stopwatch, torch.set_grad_enabled(dry_run.step == "training_step"):
                     with forward():
-                        output = getattr(task, rehearsal.step)(batch)
-                    if rehearsal.step == "training_step":
+                        output = getattr(task, dry_run.step)(batch)
+                    if dry_run.step == "training_step":
                         output.loss.backward()
                 task.zero_grad()
-                steps.append(watch.time)
+                steps.append(stopwatch.time)
     except torch.OutOfMemoryError as error:
         raise RequestError(
             f"model.split=timed runs all of the model on {device}, where it does not fit "
@@ -64,34 +56,21 @@ def _repeated(size: int, device: torch.device, tensor: Tensor) -> Tensor:
     return (tensor.repeat_interleave(size, 0) if tensor.dim() else tensor).to(device)
 
 
-class _Stopwatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Times every operation, and knows in whose forward it is, or whose it was that it is the backward of.
+class _Stopwatch(ModuleMode):  # type: ignore[no-untyped-call]
+    """Times every operation, for the module whose forward it is in, or is the backward of.
 
     Autograd numbers its nodes as they come, so the numbers given out in a module's forward are that module's.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.time: Counter[str] = Counter()
         self.device = device
-        self.active = [OUTSIDE]  # the names of the modules that are running, innermost last
-        self.numbers = [0]  # of the first node since another module runs
-        self.names = [OUTSIDE]  # which one that is
-        for name, module in model.named_modules():
-            module.register_forward_pre_hook(partial(self._enter, name), prepend=True)
-            module.register_forward_hook(self._leave)
+        self.numbers, self.names = [0], [OUTSIDE]  # of the first node since another module runs, and which one that is
+        self.follow(model)
 
-    def _enter(self, name: str, *_: Any) -> None:
-        if current_node() is None:  # else it is run once more, for the backward pass
-            self.active.append(name)
-            self._note()
-
-    def _leave(self, *_: Any) -> None:
-        if current_node() is None:
-            self.active.pop()
-            self._note()
-
-    def _note(self) -> None:
+    def changed(self) -> None:
+        """Another module is running."""
         self.numbers.append(next_sequence_number())
         self.names.append(self.active[-1])
 

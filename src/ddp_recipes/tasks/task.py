@@ -1,4 +1,4 @@
-"""A task is what a strategy wraps: module, loss and metrics, whose forward gives the loss of a batch."""
+"""What a strategy wraps: module, loss and metrics, whose forward gives the loss of a batch."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -8,13 +8,13 @@ from torch import Tensor, nn
 
 
 class StepOutput(NamedTuple):
-    """What a step gives back. A named tuple, so that ``DistributedDataParallel`` finds the tensors in it.
+    """The result of a step. A named tuple, so that ``DistributedDataParallel`` finds the tensors in it.
 
     Attributes:
         loss: scalar, the mean over the batch's samples.
         metrics: name to values. One value a sample, shape [n], is averaged over all samples of the data set, exactly; a
             scalar counts as the mean over ``weight`` samples.
-        weight: number of real samples, n.
+        weight: number of samples, n.
     """
 
     loss: Tensor
@@ -72,7 +72,7 @@ class Task(nn.Module):
 
     @property
     def stateful_metrics(self) -> dict[str, Any]:
-        """Metrics that gather over the data set and over ranks by themselves (torchmetrics)."""
+        """Metrics that accumulate over the data set and over ranks by themselves (torchmetrics)."""
         return {name: metric for name, metric in self.metrics.items() if is_stateful(metric)}
 
     def weights(self) -> dict[str, Tensor]:
@@ -94,7 +94,7 @@ def _outside(name: str) -> str:
 
 
 class Accuracy:
-    """Share of samples whose highest of C outputs is the target class. Outputs [n, C], targets int64 [n]."""
+    """Fraction of samples whose highest of C outputs is the target class. Outputs [n, C], targets int64 [n]."""
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return 1 or 0 for each sample, [n]."""

@@ -44,11 +44,11 @@ def evaluate(task: Task, loader: Loader, strategy: Strategy, prefix: str, precis
     sums: dict[str, Tensor] = {}  # name -> for each part the sum over samples and their number, [parts, 2], float64
     with phase("validation"), torch.no_grad(), precision.forward():
         for batch in loader.batches(epoch=0):
-            if batch.share == 0 and sums:
+            if batch.num_samples == 0 and sums:
                 continue
             output = task.validation_step(batch.data)
             values = {"loss": output.loss, **output.metrics}
-            if batch.share == 0:  # only the names count: fewer samples than ranks
+            if batch.num_samples == 0:  # only the names count: fewer samples than ranks
                 values = {name: value.new_zeros(0) for name, value in values.items()}
                 for metric in task.stateful_metrics.values():
                     metric.reset()
@@ -57,8 +57,8 @@ def evaluate(task: Task, loader: Loader, strategy: Strategy, prefix: str, precis
                 summed = value.double() * weight if value.dim() == 0 else value.double().sum()
                 counted = torch.stack([summed, torch.full_like(summed, weight)]).to(loader.device)
                 if name not in sums:
-                    sums[name] = counted.new_zeros(len(loader.parts), 2)
-                sums[name][batch.part - loader.parts[0]].add_(counted)
+                    sums[name] = counted.new_zeros(len(loader.shards), 2)
+                sums[name][batch.shard - loader.shards[0]].add_(counted)
     totals = strategy.sum(torch.stack(list(sums.values()), dim=1))
     metrics = {f"{prefix}/{name}": total / count for name, (total, count) in zip(sums, totals.tolist(), strict=True)}
     with warnings.catch_warnings():

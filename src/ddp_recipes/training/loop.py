@@ -71,20 +71,20 @@ def forward_backward(run: Run, batches: Iterator[Batch]) -> tuple[list[Losses], 
     """
     at, plan, strategy = run.cursor, run.train.plan, run.strategy
     numbers = range(at.batch, min(at.batch + run.trainer.accumulate_grad_batches, plan.num_batches))
-    samples = plan.samples(numbers)
+    samples = sum(map(plan.size, numbers))
     losses: list[Losses] = []
-    for part in run.train.parts:
-        seed_step(step_key(run.seed, at.step, part), run.devices)
+    for shard in run.train.shards:
+        seed_step(step_key(run.seed, at.step, shard), run.devices)
         mine: Losses = []
-        with strategy.batch_shard(plan.samples(numbers, part) / samples):
+        with strategy.batch_shard(sum(plan.size(number, shard) for number in numbers) / samples):
             for number in numbers:
                 with phase("data"):
                     batch = next(batches)
-                if batch.share == 0 and not strategy.takes_empty:
+                if batch.num_samples == 0 and not strategy.takes_empty:
                     continue
-                weight, last = batch.share * strategy.divisor / samples, number == numbers[-1]
+                weight, last = batch.num_samples * strategy.divisor / samples, number == numbers[-1]
                 loss = strategy.training_step(run.module, batch.data, weight, last, run.precision)
-                mine.append((loss, batch.share))
+                mine.append((loss, batch.num_samples))
         losses.append(mine)
     with phase(ALL_REDUCE):
         strategy.reduce()

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.distributed import Store
 from torch.distributed.device_mesh import DeviceMesh
 
-from ddp_recipes.model_parallel.pipeline import Layout, Pipeline, joined
+from ddp_recipes.model_parallel.layout import Layout
+from ddp_recipes.model_parallel.pipeline import Pipeline, joined
 from ddp_recipes.runtime.phases import phase
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import Passes, Wrapped

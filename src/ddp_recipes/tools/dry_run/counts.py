@@ -8,9 +8,9 @@ from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import Exchange
 
 
-def samples_of(plan: BatchPlan, part: int) -> int:
+def samples_of(plan: BatchPlan, shard: int) -> int:
     """Return how many samples of an epoch are in a shard; batches but the last one are alike."""
-    return (plan.num_batches - 1) * plan.share(0, part) + plan.share(plan.num_batches - 1, part)
+    return (plan.num_batches - 1) * plan.size(0, shard) + plan.size(plan.num_batches - 1, shard)
 
 
 def samples_seen(plan: BatchPlan, batches: int) -> int:
@@ -21,7 +21,7 @@ def samples_seen(plan: BatchPlan, batches: int) -> int:
 
 def epoch_of(plan: BatchPlan) -> int:
     """Return how many samples an epoch holds."""
-    return (plan.num_batches - 1) * plan.global_batch_size + plan.total(plan.num_batches - 1)
+    return (plan.num_batches - 1) * plan.global_batch_size + plan.size(plan.num_batches - 1)
 
 
 def batches_of(steps: int, batches_an_epoch: int, accumulate: int) -> int:

@@ -46,13 +46,13 @@ def batch_norm_without_sync(recipe: Recipe) -> str | None:
     """Find batch norm whose statistics are those of a part of the batch."""
     norms, plan, pipeline = batch_norms(recipe.task), recipe.loaders["train"].plan, recipe.request.strategy.pipeline
     micro_batches = recipe.request.model.micro_batches if pipeline is None else pipeline.micro_batches
-    if not norms or plan.parts * micro_batches == 1 or recipe.request.strategy.synchronises_batch_norm:
+    if not norms or plan.num_shards * micro_batches == 1 or recipe.request.strategy.synchronises_batch_norm:
         return None
     can = micro_batches == 1 and recipe.devices.type == "cuda"
     remedy = recipe.request.strategy.batch_norm_remedy("cuda") if can else ""
     return (
-        f"Batch norm ({len(norms)} module(s)) takes its statistics from {-(-plan.share(0, 0) // micro_batches)} of the "
-        f"{plan.total(0)} samples of a batch.{remedy and f' {remedy}'}"
+        f"Batch norm ({len(norms)} module(s)) takes its statistics from {-(-plan.size(0, 0) // micro_batches)} of the "
+        f"{plan.size(0)} samples of a batch.{remedy and f' {remedy}'}"
     )
 
 

@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from ddp_recipes._compat.dispatch import FakeTensorMode
 from ddp_recipes._compat.pytree import tree_leaves
 from ddp_recipes.errors import RequestError
-from ddp_recipes.model_parallel.dry_run import fake_batch, new_mode, without_data
+from ddp_recipes.model_parallel.fake import fake_batch, new_mode, without_data
 from ddp_recipes.model_parallel.placement import connect, disconnect
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies import Strategy

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from ddp_recipes._compat.dispatch import FakeTensorMode
 from ddp_recipes.config.parallelism import PipelineShape
-from ddp_recipes.model_parallel.dry_run import new_mode, without_data
-from ddp_recipes.model_parallel.pipeline import META, Layout, joined
+from ddp_recipes.model_parallel.fake import new_mode, without_data
+from ddp_recipes.model_parallel.layout import META, Layout
+from ddp_recipes.model_parallel.pipeline import joined
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import Exchange
 from ddp_recipes.strategies.buckets import in_buckets

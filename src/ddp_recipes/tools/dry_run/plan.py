@@ -73,8 +73,8 @@ def run_step(recipe: Recipe) -> ReplicaStep | PipelineSteps:
     """
     train, val = recipe.loaders["train"], recipe.loaders.get("val")
     batches = Batches(
-        (train.sample(), train.plan.share(0, 0)),
-        None if val is None else (val.sample(), val.plan.share(0, 0)),
+        (train.sample(), train.plan.size(0, 0)),
+        None if val is None else (val.sample(), val.plan.size(0, 0)),
         min(recipe.trainer.accumulate_grad_batches, len(train)),
     )
     starts = [stage.first for stage in recipe.stages[1:]]
@@ -121,7 +121,7 @@ def layout_of(recipe: Recipe, layout: Layout, capacity: int | None) -> Plan:
     """Return which rank is where, and what it has."""
     world, k, cuda = layout.world, recipe.request.num_devices, layout.device_type == "cuda"
     plan_, pipeline = recipe.loaders["train"].plan, recipe.request.strategy.pipeline
-    samples = {share: counts.samples_of(plan_, share) for share in range(plan_.parts)}
+    samples = {share: counts.samples_of(plan_, share) for share in range(plan_.num_shards)}
     ranks = []
     for rank in range(world.world_size):
         node, local = divmod(rank, world.local_world_size)
@@ -156,7 +156,7 @@ def batches_of(recipe: Recipe) -> Plan:
     epoch = counts.epoch_of(train.plan)
     return {
         "global_batch_size": train.plan.global_batch_size,
-        "batch_size": train.plan.share(0, 0),
+        "batch_size": train.plan.size(0, 0),
         "accumulate_grad_batches": accumulate,
         "batches_an_epoch": len(train),
         "steps_an_epoch": recipe.steps_per_epoch,
@@ -185,7 +185,7 @@ def pipeline_of(recipe: Recipe) -> Plan | None:
         }
     if k == 1:
         return None
-    micro_batches = min(asked, recipe.loaders["train"].plan.share(0, 0))
+    micro_batches = min(asked, recipe.loaders["train"].plan.size(0, 0))
     return {
         "schedule": "gpipe",
         "stages": k,

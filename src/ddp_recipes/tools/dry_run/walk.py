@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ddp_recipes.config.parallelism import PipelineShape
-from ddp_recipes.model_parallel.pipeline import Layout, Pipeline
-from ddp_recipes.model_parallel.timeline import BACKWARD, FORWARD, Work, asked, order
+from ddp_recipes.model_parallel.layout import Layout
+from ddp_recipes.model_parallel.pipeline import Pipeline
+from ddp_recipes.model_parallel.timeline import BACKWARD, FORWARD, Work, order, requested
 from ddp_recipes.tasks import Task
 from ddp_recipes.tools.dry_run.backward import backward
 from ddp_recipes.tools.dry_run.ledger import Bytes, Saved
@@ -87,7 +88,7 @@ class WalkedPipeline(Pipeline):
         works = orders[self.layout.process]
         needed = [[work] for work in works]
         if settings.each > 1:
-            needed = asked(orders, settings.stages)[self.layout.process]
+            needed = requested(orders, settings.stages)[self.layout.process]
         return list(zip(works, needed, strict=True))
 
     def _schedule(self, crossing: Mapping[int, Sequence[Tensor]]) -> Callable[[], None]:

@@ -1,0 +1,52 @@
+"""Tensors with shapes and devices but no data, of tasks and batches."""
+
+import copy
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ddp_recipes._compat.dispatch import FakeTensorMode
+from ddp_recipes._compat.pytree import tree_map_only
+from ddp_recipes.model_parallel.placement import stages_of
+from ddp_recipes.tasks import Task
+
+
+def new_mode() -> FakeTensorMode:
+    """Return what makes tensors without data."""
+    # Autograd starts a thread for each device with its first backward pass, and then the process cannot be forked.
+    # So that comes before the devices that do not exist: for them it would start one as well.
+    torch.zeros((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def fake_batch(sample: Any, size: int, device: torch.device) -> Any:
+    """Return a batch of so many samples like the one in a batch of one."""
+
+    def fake(tensor: Tensor) -> Tensor:
+        shape = (size, *tensor.shape[1:]) if tensor.dim() else tensor.shape
+        return torch.empty(shape, dtype=tensor.dtype, device=device)
+
+    return tree_map_only(Tensor, fake, sample)
+
+
+def without_data(
+    task: Task, starts: Sequence[str], devices: Sequence[torch.device], mode: AbstractContextManager[Any]
+) -> Task:
+    """Return a copy of the task whose parameters and buffers are in their places, but have no data.
+
+    ``mode`` makes fake tensors of new ones; where all devices are ``meta`` none is needed.
+    """
+    stages = stages_of(task.model, starts)
+    memo: dict[int, Any] = {}
+    with mode:
+        for module in task.modules():
+            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                # Nothing of the tensor itself: weak references to it would stay.
+                device = devices[stages.get(module, -1)]
+                fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+                is_parameter = isinstance(tensor, nn.Parameter)
+                memo[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
+    return copy.deepcopy(task, memo)

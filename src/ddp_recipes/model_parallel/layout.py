@@ -1,0 +1,59 @@
+"""Which stages of a pipeline are in which process."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ddp_recipes._compat.modules import buffers_of
+from ddp_recipes.model_parallel.placement import stages_of
+from ddp_recipes.tasks import Task
+
+META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which stages are where: stage s in process s modulo ``processes``."""
+
+    starts: Sequence[str]
+    processes: int
+    process: int
+
+    @property
+    def stages(self) -> int:
+        """The number of stages, over all processes."""
+        return len(self.starts) + 1
+
+    @property
+    def mine(self) -> range:
+        """Those of this process."""
+        return range(self.process, self.stages, self.processes)
+
+    @property
+    def has_last(self) -> bool:
+        """Whether this process has the last stage, hence losses and outputs."""
+        return self.stages - 1 in self.mine
+
+    def stages_of(self, task: Task) -> dict[nn.Module, int]:
+        """Return the stage of each module's own parameters and buffers; those around the model are in the last."""
+        stages = stages_of(task.model, self.starts)
+        return {module: stages.get(module, self.stages - 1) for module in task.modules()}
+
+
+def keep_own(task: Task, layout: Layout, device: torch.device) -> None:
+    """Put the stages of this process on its device, and leave of the others names and shapes.
+
+    Parameters stay the same objects: an optimizer that has all of them steps those that get gradients.
+    """
+    for module, stage in layout.stages_of(task).items():
+        place = device if stage in layout.mine else META
+        for parameter in module.parameters(recurse=False):
+            if parameter.device != place:
+                moved = nn.Parameter(parameter.detach().to(place), parameter.requires_grad)
+                torch.utils.swap_tensors(parameter, moved)  # type: ignore[no-untyped-call]
+        buffers = buffers_of(module)
+        for name, buffer in buffers.items():
+            if buffer is not None:
+                buffers[name] = buffer.to(place)
