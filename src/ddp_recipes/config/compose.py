@@ -20,6 +20,7 @@ from ddp_recipes._compat.hydra_ import (
     Callbacks,
     Hydra,
     create_config_search_path,
+    execution_whitelist,
     get_args_parser,
     outcome,
     run_hydra,
@@ -119,7 +120,8 @@ def session(config_path: str, config_dir: str | None = None) -> Iterator[Hydra]:
     former = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
-        yield Hydra.create_main_hydra2(task_name=JOB_NAME, config_search_path=search_path)
+        with execution_whitelist():  # for Hydra's own callbacks and logging
+            yield Hydra.create_main_hydra2(task_name=JOB_NAME, config_search_path=search_path)
     finally:
         GlobalHydra.instance().clear()
         if former is not None:
