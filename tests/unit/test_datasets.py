@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from ddp_recipes import datasets
@@ -240,13 +239,13 @@ def test_transforms_from_config(tmp_path: Path) -> None:
             {"_target_": f"{module}.Normalize", "mean": MNIST_MEAN, "std": MNIST_STD},
         ],
     }
-    dataset = make(OmegaConf.create(config), "data.train")
+    dataset = make(config, "data.train")
     assert_batch_is_its_samples(dataset)
     everything = torch.arange(len(dataset))
     assert torch.equal(dataset.fetch(everything)[0], datasets.mnist(tmp_path).fetch(everything)[0])
 
     config["transform"].insert(0, {"_target_": f"{module}.RandomCrop", "size": 28, "padding": 4})
-    dataset = make(OmegaConf.create(config), "data.train")
+    dataset = make(config, "data.train")
     assert not dataset.batched
     assert dataset[0][0].shape == (1, 28, 28)
 
@@ -485,7 +484,7 @@ def test_csv_from_config(table: Path) -> None:
         "classes": ["rose", "iris"],
         "split": "val",
     }
-    dataset = make(OmegaConf.create(config), "data.val")
+    dataset = make(config, "data.val")
     assert everything(dataset)[0].shape == (4, 2)
 
 

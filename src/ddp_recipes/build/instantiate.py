@@ -1,12 +1,11 @@
 """Objects of config nodes: the only place that calls what a yaml names."""
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
 
 from hydra.errors import InstantiationException
-from omegaconf import DictConfig, OmegaConf
 
 from ddp_recipes._compat import hydra_
 from ddp_recipes._compat.messages import shortened
@@ -37,15 +36,12 @@ def parameters_of(target: str, section: str) -> Mapping[str, inspect.Parameter]:
         return {}
 
 
-def make_section(config: DictConfig, section: str, *arguments: Any, without: Sequence[str] = (), **runtime: Any) -> Any:
-    """Make the object of a section of the config, some of its keys left out; as :func:`make`."""
-    node = config[section]
-    kept = [name for name in node if name not in without]
-    return make(OmegaConf.masked_copy(node, kept), section, *arguments, **runtime)
-
-
-def make(node: DictConfig, section: str, *arguments: Any, **runtime: Any) -> Any:
+def make(node: Mapping[str, Any], section: str, *arguments: Any, without: Collection[str] = (), **runtime: Any) -> Any:
     """Make an object of a config node; lists arrive as lists, and runtime objects untouched.
+
+    Args:
+        section: the node's dotted name, for messages.
+        without: keys that are not for the target.
 
     Raises:
         RequestError: there is no such target, Hydra refuses it, it does not take these arguments, or refuses them.
@@ -53,9 +49,10 @@ def make(node: DictConfig, section: str, *arguments: Any, **runtime: Any) -> Any
     """
     if "_target_" not in node:
         raise RequestError(f"{section} has no _target_, the dotted name of a class or function to call.")
-    target = str(node._target_)
+    target = str(node["_target_"])
     try:
-        made = hydra_.instantiate(node, _convert_="all", _partial_=True)
+        kept = {name: value for name, value in node.items() if name not in without}
+        made = hydra_.instantiate(kept, _convert_="all", _partial_=True)
     except InstantiationException as error:
         cause = error.__cause__ or error
         if not isinstance(cause, (ImportError, InstantiationException)):
@@ -73,5 +70,5 @@ def make(node: DictConfig, section: str, *arguments: Any, **runtime: Any) -> Any
             raise RequestError(f"{section} does not fit {target}: {error}. Check the keys of {section}.") from error
         if not well_known:
             raise  # the traceback is what helps
-        given = ", ".join(f"{name!s}={value}" for name, value in node.items() if str(name)[0] != "_")
+        given = ", ".join(f"{name}={value}" for name, value in kept.items() if not name.startswith("_"))
         raise RequestError(f"{section} does not fit {target}: {error}. Check the values of {given}.") from error
