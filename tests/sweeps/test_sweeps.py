@@ -118,6 +118,23 @@ def test_another_sweep_in_the_same_folder_is_refused_and_the_first_is_kept(tmp_p
     assert summary(tmp_path, 0) == before
 
 
+def test_a_value_of_a_sweep_may_list_several_loggers(tmp_path: Path) -> None:
+    alone = [one for one in ALONE if one != "logger=none"]
+    sweep(tmp_path, *alone, "model=linear", "logger=csv,[tensorboard,csv]")
+    folders = [{each.name for each in (tmp_path / "sweep" / job).iterdir()} for job in ("0", "1")]
+    assert [folder & {"csv", "tensorboard"} for folder in folders] == [{"csv"}, {"csv", "tensorboard"}]
+
+
+@pytest.mark.parametrize("kind", [["-m", "optimizer.lr=0.1,0.2"], []], ids=["sweep", "run"])
+def test_a_wrong_key_of_sweep_is_refused_before_anything_starts(kind: list[str], tmp_path: Path) -> None:
+    for wrong, message in (("sweep.on_failure=stopp", "Did you mean 'stop'?"), ("+sweep.on_fail=stop", "is not a key")):
+        command = [sys.executable, "-m", "ddp_recipes", *kind, *ALONE, wrong]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert message in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.slow
 def test_joblib_runs_whole_multi_process_jobs_side_by_side(tmp_path: Path) -> None:
     joblib = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
