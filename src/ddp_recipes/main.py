@@ -135,7 +135,7 @@ class Controller:
 
     def job(self, config: DictConfig) -> float | None:
         """Run one composed config; return the monitored metric."""
-        compose.refuse_merged_loggers(config)
+        compose.separate_loggers(config)
         plain = resolve(config)
         request = Request.of(plain)
         directory = Path(HydraConfig.get().runtime.output_dir)

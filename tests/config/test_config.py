@@ -111,7 +111,7 @@ def assert_learns(recipe: Recipe) -> None:
         assert output.weight == 2
         if split == "train":
             output.loss.backward()
-            optimizer, schedule = make_optimizer_and_schedule(recipe.config, recipe.task, "32-true", 10, 10)
+            optimizer, schedule = make_optimizer_and_schedule(recipe.job.config, recipe.task, "32-true", 10, 10)
             optimizer.step()
             schedule.scheduler.step()
     assert all(parameter.grad is not None for parameter in recipe.task.parameters())

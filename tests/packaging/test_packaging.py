@@ -8,6 +8,7 @@ import sys
 import zipfile
 from pathlib import Path
 
+import hydra
 import pytest
 from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
 
@@ -22,7 +23,7 @@ import importlib.util, json, sys
 import hydra
 from omegaconf import DictConfig, OmegaConf
 
-@hydra.main(version_base="1.3", config_path=".", config_name="config")
+@hydra.main(VERSION_BASE config_path=".", config_name="config")
 def main(config: DictConfig) -> None:
     found = importlib.util.find_spec("ddp_recipes.conf")
     print(json.dumps({
@@ -35,7 +36,7 @@ def main(config: DictConfig) -> None:
     }))
 
 main()
-"""
+""".replace("VERSION_BASE", 'version_base="1.3",' if hydra.__version__.startswith("1.3.") else "")
 
 CONFIG = """\
 defaults: [task: classification, data: random, model: toy, _self_]

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ddp_recipes.reporting.run_directory import Summary
+from helpers.plugins import plugin
 
 pytestmark = pytest.mark.spawn
 
@@ -33,7 +34,7 @@ import torch
 
 
 class Noted(torch.nn.Linear):
-    def __init__(self, notes: str, fail_at: float = -1.0, lr: float = 0.0) -> None:
+    def __init__(self, notes: str, fail_at: float = -1.0, lr: float = 0.0, **features: object) -> None:
         super().__init__(10, 5)
         if lr == fail_at:
             raise RuntimeError("this job was told to fail")
@@ -59,8 +60,7 @@ def noted(folder: Path, *more: str) -> list[str]:
     """Return overrides for the model above; it is written into ``folder``."""
     (folder / "noted.py").write_text(MODEL)
     notes = folder / "notes.txt"
-    keys = ["~model.in_features", "~model.out_features", "~model.hidden_features"]
-    return [*keys, "model._target_=noted.Noted", f"+model.notes={notes}", "+model.lr=${optimizer.lr}", *more]
+    return ["model._target_=noted.Noted", f"+model.notes={notes}", "+model.lr=${optimizer.lr}", *more]
 
 
 def summary(folder: Path, job: int) -> Summary:
@@ -118,20 +118,37 @@ def test_another_sweep_in_the_same_folder_is_refused_and_the_first_is_kept(tmp_p
     assert summary(tmp_path, 0) == before
 
 
+def test_a_value_of_a_sweep_may_list_several_loggers(tmp_path: Path) -> None:
+    alone = [one for one in ALONE if one != "logger=none"]
+    sweep(tmp_path, *alone, "model=linear", "logger=csv,[tensorboard,csv]")
+    folders = [{each.name for each in (tmp_path / "sweep" / job).iterdir()} for job in ("0", "1")]
+    assert [folder & {"csv", "tensorboard"} for folder in folders] == [{"csv"}, {"csv", "tensorboard"}]
+
+
+@pytest.mark.parametrize("kind", [["-m", "optimizer.lr=0.1,0.2"], []], ids=["sweep", "run"])
+def test_a_wrong_key_of_sweep_is_refused_before_anything_starts(kind: list[str], tmp_path: Path) -> None:
+    for wrong, message in (("sweep.on_failure=stopp", "Did you mean 'stop'?"), ("+sweep.on_fail=stop", "is not a key")):
+        command = [sys.executable, "-m", "ddp_recipes", *kind, *ALONE, wrong]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert message in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.slow
 def test_joblib_runs_whole_multi_process_jobs_side_by_side(tmp_path: Path) -> None:
-    pytest.importorskip("hydra_plugins.hydra_joblib_launcher", reason="hydra-joblib-launcher is not installed")
     joblib = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
-    sweep(tmp_path, *TINY, *joblib, "model=toy", "optimizer.lr=0.1,0.01", "launcher.nproc_per_node=2")
+    with plugin("hydra_joblib_launcher", tmp_path, *joblib, "+x=1,2"):
+        sweep(tmp_path, *TINY, *joblib, "model=toy", "optimizer.lr=0.1,0.01", "launcher.nproc_per_node=2")
     assert [row["status"] for row in table(tmp_path)] == ["finished", "finished"]
     assert [summary(tmp_path, job)["world_size"] for job in (0, 1)] == [2, 2]
 
 
 @pytest.mark.slow
 def test_optuna_gets_rank_0s_objective(tmp_path: Path) -> None:
-    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason="hydra-optuna-sweeper is not installed")
     optuna = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "hydra.sweeper.n_jobs=1"]
-    sweep(tmp_path, *TINY, *optuna, "model=toy", "optimizer.lr=interval(0.001,0.1)", "launcher.nproc_per_node=2")
+    with plugin("hydra_optuna_sweeper", tmp_path, *optuna, "+x=interval(0,1)"):
+        sweep(tmp_path, *TINY, *optuna, "model=toy", "optimizer.lr=interval(0.001,0.1)", "launcher.nproc_per_node=2")
     best = (tmp_path / "sweep" / "optimization_results.yaml").read_text()
     objectives = [float(row["objective"]) for row in table(tmp_path)]
     assert f"best_value: {min(objectives)}" in best

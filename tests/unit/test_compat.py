@@ -4,14 +4,18 @@ import socket
 import subprocess
 import sys
 import threading
+import warnings
+from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import hydra.utils
 import pytest
 import torch
 from hydra.core.utils import JobReturn, JobStatus
+from hydra.errors import InstantiationException
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationKeyError
@@ -294,10 +298,80 @@ def test_command_line_and_session_of_hydra() -> None:
     assert callable(hydra_.run_hydra)
 
 
-def test_instantiate_makes_any_target_but_what_hydra_refuses() -> None:
-    assert hydra_.instantiate({"_target_": "torch.nn.Linear", "in_features": 1, "out_features": 2}).out_features == 2
-    with pytest.raises(Exception, match="eval"):
-        hydra_.instantiate({"_target_": "builtins.eval", "_args_": ["1"]})
+OWN = """
+import os
+
+from torch import nn, relu
+from torchvision.transforms import Compose
+
+
+class Net(nn.Module):
+    def __init__(self, activation=None, path=None):
+        super().__init__()
+
+
+def relu_of_torch():
+    return relu
+
+
+def transform():
+    return Compose([])
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A module of a user's own, and the same one in a folder that is no package."""
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    (tmp_path / "own_folder").mkdir()
+    for path in ("own_module.py", "own_folder/inner.py"):
+        (tmp_path / path).write_text(OWN)
+    yield
+    for name in ("own_module", "own_folder", "own_folder.inner"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("without", [False, True], ids=["whitelist", "without"])
+@pytest.mark.parametrize(
+    "node",
+    [
+        {"_target_": "torch.nn.Linear", "in_features": 1, "out_features": 2},
+        {"_target_": "own_module.Net"},
+        {"_target_": "own_folder.inner.Net"},
+        {"_target_": "own_module.Compose", "transforms": []},
+        {"_target_": "own_module.Net", "activation": {"_target_": "own_module.relu_of_torch"}},
+        {"_target_": "own_module.Net", "activation": {"_target_": "torch.nn.functional.gelu", "_partial_": True}},
+        {"_target_": "own_module.Net", "activation": {"_target_": "hydra.utils.get_method", "path": "torch.relu"}},
+        {"_target_": "own_module.Net", "path": {"_target_": "pathlib.Path", "_args_": ["a"]}},
+        {"_target_": "own_folder.inner.transform"},
+        {"_target_": "builtins.dict", "a": 1},
+        {"_target_": "datetime.timedelta", "seconds": 1},
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("own")
+def test_instantiate_makes_what_is_installed_or_a_users_own(
+    node: dict[str, Any], without: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if without:  # as with Hydra 1.3, in silence
+        monkeypatch.delattr("hydra.utils.execution_whitelist", raising=False)
+        warnings.filterwarnings("ignore", r"\s*hydra\.utils\.instantiate\(\) resolved _target_")
+    assert hydra_.instantiate(node) is not None
+
+
+@pytest.mark.parametrize("target", ["builtins.eval", "os.remove", "shutil.rmtree", "own_module.os.system"])
+@pytest.mark.usefixtures("own")
+def test_what_hydra_refuses_stays_refused(target: str) -> None:
+    for node in ({"_target_": target, "_args_": ["1"]}, {"_target_": "own_module.Net", "path": {"_target_": target}}):
+        with pytest.raises(InstantiationException, match=target.rpartition(".")[2]):
+            hydra_.instantiate(node)
+
+
+@pytest.mark.skipif(not hasattr(hydra.utils, "execution_whitelist"), reason="Hydra 1.4 asks for a whitelist")
+@pytest.mark.parametrize("target", ["pathlib.Path.write_text", "subprocess.Popen", "os.mkdir", "no_such_module.f"])
+def test_the_whitelist_has_nothing_of_the_standard_library_that_acts(target: str) -> None:
+    with pytest.raises(InstantiationException, match="whitelist"):
+        hydra_.instantiate({"_target_": target, "_args_": ["1"]})
 
 
 def test_resolvers_are_registered_and_replaced() -> None:

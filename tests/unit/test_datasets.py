@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_recipes import datasets
+from ddp_recipes.build.instantiate import make
 from ddp_recipes.datasets import Chain, InMemory, ScaleAndNormalize, csv_table
 from ddp_recipes.datasets.tabular import rows_of, standardize
 from ddp_recipes.datasets.transforms import for_tensors, runs_on_batches
@@ -229,8 +230,6 @@ def test_transforms_written_for_pil_images_run_on_tensors() -> None:
 
 
 def test_transforms_from_config(tmp_path: Path) -> None:
-    from hydra.utils import instantiate
-
     module = "torchvision.transforms"
     config: dict[str, Any] = {
         "_target_": "ddp_recipes.datasets.mnist",
@@ -240,13 +239,13 @@ def test_transforms_from_config(tmp_path: Path) -> None:
             {"_target_": f"{module}.Normalize", "mean": MNIST_MEAN, "std": MNIST_STD},
         ],
     }
-    dataset = instantiate(config)
+    dataset = make(config, "data.train")
     assert_batch_is_its_samples(dataset)
     everything = torch.arange(len(dataset))
     assert torch.equal(dataset.fetch(everything)[0], datasets.mnist(tmp_path).fetch(everything)[0])
 
     config["transform"].insert(0, {"_target_": f"{module}.RandomCrop", "size": 28, "padding": 4})
-    dataset = instantiate(config)
+    dataset = make(config, "data.train")
     assert not dataset.batched
     assert dataset[0][0].shape == (1, 28, 28)
 
@@ -477,18 +476,15 @@ def test_csv_standardized(table: Path) -> None:
 
 
 def test_csv_from_config(table: Path) -> None:
-    from hydra.utils import instantiate
-
-    dataset = instantiate(
-        {
-            "_target_": "ddp_recipes.datasets.csv_table",
-            "path": str(table),
-            "inputs": ["width", "height"],
-            "target": "kind",
-            "classes": ["rose", "iris"],
-            "split": "val",
-        }
-    )
+    config = {
+        "_target_": "ddp_recipes.datasets.csv_table",
+        "path": str(table),
+        "inputs": ["width", "height"],
+        "target": "kind",
+        "classes": ["rose", "iris"],
+        "split": "val",
+    }
+    dataset = make(config, "data.val")
     assert everything(dataset)[0].shape == (4, 2)
 
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from hydra.utils import instantiate
-from omegaconf import OmegaConf
+import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import plugin_data_pb2
 from torch import Tensor, nn
 
+from ddp_recipes.build.instantiate import make
 from ddp_recipes.loggers import CSVLogger, Logger, Loggers, TensorBoardLogger
 
 CONF = Path(__file__).parents[2] / "conf" / "logger"
@@ -44,8 +44,8 @@ def column(directory: Path, name: str) -> list[tuple[int, float]]:
 
 @pytest.mark.parametrize("option", ["none", "tensorboard", "csv"])
 def test_yaml_makes_a_logger(option: str, tmp_path: Path) -> None:
-    make = instantiate(OmegaConf.load(CONF / f"{option}.yaml"))
-    logger = make(directory=tmp_path / "folder", purge_step=None)
+    node = yaml.safe_load((CONF / f"{option}.yaml").read_text())
+    logger = make(node, "logger", directory=tmp_path / "folder", purge_step=None)
     logger.scalars({"loss": 1.0}, 1)
     logger.close()
     assert isinstance(logger, Logger)

@@ -7,15 +7,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from ddp_recipes.config import compose
-from ddp_recipes.config.settings import (
-    CheckpointSettings,
-    DataSettings,
-    RunSettings,
-    TrainerSettings,
-    batches,
-    parse,
-    seconds,
-)
+from ddp_recipes.config.keys import parse
+from ddp_recipes.config.settings import CheckpointSettings, DataSettings, RunSettings, TrainerSettings, batches, seconds
 from ddp_recipes.errors import RequestError
 from ddp_recipes.launchers.env import AutoSettings
 from ddp_recipes.main import CONF

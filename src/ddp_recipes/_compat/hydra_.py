@@ -1,6 +1,8 @@
 """How Hydra composes and runs a job, without its decorator: this package decides when, and what is shown of errors."""
 
-import warnings
+import os
+import sys
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import hydra.utils
@@ -14,6 +16,7 @@ __all__ = [
     "Callbacks",
     "Hydra",
     "create_config_search_path",
+    "execution_whitelist",
     "get_args_parser",
     "instantiate",
     "locate",
@@ -61,12 +64,33 @@ def use_defaults_of_1_3() -> None:
 
 
 def instantiate(node: Any, **options: Any) -> Any:
-    """Return what ``hydra.utils.instantiate`` does; a user's own ``_target_`` may be anything that 1.3.8 allows.
-
-    Hydra 1.4 warns of a call without an execution whitelist. Which targets users bring is not known before their config
-    is, and to disable the checks would allow what 1.3.8 refuses (``eval``, ``os.remove``). So the warning is left out;
-    Hydra 1.5, where it becomes an error, is not allowed in ``pyproject.toml``.
-    """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", r"\s*hydra\.utils\.instantiate\(\) resolved _target_")
+    """Return what ``hydra.utils.instantiate`` makes of a node, within :func:`execution_whitelist`."""
+    with execution_whitelist():
         return hydra.utils.instantiate(node, **options)
+
+
+# Of Python's standard library, a config may make values and handlers of logs, and nothing that acts.
+VALUES = (bool, complex, dict, float, int, list, range, set, slice, str, tuple)
+OF_STANDARD_LIBRARY = (
+    *(f"builtins.{value.__name__}" for value in VALUES),
+    *("collections.*", "datetime.*", "decimal.*", "fractions.*", "functools.partial", "logging.*", "math.*"),
+    "pathlib.Path",
+)
+
+
+def execution_whitelist() -> AbstractContextManager[Any]:
+    """Return a context in which Hydra may call what is installed or lies in a folder of ``sys.path``.
+
+    Hydra 1.4 asks for that list, ``hydra.utils.execution_whitelist``; 1.3.8 has one of what it refuses, which 1.4 still
+    refuses of what is listed. A name counts as what it stands for: ``my_module.os.remove`` is refused.
+    """
+    whitelist = getattr(hydra.utils, "execution_whitelist", None)
+    if whitelist is None:
+        return nullcontext()
+    folders = [folder or "." for folder in sys.path if os.path.isdir(folder or ".")]
+    importable = {*sys.modules, *(file for folder in folders for file in os.listdir(folder))}
+    packages = {name.partition(".")[0] for name in importable} - sys.stdlib_module_names
+    listed: AbstractContextManager[Any] = whitelist(
+        [*OF_STANDARD_LIBRARY, *(f"{name}.*" for name in packages if name.isidentifier())]
+    )
+    return listed

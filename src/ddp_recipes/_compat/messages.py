@@ -30,7 +30,7 @@ def refused_global(error: BaseException) -> str | None:
 
 def unknown_override(error: BaseException) -> str | None:
     """Return the key that Hydra could not override, append to or delete."""
-    found = re.search(r"Could not (?:override|append to|delete)[^']*'([^']+)'", str(error))
+    found = re.search(r"Could not (?:override|append to|delete)(?!.* value of)[^']*'([^']+)'", str(error))
     return found[1] if found else None
 
 
@@ -50,6 +50,9 @@ def cuda_devices(error: BaseException) -> set[int]:
     return {int(number) for number in re.findall(r"cuda:(\d+)", str(error))}
 
 
-def full_key_line(line: str) -> bool:
-    """Whether a line of a message only says where in the config: Hydra's ``full_key: …``."""
-    return line.startswith("full_key")
+def shortened(error: BaseException) -> str:
+    """Return what Hydra says about a target in one line: why it cannot be found, or the first sentence about it."""
+    lines = [line for line in str(error).splitlines() if line.strip() and not line.startswith("full_key")]
+    if isinstance(error, ImportError) and lines:
+        return lines[-1]
+    return re.split(r"\.\s|\.$|, set env", " ".join(lines))[0] + "."

@@ -1,7 +1,9 @@
 """Loaders of the config's data sets."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
-from omegaconf import DictConfig
 
 from ddp_recipes.build.instantiate import make
 from ddp_recipes.config.parallelism import BatchShards
@@ -20,7 +22,7 @@ SPLITS = {
 
 
 def make_loaders(
-    data: DictConfig,
+    data: Mapping[str, Any],
     settings: DataSettings,
     trainer: TrainerSettings,
     mode: str,
@@ -60,7 +62,7 @@ def make_loaders(
 
 def _make_loader(
     split: str,
-    node: DictConfig,
+    node: Mapping[str, Any],
     settings: DataSettings,
     trainer: TrainerSettings,
     seed: int,

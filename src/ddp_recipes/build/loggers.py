@@ -1,16 +1,16 @@
 """The logger of a run, which may be several."""
 
 import inspect
+from collections.abc import Mapping
 from pathlib import Path
-
-from omegaconf import DictConfig, OmegaConf
+from typing import Any
 
 from ddp_recipes.build.instantiate import locate, make, parameters_of
 from ddp_recipes.errors import RequestError, nearest
 from ddp_recipes.loggers import Logger, Loggers, folder_name
 
 
-def logger_sections(config: DictConfig, *, check: bool) -> dict[str, DictConfig]:
+def logger_sections(config: Mapping[str, Any], *, check: bool) -> dict[str, Mapping[str, Any]]:
     """Return the loggers' sections by their dotted names.
 
     Args:
@@ -19,9 +19,9 @@ def logger_sections(config: DictConfig, *, check: bool) -> dict[str, DictConfig]
     Raises:
         RequestError: there is none, one does not take its keys, or two write into one folder.
     """
-    node = config.logger
+    node = config["logger"]
     loggers = {"logger": node} if "_target_" in node else {f"logger.{name}": node[name] for name in node}
-    if not loggers or not all(OmegaConf.is_dict(each) for each in loggers.values()):
+    if not loggers or not all(isinstance(each, Mapping) for each in loggers.values()):
         raise RequestError(
             "logger has neither a _target_, the dotted name of a class, nor a section for each of several. Choose "
             "an option: logger=tensorboard, logger=csv, logger=none, or several: logger=[tensorboard,csv]."
@@ -38,7 +38,7 @@ def logger_sections(config: DictConfig, *, check: bool) -> dict[str, DictConfig]
     return loggers
 
 
-def make_logger(sections: dict[str, DictConfig], run_directory: Path, purge_step: int | None) -> Logger:
+def make_logger(sections: Mapping[str, Mapping[str, Any]], run_directory: Path, purge_step: int | None) -> Logger:
     """Return the logger of these sections; each gets a folder of its own.
 
     Args:
@@ -51,29 +51,30 @@ def make_logger(sections: dict[str, DictConfig], run_directory: Path, purge_step
     return loggers[0] if len(loggers) == 1 else Loggers(loggers)
 
 
-def _folder(node: DictConfig, section: str) -> str:
+def _folder(node: Mapping[str, Any], section: str) -> str:
     """Return the name of a logger's own folder: its class says it, else it is called after what makes it."""
-    folder = getattr(locate(node._target_, section), "folder", None)
-    return folder if isinstance(folder, str) else folder_name(node._target_.rpartition(".")[2])
+    folder = getattr(locate(node["_target_"], section), "folder", None)
+    return folder if isinstance(folder, str) else folder_name(node["_target_"].rpartition(".")[2])
 
 
-def _check(node: DictConfig, section: str) -> None:
+def _check(node: Mapping[str, Any], section: str) -> None:
     """Refuse a logger that does not take the keys of its section, or not what every logger is given."""
     if "_target_" not in node:
         raise RequestError(f"{section} has no _target_, the dotted name of a class or function to call.")
-    parameters, given = parameters_of(node._target_, section), {"directory", "purge_step"}
+    target = str(node["_target_"])
+    parameters, given = parameters_of(target, section), {"directory", "purge_step"}
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return
     if not given <= parameters.keys():
         raise RequestError(
-            f"{section}._target_={node._target_} does not take {' and '.join(sorted(given - parameters.keys()))}. "
+            f"{section}._target_={node['_target_']} does not take {' and '.join(sorted(given - parameters.keys()))}. "
             f"Every logger is given directory, its folder, and purge_step, on resume the first step logged anew."
         )
     allowed = [name for name in parameters if name not in given]
-    for key in map(str, node):
+    for key in node:
         if key not in allowed and not (key.startswith("_") and key.endswith("_")):
             keys = f"Keys of {section}: {', '.join(allowed)}." if allowed else f"{section} has no keys."
-            raise RequestError(f"{section}.{key} is not a key of {node._target_}. {keys}{nearest(key, allowed)}")
+            raise RequestError(f"{section}.{key} is not a key of {node['_target_']}. {keys}{nearest(key, allowed)}")
     for name in allowed:
         if parameters[name].default is inspect.Parameter.empty and name not in node:
-            raise RequestError(f"{section}.{name} is missing: {node._target_} has no default for it.")
+            raise RequestError(f"{section}.{name} is missing: {node['_target_']} has no default for it.")

@@ -3,12 +3,12 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
+from typing import Any
 
 import torch
-from omegaconf import DictConfig
 
 from ddp_recipes.build.devices import Devices
-from ddp_recipes.build.instantiate import make_section, parameters_of
+from ddp_recipes.build.instantiate import make, parameters_of
 from ddp_recipes.config.parallelism import StrategySettings
 from ddp_recipes.config.settings import ModelSettings
 from ddp_recipes.data.loader import Loader
@@ -36,7 +36,7 @@ class BuiltTask:
 
 
 def make_task(
-    config: DictConfig,
+    config: Mapping[str, Any],
     settings: ModelSettings,
     strategy: StrategySettings,
     devices: Devices,
@@ -57,21 +57,22 @@ def make_task(
     Raises:
         RequestError: the model cannot be made or placed so.
     """
-    node, pipeline = config.model, strategy.pipeline
-    places_itself = "devices" in parameters_of(node._target_, "model")
+    node, pipeline = config["model"], strategy.pipeline
+    target = str(node.get("_target_"))
+    places_itself = "devices" in parameters_of(target, "model")
     if places_itself and (settings.split is not None or pipeline is not None):
         given, key = f"model.split={settings.split}", "model.split"
         if pipeline is not None:
             given, key = f"strategy={strategy.name} cuts the model", "strategy"
         raise RequestError(
-            f"{given}, but {node._target_} takes `devices` and places itself. Leave out {key}, or choose the model "
+            f"{given}, but {node['_target_']} takes `devices` and places itself. Leave out {key}, or choose the model "
             f"without '_mp'."
         )
     runtime = {"devices": devices.own} if places_itself else {}
-    model = make_section(config, "model", without=[key.name for key in fields(ModelSettings)], **runtime)
+    model = make(node, "model", without=[key.name for key in fields(ModelSettings)], **runtime)
     if not isinstance(model, torch.nn.Module):
-        raise RequestError(f"model._target_={node._target_} made a {type(model).__name__}, which is no nn.Module.")
-    built = BuiltTask(make_section(config, "task", model=model))
+        raise RequestError(f"model._target_={node['_target_']} made a {type(model).__name__}, which is no nn.Module.")
+    built = BuiltTask(make(config["task"], "task", model=model))
     if settings.micro_batches > 1:
         in_micro_batches(model, settings.micro_batches)
     if places_itself:

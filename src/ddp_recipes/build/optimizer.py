@@ -1,17 +1,17 @@
 """Optimizer and learning-rate scheduler."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
 
-from ddp_recipes.build.instantiate import make_section, parameters_of
+from ddp_recipes.build.instantiate import make, parameters_of
 from ddp_recipes.errors import RequestError, not_one_of
 from ddp_recipes.tasks import Task
 from ddp_recipes.training.state import Schedule
 
 
-def make_optimizer(config: DictConfig, task: Task, precision: str) -> torch.optim.Optimizer:
+def make_optimizer(config: Mapping[str, Any], task: Task, precision: str) -> torch.optim.Optimizer:
     """Return a new optimizer for a task: the module's own, where it has one, else the config's.
 
     Args:
@@ -22,7 +22,7 @@ def make_optimizer(config: DictConfig, task: Task, precision: str) -> torch.opti
 
 
 def make_optimizer_and_schedule(
-    config: DictConfig, task: Task, precision: str, steps: int | None, steps_per_epoch: int
+    config: Mapping[str, Any], task: Task, precision: str, steps: int | None, steps_per_epoch: int
 ) -> tuple[torch.optim.Optimizer, Schedule]:
     """Return optimizer and scheduler: the module's own, where it is one of Lightning's, else the config's.
 
@@ -36,14 +36,14 @@ def make_optimizer_and_schedule(
     return optimizer, Schedule(own[1], own[2])
 
 
-def _of_config(config: DictConfig, task: Task, precision: str) -> torch.optim.Optimizer:
+def _of_config(config: Mapping[str, Any], task: Task, precision: str) -> torch.optim.Optimizer:
     """Return the config's optimizer, of one kernel for all parameters where it may be."""
-    fused: dict[str, Any] = {"fused": True} if _may_fuse(config.optimizer, task, precision) else {}
-    optimizer: torch.optim.Optimizer = make_section(config, "optimizer", task.parameters(), **fused)
+    fused: dict[str, Any] = {"fused": True} if _may_fuse(config["optimizer"], task, precision) else {}
+    optimizer: torch.optim.Optimizer = make(config["optimizer"], "optimizer", task.parameters(), **fused)
     return optimizer
 
 
-def _may_fuse(node: DictConfig, task: Task, precision: str) -> bool:
+def _may_fuse(node: Mapping[str, Any], task: Task, precision: str) -> bool:
     """Whether the optimizer is one of torch's that may update all parameters in one kernel, unless told otherwise.
 
     Not with 16-mixed: where the very first step is skipped, torch's fused SGD goes on from uninitialised momentum.
@@ -53,19 +53,19 @@ def _may_fuse(node: DictConfig, task: Task, precision: str) -> bool:
     return (
         node.get("fused") is None
         and not node.get("foreach")
-        and node._target_.startswith("torch.optim.")
-        and "fused" in parameters_of(node._target_, "optimizer")
+        and node["_target_"].startswith("torch.optim.")
+        and "fused" in parameters_of(node["_target_"], "optimizer")
         and precision != "16-mixed"
-        and (on_cpu or node._target_.rpartition(".")[2] != "Adagrad")
+        and (on_cpu or node["_target_"].rpartition(".")[2] != "Adagrad")
         and all(parameter.is_floating_point() for parameter in task.parameters())
     )
 
 
 def _make_schedule(
-    config: DictConfig, optimizer: torch.optim.Optimizer, steps: int | None, steps_per_epoch: int
+    config: Mapping[str, Any], optimizer: torch.optim.Optimizer, steps: int | None, steps_per_epoch: int
 ) -> Schedule:
     """Return the scheduler; a length that its yaml leaves null is that of the run, in ticks."""
-    node = config.scheduler
+    node = config["scheduler"]
     interval = node.get("interval", "epoch")
     if interval not in ("step", "epoch"):
         raise not_one_of("scheduler.interval", interval, ("step", "epoch"))
@@ -77,5 +77,5 @@ def _make_schedule(
         )
     ticks = steps if steps is None or interval == "step" else -(-steps // steps_per_epoch)
     of_run = dict.fromkeys(lengths, ticks)
-    scheduler = make_section(config, "scheduler", optimizer, without=["interval", *lengths], **of_run)
+    scheduler = make(node, "scheduler", optimizer, without=["interval", *lengths], **of_run)
     return Schedule(scheduler, interval)

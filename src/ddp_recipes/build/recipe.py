@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
 
 from ddp_recipes.build.data import make_loaders
 from ddp_recipes.build.devices import Devices, available_devices, dry_run_devices
@@ -37,7 +37,7 @@ class Recipe:
     """The objects of one run on this rank.
 
     Attributes:
-        config: the job's, for :func:`make`; ``request`` has its checked keys.
+        request: the checked keys of the job's config.
         trainer: its keys as ``fast_dev_run`` and ``overfit_batches`` change them.
         stages: of a model that is split.
         loggers: the config's sections, by their dotted names.
@@ -48,7 +48,6 @@ class Recipe:
 
     job: Job
     request: Request
-    config: DictConfig
     control: Control
     devices: Devices
     trainer: TrainerSettings
@@ -57,7 +56,7 @@ class Recipe:
     task: Task
     stages: list[Stage]
     callbacks: list[Callback]
-    loggers: dict[str, DictConfig]
+    loggers: Mapping[str, Mapping[str, Any]]
     monitor: str
     checkpoint_path: Path | None
     state: State | None
@@ -114,7 +113,7 @@ def make_recipe(job: Job, world: World, control: Control) -> Recipe:
     Raises:
         RequestError: something in the config cannot be made.
     """
-    config, request = OmegaConf.create(dict(job.config)), Request.of(job.config)
+    config, request = job.config, Request.of(job.config)
     trainer, mode = request.trainer.effective(), request.run.mode
     if request.run.plan:
         devices = dry_run_devices(request, request.layout(visible_gpus()))
@@ -122,10 +121,10 @@ def make_recipe(job: Job, world: World, control: Control) -> Recipe:
         devices = available_devices(request, world)
     set_torch_up(trainer, devices)
     request.strategy.check_world_size(devices.world.world_size)
-    strategy: Strategy = locate(config.strategy._target_, "strategy")(request.strategy)
+    strategy: Strategy = locate(config["strategy"]["_target_"], "strategy")(request.strategy)
     load_data = partial(
         make_loaders,
-        config.data,
+        config["data"],
         request.data,
         trainer,
         mode,
@@ -134,7 +133,7 @@ def make_recipe(job: Job, world: World, control: Control) -> Recipe:
         strategy.replicas(devices.own[0].type),
         devices.own[0],
     )
-    loaders = control.first_on_node(load_data) if config.data.get("download", False) else load_data()
+    loaders = control.first_on_node(load_data) if config["data"].get("download", False) else load_data()
     seed_everything(request.run.seed)
     built = make_task(
         config,
@@ -158,7 +157,6 @@ def make_recipe(job: Job, world: World, control: Control) -> Recipe:
     return Recipe(
         job=job,
         request=request,
-        config=config,
         control=control,
         devices=devices,
         trainer=trainer,

@@ -43,7 +43,7 @@ def make_run(recipe: Recipe, stop_controller: StopController, strategy: Strategy
     precision = recipe.trainer.precision
     with loading():  # an optimizer that is not torch's own may bring its compiler
         optimizer, schedule = make_optimizer_and_schedule(
-            recipe.config, task, precision, recipe.total_steps, recipe.steps_per_epoch
+            recipe.job.config, task, precision, recipe.total_steps, recipe.steps_per_epoch
         )
     run = Run(
         world=recipe.world,

@@ -13,20 +13,22 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import run_job
 from hydra.errors import HydraException, MissingConfigException
 from hydra.types import HydraContext, RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from ddp_recipes._compat.hydra_ import (
     Callbacks,
     Hydra,
     create_config_search_path,
+    execution_whitelist,
     get_args_parser,
     outcome,
     run_hydra,
     use_defaults_of_1_3,
 )
 from ddp_recipes._compat.messages import unknown_override, without_search_path
-from ddp_recipes.config import settings
+from ddp_recipes.config.keys import parse as parse_keys
+from ddp_recipes.config.settings import SweepSettings
 from ddp_recipes.errors import RequestError, nearest
 
 JOB_NAME = "train"
@@ -45,9 +47,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.ArgumentParser, argparse.Namesp
 def spelled_out(overrides: Sequence[str]) -> list[str]:
     """Return overrides in which ours are spelled out in Hydra's own.
 
-    ``plan.nnodes=4`` is ``cluster.nnodes=4``, and ``plan=true`` if unsaid: a key cannot be true or false and a section
-    as well, so what is planned for is a section of its own.
-
+    ``plan.nnodes=4`` is ``cluster.nnodes=4``, and ``plan=true`` if unsaid: a key cannot be a value and a section.
     ``logger=[tensorboard,csv]`` puts each of them into a section of its own, where Hydra would merge them into one.
     """
     spelled = [re.sub(r"^(\+{0,2}|~)plan\.", r"\1cluster.", override) for override in overrides]
@@ -67,27 +67,30 @@ def _loggers_apart(override: str) -> list[str]:
     return ["logger=[]", *(f"+logger@logger.{option.rpartition('/')[2]}={option}" for option in options)]
 
 
-def refuse_merged_loggers(config: DictConfig) -> None:
-    """Refuse a job for which Hydra merged the loggers of a list into one section.
+def separate_loggers(config: DictConfig) -> None:
+    """Give each logger of a job a section of its own where Hydra merged those of a list, one value of a sweep.
 
     Raises:
-        RequestError: says how to list them.
+        RequestError: a list in a yaml is merged, too; the message says how else to list them.
     """
-    job, choices = HydraConfig.get().job, HydraConfig.get().runtime.choices
-    if "_target_" not in (config.get("logger") or {}) or "logger" in choices:
+    cfg, hydra = HydraConfig.get(), GlobalHydra.instance().hydra
+    if "_target_" not in (config.get("logger") or {}) or "logger" in cfg.runtime.choices:
         return
-    hydra = GlobalHydra.instance().hydra
     assert hydra is not None
-    overrides = [*HydraConfig.get().overrides.hydra, *HydraConfig.get().overrides.task]
-    found = hydra.config_loader.compute_defaults_list(job.config_name, overrides, RunMode.RUN).defaults
+    overrides = [*cfg.overrides.hydra, *cfg.overrides.task]
+    if spelled_out(overrides) != overrides:
+        with open_dict(config):
+            config.logger = hydra.compose_config(cfg.job.config_name, spelled_out(overrides), RunMode.RUN).logger
+        return
+    found = hydra.config_loader.compute_defaults_list(cfg.job.config_name, overrides, RunMode.RUN).defaults
     paths = [str(one.config_path) for one in found if one.package == "logger"]
     options = [path.removeprefix("logger/") for path in paths if path.startswith("logger/")]
     if len(options) > 1:
         entries = ", ".join(f"{option}@{option}" for option in options)
         raise RequestError(
-            f"logger: [{', '.join(options)}] in a yaml, or in one value of a sweep, is merged by Hydra into one. "
-            f"Write logger=[{','.join(options)}] on the command line, or choose an option of your own, "
-            f"logger/several.yaml, with the defaults list [{entries}]."
+            f"logger: [{', '.join(options)}] in a yaml is merged by Hydra into one. Write logger=[{','.join(options)}] "
+            f"on the command line, or choose an option of your own, logger/several.yaml, with the defaults list "
+            f"[{entries}]."
         )
 
 
@@ -119,23 +122,26 @@ def session(config_path: str, config_dir: str | None = None) -> Iterator[Hydra]:
     former = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
-        yield Hydra.create_main_hydra2(task_name=JOB_NAME, config_search_path=search_path)
+        with execution_whitelist():  # for Hydra's own callbacks and logging
+            yield Hydra.create_main_hydra2(task_name=JOB_NAME, config_search_path=search_path)
     finally:
         GlobalHydra.instance().clear()
         if former is not None:
             GlobalHydra.instance().initialize(former)
 
 
-def compose(hydra: Hydra, config_name: str, overrides: Sequence[str]) -> DictConfig:
-    """Compose the config of a single run, with Hydra's own section in it.
+def compose(hydra: Hydra, config_name: str, overrides: Sequence[str], mode: RunMode = RunMode.RUN) -> DictConfig:
+    """Compose a config, with Hydra's own section in it; in a multirun with what is swept over as it was written.
 
     Raises:
-        RequestError: an override names a group, option or key that does not exist; the nearest one is offered.
+        RequestError: an override names a group, option or key that does not exist; the nearest one is offered. Or a
+            value of ``sweep.*`` is not allowed, which is for the sweep and not for each of its jobs.
     """
-    try:
-        return hydra.compose_config(config_name, list(overrides), RunMode.RUN)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise translate(error, hydra, config_name, overrides) from None
+    with _translated(hydra, config_name, overrides):
+        single = mode is RunMode.RUN
+        config = hydra.compose_config(config_name, list(overrides), mode, validate_sweep_overrides=single)
+        parse_keys(SweepSettings, "sweep", config.get("sweep") or {})
+        return config
 
 
 def run(hydra: Hydra, config: DictConfig, config_name: str, task: Task) -> None:
@@ -158,18 +164,11 @@ def sweep_directory(hydra: Hydra, config_name: str, overrides: Sequence[str]) ->
     """Return ``hydra.sweep.dir`` of a multirun, resolved: the time in it is now.
 
     Raises:
-        RequestError: as in :func:`compose`, or a value of ``sweep.*`` is not allowed.
+        RequestError: as in :func:`compose`.
     """
-    try:
-        config = hydra.compose_config(
-            config_name, [*overrides, "hydra.mode=MULTIRUN"], RunMode.MULTIRUN, validate_sweep_overrides=False
-        )
-        section = OmegaConf.to_container(config.get("sweep") or OmegaConf.create({}))
-        assert isinstance(section, dict)
-        settings.parse(settings.SweepSettings, "sweep", {str(name): value for name, value in section.items()})
+    with _translated(hydra, config_name, overrides):
+        config = compose(hydra, config_name, [*overrides, "hydra.mode=MULTIRUN"], RunMode.MULTIRUN)
         return os.path.abspath(str(config.hydra.sweep.dir))
-    except (HydraException, OmegaConfBaseException) as error:
-        raise translate(error, hydra, config_name, overrides) from None
 
 
 def multirun(hydra: Hydra, config_name: str, overrides: Sequence[str], directory: str, task: Task) -> None:
@@ -178,10 +177,8 @@ def multirun(hydra: Hydra, config_name: str, overrides: Sequence[str], directory
     Raises:
         RequestError: as in :func:`compose`.
     """
-    try:
+    with _translated(hydra, config_name, overrides):
         hydra.multirun(config_name, task, [*overrides, "hydra.mode=MULTIRUN", f"hydra.sweep.dir={quoted(directory)}"])
-    except (HydraException, OmegaConfBaseException) as error:
-        raise translate(error, hydra, config_name, overrides) from None
 
 
 def quoted(text: str) -> str:
@@ -205,7 +202,16 @@ def record() -> dict[str, str]:
     }
 
 
-def translate(error: Exception, hydra: Hydra, config_name: str, overrides: Sequence[str]) -> RequestError:
+@contextmanager
+def _translated(hydra: Hydra, config_name: str, overrides: Sequence[str]) -> Iterator[None]:
+    """Raise Hydra's errors as :func:`_translate` words them."""
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException) as error:
+        raise _translate(error, hydra, config_name, overrides) from None
+
+
+def _translate(error: Exception, hydra: Hydra, config_name: str, overrides: Sequence[str]) -> RequestError:
     """Return Hydra's error as one message that offers the nearest name."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, option = error.missing_cfg_file.rpartition("/")

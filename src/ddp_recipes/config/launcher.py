@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
-from ddp_recipes.config.settings import LauncherSettings, parse
+from ddp_recipes.config.keys import parse
+from ddp_recipes.config.settings import LauncherSettings
 from ddp_recipes.errors import RequestError
 
 AUTO = "ddp_recipes.launchers.AutoLauncher"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ddp_recipes.config.settings import Count, parse
+from ddp_recipes.config.keys import Count, parse
 from ddp_recipes.errors import RequestError
 from ddp_recipes.runtime.world import World
 

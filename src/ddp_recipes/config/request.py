@@ -12,6 +12,7 @@ from omegaconf.resolvers import oc
 
 from ddp_recipes._compat.messages import missing_interpolation_key
 from ddp_recipes._compat.omegaconf_ import register_resolver
+from ddp_recipes.config.keys import parse
 from ddp_recipes.config.launcher import launcher_settings
 from ddp_recipes.config.parallelism import StrategySettings, strategy_settings
 from ddp_recipes.config.settings import (
@@ -22,9 +23,7 @@ from ddp_recipes.config.settings import (
     ModelSettings,
     ResumeSettings,
     RunSettings,
-    SweepSettings,
     TrainerSettings,
-    parse,
 )
 from ddp_recipes.errors import RequestError, nearest
 from ddp_recipes.runtime.world import World
@@ -45,7 +44,6 @@ class Request:
     model: ModelSettings
     cluster: ClusterSettings
     strategy: StrategySettings
-    sweep: SweepSettings
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "Request":
@@ -70,7 +68,6 @@ class Request:
             model=parse(ModelSettings, "model", config["model"], others=True),
             cluster=parse(ClusterSettings, "cluster", config.get("cluster") or {}),
             strategy=strategy_settings(config["strategy"]),
-            sweep=parse(SweepSettings, "sweep", config.get("sweep") or {}),
         )
         if request.strategy.pipeline is None:
             request.model.check_split(request.model.num_devices, "model.num_devices")

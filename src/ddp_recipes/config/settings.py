@@ -1,34 +1,12 @@
-"""The recipe's own keys as frozen, checked dataclasses. Importing this loads no torch.
-
-A field's type is its rule: ``Literal`` lists the allowed values, ``Annotated[int, Range(1)]`` bounds a number.
-"""
+"""The recipe's own keys as frozen dataclasses, for :func:`~ddp_recipes.config.keys.parse`. Loads no torch."""
 
 import dataclasses
-import types
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal
 
-from ddp_recipes.errors import RequestError, nearest
+from ddp_recipes.config.keys import Count, Natural, Positive, Range, Share
+from ddp_recipes.errors import RequestError
 
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Range:
-    """A number at least ``low`` and, if given, at most ``high``."""
-
-    low: float
-    high: float | None = None
-
-    def __str__(self) -> str:
-        return f"at least {self.low:g}" if self.high is None else f"from {self.low:g} to {self.high:g}"
-
-
-Count = Annotated[int, Range(1)]
-Positive = Annotated[float, Range(1e-6)]
-Natural = Annotated[int, Range(0)]
-Share = Annotated[float, Range(0, 1)]
 Limit = Share | Natural  # a float is a share of the batches, an int is a number of them
 
 
@@ -227,37 +205,6 @@ class RunSettings:
         return "plan" if self.plan else self.check or self.mode
 
 
-def parse(cls: type[T], section: str, values: Mapping[str, Any], *, others: bool = False) -> T:
-    """Check the values of one section of the config and return them as ``cls``. What has a default may be left out.
-
-    Args:
-        section: the config group, for messages; empty for the top level.
-        others: whether keys that ``cls`` does not name are left alone; otherwise they are refused.
-
-    Raises:
-        RequestError: a key is unknown or missing, or a value is not allowed.
-    """
-    prefix = f"{section}." if section else ""
-    known = {each.name for each in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    hints = {name: hint for name, hint in get_type_hints(cls, include_extras=True).items() if name in known}
-    for name in values:
-        if name not in hints and not others:
-            raise RequestError(
-                f"{prefix}{name} is not a key. Keys of {section}: {', '.join(sorted(hints))}.{nearest(name, hints)}"
-            )
-    optional = {each.name for each in dataclasses.fields(cls) if each.default is not dataclasses.MISSING}  # type: ignore[arg-type]
-    given = {name: hint for name, hint in hints.items() if name in values or name not in optional}
-    for name, hint in given.items():
-        if name not in values:
-            raise RequestError(f"{prefix}{name} is missing from the config. Allowed: {_describe(hint)}.")
-        if not _fits(values[name], hint):
-            near = nearest(str(values[name]), [str(choice) for choice in _choices(hint)])
-            raise RequestError(
-                f"{prefix}{name}={_shown(values[name])} is not allowed. Allowed: {_describe(hint)}.{near}"
-            )
-    return cls(**{name: values[name] for name in given})
-
-
 def seconds(limit: str | float | None) -> float | None:
     """Return a time limit in seconds, given as seconds or as ``"DD:HH:MM:SS"`` (leading parts may be left out)."""
     if limit is None or not isinstance(limit, str):
@@ -275,52 +222,3 @@ def batches(limit: float, available: int) -> int:
 
 def _unlimited(value: int | None) -> bool:
     return value is None or value == -1
-
-
-def _arms(hint: Any) -> tuple[Any, ...]:
-    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-
-
-def _choices(hint: Any) -> list[Any]:
-    return [choice for arm in _arms(hint) if get_origin(arm) is Literal for choice in get_args(arm)]
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    if len(_arms(hint)) > 1:
-        return any(_fits(value, arm) for arm in _arms(hint))
-    if get_origin(hint) is Annotated:
-        base, bound = get_args(hint)
-        return _fits(value, base) and value >= bound.low and (bound.high is None or value <= bound.high)
-    if get_origin(hint) is Literal:
-        return any(value == choice and type(value) is type(choice) for choice in get_args(hint))
-    if hint is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    if get_origin(hint) is list:
-        return isinstance(value, list) and all(_fits(item, *get_args(hint)) for item in value)
-    return isinstance(value, get_origin(hint) or hint)
-
-
-def _describe(hint: Any) -> str:
-    if len(_arms(hint)) > 1:
-        return ", or ".join(_describe(arm) for arm in _arms(hint))
-    if get_origin(hint) is Annotated:
-        base, bound = get_args(hint)
-        return f"{_describe(base)} {bound}"
-    if get_origin(hint) is Literal:
-        return ", ".join(map(str, get_args(hint)))
-    names = {
-        int: "a whole number",
-        float: "a number",
-        bool: "true, false",
-        str: "text",
-        type(None): "null",
-        dict: "names and values",
-        list: "a list of names",
-    }
-    return names[get_origin(hint) or hint]
-
-
-def _shown(value: Any) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

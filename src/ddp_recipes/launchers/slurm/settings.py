@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from ddp_recipes.config.settings import Count, LauncherSettings, Range
+from ddp_recipes.config.keys import Count, Range
+from ddp_recipes.config.settings import LauncherSettings
 from ddp_recipes.errors import RequestError
 
 

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from ddp_recipes.config.keys import Positive
 from ddp_recipes.config.parallelism import StrategySettings
-from ddp_recipes.config.settings import Positive
 from ddp_recipes.errors import RequestError
 
 if TYPE_CHECKING:

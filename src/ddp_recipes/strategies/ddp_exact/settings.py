@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ddp_recipes.config.keys import Count
 from ddp_recipes.config.parallelism import BatchShards, StrategySettings
-from ddp_recipes.config.settings import Count
 from ddp_recipes.errors import RequestError
 from ddp_recipes.runtime.world import World
 

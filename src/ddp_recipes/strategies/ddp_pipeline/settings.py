@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
+from ddp_recipes.config.keys import Count, Range
 from ddp_recipes.config.parallelism import PipelineShape, StrategySettings
-from ddp_recipes.config.settings import Count, Range
 from ddp_recipes.errors import RequestError
 
 if TYPE_CHECKING:

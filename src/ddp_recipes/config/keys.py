@@ -1,0 +1,107 @@
+"""Typed keys: a frozen dataclass's fields are the keys of a section of the config, and their types the rules.
+
+``Literal`` lists the allowed values, ``Annotated[int, Range(1)]`` bounds a number.
+"""
+
+import dataclasses
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from ddp_recipes.errors import RequestError, nearest
+
+T = TypeVar("T")
+
+IN_WORDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true, false",
+    str: "text",
+    type(None): "null",
+    dict: "names and values",
+    list: "a list of names",
+}
+
+
+@dataclass(frozen=True)
+class Range:
+    """A number at least ``low`` and, if given, at most ``high``."""
+
+    low: float
+    high: float | None = None
+
+    def __str__(self) -> str:
+        return f"at least {self.low:g}" if self.high is None else f"from {self.low:g} to {self.high:g}"
+
+
+Count = Annotated[int, Range(1)]
+Positive = Annotated[float, Range(1e-6)]
+Natural = Annotated[int, Range(0)]
+Share = Annotated[float, Range(0, 1)]
+
+
+def parse(cls: type[T], section: str, values: Mapping[str, Any], *, others: bool = False) -> T:
+    """Check the values of one section of the config and return them as ``cls``. What has a default may be left out.
+
+    Args:
+        section: the config group, for messages; empty for the top level.
+        others: whether keys that ``cls`` does not name are left alone; otherwise they are refused.
+
+    Raises:
+        RequestError: a key is unknown or missing, or a value is not allowed.
+    """
+    prefix = f"{section}." if section else ""
+    fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    hints = get_type_hints(cls, include_extras=True)
+    for name in values:
+        if name not in fields and not others:
+            raise RequestError(
+                f"{prefix}{name} is not a key. Keys of {section}: {', '.join(sorted(fields))}.{nearest(name, fields)}"
+            )
+    for name, field in fields.items():
+        allowed = f"Allowed: {_describe(hints[name])}."
+        if name in values and not _fits(value := values[name], hints[name]):
+            near = nearest(str(value), _choices(hints[name]))
+            raise RequestError(f"{prefix}{name}={_shown(value)} is not allowed. {allowed}{near}")
+        if name not in values and field.default is dataclasses.MISSING:
+            raise RequestError(f"{prefix}{name} is missing from the config. {allowed}")
+    return cls(**{name: values[name] for name in fields if name in values})
+
+
+def _arms(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def _choices(hint: Any) -> list[str]:
+    return [str(choice) for arm in _arms(hint) if get_origin(arm) is Literal for choice in get_args(arm)]
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    if len(arms := _arms(hint)) > 1:
+        return any(_fits(value, arm) for arm in arms)
+    kind, arguments = get_origin(hint) or hint, get_args(hint)
+    if kind is Annotated:
+        base, bound = arguments
+        return _fits(value, base) and value >= bound.low and (bound.high is None or value <= bound.high)
+    if kind is Literal:
+        return any(value == choice and type(value) is type(choice) for choice in arguments)
+    if isinstance(value, bool):
+        return kind is bool
+    if kind is list:
+        return isinstance(value, list) and all(_fits(item, *arguments) for item in value)
+    return isinstance(value, (int, float) if kind is float else kind)
+
+
+def _describe(hint: Any) -> str:
+    if len(arms := _arms(hint)) > 1:
+        return ", or ".join(map(_describe, arms))
+    kind, arguments = get_origin(hint) or hint, get_args(hint)
+    if kind is Annotated:
+        base, bound = arguments
+        return f"{_describe(base)} {bound}"
+    return ", ".join(map(str, arguments)) if kind is Literal else IN_WORDS[kind]
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
