@@ -1,4 +1,4 @@
-"""What the loop knows of a strategy, and what strategies have in common."""
+"""The protocol of strategies, and what most of them have in common."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext

@@ -41,7 +41,7 @@ def evaluate(task: Task, loader: Loader, strategy: Strategy, prefix: str, precis
     task.eval()
     for metric in task.stateful_metrics.values():
         metric.reset()
-    sums: dict[str, Tensor] = {}  # name -> for each part the sum over samples and their number, [parts, 2], float64
+    sums: dict[str, Tensor] = {}  # name -> for each shard the sum over samples and their number, [shards, 2], float64
     with phase("validation"), torch.no_grad(), precision.forward():
         for batch in loader.batches(epoch=0):
             if batch.num_samples == 0 and sums:

@@ -32,7 +32,7 @@ class Precision:
         return {}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take back what :meth:`state` returned."""
+        """Restore what :meth:`state` returned."""
 
 
 class BFloat16(Precision):

@@ -23,7 +23,7 @@ from ddp_recipes.runtime.world import World
 
 MOST_RANKS = 8  # each reads what all have put there: with many it would be quicker if each computed a slice of the sum
 CHUNK = 1 << 20  # bytes that a rank puts there at once: small enough for the processor's cache
-LONGEST_S = 1e6  # that a socket can be told to wait
+LONGEST_S = 1e6  # the longest timeout of a socket
 _BYTE = b"\0"
 
 
@@ -31,7 +31,7 @@ class SharedMemory:
     """Means and sums of tensors over ranks. They are added in the order of ranks, so all get the same bits, in any run.
 
     Each rank has two places, which it uses in turns. A turn ends when all ranks have put something there, so nobody is
-    two turns ahead of another one: what a rank overwrites has been read by all.
+    two turns before another one: what a rank overwrites has been read by all.
 
     Args:
         links: a connection to each other rank, by rank. It ends with that rank.

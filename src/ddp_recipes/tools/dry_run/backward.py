@@ -2,7 +2,7 @@
 
 Autograd's own engine asks the driver for each device of the graph, so where there is no GPU it cannot run on tensors
 that only say that they are on one. The graph can: its nodes are called here as the engine calls them, latest first,
-each once all that it needs has come, and what a node saved is let go when it is done.
+each once all that it needs has come, and what a node saved is freed when it is done.
 """
 
 from collections import Counter

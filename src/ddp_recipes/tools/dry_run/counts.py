@@ -81,7 +81,7 @@ def leaving_of_pipelines(reduced: Sequence[int], passed: Sequence[tuple[int, int
 def link_seconds(leaving: float, gbps: float) -> float:
     """Return the seconds that so many bytes take at least to leave a link, if all of it is at the link's full speed.
 
-    What is within a node takes no time. A part of it may go on while others compute.
+    What is within a node takes no time. Some of it may overlap with computing.
 
     Args:
         gbps: of the link, each way, in 10^9 bits a second.

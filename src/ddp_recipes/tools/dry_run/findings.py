@@ -43,7 +43,7 @@ def devices_left_over(recipe: Recipe, planned: dict[str, Any]) -> str | None:
 
 
 def batch_norm_without_sync(recipe: Recipe) -> str | None:
-    """Find batch norm whose statistics are those of a part of the batch."""
+    """Find batch norm whose statistics are those of some samples of the batch."""
     norms, plan, pipeline = batch_norms(recipe.task), recipe.loaders["train"].plan, recipe.request.strategy.pipeline
     micro_batches = recipe.request.model.micro_batches if pipeline is None else pipeline.micro_batches
     if not norms or plan.num_shards * micro_batches == 1 or recipe.request.strategy.synchronises_batch_norm:

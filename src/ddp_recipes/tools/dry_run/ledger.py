@@ -27,7 +27,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known: dict[int, weakref.ref[Any]] = {}
 
     def add(self, tensors: Iterable[Any]) -> None:
-        """Take in the memory of tensors that is not known yet; note when it is let go."""
+        """Take in the memory of tensors that is not known yet; note when it is freed."""
         for tensor in tensors:
             if not isinstance(tensor, Tensor):
                 continue
@@ -37,11 +37,11 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 continue
             size = -(-storage.nbytes() // self.rounded) * self.rounded
 
-            def gone(_: Any, key: int = key, device: torch.device = device, size: int = size) -> None:
+            def freed(_: Any, key: int = key, device: torch.device = device, size: int = size) -> None:
                 del self._known[key]
                 self.there[device] -= size
 
-            self._known[key] = weakref.ref(storage, gone)
+            self._known[key] = weakref.ref(storage, freed)
             self.there[device] += size
             self.peak[device] = max(self.peak[device], self.there[device])
 

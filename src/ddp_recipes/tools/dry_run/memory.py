@@ -1,7 +1,7 @@
 """What a training step takes of each device, found in one that is run on devices that are not there.
 
 Tensors have shapes and devices but no data (torch's ``FakeTensorMode``): forward, backward and optimizer run as they
-would, and a ledger follows what they allocate and let go. Allocations count as torch's CUDA allocator rounds them.
+would, and a ledger follows what they allocate and free. Allocations count as torch's CUDA allocator rounds them.
 Not in it: what libraries take beside it (cuBLAS, cuDNN and NCCL workspaces, the CUDA context), and fragmentation.
 """
 
@@ -72,7 +72,7 @@ class Batches:
     """The largest batches of a rank.
 
     Attributes:
-        train: samples of the data set, a batch of one, and how many samples a part has; ``val`` likewise, or ``None``.
+        train: samples of the data set, a batch of one, and how many samples a shard has; ``val`` likewise, or ``None``.
         accumulate: batches of an optimizer step.
     """
 
@@ -134,7 +134,7 @@ class Step:
                     self._steps(batches)
             except RequestError:
                 raise
-            except Exception as error:  # what fails for another reason fails in the run as well, and is told there
+            except Exception as error:  # what fails for another reason fails in the run as well, with its traceback
                 self.failure = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
                 self._step_without_running()
 

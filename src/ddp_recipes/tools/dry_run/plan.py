@@ -121,7 +121,7 @@ def layout_of(recipe: Recipe, layout: Layout, capacity: int | None) -> Plan:
     """Return which rank is where, and what it has."""
     world, k, cuda = layout.world, recipe.request.num_devices, layout.device_type == "cuda"
     plan_, pipeline = recipe.loaders["train"].plan, recipe.request.strategy.pipeline
-    samples = {share: counts.samples_of(plan_, share) for share in range(plan_.num_shards)}
+    samples = {shard: counts.samples_of(plan_, shard) for shard in range(plan_.num_shards)}
     ranks = []
     for rank in range(world.world_size):
         node, local = divmod(rank, world.local_world_size)
