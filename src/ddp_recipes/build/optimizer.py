@@ -44,7 +44,7 @@ def _of_config(config: Mapping[str, Any], task: Task, precision: str) -> torch.o
 
 
 def _may_fuse(node: Mapping[str, Any], task: Task, precision: str) -> bool:
-    """Whether the optimizer is one of torch's that may update all parameters in one kernel, and the config leaves that open.
+    """Whether the optimizer is one of torch's that may update all parameters in one kernel and the config lets it.
 
     Not with 16-mixed: where the very first step is skipped, torch's fused SGD goes on from uninitialised momentum.
     Nor Adagrad on a GPU: in torch 2.10 its fused step is for the CPU alone.
