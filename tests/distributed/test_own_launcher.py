@@ -36,6 +36,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_own_launcher_runs_a_job_as_local_does(folder: Path) -> None:
     for name, launcher in {"own": [NICE, NO_NICER], "local": ["launcher=local"]}.items():
         done = ran(folder, *TINY, *launcher, "seed=7", f"hydra.run.dir={name}")
@@ -45,6 +46,7 @@ def test_own_launcher_runs_a_job_as_local_does(folder: Path) -> None:
     assert own["weights_sha256"] == local["weights_sha256"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "printed", "error"),
     [
@@ -110,7 +112,11 @@ init_method: null
 """
 
 
-@pytest.mark.parametrize("keys", [KEYS, "defaults: [auto, _self_]\n"], ids=["alone", "on top of auto"])
+@pytest.mark.parametrize(
+    "keys",
+    [KEYS, pytest.param("defaults: [auto, _self_]\n", marks=pytest.mark.slow)],
+    ids=["alone", "on top of auto"],
+)
 def test_own_yaml_chooses_a_launcher_by_its_name(folder: Path, keys: str) -> None:
     (folder / "my_conf" / "launcher" / "named.yaml").write_text(f"{keys}name: local\n")
     done = ran(folder, *TINY, "launcher=named")

@@ -35,6 +35,7 @@ def test_local_sgd_that_averages_each_step_is_ddp(folder: Path) -> None:
     assert local["metrics"]["val/loss"] == pytest.approx(ddp["metrics"]["val/loss"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_local_sgd_averages_every_few_steps(folder: Path) -> None:
     rarely = summary(folder, "rarely", "strategy=local_sgd", "strategy.every=100", "launcher.nproc_per_node=2")
     often = summary(folder, "often", "strategy=local_sgd", "strategy.every=1", "launcher.nproc_per_node=2")

@@ -1,5 +1,9 @@
 """A rank that no longer responds, stopped or dead, is named in time, and others do not wait for it."""
 
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from signal import SIGSTOP
 
@@ -13,6 +17,8 @@ from helpers.processes import (
     START_S,
     TORCHRUN,
     TWO,
+    Ended,
+    Run,
     kill,
     started,
     summary,
@@ -23,28 +29,57 @@ from helpers.processes import (
 pytestmark = [pytest.mark.spawn, pytest.mark.slow, pytest.mark.alone]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_stopped_rank_is_named_once_the_collective_timeout_is_over(rank: int, folder: Path) -> None:
-    with started(folder, *ENDLESS, TWO, "launcher.timeout_s=3") as run:
-        until_saved(run, folder / "run")
-        kill(run.rank(rank), SIGSTOP)
-        ended = run.end(3 + GONE_S)
-    assert ended.status == 1
-    assert f"Rank {rank} of 2 did not respond within launcher.timeout_s=3 seconds" in ended.err
-    assert f"Rank {rank} of 2 did not respond" in summary(folder / "run")["error"]
-    # Every rank's Python stack is there: where the one waited, and where the other one was stopped.
-    for number in (0, 1):
-        assert "loop.py" in (folder / "run" / "ranks" / f"rank_{number}.txt").read_text()
+@contextmanager
+def a_run_for_each_rank(folder: Path, *overrides: str, command: list[str] | None = None) -> Iterator[list[Run]]:
+    """Start two runs of two ranks side by side, since they mostly wait; ``{rank}`` in overrides is 0 and 1."""
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(started(folder, *(each.format(rank=rank) for each in overrides), command=command))
+            for rank in (0, 1)
+        ]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_is_stopped_while_it_starts_is_named(rank: int, folder: Path) -> None:
-    with started(folder, *ENDLESS, TWO, "launcher.timeout_s=3") as run:
-        until(lambda: str(rank) in run.pids().values(), START_S, "the rank is not there")
-        kill(run.rank(rank), SIGSTOP)
-        ended = run.end(3 + GONE_S)
-    assert ended.status == 1
-    assert f"Rank {rank} of 2 did not" in ended.err
+def is_there(run: Run, rank: int) -> bool:
+    return str(rank) in run.pids().values()
+
+
+def ends(runs: list[Run], deadlines: list[float]) -> list[Ended]:
+    """Return how the runs ended, each before its deadline."""
+    return [run.end(max(0.1, at - time.monotonic())) for run, at in zip(runs, deadlines, strict=True)]
+
+
+@pytest.mark.parametrize("command", [None, TORCHRUN], ids=["local", "torchrun"])
+def test_a_stopped_rank_is_named_and_leaves_its_stack(command: list[str] | None, folder: Path) -> None:
+    own = ["launcher.timeout_s=3", "hydra.run.dir=run_{rank}", *([] if command else [TWO])]
+    with a_run_for_each_rank(folder, *ENDLESS, *own, command=command) as runs:
+        deadlines = []
+        for rank, run in enumerate(runs):
+            until_saved(run, folder / f"run_{rank}")
+            kill(run.rank(rank), SIGSTOP)
+            deadlines.append(time.monotonic() + 3 + GONE_S)
+        both = ends(runs, deadlines)
+    for rank, ended in enumerate(both):
+        assert ended.status == 1
+        assert f"Rank {rank} of 2 did not respond within launcher.timeout_s=3 seconds" in ended.err
+        if command is None:
+            assert f"Rank {rank} of 2 did not respond" in summary(folder / f"run_{rank}")["error"]
+        # Every rank's Python stack is there: where the one waited, and where the other one was stopped.
+        for number in (0, 1):
+            assert "loop.py" in (folder / f"run_{rank}" / "ranks" / f"rank_{number}.txt").read_text()
+
+
+def test_a_rank_that_is_stopped_while_it_starts_is_named(folder: Path) -> None:
+    own = [TWO, "launcher.timeout_s=3", "hydra.run.dir=run_{rank}"]
+    with a_run_for_each_rank(folder, *ENDLESS, *own) as runs:
+        deadlines = []
+        for rank, run in enumerate(runs):
+            until(partial(is_there, run, rank), START_S, "the rank is not there")
+            kill(run.rank(rank), SIGSTOP)
+            deadlines.append(time.monotonic() + 3 + GONE_S)
+        both = ends(runs, deadlines)
+    for rank, ended in enumerate(both):
+        assert ended.status == 1
+        assert f"Rank {rank} of 2 did not" in ended.err
 
 
 def test_under_torchrun_a_rank_that_is_stopped_while_it_starts_is_named_and_ended(folder: Path) -> None:
@@ -58,26 +93,17 @@ def test_under_torchrun_a_rank_that_is_stopped_while_it_starts_is_named_and_ende
     assert not (folder / "run").exists()
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_under_torchrun_a_stopped_rank_is_named_and_ended_and_leaves_its_stack(rank: int, folder: Path) -> None:
-    with started(folder, *ENDLESS, "launcher.timeout_s=3", command=TORCHRUN) as run:
-        until_saved(run, folder / "run")
-        kill(run.rank(rank), SIGSTOP)
-        ended = run.end(3 + GONE_S)
-    assert ended.status == 1
-    assert f"Rank {rank} of 2 did not respond within launcher.timeout_s=3 seconds" in ended.err
-    for number in (0, 1):
-        assert "loop.py" in (folder / "run" / "ranks" / f"rank_{number}.txt").read_text()
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_under_torchrun_a_rank_that_ends_without_a_word_is_named(rank: int, folder: Path) -> None:
-    overrides = [*FAULTY, "+model.what=exit", f"+model.rank={rank}"]
-    with started(folder, *overrides, command=TORCHRUN) as run:
-        until((folder / "run" / "ranks" / f"rank_{1 - rank}.txt").exists, START_S, "no trace")
-        ended = run.end(GONE_S)
-    assert ended.status == 1
-    assert f"Rank {rank} of 2 exited without a report." in ended.err
+def test_under_torchrun_a_rank_that_exits_without_a_report_is_named(folder: Path) -> None:
+    own = ["+model.what=exit", "+model.rank={rank}", "hydra.run.dir=run_{rank}"]
+    with a_run_for_each_rank(folder, *FAULTY, *own, command=TORCHRUN) as runs:
+        deadlines = []
+        for rank in (0, 1):
+            until((folder / f"run_{rank}" / "ranks" / f"rank_{1 - rank}.txt").exists, START_S, "no trace")
+            deadlines.append(time.monotonic() + GONE_S)
+        both = ends(runs, deadlines)
+    for rank, ended in enumerate(both):
+        assert ended.status == 1
+        assert f"Rank {rank} of 2 exited without a report." in ended.err
 
 
 def test_under_torchrun_a_rank_that_ends_while_it_gets_ready_is_not_waited_for(folder: Path) -> None:

@@ -98,6 +98,7 @@ def test_on_failure_stop_starts_no_further_job(tmp_path: Path) -> None:
     assert [row["status"] for row in table(tmp_path)] == ["finished", "failed"]
 
 
+@pytest.mark.slow
 def test_a_sweep_called_again_runs_only_what_did_not_finish(tmp_path: Path) -> None:
     first = noted(tmp_path, "+model.fail_at=0.2", "optimizer.lr=0.1,0.2")
     sweep(tmp_path, *ALONE, *first, status=1)
@@ -110,6 +111,7 @@ def test_a_sweep_called_again_runs_only_what_did_not_finish(tmp_path: Path) -> N
     assert begun == ["0.1", "0.2"]
 
 
+@pytest.mark.slow
 def test_another_sweep_in_the_same_folder_is_refused_and_the_first_is_kept(tmp_path: Path) -> None:
     sweep(tmp_path, *ALONE, "model=toy", "optimizer.lr=0.1,0.2")
     before = summary(tmp_path, 0)
