@@ -47,6 +47,7 @@ ReturnToService=2
 SlurmdTimeout=10
 KillWait=3
 JobRequeue=1
+FirstJobId={first_job}
 SlurmdParameters=config_overrides
 CommunicationParameters=NoInAddrAny,NoCtldInAddrAny
 NodeName=127.0.0.[1-2] NodeHostname=localhost NodeAddr=127.0.0.1 Port=[{ports[1]},{ports[2]}] \\
@@ -115,7 +116,9 @@ def _start(cluster: Cluster) -> None:
         for listener in (one, two, three):
             listener.bind(("127.0.0.1", 0))
         ports = [listener.getsockname()[1] for listener in (one, two, three)]
-    (folder / "slurm.conf").write_text(CONFIG.format(folder=folder, ports=ports))
+    # Ranks meet at a port made of the job's number: clusters that run side by side here must not share numbers.
+    first_job = 1 + 40 * (os.getpid() % 31)
+    (folder / "slurm.conf").write_text(CONFIG.format(folder=folder, ports=ports, first_job=first_job))
     (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
     key = folder / "munge.key"
     key.write_bytes(os.urandom(128))
