@@ -69,14 +69,14 @@ class _Shown(Progress):
         """Return ``step 50/560  loss 0.1234  1234 samples/s  0:12 left``, as far as it is known."""
         steps_per_second = (self._step - self._first) / max(time.monotonic() - self._began, 1e-9)
         rate = steps_per_second * self._samples_per_step if self._rate is None else self._rate
-        parts = [f"step {self._step}" if self._total is None else f"step {self._step}/{self._total}"]
+        text = f"step {self._step}" if self._total is None else f"step {self._step}/{self._total}"
         if self._loss is not None:
-            parts.append(f"loss {self._loss:.4g}")
+            text += f"  loss {self._loss:.4g}"
         if rate:
-            parts.append(f"{rate:.0f} samples/s")
+            text += f"  {rate:.0f} samples/s"
         if self._total is not None and steps_per_second:
-            parts.append(f"{_clock((self._total - self._step) / steps_per_second)} left")
-        return "  ".join(parts)
+            text += f"  {_clock((self._total - self._step) / steps_per_second)} left"
+        return text
 
 
 class Bar(_Shown):
