@@ -297,7 +297,7 @@ def test_train_and_val_are_the_whole_table() -> None:
     ("arguments", "message"),
     [
         ({"split": "vall"}, "split=vall is not known. Allowed: all, train, val. Did you mean 'val'"),
-        ({"val_fraction": 1.5}, "val_fraction=1.5 is not a share"),
+        ({"val_fraction": 1.5}, "val_fraction=1.5 is not a fraction"),
         ({"val_fraction": 0, "split": "val"}, "leaves none for split 'val'.*data.val=null"),
         ({"val_fraction": 0.999}, "leaves none for split 'train'"),
     ],

@@ -26,7 +26,7 @@ def rows_of(split: str, num_rows: int, *, val_fraction: float, seed: int) -> Ten
     if split not in ("train", "val", "all"):
         raise not_one_of("split", split, ("train", "val", "all"))
     if not 0 <= val_fraction < 1:
-        raise RequestError(f"val_fraction={val_fraction} is not a share: allowed is 0 to less than 1, such as 0.2.")
+        raise RequestError(f"val_fraction={val_fraction} is not a fraction: allowed is 0 to less than 1, such as 0.2.")
     if split == "all":
         return torch.arange(num_rows)
     order = torch.randperm(num_rows, generator=torch.Generator().manual_seed(seed))

@@ -1,4 +1,4 @@
-"""Where numbers go. ``Logger`` drops them: it is what every rank but 0 holds, and what ``logger=none`` means."""
+"""Where numbers go. ``Logger`` drops them: every rank but 0 has it, and so has ``logger=none``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def folder_name(name: str) -> str:
 
 
 class Logger:
-    """The logger that writes nothing; a base for those that do.
+    """Write nothing; a base for loggers that do.
 
     Attributes:
         folder: the name of its own folder in the run directory. A class that does not set it, nor inherits it from a
@@ -35,7 +35,7 @@ class Logger:
             cls.folder = folder_name(cls.__name__)
 
     def __init__(self, directory: str | Path | None = None, purge_step: int | None = None) -> None:
-        """Take what every logger is given: its folder, and on resume the first step that will be logged anew."""
+        """Take what every logger is given: its folder, and on resume the first step that will be logged again."""
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         """Record numbers by name at the optimizer step ``step``."""
@@ -66,7 +66,7 @@ class Logger:
 
 
 class Loggers(Logger):
-    """Several loggers as one: each is given everything, in their order."""
+    """Give everything to several loggers, in their order."""
 
     def __init__(self, loggers: Sequence[Logger]) -> None:
         self.loggers = tuple(loggers)

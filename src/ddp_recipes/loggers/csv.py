@@ -21,7 +21,7 @@ class CSVLogger(Logger):
     A cell is empty where the step has no such number. Only whole rows are written, so what a kill leaves can be read.
 
     Args:
-        purge_step: on resume, remove the rows that an earlier start logged at this step and later; they come anew.
+        purge_step: on resume, remove the rows that an earlier start logged at this step and later; they come again.
         flush_secs: how long, in seconds, rows may wait in memory.
     """
 

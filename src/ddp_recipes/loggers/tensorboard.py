@@ -27,7 +27,7 @@ class TensorBoardLogger(Logger):
     """Write exactly one event file into ``directory``.
 
     Args:
-        purge_step: on resume, hide the points that an earlier start logged at this step and later; they come anew.
+        purge_step: on resume, hide the points that an earlier start logged at this step and later; they come again.
         graph: whether to write the model's graph.
         flush_secs: how long, in seconds, points may wait in memory.
     """

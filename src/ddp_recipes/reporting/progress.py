@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a bar on a terminal, plain lines elsewhere, and tables before and after."""
+"""What a run shows: a bar on a terminal, plain lines elsewhere, and tables before and after."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Progress:
-    """The progress that nobody sees; a base for those that show."""
+    """Show nothing; a base for progress that shows."""
 
     def start(self, total_steps: int | None, first_step: int, samples_per_step: int) -> None:
         """Begin at ``first_step`` (not 0 on resume) of ``total_steps`` (None: not known beforehand)."""
@@ -35,7 +35,7 @@ class Progress:
 
 
 class _Shown(Progress):
-    """What bar and lines share: where the run stands, and how to say it."""
+    """Where the run is, and the text that says so, for a bar and for lines."""
 
     _total: int | None = None
     _first = _step = _epoch = _samples_per_step = 0
@@ -53,8 +53,7 @@ class _Shown(Progress):
         self._began = time.monotonic()
 
     def advance(self, step: int, epoch: int) -> None:
-        self._step = step
-        self._epoch = epoch
+        self._step, self._epoch = step, epoch
 
     def metrics(self, values: Mapping[str, float]) -> None:
         for name, value in values.items():
@@ -70,20 +69,20 @@ class _Shown(Progress):
         """Return ``step 50/560  loss 0.1234  1234 samples/s  0:12 left``, as far as it is known."""
         steps_per_second = (self._step - self._first) / max(time.monotonic() - self._began, 1e-9)
         rate = steps_per_second * self._samples_per_step if self._rate is None else self._rate
-        parts = [f"step {self._step}" if self._total is None else f"step {self._step}/{self._total}"]
+        text = f"step {self._step}" if self._total is None else f"step {self._step}/{self._total}"
         if self._loss is not None:
-            parts.append(f"loss {self._loss:.4g}")
+            text += f"  loss {self._loss:.4g}"
         if rate:
-            parts.append(f"{rate:.0f} samples/s")
+            text += f"  {rate:.0f} samples/s"
         if self._total is not None and steps_per_second:
-            parts.append(f"{_clock((self._total - self._step) / steps_per_second)} left")
-        return "  ".join(parts)
+            text += f"  {_clock((self._total - self._step) / steps_per_second)} left"
+        return text
 
 
 class Bar(_Shown):
     """A bar in the last line of a terminal. The calling thread draws it, by the clock: there is no other thread.
 
-    Not ``rich.progress``, of which it uses the parts: that lays out a table, so a drawing takes four times as long
+    Not ``rich.progress``, of which it uses the pieces: that lays out a table, so a drawing takes four times as long
     (``benchmarks/progress.py``), and where the terminal is narrow it shortens each column, not only what comes last.
     """
 
@@ -109,8 +108,7 @@ class Bar(_Shown):
         self._live.start()
 
     def advance(self, step: int, epoch: int) -> None:
-        self._step = step
-        self._epoch = epoch
+        self._step, self._epoch = step, epoch
         if time.monotonic() >= self._due:
             if self._live is not None:
                 self._live.refresh()

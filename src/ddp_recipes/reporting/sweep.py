@@ -1,27 +1,14 @@
-"""What a sweep leaves behind: one table of its jobs, read from their directories, whoever ran them and wherever."""
+"""One table of a sweep's jobs, read from their directories."""
 
 import csv
 import json
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import TextIO
 
 from ddp_recipes.errors import RequestError
 from ddp_recipes.reporting.progress import table
 from ddp_recipes.reporting.run_directory import Summary
-
-
-@dataclass(frozen=True)
-class Row:
-    """One job. ``seconds`` is wall time; ``error`` the last line of what ended it."""
-
-    directory: str
-    overrides: str
-    status: str
-    objective: float | None
-    seconds: float | None
-    error: str | None
 
 
 def read_summary(directory: Path) -> Summary | None:
@@ -57,39 +44,20 @@ def summaries(sweep_directory: Path) -> list[Summary]:
     return [{"run_directory": str(directory), **summary} for directory, summary in found if summary is not None]
 
 
-def rows(sweep_directory: Path) -> list[Row]:
-    """Return the jobs of a sweep that have ended, in the order of their numbers."""
-    return [
-        Row(
-            directory=Path(summary["run_directory"]).name,
-            overrides=" ".join(summary.get("overrides", [])),
-            status=summary["status"],
-            objective=summary.get("objective"),
-            seconds=summary.get("wall_time_s"),
-            error=summary["error"],
-        )
-        for summary in summaries(sweep_directory)
-    ]
-
-
 def report(sweep_directory: Path, stream: TextIO) -> None:
-    """Write ``sweep.csv`` into the sweep's directory and show it as a table."""
-    if not sweep_directory.is_dir():
-        return
-    jobs = rows(sweep_directory)
+    """Write ``sweep.csv``, a row for each job that has ended, into the sweep's directory, and show it as a table."""
+    jobs = summaries(sweep_directory) if sweep_directory.is_dir() else []
     if not jobs:
         return
+    shown = []
     with (sweep_directory / "sweep.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
-        writer.writerow(field.name for field in fields(Row))
-        writer.writerows(astuple(job) for job in jobs)
-    shown = [
-        (
-            f"{job.directory}  {job.overrides}",
-            f"{job.status}  "
-            + (f"objective {job.objective:.6g}" if job.objective is not None else job.error or "")
-            + (f"  {job.seconds:.1f} s" if job.seconds is not None else ""),
-        )
-        for job in jobs
-    ]
+        writer.writerow(["directory", "overrides", "status", "objective", "seconds", "error"])
+        for job in jobs:
+            name, overrides = Path(job["run_directory"]).name, " ".join(job.get("overrides", []))
+            status, objective, seconds, error = map(job.get, ("status", "objective", "wall_time_s", "error"))
+            writer.writerow([name, overrides, status, objective, seconds, error])
+            outcome = f"objective {objective:.6g}" if objective is not None else error or ""
+            took = f"  {seconds:.1f} s" if seconds is not None else ""
+            shown.append((f"{name}  {overrides}", f"{status}  {outcome}{took}"))
     table(f"sweep in {sweep_directory}", shown, stream)

@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,9 +33,9 @@ Tensors = dict[str, Tensor]
 def equivalence(recipe: Recipe, output: Output) -> None:
     """Train with the recipe's strategy and, beside it on every rank, with ``strategy=single``; compare at each step.
 
-    Gradients are compared once they are reduced, before they are clipped; then the reference takes them over, so that
-    both start each step from one point and what comes of rounding does not grow. Parameters and buffers are compared
-    after the optimizer's step. Dropout is off in both: its masks differ between ranks.
+    Gradients are compared once they are reduced, before they are clipped; then the reference gets the same ones, so
+    that rounding does not add up. Parameters and buffers are compared after the optimizer's step. Dropout is off in
+    both: its masks differ between ranks.
 
     Raises:
         RequestError: no step is left to compare.
@@ -55,7 +56,7 @@ def equivalence(recipe: Recipe, output: Output) -> None:
     tolerance = settings.check_tolerance
     if tolerance is None:
         tolerance = TOLERANCE[recipe.trainer.precision]
-    comparison = Comparison(tolerance)
+    comparison = Comparison(recipe.world.rank, tolerance)
     ours, its = (train(run) for run in pair)
     group = dist.new_subgroups(1)[0] if dist.is_initialized() else None
     for number in range(2 * steps):
@@ -67,15 +68,11 @@ def equivalence(recipe: Recipe, output: Output) -> None:
         if "gradient" in mine:
             for one, other in zip(pair[0].task.parameters(), pair[1].task.parameters(), strict=True):
                 other.grad = None if one.grad is None else one.grad.clone()
-    # What each rank has found, in rows of numbers: so every rank knows of all.
-    table = torch.zeros(1, recipe.world.world_size, len(comparison.row()), dtype=torch.float64, device=recipe.device)
-    table[0, recipe.world.rank] = torch.tensor(comparison.row(), dtype=torch.float64)
-    rows: list[list[float]] = recipe.strategy.sum(table).tolist()
-    output.metrics = {f"check/{kind}": max(row[at] for row in rows) for at, kind in enumerate(KINDS)}
-    found = [(row[3], row[4], rank) for rank, row in enumerate(rows) if row[3]]
-    if found:
-        rank = min(found)[2]
-        raise RunFailed(describe(recipe, tolerance, rank, rows[rank]), rank=0)
+    gathered = recipe.strategy.gather((comparison.largest, comparison.first))
+    largest, first = recipe.control.of_main("differences", lambda: of_all_ranks(gathered or ()))
+    output.metrics = {f"check/{kind}": size for kind, size in largest.items()}
+    if first is not None:
+        raise RunFailed(describe(recipe, tolerance, Difference(*first)), rank=0)
     name = recipe.request.strategy.name
     log.info("strategy=%s does what strategy=single does: %d steps, check_tolerance %g.", name, steps, tolerance)
 
@@ -91,7 +88,7 @@ def alone(recipe: Recipe) -> Recipe:
 
 @contextmanager
 def one_process(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Let a model that asks torch.distributed find ``group``, of this process alone: it may divide by its size."""
+    """Make ``group``, of this process alone, torch's default one: a model may divide by its size."""
     ranks = dist.group.WORLD
     dist.group.WORLD = group
     try:
@@ -123,7 +120,7 @@ def train(run: Run) -> Iterator[dict[str, Tensors]]:
 
 
 def switch_dropout_off(module: nn.Module) -> list[str]:
-    """Let torch's modules drop nothing; return the names of those that did."""
+    """Set the dropout of torch's modules to 0; return the names of those that had some."""
     dropping = []
     for name, each in module.named_modules():
         key = "p" if isinstance(each, Dropout) else "dropout"
@@ -133,6 +130,21 @@ def switch_dropout_off(module: nn.Module) -> list[str]:
     return dropping
 
 
+class Difference(NamedTuple):
+    """The first tensor of a rank that differs: by how much, and by what factors all of its kind and it are too large.
+
+    ``size`` is relative to the largest tensor of its kind; a factor is NaN where there is no such number.
+    """
+
+    step: int
+    rank: int
+    kind: str
+    name: str
+    size: float
+    factor_of_all: float
+    factor: float
+
+
 class Comparison:
     """The largest difference of each kind so far, and the first one that is more than the tolerance.
 
@@ -140,31 +152,33 @@ class Comparison:
     all tensors of their kind: what comes of rounding is small beside that, also in a tensor that should be zero.
     """
 
-    def __init__(self, tolerance: float) -> None:
-        self.tolerance = tolerance
+    def __init__(self, rank: int, tolerance: float) -> None:
+        self.rank, self.tolerance = rank, tolerance
         self.largest = dict.fromkeys(KINDS, 0.0)
-        self.first: list[float] = [0, 0, 0, 0, 0, 0]
-
-    def row(self) -> list[float]:
-        """Return all as numbers: largest differences; then step, kind, tensor, its difference, and factors.
-
-        The factors are by how much all gradients and this one are too large, NaN where they are not by any one factor.
-        """
-        return [*self.largest.values(), *self.first]
+        self.first: Difference | None = None
 
     def add(self, step: int, kind: str, mine: Tensors, single: Tensors) -> None:
-        """Compare the tensors of a kind, which are in one order."""
+        """Compare the tensors of a kind."""
         scale = max((_largest(each) for each in single.values() if each.is_floating_point()), default=0.0) or 1.0
-        sizes = [difference(mine[name], each, scale) for name, each in single.items()]
-        self.largest[kind] = max(self.largest[kind], *sizes, 0.0)
-        if self.first[0] == 0 and max(sizes, default=0.0) > self.tolerance:
-            at = next(number for number, size in enumerate(sizes) if size > self.tolerance)
-            names = list(single)
-            factors = [
-                factor([mine[name] for name in some], [single[name] for name in some], self.tolerance)
-                for some in (names, names[at : at + 1])
-            ]
-            self.first = [step, KINDS.index(kind), at, sizes[at], *factors]
+        sizes = {name: difference(mine[name], each, scale) for name, each in single.items()}
+        self.largest[kind] = max(self.largest[kind], *sizes.values(), 0.0)
+        name = next((name for name, size in sizes.items() if size > self.tolerance), None)
+        if self.first is None and name is not None:
+            of_all, of_one = (
+                factor([mine[each] for each in names], [single[each] for each in names], self.tolerance)
+                for names in (list(single), [name])
+            )
+            self.first = Difference(step, self.rank, kind, name, sizes[name], of_all, of_one)
+
+
+Found = tuple[dict[str, float], Difference | None]
+
+
+def of_all_ranks(gathered: Sequence[Found]) -> Found:
+    """Return the largest differences of all ranks, and the first one."""
+    largest = {kind: max(each[kind] for each, _ in gathered) for kind in KINDS}
+    firsts = [first for _, first in gathered if first is not None]
+    return largest, min(firsts, key=lambda each: (each.step, KINDS.index(each.kind), each.rank), default=None)
 
 
 def difference(one: Tensor, other: Tensor, scale: float) -> float:
@@ -190,21 +204,19 @@ def _largest(tensor: Tensor) -> float:
     return finite.max().item() if finite.numel() else 0.0
 
 
-def describe(recipe: Recipe, tolerance: float, rank: int, row: Sequence[float]) -> str:
+def describe(recipe: Recipe, tolerance: float, first: Difference) -> str:
     """Say what differs first, and what may be the cause."""
-    step, number, at, size, of_all, of_one = row[len(KINDS) :]
-    kind = KINDS[int(number)]
-    named = recipe.task.named_buffers() if kind == "buffer" else recipe.task.named_parameters()
-    name = [name for name, _ in named][int(at)].removeprefix("model.")
+    kind = first.kind
     text = (
         f"strategy={recipe.request.strategy.name} does not do what strategy=single does. The first difference is at "
-        f"step {int(step)}, on rank {rank}: the {kind} {name} is off by {size:.2g} of the largest {kind} "
-        f"(check_tolerance {tolerance:g})."
+        f"step {first.step}, on rank {first.rank}: the {kind} {first.name} is off by {first.size:.2g} of the largest "
+        f"{kind} (check_tolerance {tolerance:g})."
     )
-    if not math.isnan(of_all) and kind == "gradient":
-        text += f" All gradients are {of_all:.4g} times those of one process: is a loss scaled twice, or not at all?"
-    elif not math.isnan(of_one):
-        text += f" It is {of_one:.4g} times that of one process."
+    if not math.isnan(first.factor_of_all) and kind == "gradient":
+        times = f"{first.factor_of_all:.4g} times"
+        text += f" All gradients are {times} those of one process: is a loss scaled twice, or not at all?"
+    elif not math.isnan(first.factor):
+        text += f" It is {first.factor:.4g} times that of one process."
     elif norms := [name.removeprefix("model.") for name in batch_norms(recipe.task)]:
         text += (
             f" The model has batch norm ({', '.join(norms[:2])}{', …' if len(norms) > 2 else ''}): each replica takes "

@@ -1,4 +1,4 @@
-"""Where a step's time goes. Nothing of it is called in a run without a ``Profiler``."""
+"""Where a step's time goes, for a run with a ``Profiler``."""
 
 from ddp_recipes.tools.profiling.record import record
 
