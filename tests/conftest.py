@@ -22,6 +22,10 @@ BOUND_S = 15  # for a process that was told to end
 # A fork does not survive that torch has run on several threads. What tests start takes one as well, for more than one
 # test runs at a time: threads that wait for each other's core would spin away most of the time.
 torch.set_num_threads(1)
+# Nor a first backward pass where torch sees GPUs, for which it starts threads, and after fake tensors on a GPU it does.
+# One before them starts none. Where there are GPUs, no test may run a backward pass and then fork.
+if not Path("/dev/nvidiactl").exists():
+    torch.ones(1, requires_grad=True).backward()  # type: ignore[no-untyped-call]
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["DDP_RECIPES_TEST_PROCESS"] = MARK = str(os.getpid())  # processes inherit it, orphans as well
 

@@ -1,5 +1,6 @@
 """Names that other packages keep private: what each entry of ``_compat`` promises, and the public way without it."""
 
+import runpy
 import socket
 import subprocess
 import sys
@@ -149,12 +150,19 @@ def test_profiler_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     assert autograd.is_profiled()
 
 
-def test_kinds_of_modules_are_known() -> None:
+@pytest.mark.parametrize("without", [False, True], ids=["private", "public"])
+def test_kinds_of_modules_are_known(without: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if without:
+        monkeypatch.delattr(nn.modules.batchnorm, "_BatchNorm")
+        monkeypatch.delattr(nn.modules.dropout, "_DropoutNd")
+    found = runpy.run_path(str(modules.__file__))
+    batch_norm, dropout_kinds = found["BatchNorm"], found["Dropout"]
     for norm in (nn.BatchNorm1d(2), nn.BatchNorm3d(2), nn.SyncBatchNorm(2)):
-        assert isinstance(norm, modules.BatchNorm)
+        assert isinstance(norm, batch_norm)
     for dropout in (nn.Dropout(), nn.Dropout2d(), nn.FeatureAlphaDropout()):
-        assert isinstance(dropout, modules.Dropout)
-    assert not isinstance(nn.LayerNorm(2), (modules.BatchNorm, modules.Dropout))
+        assert isinstance(dropout, dropout_kinds)
+    assert not isinstance(nn.LayerNorm(2), batch_norm)
+    assert not isinstance(nn.LayerNorm(2), dropout_kinds)
 
 
 def test_buffers_are_read_and_written() -> None:
@@ -207,6 +215,7 @@ def test_data_workers_end_at_once() -> None:
     assert not worker.is_alive()
     data_workers.shut_down(DataLoader([1]))
     data_workers.shut_down(None)
+    data_workers.shut_down(object())  # type: ignore[arg-type]  # as a loader without the private names
 
 
 @pytest.mark.parametrize("without", [False, True], ids=["private", "public"])
@@ -218,9 +227,11 @@ def test_file_writer_of_tensorboard(without: bool, tmp_path: Path, monkeypatch: 
         monkeypatch.undo()
 
 
-def test_ddp_loads_nothing_more() -> None:
+def test_ddp_loads_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
     ddp.load_what_ddp_needs()
     assert "torch._dynamo" in sys.modules
+    monkeypatch.setitem(sys.modules, "torch._dynamo", None)  # its import fails now
+    ddp.load_what_ddp_needs()
 
 
 # --- Python ----------------------------------------------------------------------------------------------------------
@@ -274,6 +285,13 @@ def test_locate_finds_by_dotted_name(without: bool, monkeypatch: pytest.MonkeyPa
 def test_locate_raises_what_is_not_there() -> None:
     with pytest.raises(ImportError):
         hydra_.locate("torch.nn.NoSuchThing")
+
+
+def test_outcome_of_a_job_without_the_private_name() -> None:
+    class Public:  # what another version's JobReturn would have
+        return_value = 0.5
+
+    assert hydra_.outcome(Public()) == 0.5  # type: ignore[arg-type]
 
 
 def test_outcome_of_a_job_is_returned_or_raised_in_silence(capsys: pytest.CaptureFixture[str]) -> None:
@@ -456,12 +474,12 @@ def test_an_unknown_override_is_named(override: str) -> None:
     assert messages.unknown_override(ValueError("no")) is None
 
 
-def test_a_missing_primary_config_is_told_without_the_search_path() -> None:
+def test_a_missing_primary_config_is_named_without_the_search_path() -> None:
     with compose.session(CONF) as hydra, pytest.raises(Exception, match="Config search path") as raised:
         hydra.config_loader.load_configuration("no_such", [], RunMode.RUN)
-    said = messages.without_search_path(raised.value)
-    assert "no_such" in said
-    assert "Config search path" not in said
+    message = messages.without_search_path(raised.value)
+    assert "no_such" in message
+    assert "Config search path" not in message
 
 
 def test_the_key_that_an_interpolation_misses_is_named() -> None:

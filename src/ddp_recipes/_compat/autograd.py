@@ -44,15 +44,15 @@ def metadata_of(node: Any) -> Any:
 def pass_numbered(number: int) -> Iterator[None]:
     """Give a backward pass that the engine does not run a number, as the engine does.
 
-    ``torch.utils.checkpoint`` asks ``torch._C._current_graph_task_id`` for it. No public way.
+    ``torch.utils.checkpoint`` gets it from ``torch._C._current_graph_task_id``. No public way.
     """
     module: Any = torch._C
-    asked = module._current_graph_task_id
+    original = module._current_graph_task_id
     module._current_graph_task_id = lambda: number
     try:
         yield
     finally:
-        module._current_graph_task_id = asked
+        module._current_graph_task_id = original
 
 
 def is_profiled() -> bool:

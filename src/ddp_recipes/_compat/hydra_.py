@@ -25,7 +25,7 @@ __all__ = [
     "use_defaults_of_1_3",
 ]
 
-# No public way: ``hydra.compose`` knows neither jobs nor sweeps, and ``hydra.main`` ends the process.
+# No public way: ``hydra.compose`` runs neither jobs nor sweeps, and ``hydra.main`` ends the process.
 run_hydra = _run_hydra
 
 

@@ -1,4 +1,4 @@
-"""What is known of an error of torch or Hydra by its wording alone: neither has a type or an attribute for it.
+"""What only the wording of an error of torch or Hydra tells: neither has a type or an attribute for it.
 
 Where another version words it differently, each of these says no, and the error is shown as it is.
 """

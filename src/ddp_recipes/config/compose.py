@@ -1,4 +1,4 @@
-"""Hydra's part: from the command line to a composed config, and what it says when that fails."""
+"""Hydra's part: from the command line to a composed config, and its errors in one message."""
 
 import argparse
 import os
@@ -47,7 +47,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.ArgumentParser, argparse.Namesp
 def spelled_out(overrides: Sequence[str]) -> list[str]:
     """Return overrides in which ours are spelled out in Hydra's own.
 
-    ``plan.nnodes=4`` is ``cluster.nnodes=4``, and ``plan=true`` if unsaid: a key cannot be a value and a section.
+    ``plan.nnodes=4`` is ``cluster.nnodes=4``, and ``plan=true`` where left out: a key cannot be a value and a section.
     ``logger=[tensorboard,csv]`` puts each of them into a section of its own, where Hydra would merge them into one.
     """
     spelled = [re.sub(r"^(\+{0,2}|~)plan\.", r"\1cluster.", override) for override in overrides]
@@ -187,7 +187,7 @@ def quoted(text: str) -> str:
 
 
 def overrides_of_job() -> list[str]:
-    """Return what was said for the job that is running, as it was said: a secret in it stays ``${oc.env:…}``."""
+    """Return the overrides of the job that is running, as they were written: a secret stays ``${oc.env:…}``."""
     texts = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
     assert isinstance(texts, list)
     return [str(text) for text in texts]

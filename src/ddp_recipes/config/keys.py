@@ -38,7 +38,7 @@ class Range:
 Count = Annotated[int, Range(1)]
 Positive = Annotated[float, Range(1e-6)]
 Natural = Annotated[int, Range(0)]
-Share = Annotated[float, Range(0, 1)]
+Fraction = Annotated[float, Range(0, 1)]
 
 
 def parse(cls: type[T], section: str, values: Mapping[str, Any], *, others: bool = False) -> T:

@@ -1,4 +1,4 @@
-"""What a run is asked to be, checked as far as that needs no torch: the parent does it before anything starts."""
+"""What is requested of a run, checked as far as that needs no torch: the parent does it before anything starts."""
 
 import ctypes
 from collections.abc import Iterator, Mapping
@@ -83,7 +83,7 @@ class Request:
         """Return ``cuda`` or ``cpu`` for a machine with so many GPUs.
 
         Raises:
-            RequestError: GPUs are asked for and there are none, or NCCL on a CPU.
+            RequestError: GPUs are requested and none is available, or NCCL on a CPU.
         """
         device = self.launcher.device
         if device == "cuda" and gpus == 0:

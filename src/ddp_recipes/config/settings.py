@@ -4,10 +4,10 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from ddp_recipes.config.keys import Count, Natural, Positive, Range, Share
+from ddp_recipes.config.keys import Count, Fraction, Natural, Positive, Range
 from ddp_recipes.errors import RequestError
 
-Limit = Share | Natural  # a float is a share of the batches, an int is a number of them
+Limit = Fraction | Natural  # a float is a fraction of the batches, an int a number of them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class TrainerSettings:
     max_steps: Annotated[int, Range(-1)] | None
     max_time: str | Annotated[float, Range(0)] | None
     log_every_n_steps: Count
-    val_check_interval: Share | Count
+    val_check_interval: Fraction | Count
     check_val_every_n_epoch: Count
     num_sanity_val_steps: Annotated[int, Range(-1)]
     limit_train_batches: Limit
@@ -163,7 +163,7 @@ class SweepSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterSettings:
-    """``cluster.*``: what ``plan=true`` plans for; what is left out is as a run would find it here."""
+    """``cluster.*``: the machines of a dry run; what is left out is as on this one."""
 
     nnodes: Count | None = None
     gpus_per_node: Natural | None = None
@@ -216,7 +216,7 @@ def seconds(limit: str | float | None) -> float | None:
 
 
 def batches(limit: float, available: int) -> int:
-    """Return how many of the available batches a limit lets through: a float is a share, an int a number."""
+    """Return how many of the available batches a limit lets through: a float is a fraction, an int a number."""
     return min(limit, available) if isinstance(limit, int) else int(limit * available)
 
 
