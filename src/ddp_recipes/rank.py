@@ -36,12 +36,19 @@ from ddp_recipes.training.state import Run
 log = logging.getLogger(__name__)
 
 
-def run(job: Job, world: World, store: Store | None, exited: Callable[[], Iterable[int]] = tuple) -> Summary:
+def run(
+    job: Job,
+    world: World,
+    store: Store | None,
+    exited: Callable[[], Iterable[int]] = tuple,
+    joined: Callable[[], None] = lambda: None,
+) -> Summary:
     """Run a job as one of its ranks; return the summary, which rank 0 also writes to ``summary.json``.
 
     Args:
         store: where the ranks of this very run meet; ``None`` with one process.
         exited: returns the ranks whose process is known to have exited, where no launcher watches them.
+        joined: called once this rank has joined the others.
 
     Raises:
         RequestError: the job cannot be run; the same on every rank, and nothing was written.
@@ -55,6 +62,7 @@ def run(job: Job, world: World, store: Store | None, exited: Callable[[], Iterab
     try:
         if recipe.devices.layout is None:
             join(recipe)
+            joined()
         WORK[recipe.request.run.work](recipe, output)
         summary = output.facts(recipe.strategy.weights(recipe.task)) | {"status": "finished"}
         output.finish(summary)

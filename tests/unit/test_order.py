@@ -162,6 +162,16 @@ def test_shards_deal_as_they_are_called() -> None:
     assert [plan.indices(0, 1, shard).tolist() for shard in range(3)] == [[8], [9], []]
 
 
+@pytest.mark.parametrize("sharding", ["contiguous", "strided"])
+def test_shard_beyond_the_last_is_empty(sharding: str) -> None:
+    """For a rank that computes no shard of a batch."""
+    for shards in (1, 3):
+        plan = BatchPlan(10, 8, shards, sharding=sharding)
+        assert [plan.size(number, shards) for number in range(plan.num_batches)] == [0, 0]
+        assert epoch_of(plan, 0, shards) == []
+        assert plan.indices_of(0, range(1), shards).shape == (1, 0)
+
+
 def test_order_differs_by_epoch_and_by_seed_but_not_by_who_asks_when() -> None:
     plan = BatchPlan(100, 10, seed=1, shuffle=True)
     first, second = epoch_of(plan, 0), epoch_of(plan, 1)

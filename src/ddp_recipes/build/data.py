@@ -28,6 +28,7 @@ def make_loaders(
     mode: str,
     seed: int,
     shards: BatchShards,
+    evaluation_shards: BatchShards,
     replicas_a_shard: int,
     device: torch.device,
 ) -> dict[str, Loader]:
@@ -35,7 +36,8 @@ def make_loaders(
 
     Args:
         data: the config's section.
-        shards: those of each global batch that this rank computes.
+        shards: those of each global batch that this rank trains on.
+        evaluation_shards: those of any other split.
         replicas_a_shard: replicas that share one; ``batch_size`` is for each of them.
 
     Raises:
@@ -52,7 +54,16 @@ def make_loaders(
             f"another data or mode."
         )
     loaders = {
-        name: _make_loader(name, data[name], settings, trainer, seed, shards, replicas_a_shard, device)
+        name: _make_loader(
+            name,
+            data[name],
+            settings,
+            trainer,
+            seed,
+            shards if name == "train" else evaluation_shards,
+            replicas_a_shard,
+            device,
+        )
         for name in (found if mode == "fit" else found[:1])
     }
     if trainer.overfit_batches and "val" in loaders:

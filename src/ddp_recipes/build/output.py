@@ -15,7 +15,6 @@ def make_output(recipe: Recipe, directory: RunDirectory | None) -> Output:
         directory: the claimed run directory on rank 0, ``None`` elsewhere.
     """
     request, world, strategy = recipe.request, recipe.world, recipe.strategy
-    readers = request.strategy.batch_shards(world).readers
     return Output(
         job=recipe.job,
         request=request,
@@ -25,8 +24,8 @@ def make_output(recipe: Recipe, directory: RunDirectory | None) -> Output:
         task=recipe.task,
         strategy=strategy,
         stages=recipe.stages,
-        replicas=readers * strategy.replicas(recipe.device.type),
-        devices_per_replica=request.num_devices * (world.world_size // readers),
+        replicas=request.strategy.batch_shards(world).readers * strategy.replicas(recipe.device.type),
+        devices_per_replica=request.num_devices * request.strategy.processes_per_replica,
         device_name=recipe.devices.name,
         backend=recipe.devices.backend,
         monitor=recipe.monitor,

@@ -130,6 +130,7 @@ def make_recipe(job: Job, world: World, control: Control) -> Recipe:
         mode,
         request.run.seed,
         request.strategy.batch_shards(devices.world),
+        request.strategy.evaluation_shards(devices.world),
         strategy.replicas(devices.own[0].type),
         devices.own[0],
     )

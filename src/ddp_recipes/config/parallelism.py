@@ -28,6 +28,11 @@ class BatchShards:
     count: int
     total: int
 
+    @classmethod
+    def none(cls, total: int) -> "BatchShards":
+        """Return those of a rank that computes none: the one beyond the last is empty."""
+        return cls(total, 1, total)
+
     @property
     def readers(self) -> int:
         """How many ranks, or groups of ranks, read different data."""
@@ -135,6 +140,10 @@ class StrategySettings:
         k = self.processes_per_replica
         return wanted if k == 1 else max(1, 1 if fit is None else wanted // k) * k
 
+    def outlives(self, rank: int) -> bool:
+        """Whether a run that has begun goes on without this rank, if its process dies."""
+        return False
+
     # --- data
 
     def batch_shards(self, world: World) -> BatchShards:
@@ -146,6 +155,10 @@ class StrategySettings:
         self.check_world_size(world.world_size)
         k = self.processes_per_replica
         return BatchShards(world.rank // k, 1, world.world_size // k)
+
+    def evaluation_shards(self, world: World) -> BatchShards:
+        """Return which shards of each batch a rank computes where nothing is trained."""
+        return self.batch_shards(world)
 
     @property
     def fixed_shards(self) -> int | None:

@@ -98,9 +98,11 @@ class BatchPlan:
         return replace(self, max_batches=max_batches)
 
     def size(self, batch: int, shard: int | None = None) -> int:
-        """Return the number of samples in a global batch, or in a shard of it, which may have none."""
+        """Return the number of samples in a global batch, or in a shard of it; one beyond the last has none."""
         total = min(self.global_batch_size, self.num_samples - batch * self.global_batch_size)
-        return total if shard is None else (total + self.num_shards - 1 - shard) // self.num_shards
+        if shard is None:
+            return total
+        return (total + self.num_shards - 1 - shard) // self.num_shards if shard < self.num_shards else 0
 
     def indices(self, epoch: int, batch: int, shard: int = 0) -> torch.Tensor:
         """Return the samples in a shard of a global batch, int64 [size]."""
@@ -116,6 +118,8 @@ class BatchPlan:
 
     def _shard(self, samples: torch.Tensor, shard: int) -> torch.Tensor:
         """Return a shard of each global batch, [..., samples] to [..., size]."""
+        if shard >= self.num_shards:
+            return samples[..., :0]
         if self.num_shards == 1:
             return samples
         if self.sharding == "strided":

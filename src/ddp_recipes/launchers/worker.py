@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import IO, NoReturn
 
 from ddp_recipes.launchers.reports import RankReport
@@ -46,8 +47,9 @@ def run(job: Job, world: World, listener: int | None, at: Callable[[str], None] 
 
     Args:
         listener: socket that rank 0's store listens on; without one it opens the port itself.
-        at: called when this rank is at the store's ``door``, and when it is ``inside``. The way in has no timeout of
-            its own: a rank 0 that is stopped there holds up the others, with their interpreters.
+        at: called when this rank is at the store's ``door``, when it is ``inside``, and when it has ``joined`` the
+            others. The way in has no timeout of its own: a rank 0 that is stopped there holds up the others, with their
+            interpreters.
     """
     try:
         with loading():
@@ -66,7 +68,7 @@ def run(job: Job, world: World, listener: int | None, at: Callable[[str], None] 
             master_listen_fd=listener,
         )
         at("inside")
-        return RankReport.of_summary(world.rank, rank.run(job, world, store))
+        return RankReport.of_summary(world.rank, rank.run(job, world, store, joined=partial(at, "joined")))
     except BaseException as error:
         return RankReport.of_error(world.rank, error)
 

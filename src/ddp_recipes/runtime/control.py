@@ -209,6 +209,11 @@ class Control:
         return [line.rstrip() for line in lines if line is not None]
 
 
+def has_failed(store: Store, rank: int) -> bool:
+    """Whether a rank has recorded that it failed, which it does before it leaves the others."""
+    return store.check([f"failed/{rank}"])
+
+
 class BoundedCalls:
     """Calls to a store whose process may be dead, stopped or cut off: after one without an answer none is made."""
 

@@ -103,7 +103,7 @@ def clip(run: Run, measured: bool) -> Tensor | None:
         norm = run.strategy.norm([p.grad for p in parameters if p.grad is not None])
     if limit is not None and norm is not None and not by_value:
         nn.utils.clip_grads_with_norm_(parameters, limit, norm)
-    elif limit is not None:
+    elif limit is not None and any(parameter.grad is not None for parameter in parameters):  # else torch fails
         nn.utils.clip_grad_value_(parameters, limit)
     return norm
 

@@ -4,19 +4,20 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import ClassVar, Literal
 
+from ddp_recipes.config.parallelism import strategy_settings
 from ddp_recipes.config.request import Request, visible_gpus
 from ddp_recipes.config.settings import LauncherSettings
 from ddp_recipes.errors import RunFailed, did_not_arrive
 from ddp_recipes.launchers import stacks
 from ddp_recipes.launchers.base import Resources
 from ddp_recipes.launchers.local.ranks import Rank, incoming, start
-from ddp_recipes.launchers.reports import Outcome, as_rank_0, decide
+from ddp_recipes.launchers.reports import Death, Outcome, as_rank_0, decide
 from ddp_recipes.reporting.run_directory import Summary, leave_trace
 from ddp_recipes.runtime.job import ASKS_TO_STOP, Job
 from ddp_recipes.runtime.process import ignore_once, is_stopped, loading
@@ -84,6 +85,7 @@ def _supervise(job: Job, ranks: Sequence[Rank], signals: Sequence[str]) -> Outco
         signals: names of those that this process gets, also while this waits.
     """
     timeout_s = float(job.config["launcher"]["timeout_s"])
+    outlives = strategy_settings(job.config["strategy"]).outlives
     late = float("inf")  # when all ranks have to be inside the store
     deadline = float("inf")  # when all ranks have to have ended
     signalled = False
@@ -102,7 +104,7 @@ def _supervise(job: Job, ranks: Sequence[Rank], signals: Sequence[str]) -> Outco
             for rank in ranks:
                 rank.process.send_signal(signal.SIGTERM)
         reports = {rank.number: rank.report for rank in ranks if rank.report is not None}
-        deaths = [rank.death for rank in ranks if rank.death is not None]
+        deaths = _deaths(ranks, outlives)
         failed = deaths or any(report.kind != "summary" for report in reports.values())
         if failed and deadline == float("inf"):
             deadline = time.monotonic() + AFTER_FAILURE_S
@@ -111,9 +113,15 @@ def _supervise(job: Job, ranks: Sequence[Rank], signals: Sequence[str]) -> Outco
         if not awaited or time.monotonic() > deadline:
             break
     _keep_stacks(job, ranks)
-    deaths = [rank.death for rank in ranks if rank.death is not None]  # one more may have died meanwhile
+    deaths = _deaths(ranks, outlives)  # one more may have died meanwhile
     killed = [rank.number for rank in ranks if rank.report is None and rank.death is None]
     return decide(reports, deaths, killed=killed, signals=signals)
+
+
+def _deaths(ranks: Sequence[Rank], outlives: Callable[[int], bool]) -> list[Death]:
+    """Return the deaths that end the run."""
+    deaths = [(rank, rank.death) for rank in ranks]
+    return [death for rank, death in deaths if death and not (rank.place == "joined" and outlives(rank.number))]
 
 
 def _keep_stacks(job: Job, ranks: Sequence[Rank]) -> None:
@@ -126,7 +134,7 @@ def _keep_stacks(job: Job, ranks: Sequence[Rank]) -> None:
 
 def _missing(ranks: Sequence[Rank]) -> list[int]:
     """Return the ranks that others wait for at the start: stopped ones, those that never came, or the store's."""
-    outside = [rank.number for rank in ranks if rank.place != "inside" and rank.report is None]
+    outside = [rank.number for rank in ranks if rank.place in ("", "door") and rank.report is None]
     if outside and (stopped := [rank.number for rank in ranks if rank.process.pid and is_stopped(rank.process.pid)]):
         return stopped
     if never_came := [number for number in outside if not ranks[number].place]:
