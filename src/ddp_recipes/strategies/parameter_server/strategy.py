@@ -1,0 +1,229 @@
+"""Workers send gradients; servers hold the parameters and the optimizer's state."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import Store
+
+from ddp_recipes._compat.messages import timed_out
+from ddp_recipes.errors import RequestError
+from ddp_recipes.runtime.phases import ALL_REDUCE, phase
+from ddp_recipes.runtime.world import World
+from ddp_recipes.strategies.base import Passes, Whole, Wrapped
+from ddp_recipes.strategies.group import Group
+from ddp_recipes.strategies.parameter_server.messages import ASK, GRADIENTS, SUM, WEIGHTS, Push, Served, copy, deal
+from ddp_recipes.strategies.parameter_server.server import Server
+from ddp_recipes.strategies.parameter_server.settings import ParameterServerSettings
+from ddp_recipes.tasks import Task
+
+
+class ParameterServer(Whole, Group):
+    """The first ranks serve, the others work.
+
+    All go through the same loop. A worker gets weights before each shard of a batch and sends its gradients after it,
+    so its optimizer finds none. A server's finds those of the parameters that it holds, of as many shards as a step
+    has. Ranks send each other single messages, not collectives: so the others can go on when a worker dies.
+    """
+
+    settings: ParameterServerSettings
+
+    def __init__(self, settings: ParameterServerSettings) -> None:
+        self.settings = settings
+        self.server: Server | None = None  # of this rank, if it serves
+        self.served: list[Served] = []  # by server
+        self.pushes: list[Push] = []  # of this rank to each server, if it works
+        self.working = False  # on the shard that the loop is at
+        self.at, self.forgotten = 0, 0  # shards of all workers that the loop has come by; whose claims are deleted
+
+    @property
+    def workers(self) -> range:
+        """Their ranks."""
+        return range(self.settings.servers, self.world.world_size)
+
+    @property
+    def divisor(self) -> int:
+        """A server averages over workers."""
+        return len(self.workers)
+
+    def check(self, task: Task, devices: Sequence[torch.device]) -> None:
+        """Refuse what cannot be sent, or what gathers among all ranks by itself."""
+        for name, module in task.named_modules():
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+                raise RequestError(
+                    f"strategy=parameter_server sends dense gradients, but those of {name} are sparse. Make it with "
+                    f"sparse=False, or use strategy=ddp."
+                )
+        if self.settings.asynchronous and task.stateful_metrics:
+            raise RequestError(
+                f"strategy.staleness={self.settings.staleness} does not go with metrics of torchmetrics "
+                f"({', '.join(task.stateful_metrics)}): they gather among all ranks, of which some may have died. Use "
+                f"strategy.staleness=0, or functions that return a value a sample."
+            )
+
+    def setup(
+        self, world: World, store: Store | None, backend: str, timeout: timedelta, init_method: str | None
+    ) -> None:
+        """Join the process group; servers, whose death ends the run, have one of their own as well."""
+        if backend != "gloo":
+            raise RequestError(
+                f"launcher.backend={backend} does not go with strategy=parameter_server: ranks send each other single "
+                f"messages. Use launcher.backend=gloo."
+            )
+        super().setup(world, store, backend, timeout, init_method)
+        assert store is not None  # there are several processes
+        self.store, self.claims = store, dist.PrefixStore("claims", store)
+        self.servers = cast(dist.ProcessGroup, dist.new_group(list(range(self.settings.servers))))
+
+    def shard(self, task: Task, devices: Sequence[torch.device]) -> None:
+        """Deal the parameters to the servers."""
+        self.served = deal(task, self.settings.servers)
+        if self.world.rank in self.workers:
+            self.pushes = [Push(served) for served in self.served]
+            return
+        served, staleness = self.served[self.world.rank], self.settings.staleness
+        self.server = Server(self.workers, staleness, self.store, self.claims, served, self.timeout_s)
+
+    def wrap(self, task: Task, devices: Sequence[torch.device]) -> Wrapped:
+        """Return the task itself."""
+        if self.server is not None:
+            self.server.listen()
+        return cast(Wrapped, task)
+
+    # --- a step
+
+    def batch_shard(self, weight: float) -> AbstractContextManager[Any]:
+        """Return the work on a shard; a server has none."""
+        return nullcontext() if self.server is not None else self._work(weight)
+
+    @contextmanager
+    def _work(self, weight: float) -> Iterator[None]:
+        """Get weights and send gradients, for a shard that falls to this worker."""
+        shard, self.working = self.at, True
+        if self.settings.asynchronous:
+            mine = str(self.world.rank)
+            self.working = self.claims.compare_set(str(shard), "", mine) == mine.encode()
+            self.at += 1
+        else:
+            shard += self.workers.index(self.world.rank)
+            self.at += len(self.workers)
+        if self.working:
+            with phase(ALL_REDUCE):
+                for server in range(self.settings.servers):
+                    dist.send(torch.tensor([shard]), server, tag=ASK)
+                for server in range(self.settings.servers):
+                    self._receive_weights(server)
+        yield
+        if self.working:
+            with phase(ALL_REDUCE):
+                for server, push in enumerate(self.pushes):
+                    dist.send(push.fill(weight), server, tag=GRADIENTS)
+
+    def _receive_weights(self, server: int) -> None:
+        dist.recv(self.served[server].message, server, tag=WEIGHTS)
+        self.served[server].unpack()
+
+    def training_step(self, module: Wrapped, batch: Any, weight: float, last: bool, precision: Passes) -> Tensor:
+        """Leave out what falls to another worker."""
+        return super().training_step(module, batch, weight, last, precision) if self.working else torch.zeros(())
+
+    def reduce(self) -> None:
+        """Average the gradients of the next step, on the servers."""
+        if self.server is None:
+            return
+        served, self.at = self.served[self.world.rank], self.at + len(self.workers)
+        pushes = self.server.collect()
+        weight = sum(push.weight for _, push in pushes)
+        for at, parameter in enumerate(served.parameters):
+            gradients = [gradient for _, push in pushes if (gradient := push.gradient(at)) is not None]
+            if gradients:
+                mean = gradients[0] * (1 / self.divisor)  # each by itself, as ddp does
+                for gradient in gradients[1:]:
+                    mean += gradient * (1 / self.divisor)
+                if self.settings.asynchronous:
+                    mean /= weight  # shards of several steps, or fewer than all, need not make 1
+                parameter.grad = mean.to(parameter.device)
+        for shard, push in pushes:
+            if shard % len(self.workers) == 0:  # ddp takes rank 0's
+                copy(served.buffers, push.buffers)
+
+    def norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Return the norm over all servers; workers have no gradients any more."""
+        total = nn.utils.get_total_norm(gradients)
+        if self.server is None or self.settings.servers == 1:
+            return total
+        squared = total.cpu().to(torch.float64).square()
+        dist.all_reduce(squared, group=self.servers)
+        return squared.sqrt().to(total)
+
+    # --- between steps, where ranks wait for each other
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Add up on rank 0, which knows who is alive."""
+        total = values.sum(dim=0).cpu()
+        if self.world.is_main:
+            for rank in self._others():
+                value = torch.empty_like(total)
+                if self._exchange(dist.recv, value, rank, SUM):
+                    total += value
+            for rank in self._others():
+                self._exchange(dist.send, total, rank, SUM)
+            while self.settings.asynchronous and self.forgotten < self.at:  # the loop of every rank has come by these
+                self.claims.delete_key(str(self.forgotten))
+                self.forgotten += 1
+        else:
+            dist.send(total, 0, tag=SUM)
+            dist.recv(total, 0, tag=SUM)
+        return total.to(values.device)
+
+    def sync_buffers(self, task: Task) -> None:
+        """Give every rank the weights and buffers that servers hold."""
+        for server, served in enumerate(self.served):
+            if server != self.world.rank:
+                self._receive_weights(server)
+                continue
+            weights = served.pack()
+            for rank in self._others():
+                self._exchange(dist.send, weights, rank, WEIGHTS)
+
+    def weights(self, task: Task) -> dict[str, Tensor]:
+        """Return the servers' weights."""
+        self.sync_buffers(task)
+        return task.weights()
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Gather the servers' on rank 0."""
+        state = optimizer.state_dict()
+        if self.server is None or self.settings.servers == 1:
+            return state
+        gathered: list[Any] | None = [None] * self.settings.servers if self.world.is_main else None
+        dist.gather_object(state["state"], gathered, group=self.servers)
+        merged = {at: value for of_server in gathered or () for at, value in of_server.items()}
+        return {**state, "state": dict(sorted(merged.items()))}
+
+    def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        """Take what belongs to the parameters that this rank holds."""
+        mine = set() if self.server is None else {id(each) for each in self.served[self.world.rank].parameters}
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        held = {at: value for at, value in state["state"].items() if id(parameters[at]) in mine}
+        optimizer.load_state_dict({**state, "state": held})
+
+    def _others(self) -> list[int]:
+        """Return the other servers and the living workers, for a server."""
+        assert self.server is not None
+        return [rank for rank in (*range(self.settings.servers), *self.server.living) if rank != self.world.rank]
+
+    def _exchange(self, call: Callable[..., object], tensor: Tensor, rank: int, tag: int) -> bool:
+        """Send to a rank or receive from it; return whether it is there, and not a worker that died."""
+        try:
+            call(tensor, rank, tag=tag)
+            return True
+        except RuntimeError as error:
+            if self.server is None or rank not in self.workers or timed_out(error):
+                raise
+            self.server.go_on_without(rank)
+            return False
