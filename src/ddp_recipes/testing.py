@@ -45,7 +45,11 @@ def make_job(
     with compose.session(CONF, config_dir) as hydra:
         config = compose.compose(hydra, "train", compose.spelled_out(overrides))
     config = OmegaConf.masked_copy(config, [str(name) for name in config if name != "hydra"])
-    return Job(resolve(config), Path(directory or tempfile.mkdtemp(prefix="ddp_recipes_")).absolute())
+    return Job(
+        resolve(config),
+        Path(directory or tempfile.mkdtemp(prefix="ddp_recipes_")).absolute(),
+        overrides=list(overrides),
+    )
 
 
 def run_recipe(

@@ -1,6 +1,7 @@
 """Optimizer and learning-rate scheduler."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,14 +23,31 @@ def make_optimizer(config: Mapping[str, Any], task: Task, precision: str) -> tor
 
 
 def make_optimizer_and_schedule(
-    config: Mapping[str, Any], task: Task, precision: str, steps: int | None, steps_per_epoch: int
+    config: Mapping[str, Any],
+    task: Task,
+    precision: str,
+    steps: int | None,
+    steps_per_epoch: int,
+    overrides: Sequence[str] = (),
 ) -> tuple[torch.optim.Optimizer, Schedule]:
     """Return optimizer and scheduler: the module's own, where it is one of Lightning's, else the config's.
 
     Args:
         steps: optimizer steps of the whole run; ``None`` if only time limits it.
+        overrides: of the command line.
+
+    Raises:
+        RequestError: one of them cannot be made, or an override is for one that the module brings itself.
     """
     own = task.configure_optimizers()
+    brings = [] if own is None else ["optimizer"] if own[1] is None else ["optimizer", "scheduler"]
+    for override in overrides:
+        if re.match(rf"[+~]*({'|'.join(brings) or '$'})\b", override):
+            raise RequestError(
+                f"{override}: {type(task.model).__name__} brings its own {' and '.join(brings)}, by "
+                f"configure_optimizers, so this would change nothing. Leave it out, and set the module's own arguments "
+                f"(model.*)."
+            )
     optimizer = _of_config(config, task, precision) if own is None else own[0]
     if own is None or own[1] is None:
         return optimizer, _make_schedule(config, optimizer, steps, steps_per_epoch)

@@ -6,6 +6,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ddp_recipes.errors import RequestError
+
+_ELEMENTWISE = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss)
+
 
 class StepOutput(NamedTuple):
     """The result of a step. A named tuple, so that ``DistributedDataParallel`` finds the tensors in it.
@@ -36,6 +40,7 @@ class Task(nn.Module):
         self.model = model
         self.loss = loss
         self.metrics: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = dict(metrics or {})
+        self._elementwise = isinstance(loss, _ELEMENTWISE)
 
     def forward(self, batch: Any) -> StepOutput:
         """Run a training step: this is what the strategy's wrapper calls."""
@@ -46,7 +51,7 @@ class Task(nn.Module):
         inputs, targets = batch
         outputs = self.model(inputs)
         targets = targets.to(outputs.device)  # a model over several devices ends on its last
-        return StepOutput(self.loss(outputs, targets), {}, targets.shape[0])
+        return StepOutput(self._loss(outputs, targets), {}, targets.shape[0])
 
     def validation_step(self, batch: Any) -> StepOutput:
         """Return loss and metrics of a batch. Called without gradients, on the bare module."""
@@ -59,7 +64,21 @@ class Task(nn.Module):
                 metric.to(outputs.device).update(outputs, targets)  # type: ignore[attr-defined]
             else:
                 values[name] = metric(outputs, targets)
-        return StepOutput(self.loss(outputs, targets), values, targets.shape[0])
+        return StepOutput(self._loss(outputs, targets), values, targets.shape[0])
+
+    def _loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss; refuse what torch would broadcast, and so compare each output with each target."""
+        if self._elementwise and outputs.shape != targets.shape:
+            raise RequestError(
+                f"{type(self.loss).__name__} compares element by element, but the model's outputs are "
+                f"{list(outputs.shape)} and the targets {list(targets.shape)}: torch would broadcast them. Give both "
+                f"one shape, e.g. by targets of {list(outputs.shape)} in the data set."
+            )
+        return self.loss(outputs, targets)  # type: ignore[no-any-return]
+
+    def test_step(self, batch: Any) -> StepOutput:
+        """Return the same for ``mode=test``."""
+        return self.validation_step(batch)
 
     def predict_step(self, batch: Any) -> Any:
         """Return the model's outputs; targets, where a batch has them, are ignored."""
@@ -94,11 +113,11 @@ def _outside(name: str) -> str:
 
 
 class Accuracy:
-    """Fraction of samples whose highest of C outputs is the target class. Outputs [n, C], targets int64 [n]."""
+    """Fraction of targets whose class has the highest of C outputs. Outputs [n, C, ...], targets int64 [n, ...]."""
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return 1 or 0 for each sample, [n]."""
-        return (outputs.argmax(dim=1) == targets).double()
+        """Return for each sample the mean over its targets (one; pixels, tokens), [n]."""
+        return (outputs.argmax(dim=1) == targets).double().unsqueeze(-1).flatten(1).mean(dim=1)
 
 
 class MeanAbsoluteError:

@@ -41,12 +41,13 @@ def evaluate(task: Task, loader: Loader, strategy: Strategy, prefix: str, precis
     task.eval()
     for metric in task.stateful_metrics.values():
         metric.reset()
+    step = task.test_step if prefix == "test" else task.validation_step
     sums: dict[str, Tensor] = {}  # name -> for each shard the sum over samples and their number, [shards, 2], float64
     with phase("validation"), torch.no_grad(), precision.forward():
         for batch in loader.batches(epoch=0):
             if batch.num_samples == 0 and sums:
                 continue
-            output = task.validation_step(batch.data)
+            output = step(batch.data)
             values = {"loss": output.loss, **output.metrics}
             if batch.num_samples == 0:  # only the names count: fewer samples than ranks
                 values = {name: value.new_zeros(0) for name, value in values.items()}
