@@ -118,11 +118,13 @@ class Controller:
             self.resources.server.start()
         with compose.session(config_path, args.config_dir) as hydra:
             former = self._note.former_directory()
-            if args.multirun or "hydra.mode=MULTIRUN" in args.overrides:
+            same = [] if former is None else [f"hydra.run.dir={compose.quoted(former)}", "ckpt_path=auto"]
+            config = None
+            if not (args.multirun or "hydra.mode=MULTIRUN" in args.overrides):
+                config = compose.single(hydra, config_name, [*args.overrides, *same])
+            if config is None:
                 same = [] if former is None else [f"hydra.sweep.dir={compose.quoted(former)}"]
                 return self._sweep(hydra, config_name, [*args.overrides, *same])
-            same = [] if former is None else [f"hydra.run.dir={compose.quoted(former)}", "ckpt_path=auto"]
-            config = compose.compose(hydra, config_name, [*args.overrides, *same])
             directory = Path(config.hydra.run.dir).absolute()
             self._note.write(directory)
             missing = first_missing(directory)

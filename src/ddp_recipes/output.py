@@ -108,7 +108,7 @@ class Output:
         if self.request.checkpoint.enabled and not quick:
             alone = self.world.world_size == 1
             folder = self.job.directory / "checkpoints"
-            run.checkpointer = FileCheckpointer(folder, self.request.checkpoint, background=not alone)
+            run.checkpointer = FileCheckpointer(folder, run.checkpoint, background=not alone)
             if self.state is not None:
                 run.checkpointer.load_state(self.state["checkpointer"], run.cursor.step)
         if self.logs_graph and not quick:

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,9 @@ from ddp_recipes.build.model import make_task
 from ddp_recipes.build.resume import load_state
 from ddp_recipes.callbacks import Callback
 from ddp_recipes.checkpointing.files import State
+from ddp_recipes.config.monitor import resolved
 from ddp_recipes.config.request import Request, visible_gpus
-from ddp_recipes.config.settings import TrainerSettings
+from ddp_recipes.config.settings import CheckpointSettings, TrainerSettings
 from ddp_recipes.data.loader import Loader
 from ddp_recipes.model_parallel import Stage
 from ddp_recipes.runtime import fast_paths
@@ -41,7 +42,7 @@ class Recipe:
         trainer: its keys as ``fast_dev_run`` and ``overfit_batches`` change them.
         stages: of a model that is split.
         loggers: the config's sections, by their dotted names.
-        monitor: the metric that tells the best checkpoint.
+        checkpoint: its keys, ``auto`` resolved: which metric tells the best one, and which way.
         checkpoint_path: what ``state`` was read from, if the run starts from a checkpoint.
         warnings: for the log, once there is one.
     """
@@ -57,7 +58,7 @@ class Recipe:
     stages: list[Stage]
     callbacks: list[Callback]
     loggers: Mapping[str, Mapping[str, Any]]
-    monitor: str
+    checkpoint: CheckpointSettings
     checkpoint_path: Path | None
     state: State | None
     warnings: list[str]
@@ -76,6 +77,12 @@ class Recipe:
     def mode(self) -> str:
         """What the run is for."""
         return self.request.run.mode
+
+    @property
+    def monitor(self) -> str:
+        """The metric that tells the best checkpoint."""
+        assert self.checkpoint.monitor is not None
+        return self.checkpoint.monitor
 
     @property
     def steps_per_epoch(self) -> int:
@@ -153,7 +160,7 @@ def make_recipe(job: Job, world: World, control: Control) -> Recipe:
         make(node, f"callbacks.{name}") for name, node in (config.get("callbacks") or {}).items()
     ]
     loggers = logger_sections(config, check=devices.world.is_main)
-    monitor = monitored(request, loaders, built.task)
+    checkpoint = monitored(request, loaders, built.task)
     path, state, warnings = load_state(request, job.directory, built.task.weights(), loaders.get("train"))
     return Recipe(
         job=job,
@@ -167,7 +174,7 @@ def make_recipe(job: Job, world: World, control: Control) -> Recipe:
         stages=built.stages,
         callbacks=callbacks,
         loggers=loggers,
-        monitor=monitor,
+        checkpoint=checkpoint,
         checkpoint_path=path,
         state=state,
         warnings=[*built.warnings, *warnings],
@@ -186,15 +193,22 @@ def set_torch_up(trainer: TrainerSettings, devices: Devices) -> None:
         fast_paths.keep_freed_memory()
 
 
-def monitored(request: Request, loaders: Mapping[str, Loader], task: Task) -> str:
-    """Return the metric to monitor; refuse one that cannot come up, as far as that is known before running."""
-    monitor, fits = request.checkpoint.monitor, request.run.mode == "fit"
+def monitored(request: Request, loaders: Mapping[str, Loader], task: Task) -> CheckpointSettings:
+    """Return the settings of checkpoints with the metric to monitor and its mode resolved.
+
+    Raises:
+        RequestError: the metric cannot come up, as far as that is known before running, or its mode is not known.
+    """
+    settings, fits = request.checkpoint, request.run.mode == "fit"
+    monitor = settings.monitor
     if monitor in (None, "auto"):
-        return "val/loss" if "val" in loaders or not fits else "train/loss"
+        monitor = "val/loss" if "val" in loaders or not fits else "train/loss"
+        return replace(settings, monitor=monitor, mode="min" if settings.mode == "auto" else settings.mode)
     known = {f"train/{name}" for name in ("loss", "lr", "grad_norm", "samples_per_second", "epoch")}
     if "val" in loaders:
         known |= {f"val/{name}" for name in ("loss", *task.metrics)}
     own_steps = type(task).validation_step is not Task.validation_step
     if fits and not (own_steps and monitor.startswith("val/")):
         check_measured(monitor, known)
-    return monitor
+    mode = resolved(settings.mode, monitor, "checkpoint.mode") if fits and settings.enabled else settings.mode
+    return replace(settings, monitor=monitor, mode=mode)

@@ -30,7 +30,9 @@ def load_state(
             raise RequestError(
                 f"mode=export: {directory} has no checkpoint. Give a run directory or a file as ckpt_path."
             )
-        return None, None, []
+        if request.run.mode == "fit":
+            return None, None, []
+        return None, None, [f"mode={request.run.mode} without ckpt_path: the weights are the model's initial ones."]
     path, state, warnings = load_first(paths)
     check_weights(path, state["model"], weights)
     if train is not None:

@@ -1,5 +1,6 @@
 """What the loop works with, made once all ranks are ready."""
 
+from dataclasses import replace
 from datetime import timedelta
 
 from ddp_recipes.build.optimizer import make_optimizer_and_schedule
@@ -43,8 +44,9 @@ def make_run(recipe: Recipe, stop_controller: StopController, strategy: Strategy
     precision = recipe.trainer.precision
     with loading():  # an optimizer that is not torch's own may bring its compiler
         optimizer, schedule = make_optimizer_and_schedule(
-            recipe.job.config, task, precision, recipe.total_steps, recipe.steps_per_epoch
+            recipe.job.config, task, precision, recipe.total_steps, recipe.steps_per_epoch, recipe.job.overrides
         )
+    every = min(recipe.trainer.log_every_n_steps, max(1, recipe.total_steps or recipe.trainer.log_every_n_steps))
     run = Run(
         world=recipe.world,
         task=task,
@@ -56,8 +58,8 @@ def make_run(recipe: Recipe, stop_controller: StopController, strategy: Strategy
         precision=make_precision(precision, recipe.device.type),
         train=recipe.loaders["train"],
         val=recipe.loaders.get("val"),
-        trainer=recipe.trainer,
-        checkpoint=recipe.request.checkpoint,
+        trainer=replace(recipe.trainer, log_every_n_steps=every),
+        checkpoint=recipe.checkpoint,
         monitor=recipe.monitor,
         seed=recipe.request.run.seed,
         shards=recipe.request.strategy.fixed_shards,
@@ -67,6 +69,6 @@ def make_run(recipe: Recipe, stop_controller: StopController, strategy: Strategy
         callbacks=recipe.callbacks,
     )
     if recipe.state is not None:
-        restore(run, recipe.state)
+        recipe.warnings.extend(restore(run, recipe.state))
     task.train()
     return run

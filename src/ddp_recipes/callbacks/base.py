@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 import torch
 
+from ddp_recipes.config.monitor import resolved
+
 log = logging.getLogger(__name__)
 
 BETWEEN_STEPS = "validated or saved"  # a mark in a trace: what came before it belongs to no step
@@ -47,14 +49,19 @@ class EarlyStopping(Callback):
     """Stop when the monitored metric has not improved by more than ``min_delta`` in ``patience`` validations.
 
     Raises:
+        RequestError: ``mode`` is ``auto``, and the metric's name does not tell which way it gets better.
         KeyError: in the first validation, if it has no such metric.
     """
 
     def __init__(
-        self, monitor: str = "val/loss", mode: Literal["min", "max"] = "min", patience: int = 3, min_delta: float = 0.0
+        self,
+        monitor: str = "val/loss",
+        mode: Literal["auto", "min", "max"] = "auto",
+        patience: int = 3,
+        min_delta: float = 0.0,
     ) -> None:
         self.monitor = monitor
-        self.sign = 1.0 if mode == "min" else -1.0
+        self.sign = -1.0 if resolved(mode, monitor, "callbacks.early_stopping.mode") == "max" else 1.0
         self.patience = patience
         self.min_delta = min_delta
         self.best = float("inf")

@@ -5,9 +5,9 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import Any
 
-from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import run_job
@@ -28,12 +28,27 @@ from ddp_recipes._compat.hydra_ import (
 )
 from ddp_recipes._compat.messages import unknown_override, without_search_path
 from ddp_recipes.config.keys import parse as parse_keys
-from ddp_recipes.config.settings import SweepSettings
+from ddp_recipes.config.monitor import better
+from ddp_recipes.config.settings import DataSettings, SweepSettings
 from ddp_recipes.errors import RequestError, nearest
 
 JOB_NAME = "train"
 
 Task = Callable[[DictConfig], float | None]
+
+# What others call what we have under another name.
+_LIGHTNING = {
+    "trainer.devices": "launcher.nproc_per_node",
+    "trainer.num_nodes": "launcher.nnodes",
+    "trainer.accelerator": "launcher.device",
+    "trainer.strategy": "the group strategy (strategy=ddp)",
+    "trainer.callbacks": "the group callbacks (+callbacks=early_stopping)",
+    "trainer.logger": "the group logger (logger=[tensorboard,csv])",
+    "trainer.profiler": "debug=profiler",
+    "trainer.enable_progress_bar": "trainer.progress",
+    "trainer.enable_checkpointing": "checkpoint.enabled",
+    "trainer.default_root_dir": "hydra.run.dir",
+}
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
@@ -107,7 +122,7 @@ def answer(parser: argparse.ArgumentParser, args: argparse.Namespace, config_pat
 
 @contextmanager
 def session(config_path: str, config_dir: str | None = None) -> Iterator[Hydra]:
-    """Yield a Hydra that finds configs in ``config_path``, then in ``config_dir``.
+    """Yield a Hydra that finds configs in ``config_dir``, then in ``config_path``.
 
     Raises:
         RequestError: ``config_dir`` is no folder.
@@ -118,7 +133,7 @@ def session(config_path: str, config_dir: str | None = None) -> Iterator[Hydra]:
         if not os.path.isdir(config_dir):
             raise RequestError(f"--config-dir {config_dir} is no folder. Give the folder that holds your groups.")
         absolute = f"file://{os.path.abspath(config_dir)}"
-        search_path.prepend("command-line", absolute, SearchPathQuery(provider="schema", path=None))
+        search_path.prepend("command-line", absolute)  # before the shipped ones: the user's own file is meant
     former = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
@@ -141,7 +156,24 @@ def compose(hydra: Hydra, config_name: str, overrides: Sequence[str], mode: RunM
         single = mode is RunMode.RUN
         config = hydra.compose_config(config_name, list(overrides), mode, validate_sweep_overrides=single)
         parse_keys(SweepSettings, "sweep", config.get("sweep") or {})
+        _refuse_unused(config, overrides)
         return config
+
+
+def single(hydra: Hydra, config_name: str, overrides: Sequence[str]) -> DictConfig | None:
+    """Compose the config of one run; return ``None`` where a yaml asks for a sweep, by ``hydra.mode``.
+
+    Raises:
+        RequestError: as in :func:`compose`.
+    """
+    try:
+        config = compose(hydra, config_name, overrides)
+    except RequestError:  # the overrides may be for a sweep
+        with _translated(hydra, config_name, overrides):
+            config = hydra.compose_config(config_name, list(overrides), RunMode.RUN, validate_sweep_overrides=False)
+        if config.hydra.mode is not RunMode.MULTIRUN:
+            raise
+    return None if config.hydra.mode is RunMode.MULTIRUN else config
 
 
 def run(hydra: Hydra, config: DictConfig, config_name: str, task: Task) -> None:
@@ -177,8 +209,22 @@ def multirun(hydra: Hydra, config_name: str, overrides: Sequence[str], directory
     Raises:
         RequestError: as in :func:`compose`.
     """
+    own = ["hydra.mode=MULTIRUN", f"hydra.sweep.dir={quoted(directory)}"]
     with _translated(hydra, config_name, overrides):
-        hydra.multirun(config_name, task, [*overrides, "hydra.mode=MULTIRUN", f"hydra.sweep.dir={quoted(directory)}"])
+        hydra.multirun(config_name, task, [*overrides, *_direction(hydra, config_name, overrides), *own])
+
+
+def _direction(hydra: Hydra, config_name: str, overrides: Sequence[str]) -> list[str]:
+    """Return the override that has a sweeper which optimises follow the monitored metric, where it would not."""
+    config = compose(hydra, config_name, [*overrides, "hydra.mode=MULTIRUN"], RunMode.MULTIRUN)
+    checkpoint, direction = config.get("checkpoint") or {}, config.hydra.sweeper.get("direction")
+    mode, monitor = checkpoint.get("mode"), str(checkpoint.get("monitor"))
+    mode = better("loss" if monitor in ("auto", "None") else monitor) if mode == "auto" else mode
+    wanted = {"min": "minimize", "max": "maximize"}.get(str(mode))
+    if direction is None or wanted in (None, direction) or any("hydra.sweeper.direction=" in one for one in overrides):
+        return []
+    print(f"hydra.sweeper.direction={wanted}, for checkpoint.monitor={monitor} is better that way.", flush=True)
+    return [f"hydra.sweeper.direction={wanted}"]
 
 
 def quoted(text: str) -> str:
@@ -200,6 +246,23 @@ def record() -> dict[str, str]:
         "hydra.yaml": OmegaConf.to_yaml(OmegaConf.create({"hydra": cfg})),
         "overrides.yaml": OmegaConf.to_yaml(cfg.overrides.task),
     }
+
+
+def _refuse_unused(config: DictConfig, overrides: Sequence[str]) -> None:
+    """Refuse a key added to ``data`` that is none of ours and that nothing refers to: it would do nothing."""
+    known = [each.name for each in fields(DataSettings)]
+    text = ""
+    for override in overrides:
+        match = re.match(r"\+{1,2}data\.(\w+)=", override)
+        if match is None or match[1] in known or OmegaConf.is_config(OmegaConf.select(config, f"data.{match[1]}")):
+            continue
+        text = text or OmegaConf.to_yaml(config)
+        if not re.search(rf"\$\{{(data|\.+)\.?{match[1]}\b", text):
+            raise RequestError(
+                f"{override}: data.{match[1]} is no key of data, and nothing refers to it, so it would do nothing. "
+                f"Keys: {', '.join(known)}; arguments of a data set go to it, as in +data.train.{match[1]}=…"
+                f"{nearest(match[1], known)}"
+            )
 
 
 @contextmanager
@@ -231,8 +294,10 @@ def _translate(error: Exception, hydra: Hydra, config_name: str, overrides: Sequ
     names = _keys(hydra, config_name, [one for one in overrides if one.split("=")[0].lstrip("+~").split("@")[0] != key])
     section = key.rpartition(".")[0]
     siblings = [name.removeprefix(f"{section}.") for name in names if name.rpartition(".")[0] == section]
-    allowed = f" Keys of {section}: {', '.join(sorted(siblings))}." if section and siblings else ""
     given = next((one for one in overrides if key in one), key)
+    if key in _LIGHTNING:
+        return RequestError(f"{given}: there is no key {key}. What Lightning calls so is {_LIGHTNING[key]} here.")
+    allowed = f" Keys of {section}: {', '.join(sorted(siblings))}." if section and siblings else ""
     return RequestError(
         f"{given}: there is no key {key}.{nearest(key, names)}{allowed} To add a key that the yaml does not have, "
         f"write +{given.lstrip('+~')}."

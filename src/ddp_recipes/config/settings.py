@@ -97,7 +97,7 @@ class CheckpointSettings:
     every_n_steps: Count | None
     every_n_epochs: Count | None
     monitor: str | None
-    mode: Literal["min", "max"]
+    mode: Literal["auto", "min", "max"]
     save_top_k: Annotated[int, Range(-1)]
     save_last: bool
     async_save: bool

@@ -1,8 +1,8 @@
 """What the loop works with, and what of it a checkpoint holds."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -11,6 +11,7 @@ from ddp_recipes.checkpointing.files import State
 from ddp_recipes.checkpointing.manager import Checkpointer
 from ddp_recipes.config.settings import CheckpointSettings, TrainerSettings
 from ddp_recipes.data.loader import Loader
+from ddp_recipes.errors import RequestError
 from ddp_recipes.loggers import Logger
 from ddp_recipes.reporting.progress import Progress
 from ddp_recipes.runtime.world import World
@@ -85,6 +86,7 @@ def gather_state(run: Run) -> State:
     return {
         "model": run.strategy.weights(run.task),
         "optimizer": run.strategy.optimizer_state(run.optimizer),
+        "optimizer_class": type(run.optimizer).__name__,
         "scheduler": run.schedule.scheduler.state_dict(),
         "precision": run.precision.state(),
         "callbacks": [callback.state() for callback in run.callbacks],
@@ -97,8 +99,19 @@ def gather_state(run: Run) -> State:
     }
 
 
-def restore(run: Run, state: State) -> None:
-    """Restore a saved state, whose weights the task has already."""
+def restore(run: Run, state: State) -> list[str]:
+    """Restore a saved state, whose weights the task has already; return warnings of what it replaces.
+
+    Raises:
+        RequestError: the state is of another class of optimizer.
+    """
+    mine, saved_class = type(run.optimizer).__name__, state.get("optimizer_class")
+    if saved_class not in (None, mine):
+        raise RequestError(
+            f"The checkpoint was trained with the optimizer {saved_class}, this run has {mine}, which cannot restore "
+            f"its state. Choose the checkpoint's, or start afresh without ckpt_path."
+        )
+    warnings = _replaced(run.optimizer.param_groups, state["optimizer"]["param_groups"])
     run.strategy.load_optimizer_state(run.optimizer, state["optimizer"])
     run.schedule.scheduler.load_state_dict(state["scheduler"])
     run.precision.load_state(state["precision"])
@@ -108,3 +121,21 @@ def restore(run: Run, state: State) -> None:
     run.samples_before = run.cursor.samples_seen
     run.metrics.update(state["metrics"])
     run.saved_step = run.good_step = run.cursor.step
+    return warnings
+
+
+def _replaced(groups: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return what each group of parameters asks for and does not get, for the checkpoint's optimizer goes on."""
+    found = []
+    for number, (now, was) in enumerate(zip(groups, saved, strict=False)):
+        scheduled = {"lr"} if "initial_lr" in was else set()
+        if "max_momentum" in was:
+            scheduled |= {"momentum", "betas"}
+        names = [name for name in now if name in was and name not in {"params", "fused", "foreach", *scheduled}]
+        changed = {name.removeprefix("initial_"): (now[name], was[name]) for name in names if now[name] != was[name]}
+        of_group = f" of parameter group {number}" if len(groups) > 1 else ""
+        found += [
+            f"optimizer.{name}={mine}{of_group} is not taken: the run resumes with the checkpoint's {its}."
+            for name, (mine, its) in changed.items()
+        ]
+    return found

@@ -19,7 +19,7 @@ def checkpoint_bytes(recipe: Recipe, step: ReplicaStep | PipelineSteps) -> int:
     """Return the size of a checkpoint: it is written to where only the bytes are counted, with no data in it."""
     run = make_run(recipe, make_stop_controller(recipe), Single())  # there is nobody to gather from
     names, steps = [], recipe.total_steps
-    if steps is None or steps >= recipe.trainer.log_every_n_steps:
+    if steps != 0:
         names = [f"train/{name}" for name in ("loss", "lr", "samples_per_second", "epoch", "grad_norm")]
     if run.val is not None:
         names += [f"val/{name}" for name in ("loss", *recipe.task.metrics)]

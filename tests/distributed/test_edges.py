@@ -1,0 +1,178 @@
+"""What a user asks for at the edge is done, or refused by name: nothing is ignored."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ddp_recipes.callbacks import EarlyStopping
+from ddp_recipes.config.monitor import better
+from ddp_recipes.errors import RequestError
+from ddp_recipes.tasks import Accuracy, Task
+from ddp_recipes.testing import make_job, run_recipe
+
+TINY = ["data=random", "data.num_samples=64", "data.batch_size=16", "data.val_samples=16", "model=toy", "logger=none"]
+QUICK = [*TINY, "launcher.device=cpu", "strategy=single", "trainer.progress=false", "trainer.num_sanity_val_steps=0"]
+DIGITS = ["data=digits", "model=linear", *QUICK[5:]]
+
+
+def summary_of(directory: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((directory / "summary.json").read_text())
+    return found
+
+
+# --- the direction of a metric ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("metric", "mode"),
+    [
+        ("val/loss", "min"),
+        ("val/accuracy", "max"),
+        ("val_acc", "max"),
+        ("valid_loss", "min"),
+        ("val/f1_score", "max"),
+        ("val/f1_loss", "min"),
+        ("train/samples_per_second", None),
+        ("val/kappa", None),
+    ],
+)
+def test_direction_follows_the_name_of_a_metric(metric: str, mode: str | None) -> None:
+    assert better(metric) == mode
+
+
+def test_best_checkpoint_is_the_one_with_the_highest_accuracy(tmp_path: Path) -> None:
+    run_recipe([*DIGITS, "trainer.max_epochs=3", "checkpoint.monitor=val/accuracy"], directory=tmp_path)
+    states = [torch.load(path, weights_only=True) for path in (tmp_path / "checkpoints").glob("*.pt")]
+    best = torch.load(tmp_path / "checkpoints" / "best.pt", weights_only=True)
+    assert best["metrics"]["val/accuracy"] == max(state["metrics"]["val/accuracy"] for state in states)
+    values = states[-1]["checkpointer"]["values"].values()
+    assert max(values) == best["metrics"]["val/accuracy"]
+
+
+def test_unknown_direction_is_refused_and_may_be_given() -> None:
+    refused = r"checkpoint\.mode=auto, and the name train/grad_norm does not tell .* Set checkpoint\.mode=min or max\."
+    with pytest.raises(RequestError, match=refused):
+        run_recipe([*QUICK, "checkpoint.monitor=train/grad_norm"])
+    assert run_recipe([*QUICK, "trainer.max_epochs=1", "checkpoint.monitor=train/grad_norm", "checkpoint.mode=min"])
+    with pytest.raises(RequestError, match="the name val/kappa does not tell"):
+        EarlyStopping("val/kappa")
+
+
+# --- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["validate", "predict"])
+def test_scoring_initial_weights_is_said(mode: str, tmp_path: Path) -> None:
+    run_recipe([*QUICK, f"mode={mode}"], directory=tmp_path)
+    assert (
+        f"mode={mode} without ckpt_path: the weights are the model's initial ones."
+        in (tmp_path / "train.log").read_text()
+    )
+
+
+def test_resume_says_which_keys_of_the_optimizer_are_not_taken(tmp_path: Path) -> None:
+    overrides = [*QUICK, "optimizer=sgd", "scheduler=cosine"]
+    run_recipe([*overrides, "optimizer.lr=0.1", "trainer.max_epochs=1"], directory=tmp_path)
+    resumed = [*overrides, "optimizer.lr=5", "optimizer.weight_decay=0.01", "trainer.max_epochs=2", "ckpt_path=auto"]
+    run_recipe(resumed, directory=tmp_path)
+    log = (tmp_path / "train.log").read_text()
+    assert "optimizer.lr=5 is not taken: the run resumes with the checkpoint's 0.1." in log
+    assert "optimizer.weight_decay=0.01 is not taken" in log
+    assert "optimizer.momentum" not in log
+
+
+def test_resume_with_what_it_was_trained_with_warns_of_nothing(tmp_path: Path) -> None:
+    overrides = [*QUICK, "optimizer=adamw", "scheduler=one_cycle", "scheduler.total_steps=100"]
+    run_recipe([*overrides, "trainer.max_epochs=1"], directory=tmp_path)
+    run_recipe([*overrides, "trainer.max_epochs=2", "ckpt_path=auto"], directory=tmp_path)
+    assert "is not taken" not in (tmp_path / "train.log").read_text()
+
+
+def test_resume_refuses_another_class_of_optimizer(tmp_path: Path) -> None:
+    run_recipe([*QUICK, "optimizer=sgd", "trainer.max_epochs=1"], directory=tmp_path)
+    with pytest.raises(RequestError, match="trained with the optimizer SGD, this run has AdamW"):
+        run_recipe([*QUICK, "optimizer=adamw", "trainer.max_epochs=2", "ckpt_path=auto"], directory=tmp_path)
+
+
+# --- data and tasks --------------------------------------------------------------------------------------------------
+
+
+def test_an_added_key_of_data_that_does_nothing_is_refused() -> None:
+    with pytest.raises(RequestError, match=r"data\.sampler is no key of data, and nothing refers to it"):
+        make_job([*QUICK, "+data.sampler=my.Sampler"])
+    with pytest.raises(RequestError, match=r"Did you mean .*pin_memory"):
+        make_job([*QUICK, "++data.pin_memroy=true"])
+    make_job([*QUICK, "+data.size=32", "data.num_samples=${data.size}"])
+    make_job([*QUICK, "++data.drop_last=true"])
+
+
+def test_outputs_that_would_be_broadcast_to_targets_are_refused() -> None:
+    task = Task(torch.nn.Linear(3, 1), torch.nn.MSELoss())
+    with pytest.raises(RequestError, match=r"outputs are \[4, 1\] and the targets \[4\]"):
+        task.training_step((torch.ones(4, 3), torch.ones(4)))
+    assert task.training_step((torch.ones(4, 3), torch.ones(4, 1))).loss.isfinite()
+
+
+def test_accuracy_of_pixels_is_their_mean() -> None:
+    outputs = torch.tensor([[[[3.0, 0.0]], [[1.0, 1.0]]], [[[0.0, 0.0]], [[1.0, 1.0]]]])  # [2, 2, 1, 2]
+    targets = torch.tensor([[[0, 0]], [[1, 1]]])  # [2, 1, 2]
+    assert Accuracy()(outputs, targets).tolist() == [0.5, 1.0]
+    assert Accuracy()(torch.eye(2), torch.tensor([0, 0])).tolist() == [1.0, 0.0]
+
+
+def test_a_run_shorter_than_the_log_interval_logs_its_last_step(tmp_path: Path) -> None:
+    summary = run_recipe([*QUICK, "trainer.max_steps=3", "trainer.log_every_n_steps=50"], directory=tmp_path)
+    assert summary["metrics"]["train/loss"] > 0
+
+
+# --- Hydra's habits --------------------------------------------------------------------------------------------------
+
+YAML = {
+    "shadowed": (
+        "model/toy.yaml",
+        "_target_: torch.nn.Linear\nin_features: ${data.in_features}\nout_features: ${data.out_features}\n",
+    ),
+    "sweep": (
+        "swept.yaml",
+        "defaults: [train, _self_]\nhydra:\n  mode: MULTIRUN\n  sweeper:\n    params:\n      seed: 1,2\n",
+    ),
+}
+
+
+def command(folder: Path, files: Mapping[str, str], *overrides: str) -> subprocess.CompletedProcess[str]:
+    """Run in a folder, with these files in its ``conf``."""
+    for name, text in files.items():
+        (folder / "conf" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "conf" / name).write_text(text)
+    call = [sys.executable, "-m", "ddp_recipes", "--config-dir", "conf", *overrides]
+    return subprocess.run(call, cwd=folder, capture_output=True, text=True, timeout=120)
+
+
+def test_own_yaml_wins_over_a_shipped_one_of_its_name(tmp_path: Path) -> None:
+    run = [*QUICK, "trainer.max_epochs=1", "hydra.run.dir=run"]
+    done = command(tmp_path, dict([YAML["shadowed"]]), *run)
+    assert done.returncode == 0, done.stderr
+    assert "Linear, " in done.stdout
+
+
+@pytest.mark.slow
+def test_hydra_mode_of_a_yaml_is_a_sweep(tmp_path: Path) -> None:
+    run = ["--config-name", "swept", *QUICK, "trainer.max_epochs=1", "hydra.sweep.dir=sweep"]
+    done = command(tmp_path, dict([YAML["sweep"]]), *run)
+    assert done.returncode == 0, done.stderr
+    assert [summary_of(tmp_path / "sweep" / job)["status"] for job in "01"] == ["finished", "finished"]
+
+
+@pytest.mark.parametrize(
+    ("override", "ours"),
+    [("trainer.devices=2", "launcher.nproc_per_node"), ("trainer.accelerator=gpu", "launcher.device")],
+)
+def test_what_lightning_calls_otherwise_is_named(override: str, ours: str) -> None:
+    with pytest.raises(RequestError, match=rf"What Lightning calls so is {ours} here\."):
+        make_job([*QUICK, override])
