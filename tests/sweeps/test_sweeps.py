@@ -157,6 +157,17 @@ def test_optuna_gets_rank_0s_objective(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_optuna_follows_the_direction_of_the_metric(tmp_path: Path) -> None:
+    optuna = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "hydra.sweeper.n_jobs=1"]
+    with plugin("hydra_optuna_sweeper", tmp_path, *optuna, "+x=interval(0,1)"):
+        digits = [*ALONE[3:], *optuna, "data=digits", "model=linear", "checkpoint.monitor=val/accuracy"]
+        printed = sweep(tmp_path, *digits, "optimizer.lr=interval(0.00001,0.1)")
+    assert "hydra.sweeper.direction=maximize, for checkpoint.monitor=val/accuracy is better that way." in printed
+    best = (tmp_path / "sweep" / "optimization_results.yaml").read_text()
+    assert f"best_value: {max(float(row['objective']) for row in table(tmp_path))}" in best
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("slots", [1, 2])
 def test_devices_runs_as_many_jobs_at_once_as_there_are_slots(tmp_path: Path, slots: int) -> None:
     overrides = noted(tmp_path, "optimizer.lr=0.1,0.2")

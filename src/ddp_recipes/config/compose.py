@@ -218,10 +218,12 @@ def _direction(hydra: Hydra, config_name: str, overrides: Sequence[str]) -> list
     """Return the override that has a sweeper which optimises follow the monitored metric, where it would not."""
     config = compose(hydra, config_name, [*overrides, "hydra.mode=MULTIRUN"], RunMode.MULTIRUN)
     checkpoint, direction = config.get("checkpoint") or {}, config.hydra.sweeper.get("direction")
+    direction = getattr(direction, "name", direction)  # Optuna's is an enum
     mode, monitor = checkpoint.get("mode"), str(checkpoint.get("monitor"))
     mode = better("loss" if monitor in ("auto", "None") else monitor) if mode == "auto" else mode
     wanted = {"min": "minimize", "max": "maximize"}.get(str(mode))
-    if direction is None or wanted in (None, direction) or any("hydra.sweeper.direction=" in one for one in overrides):
+    given = any("hydra.sweeper.direction=" in one for one in overrides)
+    if given or not isinstance(direction, str) or wanted in (None, direction):
         return []
     print(f"hydra.sweeper.direction={wanted}, for checkpoint.monitor={monitor} is better that way.", flush=True)
     return [f"hydra.sweeper.direction={wanted}"]
