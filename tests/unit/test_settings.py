@@ -112,7 +112,7 @@ def test_allowed(key: str, value: object, given: Parse) -> None:
         ("trainer.accumulate_grad_batches", 0, "Allowed: a whole number at least 1."),
         ("trainer.max_epoch", 3, "trainer.max_epoch is not a key. Keys of trainer: accumulate_grad_batches, "),
         ("trainer.max_epoch", 3, "Did you mean 'max_epochs'?"),
-        ("checkpoint.mode", "minimum", "checkpoint.mode=minimum is not allowed. Allowed: min, max."),
+        ("checkpoint.mode", "minimum", "checkpoint.mode=minimum is not allowed. Allowed: auto, min, max."),
         ("launcher.name", "slurmm", "launcher.name=slurmm is not allowed"),
         ("launcher.nproc_per_node", "two", "Allowed: auto, or a whole number at least 1."),
         ("launcher.timeout_s", 0, "Allowed: a number at least 1."),

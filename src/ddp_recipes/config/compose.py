@@ -41,7 +41,7 @@ _LIGHTNING = {
     "trainer.devices": "launcher.nproc_per_node",
     "trainer.num_nodes": "launcher.nnodes",
     "trainer.accelerator": "launcher.device",
-    "trainer.strategy": "the group strategy (strategy=ddp)",
+    "trainer.strategy": "the group strategy",
     "trainer.callbacks": "the group callbacks (+callbacks=early_stopping)",
     "trainer.logger": "the group logger (logger=[tensorboard,csv])",
     "trainer.profiler": "debug=profiler",
