@@ -6,15 +6,12 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
-from typing import Any
 
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import run_job
-from hydra.errors import HydraException, MissingConfigException
 from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
-from omegaconf.errors import OmegaConfBaseException
 
 from ddp_recipes._compat.hydra_ import (
     Callbacks,
@@ -26,29 +23,15 @@ from ddp_recipes._compat.hydra_ import (
     run_hydra,
     use_defaults_of_1_3,
 )
-from ddp_recipes._compat.messages import unknown_override, without_search_path
 from ddp_recipes.config.keys import parse as parse_keys
 from ddp_recipes.config.monitor import better
 from ddp_recipes.config.settings import DataSettings, SweepSettings
+from ddp_recipes.config.translate import translated
 from ddp_recipes.errors import RequestError, nearest
 
 JOB_NAME = "train"
 
 Task = Callable[[DictConfig], float | None]
-
-# What others call what we have under another name.
-_LIGHTNING = {
-    "trainer.devices": "launcher.nproc_per_node",
-    "trainer.num_nodes": "launcher.nnodes",
-    "trainer.accelerator": "launcher.device",
-    "trainer.strategy": "the group strategy",
-    "trainer.callbacks": "the group callbacks (+callbacks=early_stopping)",
-    "trainer.logger": "the group logger (logger=[tensorboard,csv])",
-    "trainer.profiler": "debug=profiler",
-    "trainer.enable_progress_bar": "trainer.progress",
-    "trainer.enable_checkpointing": "checkpoint.enabled",
-    "trainer.default_root_dir": "hydra.run.dir",
-}
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
@@ -152,7 +135,7 @@ def compose(hydra: Hydra, config_name: str, overrides: Sequence[str], mode: RunM
         RequestError: an override names a group, option or key that does not exist; the nearest one is offered. Or a
             value of ``sweep.*`` is not allowed, which is for the sweep and not for each of its jobs.
     """
-    with _translated(hydra, config_name, overrides):
+    with translated(hydra, config_name, overrides):
         single = mode is RunMode.RUN
         config = hydra.compose_config(config_name, list(overrides), mode, validate_sweep_overrides=single)
         parse_keys(SweepSettings, "sweep", config.get("sweep") or {})
@@ -169,7 +152,7 @@ def single(hydra: Hydra, config_name: str, overrides: Sequence[str]) -> DictConf
     try:
         config = compose(hydra, config_name, overrides)
     except RequestError:  # the overrides may be for a sweep
-        with _translated(hydra, config_name, overrides):
+        with translated(hydra, config_name, overrides):
             config = hydra.compose_config(config_name, list(overrides), RunMode.RUN, validate_sweep_overrides=False)
         if config.hydra.mode is not RunMode.MULTIRUN:
             raise
@@ -198,7 +181,7 @@ def sweep_directory(hydra: Hydra, config_name: str, overrides: Sequence[str]) ->
     Raises:
         RequestError: as in :func:`compose`.
     """
-    with _translated(hydra, config_name, overrides):
+    with translated(hydra, config_name, overrides):
         config = compose(hydra, config_name, [*overrides, "hydra.mode=MULTIRUN"], RunMode.MULTIRUN)
         return os.path.abspath(str(config.hydra.sweep.dir))
 
@@ -210,7 +193,7 @@ def multirun(hydra: Hydra, config_name: str, overrides: Sequence[str], directory
         RequestError: as in :func:`compose`.
     """
     own = ["hydra.mode=MULTIRUN", f"hydra.sweep.dir={quoted(directory)}"]
-    with _translated(hydra, config_name, overrides):
+    with translated(hydra, config_name, overrides):
         hydra.multirun(config_name, task, [*overrides, *_direction(hydra, config_name, overrides), *own])
 
 
@@ -265,60 +248,3 @@ def _refuse_unused(config: DictConfig, overrides: Sequence[str]) -> None:
                 f"Keys: {', '.join(known)}; arguments of a data set go to it, as in +data.train.{match[1]}=…"
                 f"{nearest(match[1], known)}"
             )
-
-
-@contextmanager
-def _translated(hydra: Hydra, config_name: str, overrides: Sequence[str]) -> Iterator[None]:
-    """Raise Hydra's errors as :func:`_translate` words them."""
-    try:
-        yield
-    except (HydraException, OmegaConfBaseException) as error:
-        raise _translate(error, hydra, config_name, overrides) from None
-
-
-def _translate(error: Exception, hydra: Hydra, config_name: str, overrides: Sequence[str]) -> RequestError:
-    """Return Hydra's error as one message that offers the nearest name."""
-    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
-        group, _, option = error.missing_cfg_file.rpartition("/")
-        options = sorted(error.options or hydra.config_loader.get_group_options(group))
-        if options:
-            return RequestError(
-                f"{group}={option}: there is no such option. Options of {group}: {', '.join(options)}."
-                f"{nearest(option, options)}"
-            )
-    if isinstance(error, MissingConfigException):
-        return RequestError(without_search_path(error))
-    unknown = unknown_override(error)
-    if unknown is None:
-        lines = [line for line in str(error).splitlines() if line.strip()]
-        return RequestError("\n".join(lines))
-    key = unknown.split("@")[0]
-    names = _keys(hydra, config_name, [one for one in overrides if one.split("=")[0].lstrip("+~").split("@")[0] != key])
-    section = key.rpartition(".")[0]
-    siblings = [name.removeprefix(f"{section}.") for name in names if name.rpartition(".")[0] == section]
-    given = next((one for one in overrides if key in one), key)
-    if key in _LIGHTNING:
-        return RequestError(f"{given}: there is no key {key}. What Lightning calls so is {_LIGHTNING[key]} here.")
-    allowed = f" Keys of {section}: {', '.join(sorted(siblings))}." if section and siblings else ""
-    return RequestError(
-        f"{given}: there is no key {key}.{nearest(key, names)}{allowed} To add a key that the yaml does not have, "
-        f"write +{given.lstrip('+~')}."
-    )
-
-
-def _keys(hydra: Hydra, config_name: str, overrides: Sequence[str]) -> list[str]:
-    """Return all dotted keys and groups there are without the override that failed."""
-    try:
-        config = hydra.compose_config(config_name, list(overrides), RunMode.MULTIRUN, validate_sweep_overrides=False)
-    except (HydraException, OmegaConfBaseException):
-        return []
-    plain: Any = OmegaConf.to_container(config)
-    del plain["hydra"]
-    return [*_dotted(plain), *hydra.config_loader.list_groups("")]
-
-
-def _dotted(config: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    for name, value in config.items():
-        yield f"{prefix}{name}"
-        if isinstance(value, dict):
-            yield from _dotted(value, f"{prefix}{name}.")
