@@ -98,6 +98,12 @@ def test_a_strategy_is_known_in_its_own_folder_alone() -> None:
     assert found == []
 
 
+def test_modules_can_be_read_at_one_sitting() -> None:
+    lengths = sorted(len(path.read_text().splitlines()) for path in SOURCES)
+    assert lengths[len(lengths) // 2] <= 120
+    assert lengths[-1] <= 300
+
+
 # --- private names ---------------------------------------------------------------------------------------------------
 
 # Documented, whatever they look like: os._exit, and what a named tuple has.
