@@ -176,3 +176,24 @@ def test_hydra_mode_of_a_yaml_is_a_sweep(tmp_path: Path) -> None:
 def test_what_lightning_calls_otherwise_is_named(override: str, ours: str) -> None:
     with pytest.raises(RequestError, match=rf"What Lightning calls so is {ours} here\."):
         make_job([*QUICK, override])
+
+
+# --- messages --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("import torch\n\ndef f(:\n", r"SyntaxError: invalid syntax \(.*broken_0\.py, line 3\)"),
+        ("import not_there_at_all\n", r"ModuleNotFoundError: No module named 'not_there_at_all' \(.*_1\.py, line 1\)"),
+        ("\nNET = {}['missing']\n", r"KeyError: 'missing' \(.*broken_2\.py, line 2\)"),
+    ],
+)
+def test_a_module_that_does_not_import_is_named_with_file_and_line(
+    text: str, message: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"broken_{request.node.callspec.indices['text']}"
+    (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(RequestError, match=rf"model\._target_={name}\.Net cannot be imported: {message}"):
+        run_recipe([*QUICK, f"model._target_={name}.Net"])

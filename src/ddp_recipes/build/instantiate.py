@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Collection, Mapping
 from functools import partial
+from traceback import extract_tb
 from typing import Any
 
 from hydra.errors import InstantiationException
@@ -24,7 +25,20 @@ def locate(target: str, section: str) -> Any:
     try:
         return hydra_.locate(target)
     except (ImportError, AttributeError, ValueError) as error:
+        if (broken := _broken_module(error.__cause__, target)) is not None:
+            raise RequestError(f"{section}._target_={target} cannot be imported: {broken}") from None
         raise RequestError(f"{section}._target_={target} cannot be found: {shortened(error)}") from None
+
+
+def _broken_module(cause: BaseException | None, target: str) -> str | None:
+    """Return what is wrong in a module that is there, with file and line; ``None`` where it is not there."""
+    missing = isinstance(cause, ModuleNotFoundError) and f"{target}.".startswith(f"{cause.name}.")
+    if cause is None or missing or isinstance(cause, AttributeError):
+        return None
+    if isinstance(cause, SyntaxError):
+        return f"{type(cause).__name__}: {cause.msg} ({cause.filename}, line {cause.lineno})"
+    frames = [frame for frame in extract_tb(cause.__traceback__) if not frame.filename.startswith("<frozen")]
+    return f"{type(cause).__name__}: {cause} ({frames[-1].filename}, line {frames[-1].lineno})"
 
 
 def parameters_of(target: str, section: str) -> Mapping[str, inspect.Parameter]:
