@@ -112,12 +112,13 @@ def fit(recipe: Recipe, output: Output) -> None:
     check_validation(run)
     output.open(run)
     output.hold(profiling.record(run, output.leave_picture))
-    for callback in run.callbacks:
+    for callback in run.callbacks.values():
+        callback.run = run
         callback.on_start(recipe.job.directory if recipe.world.is_main else None, recipe.task)
     try:
         reason = loop.fit(run)
     finally:
-        for callback in run.callbacks:
+        for callback in run.callbacks.values():
             callback.on_end()
     if reason == "signal":
         stop_early(run)

@@ -23,7 +23,7 @@ from ddp_recipes.testing import make_job, on_ranks
 from ddp_recipes.tools.dry_run.backward import backward, roots_of
 from ddp_recipes.tools.dry_run.ledger import Ledger
 from ddp_recipes.training.evaluation import evaluate
-from ddp_recipes.training.loop import forward_backward
+from ddp_recipes.training.update import forward_backward
 from helpers.marks import slow_but
 
 Run = Callable[..., Summary]

@@ -21,6 +21,7 @@ from ddp_recipes.config.monitor import resolved
 from ddp_recipes.config.request import Request, visible_gpus
 from ddp_recipes.config.settings import CheckpointSettings, TrainerSettings
 from ddp_recipes.data.loader import Loader
+from ddp_recipes.errors import RequestError
 from ddp_recipes.model_parallel import Stage
 from ddp_recipes.runtime import fast_paths
 from ddp_recipes.runtime.control import Control
@@ -56,7 +57,7 @@ class Recipe:
     loaders: Mapping[str, Loader]
     task: Task
     stages: list[Stage]
-    callbacks: list[Callback]
+    callbacks: Mapping[str, Callback]
     loggers: Mapping[str, Mapping[str, Any]]
     checkpoint: CheckpointSettings
     checkpoint_path: Path | None
@@ -156,9 +157,7 @@ def make_recipe(job: Job, world: World, control: Control) -> Recipe:
     )
     strategy.starts = built.starts
     strategy.check(built.task, devices.requested)
-    callbacks: list[Callback] = [
-        make(node, f"callbacks.{name}") for name, node in (config.get("callbacks") or {}).items()
-    ]
+    callbacks = make_callbacks(config.get("callbacks") or {})
     loggers = logger_sections(config, check=devices.world.is_main)
     checkpoint = monitored(request, loaders, built.task)
     path, state, warnings = load_state(request, job.directory, built.task.weights(), loaders.get("train"))
@@ -179,6 +178,22 @@ def make_recipe(job: Job, world: World, control: Control) -> Recipe:
         state=state,
         warnings=[*built.warnings, *warnings],
     )
+
+
+def make_callbacks(nodes: Mapping[str, Any]) -> dict[str, Callback]:
+    """Return the callbacks of the config's section, by name.
+
+    Raises:
+        RequestError: one cannot be made, or is no callback.
+    """
+    callbacks = {name: make(node, f"callbacks.{name}") for name, node in nodes.items()}
+    for name, callback in callbacks.items():
+        if not isinstance(callback, Callback):
+            raise RequestError(
+                f"callbacks.{name} makes a {type(callback).__name__}, which is no ddp_recipes.Callback. Derive its "
+                f"class from ddp_recipes.Callback and override the events that it needs."
+            )
+    return callbacks
 
 
 def set_torch_up(trainer: TrainerSettings, devices: Devices) -> None:

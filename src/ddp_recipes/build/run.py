@@ -13,6 +13,7 @@ from ddp_recipes.training.non_finite import NonFiniteGuard
 from ddp_recipes.training.precision import make_precision
 from ddp_recipes.training.state import Run, restore
 from ddp_recipes.training.stopping import StopController
+from ddp_recipes.training.update import update
 
 
 def join(recipe: Recipe) -> None:
@@ -51,6 +52,7 @@ def make_run(recipe: Recipe, stop_controller: StopController, strategy: Strategy
         world=recipe.world,
         task=task,
         module=strategy.wrap(task, devices),
+        update=update,
         strategy=strategy,
         devices=devices,
         optimizer=optimizer,

@@ -1,17 +1,29 @@
-"""What a run may be given besides the loop: at most five events, called on every rank alike."""
+"""What a run may be given besides the loop: its events, called on every rank alike."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 
 from ddp_recipes.config.monitor import resolved
+from ddp_recipes.loggers import Logger
+from ddp_recipes.tasks import Task
 
 log = logging.getLogger(__name__)
 
 BETWEEN_STEPS = "validated or saved"  # a mark in a trace: what came before it belongs to no step
+
+
+class Running(Protocol):
+    """A run as its callbacks see it."""
+
+    task: Task
+    optimizer: torch.optim.Optimizer
+    metrics: dict[str, float]  # the latest of each, by name
+    logger: Logger  # drops what it gets on all ranks but rank 0
+    devices: Sequence[torch.device]  # of this rank's replica
 
 
 class Callback:
@@ -21,18 +33,31 @@ class Callback:
     """
 
     stop = False  # set it and the loop ends after this step, on every rank
+    run: "Running"  # what is being trained; set before on_start
 
     def on_start(self, directory: Path | None, task: torch.nn.Module) -> None:
         """Training is about to begin; ``directory`` is the run directory on rank 0 and ``None`` elsewhere."""
 
+    def on_epoch_start(self, epoch: int) -> None:
+        """The first step of an epoch comes next, or of what is left of it after a resume."""
+
+    def on_epoch_end(self, epoch: int) -> None:
+        """The epoch's last step is done, and validated where a validation was due; not saved yet."""
+
     def on_step(self, step: int) -> None:
         """An optimizer step is done."""
+
+    def on_validation_start(self, step: int) -> None:
+        """A validation comes next."""
 
     def on_validation(self, step: int, metrics: Mapping[str, float]) -> None:
         """A validation is done."""
 
+    def on_save_start(self, step: int) -> None:
+        """The state for a checkpoint is gathered next: weights, optimizer, :meth:`state` of the callbacks."""
+
     def on_save(self, step: int) -> None:
-        """A checkpoint is written."""
+        """A checkpoint is written, or its state copied for writing in the background."""
 
     def on_end(self) -> None:
         """Training has ended, also by an error."""

@@ -19,8 +19,9 @@ from ddp_recipes.output import Output
 from ddp_recipes.runtime.control import Control
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import batch_norms
-from ddp_recipes.training.loop import advance, clip, forward_backward
+from ddp_recipes.training.loop import advance
 from ddp_recipes.training.state import Run
+from ddp_recipes.training.update import clip, forward_backward
 
 log = logging.getLogger(__name__)
 

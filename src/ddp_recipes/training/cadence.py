@@ -10,7 +10,7 @@ def reason_to_stop(run: Run) -> str | None:
         return "finished"
     if limits.max_steps is not None and at.step >= limits.max_steps:
         return "finished"
-    if any(callback.stop for callback in run.callbacks):
+    if any(callback.stop for callback in run.callbacks.values()):
         return "finished"
     return run.stop_controller.reason(at.step)
 

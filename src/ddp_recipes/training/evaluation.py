@@ -21,13 +21,15 @@ log = logging.getLogger(__name__)
 def validate(run: Run) -> None:
     """Evaluate on the validation set, log it, and tell the callbacks."""
     assert run.val is not None
+    for callback in run.callbacks.values():
+        callback.on_validation_start(run.cursor.step)
     metrics = evaluate(run.task, run.val, run.strategy, "val", run.precision)
     check_monitor(run.monitor, {**run.metrics, **metrics})
     run.metrics.update(metrics)
     run.logger.scalars(metrics, run.cursor.step)
     shown = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
     log.info("epoch %d  step %d  %s", run.cursor.epoch, run.cursor.step, shown)
-    for callback in run.callbacks:
+    for callback in run.callbacks.values():
         callback.on_validation(run.cursor.step, run.metrics)
     run.task.train()
 

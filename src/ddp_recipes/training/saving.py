@@ -18,6 +18,8 @@ def save(run: Run, measured: bool) -> None:
     run.logger.flush()  # or a kill would take points with it that do not come again
     fresh = measured or run.monitor.startswith("train/")
     value = run.metrics.get(run.monitor) if fresh else None
+    for callback in run.callbacks.values():
+        callback.on_save_start(run.cursor.step)
     bad = non_finite_weights(run.task)
     await_writer(run, bad)
     run.checkpointer.save(gather_state(run), run.cursor.step, value)
@@ -26,7 +28,7 @@ def save(run: Run, measured: bool) -> None:
     run.saved_step = run.cursor.step
     if run.checkpoint.enabled and not run.trainer.fast_dev_run:
         run.good_step = run.saved_step
-    for callback in run.callbacks:
+    for callback in run.callbacks.values():
         callback.on_save(run.cursor.step)
 
 

@@ -1,16 +1,17 @@
 """What the loop works with, and what of it a checkpoint holds."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ddp_recipes.callbacks import Callback
 from ddp_recipes.checkpointing.files import State
 from ddp_recipes.checkpointing.manager import Checkpointer
 from ddp_recipes.config.settings import CheckpointSettings, TrainerSettings
-from ddp_recipes.data.loader import Loader
+from ddp_recipes.data.loader import Batch, Loader
 from ddp_recipes.errors import RequestError
 from ddp_recipes.loggers import Logger
 from ddp_recipes.reporting.progress import Progress
@@ -19,7 +20,7 @@ from ddp_recipes.strategies import Strategy
 from ddp_recipes.strategies.base import Wrapped
 from ddp_recipes.tasks import Task
 from ddp_recipes.training.clock import Clock
-from ddp_recipes.training.non_finite import NonFiniteGuard
+from ddp_recipes.training.non_finite import Losses, NonFiniteGuard
 from ddp_recipes.training.precision import Precision
 from ddp_recipes.training.stopping import StopController
 
@@ -48,6 +49,22 @@ class Schedule:
             self.scheduler.step()
 
 
+class Update(NamedTuple):
+    """What an optimizer step came to.
+
+    Attributes:
+        losses: of each of this rank's shards, on their devices.
+        samples: of all ranks.
+        norm: of the gradient before it was clipped, if it was measured.
+        lr: of the first parameter group, as the step took it.
+    """
+
+    losses: Sequence[Losses]
+    samples: int
+    norm: Tensor | None
+    lr: float
+
+
 @dataclass
 class Run:
     """All that the loop works with; ``build/`` makes it from the config."""
@@ -55,6 +72,7 @@ class Run:
     world: World
     task: Task
     module: Wrapped
+    update: "Callable[[Run, Iterator[Batch], bool], Update]"  # takes an optimizer step
     strategy: Strategy
     devices: Sequence[torch.device]
     optimizer: torch.optim.Optimizer
@@ -73,7 +91,7 @@ class Run:
     logger: Logger = field(default_factory=Logger)
     progress: Progress = field(default_factory=Progress)
     checkpointer: Checkpointer = field(default_factory=Checkpointer)
-    callbacks: Sequence[Callback] = ()
+    callbacks: Mapping[str, Callback] = field(default_factory=dict)  # by their names in the config
     cursor: Cursor = Cursor()  # noqa: RUF009 (a tuple)
     metrics: Metrics = field(default_factory=dict)  # the latest of each
     samples_before: int = 0  # seen by earlier starts
@@ -89,7 +107,7 @@ def gather_state(run: Run) -> State:
         "optimizer_class": type(run.optimizer).__name__,
         "scheduler": run.schedule.scheduler.state_dict(),
         "precision": run.precision.state(),
-        "callbacks": [callback.state() for callback in run.callbacks],
+        "callbacks": {name: callback.state() for name, callback in run.callbacks.items()},
         "cursor": run.cursor._asdict(),
         "metrics": dict(run.metrics),
         "seed": run.seed,
@@ -115,8 +133,11 @@ def restore(run: Run, state: State) -> list[str]:
     run.strategy.load_optimizer_state(run.optimizer, state["optimizer"])
     run.schedule.scheduler.load_state_dict(state["scheduler"])
     run.precision.load_state(state["precision"])
-    for callback, saved in zip(run.callbacks, state["callbacks"], strict=False):
-        callback.load_state(saved)
+    saved = state["callbacks"]
+    if not isinstance(saved, Mapping):  # until 0.1 they came in their order
+        saved = dict(zip(run.callbacks, saved, strict=False))
+    for name in saved.keys() & run.callbacks.keys():
+        run.callbacks[name].load_state(saved[name])
     run.cursor = Cursor(**state["cursor"])
     run.samples_before = run.cursor.samples_seen
     run.metrics.update(state["metrics"])

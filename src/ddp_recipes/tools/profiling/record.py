@@ -22,7 +22,7 @@ def record(run: Run, leave_picture: LeavePicture) -> Iterator[None]:
     Args:
         leave_picture: takes a name, and what draws a PNG.
     """
-    profilers = [callback for callback in run.callbacks if isinstance(callback, Profiler)]
+    profilers = [callback for callback in run.callbacks.values() if isinstance(callback, Profiler)]
     if not profilers or not run.world.is_main:
         yield
         return

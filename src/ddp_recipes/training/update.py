@@ -1,0 +1,68 @@
+"""One optimizer step: forward and backward of its micro-batches, clip, step."""
+
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+from ddp_recipes.data.loader import Batch
+from ddp_recipes.runtime.fast_paths import zero_grad
+from ddp_recipes.runtime.phases import ALL_REDUCE, phase
+from ddp_recipes.runtime.seeding import seed_step, step_key
+from ddp_recipes.training.non_finite import Losses
+from ddp_recipes.training.state import Run, Update
+
+
+def update(run: Run, batches: Iterator[Batch], measured: bool) -> Update:
+    """Take one optimizer step with the next of ``batches``; ``measured`` asks for the gradient's norm."""
+    losses, samples = forward_backward(run, batches)
+    with phase("optimizer"):
+        norm = clip(run, measured)
+        lr = run.optimizer.param_groups[0]["lr"]
+        run.precision.step(run.optimizer)
+        zero_grad(run.optimizer)
+    return Update(losses, samples, norm, lr)
+
+
+def forward_backward(run: Run, batches: Iterator[Batch]) -> tuple[list[Losses], int]:
+    """Run the micro-batches of one optimizer step, so that gradients are those of the mean over all its samples.
+
+    Returns:
+        The losses of each of this rank's shards; the number of samples of all ranks.
+    """
+    at, plan, strategy = run.cursor, run.train.plan, run.strategy
+    numbers = range(at.batch, min(at.batch + run.trainer.accumulate_grad_batches, plan.num_batches))
+    samples = sum(map(plan.size, numbers))
+    losses: list[Losses] = []
+    for shard in run.train.shards:
+        seed_step(step_key(run.seed, at.step, shard), run.devices)
+        mine: Losses = []
+        with strategy.batch_shard(sum(plan.size(number, shard) for number in numbers) / samples):
+            for number in numbers:
+                with phase("data"):
+                    batch = next(batches)
+                if batch.num_samples == 0 and not strategy.takes_empty:
+                    continue
+                weight, last = batch.num_samples * strategy.divisor / samples, number == numbers[-1]
+                loss = strategy.training_step(run.module, batch.data, weight, last, run.precision)
+                mine.append((loss, batch.num_samples))
+        losses.append(mine)
+    with phase(ALL_REDUCE):
+        strategy.reduce()
+    return losses, samples
+
+
+def clip(run: Run, measured: bool) -> Tensor | None:
+    """Clip gradients as configured; return their norm before that if it was needed or ``measured`` is set."""
+    limit, by_value = run.trainer.gradient_clip_val, run.trainer.gradient_clip_algorithm == "value"
+    if limit is None and not measured:
+        return None
+    run.precision.unscale(run.optimizer)
+    parameters = [parameter for group in run.optimizer.param_groups for parameter in group["params"]]
+    norm = None
+    if measured or not by_value:
+        norm = run.strategy.norm([p.grad for p in parameters if p.grad is not None])
+    if limit is not None and norm is not None and not by_value:
+        nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+    elif limit is not None and any(parameter.grad is not None for parameter in parameters):  # else torch fails
+        nn.utils.clip_grad_value_(parameters, limit)
+    return norm
