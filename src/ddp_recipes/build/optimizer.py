@@ -8,8 +8,7 @@ import torch
 
 from ddp_recipes.build.instantiate import make, parameters_of
 from ddp_recipes.errors import RequestError, not_one_of
-from ddp_recipes.tasks import Task
-from ddp_recipes.training.state import Schedule
+from ddp_recipes.tasks import Schedule, Task
 
 
 def make_optimizer(config: Mapping[str, Any], task: Task, precision: str) -> torch.optim.Optimizer:
@@ -19,18 +18,18 @@ def make_optimizer(config: Mapping[str, Any], task: Task, precision: str) -> tor
         precision: as ``trainer.precision``.
     """
     own = task.configure_optimizers()
-    return _of_config(config, task, precision) if own is None else own[0]
+    return _of_config(config, task, precision) if own is None else own.optimizers[0]
 
 
-def make_optimizer_and_schedule(
+def make_optimizers_and_schedules(
     config: Mapping[str, Any],
     task: Task,
     precision: str,
     steps: int | None,
     steps_per_epoch: int,
     overrides: Sequence[str] = (),
-) -> tuple[torch.optim.Optimizer, Schedule]:
-    """Return optimizer and scheduler: the module's own, where it is one of Lightning's, else the config's.
+) -> tuple[Sequence[torch.optim.Optimizer], Sequence[Schedule]]:
+    """Return optimizers and schedules: the module's own, where it is one of Lightning's, else the config's, one each.
 
     Args:
         steps: optimizer steps of the whole run; ``None`` if only time limits it.
@@ -40,7 +39,7 @@ def make_optimizer_and_schedule(
         RequestError: one of them cannot be made, or an override is for one that the module brings itself.
     """
     own = task.configure_optimizers()
-    brings = [] if own is None else ["optimizer"] if own[1] is None else ["optimizer", "scheduler"]
+    brings = [] if own is None else ["optimizer", "scheduler"] if own.schedules else ["optimizer"]
     for override in overrides:
         if re.match(rf"[+~]*({'|'.join(brings) or '$'})\b", override):
             raise RequestError(
@@ -48,10 +47,10 @@ def make_optimizer_and_schedule(
                 f"configure_optimizers, so this would change nothing. Leave it out, and set the module's own arguments "
                 f"(model.*)."
             )
-    optimizer = _of_config(config, task, precision) if own is None else own[0]
-    if own is None or own[1] is None:
-        return optimizer, _make_schedule(config, optimizer, steps, steps_per_epoch)
-    return optimizer, Schedule(own[1], own[2])
+    optimizers = [_of_config(config, task, precision)] if own is None else own.optimizers
+    if own is not None and own.schedules:
+        return optimizers, own.schedules
+    return optimizers, [_make_schedule(config, optimizers[0], steps, steps_per_epoch)]
 
 
 def _of_config(config: Mapping[str, Any], task: Task, precision: str) -> torch.optim.Optimizer:

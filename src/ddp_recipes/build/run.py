@@ -3,7 +3,7 @@
 from dataclasses import replace
 from datetime import timedelta
 
-from ddp_recipes.build.optimizer import make_optimizer_and_schedule
+from ddp_recipes.build.optimizer import make_optimizers_and_schedules
 from ddp_recipes.build.recipe import Recipe
 from ddp_recipes.config.settings import seconds
 from ddp_recipes.runtime.process import loading
@@ -44,7 +44,7 @@ def make_run(recipe: Recipe, stop_controller: StopController, strategy: Strategy
     strategy.shard(task, devices)
     precision = recipe.trainer.precision
     with loading():  # an optimizer that is not torch's own may bring its compiler
-        optimizer, schedule = make_optimizer_and_schedule(
+        optimizers, schedules = make_optimizers_and_schedules(
             recipe.job.config, task, precision, recipe.total_steps, recipe.steps_per_epoch, recipe.job.overrides
         )
     every = min(recipe.trainer.log_every_n_steps, max(1, recipe.total_steps or recipe.trainer.log_every_n_steps))
@@ -55,8 +55,8 @@ def make_run(recipe: Recipe, stop_controller: StopController, strategy: Strategy
         update=update,
         strategy=strategy,
         devices=devices,
-        optimizer=optimizer,
-        schedule=schedule,
+        optimizers=optimizers,
+        schedules=schedules,
         precision=make_precision(precision, recipe.device.type),
         train=recipe.loaders["train"],
         val=recipe.loaders.get("val"),

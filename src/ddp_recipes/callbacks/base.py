@@ -20,7 +20,7 @@ class Running(Protocol):
     """A run as its callbacks see it."""
 
     task: Task
-    optimizer: torch.optim.Optimizer
+    optimizers: Sequence[torch.optim.Optimizer]  # one, unless the task brings several
     metrics: dict[str, float]  # the latest of each, by name
     logger: Logger  # drops what it gets on all ranks but rank 0
     devices: Sequence[torch.device]  # of this rank's replica

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ddp_recipes.errors import RequestError
 from ddp_recipes.lightning.hooks import defined, metrics_of, refuse_hooks, value_of
-from ddp_recipes.tasks import StepOutput, Task
+from ddp_recipes.tasks import OwnOptimizers, Schedule, StepOutput, Task
 
 _STAGE = re.compile("^(val|valid|validation|test)[_/]")  # in front of a logged name
 
@@ -89,7 +89,7 @@ class LightningTask(Task):
         own = "predict_step" in defined(self.model)
         return self._call("predict_step", batch) if own else super().predict_step(batch)
 
-    def configure_optimizers(self) -> tuple[torch.optim.Optimizer, Any, str] | None:
+    def configure_optimizers(self) -> OwnOptimizers | None:
         """Return the module's own optimizer, its scheduler if any, and the scheduler's interval; ``None`` without them.
 
         Raises:
@@ -126,7 +126,7 @@ class LightningTask(Task):
                 f"{type(self.model).__name__}.configure_optimizers gives a ReduceLROnPlateau, which follows a metric; "
                 f"schedulers advance by steps or epochs here. Use another one."
             )
-        return optimizers[0], scheduler, interval
+        return OwnOptimizers(optimizers, [Schedule(scheduler, interval)] if scheduler is not None else [])
 
     def _call(self, method: str, batch: Any) -> Any:
         return getattr(self.model, method)(batch, 0)

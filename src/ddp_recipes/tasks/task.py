@@ -3,10 +3,10 @@
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from ddp_recipes.errors import RequestError
+from ddp_recipes.tasks.schedule import OwnOptimizers
 
 _ELEMENTWISE = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss)
 
@@ -85,8 +85,8 @@ class Task(nn.Module):
         inputs = batch[0] if isinstance(batch, (tuple, list)) else batch
         return self.model(inputs)
 
-    def configure_optimizers(self) -> tuple[torch.optim.Optimizer, Any, str] | None:
-        """Return optimizer, scheduler (or ``None``) and its interval; ``None`` to leave both to the config."""
+    def configure_optimizers(self) -> OwnOptimizers | None:
+        """Return the task's own optimizers and schedules, or ``None`` to leave both to the config."""
         return None
 
     @property

@@ -44,6 +44,9 @@ def fit(run: Run) -> str:
             if run.cursor.epoch > epoch:
                 for callback in run.callbacks.values():
                     callback.on_epoch_end(epoch)
+            for schedule in run.schedules:
+                over = run.cursor.epoch > epoch
+                schedule.tick(len(run.train) if over else run.cursor.batch, epoch + 1 if over else None, run.metrics)
             if save_due(run, before, measured):
                 save(run, measured)
             if measured or run.saved_step == run.cursor.step:
@@ -57,13 +60,13 @@ def fit(run: Run) -> str:
 
 
 def advance(run: Run, samples: int) -> Cursor:
-    """Return the cursor after a step, in the next epoch if this one is over; tick the scheduler."""
+    """Return the cursor after a step, in the next epoch if this one is over; tick the schedulers."""
     at, batches = run.cursor, len(run.train)
     batch = min(at.batch + run.trainer.accumulate_grad_batches, batches)
-    run.schedule.tick("step")
+    for schedule in run.schedules:
+        schedule.tick(batch, at.epoch + 1 if batch == batches else None)
     if batch < batches:
         return Cursor(at.epoch, batch, at.step + 1, at.samples_seen + samples)
-    run.schedule.tick("epoch")
     return Cursor(at.epoch + 1, 0, at.step + 1, at.samples_seen + samples)
 
 

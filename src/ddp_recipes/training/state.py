@@ -18,7 +18,7 @@ from ddp_recipes.reporting.progress import Progress
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies import Strategy
 from ddp_recipes.strategies.base import Wrapped
-from ddp_recipes.tasks import Task
+from ddp_recipes.tasks import Schedule, Task
 from ddp_recipes.training.clock import Clock
 from ddp_recipes.training.non_finite import Losses, NonFiniteGuard
 from ddp_recipes.training.precision import Precision
@@ -34,19 +34,6 @@ class Cursor(NamedTuple):
     batch: int = 0  # batches of this epoch that are done
     step: int = 0  # optimizer steps
     samples_seen: int = 0
-
-
-@dataclass
-class Schedule:
-    """A learning-rate scheduler and what one tick of it is: ``step`` or ``epoch``."""
-
-    scheduler: torch.optim.lr_scheduler.LRScheduler
-    interval: str
-
-    def tick(self, interval: str) -> None:
-        """Advance if this is the scheduler's interval."""
-        if interval == self.interval:
-            self.scheduler.step()
 
 
 class Update(NamedTuple):
@@ -75,8 +62,8 @@ class Run:
     update: "Callable[[Run, Iterator[Batch], bool], Update]"  # takes an optimizer step
     strategy: Strategy
     devices: Sequence[torch.device]
-    optimizer: torch.optim.Optimizer
-    schedule: Schedule
+    optimizers: Sequence[torch.optim.Optimizer]  # one, unless the task steps them itself
+    schedules: Sequence[Schedule]
     precision: Precision
     train: Loader
     val: Loader | None
@@ -98,6 +85,11 @@ class Run:
     saved_step: int = -1
     good_step: int = -1  # the same, where checkpoints are written
 
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The only one, or the first."""
+        return self.optimizers[0]
+
 
 def gather_state(run: Run) -> State:
     """Return all that a resume needs: weights, optimizer, scheduler, scaler, callbacks and the cursor."""
@@ -105,7 +97,9 @@ def gather_state(run: Run) -> State:
         "model": run.strategy.weights(run.task),
         "optimizer": run.strategy.optimizer_state(run.optimizer),
         "optimizer_class": type(run.optimizer).__name__,
-        "scheduler": run.schedule.scheduler.state_dict(),
+        "scheduler": run.schedules[0].scheduler.state_dict(),
+        "more_optimizers": [run.strategy.optimizer_state(optimizer) for optimizer in run.optimizers[1:]],
+        "more_schedulers": [schedule.scheduler.state_dict() for schedule in run.schedules[1:]],
         "precision": run.precision.state(),
         "callbacks": {name: callback.state() for name, callback in run.callbacks.items()},
         "cursor": run.cursor._asdict(),
@@ -130,8 +124,12 @@ def restore(run: Run, state: State) -> list[str]:
             f"its state. Choose the checkpoint's, or start afresh without ckpt_path."
         )
     warnings = _replaced(run.optimizer.param_groups, state["optimizer"]["param_groups"])
-    run.strategy.load_optimizer_state(run.optimizer, state["optimizer"])
-    run.schedule.scheduler.load_state_dict(state["scheduler"])
+    optimizers = [state["optimizer"], *state.get("more_optimizers", [])]
+    for optimizer, saved in zip(run.optimizers, optimizers, strict=True):
+        run.strategy.load_optimizer_state(optimizer, saved)
+    schedulers = [state["scheduler"], *state.get("more_schedulers", [])]
+    for schedule, saved in zip(run.schedules, schedulers, strict=True):
+        schedule.scheduler.load_state_dict(saved)
     run.precision.load_state(state["precision"])
     saved = state["callbacks"]
     if not isinstance(saved, Mapping):  # until 0.1 they came in their order
