@@ -129,10 +129,10 @@ def fit(recipe: Recipe, output: Output) -> None:
 def check_validation(run: Run) -> None:
     """Run a few validation batches before anything is written: an error there is raised now, not after an epoch."""
     steps = run.trainer.num_sanity_val_steps
-    if run.val is None or steps == 0:
+    if not run.val or steps == 0:
         return
-    loader = run.val if steps < 0 else run.val.limited(steps)
-    metrics = evaluate(run.task, loader, run.strategy, "val", run.precision)
+    loaders = run.val if steps < 0 else {name: loader.limited(steps) for name, loader in run.val.items()}
+    metrics = evaluate(run.task, loaders, run.strategy, run.precision)
     check_monitor(run.monitor, metrics)
     run.task.train()
 
@@ -151,12 +151,11 @@ def stop_early(run: Run) -> NoReturn:
 
 def measure(recipe: Recipe, output: Output) -> None:
     """Evaluate without training: ``mode=validate`` and ``mode=test``."""
-    ((split, loader),) = recipe.loaders.items()
     step = recipe.load_weights()
     recipe.strategy.shard(recipe.task, recipe.devices.own)
     output.open(None)
     precision = make_precision(recipe.trainer.precision, recipe.device.type)
-    output.metrics = evaluate(recipe.task, loader, recipe.strategy, split, precision)
+    output.metrics = evaluate(recipe.task, recipe.loaders, recipe.strategy, precision)
     output.logger.scalars(output.metrics, step)
 
 
@@ -168,6 +167,7 @@ def predict(recipe: Recipe, output: Output) -> None:
     output.open(None)
     recipe.strategy.sync_buffers(recipe.task)
     recipe.task.eval()
+    recipe.task.start_evaluation("predict", 0)
     indices: list[Tensor] = []
     outputs: list[Tensor] = []
     with torch.no_grad(), make_precision(recipe.trainer.precision, recipe.device.type).forward():

@@ -317,8 +317,7 @@ def test_a_step_of_a_pipeline_takes_what_a_real_one_takes(
                 run.optimizer.step()
                 run.optimizer.zero_grad()
             training, ledger.peak = ledger.peak[cpu], ledger.there.copy()
-            assert run.val is not None
-            evaluate(run.task, run.val, run.strategy, "val", run.precision)
+            evaluate(run.task, run.val, run.strategy, run.precision)
         return {"training": training, "validation": ledger.peak[cpu]}
 
     for number, taken in enumerate(on_ranks(real, world_size)):

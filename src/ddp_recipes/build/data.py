@@ -32,7 +32,9 @@ def make_loaders(
     replicas_a_shard: int,
     device: torch.device,
 ) -> dict[str, Loader]:
-    """Return the loaders that a mode needs, by split; validation may be missing in ``fit``.
+    """Return the loaders that a mode needs, by split, of several sets of one split by ``val/<name>``.
+
+    Validation may be missing in ``fit``.
 
     Args:
         data: the config's section.
@@ -53,10 +55,18 @@ def make_loaders(
             f"mode={mode} needs {needed}, which this data choice does not have. Give it in the data yaml, or choose "
             f"another data or mode."
         )
+    nodes = {
+        name: node for split in (found if mode == "fit" else found[:1]) for name, node in _sets(split, data[split])
+    }
+    if mode == "predict" and len(nodes) > 1:
+        raise RequestError(
+            f"mode=predict writes the outputs for one data set, and {found[0]} has several: {', '.join(nodes)}. Give "
+            f"the one to predict as data.predict."
+        )
     loaders = {
         name: _make_loader(
             name,
-            data[name],
+            node,
             settings,
             trainer,
             seed,
@@ -64,15 +74,34 @@ def make_loaders(
             replicas_a_shard,
             device,
         )
-        for name in (found if mode == "fit" else found[:1])
+        for name, node in nodes.items()
     }
-    if trainer.overfit_batches and "val" in loaders:
-        loaders["val"] = loaders["train"]
+    if trainer.overfit_batches and mode == "fit":
+        return dict.fromkeys(loaders, loaders["train"])
     return loaders
 
 
+def split_of(name: str) -> str:
+    """Return the split of a loader: ``val`` of ``val/clean``."""
+    return name.partition("/")[0]
+
+
+def _sets(split: str, node: Any) -> list[tuple[str, Mapping[str, Any]]]:
+    """Return the data sets of a split: one, or several with their names."""
+    if not isinstance(node, Mapping):
+        raise RequestError(f"data.{split}={node} is no data set: give a _target_ with its arguments, or null.")
+    if "_target_" in node or not node or not all(isinstance(each, Mapping) for each in node.values()):
+        return [(split, node)]  # without a _target_ it is refused where it is made
+    if split == "train":
+        raise RequestError(
+            f"data.train has no _target_, but {', '.join(node)}: one set is trained on. Give one, e.g. a "
+            f"torch.utils.data.ConcatDataset of them."
+        )
+    return [(f"{split}/{name}", each) for name, each in node.items()]
+
+
 def _make_loader(
-    split: str,
+    name: str,
     node: Mapping[str, Any],
     settings: DataSettings,
     trainer: TrainerSettings,
@@ -81,7 +110,8 @@ def _make_loader(
     replicas_a_shard: int,
     device: torch.device,
 ) -> Loader:
-    dataset = make(node, f"data.{split}")
+    dataset = make(node, f"data.{name.replace('/', '.')}")
+    split = split_of(name)
     training, replicas = split == "train", shards.total * replicas_a_shard
     if not training:
         global_batch = settings.val_batch_size * replicas

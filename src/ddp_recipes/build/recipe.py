@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ddp_recipes.build.data import make_loaders
+from ddp_recipes.build.data import make_loaders, split_of
 from ddp_recipes.build.devices import Devices, available_devices, dry_run_devices
 from ddp_recipes.build.instantiate import locate, make
 from ddp_recipes.build.loggers import logger_sections
@@ -40,6 +40,7 @@ class Recipe:
 
     Attributes:
         request: the checked keys of the job's config.
+        loaders: by split; of several sets of one split by ``val/<name>``.
         trainer: its keys as ``fast_dev_run`` and ``overfit_batches`` change them.
         stages: of a model that is split.
         loggers: the config's sections, by their dotted names.
@@ -78,6 +79,11 @@ class Recipe:
     def mode(self) -> str:
         """What the run is for."""
         return self.request.run.mode
+
+    @property
+    def val(self) -> dict[str, Loader]:
+        """The loaders of validation sets, by what their metrics' names begin with."""
+        return {name: loader for name, loader in self.loaders.items() if split_of(name) == "val"}
 
     @property
     def monitor(self) -> str:
@@ -160,6 +166,10 @@ def make_recipe(job: Job, world: World, control: Control) -> Recipe:
     callbacks = make_callbacks(config.get("callbacks") or {})
     loggers = logger_sections(config, check=devices.world.is_main)
     checkpoint = monitored(request, loaders, built.task)
+    if len(loaders) > 2 and request.checkpoint.enabled and request.checkpoint.monitor in (None, "auto"):
+        built.warnings.append(
+            f"checkpoint.monitor=auto is {checkpoint.monitor}, of the first of {', '.join(list(loaders)[1:])}."
+        )
     path, state, warnings = load_state(request, job.directory, built.task.weights(), loaders.get("train"))
     return Recipe(
         job=job,
@@ -217,11 +227,11 @@ def monitored(request: Request, loaders: Mapping[str, Loader], task: Task) -> Ch
     settings, fits = request.checkpoint, request.run.mode == "fit"
     monitor = settings.monitor
     if monitor in (None, "auto"):
-        monitor = "val/loss" if "val" in loaders or not fits else "train/loss"
+        evaluated = [name for name in loaders if split_of(name) == "val"]
+        monitor = f"{evaluated[0]}/loss" if evaluated else "train/loss" if fits else "val/loss"
         return replace(settings, monitor=monitor, mode="min" if settings.mode == "auto" else settings.mode)
     known = {f"train/{name}" for name in ("loss", "lr", "grad_norm", "samples_per_second", "epoch")}
-    if "val" in loaders:
-        known |= {f"val/{name}" for name in ("loss", *task.metrics)}
+    known |= {f"{split}/{name}" for split in loaders if split != "train" for name in ("loss", *task.metrics)}
     own_steps = type(task).validation_step is not Task.validation_step
     if fits and not (own_steps and monitor.startswith("val/")):
         check_measured(monitor, known)

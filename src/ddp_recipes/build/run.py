@@ -59,7 +59,7 @@ def make_run(recipe: Recipe, stop_controller: StopController, strategy: Strategy
         schedules=schedules,
         precision=make_precision(precision, recipe.device.type),
         train=recipe.loaders["train"],
-        val=recipe.loaders.get("val"),
+        val=recipe.val,
         trainer=replace(recipe.trainer, log_every_n_steps=every),
         checkpoint=recipe.checkpoint,
         monitor=recipe.monitor,

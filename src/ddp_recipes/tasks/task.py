@@ -76,6 +76,14 @@ class Task(nn.Module):
             )
         return self.loss(outputs, targets)  # type: ignore[no-any-return]
 
+    def start_evaluation(self, split: str, number: int) -> None:
+        """Do what is due before a data set is evaluated; nothing here.
+
+        Args:
+            split: ``val``, ``test`` or ``predict``.
+            number: of the set among those of its split.
+        """
+
     def test_step(self, batch: Any) -> StepOutput:
         """Return the same for ``mode=test``."""
         return self.validation_step(batch)

@@ -17,7 +17,7 @@ def reason_to_stop(run: Run) -> str | None:
 
 def validation_due(run: Run, before: Cursor) -> bool:
     """Whether the step just done reached a boundary of ``val_check_interval`` in an epoch that is validated."""
-    if run.val is None or (before.epoch + 1) % run.trainer.check_val_every_n_epoch:
+    if not run.val or (before.epoch + 1) % run.trainer.check_val_every_n_epoch:
         return False
     interval = run.trainer.val_check_interval
     batches = interval if isinstance(interval, int) else max(1, int(interval * len(run.train)))
@@ -35,4 +35,4 @@ def save_due(run: Run, before: Cursor, validated: bool) -> bool:
         return True
     if settings.every_n_steps is not None or settings.every_n_epochs is not None:
         return False
-    return validated if run.val is not None else epoch_over
+    return validated if run.val else epoch_over

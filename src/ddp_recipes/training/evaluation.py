@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor
@@ -19,11 +19,10 @@ log = logging.getLogger(__name__)
 
 
 def validate(run: Run) -> None:
-    """Evaluate on the validation set, log it, and tell the callbacks."""
-    assert run.val is not None
+    """Evaluate on the validation sets, log it, and tell the callbacks."""
     for callback in run.callbacks.values():
         callback.on_validation_start(run.cursor.step)
-    metrics = evaluate(run.task, run.val, run.strategy, "val", run.precision)
+    metrics = evaluate(run.task, run.val, run.strategy, run.precision)
     check_monitor(run.monitor, {**run.metrics, **metrics})
     run.metrics.update(metrics)
     run.logger.scalars(metrics, run.cursor.step)
@@ -34,16 +33,27 @@ def validate(run: Run) -> None:
     run.task.train()
 
 
-def evaluate(task: Task, loader: Loader, strategy: Strategy, prefix: str, precision: Precision) -> Metrics:
-    """Return the loss and metrics of a data set, every sample counted once at any world size.
+def evaluate(task: Task, loaders: Mapping[str, Loader], strategy: Strategy, precision: Precision) -> Metrics:
+    """Return the loss and metrics of data sets, every sample of each counted once at any world size.
 
     The bare module is run, not the strategy's wrapper, so ranks may have different numbers of batches.
+
+    Args:
+        loaders: by what their metrics' names begin with: ``val``, or ``val/clean`` and ``val/noisy``.
     """
     strategy.sync_buffers(task)
     task.eval()
+    metrics: Metrics = {}
+    for number, (prefix, loader) in enumerate(loaders.items()):
+        task.start_evaluation(prefix.partition("/")[0], number)
+        metrics |= _evaluate(task, loader, strategy, prefix, precision)
+    return metrics
+
+
+def _evaluate(task: Task, loader: Loader, strategy: Strategy, prefix: str, precision: Precision) -> Metrics:
     for metric in task.stateful_metrics.values():
         metric.reset()
-    step = task.test_step if prefix == "test" else task.validation_step
+    step = task.test_step if prefix.startswith("test") else task.validation_step
     sums: dict[str, Tensor] = {}  # name -> for each shard the sum over samples and their number, [shards, 2], float64
     with phase("validation"), torch.no_grad(), precision.forward():
         for batch in loader.batches(epoch=0):

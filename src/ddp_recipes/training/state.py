@@ -66,7 +66,7 @@ class Run:
     schedules: Sequence[Schedule]
     precision: Precision
     train: Loader
-    val: Loader | None
+    val: Mapping[str, Loader]  # by what its metrics' names begin with: val, or val/<name> where there are several
     trainer: TrainerSettings
     checkpoint: CheckpointSettings
     monitor: str

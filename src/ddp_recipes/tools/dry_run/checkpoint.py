@@ -21,8 +21,7 @@ def checkpoint_bytes(recipe: Recipe, step: ReplicaStep | PipelineSteps) -> int:
     names, steps = [], recipe.total_steps
     if steps != 0:
         names = [f"train/{name}" for name in ("loss", "lr", "samples_per_second", "epoch", "grad_norm")]
-    if run.val is not None:
-        names += [f"val/{name}" for name in ("loss", *recipe.task.metrics)]
+    names += [f"{split}/{name}" for split in run.val for name in ("loss", *recipe.task.metrics)]
     state = gather_state(run) | {
         **step.state(),
         "metrics": dict.fromkeys(names, 0.0),

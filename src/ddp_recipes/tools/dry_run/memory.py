@@ -72,12 +72,13 @@ class Batches:
     """The largest batches of a rank.
 
     Attributes:
-        train: samples of the data set, a batch of one, and how many samples a shard has; ``val`` likewise, or ``None``.
+        train: samples of the data set, a batch of one, and how many samples a shard has.
+        val: likewise of each validation set.
         accumulate: batches of an optimizer step.
     """
 
     train: tuple[Any, int]
-    val: tuple[Any, int] | None
+    val: Sequence[tuple[Any, int]]
     accumulate: int
 
 
@@ -163,13 +164,14 @@ class Step:
         following = fake_batch(*batches.train, self.devices[0])  # before the last one goes
         self.training = peak + state | self.ledger.peak  # the larger one
         del following
-        if batches.val is not None:
+        if batches.val:
             self.ledger.peak = self.ledger.there.copy()
             self.task.eval()
             with torch.no_grad():
-                measured = fake_batch(*batches.val, self.devices[0])
-                self._validate(measured)
-                fake_batch(*batches.val, self.devices[0])
+                for val in batches.val:
+                    measured = fake_batch(*val, self.devices[0])
+                    self._validate(measured)
+                    fake_batch(*val, self.devices[0])
             self.validation = self.ledger.peak
 
     def _step_without_running(self) -> None:

@@ -71,10 +71,10 @@ def run_step(recipe: Recipe) -> ReplicaStep | PipelineSteps:
     A model that places itself knows no devices but those it was made for, and the CPU has one memory for each process:
     then all that a process has is on one device.
     """
-    train, val = recipe.loaders["train"], recipe.loaders.get("val")
+    train = recipe.loaders["train"]
     batches = Batches(
         (train.sample(), train.plan.size(0, 0)),
-        None if val is None else (val.sample(), val.plan.size(0, 0)),
+        [(val.sample(), val.plan.size(0, 0)) for val in recipe.val.values()],
         min(recipe.trainer.accumulate_grad_batches, len(train)),
     )
     starts = [stage.first for stage in recipe.stages[1:]]
