@@ -113,7 +113,6 @@ def fit(recipe: Recipe, output: Output) -> None:
     output.open(run)
     output.hold(profiling.record(run, output.leave_picture))
     for callback in run.callbacks.values():
-        callback.run = run
         callback.on_start(recipe.job.directory if recipe.world.is_main else None, recipe.task)
     try:
         reason = loop.fit(run)
@@ -175,6 +174,7 @@ def predict(recipe: Recipe, output: Output) -> None:
             if batch.num_samples and (output_of_batch := recipe.task.predict_step(batch.data)) is not None:
                 indices.append(loader.plan.indices(0, batch.number, batch.shard))
                 outputs.append(output_of_batch.float().cpu())  # of a pipeline in its last process
+    recipe.task.end_evaluation("predict", {})
     gathered = recipe.strategy.gather((indices, outputs))
     if gathered is not None:
         order = torch.cat([part for rank in gathered for part in rank[0]])

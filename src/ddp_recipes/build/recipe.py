@@ -29,7 +29,7 @@ from ddp_recipes.runtime.job import Job
 from ddp_recipes.runtime.seeding import seed_everything
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies import Strategy
-from ddp_recipes.tasks import Task
+from ddp_recipes.tasks import Surroundings, Task
 from ddp_recipes.training.evaluation import check_measured
 from ddp_recipes.training.precision import make_precision
 
@@ -94,14 +94,12 @@ class Recipe:
     @property
     def steps_per_epoch(self) -> int:
         """Optimizer steps in an epoch; the last one may accumulate fewer batches."""
-        return -(-len(self.loaders["train"]) // self.trainer.accumulate_grad_batches)
+        return steps_per_epoch(self.loaders, self.trainer)
 
     @property
     def total_steps(self) -> int | None:
         """Optimizer steps to the end of the run, or ``None`` if only time limits it."""
-        epochs, steps = self.trainer.max_epochs, self.trainer.max_steps
-        limits = [epochs * self.steps_per_epoch if epochs is not None else None, steps]
-        return min((limit for limit in limits if limit is not None), default=None)
+        return total_steps(self.loaders, self.trainer)
 
     @property
     def resumes_in_place(self) -> bool:
@@ -119,6 +117,21 @@ class Recipe:
         self.task.load_weights(self.state["model"])
         step: int = self.state["cursor"]["step"]
         return step
+
+
+def steps_per_epoch(loaders: Mapping[str, Loader], trainer: TrainerSettings) -> int:
+    """Return the optimizer steps in an epoch; the last one may accumulate fewer batches."""
+    return -(-len(loaders["train"]) // trainer.accumulate_grad_batches)
+
+
+def total_steps(loaders: Mapping[str, Loader], trainer: TrainerSettings) -> int | None:
+    """Return the optimizer steps to the end of training, or ``None`` if only time limits it or nothing is trained."""
+    if "train" not in loaders:
+        return None
+    limits = [trainer.max_steps]
+    if trainer.max_epochs is not None:
+        limits.append(trainer.max_epochs * steps_per_epoch(loaders, trainer))
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def make_recipe(job: Job, world: World, control: Control) -> Recipe:
@@ -163,7 +176,20 @@ def make_recipe(job: Job, world: World, control: Control) -> Recipe:
     )
     strategy.starts = built.starts
     strategy.check(built.task, devices.requested)
-    callbacks = make_callbacks(config.get("callbacks") or {})
+    callbacks = make_callbacks(config.get("callbacks") or {}, built.task)
+    built.task.attach(
+        Surroundings(
+            mode=mode,
+            world=devices.world,
+            trainer=trainer,
+            devices=devices.own,
+            loaders=loaders,
+            total_steps=total_steps(loaders, trainer),
+            directory=job.directory,
+            sum=strategy.sum,
+            first_on_node=control.first_on_node,
+        )
+    )
     loggers = logger_sections(config, check=devices.world.is_main)
     checkpoint = monitored(request, loaders, built.task)
     if len(loaders) > 2 and request.checkpoint.enabled and request.checkpoint.monitor in (None, "auto"):
@@ -190,19 +216,23 @@ def make_recipe(job: Job, world: World, control: Control) -> Recipe:
     )
 
 
-def make_callbacks(nodes: Mapping[str, Any]) -> dict[str, Callback]:
-    """Return the callbacks of the config's section, by name.
+def make_callbacks(nodes: Mapping[str, Any], task: Task) -> dict[str, Callback]:
+    """Return the callbacks of the config's section, by name; the task may know others than ours.
 
     Raises:
         RequestError: one cannot be made, or is no callback.
     """
-    callbacks = {name: make(node, f"callbacks.{name}") for name, node in nodes.items()}
-    for name, callback in callbacks.items():
-        if not isinstance(callback, Callback):
+    callbacks = {}
+    for name, node in nodes.items():
+        made = make(node, f"callbacks.{name}")
+        callback = made if isinstance(made, Callback) else task.callback(name, made)
+        if callback is None:
             raise RequestError(
-                f"callbacks.{name} makes a {type(callback).__name__}, which is no ddp_recipes.Callback. Derive its "
-                f"class from ddp_recipes.Callback and override the events that it needs."
+                f"callbacks.{name} makes a {type(made).__name__}, which is no ddp_recipes.Callback. Derive its "
+                f"class from ddp_recipes.Callback and override the events that it needs. Callbacks of Lightning go "
+                f"with task=lightning."
             )
+        callbacks[name] = callback
     return callbacks
 
 

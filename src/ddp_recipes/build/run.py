@@ -52,7 +52,7 @@ def make_run(recipe: Recipe, stop_controller: StopController, strategy: Strategy
         world=recipe.world,
         task=task,
         module=strategy.wrap(task, devices),
-        update=update,
+        update=task.update or update,
         strategy=strategy,
         devices=devices,
         optimizers=optimizers,
@@ -68,8 +68,10 @@ def make_run(recipe: Recipe, stop_controller: StopController, strategy: Strategy
         stop_controller=stop_controller,
         guard=NonFiniteGuard(recipe.world, strategy.sum, recipe.device),
         clock=make_clock(devices[-1]),
-        callbacks=recipe.callbacks,
+        callbacks={**task.callbacks(), **recipe.callbacks},
     )
+    for callback in run.callbacks.values():
+        callback.run = run
     if recipe.state is not None:
         recipe.warnings.extend(restore(run, recipe.state))
     task.train()

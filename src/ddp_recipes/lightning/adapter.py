@@ -1,157 +1,354 @@
-"""Runs a module that has Lightning's ``training_step``, ``validation_step`` and ``configure_optimizers``."""
+"""Runs a ``LightningModule`` as it is, or any module that has Lightning's methods."""
 
-import re
-from collections.abc import Mapping
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ddp_recipes.callbacks import Callback
+from ddp_recipes.data.loader import Batch
 from ddp_recipes.errors import RequestError
-from ddp_recipes.lightning.hooks import defined, metrics_of, refuse_hooks, value_of
-from ddp_recipes.tasks import OwnOptimizers, Schedule, StepOutput, Task
+from ddp_recipes.lightning import optimizers, update
+from ddp_recipes.lightning.callbacks import Wrapped, refuse_callback
+from ddp_recipes.lightning.events import Events
+from ddp_recipes.lightning.hooks import OF_STEP, SILENT, Hooks, refuse_hooks
+from ddp_recipes.lightning.log import Log, is_stateful
+from ddp_recipes.lightning.trainer import Trainer
+from ddp_recipes.tasks import OwnOptimizers, StepOutput, Surroundings, Task
+from ddp_recipes.training.state import Run, Update
+from ddp_recipes.training.update import MicroBatch
 
-_STAGE = re.compile("^(val|valid|validation|test)[_/]")  # in front of a logged name
+_STAGES = {"val": "validation", "test": "test", "predict": "predict"}  # by split, as hooks call them
+_LOSSES = ("loss", "val_loss", "val/loss", "valid_loss", "valid/loss", "validation_loss", "validation/loss")
 
 
 class LightningTask(Task):
     """A task around a ``LightningModule``, or any module with those methods; Lightning itself need not be installed.
 
-    What the module logs in ``validation_step`` becomes a metric: ``val_acc``, ``valid/acc`` and ``acc`` are all
-    ``val/acc``. Each logged value counts as the mean over the batch; a metric of torchmetrics is reset before an
-    evaluation and computed after it. ``batch_idx`` is always 0, and there is no ``self.trainer``. What the module logs
-    in ``training_step`` is not shown: the loop logs the loss itself.
+    What the module logs keeps its name. Each value is the mean over all samples of all ranks; a metric of torchmetrics
+    is computed at the end of the epoch. docs/lightning.md lists each hook and what becomes of it.
 
     Args:
-        model: has ``training_step(batch, batch_idx)`` giving the loss or a dict with ``loss``; may have
-            ``validation_step``, ``predict_step`` and ``configure_optimizers``.
+        model: has ``training_step(batch, batch_idx)`` giving the loss or a dict with ``loss``.
 
     Raises:
         RequestError: the model has no ``training_step``, or a hook that is not called here.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        if "training_step" not in defined(model):
+        super().__init__(model, nn.Identity())
+        self.trainer = Trainer(model)
+        self.hooks = Hooks(model, self.trainer)
+        if "training_step" not in self.hooks.own:
             raise RequestError(
                 f"task=lightning needs a module with training_step, and {type(model).__name__} has none. "
                 f"For a plain module use task=classification or task=regression."
             )
         refuse_hooks(model)
-        super().__init__(model, nn.Identity())
-        self._logged: dict[str, Tensor] = {}  # in the latest evaluation step
-        self._metrics: dict[str, Any] = {}  # of torchmetrics, logged in the latest evaluation
-        model.log = self._log  # type: ignore[assignment]
-        model.log_dict = self._log_dict  # type: ignore[assignment]
+        self.manual = self.trainer.manual = not getattr(model, "automatic_optimization", True)
+        self.events = self.trainer.events = Events(self)
+        self.batch: Any = None
+        self.batch_idx = self.dataloader_idx = 0
+        self.output: Any = {}  # of the latest training step, as its hooks get it
+        self.weight = 1.0  # of the loss in manual optimization
+        self.training_log = Log(type(model).__name__)
+        self.evaluation_log = Log(type(model).__name__)
+        self._of_step: dict[str, Tensor] = {}  # logged in the latest evaluation step, [samples]
+        own: dict[str, Any] = {
+            "trainer": self.trainer,
+            "log": self._log,
+            "log_dict": self._log_dict,
+            "optimizers": self._optimizers,
+            "lr_schedulers": self._lr_schedulers,
+            "manual_backward": self._manual_backward,
+            "clip_gradients": self._clip_gradients,
+            "all_gather": self._all_gather,
+            "print": self.trainer.print,
+        }
+        if not hasattr(type(model), "logger"):
+            own["logger"] = self.trainer.logger
+        for name, value in own.items():
+            setattr(model, name, value)
+
+    # What the run asks for.
+
+    def attach(self, surroundings: Surroundings) -> None:
+        """Tell module and callbacks what run they are in, and have them set up."""
+        trainer, hooks, settings = self.trainer, self.hooks, surroundings.trainer
+        trainer.surroundings = surroundings
+        if self.manual and (settings.accumulate_grad_batches > 1 or settings.gradient_clip_val is not None):
+            raise RequestError(
+                f"{type(self.model).__name__} optimizes by itself (automatic_optimization=False), so "
+                f"trainer.accumulate_grad_batches and trainer.gradient_clip_val would change nothing. Leave them out, "
+                f"and accumulate and clip (self.clip_gradients) in training_step."
+            )
+        if "prepare_data" in hooks.own:
+            surroundings.first_on_node(partial(hooks.of_module, "prepare_data"))
+        hooks("setup", surroundings.mode)
+        hooks("configure_model")
+        made = hooks.of_module("configure_callbacks")
+        for each in [] if made is None else made if isinstance(made, Sequence) else [made]:
+            self.callback(type(each).__name__, each)
+        self.model.to(surroundings.devices[0])
+
+    def callback(self, name: str, made: Any) -> Callback | None:
+        """Take a callback written for Lightning: it is told what its methods are called for."""
+        if not any(callable(getattr(made, hook, None)) for hook in ("on_train_start", "on_fit_start", "setup")):
+            return None
+        refuse_callback(name, made)
+        self.hooks.callbacks.append(made)
+        self.trainer.callbacks.append(made)
+        return Wrapped(made, self.trainer, self.model)
+
+    def callbacks(self) -> dict[str, Callback]:
+        """Return what calls the module's hooks."""
+        return {"task": self.events}
+
+    def configure_optimizers(self) -> OwnOptimizers | None:
+        """Return what the module configures; ``None`` without that."""
+        return optimizers.of_module(self)
+
+    def update(self, run: Run, batches: Iterator[Batch], measured: bool) -> Update:
+        """Take an optimizer step, or let the module take its own."""
+        self.training_log.forget_steps()
+        return (update.manual if self.manual else update.automatic)(self, run, batches, measured)
+
+    # Training.
+
+    def begin_batch(self, each: MicroBatch) -> MicroBatch:
+        """Return a batch as the module's hooks make it, and say that it begins."""
+        self.batch_idx = self.trainer.fit_loop.epoch_loop.batch_idx = each.batch.number
+        self.batch = self._transferred(each.batch.data)
+        if self.hooks("on_train_batch_start", self.batch, self.batch_idx) == -1:
+            raise RequestError(
+                f"{type(self.model).__name__}.on_train_batch_start returns -1, to leave out the rest of the epoch. "
+                f"That is not there; set trainer.limit_train_batches."
+            )
+        return each._replace(batch=each.batch._replace(data=self.batch))
+
+    def end_batch(self) -> None:
+        """Say that the batch is over."""
+        self.hooks("on_train_batch_end", self.output, self.batch, self.batch_idx)
 
     def training_step(self, batch: Any) -> StepOutput:
         """Return the loss of the module's own step."""
-        return StepOutput(_loss(self._call("training_step", batch)), {}, _size(batch))
+        output = self.hooks.of_module("training_step", *self._arguments("training_step", batch))
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if self.manual and loss is None:
+            loss = torch.zeros((), device=self.trainer.surroundings.devices[-1])
+        if not isinstance(loss, Tensor):
+            raise RequestError(
+                f"{type(self.model).__name__}.training_step returns {type(output).__name__}, which has no loss. Return "
+                f"the loss, or a dict with it under 'loss'."
+            )
+        self.output = {"loss": loss.detach(), **{k: v for k, v in _items(output) if k != "loss"}}
+        return StepOutput(loss, {}, size_of(batch))
+
+    # Evaluation.
+
+    def start_evaluation(self, split: str, number: int) -> None:
+        """Begin with a data set; the first one begins the evaluation."""
+        stage = _STAGES[split]
+        self.dataloader_idx, self.batch_idx = number, -1
+        if number == 0:
+            sanity = split == "val" and self.trainer.surroundings.mode == "fit" and not self.events.started
+            self.trainer.stage = "sanity_check" if sanity else {"val": "validate"}.get(split, split)
+            if sanity:
+                self.events.begin()
+                self.hooks("on_sanity_check_start")
+            for event in ("model_eval", "start", "epoch_start"):
+                self.hooks(f"on_{stage}_{event}")
+
+    def end_evaluation(self, split: str, metrics: dict[str, float]) -> dict[str, float]:
+        """Return the metrics together with what was logged for the whole of the evaluation."""
+        stage = _STAGES[split]
+        self.hooks(f"on_{stage}_epoch_end")
+        metrics = metrics | self._reduced(self.evaluation_log)
+        if self.trainer.stage != "validate" or self.trainer.surroundings.mode != "fit":
+            self.hooks(f"on_{stage}_end")
+            self.hooks(f"on_{stage}_model_train")
+        if self.trainer.stage == "sanity_check":
+            self.hooks("on_sanity_check_end")
+            self.trainer.stage = "train"
+        return metrics
 
     def validation_step(self, batch: Any) -> StepOutput:
         """Return the loss of the module's own step, and what it logged as metrics."""
-        if "validation_step" not in defined(self.model):
-            return self.training_step(batch)
-        return self._evaluation("validation_step", batch)
+        return self._evaluated("validation", batch)
 
     def test_step(self, batch: Any) -> StepOutput:
         """Return the same of the module's test step, or of its validation step where it has no other."""
-        own = "test_step" in defined(self.model)
-        return self._evaluation("test_step", batch) if own else self.validation_step(batch)
-
-    def _evaluation(self, method: str, batch: Any) -> StepOutput:
-        self._logged = {}
-        output = self._call(method, batch)
-        metrics = {name: value for name, value in self._logged.items() if name != "loss"}
-        loss = self._logged.get("loss") if output is None else _loss(output)
-        if loss is None:
-            raise RequestError(
-                f"{type(self.model).__name__}.{method} returns no loss and logs none, so there is no val/loss. Return "
-                f"the loss, or log it as val_loss."
-            )
-        return StepOutput(loss, metrics, _size(batch))
-
-    @property
-    def stateful_metrics(self) -> dict[str, Any]:
-        """The metrics of torchmetrics that the module logs."""
-        return self._metrics
-
-    def train(self, mode: bool = True) -> "LightningTask":
-        """Begin to train, or to evaluate, which starts from fresh metrics."""
-        if not mode:
-            self._metrics = {}
-            for metric in metrics_of(self.model):
-                metric.reset()  # type: ignore[operator]
-        super().train(mode)
-        return self
+        return self._evaluated("test" if "test_step" in self.hooks.own else "validation", batch)
 
     def predict_step(self, batch: Any) -> Any:
         """Return what the module predicts."""
-        own = "predict_step" in defined(self.model)
-        return self._call("predict_step", batch) if own else super().predict_step(batch)
-
-    def configure_optimizers(self) -> OwnOptimizers | None:
-        """Return the module's own optimizer, its scheduler if any, and the scheduler's interval; ``None`` without them.
-
-        Raises:
-            RequestError: it wants several optimizers, which one loop cannot step.
-        """
-        own = "configure_optimizers" in defined(self.model)
-        made: Any = self.model.configure_optimizers() if own else None  # type: ignore[operator]
-        if made is None:
-            return None
-        if isinstance(made, torch.optim.Optimizer):
-            optimizers, schedulers = [made], []
-        elif isinstance(made, Mapping):
-            optimizers, schedulers = [made["optimizer"]], [made["lr_scheduler"]] if "lr_scheduler" in made else []
-        elif len(made) == 2 and isinstance(made[0], (list, tuple)):
-            optimizers, schedulers = made
+        arguments = self._begin_evaluated("predict", batch)
+        if "predict_step" in self.hooks.own:
+            output = self.hooks.of_module("predict_step", *self._arguments("predict_step", arguments[0]))
         else:
-            optimizers, schedulers = list(made), []
-        if len(optimizers) != 1 or len(schedulers) > 1:
-            raise RequestError(
-                f"{type(self.model).__name__}.configure_optimizers gives {len(optimizers)} optimizers and "
-                f"{len(schedulers)} schedulers. Allowed: one optimizer and at most one scheduler."
-            )
-        scheduler = schedulers[0] if schedulers else None
-        interval = "epoch"
-        if isinstance(scheduler, Mapping):
-            if scheduler.get("frequency", 1) != 1:
-                raise RequestError(
-                    f"{type(self.model).__name__}.configure_optimizers sets frequency={scheduler['frequency']}, but "
-                    f"schedulers advance once a step or epoch here. Leave it out, or scale the scheduler's own steps."
-                )
-            scheduler, interval = scheduler["scheduler"], scheduler.get("interval", "epoch")
-        if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-            raise RequestError(
-                f"{type(self.model).__name__}.configure_optimizers gives a ReduceLROnPlateau, which follows a metric; "
-                f"schedulers advance by steps or epochs here. Use another one."
-            )
-        return OwnOptimizers(optimizers, [Schedule(scheduler, interval)] if scheduler is not None else [])
+            output = super().predict_step(arguments[0])
+        self.hooks("on_predict_batch_end", output, *arguments)
+        return output
 
-    def _call(self, method: str, batch: Any) -> Any:
-        return getattr(self.model, method)(batch, 0)
+    def metric_name(self, prefix: str, name: str) -> str:
+        """Return the name that the module gave; its returned loss is ``val/loss``."""
+        return f"{prefix}/loss" if name == "loss" else name
 
-    def _log(self, name: str, value: Any, *_: Any, **__: Any) -> None:
-        if self.training:
+    def _begin_evaluated(self, stage: str, batch: Any) -> tuple[Any, ...]:
+        self.batch_idx += 1
+        self.batch = self._transferred(batch)
+        several = len(self.trainer.num_val_batches) > 1 and stage == "validation"
+        arguments = (self.batch, self.batch_idx, *([self.dataloader_idx] if several else []))
+        self.hooks(f"on_{stage}_batch_start", *arguments)
+        return arguments
+
+    def _evaluated(self, stage: str, batch: Any) -> StepOutput:
+        method = f"{stage}_step"
+        if method not in self.hooks.own:
+            return self.training_step(batch)
+        arguments = self._begin_evaluated(stage, batch)
+        self._of_step = {}
+        output = self.hooks.of_module(method, *self._arguments(method, self.batch))
+        self.hooks(f"on_{stage}_batch_end", output, *arguments)
+        values, self._of_step = self._of_step, {}
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if not isinstance(loss, Tensor):
+            logged = next((name for name in _LOSSES if name in values), None)
+            loss = torch.zeros(0) if logged is None else values[logged].mean()
+        return StepOutput(loss, values, size_of(batch))
+
+    # What the module calls.
+
+    def _log(
+        self,
+        name: str,
+        value: Any,
+        prog_bar: bool = False,
+        logger: bool | None = None,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: Any = "mean",
+        *_: Any,
+        batch_size: int | None = None,
+        add_dataloader_idx: bool = True,
+        **__: Any,
+    ) -> None:
+        hook = self.hooks.current
+        if hook in SILENT:
+            raise RequestError(f"{type(self.model).__name__} logs {name} in {hook}, where Lightning does not allow it.")
+        size = float(batch_size or (size_of(self.batch) if self.batch is not None else 1))
+        if self.trainer.stage == "train" and not self._evaluates(hook):
+            in_step = hook in OF_STEP
+            step, epoch = in_step if on_step is None else on_step, not in_step if on_epoch is None else on_epoch
+            self.training_log.add(
+                name, value, size, on_step=step, on_epoch=epoch, reduce_fx=reduce_fx, prog_bar=prog_bar
+            )
             return
-        short = _STAGE.sub("", name)
-        if (scalar := value_of(value)) is None:
-            self._metrics[short] = value
+        if on_step:
+            raise RequestError(
+                f"{type(self.model).__name__} logs {name} in {hook} with on_step=True. Evaluations are logged once, "
+                f"for all their samples: leave it out."
+            )
+        if add_dataloader_idx and len(self.trainer.num_val_batches) > 1 and self.trainer.stage != "test":
+            name = f"{name}/dataloader_idx_{self.dataloader_idx}"
+        if hook.endswith("_step") and not is_stateful(value) and reduce_fx in ("mean", torch.mean):
+            self._of_step[name] = torch.as_tensor(value).detach().float().reshape(()).expand(int(size))
         else:
-            self._logged[short] = scalar
+            self.evaluation_log.add(name, value, size, on_step=False, on_epoch=True, reduce_fx=reduce_fx)
 
-    def _log_dict(self, values: Mapping[str, Any], *_: Any, **__: Any) -> None:
-        for name, value in values.items():
-            self._log(name, value)
+    @staticmethod
+    def _evaluates(hook: str) -> bool:
+        return hook.startswith(("on_validation", "on_test", "validation", "test"))
+
+    def _log_dict(self, dictionary: Mapping[str, Any], *arguments: Any, **options: Any) -> None:
+        for name, value in dictionary.items():
+            self._log(name, value, *arguments, **options)
+
+    def _optimizers(self, use_pl_optimizer: bool = True) -> Any:
+        found = self.events.optimizers if self.manual and use_pl_optimizer else list(self.trainer.optimizers)
+        return found[0] if len(found) == 1 else found
+
+    def _lr_schedulers(self) -> Any:
+        found = [each.scheduler for each in self.trainer.lr_scheduler_configs]
+        return None if not found else found[0] if len(found) == 1 else found
+
+    def _manual_backward(self, loss: Tensor, *arguments: Any, **options: Any) -> None:
+        self.hooks("on_before_backward", loss)
+        (loss if self.weight == 1 else loss * self.weight).backward(*arguments, **options)  # type: ignore[no-untyped-call]
+        self.hooks("on_after_backward")
+
+    def _clip_gradients(
+        self,
+        optimizer: Any,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if gradient_clip_val is None or not parameters:
+            return
+        if (gradient_clip_algorithm or "norm") == "value":
+            nn.utils.clip_grad_value_(parameters, gradient_clip_val)
+        else:
+            assert self.trainer.run is not None
+            norm = self.trainer.run.strategy.norm([p.grad for p in parameters])
+            nn.utils.clip_grads_with_norm_(parameters, gradient_clip_val, norm)
+
+    def _all_gather(self, data: Any, *_: Any, **__: Any) -> Any:
+        if isinstance(data, Mapping):
+            return {name: self._all_gather(value) for name, value in data.items()}
+        if isinstance(data, (list, tuple)):
+            return type(data)(self._all_gather(value) for value in data)
+        value = torch.as_tensor(data, device=self.trainer.surroundings.devices[0])
+        world = self.trainer.surroundings.world
+        if world.world_size == 1:
+            return value
+        every = value.new_zeros(1, world.world_size, *value.shape)
+        every[0, world.rank] = value
+        return self.trainer.surroundings.sum(every)
+
+    # Helpers.
+
+    def _arguments(self, method: str, batch: Any) -> list[Any]:
+        """Return as many of batch, batch_idx and dataloader_idx as the module's method takes."""
+        parameters = inspect.signature(getattr(self.model, method)).parameters.values()
+        if any(each.name == "dataloader_iter" for each in parameters):
+            raise RequestError(
+                f"{type(self.model).__name__}.{method} takes dataloader_iter, to draw batches by itself. Allowed: "
+                f"batch and batch_idx."
+            )
+        some = any(each.kind is each.VAR_POSITIONAL for each in parameters)
+        most = (
+            2 if some else sum(each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) for each in parameters)
+        )
+        return [batch, max(self.batch_idx, 0), self.dataloader_idx][:most]
+
+    def _transferred(self, batch: Any) -> Any:
+        for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"):
+            if name in self.hooks.own:
+                device = [self.trainer.surroundings.devices[0]] if name.startswith("transfer") else []
+                batch = self.hooks.of_module(name, batch, *device, max(self.dataloader_idx, 0))
+        return batch
+
+    def _reduced(self, log: Log) -> dict[str, float]:
+        return log.epoch(self.trainer.surroundings)
 
 
-def _loss(output: Any) -> Tensor:
-    loss: Tensor = output["loss"] if isinstance(output, Mapping) else output
-    return loss
+def _items(output: Any) -> Any:
+    return output.items() if isinstance(output, Mapping) else ()
 
 
-def _size(batch: Any) -> int:
-    """Return the number of samples in a batch: the length of the first tensor in it."""
-    while not isinstance(batch, Tensor):
-        batch = next(iter(batch.values())) if isinstance(batch, Mapping) else batch[0]
-    return len(batch)
+def size_of(batch: Any) -> int:
+    """Return the number of samples in a batch: the length of the first tensor in it; 1 without one."""
+    if isinstance(batch, Tensor):
+        return len(batch) if batch.dim() else 1
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    if isinstance(batch, (list, tuple)) and batch:
+        return size_of(batch[0])
+    with suppress(TypeError):
+        return size_of(list(vars(batch).values()))
+    return 1

@@ -1,122 +1,152 @@
-"""What a ``LightningModule`` may define, and what of it is called here: the rest is refused, never ignored."""
+"""The hooks of Lightning's modules, data modules and callbacks: which there are, and who calls them here.
 
-import torch
-from torch import nn
+``python -m ddp_recipes.lightning.hooks`` prints the table of docs/lightning.md from the installed Lightning.
+"""
+
+from typing import Any
 
 from ddp_recipes.errors import RequestError
 
-CALLED = {"forward", "training_step", "validation_step", "test_step", "predict_step", "configure_optimizers"}
+# Where the base classes are, whose hooks do nothing, or what is done here anyhow.
+_BASES = ("lightning.pytorch.core.", "lightning.fabric.", "pytorch_lightning.core.", "lightning_fabric.", "torch.")
 
-# What to do instead, where something here does the same.
-_INSTEAD = {
-    "train_dataloader": "put the data set into the group data",
-    "val_dataloader": "put the data set into the group data, as data.val",
-    "test_dataloader": "put the data set into the group data, as data.test",
-    "predict_dataloader": "put the data set into the group data, as data.predict",
-    "prepare_data": "put the data set into the group data; data.download=true runs on one rank of each node",
-    "configure_callbacks": "use the group callbacks",
-    "configure_gradient_clipping": "use trainer.gradient_clip_val",
-    "automatic_optimization": "return the loss from training_step and let the loop step",
-}
+STEPS = {"training_step", "validation_step", "test_step", "predict_step", "forward", "configure_optimizers"}
 
-REFUSED = {
-    "all_gather",
-    "automatic_optimization",
+# Around an optimizer step: what is logged in them counts for the step, as in Lightning.
+OF_STEP = {
     "backward",
-    "configure_callbacks",
     "configure_gradient_clipping",
-    "configure_model",
-    "configure_sharded_model",
-    "lr_scheduler_step",
     "on_after_backward",
-    "on_after_batch_transfer",
     "on_before_backward",
-    "on_before_batch_transfer",
     "on_before_optimizer_step",
     "on_before_zero_grad",
-    "on_fit_end",
-    "on_fit_start",
-    "on_load_checkpoint",
-    "on_predict_batch_end",
-    "on_predict_batch_start",
-    "on_predict_end",
-    "on_predict_epoch_end",
-    "on_predict_epoch_start",
-    "on_predict_model_eval",
-    "on_predict_start",
-    "on_save_checkpoint",
-    "on_test_batch_end",
-    "on_test_batch_start",
-    "on_test_end",
-    "on_test_epoch_end",
-    "on_test_epoch_start",
-    "on_test_model_eval",
-    "on_test_model_train",
-    "on_test_start",
     "on_train_batch_end",
     "on_train_batch_start",
-    "on_train_end",
-    "on_train_epoch_end",
-    "on_train_epoch_start",
-    "on_train_start",
-    "on_validation_batch_end",
-    "on_validation_batch_start",
-    "on_validation_end",
-    "on_validation_epoch_end",
-    "on_validation_epoch_start",
-    "on_validation_model_eval",
-    "on_validation_model_train",
-    "on_validation_model_zero_grad",
-    "on_validation_start",
     "optimizer_step",
     "optimizer_zero_grad",
-    "predict_dataloader",
-    "prepare_data",
-    "setup",
-    "teardown",
-    "test_dataloader",
-    "train_dataloader",
-    "transfer_batch_to_device",
-    "val_dataloader",
+    "training_step",
+}
+
+CALLED = (
+    STEPS
+    | OF_STEP
+    | {
+        "configure_callbacks",
+        "configure_model",
+        "lr_scheduler_step",
+        "on_after_batch_transfer",
+        "on_before_batch_transfer",
+        "on_exception",
+        "on_fit_end",
+        "on_fit_start",
+        "on_load_checkpoint",
+        "on_save_checkpoint",
+        "on_sanity_check_end",
+        "on_sanity_check_start",
+        "on_train_end",
+        "on_train_epoch_end",
+        "on_train_epoch_start",
+        "on_train_start",
+        "on_validation_model_zero_grad",
+        "prepare_data",
+        "setup",
+        "teardown",
+        "transfer_batch_to_device",
+    }
+    | {
+        f"on_{stage}_{event}"
+        for stage in ("validation", "test", "predict")
+        for event in (
+            "batch_end",
+            "batch_start",
+            "end",
+            "epoch_end",
+            "epoch_start",
+            "model_eval",
+            "model_train",
+            "start",
+        )
+    }
+    | {f"{split}_dataloader" for split in ("train", "val", "test", "predict")}
+) - {"on_predict_model_train"}
+
+# What to do instead of a hook that is not called.
+REFUSED = {
+    "configure_sharded_model": "use configure_model, as Lightning advises",
+    "on_predict_model_eval": "the model is in evaluation mode when predict_step is called",
+}
+
+# A hook that may log nothing, as in Lightning.
+SILENT = {
+    name
+    for name in CALLED
+    if (name.endswith(("_end", "transfer", "_dataloader")) and not name.endswith(("batch_end", "epoch_end")))
+    or name in {"setup", "teardown", "prepare_data", "on_fit_start", "configure_model", "configure_optimizers"}
 }
 
 
-def defined(model: nn.Module) -> list[str]:
-    """Return the hooks that a module defines itself, by name: not those that it has from Lightning or torch."""
-    found = []
-    for name in sorted(CALLED | REFUSED):
-        owner = next((each for each in type(model).__mro__ if name in vars(each)), None)
-        if owner is not None and owner.__module__.split(".")[0] not in ("lightning", "pytorch_lightning", "torch"):
-            found.append(name)
-    if getattr(model, "automatic_optimization", True) is False and "automatic_optimization" not in found:
-        found.append("automatic_optimization")
+def defined(module: object) -> set[str]:
+    """Return the hooks that an object's class defines itself: not those that it has from Lightning or torch."""
+    found = set()
+    for name in CALLED | REFUSED.keys():
+        owner = next((each for each in type(module).__mro__ if name in vars(each)), None)
+        if owner is not None and not owner.__module__.startswith(_BASES):
+            found.add(name)
     return found
 
 
-def refuse_hooks(model: nn.Module) -> None:
+def refuse_hooks(module: object) -> None:
     """Refuse a module that defines what is not called here.
 
     Raises:
-        RequestError: names each of them, and what to do instead where there is something.
+        RequestError: names each of them, and what to do instead.
     """
-    refused = [name for name in defined(model) if name in REFUSED]
+    refused = sorted(defined(module) & REFUSED.keys())
     if refused:
-        instead = "".join(f" Instead of {name}: {_INSTEAD[name]}." for name in refused if name in _INSTEAD)
+        instead = "".join(f" Instead of {name}: {REFUSED[name]}." for name in refused)
         raise RequestError(
-            f"{type(model).__name__} defines {', '.join(refused)}, which task=lightning does not call.{instead} "
-            f"Called are: {', '.join(sorted(CALLED))}."
+            f"{type(module).__name__} defines {', '.join(refused)}, which task=lightning does not call.{instead}"
         )
 
 
-def metrics_of(model: nn.Module) -> list[nn.Module]:
-    """Return the metrics of torchmetrics among a module's own."""
-    return [each for each in model.modules() if each is not model and _is_metric(each)]
+class Hooks:
+    """Calls a hook of all that listen: Lightning's callbacks first, then the module, as Lightning does.
 
+    Attributes:
+        current: the hook that is being called: what ``self.log`` takes its defaults from.
+    """
 
-def _is_metric(value: object) -> bool:
-    return all(callable(getattr(value, name, None)) for name in ("update", "compute", "reset"))
+    def __init__(self, module: Any, trainer: Any) -> None:
+        self.module, self.trainer = module, trainer
+        self.own = defined(module)
+        self.callbacks: list[Any] = []
+        self.current = ""
 
+    def __call__(self, name: str, *arguments: Any) -> Any:
+        """Call a hook of callbacks and of the module; return what the module's returns, ``None`` where it has none."""
+        last = [each for each in self.callbacks if name == "on_train_epoch_end" and hasattr(each, "monitor")]
+        outer, self.current = self.current, name
+        try:
+            for callback in self.callbacks:
+                if callback not in last:
+                    self._of_callback(callback, name, arguments)
+            result = self.of_module(name, *arguments)
+            for callback in last:  # it may follow what the module has just logged
+                self._of_callback(callback, name, arguments)
+            return result
+        finally:
+            self.current = outer
 
-def value_of(value: object) -> "torch.Tensor | None":
-    """Return a logged value as a scalar, or ``None`` for a metric, which is computed once all batches are done."""
-    return None if _is_metric(value) else torch.as_tensor(value).detach().float()
+    def of_module(self, name: str, *arguments: Any) -> Any:
+        """Call a hook of the module alone."""
+        if name not in self.own:
+            return None
+        outer, self.current = self.current, name
+        try:
+            return getattr(self.module, name)(*arguments)
+        finally:
+            self.current = outer
+
+    def _of_callback(self, callback: Any, name: str, arguments: tuple[Any, ...]) -> None:
+        if (hook := getattr(callback, name, None)) is not None:
+            hook(self.trainer, self.module, *arguments)

@@ -1,6 +1,6 @@
 """Tasks: module, loss and metrics, which a strategy wraps."""
 
 from ddp_recipes.tasks.schedule import OwnOptimizers, Schedule
-from ddp_recipes.tasks.task import Accuracy, MeanAbsoluteError, StepOutput, Task
+from ddp_recipes.tasks.task import Accuracy, MeanAbsoluteError, StepOutput, Surroundings, Task
 
-__all__ = ["Accuracy", "MeanAbsoluteError", "OwnOptimizers", "Schedule", "StepOutput", "Task"]
+__all__ = ["Accuracy", "MeanAbsoluteError", "OwnOptimizers", "Schedule", "StepOutput", "Surroundings", "Task"]

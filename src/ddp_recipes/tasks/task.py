@@ -1,21 +1,54 @@
 """What a strategy wraps: module, loss and metrics, whose forward gives the loss of a batch."""
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
 from torch import Tensor, nn
 
+from ddp_recipes.config.settings import TrainerSettings
 from ddp_recipes.errors import RequestError
+from ddp_recipes.runtime.world import World
 from ddp_recipes.tasks.schedule import OwnOptimizers
 
+if TYPE_CHECKING:
+    from ddp_recipes.callbacks import Callback
+
 _ELEMENTWISE = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss)
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a task may know of the run that it is made for.
+
+    Attributes:
+        loaders: by split, such as ``train``; several validation sets are ``val/<name>``.
+        total_steps: optimizer steps to the end of training; ``None`` if that is not known.
+        directory: the run's.
+        sum: over rows and ranks, [rows, ...] to [...]; a collective.
+        first_on_node: calls a function on one rank of each node before it does so on the others.
+    """
+
+    mode: str
+    world: World
+    trainer: TrainerSettings
+    devices: Sequence[torch.device]
+    loaders: Mapping[str, Any]
+    total_steps: int | None
+    directory: Path
+    sum: Callable[[Tensor], Tensor]
+    first_on_node: Callable[[Callable[[], None]], None]
 
 
 class StepOutput(NamedTuple):
     """The result of a step. A named tuple, so that ``DistributedDataParallel`` finds the tensors in it.
 
     Attributes:
-        loss: scalar, the mean over the batch's samples.
+        loss: scalar, the mean over the batch's samples; in an evaluation without a loss empty, shape [0].
         metrics: name to values. One value a sample, shape [n], is averaged over all samples of the data set, exactly; a
             scalar counts as the mean over ``weight`` samples.
         weight: number of samples, n.
@@ -84,6 +117,14 @@ class Task(nn.Module):
             number: of the set among those of its split.
         """
 
+    def end_evaluation(self, split: str, metrics: dict[str, float]) -> dict[str, float]:
+        """Return the metrics of all data sets of a split, once they are evaluated; a task may add to them."""
+        return metrics
+
+    def metric_name(self, prefix: str, name: str) -> str:
+        """Return what a metric of a step is logged as; ``prefix`` is ``val``, ``val/<name of the set>``, …"""
+        return f"{prefix}/{name}"
+
     def test_step(self, batch: Any) -> StepOutput:
         """Return the same for ``mode=test``."""
         return self.validation_step(batch)
@@ -96,6 +137,20 @@ class Task(nn.Module):
     def configure_optimizers(self) -> OwnOptimizers | None:
         """Return the task's own optimizers and schedules, or ``None`` to leave both to the config."""
         return None
+
+    # Where a task takes optimizer steps by itself: as training.update.update does.
+    update: Callable[[Any, Iterator[Any], bool], Any] | None = None
+
+    def attach(self, surroundings: Surroundings) -> None:
+        """Learn what run this is, once its model is made and before its weights are loaded."""
+
+    def callback(self, name: str, made: object) -> Callback | None:
+        """Return an object of the group callbacks that is no ``Callback`` as one, or ``None`` if it is unknown."""
+        return None
+
+    def callbacks(self) -> dict[str, Callback]:
+        """Return what of the task itself follows the events of a run."""
+        return {}
 
     @property
     def stateful_metrics(self) -> dict[str, Any]:

@@ -47,7 +47,7 @@ def evaluate(task: Task, loaders: Mapping[str, Loader], strategy: Strategy, prec
     for number, (prefix, loader) in enumerate(loaders.items()):
         task.start_evaluation(prefix.partition("/")[0], number)
         metrics |= _evaluate(task, loader, strategy, prefix, precision)
-    return metrics
+    return task.end_evaluation(next(iter(loaders)).partition("/")[0], metrics)
 
 
 def _evaluate(task: Task, loader: Loader, strategy: Strategy, prefix: str, precision: Precision) -> Metrics:
@@ -68,16 +68,19 @@ def _evaluate(task: Task, loader: Loader, strategy: Strategy, prefix: str, preci
             for name, value in values.items():
                 weight = output.weight if value.dim() == 0 else len(value)
                 summed = value.double() * weight if value.dim() == 0 else value.double().sum()
-                counted = torch.stack([summed, torch.full_like(summed, weight)]).to(loader.device)
+                pair = torch.stack([summed, torch.full_like(summed, weight)]).to(loader.device)
                 if name not in sums:
-                    sums[name] = counted.new_zeros(len(loader.shards), 2)
-                sums[name][batch.shard - loader.shards[0]].add_(counted)
+                    sums[name] = pair.new_zeros(len(loader.shards), 2)
+                sums[name][batch.shard - loader.shards[0]].add_(pair)
     totals = strategy.sum(torch.stack(list(sums.values()), dim=1))
-    metrics = {f"{prefix}/{name}": total / count for name, (total, count) in zip(sums, totals.tolist(), strict=True)}
+    counted = zip(sums, totals.tolist(), strict=True)
+    metrics = {task.metric_name(prefix, name): total / count for name, (total, count) in counted if count}
     with warnings.catch_warnings():
         # torchmetrics warns of a metric without an update; a rank without a sample is no mistake.
         warnings.filterwarnings("ignore", "The ``compute`` method", UserWarning)
-        return metrics | {f"{prefix}/{name}": float(metric.compute()) for name, metric in task.stateful_metrics.items()}
+        return metrics | {
+            task.metric_name(prefix, name): float(metric.compute()) for name, metric in task.stateful_metrics.items()
+        }
 
 
 def check_monitor(monitor: str, metrics: Metrics) -> None:

@@ -1,6 +1,7 @@
 """One optimizer step: forward and backward of its micro-batches, clip, step."""
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -23,32 +24,59 @@ def update(run: Run, batches: Iterator[Batch], measured: bool) -> Update:
     return Update(losses, samples, norm, lr)
 
 
+class MicroBatch(NamedTuple):
+    """What one forward and backward pass of an optimizer step takes.
+
+    Attributes:
+        shard: which of this rank's shards it belongs to, from 0.
+        weight: of its loss, so that gradients are those of the mean over all samples of the step.
+        last: whether it ends its shard.
+    """
+
+    batch: Batch
+    shard: int
+    weight: float
+    last: bool
+
+
+def micro_batches(run: Run, batches: Iterator[Batch]) -> Iterator[MicroBatch]:
+    """Yield those of one optimizer step on this rank, each with the randomness and in the context of its shard.
+
+    One without a sample is left out where the strategy does not ask for it.
+    """
+    at, plan, strategy = run.cursor, run.train.plan, run.strategy
+    numbers = of_step(run)
+    samples = sum(map(plan.size, numbers))
+    for place, shard in enumerate(run.train.shards):
+        seed_step(step_key(run.seed, at.step, shard), run.devices)
+        with strategy.batch_shard(sum(plan.size(number, shard) for number in numbers) / samples):
+            for number in numbers:
+                with phase("data"):
+                    batch = next(batches)
+                if batch.num_samples or strategy.takes_empty:
+                    weight = batch.num_samples * strategy.divisor / samples
+                    yield MicroBatch(batch, place, weight, number == numbers[-1])
+
+
+def of_step(run: Run) -> range:
+    """Return the numbers of the global batches that the next optimizer step accumulates."""
+    at = run.cursor
+    return range(at.batch, min(at.batch + run.trainer.accumulate_grad_batches, run.train.plan.num_batches))
+
+
 def forward_backward(run: Run, batches: Iterator[Batch]) -> tuple[list[Losses], int]:
     """Run the micro-batches of one optimizer step, so that gradients are those of the mean over all its samples.
 
     Returns:
         The losses of each of this rank's shards; the number of samples of all ranks.
     """
-    at, plan, strategy = run.cursor, run.train.plan, run.strategy
-    numbers = range(at.batch, min(at.batch + run.trainer.accumulate_grad_batches, plan.num_batches))
-    samples = sum(map(plan.size, numbers))
-    losses: list[Losses] = []
-    for shard in run.train.shards:
-        seed_step(step_key(run.seed, at.step, shard), run.devices)
-        mine: Losses = []
-        with strategy.batch_shard(sum(plan.size(number, shard) for number in numbers) / samples):
-            for number in numbers:
-                with phase("data"):
-                    batch = next(batches)
-                if batch.num_samples == 0 and not strategy.takes_empty:
-                    continue
-                weight, last = batch.num_samples * strategy.divisor / samples, number == numbers[-1]
-                loss = strategy.training_step(run.module, batch.data, weight, last, run.precision)
-                mine.append((loss, batch.num_samples))
-        losses.append(mine)
+    losses: list[Losses] = [[] for _ in run.train.shards]
+    for batch, shard, weight, last in micro_batches(run, batches):
+        loss = run.strategy.training_step(run.module, batch.data, weight, last, run.precision)
+        losses[shard].append((loss, batch.num_samples))
     with phase(ALL_REDUCE):
-        strategy.reduce()
-    return losses, samples
+        run.strategy.reduce()
+    return losses, sum(map(run.train.plan.size, of_step(run)))
 
 
 def clip(run: Run, measured: bool) -> Tensor | None:

@@ -1,0 +1,96 @@
+"""What happens in a run, told to a module's hooks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ddp_recipes.callbacks import Callback
+from ddp_recipes.lightning.update import ManualOptimizer
+from ddp_recipes.training.state import Run
+
+if TYPE_CHECKING:
+    from ddp_recipes.lightning.adapter import LightningTask
+
+
+class Events(Callback):
+    """Calls the hooks of a task's module and of Lightning's callbacks as Lightning would."""
+
+    run: Run
+
+    def __init__(self, task: LightningTask) -> None:
+        self.task = task
+        self.begun = self.started = False
+        self.optimizers: list[ManualOptimizer] = []
+
+    def begin(self) -> None:
+        """Say that the run begins: before validation is tried out."""
+        if self.begun:
+            return
+        self.begun = True
+        trainer = self.task.trainer
+        trainer.run = run = self.run
+        trainer.epoch = run.cursor.epoch
+        self.optimizers = [ManualOptimizer(self.task, run, each) for each in run.optimizers]
+        self.task.hooks("on_fit_start")
+
+    def on_start(self, directory: Path | None, task: torch.nn.Module) -> None:
+        """Begin to train."""
+        self.begin()
+        self.started = True
+        self.task.hooks("on_train_start")
+
+    def on_epoch_start(self, epoch: int) -> None:
+        """Begin an epoch."""
+        self.task.trainer.epoch = epoch
+        self.task.hooks("on_train_epoch_start")
+
+    def on_step(self, step: int) -> None:
+        """End a batch, and log what its step logged."""
+        self.task.end_batch()
+        run = self.run
+        if step % run.trainer.log_every_n_steps == 0:
+            self._log(self.task.training_log.steps(self.task.trainer.surroundings))
+
+    def on_validation_start(self, step: int) -> None:
+        """Begin to validate."""
+        self.task.hooks("on_validation_model_zero_grad")
+
+    def on_validation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """End a validation."""
+        self.task.hooks("on_validation_end")
+        self.task.hooks("on_validation_model_train")
+        self.task.trainer.stage = "train"
+
+    def on_epoch_end(self, epoch: int) -> None:
+        """End an epoch, and log what it came to."""
+        self.task.hooks("on_train_epoch_end")
+        self._log(self.task.training_log.epoch(self.task.trainer.surroundings))
+
+    def on_end(self) -> None:
+        """End the run."""
+        error = sys.exc_info()[1]
+        if error is not None:
+            self.task.hooks("on_exception", error)
+            return
+        for name in ("on_train_end", "on_fit_end"):
+            self.task.hooks(name)
+        self.task.hooks("teardown", "fit")
+
+    def state(self) -> dict[str, Any]:
+        """Return how many optimizer steps the module took itself."""
+        return {"steps": self.task.trainer.steps}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restore it."""
+        self.task.trainer.steps = state["steps"]
+
+    def _log(self, values: dict[str, float]) -> None:
+        if values:
+            self.run.metrics.update(values)
+            self.run.logger.scalars(values, self.run.cursor.step)
+            self.run.progress.metrics(self.run.metrics)

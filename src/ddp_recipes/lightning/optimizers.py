@@ -1,0 +1,87 @@
+"""What ``configure_optimizers`` returns, in each of its forms."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ddp_recipes.errors import RequestError
+from ddp_recipes.tasks import OwnOptimizers, Schedule
+
+if TYPE_CHECKING:
+    from ddp_recipes.lightning.adapter import LightningTask
+
+_KEYS = {"scheduler", "interval", "frequency", "monitor", "strict", "name", "reduce_on_plateau"}
+
+
+def of_module(task: LightningTask) -> OwnOptimizers | None:
+    """Return the module's own optimizers and schedules; ``None`` where it configures none.
+
+    Raises:
+        RequestError: it returns something else, or several optimizers for the loop to step.
+    """
+    made = task.hooks.of_module("configure_optimizers")
+    if made is None:
+        return None
+    owner = f"{type(task.model).__name__}.configure_optimizers"
+    optimizers, schedulers = _split(made, owner)
+    if len(optimizers) != 1 and not task.manual:
+        raise RequestError(
+            f"{owner} returns {len(optimizers)} optimizers. Several are stepped by the module itself: set "
+            f"self.automatic_optimization=False in its __init__, as Lightning asks for."
+        )
+    return OwnOptimizers(optimizers, [_schedule(task, each, owner) for each in schedulers])
+
+
+def _split(made: Any, owner: str) -> tuple[Sequence[torch.optim.Optimizer], Sequence[Any]]:
+    """Return optimizers and schedulers of an optimizer, a dict, a list of either, or a pair of lists."""
+    if isinstance(made, torch.optim.Optimizer):
+        return [made], []
+    if isinstance(made, Mapping):
+        return [made["optimizer"]], [made["lr_scheduler"]] if made.get("lr_scheduler") is not None else []
+    if isinstance(made, (list, tuple)):
+        if len(made) == 2 and all(isinstance(each, (list, tuple)) for each in made):
+            return list(made[0]), list(made[1])
+        pairs = [_split(each, owner) for each in made]
+        return [one for first, _ in pairs for one in first], [one for _, second in pairs for one in second]
+    raise RequestError(
+        f"{owner} returns {type(made).__name__}. Allowed: an optimizer, a dict with optimizer and lr_scheduler, a list "
+        f"of either, or a list of optimizers and one of schedulers."
+    )
+
+
+def _schedule(task: LightningTask, given: Any, owner: str) -> Schedule:
+    options = dict(given) if isinstance(given, Mapping) else {"scheduler": given}
+    if unknown := sorted(options.keys() - _KEYS):
+        raise RequestError(f"{owner}: lr_scheduler has no key {', '.join(unknown)}. Keys: {', '.join(sorted(_KEYS))}.")
+    scheduler, interval = options["scheduler"], options.get("interval", "epoch")
+    follows = options.get("reduce_on_plateau") or isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+    if interval not in ("step", "epoch"):
+        raise RequestError(f"{owner}: interval={interval}. Allowed: step, epoch.")
+    if follows and not options.get("monitor"):
+        raise RequestError(
+            f"{owner}: {type(scheduler).__name__} follows a metric, and there is no 'monitor'. Name one beside the "
+            f"scheduler, e.g. {{'scheduler': scheduler, 'monitor': 'val_loss'}}."
+        )
+    advance = None
+    if task.manual:
+        advance = _leave
+    elif "lr_scheduler_step" in task.hooks.own:
+
+        def advance(scheduler: Any, metric: float | None) -> None:
+            task.hooks.of_module("lr_scheduler_step", scheduler, metric)
+
+    return Schedule(
+        scheduler,
+        interval,
+        int(options.get("frequency", 1)),
+        options["monitor"] if follows else None,
+        bool(options.get("strict", True)),
+        advance,
+    )
+
+
+def _leave(scheduler: Any, metric: float | None) -> None:
+    """Leave a scheduler to the module, which steps it in manual optimization."""

@@ -1,0 +1,317 @@
+"""What a module written for Lightning sees as ``self.trainer``."""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddp_recipes.callbacks import Callback
+from ddp_recipes.data.loader import Loader
+from ddp_recipes.loggers import Logger
+from ddp_recipes.tasks import Surroundings
+from ddp_recipes.training.state import Run
+
+
+class ModuleLogger:
+    """What a module sees as ``self.logger``: the run's loggers by Lightning's names."""
+
+    version = ""
+
+    def __init__(self, trainer: "Trainer") -> None:
+        self._trainer = trainer
+
+    @property
+    def experiment(self) -> Any:
+        """The first logger's own object, such as TensorBoard's ``SummaryWriter``; one that drops all on other ranks."""
+        return getattr(self._own, "experiment", None) or _Dropping()
+
+    @property
+    def _own(self) -> Logger:
+        return Logger() if self._trainer.run is None else self._trainer.run.logger
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Log numbers at a step, the present one by default."""
+        values = {name: float(value) for name, value in metrics.items()}
+        self._own.scalars(values, self._trainer.global_step if step is None else step)
+
+    def log_hyperparams(self, params: Any, *_: Any, **__: Any) -> None:
+        """Log them as a text: HParams shows those of the config."""
+        self._own.text("hyper_parameters", "\n".join(f"- {name}: {value}" for name, value in dict(params).items()))
+
+    def log_graph(self, *_: Any, **__: Any) -> None:
+        """``logger.graph=true`` does it."""
+
+    def save(self) -> None:
+        """Write out what is held back."""
+        self._own.flush()
+
+    @property
+    def save_dir(self) -> str:
+        """The run directory."""
+        return self._trainer.default_root_dir
+
+    log_dir = root_dir = save_dir
+
+    @property
+    def name(self) -> str:
+        """The run directory's name."""
+        return Path(self.save_dir).name
+
+
+class _Dropping:
+    """Takes any call and does nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: None
+
+
+class Trainer:
+    """The run by Lightning's names, as far as modules and callbacks use them.
+
+    Attributes:
+        run: what is being trained, once it is.
+        surroundings: what the run is made of; set before any hook is called.
+        epoch: whose batches are being trained on, or were last.
+        steps: optimizer steps that the module took itself, by manual optimization.
+        stage: ``train``, ``sanity_check``, ``validate``, ``test`` or ``predict``.
+    """
+
+    barebones = False
+    received_sigterm = False
+    enable_validation = True
+    checkpoint_callback = early_stopping_callback = progress_bar_callback = None
+    reload_dataloaders_every_n_epochs = 0
+    num_sanity_val_steps = 0
+
+    surroundings: Surroundings
+
+    def __init__(self, module: Any) -> None:
+        self.lightning_module = self.model = module
+        self.run: Run | None = None
+        self.datamodule: Any = None
+        self.callbacks: list[Any] = []
+        self.events: Callback | None = None
+        self.epoch = self.steps = 0
+        self.manual = False
+        self.stage = "train"
+        self.logger = ModuleLogger(self)
+        self.fit_loop = SimpleNamespace(epoch_loop=_EpochLoop(self))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith(("limit_", "gradient_", "log_every", "check_val", "val_check", "overfit", "fast_dev")):
+            return getattr(self.surroundings.trainer, name)
+        raise AttributeError(
+            f"trainer.{name} is not there under task=lightning. There are: "
+            f"{', '.join(each for each in dir(self) if not each.startswith('_'))}."
+        )
+
+    # Where the run is.
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps that are done."""
+        return self.steps if self.manual else self._step
+
+    @property
+    def _step(self) -> int:
+        return 0 if self.run is None else self.run.cursor.step
+
+    @property
+    def current_epoch(self) -> int:
+        """The number of the epoch, from 0."""
+        return self.epoch
+
+    @property
+    def max_epochs(self) -> int | None:
+        """``trainer.max_epochs``; -1 without that limit."""
+        return -1 if self.surroundings.trainer.max_epochs is None else self.surroundings.trainer.max_epochs
+
+    @property
+    def max_steps(self) -> int:
+        """``trainer.max_steps``; -1 without that limit."""
+        return -1 if self.surroundings.trainer.max_steps is None else self.surroundings.trainer.max_steps
+
+    @property
+    def accumulate_grad_batches(self) -> int:
+        """Batches of an optimizer step."""
+        return self.surroundings.trainer.accumulate_grad_batches
+
+    @property
+    def precision(self) -> str:
+        """``trainer.precision``."""
+        return self.surroundings.trainer.precision
+
+    @property
+    def estimated_stepping_batches(self) -> float:
+        """Optimizer steps of the whole run; infinite if only time limits it."""
+        return math.inf if self.surroundings.total_steps is None else self.surroundings.total_steps
+
+    @property
+    def num_training_batches(self) -> float:
+        """Batches of an epoch, the same on each rank."""
+        return len(self.surroundings.loaders["train"]) if "train" in self.surroundings.loaders else math.inf
+
+    @property
+    def num_val_batches(self) -> list[int]:
+        """The same of each validation set."""
+        return [len(loader) for name, loader in self.surroundings.loaders.items() if name.startswith("val")]
+
+    @property
+    def train_dataloader(self) -> Loader | None:
+        """The loader of training batches, which has a ``dataset``."""
+        return self.surroundings.loaders.get("train")
+
+    @property
+    def val_dataloaders(self) -> list[Loader]:
+        """Those of validation."""
+        return [loader for name, loader in self.surroundings.loaders.items() if name.startswith("val")]
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether training ends after this step."""
+        return self.events is not None and self.events.stop
+
+    @should_stop.setter
+    def should_stop(self, stop: bool) -> None:
+        if self.events is not None:
+            self.events.stop = stop
+
+    # What it works with.
+
+    @property
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        """The module's optimizers."""
+        return [] if self.run is None else list(self.run.optimizers)
+
+    @property
+    def lr_scheduler_configs(self) -> list[Any]:
+        """Its schedulers, with ``scheduler``, ``interval``, ``frequency`` and ``monitor``."""
+        schedules = [] if self.run is None else self.run.schedules
+        return [
+            SimpleNamespace(**vars(each), name=None, reduce_on_plateau=each.monitor is not None) for each in schedules
+        ]
+
+    @property
+    def loggers(self) -> list[ModuleLogger]:
+        """One that stands for all loggers of the run."""
+        return [self.logger]
+
+    @property
+    def default_root_dir(self) -> str:
+        """The run directory."""
+        return str(self.surroundings.directory)
+
+    log_dir = default_root_dir
+
+    @property
+    def strategy(self) -> Any:
+        """What callbacks ask of Lightning's strategy."""
+        return SimpleNamespace(
+            root_device=self.surroundings.devices[0],
+            barrier=lambda *_, **__: self._decide(True),
+            reduce_boolean_decision=self._decide,
+        )
+
+    def _decide(self, decision: Any, all: bool = True) -> bool:
+        """Return whether all ranks say so, or any of them. A collective."""
+        said: float = self.surroundings.sum(torch.tensor([[float(bool(decision))]])).item()
+        return said == self.world_size if all else said > 0
+
+    @property
+    def callback_metrics(self) -> dict[str, Tensor]:
+        """The latest value of each metric."""
+        return {name: torch.tensor(value) for name, value in (self.run.metrics if self.run else {}).items()}
+
+    logged_metrics = progress_bar_metrics = callback_metrics
+
+    # Who it is.
+
+    @property
+    def global_rank(self) -> int:
+        """The number of this process."""
+        return self.surroundings.world.rank
+
+    @property
+    def local_rank(self) -> int:
+        """Its number on its node."""
+        return self.surroundings.world.local_rank
+
+    @property
+    def world_size(self) -> int:
+        """Processes of the run."""
+        return self.surroundings.world.world_size
+
+    num_devices = world_size
+
+    @property
+    def num_nodes(self) -> int:
+        """Machines of the run."""
+        return self.surroundings.world.nnodes
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is rank 0, which writes."""
+        return self.surroundings.world.is_main
+
+    # What it is doing.
+
+    @property
+    def state(self) -> Any:
+        """What the run is for, and what it does right now."""
+        return SimpleNamespace(fn=self.surroundings.mode, stage=self.stage, status="running", finished=False)
+
+    @property
+    def training(self) -> bool:
+        """Whether it trains right now."""
+        return self.stage == "train"
+
+    @property
+    def sanity_checking(self) -> bool:
+        """Whether it tries validation out before training."""
+        return self.stage == "sanity_check"
+
+    @property
+    def validating(self) -> bool:
+        """Whether it validates."""
+        return self.stage == "validate"
+
+    @property
+    def testing(self) -> bool:
+        """Whether it tests."""
+        return self.stage == "test"
+
+    @property
+    def predicting(self) -> bool:
+        """Whether it predicts."""
+        return self.stage == "predict"
+
+    @property
+    def evaluating(self) -> bool:
+        """Whether it validates or tests."""
+        return self.stage in ("validate", "test")
+
+    def print(self, *arguments: Any, **options: Any) -> None:
+        """Print on rank 0."""
+        if self.is_global_zero:
+            print(*arguments, **options)
+
+
+class _EpochLoop:
+    """What callbacks look up in ``trainer.fit_loop.epoch_loop``."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self.batch_idx = 0
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps that are done."""
+        return self._trainer.global_step
+
+    @property
+    def _batches_that_stepped(self) -> int:
+        return self._trainer._step
