@@ -3,6 +3,11 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
 from ddp_recipes import Task
 
 
@@ -16,3 +21,30 @@ class Announced(Task):
     def start_evaluation(self, split: str, number: int) -> None:
         with (self.folder / "announced").open("a") as file:
             file.write(f"{split} {number}, ")
+
+
+class Ragged(Dataset[Any]):
+    """Sequences of different lengths, as a dict each, with noise that each sample draws."""
+
+    def __init__(self, size: int = 40, labels: int = 5) -> None:
+        self.targets = [index % labels for index in range(size)]
+        self.rare = [1.0 + 9 * (target == 1) for target in self.targets]
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        length = 1 + index % 7
+        return {"values": np.arange(length) * 0.1 + np.random.rand(), "label": self.targets[index]}
+
+
+def padded(samples: list[dict[str, Any]], length: int = 10) -> tuple[Tensor, Tensor]:
+    """Return values [n, length] with zeros behind them, and labels [n]."""
+    rows = [torch.from_numpy(sample["values"]).float() for sample in samples]
+    batch = torch.stack([torch.nn.functional.pad(row, (0, length - len(row))) for row in rows])
+    return batch, torch.tensor([sample["label"] for sample in samples])
+
+
+def as_much_as(dataset: Ragged, target: int) -> list[float]:
+    """Return weights that leave nothing but one label."""
+    return [float(each == target) for each in dataset.targets]

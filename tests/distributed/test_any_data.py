@@ -54,3 +54,44 @@ def test_wrong_sets_are_refused(run: Run) -> None:
         run("~data.val", "+data.val={clean: {a: 1}}")
     with pytest.raises(RequestError, match=r"data.val=7 is no data set"):
         run("data.val=7")
+
+
+RAGGED = (
+    "~data.train",
+    "~data.val",
+    "+data.train={_target_: data_parts.Ragged}",
+    "+data.val={_target_: data_parts.Ragged, size: 12}",
+    "task=classification",
+    "data.global_batch_size=8",
+)
+
+
+def test_ragged_samples_drawn_by_weight_are_the_same_at_any_world_size(run: Run) -> None:
+    overrides = [*RAGGED, "data.collate_fn={_target_: data_parts.padded, _partial_: true, length: 10}"]
+    weighted = [*overrides, "data.weights=rare"]
+    one, workers = run(*weighted), run(*weighted, "data.num_workers=1", "data.prefetch_factor=3")
+    assert one["weights_sha256"] == workers["weights_sha256"] != run(*overrides)["weights_sha256"]
+    two = run(*weighted, world_size=2)
+    assert two["metrics"]["val/loss"] == pytest.approx(one["metrics"]["val/loss"], rel=1e-6)
+    alone = run(*overrides, "data.weights={_target_: data_parts.as_much_as, _partial_: true, target: 3}")
+    assert alone["metrics"]["train/loss"] < 1 < 2 < alone["metrics"]["val/loss"], "it has seen nothing else"
+
+
+def test_keys_that_would_do_nothing_are_refused(run: Run) -> None:
+    overrides = [*RAGGED, "data.collate_fn=data_parts.padded"]
+    for key, message in {
+        "data.prefetch_factor=2": r"data.prefetch_factor=2 is for worker processes, but data.num_workers=0",
+        "data.persistent_workers=true": r"data.persistent_workers=true is for worker processes",
+        "data.weights=[1,2]": r"data.weights=\[1, 2\] gives weights of the shape \[2\].*: one for each of 40 samples",
+        "data.weights=weight": r"data.weights=weight, but data.train, a Ragged, has no attribute weight",
+        "data.weights=data_parts.weight": r"data.weights._target_=data_parts.weight cannot be found",
+        "data.collate_fn=data_parts.Ragged.size": r"cannot be found",
+    }.items():
+        with pytest.raises(RequestError, match=message):
+            run(*overrides, key)
+    with pytest.raises(RequestError, match=r"data.weights draws samples at random, data.shuffle=false"):
+        run(*overrides, "data.weights=rare", "data.shuffle=false")
+    with pytest.raises(RequestError, match=r"data.weights draws samples, trainer.overfit_batches repeats"):
+        run(*overrides, "data.weights=rare", "trainer.overfit_batches=1")
+    with pytest.raises(RequestError, match=r"data.collate_fn makes .* data.train, a InMemory, gives whole batches"):
+        run("data.collate_fn=data_parts.padded")

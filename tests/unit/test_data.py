@@ -2,7 +2,9 @@
 
 import random
 import threading
+import traceback
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +14,8 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from ddp_recipes.data.batch_plan import BatchPlan
-from ddp_recipes.data.loader import Batch, Loader, size_of, to_device
+from ddp_recipes.data.collate import collate, to_device
+from ddp_recipes.data.loader import Batch, Loader, size_of
 from ddp_recipes.datasets import InMemory, ScaleAndNormalize, digits, fake_images
 from ddp_recipes.errors import RequestError
 
@@ -224,3 +227,101 @@ def test_to_device_goes_into_everything_and_keeps_its_kind() -> None:
     assert moved["pair"].inputs.device.type == "meta"
     assert moved["pair"].name == "name"
     assert to_device(x, CPU) is x
+
+
+@dataclass
+class Row:
+    inputs: Tensor
+    score: float
+    also: tuple[Tensor, str]
+
+
+def test_samples_of_any_kind_become_batches_and_move() -> None:
+    batch = collate([Row(torch.ones(2) * i, i / 2, (torch.zeros(1), "name")) for i in range(3)])
+    assert type(batch) is Row
+    assert torch.equal(batch.score, torch.tensor([0, 0.5, 1]))
+    assert batch.also[1] == ["name"] * 3
+    moved = to_device(batch, torch.device("meta"))
+    assert type(moved) is Row
+    assert moved.inputs.device.type == moved.also[0].device.type == "meta"
+    pair = collate([{"pair": Pair(torch.ones(1), "a")}, {"pair": Pair(torch.ones(1), "b")}])["pair"]
+    assert type(pair) is Pair
+    assert pair.name == ["a", "b"]
+    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
+    assert type(to_device(packed, torch.device("meta"))) is type(packed), "what has a `to` moves itself"
+
+
+def test_float64_by_default_becomes_float32() -> None:
+    by_default = collate([(np.ones(2), 1.5, np.float64(2))])
+    assert [each.dtype for each in by_default] == [torch.float32] * 3
+    chosen = collate([(torch.ones(2, dtype=torch.float64), np.ones(2, np.float16), 3)])
+    assert [each.dtype for each in chosen] == [torch.float64, torch.float16, torch.int64]
+
+
+def test_samples_that_make_no_batch_name_the_key(recwarn: pytest.WarningsRecorder) -> None:
+    for samples in ([torch.ones(1), torch.ones(2)], [object(), object()]):
+        with pytest.raises((RuntimeError, TypeError)) as raised:
+            collate(samples)
+        assert "data.collate_fn=my_module.my_function" in raised.value.__notes__[0]
+
+
+class AtOnce(Noisy):
+    """Fetches a batch at once, as rows of Hugging Face do; it draws where it is random."""
+
+    def __init__(self, random: bool) -> None:
+        self.random = random
+        self.batches = self.singles = 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.singles += 1
+        return super().__getitem__(index) if self.random else (index, torch.tensor([index] * 3, dtype=torch.float64))
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        self.batches += 1
+        singles, samples = self.singles, [self[index] for index in indices]
+        self.singles = singles
+        return samples
+
+
+def test_batches_are_fetched_at_once_where_nothing_is_drawn() -> None:
+    plain = AtOnce(random=False)
+    one_by_one = OneByOne(plain)
+    assert_same(list(loader(one_by_one).batches(0)), list(loader(plain).batches(0)))
+    assert (plain.batches, plain.singles) == (3, 23)
+    drawing = AtOnce(random=True)
+    for world in (1, 2):
+        for rank in range(world):
+            ours = list(loader(drawing, rank=rank, world=world).batches(0))
+            assert_same(list(loader(Noisy(), rank=rank, world=world).batches(0)), ours)
+    assert drawing.batches == 3, "the first batch of each loader told"
+
+
+class Broken(Noisy):
+    def __getitem__(self, index: int) -> Any:
+        if index == 17:
+            raise ValueError("no such picture")
+        return super().__getitem__(index)
+
+
+class BrokenAtOnce(Broken):
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[index] for index in indices]
+
+
+@pytest.mark.parametrize(("dataset", "workers"), [(Broken(), 0), (Broken(), 1), (BrokenAtOnce(), 0)])
+def test_a_sample_that_fails_is_named(dataset: Any, workers: int) -> None:
+    batches = loader(dataset, workers=workers)
+    with pytest.raises(ValueError, match="no such picture") as raised:
+        list(batches.batches(0))
+    batches.close()
+    told = "".join(traceback.format_exception(raised.value)).strip().splitlines()[-1]
+    assert told == f"ValueError of sample 17 of data, a {type(dataset).__name__} of 23: no such picture"
+
+
+def test_a_collate_function_is_called_or_refused() -> None:
+    plan = BatchPlan(23, 4)
+    pad = {"collate_fn": lambda samples: [len(samples)]}
+    assert [batch.data for batch in Loader(Noisy(), plan, CPU, **pad).limited(2).batches(0)] == [[4], [4]]
+    assert Loader(Noisy(), plan, CPU, **pad).sample() == [1]
+    with pytest.raises(RequestError, match=r"data.collate_fn makes .* data.val, a TensorDataset, gives whole batches"):
+        Loader(TensorDataset(torch.ones(23)), plan, CPU, name="data.val", **pad)

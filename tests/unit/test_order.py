@@ -200,3 +200,32 @@ def test_limited_cuts_the_end_off() -> None:
     assert epoch_of(plan.limited(3)) == epoch_of(plan)[:30]
     assert plan.limited(99).num_batches == 10
     assert plan.limited(0).num_batches == 0
+
+
+# --- weights ---------------------------------------------------------------------------------------------------------
+
+
+def test_weighted_samples_come_as_often_as_they_weigh() -> None:
+    weights = np.array([0, 1, 2, 0, 5, 0], dtype=np.float64)
+    plan = BatchPlan(6, 6, shuffle=True, seed=3, weights=weights)
+    drawn = np.concatenate([epoch_of(plan, epoch) for epoch in range(2000)])
+    counts = np.bincount(drawn, minlength=6)
+    assert counts[weights == 0].sum() == 0
+    assert counts / counts.sum() == pytest.approx(weights / 8, abs=0.015)
+    assert len({tuple(epoch_of(plan, epoch)) for epoch in range(100)}) > 50
+    assert epoch_of(BatchPlan(6, 6, shuffle=True, seed=4, weights=weights), 1) != epoch_of(plan, 1)
+
+
+@pytest.mark.parametrize("sharding", ["contiguous", "strided"])
+def test_weighted_samples_are_the_same_in_any_number_of_shards(sharding: str) -> None:
+    weights = np.arange(1, 1001, dtype=np.float64)
+    whole = BatchPlan(1000, 24, shuffle=True, weights=weights)
+    for batch in (0, 7, whole.num_batches - 1):
+        expected = dict(zip(whole.positions(batch).tolist(), whole.indices(5, batch).tolist(), strict=True))
+        for shards in (2, 3):
+            plan = BatchPlan(1000, 24, shards, shuffle=True, sharding=sharding, weights=weights)
+            found: dict[int, int] = {}
+            for shard in range(shards):
+                places, samples = plan.positions(batch, shard), plan.indices(5, batch, shard)
+                found.update(zip(places.tolist(), samples.tolist(), strict=True))
+            assert found == expected

@@ -1,11 +1,14 @@
 """Loaders of the config's data sets."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from ddp_recipes.build.instantiate import make
+from ddp_recipes.build.instantiate import locate, make
 from ddp_recipes.config.parallelism import BatchShards
 from ddp_recipes.config.settings import DataSettings, TrainerSettings, batches
 from ddp_recipes.data.batch_plan import BatchPlan
@@ -130,6 +133,7 @@ def _make_loader(
         shuffle=training and settings.shuffle and not trainer.overfit_batches,
         drop_last=training and settings.drop_last,
         sharding=settings.shard,
+        weights=_weights(settings.weights, dataset, trainer) if training and settings.weights is not None else None,
     )
     limit = getattr(trainer, f"limit_{split}_batches")
     return Loader(
@@ -139,4 +143,48 @@ def _make_loader(
         shards=shards.numbers,
         num_workers=settings.num_workers,
         pin_memory=settings.pin_memory,
+        collate_fn=None if settings.collate_fn is None else _function(settings.collate_fn, "data.collate_fn"),
+        persistent_workers=settings.persistent_workers,
+        prefetch_factor=settings.prefetch_factor,
+        name=f"data.{name.replace('/', '.')}",
     )
+
+
+def _function(node: str | Mapping[str, Any], key: str) -> Any:
+    """Return what is to be called: named by its dotted name, made by a node, or bound to a node's arguments."""
+    if isinstance(node, str):
+        found = locate(node, key)
+    elif node.get("_partial_"):
+        arguments = make({**node, "_target_": "builtins.dict"}, key)
+        found = partial(locate(str(node.get("_target_")), key), **arguments)
+    else:
+        found = make(node, key)
+    if not callable(found):
+        raise RequestError(f"{key} makes a {type(found).__name__}, which cannot be called. Give a function.")
+    return found
+
+
+def _weights(given: Any, dataset: Any, trainer: TrainerSettings) -> NDArray[np.float64]:
+    """Return a weight for each sample, as the config gives it."""
+    if trainer.overfit_batches:
+        raise RequestError("data.weights draws samples, trainer.overfit_batches repeats the first: leave out one.")
+    found, shown = given, f"data.weights={given}"
+    if isinstance(given, str) and "." not in given:
+        if not hasattr(dataset, given):
+            raise RequestError(
+                f"{shown}, but data.train, a {type(dataset).__name__}, has no attribute {given}. Name one that has a "
+                f"weight for each sample, or a function of the data set by its dotted name."
+            )
+        found = getattr(dataset, given)
+    elif not isinstance(given, list):
+        found = _function(given, "data.weights")(dataset)
+    try:
+        weights = np.asarray(found, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise RequestError(f"{shown} gives no numbers: {error}. Give one for each sample.") from error
+    if weights.shape != (len(dataset),) or not np.isfinite(weights).all() or weights.min() < 0 or not weights.any():
+        raise RequestError(
+            f"{shown} gives weights of the shape {list(weights.shape)}, from {weights.min():g} to {weights.max():g}. "
+            f"Needed: one for each of {len(dataset)} samples, at least 0, finite, not all 0."
+        )
+    return weights

@@ -100,6 +100,8 @@ def _describe(hint: Any) -> str:
     if kind is Annotated:
         base, bound = arguments
         return f"{_describe(base)} {bound}"
+    if kind is list and not {str} & set(_arms(arguments[0])):
+        return "a list of numbers"
     return ", ".join(map(str, arguments)) if kind is Literal else IN_WORDS[kind]
 
 

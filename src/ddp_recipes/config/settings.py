@@ -145,6 +145,22 @@ class DataSettings:
     drop_last: bool
     shuffle: bool
     shard: Literal["contiguous", "strided"]
+    collate_fn: str | dict[str, Any] | None = None
+    weights: str | dict[str, Any] | list[Annotated[float, Range(0)]] | None = None
+    persistent_workers: bool | None = None
+    prefetch_factor: Count | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("persistent_workers", "prefetch_factor"):
+            if getattr(self, name) and not self.num_workers:
+                raise RequestError(
+                    f"data.{name}={str(getattr(self, name)).lower()} is for worker processes, but data.num_workers=0. "
+                    f"Set data.num_workers to at least 1, or leave out data.{name}."
+                )
+        if self.weights is not None and not self.shuffle:
+            raise RequestError(
+                "data.weights draws samples at random, data.shuffle=false takes them in their order. Leave out one."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -46,6 +46,19 @@ def permute(positions: Indices, n: int, seed: int) -> Indices:
     return samples
 
 
+def draw(positions: Indices, summed_weights: NDArray[np.float64], seed: int) -> Indices:
+    """Draw a sample for each position, with replacement: a function of the position and the key alone.
+
+    Args:
+        summed_weights: of the samples up to and with each.
+    """
+    uniform = (_mix(positions, np.uint64(seed)) + 0.5) / 2.0**48
+    samples = np.searchsorted(summed_weights, uniform * summed_weights[-1], side="right")
+    last = np.searchsorted(summed_weights, summed_weights[-1])  # rounding must not draw one of weight 0 behind it
+    drawn: Indices = np.minimum(samples, last).astype(np.uint64)
+    return drawn
+
+
 def _remainder(values: Indices, divisor: np.uint64) -> Indices:
     """Return what is left of a division by one number. NumPy's own ``%`` takes twice as long: it really divides."""
     return values - values // divisor * divisor
@@ -72,6 +85,7 @@ class BatchPlan:
         num_shards: over all ranks.
         sharding: ``contiguous`` gives a shard a block of the global batch, ``strided`` every n-th sample of it.
         max_batches: no more batches than this; ``None`` for all of them.
+        weights: of the samples, which are then drawn with replacement, each as often as its weight is of their sum.
     """
 
     num_samples: int
@@ -82,6 +96,7 @@ class BatchPlan:
     drop_last: bool = False
     sharding: str = "contiguous"
     max_batches: int | None = None
+    weights: NDArray[np.float64] | None = field(default=None, repr=False, compare=False)
     _blocks: dict[tuple[int, int], tuple[torch.Tensor, Sequence[torch.Tensor]]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -109,6 +124,11 @@ class BatchPlan:
         block, at = divmod(batch, self._batches_a_block)
         return self._shard(self._block(epoch, block)[1][at], shard)
 
+    def positions(self, batch: int, shard: int = 0) -> torch.Tensor:
+        """Return the places in the epoch's order of what :meth:`indices` returns."""
+        start = batch * self.global_batch_size
+        return self._shard(torch.arange(start, start + max(0, self.size(batch))), shard)
+
     def indices_of(self, epoch: int, batches: range, shard: int = 0) -> torch.Tensor:
         """Return the same of whole global batches in a row, int64 [batches, size]; of fewer where a block ends."""
         block, at = divmod(batches.start, self._batches_a_block)
@@ -129,6 +149,11 @@ class BatchPlan:
         return samples[..., start : start + each + (shard < more)]
 
     @cached_property
+    def _summed_weights(self) -> NDArray[np.float64]:
+        assert self.weights is not None
+        return np.cumsum(self.weights)
+
+    @cached_property
     def _batches_a_block(self) -> int:
         return max(1, min(_BLOCK // self.global_batch_size, _BATCHES))
 
@@ -139,7 +164,12 @@ class BatchPlan:
                 self._blocks.clear()
             size = self._batches_a_block * self.global_batch_size
             positions = np.arange(number * size, min((number + 1) * size, self.num_samples), dtype=np.uint64)
-            samples = permute(positions, self.num_samples, key(self.seed, epoch)) if self.shuffle else positions
+            if self.weights is not None:
+                samples = draw(positions, self._summed_weights, key(self.seed, epoch))
+            elif self.shuffle:
+                samples = permute(positions, self.num_samples, key(self.seed, epoch))
+            else:
+                samples = positions
             indices = torch.from_numpy(samples.view(np.int64))
             self._blocks[epoch, number] = indices, torch.split(indices, self.global_batch_size)
         return self._blocks[epoch, number]

@@ -1,19 +1,20 @@
 """Data sets to batches on one rank: whole batches where the set allows it, a DataLoader where it does not."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from ddp_recipes._compat.data_workers import shut_down
 from ddp_recipes.data.batch_plan import BatchPlan
+from ddp_recipes.data.collate import collate, to_device
+from ddp_recipes.data.keyed import Draw, KeyedDataset
 from ddp_recipes.data.prefetch import Prefetcher
 from ddp_recipes.datasets.memory import InMemory
 from ddp_recipes.datasets.transforms import is_known
 from ddp_recipes.errors import RequestError
 from ddp_recipes.runtime.process import die_with_parent
-from ddp_recipes.runtime.seeding import key, seeded
 
 
 class Batch(NamedTuple):
@@ -35,6 +36,13 @@ class Loader:
         dataset: map-style. Where it has ``fetch(indices) -> batch`` and a true ``batched``, or is a ``TensorDataset``,
             a batch is fetched as a whole; else sample by sample through torch's ``DataLoader``.
         shards: those of each global batch that this rank gets, one after the other.
+        num_workers: and what follows, as in ``DataLoader``, for samples that are fetched one by one.
+        collate_fn: makes a batch of samples; torch's own for ``None``.
+        persistent_workers: ``None``: where there are workers.
+        name: of the data set in messages.
+
+    Raises:
+        RequestError: there is no batch, or a ``collate_fn`` that would not be called.
     """
 
     def __init__(
@@ -46,6 +54,10 @@ class Loader:
         shards: range = range(1),
         num_workers: int = 0,
         pin_memory: bool = True,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        persistent_workers: bool | None = None,
+        prefetch_factor: int | None = None,
+        name: str = "data",
     ) -> None:
         if plan.num_batches == 0:
             raise RequestError(
@@ -54,19 +66,27 @@ class Loader:
                 f"data.batch_size, data.drop_last=false, or a higher trainer.limit_*_batches."
             )
         self.dataset, self.plan, self.device, self.shards = dataset, plan, device, shards
+        self.collate_fn, self.name = collate_fn or collate, name
         self.fetch = _whole_batch_fetch(dataset)
         self.pin_memory = pin_memory and device.type == "cuda"
         self._sampler = _PlanSampler(plan, shards)
         self._prefetcher = Prefetcher(self.fetch, self.pin_memory) if _may_prefetch(dataset) else None
         self._one_by_one: DataLoader[Any] | None = None
+        if self.fetch is not None and collate_fn is not None:
+            raise RequestError(
+                f"data.collate_fn makes a batch of samples, but {name}, a {type(dataset).__name__}, gives whole "
+                f"batches. Leave it out and do the same in the model or the task, or give a data set without `batched`."
+            )
         if self.fetch is None:
             self._one_by_one = DataLoader(
-                _KeyedDataset(dataset, plan.seed),
+                KeyedDataset(dataset, plan.seed, name),
                 batch_sampler=self._sampler,
                 generator=torch.Generator(),  # its iterators draw from it, which must not shift what a step draws from
                 num_workers=num_workers,
                 pin_memory=self.pin_memory,
-                persistent_workers=num_workers > 0,
+                collate_fn=self.collate_fn,
+                persistent_workers=num_workers > 0 if persistent_workers is None else persistent_workers,
+                prefetch_factor=prefetch_factor,
                 worker_init_fn=_die_with_rank,
             )
 
@@ -120,14 +140,23 @@ class Loader:
     def limited(self, max_batches: int) -> "Loader":
         """Return the same loader cut off after so many batches an epoch; for whole-batch data sets and first looks."""
         plan = self.plan.limited(min(max_batches, len(self)))
-        return Loader(self.dataset, plan, self.device, shards=self.shards, pin_memory=self.pin_memory)
+        own = None if self.collate_fn is collate else self.collate_fn
+        return Loader(
+            self.dataset,
+            plan,
+            self.device,
+            shards=self.shards,
+            pin_memory=self.pin_memory,
+            collate_fn=own,
+            name=self.name,
+        )
 
     def sample(self) -> Any:
         """Return the first sample as a batch of one, on the device: for the model graph and for size checks."""
         if self.fetch is not None:
             return to_device(self.fetch(torch.zeros(1, dtype=torch.int64)), self.device)
-        samples = _KeyedDataset(self.dataset, self.plan.seed).__getitems__([(0, 0)])
-        return to_device(default_collate(samples), self.device)
+        samples = KeyedDataset(self.dataset, self.plan.seed, self.name).__getitems__([Draw(0, 0, 0)])
+        return to_device(self.collate_fn(samples), self.device)
 
 
 def size_of(dataset: Any) -> int:
@@ -140,21 +169,6 @@ def size_of(dataset: Any) -> int:
     if len(dataset) == 0:
         raise RequestError(f"{type(dataset).__name__} is empty: give it at least one sample.")
     return len(dataset)
-
-
-def to_device(data: Any, device: torch.device, pin: bool = False) -> Any:
-    """Move every tensor in (nested) tuples, lists and dicts; from pinned memory the copy does not wait."""
-    if isinstance(data, torch.Tensor):
-        if data.device == device:
-            return data
-        # What a data set has put on another GPU cannot be pinned, nor need it be.
-        return (data.pin_memory() if pin and data.is_cpu else data).to(device, non_blocking=True)
-    if isinstance(data, dict):
-        return {name: to_device(value, device, pin) for name, value in data.items()}
-    if isinstance(data, (tuple, list)):
-        moved = [to_device(value, device, pin) for value in data]
-        return type(data)(*moved) if hasattr(data, "_fields") else type(data)(moved)
-    return data
 
 
 def _whole_batch_fetch(dataset: Any) -> Any:
@@ -174,7 +188,7 @@ def _may_prefetch(dataset: Any) -> bool:
 
 
 class _PlanSampler:
-    """The plan as a batch sampler: one list of (epoch, sample) a batch; never an empty one."""
+    """The plan as a batch sampler: one list of draws a batch; never an empty one."""
 
     def __init__(self, plan: BatchPlan, shards: range) -> None:
         self.plan, self.shards = plan, shards
@@ -192,29 +206,21 @@ class _PlanSampler:
                     yield batch, shard
 
     def indices(self, epoch: int, batch: int, shard: int) -> torch.Tensor:
-        indices = self.plan.indices(epoch, batch, shard)
-        return indices if len(indices) else torch.zeros(1, dtype=torch.int64)
+        return _not_empty(self.plan.indices(epoch, batch, shard))
 
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+    def __iter__(self) -> Iterator[list[Draw]]:
         epoch, _, _ = self.position
         for batch, shard in self.turns():
-            yield [(epoch, int(index)) for index in self.indices(epoch, batch, shard)]
+            indices = self.indices(epoch, batch, shard).tolist()
+            twice = self.plan.weights is not None
+            numbers = _not_empty(self.plan.positions(batch, shard)).tolist() if twice else indices
+            yield [Draw(index, epoch, number) for index, number in zip(indices, numbers, strict=True)]
+
+
+def _not_empty(indices: torch.Tensor) -> torch.Tensor:
+    return indices if len(indices) else torch.zeros(1, dtype=torch.int64)
 
 
 def _die_with_rank(number: int) -> None:
     """End a data worker together with its rank, not when it next looks: it has the run directory's lock, too."""
     die_with_parent()
-
-
-class _KeyedDataset(Dataset[Any]):
-    """Draws what a sample's random transforms draw from (seed, epoch, sample): the same in any worker of any rank."""
-
-    def __init__(self, dataset: Any, seed: int) -> None:
-        self.dataset, self.seed = dataset, seed
-
-    def __getitems__(self, keys: Sequence[tuple[int, int]]) -> list[Any]:
-        samples = []
-        for epoch, index in keys:
-            with seeded(key(self.seed, epoch, index)):
-                samples.append(self.dataset[index])
-        return samples

@@ -4,7 +4,7 @@ Importing this package imports neither torchvision nor scikit-learn: each functi
 """
 
 from ddp_recipes.datasets.images import cifar10, fashion_mnist, image_folder, mnist
-from ddp_recipes.datasets.memory import InMemory
+from ddp_recipes.datasets.memory import InMemory, balanced
 from ddp_recipes.datasets.synthetic import fake_images, random_regression
 from ddp_recipes.datasets.table import ImageTable, csv_table
 from ddp_recipes.datasets.tabular import breast_cancer, digits
@@ -15,6 +15,7 @@ __all__ = [
     "ImageTable",
     "InMemory",
     "ScaleAndNormalize",
+    "balanced",
     "breast_cancer",
     "cifar10",
     "csv_table",

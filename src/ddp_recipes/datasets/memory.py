@@ -2,11 +2,13 @@
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from ddp_recipes.datasets.transforms import Transform, runs_on_batches
+from ddp_recipes.errors import RequestError
 
 
 class InMemory(Dataset[tuple[Tensor, Tensor]]):
@@ -51,3 +53,17 @@ class InMemory(Dataset[tuple[Tensor, Tensor]]):
         result = self.transform(inputs)
         # torchvision's v2 transforms may give a subclass of Tensor; stacking samples would give a plain one.
         return result.as_subclass(torch.Tensor) if isinstance(result, torch.Tensor) else result
+
+
+def balanced(dataset: Any) -> Tensor:
+    """Return weights with which each class of ``dataset.targets`` is drawn equally often: one for each sample.
+
+    Raises:
+        RequestError: the data set has no ``targets``.
+    """
+    if not hasattr(dataset, "targets"):
+        raise RequestError(
+            f"{type(dataset).__name__} has no targets to balance. Give data.weights a function of your own."
+        )
+    _, classes, counts = np.unique(np.asarray(dataset.targets), return_inverse=True, return_counts=True)
+    return torch.from_numpy(1 / counts[classes])

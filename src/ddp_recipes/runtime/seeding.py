@@ -64,6 +64,12 @@ def seed_everything(value: int) -> None:
     np.random.seed(value & 0xFFFFFFFF)
 
 
+def rng_states() -> tuple[object, ...]:
+    """Return the states of the CPU generators that transforms use, to compare."""
+    of_numpy: Any = np.random.get_state()
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), of_numpy[1].tobytes(), *of_numpy[2:]
+
+
 @contextmanager
 def seeded(value: int) -> Iterator[None]:
     """Seed the CPU generators that transforms use (torch, ``random``, NumPy); the former states come back after."""
