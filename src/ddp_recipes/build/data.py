@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ddp_recipes.build.dataloaders import Source, by_name, source_of
 from ddp_recipes.build.instantiate import locate, make
 from ddp_recipes.config.parallelism import BatchShards
 from ddp_recipes.config.settings import DataSettings, TrainerSettings, batches
@@ -34,6 +35,7 @@ def make_loaders(
     evaluation_shards: BatchShards,
     replicas_a_shard: int,
     device: torch.device,
+    own: Mapping[str, Any] | None = None,
 ) -> dict[str, Loader]:
     """Return the loaders that a mode needs, by split, of several sets of one split by ``val/<name>``.
 
@@ -44,6 +46,7 @@ def make_loaders(
         shards: those of each global batch that this rank trains on.
         evaluation_shards: those of any other split.
         replicas_a_shard: replicas that share one; ``batch_size`` is for each of them.
+        own: ``DataLoader`` objects that the task brings, by split, instead of the sets of the config.
 
     Raises:
         RequestError: the data have no split for the mode, or cannot be cut into such batches.
@@ -51,16 +54,19 @@ def make_loaders(
     names = SPLITS[mode]
     if not names:
         return {}
-    found = [name for name in names if data.get(name) is not None]
+    given = data if own is None else own
+    found = [name for name in names if given.get(name) is not None]
     if not found or (mode == "fit" and "train" not in found):
         needed = " or ".join(f"data.{name}" for name in (names[:1] if mode == "fit" else names))
         raise RequestError(
             f"mode={mode} needs {needed}, which this data choice does not have. Give it in the data yaml, or choose "
             f"another data or mode."
         )
-    nodes = {
-        name: node for split in (found if mode == "fit" else found[:1]) for name, node in _sets(split, data[split])
-    }
+    chosen = found if mode == "fit" else found[:1]
+    if own is None:
+        nodes = {name: node for split in chosen for name, node in _sets(split, data[split])}
+    else:
+        nodes = {name: node for split in chosen for name, node in by_name(split, own[split]).items()}
     if mode == "predict" and len(nodes) > 1:
         raise RequestError(
             f"mode=predict writes the outputs for one data set, and {found[0]} has several: {', '.join(nodes)}. Give "
@@ -69,8 +75,9 @@ def make_loaders(
     loaders = {
         name: _make_loader(
             name,
-            node,
-            settings,
+            Source(make(node, f"data.{name.replace('/', '.')}"), settings)
+            if own is None
+            else source_of(name, node, settings, shards.total * replicas_a_shard),
             trainer,
             seed,
             shards if name == "train" else evaluation_shards,
@@ -105,15 +112,14 @@ def _sets(split: str, node: Any) -> list[tuple[str, Mapping[str, Any]]]:
 
 def _make_loader(
     name: str,
-    node: Mapping[str, Any],
-    settings: DataSettings,
+    source: Source,
     trainer: TrainerSettings,
     seed: int,
     shards: BatchShards,
     replicas_a_shard: int,
     device: torch.device,
 ) -> Loader:
-    dataset = make(node, f"data.{name.replace('/', '.')}")
+    dataset, settings, collate_fn = source
     split = split_of(name)
     training, replicas = split == "train", shards.total * replicas_a_shard
     if not training:
@@ -143,7 +149,7 @@ def _make_loader(
         shards=shards.numbers,
         num_workers=settings.num_workers,
         pin_memory=settings.pin_memory,
-        collate_fn=None if settings.collate_fn is None else _function(settings.collate_fn, "data.collate_fn"),
+        collate_fn=collate_fn if settings.collate_fn is None else _function(settings.collate_fn, "data.collate_fn"),
         persistent_workers=settings.persistent_workers,
         prefetch_factor=settings.prefetch_factor,
         name=f"data.{name.replace('/', '.')}",

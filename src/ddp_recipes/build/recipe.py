@@ -94,12 +94,12 @@ class Recipe:
     @property
     def steps_per_epoch(self) -> int:
         """Optimizer steps in an epoch; the last one may accumulate fewer batches."""
-        return steps_per_epoch(self.loaders, self.trainer)
+        return self.trainer.steps_per_epoch(len(self.loaders["train"]))
 
     @property
     def total_steps(self) -> int | None:
         """Optimizer steps to the end of the run, or ``None`` if only time limits it."""
-        return total_steps(self.loaders, self.trainer)
+        return self.trainer.total_steps(len(self.loaders["train"]))
 
     @property
     def resumes_in_place(self) -> bool:
@@ -117,21 +117,6 @@ class Recipe:
         self.task.load_weights(self.state["model"])
         step: int = self.state["cursor"]["step"]
         return step
-
-
-def steps_per_epoch(loaders: Mapping[str, Loader], trainer: TrainerSettings) -> int:
-    """Return the optimizer steps in an epoch; the last one may accumulate fewer batches."""
-    return -(-len(loaders["train"]) // trainer.accumulate_grad_batches)
-
-
-def total_steps(loaders: Mapping[str, Loader], trainer: TrainerSettings) -> int | None:
-    """Return the optimizer steps to the end of training, or ``None`` if only time limits it or nothing is trained."""
-    if "train" not in loaders:
-        return None
-    limits = [trainer.max_steps]
-    if trainer.max_epochs is not None:
-        limits.append(trainer.max_epochs * steps_per_epoch(loaders, trainer))
-    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def make_recipe(job: Job, world: World, control: Control) -> Recipe:
@@ -161,7 +146,10 @@ def make_recipe(job: Job, world: World, control: Control) -> Recipe:
         strategy.replicas(devices.own[0].type),
         devices.own[0],
     )
-    loaders = control.first_on_node(load_data) if config["data"].get("download", False) else load_data()
+    loaders: dict[str, Loader] = {}
+    brings = "datamodule" in config["data"]
+    if not brings:
+        loaders |= control.first_on_node(load_data) if config["data"].get("download", False) else load_data()
     seed_everything(request.run.seed)
     built = make_task(
         config,
@@ -184,12 +172,16 @@ def make_recipe(job: Job, world: World, control: Control) -> Recipe:
             trainer=trainer,
             devices=devices.own,
             loaders=loaders,
-            total_steps=total_steps(loaders, trainer),
             directory=job.directory,
             sum=strategy.sum,
-            first_on_node=control.first_on_node,
+            first_on_node=partial(control.first_on_node, what="prepare_data"),
+            datamodule=make(node, "data.datamodule") if (node := config["data"].get("datamodule")) else None,
         )
     )
+    if brings:
+        loaders |= load_data(own=built.task.dataloaders(mode))
+    if mode == "fit" and not built.task.validates:
+        loaders = {name: loader for name, loader in loaders.items() if name == "train"}
     loggers = logger_sections(config, check=devices.world.is_main)
     checkpoint = monitored(request, loaders, built.task)
     if len(loaders) > 2 and request.checkpoint.enabled and request.checkpoint.monitor in (None, "auto"):

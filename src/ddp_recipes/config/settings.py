@@ -67,6 +67,15 @@ class TrainerSettings:
             )
         seconds(self.max_time)
 
+    def steps_per_epoch(self, batches: int) -> int:
+        """Return the optimizer steps in an epoch of so many batches; the last one may accumulate fewer of them."""
+        return -(-batches // self.accumulate_grad_batches)
+
+    def total_steps(self, batches: int) -> int | None:
+        """Return the optimizer steps to the end of training, or ``None`` if only time limits it."""
+        epochs = None if self.max_epochs is None else self.max_epochs * self.steps_per_epoch(batches)
+        return min((limit for limit in (epochs, self.max_steps) if limit is not None), default=None)
+
     def effective(self) -> "TrainerSettings":
         """Return what the loop runs with: ``fast_dev_run``, ``overfit_batches`` and -1 spelled out."""
         if self.fast_dev_run:

@@ -2,8 +2,6 @@
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,11 +10,12 @@ from torch import Tensor, nn
 from ddp_recipes.callbacks import Callback
 from ddp_recipes.data.loader import Batch
 from ddp_recipes.errors import RequestError
-from ddp_recipes.lightning import optimizers, update
+from ddp_recipes.lightning import checkpoint, optimizers, update
 from ddp_recipes.lightning.callbacks import Wrapped, refuse_callback
 from ddp_recipes.lightning.events import Events
-from ddp_recipes.lightning.hooks import OF_STEP, SILENT, Hooks, refuse_hooks
-from ddp_recipes.lightning.log import Log, is_stateful
+from ddp_recipes.lightning.hooks import Hooks, refuse_data_hooks, refuse_hooks
+from ddp_recipes.lightning.log import Log
+from ddp_recipes.lightning.services import Services, size_of
 from ddp_recipes.lightning.trainer import Trainer
 from ddp_recipes.tasks import OwnOptimizers, StepOutput, Surroundings, Task
 from ddp_recipes.training.state import Run, Update
@@ -50,6 +49,7 @@ class LightningTask(Task):
             )
         refuse_hooks(model)
         self.manual = self.trainer.manual = not getattr(model, "automatic_optimization", True)
+        self.validates = "validation_step" in self.hooks.own
         self.events = self.trainer.events = Events(self)
         self.batch: Any = None
         self.batch_idx = self.dataloader_idx = 0
@@ -57,22 +57,9 @@ class LightningTask(Task):
         self.weight = 1.0  # of the loss in manual optimization
         self.training_log = Log(type(model).__name__)
         self.evaluation_log = Log(type(model).__name__)
-        self._of_step: dict[str, Tensor] = {}  # logged in the latest evaluation step, [samples]
-        own: dict[str, Any] = {
-            "trainer": self.trainer,
-            "log": self._log,
-            "log_dict": self._log_dict,
-            "optimizers": self._optimizers,
-            "lr_schedulers": self._lr_schedulers,
-            "manual_backward": self._manual_backward,
-            "clip_gradients": self._clip_gradients,
-            "all_gather": self._all_gather,
-            "print": self.trainer.print,
-        }
-        if not hasattr(type(model), "logger"):
-            own["logger"] = self.trainer.logger
-        for name, value in own.items():
-            setattr(model, name, value)
+        self.logged = self.training_log.names
+        self.of_step: dict[str, Tensor] = {}  # logged in the latest evaluation step, [samples]
+        self.services = Services(self)
 
     # What the run asks for.
 
@@ -86,14 +73,50 @@ class LightningTask(Task):
                 f"trainer.accumulate_grad_batches and trainer.gradient_clip_val would change nothing. Leave them out, "
                 f"and accumulate and clip (self.clip_gradients) in training_step."
             )
-        if "prepare_data" in hooks.own:
-            surroundings.first_on_node(partial(hooks.of_module, "prepare_data"))
+        step = {"validate": "validation_step", "test": "test_step"}.get(surroundings.mode, "training_step")
+        if step not in hooks.own and not (step == "test_step" and self.validates):
+            raise RequestError(
+                f"mode={surroundings.mode} runs {step}, which {type(self.model).__name__} does not define."
+            )
+        self._attach_data(surroundings)
         hooks("setup", surroundings.mode)
         hooks("configure_model")
         made = hooks.of_module("configure_callbacks")
         for each in [] if made is None else made if isinstance(made, Sequence) else [made]:
             self.callback(type(each).__name__, each)
         self.model.to(surroundings.devices[0])
+
+    def _attach_data(self, surroundings: Surroundings) -> None:
+        trainer, datamodule = self.trainer, surroundings.datamodule
+        self.data_hooks = Hooks(self.model if datamodule is None else datamodule, trainer)
+        trainer.datamodule = datamodule
+        if datamodule is not None:
+            refuse_data_hooks(datamodule)
+            datamodule.trainer = trainer
+        hooks = [self.data_hooks, *([] if datamodule is None else [self.hooks])]
+        preparing = [each for each in hooks if "prepare_data" in each.own]
+        if preparing:
+
+            def prepare() -> None:
+                for each in preparing if surroundings.world.local_rank == 0 else []:
+                    each.of_module("prepare_data")
+
+            surroundings.first_on_node(prepare)
+        if datamodule is not None:
+            self.data_hooks.of_module("setup", surroundings.mode)
+
+    def dataloaders(self, mode: str) -> dict[str, Any]:
+        """Return the loaders of the data module, or of the module itself."""
+        names = ("train", "val") if mode == "fit" else ("val",) if mode == "validate" else (mode,)
+        found = {
+            split: made for split in names if (made := self.data_hooks.of_module(f"{split}_dataloader")) is not None
+        }
+        if not found:
+            raise RequestError(
+                f"data=lightning, and {type(self.data_hooks.module).__name__} has no {names[0]}_dataloader. Give a "
+                f"data module as data.datamodule, or choose another data."
+            )
+        return found
 
     def callback(self, name: str, made: Any) -> Callback | None:
         """Take a callback written for Lightning: it is told what its methods are called for."""
@@ -103,6 +126,15 @@ class LightningTask(Task):
         self.hooks.callbacks.append(made)
         self.trainer.callbacks.append(made)
         return Wrapped(made, self.trainer, self.model)
+
+    def checkpoint(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return Lightning's own keys, and what the module adds."""
+        return checkpoint.entries(self, state)
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Give the module what it added."""
+        checkpoint.restore(self, state)
+        self.events.begin()
 
     def callbacks(self) -> dict[str, Callback]:
         """Return what calls the module's hooks."""
@@ -139,7 +171,7 @@ class LightningTask(Task):
         output = self.hooks.of_module("training_step", *self._arguments("training_step", batch))
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if self.manual and loss is None:
-            loss = torch.zeros((), device=self.trainer.surroundings.devices[-1])
+            loss = torch.zeros(0)
         if not isinstance(loss, Tensor):
             raise RequestError(
                 f"{type(self.model).__name__}.training_step returns {type(output).__name__}, which has no loss. Return "
@@ -208,107 +240,16 @@ class LightningTask(Task):
 
     def _evaluated(self, stage: str, batch: Any) -> StepOutput:
         method = f"{stage}_step"
-        if method not in self.hooks.own:
-            return self.training_step(batch)
         arguments = self._begin_evaluated(stage, batch)
-        self._of_step = {}
+        self.of_step = {}
         output = self.hooks.of_module(method, *self._arguments(method, self.batch))
         self.hooks(f"on_{stage}_batch_end", output, *arguments)
-        values, self._of_step = self._of_step, {}
+        values, self.of_step = self.of_step, {}
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if not isinstance(loss, Tensor):
             logged = next((name for name in _LOSSES if name in values), None)
             loss = torch.zeros(0) if logged is None else values[logged].mean()
         return StepOutput(loss, values, size_of(batch))
-
-    # What the module calls.
-
-    def _log(
-        self,
-        name: str,
-        value: Any,
-        prog_bar: bool = False,
-        logger: bool | None = None,
-        on_step: bool | None = None,
-        on_epoch: bool | None = None,
-        reduce_fx: Any = "mean",
-        *_: Any,
-        batch_size: int | None = None,
-        add_dataloader_idx: bool = True,
-        **__: Any,
-    ) -> None:
-        hook = self.hooks.current
-        if hook in SILENT:
-            raise RequestError(f"{type(self.model).__name__} logs {name} in {hook}, where Lightning does not allow it.")
-        size = float(batch_size or (size_of(self.batch) if self.batch is not None else 1))
-        if self.trainer.stage == "train" and not self._evaluates(hook):
-            in_step = hook in OF_STEP
-            step, epoch = in_step if on_step is None else on_step, not in_step if on_epoch is None else on_epoch
-            self.training_log.add(
-                name, value, size, on_step=step, on_epoch=epoch, reduce_fx=reduce_fx, prog_bar=prog_bar
-            )
-            return
-        if on_step:
-            raise RequestError(
-                f"{type(self.model).__name__} logs {name} in {hook} with on_step=True. Evaluations are logged once, "
-                f"for all their samples: leave it out."
-            )
-        if add_dataloader_idx and len(self.trainer.num_val_batches) > 1 and self.trainer.stage != "test":
-            name = f"{name}/dataloader_idx_{self.dataloader_idx}"
-        if hook.endswith("_step") and not is_stateful(value) and reduce_fx in ("mean", torch.mean):
-            self._of_step[name] = torch.as_tensor(value).detach().float().reshape(()).expand(int(size))
-        else:
-            self.evaluation_log.add(name, value, size, on_step=False, on_epoch=True, reduce_fx=reduce_fx)
-
-    @staticmethod
-    def _evaluates(hook: str) -> bool:
-        return hook.startswith(("on_validation", "on_test", "validation", "test"))
-
-    def _log_dict(self, dictionary: Mapping[str, Any], *arguments: Any, **options: Any) -> None:
-        for name, value in dictionary.items():
-            self._log(name, value, *arguments, **options)
-
-    def _optimizers(self, use_pl_optimizer: bool = True) -> Any:
-        found = self.events.optimizers if self.manual and use_pl_optimizer else list(self.trainer.optimizers)
-        return found[0] if len(found) == 1 else found
-
-    def _lr_schedulers(self) -> Any:
-        found = [each.scheduler for each in self.trainer.lr_scheduler_configs]
-        return None if not found else found[0] if len(found) == 1 else found
-
-    def _manual_backward(self, loss: Tensor, *arguments: Any, **options: Any) -> None:
-        self.hooks("on_before_backward", loss)
-        (loss if self.weight == 1 else loss * self.weight).backward(*arguments, **options)  # type: ignore[no-untyped-call]
-        self.hooks("on_after_backward")
-
-    def _clip_gradients(
-        self,
-        optimizer: Any,
-        gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str | None = None,
-    ) -> None:
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        if gradient_clip_val is None or not parameters:
-            return
-        if (gradient_clip_algorithm or "norm") == "value":
-            nn.utils.clip_grad_value_(parameters, gradient_clip_val)
-        else:
-            assert self.trainer.run is not None
-            norm = self.trainer.run.strategy.norm([p.grad for p in parameters])
-            nn.utils.clip_grads_with_norm_(parameters, gradient_clip_val, norm)
-
-    def _all_gather(self, data: Any, *_: Any, **__: Any) -> Any:
-        if isinstance(data, Mapping):
-            return {name: self._all_gather(value) for name, value in data.items()}
-        if isinstance(data, (list, tuple)):
-            return type(data)(self._all_gather(value) for value in data)
-        value = torch.as_tensor(data, device=self.trainer.surroundings.devices[0])
-        world = self.trainer.surroundings.world
-        if world.world_size == 1:
-            return value
-        every = value.new_zeros(1, world.world_size, *value.shape)
-        every[0, world.rank] = value
-        return self.trainer.surroundings.sum(every)
 
     # Helpers.
 
@@ -328,9 +269,10 @@ class LightningTask(Task):
 
     def _transferred(self, batch: Any) -> Any:
         for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"):
-            if name in self.hooks.own:
+            hooks = self.data_hooks if name in self.data_hooks.own else self.hooks
+            if name in hooks.own:
                 device = [self.trainer.surroundings.devices[0]] if name.startswith("transfer") else []
-                batch = self.hooks.of_module(name, batch, *device, max(self.dataloader_idx, 0))
+                batch = hooks.of_module(name, batch, *device, self.dataloader_idx)
         return batch
 
     def _reduced(self, log: Log) -> dict[str, float]:
@@ -339,16 +281,3 @@ class LightningTask(Task):
 
 def _items(output: Any) -> Any:
     return output.items() if isinstance(output, Mapping) else ()
-
-
-def size_of(batch: Any) -> int:
-    """Return the number of samples in a batch: the length of the first tensor in it; 1 without one."""
-    if isinstance(batch, Tensor):
-        return len(batch) if batch.dim() else 1
-    if isinstance(batch, Mapping):
-        batch = list(batch.values())
-    if isinstance(batch, (list, tuple)) and batch:
-        return size_of(batch[0])
-    with suppress(TypeError):
-        return size_of(list(vars(batch).values()))
-    return 1

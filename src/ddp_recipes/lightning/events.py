@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +35,6 @@ class Events(Callback):
         self.begun = True
         trainer = self.task.trainer
         trainer.run = run = self.run
-        trainer.epoch = run.cursor.epoch
         self.optimizers = [ManualOptimizer(self.task, run, each) for each in run.optimizers]
         self.task.hooks("on_fit_start")
 
@@ -42,12 +42,25 @@ class Events(Callback):
         """Begin to train."""
         self.begin()
         self.started = True
+        self.task.trainer.epoch = self.run.cursor.epoch
         self.task.hooks("on_train_start")
 
     def on_epoch_start(self, epoch: int) -> None:
         """Begin an epoch."""
         self.task.trainer.epoch = epoch
-        self.task.hooks("on_train_epoch_start")
+        with self._wrapped_anew():
+            self.task.hooks("on_train_epoch_start")
+
+    @contextmanager
+    def _wrapped_anew(self) -> Iterator[None]:
+        """Wrap the task again if other parameters are trained afterwards: a wrapper knows those of its beginning."""
+        before = self._frozen()
+        yield
+        if self._frozen() != before and self.run.world.world_size > 1:
+            self.run.module = self.run.strategy.wrap(self.task, self.run.devices)
+
+    def _frozen(self) -> list[str]:
+        return [name for name, parameter in self.task.named_parameters() if not parameter.requires_grad]
 
     def on_step(self, step: int) -> None:
         """End a batch, and log what its step logged."""
@@ -82,15 +95,19 @@ class Events(Callback):
         self.task.hooks("teardown", "fit")
 
     def state(self) -> dict[str, Any]:
-        """Return how many optimizer steps the module took itself."""
-        return {"steps": self.task.trainer.steps}
+        """Return how many optimizer steps the module took itself, and which parameters are not trained by now."""
+        return {"steps": self.task.trainer.steps, "frozen": self._frozen()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore it."""
         self.task.trainer.steps = state["steps"]
+        with self._wrapped_anew():
+            for name, parameter in self.task.named_parameters():
+                if parameter.is_floating_point():
+                    parameter.requires_grad_(name not in state["frozen"])
 
     def _log(self, values: dict[str, float]) -> None:
         if values:
             self.run.metrics.update(values)
-            self.run.logger.scalars(values, self.run.cursor.step)
-            self.run.progress.metrics(self.run.metrics)
+            unlogged = self.task.training_log.unlogged
+            self.run.logger.scalars({k: v for k, v in values.items() if k not in unlogged}, self.run.cursor.step)

@@ -109,6 +109,19 @@ def refuse_hooks(module: object) -> None:
         )
 
 
+def refuse_data_hooks(datamodule: object) -> None:
+    """Refuse a data module that is none.
+
+    Raises:
+        RequestError: it has no loaders.
+    """
+    if not any(name.endswith("_dataloader") for name in defined(datamodule)):
+        raise RequestError(
+            f"data.datamodule makes a {type(datamodule).__name__}, which defines none of train_dataloader, "
+            f"val_dataloader, test_dataloader and predict_dataloader. Give a LightningDataModule."
+        )
+
+
 class Hooks:
     """Calls a hook of all that listen: Lightning's callbacks first, then the module, as Lightning does.
 

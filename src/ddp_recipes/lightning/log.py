@@ -27,7 +27,6 @@ class Entry:
     on_step: bool
     on_epoch: bool
     reduction: str
-    prog_bar: bool
     metric: Any = None
 
     def __post_init__(self) -> None:
@@ -87,6 +86,8 @@ class Log:
     def __init__(self, owner: str) -> None:
         self.owner = owner  # the module's class, for messages
         self.entries: dict[str, Entry] = {}
+        self.names: set[str] = set()  # all that ever came up
+        self.unlogged: set[str] = set()  # those that loggers do not get
 
     def add(
         self,
@@ -97,7 +98,7 @@ class Log:
         on_step: bool,
         on_epoch: bool,
         reduce_fx: Any = "mean",
-        prog_bar: bool = False,
+        logger: bool = True,
     ) -> None:
         """Take a value that counts for ``size`` samples.
 
@@ -113,7 +114,10 @@ class Log:
         is_metric = is_stateful(value)
         entry = self.entries.get(name)
         if entry is None:
-            entry = self.entries[name] = Entry(on_step, on_epoch, reduction, prog_bar)
+            entry = self.entries[name] = Entry(on_step, on_epoch, reduction)
+            names = {name, f"{name}_step", f"{name}_epoch"}
+            self.names |= names
+            self.unlogged |= set() if logger else names
         if is_metric:
             entry.metric = value
             number = batch_value(value) if on_step else None

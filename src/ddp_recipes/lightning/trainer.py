@@ -1,8 +1,7 @@
 """What a module written for Lightning sees as ``self.trainer``."""
 
 import math
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,62 +10,9 @@ from torch import Tensor
 
 from ddp_recipes.callbacks import Callback
 from ddp_recipes.data.loader import Loader
-from ddp_recipes.loggers import Logger
+from ddp_recipes.lightning.logger import ModuleLogger
 from ddp_recipes.tasks import Surroundings
 from ddp_recipes.training.state import Run
-
-
-class ModuleLogger:
-    """What a module sees as ``self.logger``: the run's loggers by Lightning's names."""
-
-    version = ""
-
-    def __init__(self, trainer: "Trainer") -> None:
-        self._trainer = trainer
-
-    @property
-    def experiment(self) -> Any:
-        """The first logger's own object, such as TensorBoard's ``SummaryWriter``; one that drops all on other ranks."""
-        return getattr(self._own, "experiment", None) or _Dropping()
-
-    @property
-    def _own(self) -> Logger:
-        return Logger() if self._trainer.run is None else self._trainer.run.logger
-
-    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Log numbers at a step, the present one by default."""
-        values = {name: float(value) for name, value in metrics.items()}
-        self._own.scalars(values, self._trainer.global_step if step is None else step)
-
-    def log_hyperparams(self, params: Any, *_: Any, **__: Any) -> None:
-        """Log them as a text: HParams shows those of the config."""
-        self._own.text("hyper_parameters", "\n".join(f"- {name}: {value}" for name, value in dict(params).items()))
-
-    def log_graph(self, *_: Any, **__: Any) -> None:
-        """``logger.graph=true`` does it."""
-
-    def save(self) -> None:
-        """Write out what is held back."""
-        self._own.flush()
-
-    @property
-    def save_dir(self) -> str:
-        """The run directory."""
-        return self._trainer.default_root_dir
-
-    log_dir = root_dir = save_dir
-
-    @property
-    def name(self) -> str:
-        """The run directory's name."""
-        return Path(self.save_dir).name
-
-
-class _Dropping:
-    """Takes any call and does nothing."""
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *_, **__: None
 
 
 class Trainer:
@@ -124,6 +70,11 @@ class Trainer:
     def current_epoch(self) -> int:
         """The number of the epoch, from 0."""
         return self.epoch
+
+    @property
+    def is_last_batch(self) -> bool:
+        """Whether the batch is the last of its epoch."""
+        return bool(self.fit_loop.epoch_loop.batch_idx + 1 == self.num_training_batches)
 
     @property
     def max_epochs(self) -> int | None:
@@ -220,6 +171,12 @@ class Trainer:
         """Return whether all ranks say so, or any of them. A collective."""
         said: float = self.surroundings.sum(torch.tensor([[float(bool(decision))]])).item()
         return said == self.world_size if all else said > 0
+
+    @property
+    def _logger_connector(self) -> Any:
+        """What callbacks that log ask: whether this step is logged."""
+        every = self.surroundings.trainer.log_every_n_steps
+        return SimpleNamespace(should_update_logs=(self._step + 1) % every == 0)
 
     @property
     def callback_metrics(self) -> dict[str, Tensor]:

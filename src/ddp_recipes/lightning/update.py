@@ -121,8 +121,9 @@ def manual(task: LightningTask, run: Run, batches: Iterator[Batch], measured: bo
         task.weight = each.weight / run.strategy.divisor
         with run.precision.forward():
             loss = task.training_step(each.batch.data).loss
-        losses[0].append((loss.detach(), each.batch.num_samples))
-    return Update(losses, sum(map(run.train.plan.size, of_step(run))), None, lr)
+        if loss.dim() == 0:
+            losses[0].append((loss.detach(), each.batch.num_samples))
+    return Update(losses if losses[0] else [], sum(map(run.train.plan.size, of_step(run))), None, lr)
 
 
 class ManualOptimizer:

@@ -145,12 +145,12 @@ class Control:
         # Where the process with the store is stopped, torch's own timeout waits for its answer for ever.
         return self._calls.do(get, None, seconds + CALL_S)
 
-    def first_on_node(self, make: Callable[[], T]) -> T:
+    def first_on_node(self, make: Callable[[], T], what: str = "data") -> T:
         """Call ``make()`` on one rank of each node before the others: downloads happen once. Raise if it failed."""
         made: list[T] = []
         first, node = self.world.rank - self.world.local_rank, self.world.node_rank
         failed = f"Local rank 0 of node {node} could not prepare the data; see its message."
-        self._of_rank(first, f"node/{node}", lambda: made.append(make()), failed)
+        self._of_rank(first, f"node/{node}/{what}", lambda: made.append(make()), failed)
         return made[0] if made else make()
 
     def of_main(self, name: str, make: Callable[[], T]) -> T:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -26,11 +26,12 @@ class Surroundings:
     """What a task may know of the run that it is made for.
 
     Attributes:
-        loaders: by split, such as ``train``; several validation sets are ``val/<name>``.
-        total_steps: optimizer steps to the end of training; ``None`` if that is not known.
+        loaders: by split, such as ``train``; several validation sets are ``val/<name>``. Still empty where the task
+            brings them itself.
         directory: the run's.
         sum: over rows and ranks, [rows, ...] to [...]; a collective.
         first_on_node: calls a function on one rank of each node before it does so on the others.
+        datamodule: what the config gives as ``data.datamodule``.
     """
 
     mode: str
@@ -38,10 +39,15 @@ class Surroundings:
     trainer: TrainerSettings
     devices: Sequence[torch.device]
     loaders: Mapping[str, Any]
-    total_steps: int | None
     directory: Path
     sum: Callable[[Tensor], Tensor]
     first_on_node: Callable[[Callable[[], None]], None]
+    datamodule: Any = None
+
+    @property
+    def total_steps(self) -> int | None:
+        """Optimizer steps to the end of training; ``None`` if only time limits it, or nothing is trained."""
+        return self.trainer.total_steps(len(self.loaders["train"])) if "train" in self.loaders else None
 
 
 class StepOutput(NamedTuple):
@@ -138,11 +144,22 @@ class Task(nn.Module):
         """Return the task's own optimizers and schedules, or ``None`` to leave both to the config."""
         return None
 
+    logged: Collection[str] = ()  # names that the task logs in training itself, which are not logged twice
+    validates = True  # whether there is something to measure on validation sets
+
     # Where a task takes optimizer steps by itself: as training.update.update does.
     update: Callable[[Any, Iterator[Any], bool], Any] | None = None
 
     def attach(self, surroundings: Surroundings) -> None:
         """Learn what run this is, once its model is made and before its weights are loaded."""
+
+    def dataloaders(self, mode: str) -> Mapping[str, Any]:
+        """Return ``DataLoader`` objects that the task brings, by split; for ``data=lightning``.
+
+        Raises:
+            RequestError: there are none.
+        """
+        raise RequestError("data=lightning takes the loaders of a LightningDataModule: it goes with task=lightning.")
 
     def callback(self, name: str, made: object) -> Callback | None:
         """Return an object of the group callbacks that is no ``Callback`` as one, or ``None`` if it is unknown."""
@@ -151,6 +168,13 @@ class Task(nn.Module):
     def callbacks(self) -> dict[str, Callback]:
         """Return what of the task itself follows the events of a run."""
         return {}
+
+    def checkpoint(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what a checkpoint holds of the task beside ``state``: tensors and plain data."""
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take what :meth:`checkpoint` returned from a checkpoint that training goes on from."""
 
     @property
     def stateful_metrics(self) -> dict[str, Any]:

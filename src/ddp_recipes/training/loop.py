@@ -1,6 +1,7 @@
 """The loop: forward, backward, clip, step, log, evaluate, save."""
 
 import torch
+from torch import Tensor
 
 from ddp_recipes.runtime.phases import phase
 from ddp_recipes.training.cadence import reason_to_stop, save_due, validation_due
@@ -72,21 +73,24 @@ def advance(run: Run, samples: int) -> Cursor:
 
 def write_log(run: Run, update: Update, rate: Rate) -> None:
     """Log a step: the one place where a step waits for the device, and for the other ranks' losses."""
-    zero = torch.zeros((), dtype=torch.float64, device=run.devices[-1])
-    sums = [sum((loss.double() * count for loss, count in shard), zero) for shard in update.losses]
-    read = [run.strategy.sum(torch.stack(sums) / update.samples)]
+    measured: dict[str, Tensor] = {}
+    if update.losses:
+        zero = torch.zeros((), dtype=torch.float64, device=run.devices[-1])
+        sums = [sum((loss.double() * count for loss, count in shard), zero) for shard in update.losses]
+        measured["train/loss"] = run.strategy.sum(torch.stack(sums) / update.samples)
     if update.norm is not None:
-        read.append(update.norm.to(read[0]))
-    loss, *norms = torch.stack(read).tolist()  # the wait
-    values = {
-        "train/loss": loss,
+        measured["train/grad_norm"] = update.norm.to(dtype=torch.float64, device=run.devices[-1])
+    numbers = torch.stack(list(measured.values())).tolist() if measured else []  # the wait
+    values: dict[str, float] = dict(zip(measured, numbers, strict=True))
+    loss = values.get("train/loss")
+    values |= {
         "train/lr": update.lr,
         "train/samples_per_second": rate.per_second(run.cursor.samples_seen),
         "train/epoch": run.cursor.epoch + run.cursor.batch / len(run.train),
     }
-    if norms:
-        values["train/grad_norm"] = norms[0]
+    run.progress.metrics(values)
+    values = {name: value for name, value in values.items() if name not in run.task.logged}
     run.metrics.update(values)
     run.logger.scalars(values, run.cursor.step)
-    run.progress.metrics(values)
-    run.guard.check_loss(run.cursor.step, values["train/loss"], run.good_step)
+    if loss is not None:
+        run.guard.check_loss(run.cursor.step, loss, run.good_step)

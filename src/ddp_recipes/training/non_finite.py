@@ -32,7 +32,8 @@ class NonFiniteGuard:
 
     def record(self, step: int, losses: Sequence[Losses]) -> None:
         """Keep a step's losses on this rank, to name the first non-finite one."""
-        self._losses.append((step, losses))
+        if losses:
+            self._losses.append((step, losses))
 
     def check_loss(self, step: int, loss: float, saved: int) -> None:
         """End the run if the loss over all ranks is non-finite.

@@ -40,7 +40,7 @@ class Update(NamedTuple):
     """What an optimizer step came to.
 
     Attributes:
-        losses: of each of this rank's shards, on their devices.
+        losses: of each of this rank's shards, on their devices; empty where the task has none to show.
         samples: of all ranks.
         norm: of the gradient before it was clipped, if it was measured.
         lr: of the first parameter group, as the step took it.
@@ -93,7 +93,7 @@ class Run:
 
 def gather_state(run: Run) -> State:
     """Return all that a resume needs: weights, optimizer, scheduler, scaler, callbacks and the cursor."""
-    return {
+    state = {
         "model": run.strategy.weights(run.task),
         "optimizer": run.strategy.optimizer_state(run.optimizer),
         "optimizer_class": type(run.optimizer).__name__,
@@ -109,6 +109,7 @@ def gather_state(run: Run) -> State:
         "world_size": run.world.world_size,
         "shards": run.shards,
     }
+    return state | run.task.checkpoint(state)
 
 
 def restore(run: Run, state: State) -> list[str]:
@@ -123,19 +124,25 @@ def restore(run: Run, state: State) -> list[str]:
             f"The checkpoint was trained with the optimizer {saved_class}, this run has {mine}, which cannot restore "
             f"its state. Choose the checkpoint's, or start afresh without ckpt_path."
         )
-    warnings = _replaced(run.optimizer.param_groups, state["optimizer"]["param_groups"])
-    optimizers = [state["optimizer"], *state.get("more_optimizers", [])]
-    for optimizer, saved in zip(run.optimizers, optimizers, strict=True):
-        run.strategy.load_optimizer_state(optimizer, saved)
-    schedulers = [state["scheduler"], *state.get("more_schedulers", [])]
-    for schedule, saved in zip(run.schedules, schedulers, strict=True):
-        schedule.scheduler.load_state_dict(saved)
-    run.precision.load_state(state["precision"])
     saved = state["callbacks"]
     if not isinstance(saved, Mapping):  # until 0.1 they came in their order
         saved = dict(zip(run.callbacks, saved, strict=False))
     for name in saved.keys() & run.callbacks.keys():
         run.callbacks[name].load_state(saved[name])
+    run.task.restore(state)  # first: a module or callback may give an optimizer the groups that it had
+    warnings = _replaced(run.optimizer.param_groups, state["optimizer"]["param_groups"])
+    optimizers = [state["optimizer"], *state.get("more_optimizers", [])]
+    schedulers = [state["scheduler"], *state.get("more_schedulers", [])]
+    if len(optimizers) != len(run.optimizers) or len(schedulers) != len(run.schedules):
+        raise RequestError(
+            f"The checkpoint has the states of {len(optimizers)} optimizers and {len(schedulers)} schedulers, this run "
+            f"has {len(run.optimizers)} and {len(run.schedules)}. Start afresh without ckpt_path."
+        )
+    for optimizer, saved in zip(run.optimizers, optimizers, strict=True):
+        run.strategy.load_optimizer_state(optimizer, saved)
+    for schedule, saved in zip(run.schedules, schedulers, strict=True):
+        schedule.scheduler.load_state_dict(saved)
+    run.precision.load_state(state["precision"])
     run.cursor = Cursor(**state["cursor"])
     run.samples_before = run.cursor.samples_seen
     run.metrics.update(state["metrics"])

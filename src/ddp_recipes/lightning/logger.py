@@ -1,0 +1,65 @@
+"""What a module written for Lightning sees as ``self.logger``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ddp_recipes.loggers import Logger
+
+if TYPE_CHECKING:
+    from ddp_recipes.lightning.trainer import Trainer
+
+
+class ModuleLogger:
+    """What a module sees as ``self.logger``: the run's loggers by Lightning's names."""
+
+    version = ""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    @property
+    def experiment(self) -> Any:
+        """The first logger's own object, such as TensorBoard's ``SummaryWriter``; one that drops all on other ranks."""
+        return getattr(self._own, "experiment", None) or _Dropping()
+
+    @property
+    def _own(self) -> Logger:
+        return Logger() if self._trainer.run is None else self._trainer.run.logger
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Log numbers at a step, the present one by default."""
+        values = {name: float(value) for name, value in metrics.items()}
+        self._own.scalars(values, self._trainer.global_step if step is None else step)
+
+    def log_hyperparams(self, params: Any, *_: Any, **__: Any) -> None:
+        """Log them as a text: HParams shows those of the config."""
+        self._own.text("hyper_parameters", "\n".join(f"- {name}: {value}" for name, value in dict(params).items()))
+
+    def log_graph(self, *_: Any, **__: Any) -> None:
+        """``logger.graph=true`` does it."""
+
+    def save(self) -> None:
+        """Write out what is held back."""
+        self._own.flush()
+
+    @property
+    def save_dir(self) -> str:
+        """The run directory."""
+        return self._trainer.default_root_dir
+
+    log_dir = root_dir = save_dir
+
+    @property
+    def name(self) -> str:
+        """The run directory's name."""
+        return Path(self.save_dir).name
+
+
+class _Dropping:
+    """Takes any call and does nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: None

@@ -1,0 +1,138 @@
+"""What a module written for Lightning calls on itself: ``self.log``, ``self.optimizers()``, …"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ddp_recipes.errors import RequestError
+from ddp_recipes.lightning.hooks import OF_STEP, SILENT
+from ddp_recipes.lightning.log import is_stateful
+
+if TYPE_CHECKING:
+    from ddp_recipes.lightning.adapter import LightningTask
+
+
+class Services:
+    """Methods that the task gives its module, in place of Lightning's."""
+
+    def __init__(self, task: LightningTask) -> None:
+        self.task = task
+        model: Any = task.model
+        model.trainer = task.trainer
+        names = ("log", "log_dict", "optimizers", "lr_schedulers", "manual_backward", "clip_gradients", "all_gather")
+        for name in names:
+            setattr(model, name, getattr(self, name))
+        model.print = task.trainer.print
+        if not hasattr(type(model), "logger"):
+            model.logger = task.trainer.logger
+
+    def log(
+        self,
+        name: str,
+        value: Any,
+        prog_bar: bool = False,
+        logger: bool | None = None,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: Any = "mean",
+        *_: Any,
+        batch_size: int | None = None,
+        add_dataloader_idx: bool = True,
+        **__: Any,
+    ) -> None:
+        """Take a value under a name, as ``LightningModule.log`` does."""
+        task, hook = self.task, self.task.hooks.current
+        owner, trainer = type(task.model).__name__, task.trainer
+        if hook in SILENT:
+            raise RequestError(f"{owner} logs {name} in {hook}, where Lightning does not allow it.")
+        size = float(batch_size or (size_of(task.batch) if task.batch is not None else 1))
+        options: dict[str, Any] = {"reduce_fx": reduce_fx, "logger": logger is not False}
+        evaluates = hook.startswith(("on_validation", "on_test", "validation", "test"))
+        if trainer.stage == "train" and not evaluates:
+            in_step = hook in OF_STEP
+            step, epoch = in_step if on_step is None else on_step, not in_step if on_epoch is None else on_epoch
+            task.training_log.add(name, value, size, on_step=step, on_epoch=epoch, **options)
+            return
+        if on_step:
+            raise RequestError(
+                f"{owner} logs {name} in {hook} with on_step=True. Evaluations are logged once, for all their samples: "
+                f"leave it out."
+            )
+        if add_dataloader_idx and len(trainer.num_val_batches) > 1 and trainer.stage != "test":
+            name = f"{name}/dataloader_idx_{task.dataloader_idx}"
+        if hook.endswith("_step") and not is_stateful(value) and reduce_fx in ("mean", torch.mean):
+            task.of_step[name] = torch.as_tensor(value).detach().float().reshape(()).expand(int(size))
+        else:
+            task.evaluation_log.add(name, value, size, on_step=False, on_epoch=True, **options)
+
+    def log_dict(self, dictionary: Mapping[str, Any], *arguments: Any, **options: Any) -> None:
+        """Take several."""
+        for name, value in dictionary.items():
+            self.log(name, value, *arguments, **options)
+
+    def optimizers(self, use_pl_optimizer: bool = True) -> Any:
+        """Return the optimizers, which take the gradients of all ranks where the module steps them itself."""
+        task = self.task
+        found = task.events.optimizers if task.manual and use_pl_optimizer else list(task.trainer.optimizers)
+        return found[0] if len(found) == 1 else found
+
+    def lr_schedulers(self) -> Any:
+        """Return the schedulers."""
+        found = [each.scheduler for each in self.task.trainer.lr_scheduler_configs]
+        return None if not found else found[0] if len(found) == 1 else found
+
+    def manual_backward(self, loss: Tensor, *arguments: Any, **options: Any) -> None:
+        """Run backward."""
+        self.task.hooks("on_before_backward", loss)
+        weighted = loss if self.task.weight == 1 else loss * self.task.weight
+        weighted.backward(*arguments, **options)  # type: ignore[no-untyped-call]
+        self.task.hooks("on_after_backward")
+
+    def clip_gradients(
+        self,
+        optimizer: Any,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip the gradients of an optimizer's parameters."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if gradient_clip_val is None or not parameters:
+            return
+        if (gradient_clip_algorithm or "norm") == "value":
+            nn.utils.clip_grad_value_(parameters, gradient_clip_val)
+        else:
+            assert self.task.trainer.run is not None
+            norm = self.task.trainer.run.strategy.norm([p.grad for p in parameters])
+            nn.utils.clip_grads_with_norm_(parameters, gradient_clip_val, norm)
+
+    def all_gather(self, data: Any, *_: Any, **__: Any) -> Any:
+        """Return a value of each rank, [ranks, ...]. A collective."""
+        if isinstance(data, Mapping):
+            return {name: self.all_gather(value) for name, value in data.items()}
+        if isinstance(data, (list, tuple)):
+            return type(data)(self.all_gather(value) for value in data)
+        value = torch.as_tensor(data, device=self.task.trainer.surroundings.devices[0])
+        world = self.task.trainer.surroundings.world
+        if world.world_size == 1:
+            return value
+        every = value.new_zeros(1, world.world_size, *value.shape)
+        every[0, world.rank] = value
+        return self.task.trainer.surroundings.sum(every)
+
+
+def size_of(batch: Any) -> int:
+    """Return the number of samples in a batch: the length of the first tensor in it; 1 without one."""
+    if isinstance(batch, Tensor):
+        return len(batch) if batch.dim() else 1
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    if isinstance(batch, (list, tuple)) and batch:
+        return size_of(batch[0])
+    with suppress(TypeError):
+        return size_of(list(vars(batch).values()))
+    return 1
