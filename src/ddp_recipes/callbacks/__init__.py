@@ -2,6 +2,9 @@
 
 from ddp_recipes.callbacks.base import Callback
 from ddp_recipes.callbacks.early_stopping import EarlyStopping
+from ddp_recipes.callbacks.ema import EMA
+from ddp_recipes.callbacks.learning_rate import LearningRateMonitor
 from ddp_recipes.callbacks.profiler import BETWEEN_STEPS, Profiler
+from ddp_recipes.callbacks.summary import ModelSummary
 
-__all__ = ["BETWEEN_STEPS", "Callback", "EarlyStopping", "Profiler"]
+__all__ = ["BETWEEN_STEPS", "EMA", "Callback", "EarlyStopping", "LearningRateMonitor", "ModelSummary", "Profiler"]

@@ -5,18 +5,58 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
+from ddp_recipes.config.settings import TrainerSettings
 from ddp_recipes.loggers import Logger
+from ddp_recipes.runtime.world import World
 from ddp_recipes.tasks import Task
 
-class Running(Protocol):
-    """A run as its callbacks see it."""
 
+class Position(Protocol):
+    """Where a run is."""
+
+    @property
+    def epoch(self) -> int: ...
+    @property
+    def batch(self) -> int:
+        """How many batches of this epoch are done."""
+
+    @property
+    def step(self) -> int:
+        """How many optimizer steps are done."""
+
+
+class Replicas(Protocol):
+    """The run's strategy."""
+
+    def weights(self, task: Task) -> dict[str, Tensor]:
+        """Return the weights of the whole model, under their names, on rank 0. A collective."""
+
+
+class Running(Protocol):
+    """A run as its callbacks see it.
+
+    Attributes:
+        trainer: its keys; one may be replaced, as long as every rank does it.
+        optimizers: one, unless the task brings several.
+        metrics: the latest of each, by name.
+        logger: drops what it gets on all ranks but rank 0.
+        devices: of this rank's replica.
+    """
+
+    trainer: TrainerSettings
     task: Task
-    optimizers: Sequence[torch.optim.Optimizer]  # one, unless the task brings several
-    metrics: dict[str, float]  # the latest of each, by name
-    logger: Logger  # drops what it gets on all ranks but rank 0
-    devices: Sequence[torch.device]  # of this rank's replica
+    optimizers: Sequence[torch.optim.Optimizer]
+    metrics: dict[str, float]
+    logger: Logger
+    devices: Sequence[torch.device]
+    world: World
+
+    @property
+    def cursor(self) -> Position: ...
+    @property
+    def strategy(self) -> Replicas: ...
 
 
 class Callback:
@@ -26,7 +66,10 @@ class Callback:
     """
 
     stop = False  # set it and the loop ends after this step, on every rank
-    run: "Running"  # what is being trained; set before on_start
+    run: Running  # what is being trained; set before check
+
+    def check(self) -> None:
+        """Refuse a run that this does not go with, by a ``RequestError``: nothing has been written yet."""
 
     def on_start(self, directory: Path | None, task: torch.nn.Module) -> None:
         """Training is about to begin; ``directory`` is the run directory on rank 0 and ``None`` elsewhere."""
@@ -44,7 +87,10 @@ class Callback:
         """A validation comes next."""
 
     def on_validation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A validation is done."""
+        """A validation is done; the weights are still those that it was done with."""
+
+    def on_validation_end(self, step: int) -> None:
+        """All callbacks have had :meth:`on_validation`; training goes on."""
 
     def on_save_start(self, step: int) -> None:
         """The state for a checkpoint is gathered next: weights, optimizer, :meth:`state` of the callbacks."""
@@ -60,4 +106,4 @@ class Callback:
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state` returned."""
+        """Take what :meth:`state` returned, before :meth:`check`; the task has the checkpoint's weights already."""

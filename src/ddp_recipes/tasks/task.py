@@ -159,11 +159,11 @@ class Task(nn.Module):
 
     def weights(self) -> dict[str, Tensor]:
         """Return the model state under the model's own names; what else the task holds is under ``task.``."""
-        return {_outside(name): value for name, value in self.state_dict().items()}
+        return {outside(name): value for name, value in self.state_dict().items()}
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Load what :meth:`weights` returned; names and shapes must match."""
-        self.load_state_dict({name: weights[_outside(name)] for name in self.state_dict()})
+        self.load_state_dict({name: weights[outside(name)] for name in self.state_dict()})
 
 
 def is_stateful(metric: object) -> bool:
@@ -171,7 +171,8 @@ def is_stateful(metric: object) -> bool:
     return hasattr(metric, "update") and hasattr(metric, "compute")
 
 
-def _outside(name: str) -> str:
+def outside(name: str) -> str:
+    """Return the name under which :meth:`Task.weights` has a tensor of the task."""
     return name.removeprefix("model.") if name.startswith("model.") else f"task.{name}"
 
 

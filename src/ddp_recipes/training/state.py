@@ -134,8 +134,11 @@ def restore(run: Run, state: State) -> list[str]:
     saved = state["callbacks"]
     if not isinstance(saved, Mapping):  # until 0.1 they came in their order
         saved = dict(zip(run.callbacks, saved, strict=False))
-    for name in saved.keys() & run.callbacks.keys():
-        run.callbacks[name].load_state(saved[name])
+    for name, content in saved.items():
+        if name in run.callbacks:
+            run.callbacks[name].load_state(content)
+        elif content:
+            warnings.append(f"callbacks.{name} is not in this run: what the checkpoint has of it is not taken.")
     run.cursor = Cursor(**state["cursor"])
     run.samples_before = run.cursor.samples_seen
     run.metrics.update(state["metrics"])
