@@ -17,6 +17,7 @@ from ddp_recipes.build.model import make_task
 from ddp_recipes.build.resume import load_state
 from ddp_recipes.callbacks import Callback
 from ddp_recipes.checkpointing.files import State
+from ddp_recipes.checkpointing.weights import matching
 from ddp_recipes.config.monitor import resolved
 from ddp_recipes.config.request import Request, visible_gpus
 from ddp_recipes.config.settings import CheckpointSettings, TrainerSettings
@@ -197,6 +198,9 @@ def make_recipe(job: Job, world: World, control: Control) -> Recipe:
             f"checkpoint.monitor=auto is {checkpoint.monitor}, of the first of {', '.join(list(loaders)[1:])}."
         )
     path, state, warnings = load_state(request, job.directory, built.task.weights(), loaders.get("train"))
+    if request.run.weights_from is not None and state is None:
+        found, warnings = matching(request.run.weights_from, built.task.weights())
+        built.task.load_weights({**built.task.weights(), **found})
     return Recipe(
         job=job,
         request=request,

@@ -10,7 +10,7 @@ from ddp_recipes.callbacks.base import Callback
 class LearningRateMonitor(Callback):
     """Log ``lr/<group>`` of every parameter group, as the step took it, whenever ``train/loss`` is logged.
 
-    A group of ``optimizer.groups`` goes by its name, another one by its number.
+    A group of ``optimizer.groups`` goes by its name, another one by its number, counted over all optimizers.
     """
 
     def on_start(self, directory: Path | None, task: nn.Module) -> None:
@@ -25,5 +25,5 @@ class LearningRateMonitor(Callback):
         self.next = self._rates()
 
     def _rates(self) -> dict[str, float]:
-        groups = self.run.optimizer.param_groups
+        groups = [group for optimizer in self.run.optimizers for group in optimizer.param_groups]
         return {f"lr/{group.get('name', number)}": float(group["lr"]) for number, group in enumerate(groups)}
