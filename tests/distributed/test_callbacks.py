@@ -129,3 +129,78 @@ def test_what_cannot_be_is_refused_before_anything_is_written(
     with pytest.raises(RequestError, match=message):
         run("callbacks=[ema,model_summary]", override, directory=tmp_path / "refused")
     assert not (tmp_path / "refused").exists()
+
+
+# --- accumulation by epoch -------------------------------------------------------------------------------------------
+
+ACCUMULATING = [
+    "callbacks=gradient_accumulation",
+    "callbacks.gradient_accumulation.schedule={1: 2, 2: 3}",
+    "scheduler=cosine",
+    "trainer.max_epochs=4",
+]
+
+
+@pytest.mark.parametrize("world_size", slow_but([2], [1, 2]))
+def test_accumulation_follows_the_epoch_and_resumes_with_the_same_bits(world_size: int, run: Run) -> None:
+    overrides = [*SAVING, *ACCUMULATING, "data.global_batch_size=8"]
+    whole = run(*overrides, world_size=world_size)
+    assert whole["global_step"] == 8 + 4 + 3 + 3
+    found = states(whole)
+    ends = [step for step, state in found.items() if state["cursor"]["batch"] == 0]
+    assert sorted(ends) == [8, 12, 15, 18]
+    assert found[18]["scheduler"]["T_max"] == 18
+    assert found[18]["optimizer"]["param_groups"][0]["lr"] == pytest.approx(0, abs=1e-9)
+    for step in (10, 12):
+        path = Path(whole["run_directory"]) / "checkpoints" / f"step_{step:08d}.pt"
+        resumed = run(*overrides, f"ckpt_path={path}", world_size=world_size)
+        assert resumed["weights_sha256"] == whole["weights_sha256"]
+
+
+def test_a_schedule_by_epochs_has_their_number(run: Run) -> None:
+    overrides = [*ACCUMULATING, "strategy=single", "scheduler.interval=epoch", "trainer.max_epochs=null"]
+    for steps, epochs in ((13, 3), (12, 2), (20, 5)):
+        found = states(run(*overrides, f"trainer.max_steps={steps}"))
+        assert found[steps]["scheduler"]["T_max"] == epochs
+
+
+# --- pictures --------------------------------------------------------------------------------------------------------
+
+IMAGES = [
+    "data=fake_images",
+    "data.num_samples=16",
+    "data.val_samples=9",
+    "data.image_size=8",
+    "model=mlp",
+    "logger=tensorboard",
+    "callbacks=[sample_predictions,ema]",
+]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world_size"), slow_but([("ddp", 2)], [("ddp", 2), ("ddp_pipeline", 2), ("parameter_server", 3)])
+)
+def test_a_picture_shows_images_with_prediction_and_target(strategy: str, world_size: int, run: Run) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    summary = run(*IMAGES, f"strategy={strategy}", world_size=world_size)
+    events = EventAccumulator(str(Path(summary["run_directory"]) / "tensorboard")).Reload()  # type: ignore[no-untyped-call]
+    tags = events.Tags()["images"]  # type: ignore[no-untyped-call]
+    last = f"samples/step_{summary['global_step']:08d}"
+    assert [tag for tag in tags if tag.startswith("samples/")] == ["samples/step_00000002", last]
+    assert events.Images(last)[0].encoded_image_string.startswith(b"\x89PNG")  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["callbacks=sample_predictions"], r"give float32 \[21, 10\] and float32 \[21, 5\]"),
+        (["callbacks=sample_predictions", "data.val=null"], "of data.val, which has none"),
+        (["callbacks=gradient_accumulation", "callbacks.gradient_accumulation.schedule={a: 1}"], "is not allowed"),
+        ([*ACCUMULATING, "plan=true"], "Leave that callback out"),
+    ],
+)
+def test_what_does_not_go_with_the_run_is_refused(overrides: list[str], message: str, run: Run, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=message):
+        run(*overrides, "strategy=single", directory=tmp_path / "refused")
+    assert not [path for path in (tmp_path / "refused").rglob("*") if path.stat().st_size]

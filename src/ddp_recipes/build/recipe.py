@@ -31,6 +31,7 @@ from ddp_recipes.runtime.seeding import seed_everything
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies import Strategy
 from ddp_recipes.tasks import Surroundings, Task
+from ddp_recipes.training.cadence import Length
 from ddp_recipes.training.evaluation import check_measured
 from ddp_recipes.training.precision import make_precision
 
@@ -60,6 +61,7 @@ class Recipe:
     task: Task
     stages: list[Stage]
     callbacks: Mapping[str, Callback]
+    length: Length
     loggers: Mapping[str, Mapping[str, Any]]
     checkpoint: CheckpointSettings
     checkpoint_path: Path | None
@@ -94,13 +96,13 @@ class Recipe:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps in an epoch; the last one may accumulate fewer batches."""
-        return steps_per_epoch(self.loaders, self.trainer)
+        """Optimizer steps in the first epoch."""
+        return self.length.steps_in(1)
 
     @property
     def total_steps(self) -> int | None:
         """Optimizer steps to the end of the run, or ``None`` if only time limits it."""
-        return total_steps(self.loaders, self.trainer)
+        return self.length.total_steps
 
     @property
     def resumes_in_place(self) -> bool:
@@ -118,21 +120,6 @@ class Recipe:
         self.task.load_weights(self.state["model"])
         step: int = self.state["cursor"]["step"]
         return step
-
-
-def steps_per_epoch(loaders: Mapping[str, Loader], trainer: TrainerSettings) -> int:
-    """Return the optimizer steps in an epoch; the last one may accumulate fewer batches."""
-    return -(-len(loaders["train"]) // trainer.accumulate_grad_batches)
-
-
-def total_steps(loaders: Mapping[str, Loader], trainer: TrainerSettings) -> int | None:
-    """Return the optimizer steps to the end of training, or ``None`` if only time limits it or nothing is trained."""
-    if "train" not in loaders:
-        return None
-    limits = [trainer.max_steps]
-    if trainer.max_epochs is not None:
-        limits.append(trainer.max_epochs * steps_per_epoch(loaders, trainer))
-    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def make_recipe(job: Job, world: World, control: Control) -> Recipe:
@@ -178,6 +165,12 @@ def make_recipe(job: Job, world: World, control: Control) -> Recipe:
     strategy.starts = built.starts
     strategy.check(built.task, devices.requested)
     callbacks = make_callbacks(config.get("callbacks") or {}, built.task)
+    if request.run.work in ("plan", "equivalence") and any(each.accumulation for each in callbacks.values()):
+        raise RequestError(
+            "plan=true and check=equivalence take trainer.accumulate_grad_batches for all epochs, and a callback "
+            "changes it from epoch to epoch. Leave that callback out."
+        )
+    length = Length(len(loaders.get("train", ())), trainer, [each.accumulation for each in callbacks.values()])
     built.task.attach(
         Surroundings(
             mode=mode,
@@ -185,7 +178,7 @@ def make_recipe(job: Job, world: World, control: Control) -> Recipe:
             trainer=trainer,
             devices=devices.own,
             loaders=loaders,
-            total_steps=total_steps(loaders, trainer),
+            total_steps=length.total_steps,
             directory=job.directory,
             sum=strategy.sum,
             first_on_node=control.first_on_node,
@@ -212,6 +205,7 @@ def make_recipe(job: Job, world: World, control: Control) -> Recipe:
         task=built.task,
         stages=built.stages,
         callbacks=callbacks,
+        length=length,
         loggers=loggers,
         checkpoint=checkpoint,
         checkpoint_path=path,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ddp_recipes.config.settings import TrainerSettings
+from ddp_recipes.data.loader import Loader
 from ddp_recipes.loggers import Logger
 from ddp_recipes.runtime.world import World
 from ddp_recipes.tasks import Task
@@ -30,6 +31,9 @@ class Position(Protocol):
 class Replicas(Protocol):
     """The run's strategy."""
 
+    def gather(self, value: Any) -> list[Any] | None:
+        """Return every rank's value in rank order on rank 0, ``None`` elsewhere. A collective."""
+
     def weights(self, task: Task) -> dict[str, Tensor]:
         """Return the weights of the whole model, under their names, on rank 0. A collective."""
 
@@ -43,6 +47,7 @@ class Running(Protocol):
         metrics: the latest of each, by name.
         logger: drops what it gets on all ranks but rank 0.
         devices: of this rank's replica.
+        val: the validation sets, by what their metrics' names begin with.
     """
 
     trainer: TrainerSettings
@@ -52,6 +57,7 @@ class Running(Protocol):
     logger: Logger
     devices: Sequence[torch.device]
     world: World
+    val: Mapping[str, Loader]
 
     @property
     def cursor(self) -> Position: ...
@@ -66,6 +72,7 @@ class Callback:
     """
 
     stop = False  # set it and the loop ends after this step, on every rank
+    accumulation: Mapping[int, int] = {}  # epoch -> trainer.accumulate_grad_batches from there on, which it sets
     run: Running  # what is being trained; set before check
 
     def check(self) -> None:
