@@ -187,7 +187,7 @@ def test_a_picture_shows_images_with_prediction_and_target(strategy: str, world_
     events = EventAccumulator(str(Path(summary["run_directory"]) / "tensorboard")).Reload()  # type: ignore[no-untyped-call]
     tags = events.Tags()["images"]  # type: ignore[no-untyped-call]
     last = f"samples/step_{summary['global_step']:08d}"
-    assert [tag for tag in tags if tag.startswith("samples/")] == ["samples/step_00000002", last]
+    assert len([tag for tag in tags if tag.startswith("samples/")]) == summary["epoch"] == 2
     assert events.Images(last)[0].encoded_image_string.startswith(b"\x89PNG")  # type: ignore[no-untyped-call]
 
 
