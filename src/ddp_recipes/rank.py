@@ -110,6 +110,9 @@ def fit(recipe: Recipe, output: Output) -> None:
     # Held to the very end: the second of two signals, the launcher's or one to every process, must not cut it short.
     run = make_run(recipe, output.hold(make_stop_controller(recipe)))
     check_validation(run)
+    for callback in run.callbacks.values():
+        callback.run = run
+        callback.check()
     output.open(run)
     output.hold(profiling.record(run, output.leave_picture))
     for callback in run.callbacks.values():

@@ -13,7 +13,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_recipes.build.loggers import make_logger
-from ddp_recipes.build.optimizer import make_optimizer_and_schedule
+from ddp_recipes.build.optimizer import make_optimizers_and_schedules
 from ddp_recipes.build.recipe import Recipe, make_recipe
 from ddp_recipes.build.run import make_run, make_stop_controller
 from ddp_recipes.config import compose
@@ -115,9 +115,9 @@ def assert_learns(recipe: Recipe) -> None:
         assert output.weight == (2 if first.num_samples else 1)
         if split == "train":
             output.loss.backward()
-            optimizer, schedule = make_optimizer_and_schedule(recipe.job.config, recipe.task, "32-true", 10, 10)
-            optimizer.step()
-            schedule.scheduler.step()
+            optimizers, schedules = make_optimizers_and_schedules(recipe.job.config, recipe.task, "32-true", 10, 10)
+            optimizers[0].step()
+            schedules[0].scheduler.step()
     assert all(parameter.grad is not None for parameter in recipe.task.parameters())
 
 
@@ -168,6 +168,7 @@ def test_each_option(group: str, option: str, tmp_path: Path, monkeypatch: pytes
         "regression": ["data=random", "data.num_samples=40"],
         "lightning": ["model=linear", "model._target_=lightning_like.Module"],
         "ddp_pipeline": ["data.batch_size=4"],  # a sample for each micro-batch
+        "gradient_accumulation": ["callbacks.gradient_accumulation.schedule={1: 2}"],
     }
     (tmp_path / "modules").mkdir()
     (tmp_path / "modules" / "lightning_like.py").write_text(LIGHTNING)
@@ -260,7 +261,7 @@ def test_schedules_follow_the_length_of_the_run(tmp_path: Path) -> None:
     def schedule(*overrides: str) -> Any:
         config = config_of("data=random", "data.num_samples=64", "data.batch_size=8", "logger=none", *overrides)
         recipe = made(config, tmp_path)
-        return make_run(recipe, make_stop_controller(recipe)).schedule.scheduler
+        return make_run(recipe, make_stop_controller(recipe)).schedules[0].scheduler
 
     assert schedule("scheduler=cosine", "trainer.max_epochs=3").T_max == 3 * 4
     assert schedule("scheduler=cosine", "scheduler.interval=epoch", "trainer.max_epochs=3").T_max == 3

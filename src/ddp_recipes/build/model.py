@@ -9,6 +9,7 @@ import torch
 
 from ddp_recipes.build.devices import Devices
 from ddp_recipes.build.instantiate import make, parameters_of
+from ddp_recipes.build.parameters import freeze
 from ddp_recipes.config.parallelism import StrategySettings
 from ddp_recipes.config.settings import ModelSettings
 from ddp_recipes.data.loader import Loader
@@ -82,6 +83,8 @@ def make_task(
         _split(built, settings, strategy, devices, dry_run, precision, times)
     else:
         built.task.to(devices.own[0])
+    if settings.freeze:
+        freeze(model, settings.freeze)
     if compiled and devices.layout is None:
         model.compile()
     return built

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ddp_recipes.build.instantiate import make, parameters_of
+from ddp_recipes.build.parameters import check_options, grouped
 from ddp_recipes.errors import RequestError, not_one_of
 from ddp_recipes.tasks import Schedule, Task
 
@@ -26,13 +27,13 @@ def make_optimizers_and_schedules(
     task: Task,
     precision: str,
     steps: int | None,
-    steps_per_epoch: int,
+    epochs: int | None,
     overrides: Sequence[str] = (),
 ) -> tuple[Sequence[torch.optim.Optimizer], Sequence[Schedule]]:
     """Return optimizers and schedules: the module's own, where it is one of Lightning's, else the config's, one each.
 
     Args:
-        steps: optimizer steps of the whole run; ``None`` if only time limits it.
+        steps: optimizer steps of the whole run, in so many ``epochs``; ``None`` if only time limits it.
         overrides: of the command line.
 
     Raises:
@@ -47,16 +48,24 @@ def make_optimizers_and_schedules(
                 f"configure_optimizers, so this would change nothing. Leave it out, and set the module's own arguments "
                 f"(model.*)."
             )
+    if own is not None and (config["optimizer"].get("groups") or config["optimizer"].get("layer_decay") is not None):
+        raise RequestError(
+            f"optimizer.groups and optimizer.layer_decay are for the config's optimizer, and "
+            f"{type(task.model).__name__} brings its own, by configure_optimizers. Leave them out."
+        )
     optimizers = [_of_config(config, task, precision)] if own is None else own.optimizers
     if own is not None and own.schedules:
         return optimizers, own.schedules
-    return optimizers, [_make_schedule(config, optimizers[0], steps, steps_per_epoch)]
+    return optimizers, [_make_schedule(config, optimizers[0], steps, epochs)]
 
 
 def _of_config(config: Mapping[str, Any], task: Task, precision: str) -> torch.optim.Optimizer:
     """Return the config's optimizer, of one kernel for all parameters where it may be."""
     fused: dict[str, Any] = {"fused": True} if _may_fuse(config["optimizer"], task, precision) else {}
-    optimizer: torch.optim.Optimizer = make(config["optimizer"], "optimizer", task.parameters(), **fused)
+    groups, without = grouped(config["optimizer"], task), ["groups", "layer_decay"]
+    optimizer: torch.optim.Optimizer = make(config["optimizer"], "optimizer", groups, without=without, **fused)
+    if isinstance(groups, list):
+        check_options(optimizer.param_groups, optimizer.defaults)
     return optimizer
 
 
@@ -79,7 +88,7 @@ def _may_fuse(node: Mapping[str, Any], task: Task, precision: str) -> bool:
 
 
 def _make_schedule(
-    config: Mapping[str, Any], optimizer: torch.optim.Optimizer, steps: int | None, steps_per_epoch: int
+    config: Mapping[str, Any], optimizer: torch.optim.Optimizer, steps: int | None, epochs: int | None
 ) -> Schedule:
     """Return the scheduler; a length that its yaml leaves null is that of the run, in ticks."""
     node = config["scheduler"]
@@ -92,7 +101,9 @@ def _make_schedule(
             f"scheduler.{lengths[0]} follows the length of the run, which is not known: set it, or set "
             f"trainer.max_epochs or trainer.max_steps to at least 1."
         )
-    ticks = steps if steps is None or interval == "step" else -(-steps // steps_per_epoch)
-    of_run = dict.fromkeys(lengths, ticks)
-    scheduler = make(node, "scheduler", optimizer, without=["interval", *lengths], **of_run)
+    of_run: dict[str, Any] = dict.fromkeys(lengths, steps if interval == "step" else epochs)
+    highest, lr = node.get("max_lr"), config["optimizer"].get("lr")
+    if len(optimizer.param_groups) > 1 and isinstance(highest, (int, float)) and lr:
+        of_run["max_lr"] = [highest * group["lr"] / lr for group in optimizer.param_groups]  # or all would be alike
+    scheduler = make(node, "scheduler", optimizer, without=["interval", *of_run], **of_run)
     return Schedule(scheduler, interval)

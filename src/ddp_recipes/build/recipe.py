@@ -17,6 +17,7 @@ from ddp_recipes.build.model import make_task
 from ddp_recipes.build.resume import load_state
 from ddp_recipes.callbacks import Callback
 from ddp_recipes.checkpointing.files import State
+from ddp_recipes.checkpointing.weights import matching
 from ddp_recipes.config.monitor import resolved
 from ddp_recipes.config.request import Request, visible_gpus
 from ddp_recipes.config.settings import CheckpointSettings, TrainerSettings
@@ -30,6 +31,7 @@ from ddp_recipes.runtime.seeding import seed_everything
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies import Strategy
 from ddp_recipes.tasks import Surroundings, Task
+from ddp_recipes.training.cadence import Length
 from ddp_recipes.training.evaluation import check_measured
 from ddp_recipes.training.precision import make_precision
 
@@ -59,6 +61,7 @@ class Recipe:
     task: Task
     stages: list[Stage]
     callbacks: Mapping[str, Callback]
+    length: Length
     loggers: Mapping[str, Mapping[str, Any]]
     checkpoint: CheckpointSettings
     checkpoint_path: Path | None
@@ -93,13 +96,13 @@ class Recipe:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps in an epoch; the last one may accumulate fewer batches."""
-        return self.trainer.steps_per_epoch(len(self.loaders["train"]))
+        """Optimizer steps in the first epoch."""
+        return self.length.steps_in(1)
 
     @property
     def total_steps(self) -> int | None:
         """Optimizer steps to the end of the run, or ``None`` if only time limits it."""
-        return self.trainer.total_steps(len(self.loaders["train"]))
+        return self.length.total_steps
 
     @property
     def resumes_in_place(self) -> bool:
@@ -165,6 +168,12 @@ def make_recipe(job: Job, world: World, control: Control) -> Recipe:
     strategy.starts = built.starts
     strategy.check(built.task, devices.requested)
     callbacks = make_callbacks(config.get("callbacks") or {}, built.task)
+    if request.run.work in ("plan", "equivalence") and any(each.accumulation for each in callbacks.values()):
+        raise RequestError(
+            "plan=true and check=equivalence take trainer.accumulate_grad_batches for all epochs, and a callback "
+            "changes it from epoch to epoch. Leave that callback out."
+        )
+    accumulations = [each.accumulation for each in callbacks.values()]
     built.task.attach(
         Surroundings(
             mode=mode,
@@ -172,6 +181,7 @@ def make_recipe(job: Job, world: World, control: Control) -> Recipe:
             trainer=trainer,
             devices=devices.own,
             loaders=loaders,
+            total_steps_of=lambda batches: Length(batches, trainer, accumulations).total_steps,
             directory=job.directory,
             sum=strategy.sum,
             first_on_node=partial(control.first_on_node, what="prepare_data"),
@@ -182,6 +192,7 @@ def make_recipe(job: Job, world: World, control: Control) -> Recipe:
         loaders |= load_data(own=built.task.dataloaders(mode))
     if mode == "fit" and not built.task.validates:
         loaders = {name: loader for name, loader in loaders.items() if name == "train"}
+    length = Length(len(loaders.get("train", ())), trainer, accumulations)
     loggers = logger_sections(config, check=devices.world.is_main)
     checkpoint = monitored(request, loaders, built.task)
     if len(loaders) > 2 and request.checkpoint.enabled and request.checkpoint.monitor in (None, "auto"):
@@ -189,6 +200,9 @@ def make_recipe(job: Job, world: World, control: Control) -> Recipe:
             f"checkpoint.monitor=auto is {checkpoint.monitor}, of the first of {', '.join(list(loaders)[1:])}."
         )
     path, state, warnings = load_state(request, job.directory, built.task.weights(), loaders.get("train"))
+    if request.run.weights_from is not None and state is None:
+        found, warnings = matching(request.run.weights_from, built.task.weights())
+        built.task.load_weights({**built.task.weights(), **found})
     return Recipe(
         job=job,
         request=request,
@@ -200,6 +214,7 @@ def make_recipe(job: Job, world: World, control: Control) -> Recipe:
         task=built.task,
         stages=built.stages,
         callbacks=callbacks,
+        length=length,
         loggers=loggers,
         checkpoint=checkpoint,
         checkpoint_path=path,

@@ -26,6 +26,8 @@ def load_state(
     """
     paths = find(request.run.ckpt_path, directory)
     if not paths:
+        if request.run.weights_from is not None:
+            return None, None, []
         if request.run.mode == "export":
             raise RequestError(
                 f"mode=export: {directory} has no checkpoint. Give a run directory or a file as ckpt_path."

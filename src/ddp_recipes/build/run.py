@@ -45,7 +45,7 @@ def make_run(recipe: Recipe, stop_controller: StopController, strategy: Strategy
     precision = recipe.trainer.precision
     with loading():  # an optimizer that is not torch's own may bring its compiler
         optimizers, schedules = make_optimizers_and_schedules(
-            recipe.job.config, task, precision, recipe.total_steps, recipe.steps_per_epoch, recipe.job.overrides
+            recipe.job.config, task, precision, recipe.total_steps, recipe.length.total_epochs, recipe.job.overrides
         )
     every = min(recipe.trainer.log_every_n_steps, max(1, recipe.total_steps or recipe.trainer.log_every_n_steps))
     run = Run(

@@ -12,11 +12,12 @@ Limit = Fraction | Natural  # a float is a fraction of the batches, an int a num
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings:
-    """The keys of ``model.*`` that are not the model's own: how a replica spans devices."""
+    """The keys of ``model.*`` that are not the model's own: how a replica spans devices, and what is not trained."""
 
     num_devices: Count = 1
     split: Literal["auto", "timed"] | list[str | int] | None = None
     micro_batches: Count = 1
+    freeze: str | list[str] | None = None
 
     def check_split(self, stages: int, key: str) -> None:
         """Refuse names that do not make so many stages, as ``key`` says.
@@ -66,15 +67,6 @@ class TrainerSettings:
                 "trainer.max_epochs, trainer.max_steps and trainer.max_time are all unlimited: set one of them."
             )
         seconds(self.max_time)
-
-    def steps_per_epoch(self, batches: int) -> int:
-        """Return the optimizer steps in an epoch of so many batches; the last one may accumulate fewer of them."""
-        return -(-batches // self.accumulate_grad_batches)
-
-    def total_steps(self, batches: int) -> int | None:
-        """Return the optimizer steps to the end of training, or ``None`` if only time limits it."""
-        epochs = None if self.max_epochs is None else self.max_epochs * self.steps_per_epoch(batches)
-        return min((limit for limit in (epochs, self.max_steps) if limit is not None), default=None)
 
     def effective(self) -> "TrainerSettings":
         """Return what the loop runs with: ``fast_dev_run``, ``overfit_batches`` and -1 spelled out."""
@@ -206,6 +198,7 @@ class RunSettings:
     seed: Annotated[int, Range(0, 2**63 - 1)]
     mode: Mode
     ckpt_path: str | None
+    weights_from: str | None = None
     plan: bool
     check: Literal["equivalence"] | None
     check_steps: Count
@@ -214,15 +207,20 @@ class RunSettings:
     def __post_init__(self) -> None:
         if self.plan and self.mode != "fit":
             raise RequestError(f"plan=true plans training, but mode={self.mode} is none. Use mode=fit.")
-        for other in ("check", "ckpt_path"):
+        for other in ("check", "ckpt_path", "weights_from"):
             if self.plan and getattr(self, other) is not None:
                 raise RequestError(
                     f"plan=true plans a run from its start, and runs nothing: leave out {other}={getattr(self, other)}."
                 )
         if self.check is not None and self.mode != "fit":
             raise RequestError(f"check={self.check} compares training, but mode={self.mode} is none. Use mode=fit.")
-        if self.mode == "export" and self.ckpt_path is None:
+        if self.mode == "export" and self.ckpt_path is None and self.weights_from is None:
             raise RequestError("mode=export needs ckpt_path, a run directory or a checkpoint file.")
+        if self.weights_from is not None and self.ckpt_path not in (None, "auto"):
+            raise RequestError(
+                f"ckpt_path={self.ckpt_path} and weights_from={self.weights_from}: a run that resumes has the "
+                f"checkpoint's weights. Leave out one of them; with ckpt_path=auto weights_from is for the first start."
+            )
 
     @property
     def work(self) -> str:

@@ -31,6 +31,7 @@ class Surroundings:
         directory: the run's.
         sum: over rows and ranks, [rows, ...] to [...]; a collective.
         first_on_node: calls a function on one rank of each node before it does so on the others.
+        total_steps_of: gives the optimizer steps of training, of the batches in an epoch.
         datamodule: what the config gives as ``data.datamodule``.
     """
 
@@ -42,12 +43,13 @@ class Surroundings:
     directory: Path
     sum: Callable[[Tensor], Tensor]
     first_on_node: Callable[[Callable[[], None]], None]
+    total_steps_of: Callable[[int], int | None]
     datamodule: Any = None
 
     @property
     def total_steps(self) -> int | None:
         """Optimizer steps to the end of training; ``None`` if only time limits it, or nothing is trained."""
-        return self.trainer.total_steps(len(self.loaders["train"])) if "train" in self.loaders else None
+        return self.total_steps_of(len(self.loaders["train"])) if "train" in self.loaders else None
 
 
 class StepOutput(NamedTuple):
@@ -183,11 +185,11 @@ class Task(nn.Module):
 
     def weights(self) -> dict[str, Tensor]:
         """Return the model state under the model's own names; what else the task holds is under ``task.``."""
-        return {_outside(name): value for name, value in self.state_dict().items()}
+        return {outside(name): value for name, value in self.state_dict().items()}
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Load what :meth:`weights` returned; names and shapes must match."""
-        self.load_state_dict({name: weights[_outside(name)] for name in self.state_dict()})
+        self.load_state_dict({name: weights[outside(name)] for name in self.state_dict()})
 
 
 def is_stateful(metric: object) -> bool:
@@ -195,7 +197,8 @@ def is_stateful(metric: object) -> bool:
     return hasattr(metric, "update") and hasattr(metric, "compute")
 
 
-def _outside(name: str) -> str:
+def outside(name: str) -> str:
+    """Return the name under which :meth:`Task.weights` has a tensor of the task."""
     return name.removeprefix("model.") if name.startswith("model.") else f"task.{name}"
 
 

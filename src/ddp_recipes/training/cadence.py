@@ -1,6 +1,50 @@
 """When a run stops, validates and saves."""
 
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ddp_recipes.config.settings import TrainerSettings
 from ddp_recipes.training.state import Cursor, Run
+
+
+@dataclass(frozen=True)
+class Length:
+    """How long a run is, as far as its limits say.
+
+    Attributes:
+        batches: of an epoch; none where nothing is trained.
+        changes: each the epochs from which on a step accumulates another number of batches, in place of the trainer's.
+    """
+
+    batches: int
+    trainer: TrainerSettings
+    changes: Sequence[Mapping[int, int]] = ()
+
+    def steps_in(self, epochs: int) -> int:
+        """Return the optimizer steps in the first so many epochs; an epoch's last one may accumulate fewer batches."""
+        accumulated = {0: self.trainer.accumulate_grad_batches}
+        for change in self.changes:
+            accumulated |= change
+        firsts = sorted(accumulated)
+        return sum(
+            max(0, min(end, epochs) - first) * -(-self.batches // accumulated[first])
+            for first, end in zip(firsts, [*firsts[1:], epochs], strict=True)
+        )
+
+    @property
+    def total_steps(self) -> int | None:
+        """Optimizer steps to the end of training, or ``None`` if only time limits it or nothing is trained."""
+        epochs, limits = self.trainer.max_epochs, [self.trainer.max_steps] if self.batches else []
+        if self.batches and epochs is not None:
+            limits.append(self.steps_in(epochs))
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    @property
+    def total_epochs(self) -> int | None:
+        """Epochs to there, the last of which may be cut off."""
+        steps = self.total_steps
+        return None if steps is None else bisect_left(range(steps + 1), steps, key=self.steps_in)
 
 
 def reason_to_stop(run: Run) -> str | None:

@@ -30,6 +30,8 @@ def validate(run: Run) -> None:
     log.info("epoch %d  step %d  %s", run.cursor.epoch, run.cursor.step, shown)
     for callback in run.callbacks.values():
         callback.on_validation(run.cursor.step, run.metrics)
+    for callback in run.callbacks.values():
+        callback.on_validation_end(run.cursor.step)
     run.task.train()
 
 

@@ -22,9 +22,9 @@ def fit(run: Run) -> str:
     run.clock.start()
     while (reason := reason_to_stop(run)) is None:
         epoch = run.cursor.epoch
-        batches = run.train.batches(epoch, run.cursor.batch, run.trainer.accumulate_grad_batches)
         for callback in run.callbacks.values():
             callback.on_epoch_start(epoch)
+        batches = run.train.batches(epoch, run.cursor.batch, run.trainer.accumulate_grad_batches)
         while run.cursor.epoch == epoch and (reason := reason_to_stop(run)) is None:
             before = run.cursor
             logged = (before.step + 1) % every == 0

@@ -18,9 +18,9 @@ def save(run: Run, measured: bool) -> None:
     run.logger.flush()  # or a kill would take points with it that do not come again
     fresh = measured or run.monitor.startswith("train/")
     value = run.metrics.get(run.monitor) if fresh else None
+    bad = non_finite_weights(run.task)  # those that are trained, whatever callbacks put in their place
     for callback in run.callbacks.values():
         callback.on_save_start(run.cursor.step)
-    bad = non_finite_weights(run.task)
     await_writer(run, bad)
     run.checkpointer.save(gather_state(run), run.cursor.step, value)
     if not run.checkpoint.async_save:

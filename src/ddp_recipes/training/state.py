@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -96,7 +97,8 @@ def gather_state(run: Run) -> State:
     state = {
         "model": run.strategy.weights(run.task),
         "optimizer": run.strategy.optimizer_state(run.optimizer),
-        "optimizer_class": type(run.optimizer).__name__,
+        "optimizer_class": _classes(run.optimizers),
+        "schedule": _kinds(run.schedules),
         "scheduler": run.schedules[0].scheduler.state_dict(),
         "more_optimizers": [run.strategy.optimizer_state(optimizer) for optimizer in run.optimizers[1:]],
         "more_schedulers": [schedule.scheduler.state_dict() for schedule in run.schedules[1:]],
@@ -118,29 +120,36 @@ def restore(run: Run, state: State) -> list[str]:
     Raises:
         RequestError: the state is of another class of optimizer.
     """
-    mine, saved_class = type(run.optimizer).__name__, state.get("optimizer_class")
-    if saved_class not in (None, mine):
-        raise RequestError(
-            f"The checkpoint was trained with the optimizer {saved_class}, this run has {mine}, which cannot restore "
-            f"its state. Choose the checkpoint's, or start afresh without ckpt_path."
-        )
+    warnings: list[str] = []
     saved = state["callbacks"]
     if not isinstance(saved, Mapping):  # until 0.1 they came in their order
         saved = dict(zip(run.callbacks, saved, strict=False))
-    for name in saved.keys() & run.callbacks.keys():
-        run.callbacks[name].load_state(saved[name])
+    for name, content in saved.items():
+        if name in run.callbacks:
+            run.callbacks[name].load_state(content)
+        elif content:
+            warnings.append(f"callbacks.{name} is not in this run: what the checkpoint has of it is not taken.")
     run.task.restore(state)  # first: a module or callback may give an optimizer the groups that it had
-    warnings = _replaced(run.optimizer.param_groups, state["optimizer"]["param_groups"])
     optimizers = [state["optimizer"], *state.get("more_optimizers", [])]
     schedulers = [state["scheduler"], *state.get("more_schedulers", [])]
-    if len(optimizers) != len(run.optimizers) or len(schedulers) != len(run.schedules):
-        raise RequestError(
-            f"The checkpoint has the states of {len(optimizers)} optimizers and {len(schedulers)} schedulers, this run "
-            f"has {len(run.optimizers)} and {len(run.schedules)}. Start afresh without ckpt_path."
-        )
+    groups = [group for optimizer in run.optimizers for group in optimizer.param_groups]
+    saved_groups = [group for optimizer in optimizers for group in optimizer["param_groups"]]
+    for kind, mine, its in (
+        ("optimizer", _classes(run.optimizers), state.get("optimizer_class")),
+        ("scheduler", _kinds(run.schedules), state.get("schedule")),
+        ("parameter groups", _described(groups), _described(saved_groups)),
+        ("parameter", *_first_other(_members(groups), _members(saved_groups))),
+    ):
+        if its not in (None, mine):
+            raise RequestError(
+                f"The checkpoint was trained with the {kind} {its}, this run has {mine}, which cannot restore its "
+                f"state. Choose the checkpoint's, or start afresh with its weights: weights_from in place of ckpt_path."
+            )
+    warnings += _replaced(groups, saved_groups)
     for optimizer, saved in zip(run.optimizers, optimizers, strict=True):
         run.strategy.load_optimizer_state(optimizer, saved)
     for schedule, saved in zip(run.schedules, schedulers, strict=True):
+        warnings += _rescheduled(schedule.scheduler, saved)
         schedule.scheduler.load_state_dict(saved)
     run.precision.load_state(state["precision"])
     run.cursor = Cursor(**state["cursor"])
@@ -148,6 +157,42 @@ def restore(run: Run, state: State) -> list[str]:
     run.metrics.update(state["metrics"])
     run.saved_step = run.good_step = run.cursor.step
     return warnings
+
+
+def _described(groups: Sequence[Mapping[str, Any]]) -> str:
+    """Return the parameter groups with their sizes, in words."""
+    named = [f"{group.get('name', number)} ({len(group['params'])})" for number, group in enumerate(groups)]
+    return ", ".join(named[:8]) + (f", … ({len(named)} in all)" if len(named) > 8 else "")
+
+
+def _members(groups: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return each parameter with its group, in words; none where their names are not known."""
+    return [
+        f"{name} in {group['name']}" for group in groups for name in group.get("param_names", ()) if "name" in group
+    ]
+
+
+def _first_other(mine: Sequence[str], its: Sequence[str]) -> tuple[str, str]:
+    """Return the first two that differ, or two alike."""
+    return next(((one, other) for one, other in zip(mine, its, strict=False) if one != other), ("", ""))
+
+
+def _classes(optimizers: Sequence[torch.optim.Optimizer]) -> str:
+    return ", ".join(type(optimizer).__name__ for optimizer in optimizers)
+
+
+def _kinds(schedules: Sequence[Schedule]) -> str:
+    return ", ".join(f"{type(schedule.scheduler).__name__} by {schedule.interval}" for schedule in schedules)
+
+
+def _rescheduled(scheduler: Any, saved: Mapping[str, Any]) -> list[str]:
+    """Return what the scheduler asks for and does not get, for the checkpoint's schedule goes on."""
+    return [
+        f"scheduler.{name}={now} is not taken: the run resumes with the checkpoint's {saved[name]}."
+        for name, now in scheduler.state_dict().items()
+        if name in signature(type(scheduler)).parameters and name in saved and saved[name] != now
+        if isinstance(now, (bool, int, float, str)) and name != "last_epoch"
+    ]
 
 
 def _replaced(groups: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> list[str]:

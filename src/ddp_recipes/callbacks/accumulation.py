@@ -1,0 +1,34 @@
+"""How many batches an optimizer step takes, by epoch."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ddp_recipes.callbacks.base import Callback
+from ddp_recipes.errors import RequestError
+
+
+class GradientAccumulation(Callback):
+    """Accumulate so many batches in each optimizer step from an epoch on; before the first, as ``trainer`` says.
+
+    Args:
+        schedule: the first epoch, counted from 0, to ``trainer.accumulate_grad_batches``.
+
+    Raises:
+        RequestError: it is no such schedule.
+    """
+
+    def __init__(self, schedule: Mapping[int, int]) -> None:
+        pairs = dict(schedule) if isinstance(schedule, Mapping) else {}
+        numbers = all(isinstance(number, int) for number in (*pairs, *pairs.values()))
+        if not pairs or not numbers or min(pairs) < 0 or min(pairs.values()) < 1:
+            raise RequestError(
+                f"callbacks.gradient_accumulation.schedule={schedule} is not allowed. Allowed: epochs, counted from 0, "
+                f"to numbers of batches, as in '{{4: 2, 8: 4}}'."
+            )
+        self.accumulation = pairs
+
+    def on_epoch_start(self, epoch: int) -> None:
+        """Set it for the epoch."""
+        if begun := [first for first in self.accumulation if first <= epoch]:
+            batches = self.accumulation[max(begun)]
+            self.run.trainer = replace(self.run.trainer, accumulate_grad_batches=batches)

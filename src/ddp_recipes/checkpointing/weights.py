@@ -1,0 +1,116 @@
+"""Weights to start from: of a run of ours, of Lightning, or of any program that writes safetensors or a state dict."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddp_recipes.checkpointing.files import find, load, load_first
+from ddp_recipes.checkpointing.writing import reason_of
+from ddp_recipes.errors import RequestError
+
+PREFIXES = ("", "model.", "net.", "module.", "_orig_mod.")  # of a wrapper, which a file may have before every name
+SHOWN = 4  # names of a kind
+
+
+def matching(given: str, expected: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+    """Return those of a file's weights that the model has, and lines on what did not match.
+
+    Args:
+        given: ``weights_from``, a file or a run directory.
+        expected: the model's own weights, which decide on names and shapes.
+
+    Raises:
+        RequestError: there is no such file, it holds more than tensors and plain data, or nothing in it matches.
+    """
+    path = Path(given).expanduser().absolute()
+    if not path.exists():
+        raise RequestError(
+            f"weights_from={given}: there is no {path}. Allowed: a run directory, a checkpoint of it, a .safetensors "
+            f"file, a state dict, or a .ckpt of Lightning."
+        )
+    weights = _read(path)
+    found = {prefix: _renamed(weights, prefix) for prefix in PREFIXES}
+    counts = {prefix: len(named.keys() & expected.keys()) for prefix, named in found.items()}
+    best = [prefix for prefix, count in counts.items() if count == max(counts.values())]
+    if counts[""]:
+        best = [""]
+    elif max(counts.values()) and len(best) > 1:
+        shown = " and ".join(f"{prefix}{next(iter(found[prefix]))}" for prefix in best)
+        raise RequestError(
+            f"weights_from={given}: names match the model's without any of {', '.join(best)}, as in {shown}: which one "
+            f"is meant is not known. Save the part that is meant as a state dict of its own."
+        )
+    named = found[best[0]] if max(counts.values()) else weights
+    taken = {name: value for name, value in named.items() if name in expected and _alike(value, expected[name])}
+    differing = {
+        "not in the file": [name for name in expected if name not in named],
+        "not in the model": [name for name in weights if name.removeprefix(best[0]) not in expected],
+        "of another shape": [
+            f"{name} {list(named[name].shape)} for {list(value.shape)}"
+            for name, value in expected.items()
+            if name in named and name not in taken
+        ],
+    }
+    if not taken:
+        raise RequestError(
+            f"weights_from={given}: nothing in it matches the model.{''.join(_lines(differing))}\nChoose the model "
+            f"that the file is of, or rename its tensors."
+        )
+    if not any(differing.values()):
+        return taken, []
+    lines = "".join(_lines(differing))
+    return taken, [f"weights_from={given}: {len(taken)} of the model's {len(expected)} tensors are taken.{lines}"]
+
+
+def _read(path: Path) -> Mapping[str, Tensor]:
+    """Return the tensors in a file, or in the newest checkpoint of a run directory."""
+    if path.is_dir():
+        _, state, _ = load_first(find(str(path), Path.cwd()))
+        return _tensors(path, state["model"])
+    if path.suffix == ".safetensors":
+        from safetensors.torch import load_file
+
+        try:
+            return load_file(path)
+        except Exception as error:  # a class of its own, which it does not export
+            raise RequestError(f"weights_from={path} is no whole safetensors file: {error}.") from None
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # a damaged file can fail in any way in the unpickler
+        raise RequestError(
+            f"weights_from={path} cannot be read, or holds more than tensors and plain data ({reason_of(error)}). What "
+            f"a file brings is never run: where you wrote it save its state dict alone, or as .safetensors."
+        ) from error
+    if isinstance(content, Mapping) and type(content.get("format")) is int:
+        content = load(path)["model"]  # one of ours: its checksums are looked at
+    for key in ("state_dict", "model"):  # Lightning's; what many others write
+        if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
+            content = content[key]
+    return _tensors(path, content)
+
+
+def _tensors(path: Path, content: Any) -> dict[str, Tensor]:
+    if not isinstance(content, Mapping):
+        raise RequestError(f"weights_from={path} holds a {type(content).__name__}, no state dict: names to tensors.")
+    return {str(name): value for name, value in content.items() if isinstance(value, Tensor)}
+
+
+def _renamed(weights: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Return the weights without a prefix of their names; only those that have it."""
+    return {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
+
+
+def _alike(value: Tensor, other: Tensor) -> bool:
+    return value.shape == other.shape
+
+
+def _lines(differing: Mapping[str, list[str]]) -> list[str]:
+    """Return a line for each kind of difference: how many, and the first names."""
+    return [
+        f"\n  {len(names)} {kind}: {', '.join(names[:SHOWN])}{', …' if len(names) > SHOWN else ''}"
+        for kind, names in differing.items()
+        if names
+    ]
