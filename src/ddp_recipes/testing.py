@@ -23,6 +23,7 @@ from torch.distributed import Store, TCPStore
 from ddp_recipes import rank
 from ddp_recipes._compat.ddp import load_what_ddp_needs
 from ddp_recipes.config import compose
+from ddp_recipes.config.overrides import spelled_out
 from ddp_recipes.config.request import resolve
 from ddp_recipes.errors import RecipeError
 from ddp_recipes.main import CONF
@@ -43,7 +44,7 @@ def make_job(
         config_dir: as ``--config-dir``.
     """
     with compose.session(CONF, config_dir) as hydra:
-        config = compose.compose(hydra, "train", compose.spelled_out(overrides))
+        config = compose.compose(hydra, "train", spelled_out(overrides))
     config = OmegaConf.masked_copy(config, [str(name) for name in config if name != "hydra"])
     return Job(
         resolve(config),

@@ -29,9 +29,26 @@ def refused_global(error: BaseException) -> str | None:
 
 
 def unknown_override(error: BaseException) -> str | None:
-    """Return the key that Hydra could not override, append to or delete."""
-    found = re.search(r"Could not (?:override|append to|delete)(?!.* value of)[^']*'([^']+)'", str(error))
+    """Return the key that Hydra could not override or delete."""
+    found = re.search(r"Could not (?:override|delete)(?!.* value of)[^']*'([^']+)'", str(error))
     return found[1] if found else None
+
+
+def added_twice(error: BaseException) -> str | None:
+    """Return the key or group that ``+`` was to add, and that is there already."""
+    found = re.search(r"An item is already at '([^']+)'|Multiple values for ([\w/@.]+\w)", str(error))
+    return found[1] or found[2] if found else None
+
+
+def config_of_error(error: BaseException) -> str | None:
+    """Return the config, as in a defaults list, whose composing failed."""
+    found = re.match(r"In '([^']+)'", str(error))
+    return found[1] if found else None
+
+
+def is_about_a_choice(error: BaseException) -> bool:
+    """Whether Hydra refused the type of what a group was to be."""
+    return isinstance(error, ValueError) and "group override must be" in str(error)
 
 
 def without_search_path(error: BaseException) -> str:
