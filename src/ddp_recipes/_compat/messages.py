@@ -11,6 +11,12 @@ def timed_out(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and re.search(r"time(d )?.?out", str(error), re.IGNORECASE) is not None
 
 
+def out_of_memory(error: BaseException) -> bool:
+    """Whether there was no memory for a tensor: on a GPU it has a type, which is not imported here; on a CPU none."""
+    text = r"can't allocate memory|not enough memory|_STATUS_ALLOC_FAILED"
+    return type(error).__name__ in ("OutOfMemoryError", "MemoryError") or re.search(text, str(error)) is not None
+
+
 def address_in_use(error: BaseException) -> bool:
     """Whether a ``TCPStore`` could not listen because its port is taken."""
     return "EADDRINUSE" in str(error)

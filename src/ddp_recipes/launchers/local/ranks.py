@@ -38,7 +38,10 @@ class Rank:
         if status is None or self.report is not None:
             return None
         how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with exit code {status}"
-        return Death(self.number, f"Rank {self.number} (process {self.process.pid}) {how}, without a traceback.")
+        message = f"Rank {self.number} (process {self.process.pid}) {how}, without a traceback."
+        if status == -signal.SIGKILL:
+            message += "\nIf nobody killed it, memory ran out (dmesg shows it): lower data.batch_size or num_workers."
+        return Death(self.number, message)
 
     def end(self) -> None:
         """Kill the process unless it has exited, and restore the terminal after a killed one."""
