@@ -14,6 +14,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from ddp_recipes import project
 from ddp_recipes.config import compose, questions
 from ddp_recipes.config.launcher import launcher_class
 from ddp_recipes.config.overrides import deleting_null, quoted
@@ -57,7 +58,10 @@ def main(config_path: str = CONF, config_name: str = "train", *, leaves: bool = 
         sys.path.append(os.getcwd())  # own models in the current folder, also for the console script
     status = 0
     try:
-        run(sys.argv[1:], config_path=config_path, config_name=config_name, leaves=leaves)
+        if sys.argv[1:2] == ["init"]:
+            project.init(sys.argv[2:])
+        else:
+            run(sys.argv[1:], config_path=config_path, config_name=config_name, leaves=leaves)
     except RecipeError as error:
         print(error, file=sys.stderr)
         status = error.exit_status

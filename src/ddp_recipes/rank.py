@@ -120,7 +120,7 @@ def _add_advice(error: BaseException, job: Job) -> None:
         )
     error.add_note(
         f"Out of memory. Make {less} smaller; or take trainer.precision=bf16-mixed, or more devices a replica "
-        f"(model.num_devices, strategy=ddp_pipeline). plan=true estimates what a run needs."
+        f"(model.num_devices). plan=true estimates what a run needs."
     )
 
 

@@ -42,7 +42,7 @@ def hungry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("fit", "fit", "Make data.batch_size (now 8), with trainer.accumulate_grad_batches (now 1) as much larger"),
         ("fit", "validate", "or data.val_batch_size (now 256) if it was in validation"),
-        ("fit", "made", "or more devices a replica (model.num_devices, strategy=ddp_pipeline)"),
+        ("fit", "made", "or more devices a replica (model.num_devices)"),
         ("validate", "validate", "Out of memory. Make data.val_batch_size (now 256) smaller"),
     ],
 )
