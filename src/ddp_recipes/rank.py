@@ -23,6 +23,7 @@ from ddp_recipes.reporting.run_directory import RunDirectory, Summary, write_tra
 from ddp_recipes.runtime.control import Control
 from ddp_recipes.runtime.digest import digest
 from ddp_recipes.runtime.job import ASKS_TO_STOP, Job
+from ddp_recipes.runtime.main_module import unpack
 from ddp_recipes.runtime.process import ignore_once
 from ddp_recipes.runtime.world import World
 from ddp_recipes.tools import dry_run as planning
@@ -88,6 +89,7 @@ def run(
 def prepare(job: Job, world: World, control: Control) -> tuple[Recipe, RunDirectory | None]:
     """Make this rank's objects, and return them only if every rank could make its own, the same ones."""
     try:
+        unpack(job.main)
         recipe = make_recipe(job, world, control)
         directory = RunDirectory(job.directory, recipe.resumes_in_place) if world.is_main else None
     except Exception as error:

@@ -218,3 +218,57 @@ def test_runs_of_one_second_get_directories_of_their_own(here: Path) -> None:
     for _ in range(2):
         assert ddp_recipes.run(sweep)[0]["status"] == "finished"
     assert len(list((here / "multirun").iterdir())) == 2
+
+
+# --- notebooks and scripts -------------------------------------------------------------------------------------------
+
+SCRIPT = f"""\
+import threading
+import torch
+import ddp_recipes
+
+SCALE, LOCK = 2.0, threading.Lock()
+
+class Net(torch.nn.Linear):
+    def forward(self, inputs):
+        return SCALE * super().forward(inputs)
+
+class Points(torch.utils.data.Dataset):
+    def __init__(self, num_samples, in_features, out_features, **others):
+        self.sizes = num_samples, in_features, out_features
+    def __len__(self):
+        return self.sizes[0]
+    def __getitem__(self, index):
+        return torch.full([self.sizes[1]], 1.0), torch.full([self.sizes[2]], 1.0)
+
+class Locked(Net):
+    def forward(self, inputs):
+        with LOCK:
+            return super().forward(inputs)
+
+quick = {[*QUICK[:-3], "trainer.progress=false", "trainer.max_epochs=1", "model=linear"]!r}
+own = [*quick, "model._target_=__main__.Net", "data.train._target_=__main__.Points"]
+for more in (["strategy=single"], ["strategy=ddp_exact", "launcher.start_method=spawn"], ["strategy=ddp_exact"]):
+    summary = ddp_recipes.run([*own, *more])
+    print(summary["world_size"], summary["status"])
+ddp_recipes.run([*quick, "model._target_=__main__.Locked", "strategy=single"])
+try:
+    ddp_recipes.run([*quick, "model._target_=__main__.Locked"])
+except ddp_recipes.RequestError as error:
+    print(*error._render_traceback_())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.spawn
+def test_classes_of_a_script_reach_other_processes(here: Path) -> None:
+    write(here / "script.py", SCRIPT)
+    done = subprocess.run([sys.executable, "script.py"], cwd=here, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert [line for line in lines if line.endswith(" finished")] == ["1 finished", "2 finished", "2 finished"]
+    assert lines[-1].startswith("RequestError: __main__.Locked cannot be sent to the other processes (cannot pickle")
+    assert "%%writefile my_model.py" in lines[-1]
+    assert len(list((here / "outputs").glob("*/*"))) == 4, (
+        "each has a directory, and nothing is left of the refused one"
+    )

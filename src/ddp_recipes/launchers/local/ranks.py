@@ -54,6 +54,7 @@ class Rank:
 
 def start(job: Job, processes: int, server: ForkServer | None, stack: ExitStack) -> list[Rank]:
     """Start the ranks and give each the job; the stack ends them."""
+    text = job.to_json().encode() + b"\n"
     listener = stack.enter_context(socket.socket())
     listener.bind(("127.0.0.1", 0))  # a free port, on loopback only; rank 0 gets the socket, so nobody can take it
     port = listener.getsockname()[1]
@@ -85,7 +86,7 @@ def start(job: Job, processes: int, server: ForkServer | None, stack: ExitStack)
         ranks.append(rank)
     for rank in ranks:
         with suppress(BrokenPipeError):  # it has exited already, which the launcher finds out
-            rank.lifeline.write(job.to_json().encode() + b"\n")
+            rank.lifeline.write(text)
     return ranks
 
 
