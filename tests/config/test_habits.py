@@ -56,6 +56,10 @@ def write(path: Path, text: str) -> None:
         ("~model", "model has no _target_, the dotted name of a class or function to call."),
         ("+seedy=1", "+seedy=1: seedy is no key, and nothing refers to it, so it would do nothing."),
         ("data.batch_size=${batch}", "data.batch_size follows batch, and there is no key batch."),
+        (
+            "--config-name=trian",
+            "--config-name trian: there is none. There are: train. Did you mean 'train'?",
+        ),
         ("--experimental-rerun=x", "ddp_recipes.run(OmegaConf.load("),
         ("hydra.run.dir=/dev/null/x", "/dev/null/x cannot be the run directory: Not a directory."),
     ],

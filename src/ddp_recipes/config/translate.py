@@ -83,6 +83,9 @@ def _of_yaml(error: MarkedYAMLError) -> str:
 def _no_option(error: MissingConfigException, hydra: Hydra, overrides: Sequence[str]) -> str:
     group, _, option = (error.missing_cfg_file or "").rpartition("/")
     options = sorted(error.options or hydra.config_loader.get_group_options(group)) if option else []
+    if options and not group:
+        there = [name for name in options if not name.startswith("_")]
+        return f"--config-name {option}: there is none. There are: {', '.join(there)}.{nearest(option, there)}"
     if not options:
         return without_search_path(error)
     listed = config_of_error(error)
