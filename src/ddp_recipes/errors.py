@@ -15,6 +15,10 @@ class RecipeError(Exception):
 
     exit_status = 1
 
+    def _render_traceback_(self) -> list[str]:
+        """Have IPython show the message alone, which says it all: a public name of IPython's."""
+        return [f"{type(self).__name__}: {self}"]
+
 
 class RequestError(RecipeError):
     """What was requested cannot be done; the message says what was given, what is allowed, what to do."""

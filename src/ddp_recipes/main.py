@@ -4,24 +4,36 @@ import os
 import sys
 import traceback
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from ddp_recipes.config import compose
+from ddp_recipes import project
+from ddp_recipes.config import compose, questions
 from ddp_recipes.config.launcher import launcher_class
+from ddp_recipes.config.overrides import deleting_null, quoted
 from ddp_recipes.config.request import Request, resolve
-from ddp_recipes.errors import Preempted, RecipeError, RunFailed
+from ddp_recipes.config.translate import translated
+from ddp_recipes.errors import Preempted, RecipeError, RequestError, RunFailed
 from ddp_recipes.launchers import environment
 from ddp_recipes.launchers.base import Launcher, Resources
 from ddp_recipes.launchers.elastic import RestartNote
 from ddp_recipes.launchers.local import run_here
 from ddp_recipes.reporting import sweep
-from ddp_recipes.reporting.run_directory import Summary, first_missing, leave_summary, refuse_used, remove_empty
+from ddp_recipes.reporting.run_directory import (
+    Summary,
+    first_missing,
+    leave_summary,
+    make_directory,
+    refuse_used,
+    remove_empty,
+)
 from ddp_recipes.runtime.job import Job
 from ddp_recipes.runtime.process import die_with_parent, leave
 from ddp_recipes.runtime.world import World
@@ -46,7 +58,10 @@ def main(config_path: str = CONF, config_name: str = "train", *, leaves: bool = 
         sys.path.append(os.getcwd())  # own models in the current folder, also for the console script
     status = 0
     try:
-        run(sys.argv[1:], config_path=config_path, config_name=config_name, leaves=leaves)
+        if sys.argv[1:2] == ["init"]:
+            project.init(sys.argv[2:])
+        else:
+            run(sys.argv[1:], config_path=config_path, config_name=config_name, leaves=leaves)
     except RecipeError as error:
         print(error, file=sys.stderr)
         status = error.exit_status
@@ -59,13 +74,22 @@ def main(config_path: str = CONF, config_name: str = "train", *, leaves: bool = 
 
 
 def run(
-    overrides: Sequence[str] = (), *, config_path: str = CONF, config_name: str = "train", leaves: bool = False
-) -> Summary | list[Summary]:
-    """Run what ``train.py`` would with these arguments; return the summary, with ``-m`` one for each job.
+    request: Sequence[str] | Mapping[str, Any] | DictConfig = (),
+    *,
+    config_path: str = CONF,
+    config_name: str = "train",
+    directory: str | Path | None = None,
+    leaves: bool = False,
+) -> Any:
+    """Run what ``train.py`` would with these arguments, or a composed config; return the summary.
 
-    Rank 0, or the only process, is the controller; one that was started as another rank follows it, and then exits.
+    That is a dictionary, and with ``-m`` a list of one for each job. Rank 0, or the only process, is the controller;
+    one that was started as another rank follows it, and then exits.
 
     Args:
+        request: overrides and flags, or a config that is composed already, which is run as it is.
+        directory: of a composed config's run. Left out, it is that of the Hydra job that this is called in, or else
+            ``outputs/<date>/<time>``.
         leaves: whether this process exits after it.
 
     Raises:
@@ -73,6 +97,11 @@ def run(
         RunFailed: training failed; the message holds the failing rank's traceback.
         Preempted: a signal stopped it after a checkpoint was saved.
     """
+    if isinstance(request, str):
+        raise RequestError(f"ddp_recipes.run takes a list of overrides, or a config: run([{request!r}]).")
+    composed = OmegaConf.create(request) if isinstance(request, Mapping | DictConfig) else None  # type: ignore[arg-type]
+    if directory is not None and composed is None:
+        raise RequestError("directory= is for a composed config. With overrides, give hydra.run.dir=… among them.")
     world = environment.join(os.environ)
     if world is not None:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as the local launcher does
@@ -83,7 +112,10 @@ def run(
     controller = Controller(world, leaves)
     status = 1
     try:
-        outcome = controller.run(overrides, config_path, config_name)
+        if composed is not None:
+            outcome: Any = controller.run_composed(composed, directory)
+        else:
+            outcome = controller.run([*request], config_path, config_name)
         status = 0
         return outcome
     except RecipeError as error:
@@ -111,50 +143,73 @@ class Controller:
         parser, args = compose.parse(argv)
         config_name = args.config_name or config_name
         config_path = args.config_path or config_path
-        if compose.is_question(args):
-            compose.answer(parser, args, config_path, config_name)
+        if questions.is_question(args):
+            questions.answer(parser, args, config_path, config_name)
             return []
         if self.world is None and _expects_ranks(args):
             self.resources.server.start()
         with compose.session(config_path, args.config_dir) as hydra:
+            with translated(hydra, config_name, args.overrides):
+                args.overrides = deleting_null(hydra, config_name, args.overrides)
             former = self._note.former_directory()
-            same = [] if former is None else [f"hydra.run.dir={compose.quoted(former)}", "ckpt_path=auto"]
+            same = [] if former is None else [f"hydra.run.dir={quoted(former)}", "ckpt_path=auto"]
             config = None
             if not (args.multirun or "hydra.mode=MULTIRUN" in args.overrides):
                 config = compose.single(hydra, config_name, [*args.overrides, *same])
             if config is None:
-                same = [] if former is None else [f"hydra.sweep.dir={compose.quoted(former)}"]
+                same = [] if former is None else [f"hydra.sweep.dir={quoted(former)}"]
                 return self._sweep(hydra, config_name, [*args.overrides, *same])
-            directory = Path(config.hydra.run.dir).absolute()
-            self._note.write(directory)
-            missing = first_missing(directory)
-            try:
+            with self._directory(*compose.directory_of(config.hydra.run)) as directory:
+                config.hydra.run.dir = str(directory)
                 compose.run(hydra, config, config_name, self.job)
-            except BaseException:
-                remove_empty(directory, missing)  # nothing is left of a run that never began
-                raise
         return self._summary
 
+    def run_composed(self, config: DictConfig, directory: str | Path | None) -> Summary:
+        """Run a config that is composed already, in the directory of the Hydra job that this is called in, if any."""
+        config = OmegaConf.masked_copy(config, [str(name) for name in config if name != "hydra"])
+        overrides, fresh = [], False
+        if HydraConfig.initialized():
+            compose.separate_loggers(config)
+            overrides = compose.overrides_of_job()
+            directory = directory or HydraConfig.get().runtime.output_dir
+        elif directory is None:
+            directory, fresh = datetime.now().strftime("outputs/%Y-%m-%d/%H-%M-%S"), True
+        if (former := self._note.former_directory()) is not None:
+            directory, fresh, config["ckpt_path"] = former, False, "auto"
+        with self._directory(Path(directory).absolute(), fresh) as made:
+            hydra = {} if HydraConfig.initialized() else {"config.yaml": OmegaConf.to_yaml(config)}
+            return self._launch(Job(resolve(config), made, hydra, overrides, last=self._leaves))
+
+    @contextmanager
+    def _directory(self, path: Path, fresh: bool) -> Iterator[Path]:
+        """Yield the directory, made; nothing is left of a run that never began."""
+        missing = first_missing(path)
+        made = make_directory(path, fresh)
+        self._note.write(made)
+        try:
+            yield made
+        except BaseException:
+            remove_empty(made, made if missing == path else missing)
+            raise
+
     def job(self, config: DictConfig) -> float | None:
-        """Run one composed config; return the monitored metric."""
+        """Run one composed config in its Hydra job; return the monitored metric."""
         compose.separate_loggers(config)
-        plain = resolve(config)
-        request = Request.of(plain)
-        directory = Path(HydraConfig.get().runtime.output_dir)
-        if request.run.ckpt_path is None:
-            refuse_used(directory, resumed=False)
         job = Job(
-            plain,
-            directory,
+            resolve(config),
+            Path(HydraConfig.get().runtime.output_dir),
             {"config.yaml": OmegaConf.to_yaml(config), **compose.record()},
             compose.overrides_of_job(),
             last=self._leaves and HydraConfig.get().mode is RunMode.RUN,
         )
-        self._summary = self._launch(job, request)
+        self._summary = self._launch(job)
         objective: float | None = self._summary["objective"]
         return objective
 
-    def _launch(self, job: Job, request: Request) -> Summary:
+    def _launch(self, job: Job) -> Summary:
+        request = Request.of(job.config)
+        if request.run.ckpt_path is None:
+            refuse_used(job.directory, resumed=False)
         if request.run.plan:  # this process alone, however many were started
             return run_here(job)
         section = job.config["launcher"]
@@ -169,18 +224,15 @@ class Controller:
 
     def _sweep(self, hydra: "Hydra", config_name: str, overrides: Sequence[str]) -> list[Summary]:
         """Run one job for each combination; however it ends, print the table of the jobs."""
-        directory = Path(compose.sweep_directory(hydra, config_name, overrides))
-        missing = first_missing(directory)
-        self._note.write(directory)
-        try:
-            compose.multirun(hydra, config_name, overrides, str(directory), self.sweep_job)
-        except _SweepStopped as stop:
-            raise stop.reason from None
-        except RunFailed as error:  # of the first job that failed: each has printed its own already
-            raise RunFailed("Some jobs of the sweep failed; the table above says which.") from error
-        finally:
-            sweep.report(directory, sys.stdout)
-            remove_empty(directory, missing)
+        with self._directory(*compose.sweep_directory(hydra, config_name, overrides)) as directory:
+            try:
+                compose.multirun(hydra, config_name, overrides, str(directory), self.sweep_job)
+            except _SweepStopped as stop:
+                raise stop.reason from None
+            except RunFailed as error:  # of the first job that failed: each has printed its own already
+                raise RunFailed("Some jobs of the sweep failed; the table above says which.") from error
+            finally:
+                sweep.report(directory, sys.stdout)
         return sweep.summaries(directory)
 
     def sweep_job(self, config: DictConfig) -> float | None:

@@ -23,6 +23,7 @@ from torch.distributed import Store, TCPStore
 from ddp_recipes import rank
 from ddp_recipes._compat.ddp import load_what_ddp_needs
 from ddp_recipes.config import compose
+from ddp_recipes.config.overrides import spelled_out
 from ddp_recipes.config.request import resolve
 from ddp_recipes.errors import RecipeError
 from ddp_recipes.main import CONF
@@ -34,16 +35,20 @@ load_what_ddp_needs()  # once here, not in each rank
 
 
 def make_job(
-    overrides: Sequence[str] = (), directory: Path | str | None = None, *, config_dir: str | None = None
+    overrides: Sequence[str] = (),
+    directory: Path | str | None = None,
+    *,
+    config_dir: str | None = None,
+    config_name: str = "train",
 ) -> Job:
     """Compose what ``train.py`` would with these overrides.
 
     Args:
         directory: the run directory; a new temporary folder if left out.
-        config_dir: as ``--config-dir``.
+        config_dir, config_name: as ``--config-dir`` and ``--config-name``.
     """
     with compose.session(CONF, config_dir) as hydra:
-        config = compose.compose(hydra, "train", compose.spelled_out(overrides))
+        config = compose.compose(hydra, config_name, spelled_out(overrides))
     config = OmegaConf.masked_copy(config, [str(name) for name in config if name != "hydra"])
     return Job(
         resolve(config),
@@ -58,6 +63,7 @@ def run_recipe(
     directory: Path | str | None = None,
     *,
     config_dir: str | None = None,
+    config_name: str = "train",
     timeout_s: float = 120,
 ) -> Summary:
     """Run a recipe on so many forked ranks and return rank 0's summary.
@@ -66,7 +72,8 @@ def run_recipe(
         Exception: what the first rank raised, rank 0 first.
         TimeoutError: a rank did not end in time.
     """
-    job = make_job([*overrides, f"launcher.nproc_per_node={world_size}"], directory, config_dir=config_dir)
+    ranks = f"launcher.nproc_per_node={world_size}"
+    job = make_job([*overrides, ranks], directory, config_dir=config_dir, config_name=config_name)
 
     def run(world: World, store: Store | None) -> Summary:
         return rank.run(job, world, store)

@@ -96,7 +96,8 @@ def test_a_rank_that_is_killed_in_training_leaves_its_checkpoints_and_no_process
         ended = run.end(GONE_S)
     assert ended.status == 1
     words = f"Rank {rank} (process {pid}) was killed by SIGKILL, without a traceback."
-    assert ended.err == f"{words}\n"
+    advice = "If nobody killed it, memory ran out (dmesg shows it): lower data.batch_size or num_workers."
+    assert ended.err == f"{words}\n{advice}\n"
     said = summary(folder / "run")
     assert (said["status"], said["error"]) == ("failed", words)
     resumed = ran(folder, *ENDLESS, TWO, "ckpt_path=auto", "trainer.max_time=0")

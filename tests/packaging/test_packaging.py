@@ -87,6 +87,10 @@ def test_wheel_holds_everything(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     conf = {f"ddp_recipes/conf/{path.relative_to(ROOT / 'conf')}" for path in (ROOT / "conf").rglob("*.yaml")}
     code = {str(path.relative_to(ROOT / "src")) for path in (ROOT / "src").rglob("*.py")}
+    template = ROOT / "src" / "ddp_recipes" / "template"
+    files = [path for path in template.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    assert len(files) > 10
+    assert {str(path.relative_to(ROOT / "src")) for path in files} <= names
     assert len(conf) > 20
     assert conf <= names
     assert code <= names

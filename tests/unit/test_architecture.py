@@ -24,7 +24,7 @@ LAYERS = [
     {"__main__"},
     {"testing"},
     {"main"},
-    {"launchers"},
+    {"launchers", "project"},
     {"rank"},
     {"tools"},
     {"build"},
@@ -40,7 +40,7 @@ LAYERS = [
     {"errors", "_version"},
 ]
 LEVEL = {module: -number for number, layer in enumerate(LAYERS) for module in layer}
-SOURCES = [path for path in PACKAGE.rglob("*.py") if "conf" not in path.relative_to(PACKAGE).parts]
+SOURCES = [path for path in PACKAGE.rglob("*.py") if not {"conf", "template"} & {*path.relative_to(PACKAGE).parts}]
 
 
 def part_of(path: Path) -> str:

@@ -313,7 +313,6 @@ def test_command_line_and_session_of_hydra() -> None:
         config = compose.compose(hydra, "train", [])
         hydra_.Callbacks(config).on_run_start(config=config, config_name="train")
     assert hydra_.create_config_search_path(CONF).get_path()
-    assert callable(hydra_.run_hydra)
 
 
 OWN = """
@@ -472,6 +471,28 @@ def test_an_unknown_override_is_named(override: str) -> None:
         hydra.config_loader.load_configuration("train", [override], RunMode.RUN)
     assert messages.unknown_override(raised.value) == override.lstrip("~").split("=")[0]
     assert messages.unknown_override(ValueError("no")) is None
+
+
+@pytest.mark.parametrize("override", ["+trainer.max_epochs=1", "+optimizer=adam"])
+def test_what_is_added_twice_is_named(override: str) -> None:
+    with compose.session(CONF) as hydra, pytest.raises(Exception, match=r"already|Multiple") as raised:
+        hydra.config_loader.load_configuration("train", [override], RunMode.RUN)
+    assert messages.added_twice(raised.value) == override.lstrip("+").split("=")[0]
+    assert messages.added_twice(ValueError("no")) is None
+
+
+def test_a_choice_of_the_wrong_type_is_told(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "own.yaml").write_text("defaults: [nothing]")
+    with compose.session(CONF, str(tmp_path)) as hydra:
+        with pytest.raises(ValueError, match="group") as raised:
+            hydra.config_loader.load_configuration("train", ["optimizer=5"], RunMode.RUN)
+        assert messages.is_about_a_choice(raised.value)
+        with pytest.raises(Exception, match="nothing") as raised:
+            hydra.config_loader.load_configuration("train", ["model=own"], RunMode.RUN)
+        assert messages.config_of_error(raised.value) == "model/own"
+    assert not messages.is_about_a_choice(ValueError("no"))
+    assert messages.config_of_error(ValueError("no")) is None
 
 
 def test_a_missing_primary_config_is_named_without_the_search_path() -> None:

@@ -6,6 +6,7 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_recipes.config import compose
+from ddp_recipes.config.overrides import spelled_out
 from ddp_recipes.config.request import Request, resolve
 from ddp_recipes.errors import RequestError
 from ddp_recipes.main import CONF
@@ -38,13 +39,13 @@ def request_of(*overrides: str) -> Request:
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_a_cluster_is_stated_with_plan_in_any_order(overrides: list[str], planned: bool, nnodes: int | None) -> None:
-    request = request_of(*compose.spelled_out(overrides))
+    request = request_of(*spelled_out(overrides))
     assert (request.run.plan, request.cluster.nnodes) == (planned, nnodes)
 
 
 def test_an_unknown_key_of_a_plan_is_refused_with_the_nearest() -> None:
     with pytest.raises(RequestError, match=r"there is no key cluster\.nodes\. Did you mean 'cluster\.nnodes'\?"):
-        request_of(*compose.spelled_out(["plan.nodes=2"]))
+        request_of(*spelled_out(["plan.nodes=2"]))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
-"""How Hydra composes and runs a job, without its decorator: this package decides when, and what is shown of errors."""
+"""How Hydra composes and runs a job, without its decorator: this package decides when, and what is shown of errors.
+
+No public way: ``hydra.compose`` runs neither jobs nor sweeps, and ``hydra.main`` ends the process.
+"""
 
 import os
 import sys
@@ -9,7 +12,7 @@ import hydra.utils
 from hydra import version
 from hydra._internal.callbacks import Callbacks
 from hydra._internal.hydra import Hydra
-from hydra._internal.utils import _run_hydra, create_config_search_path, get_args_parser
+from hydra._internal.utils import create_config_search_path, get_args_parser
 from hydra.core.utils import JobReturn
 
 __all__ = [
@@ -21,12 +24,8 @@ __all__ = [
     "instantiate",
     "locate",
     "outcome",
-    "run_hydra",
     "use_defaults_of_1_3",
 ]
-
-# No public way: ``hydra.compose`` runs neither jobs nor sweeps, and ``hydra.main`` ends the process.
-run_hydra = _run_hydra
 
 
 def locate(target: str) -> Any:

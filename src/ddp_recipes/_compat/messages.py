@@ -11,6 +11,12 @@ def timed_out(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and re.search(r"time(d )?.?out", str(error), re.IGNORECASE) is not None
 
 
+def out_of_memory(error: BaseException) -> bool:
+    """Whether there was no memory for a tensor: on a GPU it has a type, which is not imported here; on a CPU none."""
+    text = r"can't allocate memory|not enough memory|_STATUS_ALLOC_FAILED"
+    return type(error).__name__ in ("OutOfMemoryError", "MemoryError") or re.search(text, str(error)) is not None
+
+
 def address_in_use(error: BaseException) -> bool:
     """Whether a ``TCPStore`` could not listen because its port is taken."""
     return "EADDRINUSE" in str(error)
@@ -29,9 +35,26 @@ def refused_global(error: BaseException) -> str | None:
 
 
 def unknown_override(error: BaseException) -> str | None:
-    """Return the key that Hydra could not override, append to or delete."""
-    found = re.search(r"Could not (?:override|append to|delete)(?!.* value of)[^']*'([^']+)'", str(error))
+    """Return the key that Hydra could not override or delete."""
+    found = re.search(r"Could not (?:override|delete)(?!.* value of)[^']*'([^']+)'", str(error))
     return found[1] if found else None
+
+
+def added_twice(error: BaseException) -> str | None:
+    """Return the key or group that ``+`` was to add, and that is there already."""
+    found = re.search(r"An item is already at '([^']+)'|Multiple values for ([\w/@.]+\w)", str(error))
+    return found[1] or found[2] if found else None
+
+
+def config_of_error(error: BaseException) -> str | None:
+    """Return the config, as in a defaults list, whose composing failed."""
+    found = re.match(r"In '([^']+)'", str(error))
+    return found[1] if found else None
+
+
+def is_about_a_choice(error: BaseException) -> bool:
+    """Whether Hydra refused the type of what a group was to be."""
+    return isinstance(error, ValueError) and "group override must be" in str(error)
 
 
 def without_search_path(error: BaseException) -> str:

@@ -7,6 +7,7 @@ from traceback import extract_tb
 from typing import Any
 
 from hydra.errors import InstantiationException
+from omegaconf.errors import OmegaConfBaseException
 
 from ddp_recipes._compat import hydra_
 from ddp_recipes._compat.messages import shortened
@@ -67,6 +68,9 @@ def make(node: Mapping[str, Any], section: str, *arguments: Any, without: Collec
     try:
         kept = {name: value for name, value in node.items() if name not in without}
         made = hydra_.instantiate(kept, _convert_="all", _partial_=True)
+    except OmegaConfBaseException as error:  # an environment variable that is not set
+        where = f"{section}.{error.full_key}" if error.full_key else section
+        raise RequestError(f"{where}: {str(error).splitlines()[0]}") from None
     except InstantiationException as error:
         cause = error.__cause__ or error
         if not isinstance(cause, (ImportError, InstantiationException)):

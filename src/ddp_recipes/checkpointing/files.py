@@ -181,7 +181,12 @@ def check_weights(path: Path, weights: Mapping[str, torch.Tensor], expected: Map
 
 def _hint(directory: Path) -> str:
     found = sorted(path.name for path in step_files(directory).values())
-    return f"In {directory} there are: {', '.join(found)}." if found else f"No complete checkpoint is in {directory}."
+    if found:
+        return f"In {directory} there are: {', '.join(found)}."
+    return (
+        f"No complete checkpoint is in {directory}. last and best are of this run's own directory: give the other "
+        f"run's hydra.run.dir, to go on in it, or ckpt_path=<its directory>."
+    )
 
 
 def _refuse_what_is_not_plain(content: Any) -> None:

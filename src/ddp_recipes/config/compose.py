@@ -2,10 +2,10 @@
 
 import argparse
 import os
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from importlib.metadata import version
+from pathlib import Path
 
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
@@ -20,14 +20,15 @@ from ddp_recipes._compat.hydra_ import (
     execution_whitelist,
     get_args_parser,
     outcome,
-    run_hydra,
     use_defaults_of_1_3,
 )
+from ddp_recipes._version import __version__
 from ddp_recipes.config.keys import parse as parse_keys
 from ddp_recipes.config.monitor import better
-from ddp_recipes.config.settings import DataSettings, SweepSettings
+from ddp_recipes.config.overrides import quoted, refuse_unused, spelled_out
+from ddp_recipes.config.settings import SweepSettings
 from ddp_recipes.config.translate import translated
-from ddp_recipes.errors import RequestError, nearest
+from ddp_recipes.errors import RequestError
 
 JOB_NAME = "train"
 
@@ -35,34 +36,19 @@ Task = Callable[[DictConfig], float | None]
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
-    """Parse a command line as Hydra does."""
+    """Parse a command line as Hydra does; where it asks for the version, print ours and exit."""
     parser = get_args_parser()
-    args = parser.parse_args(list(argv))
+    if "--version" in argv:
+        print(f"ddp_recipes {__version__}, torch {version('torch')}, Hydra {version('hydra-core')}")
+        raise SystemExit(0)
+    args = parser.parse_intermixed_args(list(argv))  # overrides may stand on both sides of a flag
+    if args.experimental_rerun:
+        raise RequestError(
+            "--experimental-rerun takes what Hydra pickled, and there is nothing. To run a config again, leave it to "
+            "ddp_recipes.run(OmegaConf.load('outputs/…/config.yaml'))."
+        )
     args.overrides = spelled_out(args.overrides)
     return parser, args
-
-
-def spelled_out(overrides: Sequence[str]) -> list[str]:
-    """Return overrides in which ours are spelled out in Hydra's own.
-
-    ``plan.nnodes=4`` is ``cluster.nnodes=4``, and ``plan=true`` where left out: a key cannot be a value and a section.
-    ``logger=[tensorboard,csv]`` puts each of them into a section of its own, where Hydra would merge them into one.
-    """
-    spelled = [re.sub(r"^(\+{0,2}|~)plan\.", r"\1cluster.", override) for override in overrides]
-    if spelled != list(overrides) and not any(override.startswith("plan=") for override in overrides):
-        spelled.append("plan=true")
-    return [one for override in spelled for one in _loggers_apart(override)]
-
-
-def _loggers_apart(override: str) -> list[str]:
-    """Return the overrides that stand for ``logger=[…]``, which is a choice of one where the list has one."""
-    match = re.fullmatch(r"logger=\[([^\[\]]*)\]", override)
-    if match is None:
-        return [override]
-    options = list(dict.fromkeys(option.strip(" '\"") for option in match[1].split(",") if option.strip()))
-    if len(options) < 2:
-        return [f"logger={options[0] if options else 'none'}"]
-    return ["logger=[]", *(f"+logger@logger.{option.rpartition('/')[2]}={option}" for option in options)]
 
 
 def separate_loggers(config: DictConfig) -> None:
@@ -92,17 +78,6 @@ def separate_loggers(config: DictConfig) -> None:
         )
 
 
-def is_question(args: argparse.Namespace) -> bool:
-    """Whether the command line asks Hydra something (``--help``, ``--cfg job``, …) instead of running."""
-    return bool(args.help or args.hydra_help or args.cfg or args.info or args.shell_completion)
-
-
-def answer(parser: argparse.ArgumentParser, args: argparse.Namespace, config_path: str, config_name: str) -> None:
-    """Let Hydra answer; it exits by itself where it fails."""
-    use_defaults_of_1_3()
-    run_hydra(args, parser, lambda _: None, config_path, config_name)
-
-
 @contextmanager
 def session(config_path: str, config_dir: str | None = None) -> Iterator[Hydra]:
     """Yield a Hydra that finds configs in ``config_dir``, then in ``config_path``.
@@ -117,13 +92,14 @@ def session(config_path: str, config_dir: str | None = None) -> Iterator[Hydra]:
             raise RequestError(f"--config-dir {config_dir} is no folder. Give the folder that holds your groups.")
         absolute = f"file://{os.path.abspath(config_dir)}"
         search_path.prepend("command-line", absolute)  # before the shipped ones: the user's own file is meant
-    former = GlobalHydra.instance().hydra
+    former, job = GlobalHydra.instance().hydra, HydraConfig.instance().cfg
     GlobalHydra.instance().clear()
     try:
         with execution_whitelist():  # for Hydra's own callbacks and logging
             yield Hydra.create_main_hydra2(task_name=JOB_NAME, config_search_path=search_path)
     finally:
         GlobalHydra.instance().clear()
+        HydraConfig.instance().cfg = job  # --help and --cfg set it
         if former is not None:
             GlobalHydra.instance().initialize(former)
 
@@ -139,7 +115,7 @@ def compose(hydra: Hydra, config_name: str, overrides: Sequence[str], mode: RunM
         single = mode is RunMode.RUN
         config = hydra.compose_config(config_name, list(overrides), mode, validate_sweep_overrides=single)
         parse_keys(SweepSettings, "sweep", config.get("sweep") or {})
-        _refuse_unused(config, overrides)
+        refuse_unused(hydra, config, overrides)
         return config
 
 
@@ -175,15 +151,22 @@ def run(hydra: Hydra, config: DictConfig, config_name: str, task: Task) -> None:
     outcome(result)
 
 
-def sweep_directory(hydra: Hydra, config_name: str, overrides: Sequence[str]) -> str:
-    """Return ``hydra.sweep.dir`` of a multirun, resolved: the time in it is now.
+def directory_of(node: DictConfig) -> tuple[Path, bool]:
+    """Return ``hydra.run.dir`` or ``hydra.sweep.dir`` of a section, and whether its name follows the clock."""
+    written = OmegaConf.to_container(node, resolve=False)
+    assert isinstance(written, dict)
+    return Path(node.dir).absolute(), "${now:" in str(written["dir"])
+
+
+def sweep_directory(hydra: Hydra, config_name: str, overrides: Sequence[str]) -> tuple[Path, bool]:
+    """Return ``hydra.sweep.dir`` of a multirun: the time in it is now; and whether its name follows the clock.
 
     Raises:
         RequestError: as in :func:`compose`.
     """
     with translated(hydra, config_name, overrides):
         config = compose(hydra, config_name, [*overrides, "hydra.mode=MULTIRUN"], RunMode.MULTIRUN)
-        return os.path.abspath(str(config.hydra.sweep.dir))
+        return directory_of(config.hydra.sweep)
 
 
 def multirun(hydra: Hydra, config_name: str, overrides: Sequence[str], directory: str, task: Task) -> None:
@@ -212,11 +195,6 @@ def _direction(hydra: Hydra, config_name: str, overrides: Sequence[str]) -> list
     return [f"hydra.sweeper.direction={wanted}"]
 
 
-def quoted(text: str) -> str:
-    """Return a text as one value of an override, whatever is in it."""
-    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
-
-
 def overrides_of_job() -> list[str]:
     """Return the overrides of the job that is running, as they were written: a secret stays ``${oc.env:…}``."""
     texts = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
@@ -231,20 +209,3 @@ def record() -> dict[str, str]:
         "hydra.yaml": OmegaConf.to_yaml(OmegaConf.create({"hydra": cfg})),
         "overrides.yaml": OmegaConf.to_yaml(cfg.overrides.task),
     }
-
-
-def _refuse_unused(config: DictConfig, overrides: Sequence[str]) -> None:
-    """Refuse a key added to ``data`` that is none of ours and that nothing refers to: it would do nothing."""
-    known = [each.name for each in fields(DataSettings)]
-    text = ""
-    for override in overrides:
-        match = re.match(r"\+{1,2}data\.(\w+)=", override)
-        if match is None or match[1] in known or OmegaConf.is_config(OmegaConf.select(config, f"data.{match[1]}")):
-            continue
-        text = text or OmegaConf.to_yaml(config)
-        if not re.search(rf"\$\{{(data|\.+)\.?{match[1]}\b", text):
-            raise RequestError(
-                f"{override}: data.{match[1]} is no key of data, and nothing refers to it, so it would do nothing. "
-                f"Keys: {', '.join(known)}; arguments of a data set go to it, as in +data.train.{match[1]}=…"
-                f"{nearest(match[1], known)}"
-            )

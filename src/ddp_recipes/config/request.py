@@ -58,6 +58,8 @@ class Request:
                     f"The config has no section {group}. Choose an option of the group, e.g. in the defaults "
                     f"list of your primary config (conf/train.yaml lists them all)."
                 )
+        if not isinstance(config["model"].get("_target_"), str):
+            raise RequestError("model has no _target_, the dotted name of a class or function to call.")
         request = cls(
             run=parse(RunSettings, "", config, others=True),
             data=parse(DataSettings, "data", config["data"], others=True),
@@ -239,7 +241,11 @@ def _unfit(config: DictConfig, error: InterpolationKeyError) -> RequestError:
     """Say which choice needs what the other one does not have: an image model on a table, say."""
     wanted = missing_interpolation_key(error) or _first_line(error)
     section = wanted.split(".")[0]
-    have = [f"{section}.{name}" for name in config[section]] if section in config else [str(name) for name in config]
+    if section not in config:
+        return RequestError(
+            f"{error.full_key} follows {wanted}, and there is no key {section}.{nearest(section, map(str, config))}"
+        )
+    have = [f"{section}.{name}" for name in config[section]]
     return RequestError(
         f"{error.full_key} follows {wanted}, which this choice of {section} does not have.{nearest(wanted, have)} "
         f"Choose another {section}, or set {error.full_key} yourself."

@@ -4,14 +4,23 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from hydra.errors import HydraException, MissingConfigException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import MarkedYAMLError  # type: ignore[import-untyped]
 
 from ddp_recipes._compat.hydra_ import Hydra
-from ddp_recipes._compat.messages import unknown_override, without_search_path
+from ddp_recipes._compat.messages import (
+    added_twice,
+    config_of_error,
+    is_about_a_choice,
+    unknown_override,
+    without_search_path,
+)
 from ddp_recipes.errors import RequestError, nearest
+
+OPEN = ("model", "task", "optimizer", "scheduler", "logger", "callbacks", "hydra")  # sections that may get more keys
 
 # What others call what we have under another name.
 _LIGHTNING = {
@@ -19,7 +28,7 @@ _LIGHTNING = {
     "trainer.num_nodes": "launcher.nnodes",
     "trainer.accelerator": "launcher.device",
     "trainer.strategy": "the group strategy",
-    "trainer.callbacks": "the group callbacks (+callbacks=early_stopping)",
+    "trainer.callbacks": "the group callbacks (callbacks=early_stopping)",
     "trainer.logger": "the group logger (logger=[tensorboard,csv])",
     "trainer.profiler": "debug=profiler",
     "trainer.enable_progress_bar": "trainer.progress",
@@ -30,51 +39,113 @@ _LIGHTNING = {
 
 @contextmanager
 def translated(hydra: Hydra, config_name: str, overrides: Sequence[str]) -> Iterator[None]:
-    """Raise Hydra's errors as requests that cannot be met."""
+    """Raise Hydra's errors, and those of reading a yaml, as requests that cannot be met."""
     try:
         yield
-    except (HydraException, OmegaConfBaseException) as error:
-        raise _translate(error, hydra, config_name, overrides) from None
+    except (HydraException, OmegaConfBaseException, MarkedYAMLError) as error:
+        raise RequestError(_message(error, hydra, config_name, overrides)) from None
+    except ValueError as error:
+        if not is_about_a_choice(error):
+            raise
+        raise RequestError(_wrong_choice(error, hydra, overrides)) from None
 
 
-def _translate(error: Exception, hydra: Hydra, config_name: str, overrides: Sequence[str]) -> RequestError:
-    """Return Hydra's error as one message that offers the nearest name."""
-    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
-        group, _, option = error.missing_cfg_file.rpartition("/")
-        options = sorted(error.options or hydra.config_loader.get_group_options(group))
-        if options:
-            return RequestError(
-                f"{group}={option}: there is no such option. Options of {group}: {', '.join(options)}."
-                f"{nearest(option, options)}"
-            )
+def _message(error: Exception, hydra: Hydra, config_name: str, overrides: Sequence[str]) -> str:
+    """Return what is wrong, and the nearest name there is."""
+    if isinstance(error, MarkedYAMLError):
+        return _of_yaml(error)
+    if isinstance(error, OverrideParseException):
+        reason = next(line for line in error.message.splitlines() if not line.startswith("Error parsing"))
+        return (
+            f"{error.override}: Hydra cannot read this override ({reason}). It reads key=value, +key=value, ~key, and "
+            f"-m key=1,2; quote a value with special characters twice: 'key=\"a, b\"'."
+        )
     if isinstance(error, MissingConfigException):
-        return RequestError(without_search_path(error))
-    unknown = unknown_override(error)
-    if unknown is None:
-        lines = [line for line in str(error).splitlines() if line.strip()]
-        return RequestError("\n".join(lines))
-    key = unknown.split("@")[0]
-    names = _keys(hydra, config_name, [one for one in overrides if one.split("=")[0].lstrip("+~").split("@")[0] != key])
-    section = key.rpartition(".")[0]
-    siblings = [name.removeprefix(f"{section}.") for name in names if name.rpartition(".")[0] == section]
-    given = next((one for one in overrides if key in one), key)
-    if key in _LIGHTNING:
-        return RequestError(f"{given}: there is no key {key}. What Lightning calls so is {_LIGHTNING[key]} here.")
-    allowed = f" Keys of {section}: {', '.join(sorted(siblings))}." if section and siblings else ""
-    return RequestError(
-        f"{given}: there is no key {key}.{nearest(key, names)}{allowed} To add a key that the yaml does not have, "
-        f"write +{given.lstrip('+~')}."
+        return _no_option(error, hydra, overrides)
+    if (there := added_twice(error)) is not None and (given := _given(f"+{there}", overrides)):
+        return f"{given}: {there} is there already, so there is nothing to add. Write {given.lstrip('+')}."
+    if (key := unknown_override(error)) is not None:
+        return _unknown(key.split("@")[0], error, hydra, config_name, overrides)
+    lines = [line.strip() for line in str(error).splitlines()]
+    noise = ("", "full_key:", "object_type=dict")
+    lines = [line for line in lines if line not in noise]
+    if error.__cause__ is not None and "Error merging override" in lines[0]:
+        return f"{lines[0].removeprefix('Error merging override ')}: {str(error.__cause__).splitlines()[0]}."
+    return "\n".join(lines)
+
+
+def _of_yaml(error: MarkedYAMLError) -> str:
+    mark = error.problem_mark or error.context_mark
+    where = "A yaml" if mark is None else f"{mark.name}, line {mark.line + 1}, column {mark.column + 1}"
+    return f"{where}: {error.problem or error.context}."
+
+
+def _no_option(error: MissingConfigException, hydra: Hydra, overrides: Sequence[str]) -> str:
+    group, _, option = (error.missing_cfg_file or "").rpartition("/")
+    options = sorted(error.options or hydra.config_loader.get_group_options(group)) if option else []
+    if options and not group:
+        there = [name for name in options if not name.startswith("_")]
+        return f"--config-name {option}: there is none. There are: {', '.join(there)}.{nearest(option, there)}"
+    if not options:
+        return without_search_path(error)
+    listed = config_of_error(error)
+    where = "" if listed is None or _given(group, overrides) else f" {listed}.yaml has it in its defaults list."
+    return (
+        f"{group}={option}: there is no such option. Options of {group}: {', '.join(options)}."
+        f"{nearest(option, options)}{where}"
     )
 
 
-def _keys(hydra: Hydra, config_name: str, overrides: Sequence[str]) -> list[str]:
+def _wrong_choice(error: Exception, hydra: Hydra, overrides: Sequence[str]) -> str:
+    for group in hydra.config_loader.list_groups(""):
+        given, options = _given(group, overrides), hydra.config_loader.get_group_options(group)
+        if given is not None and given.partition("=")[2] not in options:
+            return f"{given}: there is no such option. Options of {group}: {', '.join(sorted(options))}."
+    return f"{error}."
+
+
+def _unknown(key: str, error: Exception, hydra: Hydra, config_name: str, overrides: Sequence[str]) -> str:
+    given, listed = _given(key, overrides), config_of_error(error)
+    if given is None and listed is not None:
+        return (
+            f"{listed}.yaml overrides {key}, which Hydra allows for a group that comes before it in the defaults list. "
+            f"Put this into an option of experiment, which comes last."
+        )
+    given = given or key
+    if key in _LIGHTNING:
+        return f"{given}: there is no key {key}. What Lightning calls so is {_LIGHTNING[key]} here."
+    section = key.rpartition(".")[0]
+    others = [one for one in overrides if _key(one) != key]
+    names = _keys(hydra, config_name, others, with_hydra=key.startswith("hydra."))
+    siblings = [name.removeprefix(f"{section}.") for name in names if name.rpartition(".")[0] == section]
+    allowed = f" Keys of {section}: {', '.join(sorted(siblings))}." if section and siblings else ""
+    may_grow = section in names and (section.split(".")[0] in OPEN or section.startswith("data."))
+    advice = f" To add a key that the yaml does not have, write +{given}."
+    return (
+        f"{given}: there is no key {key}.{nearest(key, names)}{allowed}"
+        f"{advice if may_grow and siblings and given[0] not in '+~' else ''}"
+    )
+
+
+def _key(override: str) -> str:
+    return override.partition("=")[0].lstrip("+~").split("@")[0]
+
+
+def _given(key: str, overrides: Sequence[str]) -> str | None:
+    """Return the override of this key, as it was given."""
+    plain = key.lstrip("+")
+    return next((one for one in overrides if _key(one) == plain and one.startswith(key[: len(key) - len(plain)])), None)
+
+
+def _keys(hydra: Hydra, config_name: str, overrides: Sequence[str], *, with_hydra: bool) -> list[str]:
     """Return all dotted keys and groups there are without the override that failed."""
     try:
         config = hydra.compose_config(config_name, list(overrides), RunMode.MULTIRUN, validate_sweep_overrides=False)
     except (HydraException, OmegaConfBaseException):
         return []
     plain: Any = OmegaConf.to_container(config)
-    del plain["hydra"]
+    if not with_hydra:
+        del plain["hydra"]
     return [*_dotted(plain), *hydra.config_loader.list_groups("")]
 
 

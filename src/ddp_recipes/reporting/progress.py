@@ -141,14 +141,18 @@ class Bar(_Shown):
 
 
 class Lines(_Shown):
-    """A plain line now and then, for logs and pipes."""
+    """A plain line by the clock, for logs and pipes: however slow the steps are, they show that they go on."""
 
-    every = 5.0  # seconds
+    first, every = 5.0, 30.0  # seconds
 
     _due = 0.0
 
-    def metrics(self, values: Mapping[str, float]) -> None:
-        super().metrics(values)
+    def start(self, total_steps: int | None, first_step: int, samples_per_step: int) -> None:
+        super().start(total_steps, first_step, samples_per_step)
+        self._due = self._began + self.first
+
+    def advance(self, step: int, epoch: int) -> None:
+        self._step, self._epoch = step, epoch
         if time.monotonic() >= self._due:
             self.line(f"epoch {self._epoch}  {self._status()}")
             self._due = time.monotonic() + self.every

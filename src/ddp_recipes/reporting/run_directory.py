@@ -1,5 +1,6 @@
 """The one directory of a run. Rank 0 opens it once all ranks have agreed to start; importing this loads no torch."""
 
+import errno
 import fcntl
 import json
 import math
@@ -50,6 +51,30 @@ class RunDirectory:
     def close(self) -> None:
         """Release the lock."""
         os.close(self._lock)
+
+
+def make_directory(path: Path, fresh: bool) -> Path:
+    """Make the directory of a run or a sweep, and return it; a ``fresh`` one that is taken gets ``_1``, ``_2``, ….
+
+    Raises:
+        RequestError: it cannot be made, or not be written to.
+    """
+    reason: str | None = None
+    for number in range(1000 if fresh else 1):
+        candidate = path.with_name(f"{path.name}_{number}") if number else path
+        try:
+            candidate.mkdir(parents=True, exist_ok=not fresh)
+            if os.access(candidate, os.W_OK | os.X_OK):
+                return candidate
+            reason = os.strerror(errno.EACCES)
+        except OSError as error:
+            reason = error.strerror
+            if not isinstance(error, (FileExistsError, FileNotFoundError)):  # the latter: another run removed a parent
+                break
+    raise RequestError(
+        f"{path} cannot be the run directory: {reason}. Start from a folder that can be written to, or give another "
+        f"directory: hydra.run.dir=/tmp/run, or hydra.sweep.dir=/tmp/sweep of a sweep."
+    )
 
 
 def refuse_used(path: Path, resumed: bool) -> None:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ddp_recipes.runtime.main_module import pack
+
 ASKS_TO_STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # after a checkpoint; whoever gets one
 
 
@@ -20,6 +22,7 @@ class Job:
         hydra: Hydra's own record, file name to text, for ``.hydra/``.
         overrides: of the command line, or of the sweep.
         last: whether the processes that run it exit with it: then they ignore the signals that request that, once each.
+        main: what the config names of the ``__main__`` that it comes from, where that is another process's.
     """
 
     config: Mapping[str, Any]
@@ -27,14 +30,19 @@ class Job:
     hydra: Mapping[str, str] = field(default_factory=dict)
     overrides: Sequence[str] = ()
     last: bool = False
+    main: str = ""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Job.from_json, (self.to_json(),)
 
     def resumed(self) -> "Job":
         """Return the job as it resumes from its last checkpoint, or starts again if there is none."""
         return replace(self, config={**self.config, "ckpt_path": "auto"})
 
     def to_json(self) -> str:
-        """Return the job as one line of text."""
-        return json.dumps({**vars(self), "directory": str(self.directory)})
+        """Return the job as one line of text, for another process."""
+        main = self.main or pack(self.config)
+        return json.dumps({**vars(self), "directory": str(self.directory), "main": main})
 
     @classmethod
     def from_json(cls, text: str) -> "Job":

@@ -38,7 +38,10 @@ class Rank:
         if status is None or self.report is not None:
             return None
         how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with exit code {status}"
-        return Death(self.number, f"Rank {self.number} (process {self.process.pid}) {how}, without a traceback.")
+        message = f"Rank {self.number} (process {self.process.pid}) {how}, without a traceback."
+        if status == -signal.SIGKILL:
+            message += "\nIf nobody killed it, memory ran out (dmesg shows it): lower data.batch_size or num_workers."
+        return Death(self.number, message)
 
     def end(self) -> None:
         """Kill the process unless it has exited, and restore the terminal after a killed one."""
@@ -51,6 +54,7 @@ class Rank:
 
 def start(job: Job, processes: int, server: ForkServer | None, stack: ExitStack) -> list[Rank]:
     """Start the ranks and give each the job; the stack ends them."""
+    text = job.to_json().encode() + b"\n"
     listener = stack.enter_context(socket.socket())
     listener.bind(("127.0.0.1", 0))  # a free port, on loopback only; rank 0 gets the socket, so nobody can take it
     port = listener.getsockname()[1]
@@ -82,7 +86,7 @@ def start(job: Job, processes: int, server: ForkServer | None, stack: ExitStack)
         ranks.append(rank)
     for rank in ranks:
         with suppress(BrokenPipeError):  # it has exited already, which the launcher finds out
-            rank.lifeline.write(job.to_json().encode() + b"\n")
+            rank.lifeline.write(text)
     return ranks
 
 

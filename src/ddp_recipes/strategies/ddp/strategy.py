@@ -48,7 +48,7 @@ class DDP(Whole, Group):
         if self.settings.sync_batchnorm and devices[0].type == "cpu":
             raise RequestError(
                 "strategy.sync_batchnorm=true works on GPUs only (torch's SyncBatchNorm), and this run is on the CPU. "
-                "Leave it false, or use a model without batch norm."
+                "Leave it false."
             )
 
     def wrap(self, task: Task, devices: Sequence[torch.device]) -> Wrapped:

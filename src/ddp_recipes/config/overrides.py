@@ -1,0 +1,81 @@
+"""Overrides that are ours, or that Hydra does not take as they are meant, in Hydra's own words."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import fields
+
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from ddp_recipes._compat.hydra_ import Hydra
+from ddp_recipes.config.settings import DataSettings, RunSettings
+from ddp_recipes.errors import RequestError, nearest
+
+
+def spelled_out(overrides: Sequence[str]) -> list[str]:
+    """Return overrides in which ours are spelled out in Hydra's own.
+
+    ``plan.nnodes=4`` is ``cluster.nnodes=4``, and ``plan=true`` where left out: a key cannot be a value and a section.
+    ``logger=[tensorboard,csv]`` puts each of them into a section of its own, where Hydra would merge them into one.
+    """
+    spelled = [re.sub(r"^(\+{0,2}|~)plan\.", r"\1cluster.", override) for override in overrides]
+    if spelled != list(overrides) and not any(override.startswith("plan=") for override in overrides):
+        spelled.append("plan=true")
+    return [one for override in spelled for one in _loggers_apart(override)]
+
+
+def _loggers_apart(override: str) -> list[str]:
+    """Return the overrides that stand for ``logger=[…]``, which is a choice of one where the list has one."""
+    match = re.fullmatch(r"logger=\[([^\[\]]*)\]", override)
+    if match is None:
+        return [override]
+    options = list(dict.fromkeys(option.strip(" '\"") for option in match[1].split(",") if option.strip()))
+    if len(options) < 2:
+        return [f"logger={options[0] if options else 'none'}"]
+    return ["logger=[]", *(f"+logger@logger.{option.rpartition('/')[2]}={option}" for option in options)]
+
+
+def deleting_null(hydra: Hydra, config_name: str, overrides: Sequence[str]) -> list[str]:
+    """Return overrides in which ``~key`` of a key whose value is null gives it one first: to Hydra null is absent."""
+    deleted = {one: one[1:].partition("=")[0] for one in overrides if re.fullmatch(r"~[^=@/]+(=null)?", one)}
+    if not deleted:
+        return list(overrides)
+    others = [one for one in overrides if one not in deleted]
+    config = hydra.compose_config(config_name, others, RunMode.MULTIRUN, validate_sweep_overrides=False)
+    null = {key for key in deleted.values() if OmegaConf.select(config, key, default=0) is None}
+    return [
+        each
+        for one in overrides
+        for each in ([f"++{deleted[one]}=0", f"~{deleted[one]}"] if deleted.get(one) in null else [one])
+    ]
+
+
+def quoted(text: str) -> str:
+    """Return a text as one value of an override, whatever is in it."""
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+def refuse_unused(hydra: Hydra, config: DictConfig, overrides: Sequence[str]) -> None:
+    """Refuse a key added to ``data`` or at the top that is none of ours and that nothing refers to.
+
+    Raises:
+        RequestError: it would do nothing.
+    """
+    groups = hydra.config_loader.list_groups("")
+    text = ""
+    for override in overrides:
+        match = re.match(r"\+{1,2}(data\.)?(\w+)=", override)
+        if match is None or OmegaConf.is_config(OmegaConf.select(config, f"{match[1] or ''}{match[2]}")):
+            continue
+        section, name = match.groups(default="")
+        known = [each.name for each in fields(DataSettings if section else RunSettings)]
+        if name in known or (not section and name in groups):
+            continue
+        text = text or OmegaConf.to_yaml(config)
+        refers = rf"\$\{{(data|\.+)\.?{name}\b" if section else rf"\$\{{([\w.]+:)?{name}\b"
+        if not re.search(refers, text):
+            rest = "; arguments of a data set go to it, as in +data.train.{name}=…" if section else ""
+            raise RequestError(
+                f"{override}: {section}{name} is no key{' of data' if section else ''}, and nothing refers to it, so "
+                f"it would do nothing. Keys: {', '.join(known)}{rest.format(name=name)}.{nearest(name, known)}"
+            )

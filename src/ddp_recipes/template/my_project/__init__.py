@@ -1,0 +1,1 @@
+"""What is trained here: a model and data. conf/ names them."""

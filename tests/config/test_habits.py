@@ -1,0 +1,278 @@
+"""What users of Hydra are used to does here what it does there, or is refused in one message that says why."""
+
+import itertools
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_module
+from omegaconf import DictConfig, OmegaConf
+
+import ddp_recipes
+from ddp_recipes.errors import RequestError
+from ddp_recipes.reporting.run_directory import make_directory
+
+TINY = ["data=random", "data.num_samples=64", "data.batch_size=16", "data.val_samples=16", "model=toy", "logger=none"]
+QUICK = [*TINY, "launcher.device=cpu", "strategy=single", "trainer.progress=false", "trainer.max_epochs=1"]
+
+
+def message_of(*overrides: str, **options: Any) -> str:
+    """Return the message that refuses these overrides."""
+    with pytest.raises(RequestError) as raised:
+        ddp_recipes.run(["strategy=single", *overrides], **options)
+    return str(raised.value)
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder to run in, which a refused request leaves empty."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+# --- overrides -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("hydra.job.num=abc", "hydra.job.num=abc: Value 'abc' of type 'str' could not be converted to Integer."),
+        ("hydra.run.dri=x", "hydra.run.dri=x: there is no key hydra.run.dri. Did you mean 'hydra.run.dir'?"),
+        ("model=[", "model=[: Hydra cannot read this override (no viable alternative at input '[')."),
+        ("seed", "seed: Hydra cannot read this override (missing EQUAL at '<EOF>')."),
+        ("optimizer=5", "optimizer=5: there is no such option. Options of optimizer: "),
+        ("+optimizer.lr=5", "optimizer.lr is there already, so there is nothing to add. Write optimizer.lr=5."),
+        ("+optimizer=adam", "optimizer is there already, so there is nothing to add. Write optimizer=adam."),
+        ("~optimizer.lrr", "~optimizer.lrr: there is no key optimizer.lrr. Did you mean 'optimizer.lr'?"),
+        ("~model", "model has no _target_, the dotted name of a class or function to call."),
+        ("+seedy=1", "+seedy=1: seedy is no key, and nothing refers to it, so it would do nothing."),
+        ("data.batch_size=${batch}", "data.batch_size follows batch, and there is no key batch."),
+        (
+            "--config-name=trian",
+            "--config-name trian: there is none. There are: train. Did you mean 'train'?",
+        ),
+        ("--experimental-rerun=x", "ddp_recipes.run(OmegaConf.load("),
+        ("hydra.run.dir=/dev/null/x", "/dev/null/x cannot be the run directory: Not a directory."),
+    ],
+)
+def test_an_override_that_hydra_refuses_is_explained(override: str, message: str, here: Path) -> None:
+    assert message in message_of(override)
+    assert not list(here.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("_target_: A\nnames: [a, b\nc: 3\n", "own.yaml, line 3, column 2: expected ',' or ']', but got ':'"),
+        ("_target_: A\n\tb: 3\n", "own.yaml, line 2, column 1: found character '\\t' that cannot start any token"),
+        ("_target_: A\n_target_: B\n", "own.yaml, line 2, column 1: found duplicate key _target_"),
+        ("in_features: 3\n", "model has no _target_"),
+        ("defaults: [nothing]\n", "model=nothing: there is no such option."),
+        (
+            "defaults: [override /optimizer: adam]\n",
+            "model/own.yaml overrides optimizer, which Hydra allows for",
+        ),
+    ],
+)
+def test_a_yaml_that_is_wrong_is_named(text: str, message: str, here: Path) -> None:
+    write(here / "conf" / "model" / "own.yaml", text)
+    assert message in message_of("--config-dir", "conf", "model=own")
+
+
+def test_a_key_whose_value_is_null_can_be_deleted(capsys: pytest.CaptureFixture[str]) -> None:
+    ddp_recipes.run(["~optimizer.fused", "~data.test=null", "--cfg", "job"])
+    config = OmegaConf.create(capsys.readouterr().out)
+    assert isinstance(config, DictConfig)
+    assert "fused" not in config.optimizer
+    assert "lr" in config.optimizer
+    assert "test" not in config.data
+    assert ddp_recipes.run([*QUICK, "~optimizer.fused"])["status"] == "finished"
+
+
+# --- flags -----------------------------------------------------------------------------------------------------------
+
+
+def test_version_is_ours_and_torch_s(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exited:
+        ddp_recipes.run(["--version"])
+    assert exited.value.code == 0
+    assert capsys.readouterr().out.startswith(f"ddp_recipes {ddp_recipes.__version__}, torch ")
+
+
+def test_config_dir_wins_for_groups_primary_configs_and_questions(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(here / "conf" / "optimizer" / "sgd.yaml", "# own\n_target_: torch.optim.SGD\n_partial_: true\nlr: 7.0\n")
+    write(here / "conf" / "model" / "mine.yaml", "_target_: torch.nn.Identity\n")
+    write(here / "conf" / "own.yaml", "defaults: [train, _self_]\nseed: 11\n")
+    ddp_recipes.run(["--config-dir", "conf", "--config-name", "own", "--cfg", "job"])
+    config: Any = OmegaConf.create(capsys.readouterr().out)
+    assert (config.seed, config.optimizer.lr) == (11, 7.0)
+    write(here / "conf" / "train.yaml", "defaults: [optimizer: sgd, model: mine, _self_]\nseed: 13\n")
+    ddp_recipes.run(["--config-dir", "conf", "--cfg", "job"])
+    assert OmegaConf.create(capsys.readouterr().out).seed == 13
+    with pytest.raises(RequestError, match="The config has no section data"):
+        ddp_recipes.run(["--config-dir", "conf"])
+    ddp_recipes.run(["--config-dir", "conf", "--help"])
+    assert "mine" in capsys.readouterr().out
+
+    def completed(line: str) -> list[str]:
+        monkeypatch.setenv("COMP_LINE", line)
+        ddp_recipes.run(["-sc", "query=bash"])
+        return capsys.readouterr().out.split()
+
+    assert completed("ddp-recipes --config-dir conf model=m") == ["model=mine", "model=mlp"]
+    assert completed("ddp-recipes model=m") == ["model=mlp"]
+    assert "model=mine" in completed("python train.py -cd conf seed=1 model=")
+    with pytest.raises(RequestError, match="No completion plugin for 'cmd'"):
+        ddp_recipes.run(["-sc", "install=cmd"])
+
+
+# --- a config that is composed already -------------------------------------------------------------------------------
+
+
+def test_a_composed_config_runs_as_it_is(here: Path) -> None:
+    with initialize_config_module("ddp_recipes.conf", version_base="1.3"):
+        config = compose("train", [*QUICK, "seed=5"])
+    before = OmegaConf.to_yaml(config)
+    summary = ddp_recipes.run(config)
+    assert OmegaConf.to_yaml(config) == before
+    again = ddp_recipes.run(config)
+    assert summary["weights_sha256"] == again["weights_sha256"]
+    assert summary["run_directory"] != again["run_directory"], "both began in the same second, or nearly"
+    assert summary["weights_sha256"] == ddp_recipes.run([*QUICK, "seed=5"])["weights_sha256"]
+    assert Path(summary["run_directory"]).parents[1] == here / "outputs"
+    # What a run recorded runs again, in a directory that is given.
+    recorded = OmegaConf.load(Path(summary["run_directory"], "config.yaml"))
+    assert isinstance(recorded, DictConfig)
+    third = ddp_recipes.run(OmegaConf.to_container(recorded), directory="third")  # type: ignore[arg-type]
+    assert (third["weights_sha256"], third["run_directory"]) == (summary["weights_sha256"], str(here / "third"))
+    with pytest.raises(RequestError, match="already holds a run"):
+        ddp_recipes.run(recorded, directory="third")
+
+
+def test_a_composed_config_is_checked() -> None:
+    with initialize_config_module("ddp_recipes.conf", version_base="1.3"):
+        config = compose("train", ["data.batch_size=0"])
+    with pytest.raises(RequestError, match=r"data\.batch_size=0 is not allowed"):
+        ddp_recipes.run(config)
+    with pytest.raises(RequestError, match="The config has no section data"):
+        ddp_recipes.run({"seed": 3})
+    with pytest.raises(RequestError, match=r"takes a list of overrides, or a config: run\(\['model=toy'\]\)"):
+        ddp_recipes.run("model=toy")
+    with pytest.raises(RequestError, match="directory= is for a composed config"):
+        ddp_recipes.run([], directory="here")
+
+
+APPLICATION = """\
+import hydra
+import ddp_recipes
+
+@hydra.main(version_base="1.3", config_path="conf", config_name="app")
+def main(config):
+    return ddp_recipes.run(config)["metrics"]["val/loss"] * config.mine
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.slow
+def test_an_application_s_own_main_runs_in_its_own_directories(here: Path) -> None:
+    write(here / "app.py", APPLICATION)
+    write(here / "conf" / "app.yaml", "defaults: [train, _self_]\nmine: 3\nhydra: {output_subdir: .hydra}\n")
+    sweep = ["-m", *QUICK[:-3], "hydra.sweep.dir=sweep", "launcher.nproc_per_node=2", "seed=1,2"]
+    done = subprocess.run([sys.executable, "app.py", *sweep], cwd=here, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    for job in "01":
+        summary = json.loads((here / "sweep" / job / "summary.json").read_text())
+        assert (summary["status"], summary["world_size"]) == ("finished", 2)
+        assert f"seed={int(job) + 1}" in summary["overrides"]
+        assert (here / "sweep" / job / ".hydra" / "overrides.yaml").exists()
+    assert not (here / "outputs").exists()
+
+
+# --- directories -----------------------------------------------------------------------------------------------------
+
+
+def test_a_default_directory_that_is_taken_gets_a_number(here: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        made = list(pool.map(make_directory, itertools.repeat(here / "outputs" / "now", 24), itertools.repeat(True)))
+    assert len(set(made)) == 24
+    assert {path.name for path in made} == {"now", *(f"now_{number}" for number in range(1, 24))}
+    assert make_directory(here / "outputs" / "now", fresh=False) == here / "outputs" / "now"
+
+
+def test_runs_of_one_second_get_directories_of_their_own(here: Path) -> None:
+    by_minute = "hydra.run.dir=outputs/${now:%Y}"
+    first, second = (ddp_recipes.run([*QUICK, by_minute])["run_directory"] for _ in range(2))
+    assert second == f"{first}_1"
+    ddp_recipes.run([*QUICK, "hydra.run.dir=mine"])
+    assert "already holds a run" in message_of(*QUICK, "hydra.run.dir=mine")
+    sweep = ["-m", *QUICK, "hydra.sweep.dir=multirun/${now:%Y}", "seed=1"]
+    for _ in range(2):
+        assert ddp_recipes.run(sweep)[0]["status"] == "finished"
+    assert len(list((here / "multirun").iterdir())) == 2
+
+
+# --- notebooks and scripts -------------------------------------------------------------------------------------------
+
+SCRIPT = f"""\
+import threading
+import torch
+import ddp_recipes
+
+SCALE, LOCK = 2.0, threading.Lock()
+
+class Net(torch.nn.Linear):
+    def forward(self, inputs):
+        return SCALE * super().forward(inputs)
+
+class Points(torch.utils.data.Dataset):
+    def __init__(self, num_samples, in_features, out_features, **others):
+        self.sizes = num_samples, in_features, out_features
+    def __len__(self):
+        return self.sizes[0]
+    def __getitem__(self, index):
+        return torch.full([self.sizes[1]], 1.0), torch.full([self.sizes[2]], 1.0)
+
+class Locked(Net):
+    def forward(self, inputs):
+        with LOCK:
+            return super().forward(inputs)
+
+quick = {[*QUICK[:-3], "trainer.progress=false", "trainer.max_epochs=1", "model=linear"]!r}
+own = [*quick, "model._target_=__main__.Net", "data.train._target_=__main__.Points"]
+for more in (["strategy=single"], ["strategy=ddp_exact", "launcher.start_method=spawn"], ["strategy=ddp_exact"]):
+    summary = ddp_recipes.run([*own, *more])
+    print(summary["world_size"], summary["status"])
+ddp_recipes.run([*quick, "model._target_=__main__.Locked", "strategy=single"])
+try:
+    ddp_recipes.run([*quick, "model._target_=__main__.Locked"])
+except ddp_recipes.RequestError as error:
+    print(*error._render_traceback_())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.spawn
+def test_classes_of_a_script_reach_other_processes(here: Path) -> None:
+    write(here / "script.py", SCRIPT)
+    done = subprocess.run([sys.executable, "script.py"], cwd=here, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert [line for line in lines if line.endswith(" finished")] == ["1 finished", "2 finished", "2 finished"]
+    assert lines[-1].startswith("RequestError: __main__.Locked cannot be sent to the other processes (cannot pickle")
+    assert "%%writefile my_model.py" in lines[-1]
+    assert len(list((here / "outputs").glob("*/*"))) == 4, (
+        "each has a directory, and nothing is left of the refused one"
+    )

@@ -1,0 +1,63 @@
+"""What a failed or refused run says at its end: what to change here, in one line."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ddp_recipes.errors import RequestError
+
+HUNGRY = """
+import torch
+
+
+class Net(torch.nn.Linear):
+    def __init__(self, when, **sizes):
+        super().__init__(**sizes)
+        self.when = when
+        if when == "made":
+            torch.empty(1 << 50)
+
+    def forward(self, inputs):
+        if self.when == ("fit" if self.training else "validate"):
+            torch.empty(1 << 50)
+        return super().forward(inputs)
+"""
+NET = [
+    "model._target_=hungry.Net",
+    "~model.hidden_features",
+]
+
+
+@pytest.fixture(autouse=True)
+def hungry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "hungry.py").write_text(HUNGRY)
+    monkeypatch.syspath_prepend(tmp_path / "modules")
+
+
+@pytest.mark.parametrize(
+    ("mode", "when", "advice"),
+    [
+        ("fit", "fit", "Make data.batch_size (now 8), with trainer.accumulate_grad_batches (now 1) as much larger"),
+        ("fit", "validate", "or data.val_batch_size (now 256) if it was in validation"),
+        ("fit", "made", "or more devices a replica (model.num_devices)"),
+        ("validate", "validate", "Out of memory. Make data.val_batch_size (now 256) smaller"),
+    ],
+)
+def test_out_of_memory_ends_with_what_to_change(
+    mode: str, when: str, advice: str, run: Callable[..., object], tmp_path: Path
+) -> None:
+    with pytest.raises(RuntimeError, match="can't allocate memory") as raised:
+        run(*NET, f"+model.when={when}", f"mode={mode}", "trainer.num_sanity_val_steps=0", directory=tmp_path / "run")
+    last = str(raised.value).strip().splitlines()[-1]
+    assert last.startswith("Out of memory. ")
+    assert advice in last
+    if when == mode:
+        assert "Out of memory" in json.loads((tmp_path / "run" / "summary.json").read_text())["error"]
+
+
+def test_an_environment_variable_that_is_not_set_is_named(run: Callable[..., object]) -> None:
+    with pytest.raises(RequestError, match=r"^optimizer: .*Environment variable 'NOT_SET_ANYWHERE' not found"):
+        run("optimizer.lr=${oc.env:NOT_SET_ANYWHERE}")
