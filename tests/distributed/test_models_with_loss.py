@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ddp_recipes.checkpointing.files import load
+from ddp_recipes.datasets import fake_images
 from ddp_recipes.errors import RequestError
 from ddp_recipes.reporting.run_directory import Summary
 from ddp_recipes.runtime.seeding import seed_everything
@@ -131,3 +132,31 @@ def test_partly_frozen_models_keep_what_is_frozen(run: Run) -> None:
     kept = [name for name in before if name in saved and torch.equal(before[name], saved[name])]
     assert len(kept) >= len(before) - 2, "all but the classifier's, which is trained as well"
     assert any("lora_B" in name and weight.any() for name, weight in whole.items())
+
+
+def test_timm_models_learn_by_timms_optimizers(run: Run) -> None:
+    import timm.optim
+
+    model = {"model_name": "test_vit", "img_size": 32, "in_chans": 1, "num_classes": 4}
+    optimizer = {"opt": "lamb", "lr": 0.01, "weight_decay": 0.1, "layer_decay": 0.5}
+    images = ("data=fake_images", "data.image_size=32", "data.in_channels=1", "data.out_features=4")
+    overrides = [
+        *(*images, "data.num_samples=24", "data.global_batch_size=8", "data.shuffle=false", "task=classification"),
+        *own("model", _target_="timm.create_model", **model),
+        *own("optimizer", _target_="timm.optim.create_optimizer_v2", _partial_=True, **optimizer),
+        *("logger=csv", "trainer.log_every_n_steps=1"),
+    ]
+    seed_everything(42)
+    vit = timm.create_model(**model)
+    lamb = timm.optim.create_optimizer_v2(vit, **optimizer)
+    assert len(lamb.param_groups) > 4
+    inputs, targets = fake_images(24, 32, 1, 4).fetch(torch.arange(24))
+    losses = []
+    for rows in torch.arange(24).split(8) * 2:
+        loss = torch.nn.functional.cross_entropy(vit(inputs[rows]), targets[rows])
+        loss.backward()
+        lamb.step()
+        lamb.zero_grad()
+        losses.append(float(loss.detach()))
+    for world_size in (1, 2):
+        assert losses_of(run(*overrides, world_size=world_size)) == pytest.approx(losses, rel=1e-5)

@@ -54,9 +54,21 @@ def make_optimizers_and_schedules(
 
 
 def _of_config(config: Mapping[str, Any], task: Task, precision: str) -> torch.optim.Optimizer:
-    """Return the config's optimizer, of one kernel for all parameters where it may be."""
-    fused: dict[str, Any] = {"fused": True} if _may_fuse(config["optimizer"], task, precision) else {}
-    optimizer: torch.optim.Optimizer = make(config["optimizer"], "optimizer", task.parameters(), **fused)
+    """Return the config's optimizer, of one kernel for all parameters where it may be.
+
+    What takes a model first, as timm's ``create_optimizer_v2``, gets the model.
+    """
+    node = config["optimizer"]
+    fused: dict[str, Any] = {"fused": True} if _may_fuse(node, task, precision) else {}
+    first = next(iter(parameters_of(str(node["_target_"]), "optimizer") if "_target_" in node else ()), "")
+    of_model = first.startswith("model")
+    if of_model and (others := {*task.parameters()} - {*task.model.parameters()}):
+        raise RequestError(
+            f"optimizer._target_={node['_target_']} takes the model, but {len(others)} parameters are in the task "
+            f"beside it, which would not be trained. Put them into the model, or choose an optimizer of parameters."
+        )
+    trained = task.model if of_model else task.parameters()
+    optimizer: torch.optim.Optimizer = make(node, "optimizer", trained, **fused)
     return optimizer
 
 
@@ -70,7 +82,7 @@ def _may_fuse(node: Mapping[str, Any], task: Task, precision: str) -> bool:
     return (
         node.get("fused") is None
         and not node.get("foreach")
-        and node["_target_"].startswith("torch.optim.")
+        and str(node.get("_target_")).startswith("torch.optim.")
         and "fused" in parameters_of(node["_target_"], "optimizer")
         and precision != "16-mixed"
         and (on_cpu or node["_target_"].rpartition(".")[2] != "Adagrad")
