@@ -112,8 +112,12 @@ class Output:
             if self.state is not None:
                 run.checkpointer.load_state(self.state["checkpointer"], run.cursor.step)
         if self.logs_graph and not quick:
-            self.logger.graph(self.task.model, run.train.sample()[0])
-            self.task.train()
+            sample = run.train.sample()
+            if isinstance(sample, (tuple, list)):
+                self.logger.graph(self.task.model, sample[0])
+                self.task.train()
+            else:
+                log.warning("The graph is not written: a batch is a %s, not inputs and targets.", type(sample).__name__)
         self.progress.start(self.total_steps, run.cursor.step, run.train.plan.global_batch_size)
 
     def finish(self, summary: Summary, cause: str | None = None) -> None:

@@ -60,10 +60,24 @@ def make_optimizers_and_schedules(
 
 
 def _of_config(config: Mapping[str, Any], task: Task, precision: str) -> torch.optim.Optimizer:
-    """Return the config's optimizer, of one kernel for all parameters where it may be."""
-    fused: dict[str, Any] = {"fused": True} if _may_fuse(config["optimizer"], task, precision) else {}
-    groups, without = grouped(config["optimizer"], task), ["groups", "layer_decay"]
-    optimizer: torch.optim.Optimizer = make(config["optimizer"], "optimizer", groups, without=without, **fused)
+    """Return the config's optimizer, of one kernel for all parameters where it may be.
+
+    What takes a model first, as timm's ``create_optimizer_v2``, gets the model.
+    """
+    node, without = config["optimizer"], ["groups", "layer_decay"]
+    fused: dict[str, Any] = {"fused": True} if _may_fuse(node, task, precision) else {}
+    first = next(iter(parameters_of(str(node["_target_"]), "optimizer") if "_target_" in node else ()), "")
+    if first.startswith("model"):
+        others = {*task.parameters()} - {*task.model.parameters()}
+        if others or any(node.get(key) for key in without):
+            raise RequestError(
+                f"optimizer._target_={node['_target_']} takes the model, so it takes neither optimizer.groups and "
+                f"optimizer.layer_decay nor the {len(others)} parameters that are in the task beside the model. Leave "
+                f"them out, or choose an optimizer of parameters."
+            )
+        return make(node, "optimizer", task.model, without=without, **fused)  # type: ignore[no-any-return]
+    groups = grouped(node, task)
+    optimizer: torch.optim.Optimizer = make(node, "optimizer", groups, without=without, **fused)
     if isinstance(groups, list):
         check_options(optimizer.param_groups, optimizer.defaults)
     return optimizer
@@ -79,7 +93,7 @@ def _may_fuse(node: Mapping[str, Any], task: Task, precision: str) -> bool:
     return (
         node.get("fused") is None
         and not node.get("foreach")
-        and node["_target_"].startswith("torch.optim.")
+        and str(node.get("_target_")).startswith("torch.optim.")
         and "fused" in parameters_of(node["_target_"], "optimizer")
         and precision != "16-mixed"
         and (on_cpu or node["_target_"].rpartition(".")[2] != "Adagrad")

@@ -1,6 +1,16 @@
 """Tasks: module, loss and metrics, which a strategy wraps."""
 
+from ddp_recipes.tasks.model_loss import ModelLossTask
 from ddp_recipes.tasks.schedule import OwnOptimizers, Schedule
 from ddp_recipes.tasks.task import Accuracy, MeanAbsoluteError, StepOutput, Surroundings, Task
 
-__all__ = ["Accuracy", "MeanAbsoluteError", "OwnOptimizers", "Schedule", "StepOutput", "Surroundings", "Task"]
+__all__ = [
+    "Accuracy",
+    "MeanAbsoluteError",
+    "ModelLossTask",
+    "OwnOptimizers",
+    "Schedule",
+    "StepOutput",
+    "Surroundings",
+    "Task",
+]

@@ -99,13 +99,17 @@ class Task(nn.Module):
         inputs, targets = batch
         outputs = self.model(inputs)
         targets = targets.to(outputs.device)
+        return StepOutput(self._loss(outputs, targets), self._measured(outputs, targets), targets.shape[0])
+
+    def _measured(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        """Return the metrics of a batch; those with a state of their own take it in."""
         values = {}
         for name, metric in self.metrics.items():
             if is_stateful(metric):
                 metric.to(outputs.device).update(outputs, targets)  # type: ignore[attr-defined]
             else:
                 values[name] = metric(outputs, targets)
-        return StepOutput(self._loss(outputs, targets), values, targets.shape[0])
+        return values
 
     def _loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the loss; refuse what torch would broadcast, and so compare each output with each target."""

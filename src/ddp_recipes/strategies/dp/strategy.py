@@ -31,6 +31,12 @@ class DataParallel(Single):
 
     def check(self, task: Task, devices: Sequence[torch.device]) -> None:
         """Refuse a replica that spans devices."""
+        own_step = type(task).training_step is not Task.training_step
+        if devices[0].type == "cuda" and own_step:
+            raise RequestError(
+                f"strategy=dp copies the model alone to every GPU and gives it inputs, so {type(task).__name__}'s own "
+                f"training_step would not be called. Use strategy=ddp, or strategy=single."
+            )
         if len(devices) > 1:
             raise RequestError(
                 f"strategy=dp copies the model to every GPU, so a replica cannot span {len(devices)} devices "

@@ -1,0 +1,90 @@
+"""A task around a model that brings its loss, as those of Hugging Face's ``transformers`` do."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from ddp_recipes._compat.pytree import tree_leaves
+from ddp_recipes.errors import RequestError
+from ddp_recipes.tasks.task import StepOutput, Task
+
+
+class ModelLossTask(Task):
+    """A model that is given the whole batch and returns its loss.
+
+    A batch that is a mapping is given as keyword arguments, a tuple or list as arguments, anything else as one. The
+    loss is ``output.loss``, ``output["loss"]`` or the output itself, the mean over the batch's samples.
+
+    Args:
+        model: any such module.
+        metrics: as in :class:`Task`, of the two below.
+        outputs: what metrics get of the model's output, by its name; it is also what is predicted.
+        labels: what metrics get of the batch, likewise.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        metrics: Mapping[str, Any] | None = None,
+        outputs: str = "logits",
+        labels: str = "labels",
+    ) -> None:
+        super().__init__(model, nn.Identity(), metrics)
+        self.outputs, self.labels = outputs, labels
+
+    def training_step(self, batch: Any) -> StepOutput:
+        """Return the model's loss."""
+        return StepOutput(self._loss_in(self._called(batch), batch), {}, _size(batch))
+
+    def validation_step(self, batch: Any) -> StepOutput:
+        """Return the model's loss, and metrics of what is named of its output and of the batch."""
+        output = self._called(batch)
+        values = {}
+        if self.metrics:
+            outputs = _named(output, self.outputs, "task.outputs", f"the output of {type(self.model).__name__}")
+            values = self._measured(outputs, _named(batch, self.labels, "task.labels", "a batch").to(outputs.device))
+        return StepOutput(self._loss_in(output, batch), values, _size(batch))
+
+    def predict_step(self, batch: Any) -> Any:
+        """Return what is named of the model's output, or all of it where that is a tensor."""
+        output = self._called(batch)
+        whole = isinstance(output, Tensor)
+        return output if whole else _named(output, self.outputs, "task.outputs", f"{type(self.model).__name__}'s")
+
+    def _called(self, batch: Any) -> Any:
+        if isinstance(batch, Mapping):
+            return self.model(**batch)
+        return self.model(*batch) if isinstance(batch, (tuple, list)) else self.model(batch)
+
+    def _loss_in(self, output: Any, batch: Any) -> Tensor:
+        loss = output if isinstance(output, Tensor) else _get(output, "loss")
+        if isinstance(loss, Tensor) and loss.dim() == 0:
+            return loss
+        given = f"the keys {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
+        found = f"a tensor of {list(loss.shape)}" if isinstance(loss, Tensor) else "none"
+        raise RequestError(
+            f"task=model_loss takes the loss that the model returns, a scalar as output.loss or the output itself, and "
+            f"{type(self.model).__name__} returned {found}, for a batch of {given}. Name what it computes the loss "
+            f"from as it does (mostly labels), e.g. by data.collate_fn, or choose another task."
+        )
+
+
+def _get(output: Any, name: str) -> Any:
+    return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+
+
+def _named(values: Any, name: str, key: str, owner: str) -> Tensor:
+    found = _get(values, name)
+    if not isinstance(found, Tensor):
+        names = ", ".join(map(str, values)) if isinstance(values, Mapping) else type(values).__name__
+        raise RequestError(f"{key}={name} is no tensor in {owner}: {names}. Set {key} to the name of the one to use.")
+    return found
+
+
+def _size(batch: Any) -> int:
+    """Return the number of samples in a batch: the length of the first tensor that has one."""
+    for leaf in tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch):
+        if isinstance(leaf, Tensor) and leaf.dim():
+            return len(leaf)
+    raise RequestError(f"There is no tensor in a batch, a {type(batch).__name__}, so its samples cannot be counted.")
