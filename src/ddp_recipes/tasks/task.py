@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from ddp_recipes.errors import RequestError
+from ddp_recipes.loggers import Logger
 from ddp_recipes.tasks.schedule import OwnOptimizers
 
 _ELEMENTWISE = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss)
@@ -33,7 +34,15 @@ class Task(nn.Module):
         model: any module, ``inputs -> outputs``.
         loss: ``(outputs, targets) -> scalar``, the mean over the batch.
         metrics: name to ``(outputs, targets) -> [n]``, one value a sample, or to a torchmetrics ``Metric``.
+
+    Attributes:
+        logger: where the run's numbers go, e.g. ``self.logger.scalars({"train/gap": gap}, self.global_step)``; drops
+            what it gets on all ranks but rank 0, and until training begins.
+        global_step: the optimizer step that is being taken, or was taken last.
     """
+
+    logger = Logger()
+    global_step = 0
 
     def __init__(self, model: nn.Module, loss: nn.Module, metrics: Mapping[str, Any] | None = None) -> None:
         super().__init__()

@@ -30,6 +30,7 @@ def forward_backward(run: Run, batches: Iterator[Batch]) -> tuple[list[Losses], 
         The losses of each of this rank's shards; the number of samples of all ranks.
     """
     at, plan, strategy = run.cursor, run.train.plan, run.strategy
+    run.task.global_step = at.step + 1
     numbers = range(at.batch, min(at.batch + run.trainer.accumulate_grad_batches, plan.num_batches))
     samples = sum(map(plan.size, numbers))
     losses: list[Losses] = []
