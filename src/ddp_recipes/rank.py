@@ -30,6 +30,7 @@ from ddp_recipes.tools import equivalence as check
 from ddp_recipes.tools import profiling
 from ddp_recipes.training import loop
 from ddp_recipes.training.evaluation import check_monitor, evaluate
+from ddp_recipes.training.metrics import Matrices, log_matrices
 from ddp_recipes.training.precision import make_precision
 from ddp_recipes.training.state import Run
 
@@ -155,8 +156,10 @@ def measure(recipe: Recipe, output: Output) -> None:
     recipe.strategy.shard(recipe.task, recipe.devices.own)
     output.open(None)
     precision = make_precision(recipe.trainer.precision, recipe.device.type)
-    output.metrics = evaluate(recipe.task, recipe.loaders, recipe.strategy, precision)
+    matrices: Matrices = {}
+    output.metrics = evaluate(recipe.task, recipe.loaders, recipe.strategy, precision, matrices)
     output.logger.scalars(output.metrics, step)
+    log_matrices(matrices, output.logger, recipe.world.is_main)
 
 
 def predict(recipe: Recipe, output: Output) -> None:

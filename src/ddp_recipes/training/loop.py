@@ -6,6 +6,7 @@ from ddp_recipes.runtime.phases import phase
 from ddp_recipes.training.cadence import reason_to_stop, save_due, validation_due
 from ddp_recipes.training.clock import Rate
 from ddp_recipes.training.evaluation import validate
+from ddp_recipes.training.metrics import train_metrics
 from ddp_recipes.training.saving import save
 from ddp_recipes.training.state import Cursor, Run, Update
 
@@ -86,6 +87,7 @@ def write_log(run: Run, update: Update, rate: Rate) -> None:
     }
     if norms:
         values["train/grad_norm"] = norms[0]
+    values |= train_metrics(run, update)
     run.metrics.update(values)
     run.logger.scalars(values, run.cursor.step)
     run.progress.metrics(values)

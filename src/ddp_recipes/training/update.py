@@ -14,27 +14,35 @@ from ddp_recipes.training.state import Run, Update
 
 def update(run: Run, batches: Iterator[Batch], measured: bool) -> Update:
     """Take one optimizer step with the next of ``batches``; ``measured`` asks for the gradient's norm."""
-    losses, samples = forward_backward(run, batches)
+    losses, samples, sums = forward_backward(run, batches, measured and run.task.train_metrics)
     with phase("optimizer"):
         norm = clip(run, measured)
         lr = run.optimizer.param_groups[0]["lr"]
         run.precision.step(run.optimizer)
         zero_grad(run.optimizer)
-    return Update(losses, samples, norm, lr)
+    return Update(losses, samples, norm, lr, sums)
 
 
-def forward_backward(run: Run, batches: Iterator[Batch]) -> tuple[list[Losses], int]:
+def forward_backward(
+    run: Run, batches: Iterator[Batch], measured: bool = False
+) -> tuple[list[Losses], int, list[dict[str, Tensor]]]:
     """Run the micro-batches of one optimizer step, so that gradients are those of the mean over all its samples.
 
     Returns:
-        The losses of each of this rank's shards; the number of samples of all ranks.
+        The losses of each of this rank's shards; the number of samples of all ranks; if ``measured`` is set, the
+        metrics' sums over each of this rank's shards.
     """
     at, plan, strategy = run.cursor, run.train.plan, run.strategy
     run.task.global_step = at.step + 1
     numbers = range(at.batch, min(at.batch + run.trainer.accumulate_grad_batches, plan.num_batches))
     samples = sum(map(plan.size, numbers))
     losses: list[Losses] = []
-    for shard in run.train.shards:
+    sums: list[dict[str, Tensor]] = []
+    if measured:
+        sums = [{} for _ in run.train.shards]
+        for metric in run.task.stateful_metrics.values():
+            metric.reset()
+    for place, shard in enumerate(run.train.shards):
         seed_step(step_key(run.seed, at.step, shard), run.devices)
         mine: Losses = []
         with strategy.batch_shard(sum(plan.size(number, shard) for number in numbers) / samples):
@@ -43,13 +51,14 @@ def forward_backward(run: Run, batches: Iterator[Batch]) -> tuple[list[Losses], 
                     batch = next(batches)
                 if batch.num_samples == 0 and not strategy.takes_empty:
                     continue
+                run.task.train_sums = sums[place] if measured and batch.num_samples else None
                 weight, last = batch.num_samples * strategy.divisor / samples, number == numbers[-1]
                 loss = strategy.training_step(run.module, batch.data, weight, last, run.precision)
                 mine.append((loss, batch.num_samples))
         losses.append(mine)
     with phase(ALL_REDUCE):
         strategy.reduce()
-    return losses, samples
+    return losses, samples, sums
 
 
 def clip(run: Run, measured: bool) -> Tensor | None:
