@@ -98,6 +98,8 @@ class Output:
             purge_step = run.cursor.step + 1 if run is not None and self.resumes_in_place else None
             self.logger = self.make_logger(purge_step)
             self._stack.callback(self.logger.close)
+            self.task.logger = self.logger
+            self.logger.parameters(hyper_parameters(self.job.config) | {"world_size": self.world.world_size})
             config = OmegaConf.to_yaml(OmegaConf.create(dict(self.job.config)))
             self.logger.text("config", f"```yaml\n{config}\n```")
             self._draw_split()
@@ -128,6 +130,7 @@ class Output:
         if cause is not None:
             logging.getLogger(FAILURE).error("%s", cause.rstrip())
         write_summary(self.directory.path, summary)
+        self.logger.finish(summary["status"])
         if cause is None:
             numbers = {name: value for name, value in summary["metrics"].items() if not name.startswith("train/")}
             params = hyper_parameters(self.job.config) | {"world_size": summary["world_size"]}

@@ -31,6 +31,7 @@ from ddp_recipes.tools import equivalence as check
 from ddp_recipes.tools import profiling
 from ddp_recipes.training import loop
 from ddp_recipes.training.evaluation import check_monitor, evaluate
+from ddp_recipes.training.metrics import Matrices, log_matrices
 from ddp_recipes.training.precision import make_precision
 from ddp_recipes.training.state import Run
 
@@ -174,12 +175,14 @@ def stop_early(run: Run) -> NoReturn:
 
 def measure(recipe: Recipe, output: Output) -> None:
     """Evaluate without training: ``mode=validate`` and ``mode=test``."""
-    step = recipe.load_weights()
+    recipe.task.global_step = step = recipe.load_weights()
     recipe.strategy.shard(recipe.task, recipe.devices.own)
     output.open(None)
     precision = make_precision(recipe.trainer.precision, recipe.device.type)
-    output.metrics = evaluate(recipe.task, recipe.loaders, recipe.strategy, precision)
+    matrices: Matrices = {}
+    output.metrics = evaluate(recipe.task, recipe.loaders, recipe.strategy, precision, matrices)
     output.logger.scalars(output.metrics, step)
+    log_matrices(matrices, output.logger, recipe.world.is_main)
 
 
 def predict(recipe: Recipe, output: Output) -> None:

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from helpers.trackers import QUIET
+
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 MARKDOWN = {page: page.read_text(encoding="utf-8") for page in PAGES}
@@ -106,12 +108,16 @@ def environ(tmp_path: Path) -> dict[str, str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    return os.environ | {
-        "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
-        "PORT": str(port),
-        "HEAD": "127.0.0.1",
-        "COLUMNS": "200",
-    }
+    return (
+        os.environ
+        | QUIET
+        | {
+            "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
+            "PORT": str(port),
+            "HEAD": "127.0.0.1",
+            "COLUMNS": "200",
+        }
+    )
 
 
 def plain(text: str) -> str:

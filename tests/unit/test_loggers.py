@@ -1,7 +1,10 @@
 """Loggers, read back as TensorBoard reads them."""
 
+import base64
+import copy
 import csv
 import logging
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -12,8 +15,12 @@ from tensorboard.plugins.hparams import plugin_data_pb2
 from torch import Tensor, nn
 
 from ddp_recipes.build.instantiate import make
-from ddp_recipes.loggers import CSVLogger, Logger, Loggers, TensorBoardLogger
+from ddp_recipes.loggers import CSVLogger, Logger, Loggers, TensorBoardLogger, WandbLogger
+from helpers.trackers import QUIET, wandb_exit_code, wandb_points, wandb_records, wandb_rows
 
+PNG = base64.b64decode(  # a pixel
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6kgAAAABJRU5ErkJggg=="
+)
 CONF = Path(__file__).parents[2] / "conf" / "logger"
 
 
@@ -267,6 +274,51 @@ def test_csv_hparams_are_a_yaml_chosen_ones_first(tmp_path: Path) -> None:
     assert (tmp_path / "hparams.yaml").read_text() == "optimizer.lr: 0.5\nseed: 1\nmodel: Toy\n"
 
 
+def test_csv_has_the_latest_picture_of_each_name(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path)
+    for png in (b"first", b"second"):
+        logger.image("val/confusion", png)
+    logger.close()
+    assert [path.read_bytes() for path in tmp_path.rglob("*.png")] == [b"second"]
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+# --- trackers --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Keep W&B from the network, and end its process."""
+    for name, value in QUIET.items():
+        monkeypatch.setenv(name, value)
+    yield
+    import wandb
+
+    wandb.teardown()
+
+
+@pytest.mark.usefixtures("quiet")
+def test_wandb_goes_on_from_an_older_checkpoint(tmp_path: Path) -> None:
+    for purge_step, last in ((None, 6), (4, 5)):
+        logger = WandbLogger(tmp_path / "wandb", purge_step, mode="offline", project="ours", tags=["a"])
+        for step in range(purge_step or 1, last + 1):
+            logger.scalars({"loss": step / (purge_step or 1)}, step)
+        logger.image("val/confusion", PNG)
+        logger.text("config", "seed: 42")
+        logger.flush()
+        logger.hparams({"optimizer.lr": 0.1}, {"loss": 0.5})
+        logger.finish("finished")
+        logger.close()
+    assert wandb_points(tmp_path, "loss") == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 1.0), (5, 1.25)]
+    assert [row["_step"] for row in wandb_rows(tmp_path) if "val/confusion/_type" in row] == [5]
+    assert wandb_exit_code(tmp_path) == 0
+    configs = [each.config for each in wandb_records(tmp_path) if each.WhichOneof("record_type") == "config"]
+    assert {item.key: item.value_json for config in configs for item in config.update}["optimizer.lr"] == "0.1"
+    assert len(list((tmp_path / "wandb").glob("offline-run-*"))) == 1
+    (kept,) = (tmp_path / "wandb").glob("offline-run-*/files/config.md")
+    assert kept.read_text() == "seed: 42"
+
+
 # --- several ---------------------------------------------------------------------------------------------------------
 
 
@@ -282,6 +334,30 @@ def test_several_loggers_get_everything(tmp_path: Path) -> None:
     assert read(tmp_path / "tensorboard").Tags()["graph"]
     assert (tmp_path / "csv" / "hparams.yaml").exists()
     assert logger.see_with("run") == "tensorboard --logdir run\ncolumn -s, -t run/csv/metrics.csv"
+
+
+class _Noting(Logger):
+    def __init__(self) -> None:
+        self.noted: list[object] = []
+
+    def parameters(self, params: Mapping[str, bool | int | float | str]) -> None:
+        self.noted.append(dict(params))
+
+    def finish(self, status: str) -> None:
+        self.noted.append(status)
+
+
+def test_several_loggers_are_told_what_is_given_and_how_it_ends() -> None:
+    loggers = [_Noting(), Logger(), _Noting()]
+    logger = Loggers(loggers)
+    logger.parameters({"optimizer.lr": 0.1})
+    logger.finish("preempted")
+    assert [each.noted for each in loggers if isinstance(each, _Noting)] == [[{"optimizer.lr": 0.1}, "preempted"]] * 2
+
+
+def test_copy_of_what_holds_a_logger_logs_to_the_same() -> None:
+    logger = _Noting()
+    assert copy.deepcopy({"task": [logger]})["task"][0] is logger
 
 
 class _Failing(Logger):

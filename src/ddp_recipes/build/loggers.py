@@ -3,8 +3,12 @@
 import inspect
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from ddp_recipes._compat.messages import shortened
 from ddp_recipes.build.instantiate import locate, make, parameters_of
 from ddp_recipes.errors import RequestError, nearest
 from ddp_recipes.loggers import Logger, Loggers, folder_name
@@ -78,3 +82,11 @@ def _check(node: Mapping[str, Any], section: str) -> None:
     for name in allowed:
         if parameters[name].default is inspect.Parameter.empty and name not in node:
             raise RequestError(f"{section}.{name} is missing: {node['_target_']} has no default for it.")
+    found = locate(target, section)
+    if isinstance(found, type) and issubclass(found, Logger):
+        try:  # what comes from the environment is resolved where it is used
+            its_own = OmegaConf.create({name: node[name] for name in allowed if name in node})
+            resolved = OmegaConf.to_container(its_own, resolve=True)
+        except OmegaConfBaseException as error:
+            raise RequestError(f"{section}.{error.full_key}: {shortened(error)}") from None
+        found.check(section, cast(dict[str, Any], resolved))

@@ -268,7 +268,8 @@ def monitored(request: Request, loaders: Mapping[str, Loader], task: Task) -> Ch
         monitor = f"{evaluated[0]}/loss" if evaluated else "train/loss" if fits else "val/loss"
         return replace(settings, monitor=monitor, mode="min" if settings.mode == "auto" else settings.mode)
     known = {f"train/{name}" for name in ("loss", "lr", "grad_norm", "samples_per_second", "epoch")}
-    known |= {f"{split}/{name}" for split in loaders if split != "train" for name in ("loss", *task.metrics)}
+    measured = [split for split in loaders if split != "train" or task.train_metrics]
+    known |= {f"{split}/{name}" for split in measured for name in ("loss", *task.metric_names)}
     own_steps = type(task).validation_step is not Task.validation_step
     if fits and not (own_steps and monitor.startswith("val/")):
         check_measured(monitor, known)

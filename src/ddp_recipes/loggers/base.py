@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
+
+from ddp_recipes.errors import RequestError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -17,6 +21,29 @@ Parameter = bool | int | float | str
 def folder_name(name: str) -> str:
     """Return the folder of a logger that is called so: ``lines`` for ``LinesLogger``."""
     return (name.removesuffix("Logger") or name).lower()
+
+
+def require(package: str, section: str, target: str) -> None:
+    """Refuse a logger whose package is not installed; ``ddp-recipes`` has an extra of the package's name.
+
+    Raises:
+        RequestError: says what to install.
+    """
+    if find_spec(package) is None:
+        raise RequestError(
+            f"{section} is a {target}, which needs the package {package}, and it is not installed. Install "
+            f"ddp-recipes[{package}], or choose another logger."
+        )
+
+
+def kept_id(directory: Path, new: Callable[[], str]) -> str:
+    """Return the id of the run in a tracker: that of an earlier start, or a new one, which the folder keeps."""
+    path = directory / "run_id"
+    if not path.exists():
+        aside = path.with_suffix(".tmp")
+        aside.write_text(new())
+        os.replace(aside, path)
+    return path.read_text()
 
 
 class Logger:
@@ -34,8 +61,23 @@ class Logger:
         if not cls.folder:
             cls.folder = folder_name(cls.__name__)
 
+    @classmethod
+    def check(cls, section: str, keys: Mapping[str, Any]) -> None:
+        """Refuse what cannot work, before anything is written; ``keys`` are those of the config's ``section``.
+
+        Raises:
+            RequestError: says what to install or to change.
+        """
+
     def __init__(self, directory: str | Path | None = None, purge_step: int | None = None) -> None:
         """Take what every logger is given: its folder, and on resume the first step that will be logged again."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Logger:
+        """Return the logger itself: a copy of a task logs to where the task does."""
+        return self
+
+    def parameters(self, params: Mapping[str, Parameter]) -> None:
+        """Record, at each start, what the run is given; for loggers that do not wait for :meth:`hparams`."""
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         """Record numbers by name at the optimizer step ``step``."""
@@ -57,6 +99,9 @@ class Logger:
     def flush(self) -> None:
         """Write out what is held back."""
 
+    def finish(self, status: str) -> None:
+        """Record how the run ends: ``finished``, ``failed`` or ``preempted``. Not called where a kill ends it."""
+
     def close(self) -> None:
         """Flush, and write no more."""
 
@@ -74,6 +119,9 @@ class Loggers(Logger):
     def _each(self, method: str, *arguments: Any) -> None:
         for logger in self.loggers:
             getattr(logger, method)(*arguments)
+
+    def parameters(self, params: Mapping[str, Parameter]) -> None:
+        self._each("parameters", params)
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         self._each("scalars", values, step)
@@ -94,6 +142,9 @@ class Loggers(Logger):
 
     def flush(self) -> None:
         self._each("flush")
+
+    def finish(self, status: str) -> None:
+        self._each("finish", status)
 
     def close(self) -> None:
         with ExitStack() as stack:  # if one fails, the others still close

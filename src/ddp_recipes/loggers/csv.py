@@ -6,7 +6,7 @@ import csv
 import io
 import os
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO, ClassVar
 
@@ -122,6 +122,20 @@ class CSVLogger(Logger):
         if self._file is not None:
             self._file.close()
             self._file = None
+
+    def points(self) -> Iterator[tuple[int, dict[str, float]]]:
+        """Yield each step that is in the file, with its numbers by name."""
+        if self._path.exists():
+            with self._path.open(encoding="utf-8", newline="") as file:
+                for row in csv.DictReader(file):
+                    yield int(row.pop("step")), {name: float(cell) for name, cell in row.items() if cell}
+
+    def image(self, tag: str, png: bytes) -> None:
+        """Write the picture as ``<tag>.png``, over an earlier one."""
+        path = self._directory / f"{tag}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.with_suffix(".tmp").write_bytes(png)
+        os.replace(path.with_suffix(".tmp"), path)
 
     def see_with(self, run_directory: str) -> str:
         return f"column -s, -t {run_directory}/csv/metrics.csv"

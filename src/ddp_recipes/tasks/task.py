@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,12 +13,14 @@ from torch import Tensor, nn
 
 from ddp_recipes.config.settings import TrainerSettings
 from ddp_recipes.errors import RequestError
+from ddp_recipes.loggers import Logger
 from ddp_recipes.runtime.world import World
 from ddp_recipes.tasks.schedule import OwnOptimizers
 
 if TYPE_CHECKING:
     from ddp_recipes.callbacks import Callback
 
+_OF_THE_LOOP = ("lr", "grad_norm", "samples_per_second", "epoch")  # what it logs as train/… itself, and the loss
 _ELEMENTWISE = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss)
 
 
@@ -73,25 +76,57 @@ class Task(nn.Module):
     Args:
         model: any module, ``inputs -> outputs``.
         loss: ``(outputs, targets) -> scalar``, the mean over the batch.
-        metrics: name to ``(outputs, targets) -> [n]``, one value a sample, or to a torchmetrics ``Metric``.
+        metrics: name to ``(outputs, targets) -> [n]``, one value a sample, or to a torchmetrics ``Metric`` or
+            ``MetricCollection``, whose metrics have their own names.
+        train_metrics: whether to log them for training batches, too, at each line of the log.
+
+    Raises:
+        RequestError: two metrics have one name.
+
+    Attributes:
+        train_sums: the sum of each metric over the samples of a shard of the training batch, while it is measured.
+        logger: where the run's numbers go, e.g. ``self.logger.scalars({"train/gap": gap}, self.global_step)``; drops
+            what it gets on all ranks but rank 0, and until training begins.
+        global_step: the optimizer step that is being taken, or was taken last.
     """
 
-    def __init__(self, model: nn.Module, loss: nn.Module, metrics: Mapping[str, Any] | None = None) -> None:
+    logger = Logger()
+    global_step = 0
+    train_metrics = False
+    train_sums: dict[str, Tensor] | None = None
+
+    def __init__(
+        self, model: nn.Module, loss: nn.Module, metrics: Mapping[str, Any] | None = None, train_metrics: bool = False
+    ) -> None:
         super().__init__()
         self.model = model
         self.loss = loss
         self.metrics: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = dict(metrics or {})
+        self.train_metrics = train_metrics
         self._elementwise = isinstance(loss, _ELEMENTWISE)
+        names = ["loss", *(_OF_THE_LOOP if train_metrics else ()), *self.metric_names]
+        if twice := [name for name, count in Counter(names).items() if count > 1]:
+            raise RequestError(
+                f"Two metrics are called {', '.join(twice)}: of task.metrics, of a collection there, or of the loop. "
+                f"Give each a name of its own, in a MetricCollection e.g. by its prefix."
+            )
 
     def forward(self, batch: Any) -> StepOutput:
         """Run a training step: this is what the strategy's wrapper calls."""
         return self.training_step(batch)
 
     def training_step(self, batch: Any) -> StepOutput:
-        """Return the mean loss of a batch; metrics are left to validation."""
+        """Return the mean loss of a batch; metrics are left to validation, but for ``train_metrics``."""
         inputs, targets = batch
-        outputs = self.model(inputs)
+        return self.training_output(self.model(inputs), targets)
+
+    def training_output(self, outputs: Tensor, targets: Tensor) -> StepOutput:
+        """Return the same of the model's outputs."""
         targets = targets.to(outputs.device)  # a model over several devices ends on its last
+        if self.train_sums is not None:
+            for name, value in self._measured(outputs.detach(), targets).items():
+                total = value.double().sum() if value.dim() else value.double() * len(targets)
+                self.train_sums[name] = self.train_sums.get(name, 0) + total
         return StepOutput(self._loss(outputs, targets), {}, targets.shape[0])
 
     def validation_step(self, batch: Any) -> StepOutput:
@@ -102,7 +137,7 @@ class Task(nn.Module):
         return StepOutput(self._loss(outputs, targets), self._measured(outputs, targets), targets.shape[0])
 
     def _measured(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """Return the metrics of a batch; those with a state of their own take it in."""
+        """Return the values of the metrics that give one a sample; update the others."""
         values = {}
         for name, metric in self.metrics.items():
             if is_stateful(metric):
@@ -186,6 +221,12 @@ class Task(nn.Module):
     def stateful_metrics(self) -> dict[str, Any]:
         """Metrics that accumulate over the data set and over ranks by themselves (torchmetrics)."""
         return {name: metric for name, metric in self.metrics.items() if is_stateful(metric)}
+
+    @property
+    def metric_names(self) -> list[str]:
+        """What the metrics are called; each of a collection by its own name."""
+        names = (each.keys() if hasattr(each, "keys") else [name] for name, each in self.metrics.items())
+        return [name for of_one in names for name in of_one]
 
     def weights(self) -> dict[str, Tensor]:
         """Return the model state under the model's own names; what else the task holds is under ``task.``."""

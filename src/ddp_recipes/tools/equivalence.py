@@ -105,7 +105,7 @@ def train(run: Run) -> Iterator[dict[str, Tensors]]:
         epoch = run.cursor.epoch
         batches = run.train.batches(epoch, run.cursor.batch, run.trainer.accumulate_grad_batches)
         while run.cursor.epoch == epoch:
-            _, samples = forward_backward(run, batches)
+            _, samples, _ = forward_backward(run, batches)
             yield {
                 "gradient": {
                     name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

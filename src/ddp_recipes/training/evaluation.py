@@ -1,7 +1,6 @@
 """The loss and metrics of a data set, every sample counted once."""
 
 import logging
-import warnings
 from collections.abc import Collection, Mapping
 
 import torch
@@ -12,6 +11,7 @@ from ddp_recipes.errors import RequestError, nearest
 from ddp_recipes.runtime.phases import phase
 from ddp_recipes.strategies import Strategy
 from ddp_recipes.tasks import Task
+from ddp_recipes.training.metrics import Matrices, computed, log_matrices
 from ddp_recipes.training.precision import Precision
 from ddp_recipes.training.state import Metrics, Run
 
@@ -22,10 +22,12 @@ def validate(run: Run) -> None:
     """Evaluate on the validation sets, log it, and tell the callbacks."""
     for callback in run.callbacks.values():
         callback.on_validation_start(run.cursor.step)
-    metrics = evaluate(run.task, run.val, run.strategy, run.precision)
+    matrices: Matrices = {}
+    metrics = evaluate(run.task, run.val, run.strategy, run.precision, matrices)
     check_monitor(run.monitor, {**run.metrics, **metrics})
     run.metrics.update(metrics)
     run.logger.scalars(metrics, run.cursor.step)
+    log_matrices(matrices, run.logger, run.world.is_main)
     shown = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
     log.info("epoch %d  step %d  %s", run.cursor.epoch, run.cursor.step, shown)
     for callback in run.callbacks.values():
@@ -35,24 +37,33 @@ def validate(run: Run) -> None:
     run.task.train()
 
 
-def evaluate(task: Task, loaders: Mapping[str, Loader], strategy: Strategy, precision: Precision) -> Metrics:
+def evaluate(
+    task: Task,
+    loaders: Mapping[str, Loader],
+    strategy: Strategy,
+    precision: Precision,
+    matrices: Matrices | None = None,
+) -> Metrics:
     """Return the loss and metrics of data sets, every sample of each counted once at any world size.
 
     The bare module is run, not the strategy's wrapper, so ranks may have different numbers of batches.
 
     Args:
         loaders: by what their metrics' names begin with: ``val``, or ``val/clean`` and ``val/noisy``.
+        matrices: gets the metrics that are no numbers, for a picture.
     """
     strategy.sync_buffers(task)
     task.eval()
     metrics: Metrics = {}
     for number, (prefix, loader) in enumerate(loaders.items()):
         task.start_evaluation(prefix.partition("/")[0], number)
-        metrics |= _evaluate(task, loader, strategy, prefix, precision)
+        metrics |= _evaluate(task, loader, strategy, prefix, precision, {} if matrices is None else matrices)
     return task.end_evaluation(next(iter(loaders)).partition("/")[0], metrics)
 
 
-def _evaluate(task: Task, loader: Loader, strategy: Strategy, prefix: str, precision: Precision) -> Metrics:
+def _evaluate(
+    task: Task, loader: Loader, strategy: Strategy, prefix: str, precision: Precision, matrices: Matrices
+) -> Metrics:
     for metric in task.stateful_metrics.values():
         metric.reset()
     step = task.test_step if prefix.startswith("test") else task.validation_step
@@ -77,12 +88,7 @@ def _evaluate(task: Task, loader: Loader, strategy: Strategy, prefix: str, preci
     totals = strategy.sum(torch.stack(list(sums.values()), dim=1))
     counted = zip(sums, totals.tolist(), strict=True)
     metrics = {task.metric_name(prefix, name): total / count for name, (total, count) in counted if count}
-    with warnings.catch_warnings():
-        # torchmetrics warns of a metric without an update; a rank without a sample is no mistake.
-        warnings.filterwarnings("ignore", "The ``compute`` method", UserWarning)
-        return metrics | {
-            task.metric_name(prefix, name): float(metric.compute()) for name, metric in task.stateful_metrics.items()
-        }
+    return metrics | computed(task, prefix, matrices)
 
 
 def check_monitor(monitor: str, metrics: Metrics) -> None:

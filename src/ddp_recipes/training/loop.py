@@ -7,6 +7,7 @@ from ddp_recipes.runtime.phases import phase
 from ddp_recipes.training.cadence import reason_to_stop, save_due, validation_due
 from ddp_recipes.training.clock import Rate
 from ddp_recipes.training.evaluation import validate
+from ddp_recipes.training.metrics import train_metrics
 from ddp_recipes.training.saving import save
 from ddp_recipes.training.state import Cursor, Run, Update
 
@@ -89,6 +90,7 @@ def write_log(run: Run, update: Update, rate: Rate) -> None:
         "train/epoch": run.cursor.epoch + run.cursor.batch / len(run.train),
     }
     run.progress.metrics(values)
+    values |= train_metrics(run, update)
     values = {name: value for name, value in values.items() if name not in run.task.logged}
     run.metrics.update(values)
     run.logger.scalars(values, run.cursor.step)

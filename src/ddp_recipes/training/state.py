@@ -45,12 +45,14 @@ class Update(NamedTuple):
         samples: of all ranks.
         norm: of the gradient before it was clipped, if it was measured.
         lr: of the first parameter group, as the step took it.
+        sums: of each metric, over the samples of each of this rank's shards; empty where they are not measured.
     """
 
     losses: Sequence[Losses]
     samples: int
     norm: Tensor | None
     lr: float
+    sums: Sequence[Mapping[str, Tensor]] = ()
 
 
 @dataclass

@@ -15,13 +15,13 @@ from ddp_recipes.training.state import Run, Update
 
 def update(run: Run, batches: Iterator[Batch], measured: bool) -> Update:
     """Take one optimizer step with the next of ``batches``; ``measured`` asks for the gradient's norm."""
-    losses, samples = forward_backward(run, batches)
+    losses, samples, sums = forward_backward(run, batches, measured and run.task.train_metrics)
     with phase("optimizer"):
         norm = clip(run, measured)
         lr = run.optimizer.param_groups[0]["lr"]
         run.precision.step(run.optimizer)
         zero_grad(run.optimizer)
-    return Update(losses, samples, norm, lr)
+    return Update(losses, samples, norm, lr, sums)
 
 
 class MicroBatch(NamedTuple):
@@ -46,6 +46,7 @@ def micro_batches(run: Run, batches: Iterator[Batch]) -> Iterator[MicroBatch]:
     """
     at, plan, strategy = run.cursor, run.train.plan, run.strategy
     numbers = of_step(run)
+    run.task.global_step = at.step + 1
     samples = sum(map(plan.size, numbers))
     for place, shard in enumerate(run.train.shards):
         seed_step(step_key(run.seed, at.step, shard), run.devices)
@@ -64,19 +65,27 @@ def of_step(run: Run) -> range:
     return range(at.batch, min(at.batch + run.trainer.accumulate_grad_batches, run.train.plan.num_batches))
 
 
-def forward_backward(run: Run, batches: Iterator[Batch]) -> tuple[list[Losses], int]:
+def forward_backward(
+    run: Run, batches: Iterator[Batch], measured: bool = False
+) -> tuple[list[Losses], int, list[dict[str, Tensor]]]:
     """Run the micro-batches of one optimizer step, so that gradients are those of the mean over all its samples.
 
     Returns:
-        The losses of each of this rank's shards; the number of samples of all ranks.
+        The losses of each of this rank's shards; the number of samples of all ranks; if ``measured`` is set, the
+        metrics' sums over each of this rank's shards.
     """
     losses: list[Losses] = [[] for _ in run.train.shards]
+    sums: list[dict[str, Tensor]] = [{} for _ in losses] if measured else []
+    if measured:
+        for metric in run.task.stateful_metrics.values():
+            metric.reset()
     for batch, shard, weight, last in micro_batches(run, batches):
+        run.task.train_sums = sums[shard] if measured and batch.num_samples else None
         loss = run.strategy.training_step(run.module, batch.data, weight, last, run.precision)
         losses[shard].append((loss, batch.num_samples))
     with phase(ALL_REDUCE):
         run.strategy.reduce()
-    return losses, sum(map(run.train.plan.size, of_step(run)))
+    return losses, sum(map(run.train.plan.size, of_step(run))), sums
 
 
 def clip(run: Run, measured: bool) -> Tensor | None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed import Store
 from torch.distributed.device_mesh import DeviceMesh
 
+from ddp_recipes.errors import RequestError
 from ddp_recipes.model_parallel.layout import Layout
 from ddp_recipes.model_parallel.pipeline import Pipeline, joined
 from ddp_recipes.runtime.phases import phase
@@ -37,6 +38,14 @@ class DDPPipeline(Group):
         self.processes = settings.processes_per_replica
         self.weight = 1.0
         self.pipeline: Pipeline | None = None
+
+    def check(self, task: Task, devices: Sequence[torch.device]) -> None:
+        """Refuse what only some processes could measure."""
+        if task.train_metrics:
+            raise RequestError(
+                f"task.train_metrics=true does not go with strategy={self.settings.name}, which keeps no outputs of "
+                f"training steps. Leave it out; those of validation are measured."
+            )
 
     @property
     def layout(self) -> Layout:

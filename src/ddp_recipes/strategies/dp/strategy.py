@@ -51,6 +51,6 @@ class DataParallel(Single):
 
         def training_step(batch: Any) -> StepOutput:
             inputs, targets = batch
-            return StepOutput(task.loss(parallel(inputs), targets), {}, len(targets))
+            return task.training_output(parallel(inputs), targets)
 
         return training_step

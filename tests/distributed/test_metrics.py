@@ -1,0 +1,147 @@
+"""Metrics of a task: collections, confusion matrices as pictures, and those of training batches."""
+
+import csv
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from ddp_recipes.errors import RequestError, RunFailed
+from ddp_recipes.reporting.run_directory import Summary
+
+Run = Callable[..., Summary]
+
+IMAGES = [
+    "data=fake_images",
+    "data.image_size=4",
+    "data.in_channels=1",
+    "data.num_samples=46",
+    "data.val_samples=21",
+    "data.global_batch_size=12",
+    "model=mlp",
+    "trainer.max_epochs=2",
+    "trainer.log_every_n_steps=1",
+]
+OF = "torchmetrics.classification.Multiclass"
+F1 = f"{{_target_: {OF}F1Score, num_classes: 10}}"
+HITS = f"{{_target_: {OF}Accuracy, num_classes: 10, average: micro}}"
+SCORES = f"+task.metrics.scores={{_target_: torchmetrics.MetricCollection, metrics: {{f1: {F1}, hits: {HITS}}}}}"
+CONFUSION = f"+task.metrics.confusion={{_target_: {OF}ConfusionMatrix, num_classes: 10}}"
+
+
+def column(folder: Path, name: str) -> list[tuple[int, float]]:
+    with (folder / "csv" / "metrics.csv").open(newline="") as file:
+        return [(int(row["step"]), float(row[name])) for row in csv.DictReader(file) if row[name]]
+
+
+def pictures(folder: Path, tag: str) -> list[int]:
+    board = EventAccumulator(str(folder / "tensorboard"), size_guidance={"images": 0}).Reload()
+    return [event.step for event in board.Images(tag)]
+
+
+@pytest.fixture(autouse=True)
+def loaded() -> None:
+    """Import once here, not in each forked rank."""
+    import matplotlib.figure  # noqa: F401
+    import torchmetrics.classification  # noqa: F401
+
+
+def test_collection_and_matrix_are_exact_at_any_number_of_ranks(run: Run, tmp_path: Path) -> None:
+    overrides = [
+        *IMAGES,
+        SCORES,
+        CONFUSION,
+        "logger=[csv,tensorboard]",
+        "task.train_metrics=true",
+        "strategy=ddp_exact",
+    ]
+    found = {}
+    for world_size in (1, 2):
+        folder = tmp_path / str(world_size)
+        found[world_size] = run(*overrides, world_size=world_size, directory=folder)["metrics"]
+        assert {name for name in found[1] if name.startswith("val/")} == {
+            "val/loss",
+            "val/accuracy",
+            "val/f1",
+            "val/hits",
+        }
+        steps = [step for step, _ in column(folder, "train/accuracy")]
+        assert steps == list(range(1, 9))
+        assert pictures(folder, "val/confusion") == [4, 8]
+        assert (folder / "csv" / "val" / "confusion.png").read_bytes().startswith(b"\x89PNG")
+    for name in ("val/accuracy", "val/f1", "val/hits", "train/accuracy", "train/f1", "train/hits"):
+        assert column(tmp_path / "1", name) == column(tmp_path / "2", name), name
+    for name in ("train", "val"):
+        counted, summed = column(tmp_path / "2", f"{name}/accuracy"), column(tmp_path / "2", f"{name}/hits")
+        assert [value for _, value in counted] == pytest.approx([value for _, value in summed], rel=1e-6)
+    # Of 12 samples a step, and 10 at the end of an epoch.
+    hits = [value * (10 if step % 4 == 0 else 12) for step, value in column(tmp_path / "2", "train/accuracy")]
+    assert hits == pytest.approx([round(each) for each in hits])
+
+
+def test_train_metrics_change_nothing_else(run: Run, tmp_path: Path) -> None:
+    overrides = [*IMAGES, "trainer.accumulate_grad_batches=2", "logger=csv", "trainer.log_every_n_steps=2"]
+    without = run(*overrides, world_size=2, directory=tmp_path / "without")
+    measured = run(*overrides, "task.train_metrics=true", world_size=2, directory=tmp_path / "with")
+    assert measured["weights_sha256"] == without["weights_sha256"]
+    assert measured["metrics"].keys() - without["metrics"].keys() == {"train/accuracy"}
+    assert column(tmp_path / "with", "train/loss") == column(tmp_path / "without", "train/loss")
+    assert [step for step, _ in column(tmp_path / "with", "train/accuracy")] == [2, 4]
+
+
+def test_train_metric_is_what_the_model_gave_for_the_batch(run: Run, tmp_path: Path) -> None:
+    """Of one batch without randomness the metric is that of the model before the step: as validated before it."""
+    whole = ["data.global_batch_size=46", "trainer.max_epochs=1", "optimizer.lr=0", "task.train_metrics=true"]
+    same = "data.val={_target_: ddp_recipes.datasets.fake_images, num_samples: 46, image_size: 4, in_channels: 1,"
+    same += " num_classes: 10, seed: 42, split: train}"
+    metrics = run(*IMAGES, *whole, same, world_size=2)["metrics"]
+    assert metrics["train/accuracy"] == pytest.approx(metrics["val/accuracy"])
+    assert metrics["train/loss"] == pytest.approx(metrics["val/loss"], rel=1e-6)
+
+
+def test_mode_validate_draws_the_matrix(run: Run, tmp_path: Path) -> None:
+    last = run(*IMAGES, CONFUSION, "trainer.max_epochs=1")["last_checkpoint"]
+    folder = tmp_path / "validated"
+    run(*IMAGES, CONFUSION, "mode=validate", f"ckpt_path={last}", "logger=csv", directory=folder, world_size=2)
+    assert (folder / "csv" / "val" / "confusion.png").is_file()
+
+
+REFUSED = {
+    "a value a class": f"+task.metrics.each={{_target_: {OF}Accuracy, num_classes: 10, average: none}}",
+    "a curve": f"+task.metrics.each={{_target_: {OF}ROC, num_classes: 10, thresholds: 5}}",
+    "one name twice": "+task.metrics.one={_target_: torchmetrics.MetricCollection, metrics: {accuracy: {_target_: "
+    f"{OF}Accuracy, num_classes: 10}}}}}}",
+    "the loss": "+task.metrics.loss={_target_: ddp_recipes.tasks.Accuracy}",
+    "a monitor that is drawn": "checkpoint.monitor=val/confusion",
+}
+MESSAGES = {
+    "a value a class": "task.metrics.each computes a tensor [10]",
+    "a curve": "task.metrics.each computes a tuple",
+    "one name twice": "called accuracy",
+    "the loss": "called loss",
+    "a monitor that is drawn": "checkpoint.monitor=val/confusion",
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_metric_that_cannot_be_logged_is_refused(case: str, run: Run, tmp_path: Path) -> None:
+    with pytest.raises(RequestError) as refused:
+        run(*IMAGES, CONFUSION, REFUSED[case], "checkpoint.mode=max", directory=tmp_path / "run")
+    assert MESSAGES[case] in str(refused.value)
+    assert not list(tmp_path.glob("run/*"))
+
+
+def test_train_metrics_are_refused_where_nothing_measures(run: Run, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="does not go with strategy=ddp_pipeline"):
+        run(*IMAGES, "strategy=ddp_pipeline", "task.train_metrics=true", world_size=2, directory=tmp_path / "pipeline")
+    with pytest.raises(RunFailed, match=r"Silent\.training_step does not measure"):
+        run(*IMAGES, "task._target_=trackers_parts.Silent", "task.train_metrics=true", directory=tmp_path / "own")
+
+
+def test_picture_of_a_matrix_is_a_png() -> None:
+    from ddp_recipes.reporting.figures.matrix import draw_matrix
+
+    for size in (2, 30):
+        assert draw_matrix(torch.eye(size).tolist(), "val/confusion").startswith(b"\x89PNG")
