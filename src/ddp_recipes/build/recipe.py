@@ -179,6 +179,7 @@ def make_recipe(job: Job, world: World, control: Control) -> Recipe:
             mode=mode,
             world=devices.world,
             trainer=trainer,
+            strategy=request.strategy,
             devices=devices.own,
             loaders=loaders,
             total_steps_of=lambda batches: Length(batches, trainer, accumulations).total_steps,

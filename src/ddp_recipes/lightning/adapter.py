@@ -15,6 +15,7 @@ from ddp_recipes.lightning.callbacks import Wrapped, refuse_callback
 from ddp_recipes.lightning.events import Events
 from ddp_recipes.lightning.hooks import Hooks, refuse_data_hooks, refuse_hooks
 from ddp_recipes.lightning.log import Log
+from ddp_recipes.lightning.refusals import refuse_surroundings
 from ddp_recipes.lightning.services import Services, size_of
 from ddp_recipes.lightning.trainer import Trainer
 from ddp_recipes.tasks import OwnOptimizers, StepOutput, Surroundings, Task
@@ -40,7 +41,7 @@ class LightningTask(Task):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model, nn.Identity())
-        self.trainer = Trainer(model)
+        self.trainer = Trainer(self)
         self.hooks = Hooks(model, self.trainer)
         if "training_step" not in self.hooks.own:
             raise RequestError(
@@ -65,19 +66,9 @@ class LightningTask(Task):
 
     def attach(self, surroundings: Surroundings) -> None:
         """Tell module and callbacks what run they are in, and have them set up."""
-        trainer, hooks, settings = self.trainer, self.hooks, surroundings.trainer
+        trainer, hooks = self.trainer, self.hooks
         trainer.surroundings = surroundings
-        if self.manual and (settings.accumulate_grad_batches > 1 or settings.gradient_clip_val is not None):
-            raise RequestError(
-                f"{type(self.model).__name__} optimizes by itself (automatic_optimization=False), so "
-                f"trainer.accumulate_grad_batches and trainer.gradient_clip_val would change nothing. Leave them out, "
-                f"and accumulate and clip (self.clip_gradients) in training_step."
-            )
-        step = {"validate": "validation_step", "test": "test_step"}.get(surroundings.mode, "training_step")
-        if step not in hooks.own and not (step == "test_step" and self.validates):
-            raise RequestError(
-                f"mode={surroundings.mode} runs {step}, which {type(self.model).__name__} does not define."
-            )
+        refuse_surroundings(type(self.model).__name__, hooks.own, self.manual, surroundings)
         self._attach_data(surroundings)
         hooks("setup", surroundings.mode)
         hooks("configure_model")

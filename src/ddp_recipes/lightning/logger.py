@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddp_recipes.loggers import Logger
+from ddp_recipes.tasks import Task
 
 if TYPE_CHECKING:
     from ddp_recipes.lightning.trainer import Trainer
@@ -17,33 +17,30 @@ class ModuleLogger:
 
     version = ""
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: Trainer, task: Task) -> None:
+        self._trainer, self._task = trainer, task
 
     @property
     def experiment(self) -> Any:
         """The first logger's own object, such as TensorBoard's ``SummaryWriter``; one that drops all on other ranks."""
-        return getattr(self._own, "experiment", None) or _Dropping()
-
-    @property
-    def _own(self) -> Logger:
-        return Logger() if self._trainer.run is None else self._trainer.run.logger
+        return self._task.logger.experiment or _Dropping()
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Log numbers at a step, the present one by default."""
         values = {name: float(value) for name, value in metrics.items()}
-        self._own.scalars(values, self._trainer.global_step if step is None else step)
+        self._task.logger.scalars(values, self._trainer.global_step if step is None else step)
 
     def log_hyperparams(self, params: Any, *_: Any, **__: Any) -> None:
         """Log them as a text: HParams shows those of the config."""
-        self._own.text("hyper_parameters", "\n".join(f"- {name}: {value}" for name, value in dict(params).items()))
+        lines = [f"- {name}: {value}" for name, value in dict(params).items()]
+        self._task.logger.text("hyper_parameters", "\n".join(lines))
 
     def log_graph(self, *_: Any, **__: Any) -> None:
         """``logger.graph=true`` does it."""
 
     def save(self) -> None:
         """Write out what is held back."""
-        self._own.flush()
+        self._task.logger.flush()
 
     @property
     def save_dir(self) -> str:

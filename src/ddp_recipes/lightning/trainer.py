@@ -11,7 +11,7 @@ from torch import Tensor
 from ddp_recipes.callbacks import Callback
 from ddp_recipes.data.loader import Loader
 from ddp_recipes.lightning.logger import ModuleLogger
-from ddp_recipes.tasks import Surroundings
+from ddp_recipes.tasks import Surroundings, Task
 from ddp_recipes.training.state import Run
 
 
@@ -35,8 +35,8 @@ class Trainer:
 
     surroundings: Surroundings
 
-    def __init__(self, module: Any) -> None:
-        self.lightning_module = self.model = module
+    def __init__(self, task: Task) -> None:
+        self.lightning_module = self.model = task.model
         self.run: Run | None = None
         self.datamodule: Any = None
         self.callbacks: list[Any] = []
@@ -44,7 +44,7 @@ class Trainer:
         self.epoch = self.steps = 0
         self.manual = False
         self.stage = "train"
-        self.logger = ModuleLogger(self)
+        self.logger = ModuleLogger(self, task)
         self.fit_loop = SimpleNamespace(epoch_loop=_EpochLoop(self))
 
     def __getattr__(self, name: str) -> Any:

@@ -42,6 +42,7 @@ def automatic(task: LightningTask, run: Run, batches: Iterator[Batch], measured:
         """What Lightning calls the closure: ends with the clipped gradients of the whole step."""
         with torch.enable_grad():
             loss = None if each is None else forward_backward(each)
+        next(passes, None)  # there is none: the context of the last shard ends
         with phase(ALL_REDUCE):
             run.strategy.reduce()
         run.precision.unscale(run.optimizer)
@@ -49,7 +50,8 @@ def automatic(task: LightningTask, run: Run, batches: Iterator[Batch], measured:
         norm[0] = _clip(task, run, measured)
         return loss
 
-    for each in micro_batches(run, batches):
+    passes = micro_batches(run, batches)
+    for each in passes:
         left -= 1
         each = task.begin_batch(each)
         if left:

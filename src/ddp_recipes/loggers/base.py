@@ -56,6 +56,11 @@ class Logger:
 
     folder: ClassVar[str] = ""
 
+    @property
+    def experiment(self) -> Any:
+        """The object of another package that it writes by, such as TensorBoard's ``SummaryWriter``, or ``None``."""
+        return None
+
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         if not cls.folder:
@@ -115,6 +120,11 @@ class Loggers(Logger):
 
     def __init__(self, loggers: Sequence[Logger]) -> None:
         self.loggers = tuple(loggers)
+
+    @property
+    def experiment(self) -> Any:
+        """That of the first one that has any."""
+        return next((each.experiment for each in self.loggers if each.experiment is not None), None)
 
     def _each(self, method: str, *arguments: Any) -> None:
         for logger in self.loggers:

@@ -111,6 +111,11 @@ class MLflowLogger(Logger):
             self.client.log_batch(self.run_id, params=new[first : first + BATCH])
         self._params = given | self._params
 
+    @property
+    def experiment(self) -> Any:
+        """MLflow's client."""
+        return self.client
+
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         from mlflow.entities import Metric
 

@@ -10,7 +10,7 @@ import time
 import warnings
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ddp_recipes._compat.tensorboard import file_writer
 from ddp_recipes.loggers.base import Logger, Parameter
@@ -47,6 +47,11 @@ class TensorBoardLogger(Logger):
         self._resumed = (purge_step or 1) > 1  # at 1 there is nothing from before
         self._latest: dict[str, float] = {}
         self._held: list[tuple[float, int, Mapping[str, float]]] = []  # points of the last second: time, step, values
+
+    @property
+    def experiment(self) -> Any:
+        """torch's ``SummaryWriter``."""
+        return self._writer
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         now = time.time()

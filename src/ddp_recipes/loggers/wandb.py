@@ -114,6 +114,11 @@ class WandbLogger(Logger):
     def parameters(self, params: Mapping[str, Parameter]) -> None:
         self.run.config.update(dict(params), allow_val_change=True)
 
+    @property
+    def experiment(self) -> Any:
+        """W&B's run."""
+        return self.run
+
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         self._points.scalars(values, step)
         self._log(values, step)

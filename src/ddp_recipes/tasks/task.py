@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ddp_recipes.config.parallelism import StrategySettings
 from ddp_recipes.config.settings import TrainerSettings
 from ddp_recipes.errors import RequestError
 from ddp_recipes.loggers import Logger
@@ -41,6 +42,7 @@ class Surroundings:
     mode: str
     world: World
     trainer: TrainerSettings
+    strategy: StrategySettings
     devices: Sequence[torch.device]
     loaders: Mapping[str, Any]
     directory: Path
