@@ -150,6 +150,7 @@ def make_recipe(job: Job, world: World, control: Control) -> Recipe:
         devices.own[0],
     )
     loaders: dict[str, Loader] = {}
+    node = config["data"].get("datamodule") or {}
     brings = "datamodule" in config["data"]
     if not brings:
         loaders |= control.first_on_node(load_data) if config["data"].get("download", False) else load_data()
@@ -179,14 +180,14 @@ def make_recipe(job: Job, world: World, control: Control) -> Recipe:
             mode=mode,
             world=devices.world,
             trainer=trainer,
-            strategy=request.strategy,
+            parallelism=request.strategy,
             devices=devices.own,
             loaders=loaders,
             total_steps_of=lambda batches: Length(batches, trainer, accumulations).total_steps,
             directory=job.directory,
             sum=strategy.sum,
             first_on_node=partial(control.first_on_node, what="prepare_data"),
-            datamodule=make(node, "data.datamodule") if (node := config["data"].get("datamodule")) else None,
+            datamodule=make(node, "data.datamodule") if node.get("_target_") else None,
         )
     )
     if brings:

@@ -69,12 +69,12 @@ class LightningTask(Task):
         trainer, hooks = self.trainer, self.hooks
         trainer.surroundings = surroundings
         refuse_surroundings(type(self.model).__name__, hooks.own, self.manual, surroundings)
-        self._attach_data(surroundings)
-        hooks("setup", surroundings.mode)
-        hooks("configure_model")
         made = hooks.of_module("configure_callbacks")
         for each in [] if made is None else made if isinstance(made, Sequence) else [made]:
             self.callback(type(each).__name__, each)
+        self._attach_data(surroundings)
+        hooks("setup", surroundings.mode)
+        hooks("configure_model")
         self.model.to(surroundings.devices[0])
 
     def _attach_data(self, surroundings: Surroundings) -> None:
@@ -168,7 +168,8 @@ class LightningTask(Task):
                 f"{type(self.model).__name__}.training_step returns {type(output).__name__}, which has no loss. Return "
                 f"the loss, or a dict with it under 'loss'."
             )
-        self.output = {"loss": loss.detach(), **{k: v for k, v in _items(output) if k != "loss"}}
+        share = loss.detach() / self.trainer.accumulate_grad_batches  # as Lightning gives it to its hooks
+        self.output = {"loss": share, **{k: v for k, v in _items(output) if k != "loss"}}
         return StepOutput(loss, {}, size_of(batch))
 
     # Evaluation.
@@ -238,7 +239,7 @@ class LightningTask(Task):
         values, self.of_step = self.of_step, {}
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if not isinstance(loss, Tensor):
-            logged = next((name for name in _LOSSES if name in values), None)
+            logged = next((name for name in values if name.partition("/dataloader_idx_")[0] in _LOSSES), None)
             loss = torch.zeros(0) if logged is None else values[logged].mean()
         return StepOutput(loss, values, size_of(batch))
 

@@ -108,6 +108,7 @@ class Events(Callback):
 
     def _log(self, values: dict[str, float]) -> None:
         if values:
-            self.run.metrics.update(values)
+            plain = {name.removesuffix("_epoch"): value for name, value in values.items()}  # for whoever follows it
+            self.run.metrics.update(plain | values)
             unlogged = self.task.training_log.unlogged
             self.run.logger.scalars({k: v for k, v in values.items() if k not in unlogged}, self.run.cursor.step)

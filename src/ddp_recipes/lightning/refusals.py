@@ -20,7 +20,7 @@ def refuse_surroundings(owner: str, own: Collection[str], manual: bool, around: 
     Raises:
         RequestError: with what to do instead.
     """
-    step, trainer, strategy = _STEPS.get(around.mode, "training_step"), around.trainer, around.strategy
+    step, trainer, strategy = _STEPS.get(around.mode, "training_step"), around.trainer, around.parallelism
     if step not in own and not (step == "test_step" and "validation_step" in own):
         raise RequestError(f"mode={around.mode} runs {step}, which {owner} does not define.")
     world = around.world

@@ -53,6 +53,8 @@ def automatic(task: LightningTask, run: Run, batches: Iterator[Batch], measured:
     passes = micro_batches(run, batches)
     for each in passes:
         left -= 1
+        if len(losses) == 1:
+            task.training_log.forget_steps()  # as in Lightning, the last of accumulated batches is what is logged
         each = task.begin_batch(each)
         if left:
             forward_backward(each)

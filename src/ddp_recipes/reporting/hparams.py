@@ -24,7 +24,7 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Parameter]:
     values: dict[str, Parameter] = {}
     for name, value in config.items():
         if name == "_target_":
-            values[prefix.removesuffix(".")] = value.rpartition(".")[2]
+            values[prefix.removesuffix(".")] = str(value).rpartition(".")[2]
         elif isinstance(value, Mapping):
             values |= _flat(value, f"{prefix}{name}.")
         elif value is not None and name != "_partial_":

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,6 @@ from ddp_recipes.errors import RequestError
 from ddp_recipes.loggers import Logger
 from ddp_recipes.runtime.world import World
 from ddp_recipes.tasks.schedule import OwnOptimizers
-
-if TYPE_CHECKING:
-    from ddp_recipes.callbacks import Callback
 
 _OF_THE_LOOP = ("lr", "grad_norm", "samples_per_second", "epoch")  # what it logs as train/… itself, and the loss
 _ELEMENTWISE = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss)
@@ -42,7 +39,7 @@ class Surroundings:
     mode: str
     world: World
     trainer: TrainerSettings
-    strategy: StrategySettings
+    parallelism: StrategySettings
     devices: Sequence[torch.device]
     loaders: Mapping[str, Any]
     directory: Path
@@ -204,12 +201,12 @@ class Task(nn.Module):
         """
         raise RequestError("data=lightning takes the loaders of a LightningDataModule: it goes with task=lightning.")
 
-    def callback(self, name: str, made: object) -> Callback | None:
-        """Return an object of the group callbacks that is no ``Callback`` as one, or ``None`` if it is unknown."""
+    def callback(self, name: str, made: object) -> Any:
+        """Return an object of the group callbacks that is no ``Callback`` as one; ``None`` if it is unknown."""
         return None
 
-    def callbacks(self) -> dict[str, Callback]:
-        """Return what of the task itself follows the events of a run."""
+    def callbacks(self) -> Mapping[str, Any]:
+        """Return ``Callback`` objects by name: what of the task itself follows the events of a run."""
         return {}
 
     def checkpoint(self, state: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,64 @@
+"""Projects written for Lightning give the numbers of ``lightning.Trainer``, at one rank and at two."""
+
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+CASES = ["Classifier", "Autoencoder", "Adversaries", "FineTuned", "Language", "Two"]
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("lightning") is None, reason="needs the package lightning"),
+]
+
+Found = dict[str, dict[str, dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("projects")
+
+
+def trained(who: str, folder: Path) -> Found:
+    """Return metrics and weights of each project: by Lightning, or by us at so many ranks."""
+    file = folder / f"{who}.json"
+    if not file.exists():
+        command = [sys.executable, str(HERE / "lightning_reference.py"), who, str(folder)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=folder)
+        assert done.returncode == 0, done.stderr[-3000:]
+    found: Found = json.loads(file.read_text())
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_project_gives_the_numbers_of_lightning(name: str, folder: Path) -> None:
+    theirs, ours = trained("lightning", folder)[name], trained("1", folder)[name]
+    own = {key: value for key, value in ours["metrics"].items() if key in theirs["metrics"]}
+    assert own == pytest.approx(theirs["metrics"], abs=1e-6)
+    assert ours["weights"].keys() == theirs["weights"].keys()
+    for key, value in theirs["weights"].items():
+        assert ours["weights"][key] == pytest.approx(value, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_give_the_numbers_of_one(name: str, folder: Path) -> None:
+    one, two = trained("1", folder)[name], trained("2", folder)[name]
+    ignored = {"train/samples_per_second"}
+    assert {k: v for k, v in two["metrics"].items() if k not in ignored} == pytest.approx(
+        {k: v for k, v in one["metrics"].items() if k not in ignored}, abs=1e-5
+    )
+    for key, value in one["weights"].items():
+        assert two["weights"][key] == pytest.approx(value, abs=1e-4)
+
+
+def test_hooks_are_called_in_the_order_of_lightning(folder: Path) -> None:
+    trained("lightning", folder)
+    trained("1", folder)
+    assert (folder / "ours.txt").read_text() == (folder / "lightning.txt").read_text()
+    assert (folder / "prepared").read_text().splitlines().count("once") >= 1
