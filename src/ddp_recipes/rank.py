@@ -28,7 +28,7 @@ from ddp_recipes.runtime.process import ignore_once
 from ddp_recipes.runtime.world import World
 from ddp_recipes.tools import dry_run as planning
 from ddp_recipes.tools import equivalence as check
-from ddp_recipes.tools import profiling
+from ddp_recipes.tools import learning_rate, profiling
 from ddp_recipes.training import loop
 from ddp_recipes.training.evaluation import check_monitor, evaluate
 from ddp_recipes.training.metrics import Matrices, log_matrices
@@ -226,6 +226,7 @@ WORK: dict[str, Callable[[Recipe, Output], None]] = {
     "export": export,
     "equivalence": check.equivalence,
     "plan": planning.plan,
+    "lr": learning_rate.tune,
 }
 
 

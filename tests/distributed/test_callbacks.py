@@ -196,6 +196,10 @@ def test_a_picture_shows_images_with_prediction_and_target(strategy: str, world_
     [
         (["callbacks=sample_predictions"], r"give float32 \[21, 10\] and float32 \[21, 5\]"),
         (["callbacks=sample_predictions", "data.val=null"], "of data.val, which has none"),
+        (
+            ["callbacks=ema", "+callbacks.slow={_target_: ddp_recipes.callbacks.EMA}"],
+            "callbacks.ema and callbacks.slow",
+        ),
         (["callbacks=gradient_accumulation", "callbacks.gradient_accumulation.schedule={a: 1}"], "is not allowed"),
         ([*ACCUMULATING, "plan=true"], "Leave that callback out"),
     ],

@@ -292,3 +292,32 @@ def test_the_schedule_of_the_checkpoint_goes_on_and_another_is_refused(run: Run)
     for other in (["scheduler=cosine"], ["scheduler=step", "scheduler.interval=step"]):
         with pytest.raises(RequestError, match=r"with the scheduler StepLR by epoch, this run has .* by step"):
             run(*resumes, *other)
+
+
+# --- a learning rate to begin with -----------------------------------------------------------------------------------
+
+
+def test_a_learning_rate_is_found_alike_on_any_number_of_ranks(run: Run) -> None:
+    overrides = ["tune=lr", "data.num_samples=320", "data.global_batch_size=32"]
+    alone, several = (run(*overrides, world_size=size) for size in (1, 2))
+    found = alone["metrics"]["tune/lr"]
+    assert found == several["metrics"]["tune/lr"]
+    assert 0.001 < found < 10
+    assert f"The loss falls fastest at optimizer.lr={found:.2g}" in log_of(alone)
+    assert (Path(several["run_directory"]) / "lr_finder.png").read_bytes().startswith(b"\x89PNG")
+    assert not (Path(several["run_directory"]) / "checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["ckpt_path=auto"], "leave out check and ckpt_path"),
+        (["mode=validate"], "use mode=fit"),
+        (["plan=true"], "leave out tune=lr"),
+        (["optimizer.lr=0"], "looks for optimizer.lr, which is 0"),
+        (["callbacks=gradient_accumulation", "callbacks.gradient_accumulation.schedule={1: 2}"], "Leave that callback"),
+    ],
+)
+def test_what_does_not_go_with_tuning_is_refused(overrides: list[str], message: str, run: Run) -> None:
+    with pytest.raises(RequestError, match=message):
+        run("tune=lr", "strategy=single", *overrides)

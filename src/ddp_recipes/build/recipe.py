@@ -169,10 +169,10 @@ def make_recipe(job: Job, world: World, control: Control) -> Recipe:
     strategy.starts = built.starts
     strategy.check(built.task, devices.requested)
     callbacks = make_callbacks(config.get("callbacks") or {}, built.task)
-    if request.run.work in ("plan", "equivalence") and any(each.accumulation for each in callbacks.values()):
+    if request.run.work != mode and any(each.accumulation for each in callbacks.values()):
         raise RequestError(
-            "plan=true and check=equivalence take trainer.accumulate_grad_batches for all epochs, and a callback "
-            "changes it from epoch to epoch. Leave that callback out."
+            "plan=true, check and tune take trainer.accumulate_grad_batches for all epochs, and a callback changes it "
+            "from epoch to epoch. Leave that callback out."
         )
     accumulations = [each.accumulation for each in callbacks.values()]
     built.task.attach(

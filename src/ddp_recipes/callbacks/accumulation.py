@@ -18,9 +18,10 @@ class GradientAccumulation(Callback):
     """
 
     def __init__(self, schedule: Mapping[int, int]) -> None:
-        pairs = dict(schedule) if isinstance(schedule, Mapping) else {}
-        numbers = all(isinstance(number, int) for number in (*pairs, *pairs.values()))
-        if not pairs or not numbers or min(pairs) < 0 or min(pairs.values()) < 1:
+        given = dict(schedule) if isinstance(schedule, Mapping) else {}
+        # On its way to other processes a number that is a key becomes text.
+        pairs = {int(epoch): count for epoch, count in given.items() if str(epoch).isdigit() and type(count) is int}
+        if not pairs or len(pairs) < len(given) or min(pairs.values()) < 1:
             raise RequestError(
                 f"callbacks.gradient_accumulation.schedule={schedule} is not allowed. Allowed: epochs, counted from 0, "
                 f"to numbers of batches, as in '{{4: 2, 8: 4}}'."

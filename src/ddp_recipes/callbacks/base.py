@@ -48,6 +48,7 @@ class Running(Protocol):
         logger: drops what it gets on all ranks but rank 0.
         devices: of this rank's replica.
         val: the validation sets, by what their metrics' names begin with.
+        callbacks: all of the run, by their names.
     """
 
     trainer: TrainerSettings
@@ -58,6 +59,7 @@ class Running(Protocol):
     devices: Sequence[torch.device]
     world: World
     val: Mapping[str, Loader]
+    callbacks: "Mapping[str, Callback]"
 
     @property
     def cursor(self) -> Position: ...

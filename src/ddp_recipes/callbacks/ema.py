@@ -40,6 +40,14 @@ class EMA(Callback):
         self.averages: dict[str, Tensor] = {}  # of this rank's parameters; while swapped, the weights that are trained
         self.trained: Mapping[str, Tensor] = {}  # the whole model's weights, from a checkpoint or for one
 
+    def check(self) -> None:
+        """Refuse a second one: only one of them can be the model."""
+        names = [f"callbacks.{name}" for name, each in self.run.callbacks.items() if isinstance(each, EMA)]
+        if len(names) > 1:
+            raise RequestError(
+                f"{' and '.join(names)} would each be the model that is validated. Leave out all but one."
+            )
+
     def on_start(self, directory: Path | None, task: nn.Module) -> None:
         """Put the trained weights of a checkpoint in their place: the task has the averages from it."""
         if self.begun:

@@ -1,6 +1,7 @@
 """The learning rate of each parameter group."""
 
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -13,17 +14,20 @@ class LearningRateMonitor(Callback):
     A group of ``optimizer.groups`` goes by its name, another one by its number, counted over all optimizers.
     """
 
+    def __init__(self) -> None:
+        self.taken: dict[str, float] = {}
+
     def on_start(self, directory: Path | None, task: nn.Module) -> None:
-        """Begin with the rates of the first step."""
-        self.next = self._rates()
+        """Look at the rates right before each step: schedules may change them at any time between two."""
+        for optimizer in self.run.optimizers:
+            optimizer.register_step_pre_hook(self._look)
 
     def on_step(self, step: int) -> None:
-        """Log the rates, and look at those of the next step: the scheduler has set them."""
+        """Log the rates."""
         if step % self.run.trainer.log_every_n_steps == 0:
-            self.run.metrics.update(self.next)
-            self.run.logger.scalars(self.next, step)
-        self.next = self._rates()
+            self.run.metrics.update(self.taken)
+            self.run.logger.scalars(self.taken, step)
 
-    def _rates(self) -> dict[str, float]:
+    def _look(self, *_: Any) -> None:
         groups = [group for optimizer in self.run.optimizers for group in optimizer.param_groups]
-        return {f"lr/{group.get('name', number)}": float(group["lr"]) for number, group in enumerate(groups)}
+        self.taken = {f"lr/{group.get('name', number)}": float(group["lr"]) for number, group in enumerate(groups)}

@@ -203,17 +203,24 @@ class RunSettings:
     check: Literal["equivalence"] | None
     check_steps: Count
     check_tolerance: Annotated[float, Range(0)] | None
+    tune: Literal["lr"] | None = None
+    tune_steps: Annotated[int, Range(20)] = 100
 
     def __post_init__(self) -> None:
         if self.plan and self.mode != "fit":
             raise RequestError(f"plan=true plans training, but mode={self.mode} is none. Use mode=fit.")
-        for other in ("check", "ckpt_path", "weights_from"):
+        for other in ("check", "tune", "ckpt_path", "weights_from"):
             if self.plan and getattr(self, other) is not None:
                 raise RequestError(
                     f"plan=true plans a run from its start, and runs nothing: leave out {other}={getattr(self, other)}."
                 )
         if self.check is not None and self.mode != "fit":
             raise RequestError(f"check={self.check} compares training, but mode={self.mode} is none. Use mode=fit.")
+        if self.tune is not None and (self.check, self.ckpt_path, self.mode) != (None, None, "fit"):
+            raise RequestError(
+                f"tune={self.tune} tries rates from the start of training: leave out check and ckpt_path, and use "
+                f"mode=fit. Weights to begin with are weights_from."
+            )
         if self.mode == "export" and self.ckpt_path is None and self.weights_from is None:
             raise RequestError("mode=export needs ckpt_path, a run directory or a checkpoint file.")
         if self.weights_from is not None and self.ckpt_path not in (None, "auto"):
@@ -225,7 +232,7 @@ class RunSettings:
     @property
     def work(self) -> str:
         """What is to be done: the mode, or what takes its place."""
-        return "plan" if self.plan else self.check or self.mode
+        return "plan" if self.plan else self.check or self.tune or self.mode
 
 
 def seconds(limit: str | float | None) -> float | None:

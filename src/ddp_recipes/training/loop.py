@@ -72,13 +72,18 @@ def advance(run: Run, samples: int) -> Cursor:
     return Cursor(at.epoch + 1, 0, at.step + 1, at.samples_seen + samples)
 
 
+def mean_loss(run: Run, update: Update) -> Tensor:
+    """Return the mean loss over a step's samples of all ranks. A collective."""
+    zero = torch.zeros((), dtype=torch.float64, device=run.devices[-1])
+    sums = [sum((loss.double() * count for loss, count in shard), zero) for shard in update.losses]
+    return run.strategy.sum(torch.stack(sums) / update.samples)
+
+
 def write_log(run: Run, update: Update, rate: Rate) -> None:
     """Log a step: the one place where a step waits for the device, and for the other ranks' losses."""
     measured: dict[str, Tensor] = {}
     if update.losses:
-        zero = torch.zeros((), dtype=torch.float64, device=run.devices[-1])
-        sums = [sum((loss.double() * count for loss, count in shard), zero) for shard in update.losses]
-        measured["train/loss"] = run.strategy.sum(torch.stack(sums) / update.samples)
+        measured["train/loss"] = mean_loss(run, update)
     if update.norm is not None:
         measured["train/grad_norm"] = update.norm.to(dtype=torch.float64, device=run.devices[-1])
     numbers = torch.stack(list(measured.values())).tolist() if measured else []  # the wait

@@ -1,0 +1,93 @@
+"""A learning rate to begin with: ``tune=lr`` raises it from step to step and looks where the loss falls fastest."""
+
+import logging
+import math
+from collections.abc import Iterator
+from functools import partial
+
+from torch import Tensor
+
+from ddp_recipes.build.optimizer import make_optimizer
+from ddp_recipes.build.recipe import Recipe
+from ddp_recipes.build.run import make_run, make_stop_controller
+from ddp_recipes.errors import RequestError, RunFailed
+from ddp_recipes.output import Output
+from ddp_recipes.reporting.figures.learning_rates import draw_learning_rates
+from ddp_recipes.training.loop import advance, mean_loss
+from ddp_recipes.training.state import Run
+
+log = logging.getLogger(__name__)
+
+LOWEST, HIGHEST = 1e-7, 10.0
+SMOOTHING = 0.9  # of the loss, an exponential average
+DIVERGED = 4.0  # times the lowest loss
+
+
+def tune(recipe: Recipe, output: Output) -> None:
+    """Take ``tune_steps`` optimizer steps with rising rates, as the run would; show the loss and a rate to begin with.
+
+    Losses are of all ranks' samples, so all ranks stop at the same step and find the same rate.
+
+    Raises:
+        RequestError: the module brings its own optimizer, or the config's has no ``lr``.
+        RunFailed: the loss does not fall.
+    """
+    base = recipe.job.config["optimizer"].get("lr")
+    if recipe.task.configure_optimizers() is not None or not isinstance(base, (int, float)) or base <= 0:
+        raise RequestError(
+            f"tune=lr looks for optimizer.lr, which is {base}, or not used where {type(recipe.task.model).__name__} "
+            f"brings its own optimizer. Leave tune out, or set optimizer.lr above 0."
+        )
+    run = make_run(recipe, make_stop_controller(recipe))
+    run.optimizers = [make_optimizer(recipe.job.config, recipe.task, recipe.trainer.precision)]  # no schedule began
+    run.schedules = []
+    output.open(None)
+    rates, losses = search(run, recipe.request.run.tune_steps, float(base))
+    slopes = [losses[at + 1] - losses[at - 1] for at in range(1, len(losses) - 1)]
+    if not slopes or min(slopes) >= 0:
+        raise RunFailed(
+            f"The loss falls at no learning rate from {LOWEST:g} to {rates[-1]:.2g}. Look at the data and the model, "
+            f"or take more steps, tune_steps={2 * recipe.request.run.tune_steps}."
+        )
+    chosen = rates[1 + slopes.index(min(slopes))]
+    for step, (rate, loss) in enumerate(zip(rates, losses, strict=True), start=1):
+        output.logger.scalars({"tune/rate": rate, "tune/loss": loss}, step)
+    output.metrics = {"tune/lr": chosen}
+    title = f"{type(recipe.task.model).__name__}: where the loss falls fastest"
+    if recipe.world.is_main:
+        output.leave_picture("lr_finder", partial(draw_learning_rates, rates, losses, chosen, title))
+    log.info("The loss falls fastest at optimizer.lr=%.2g, of %d rates up to %.2g.", chosen, len(rates), rates[-1])
+
+
+def search(run: Run, steps: int, base: float) -> tuple[list[float], list[float]]:
+    """Return the rates that were tried and the smoothed loss at each, up to where it diverged.
+
+    Each parameter group's rate stays in its relation to ``base``.
+    """
+    factors = [group["lr"] / base for group in run.optimizer.param_groups]
+    rates: list[float] = []
+    losses: list[float] = []
+    average, taken = 0.0, stepped(run)
+    for step in range(steps):
+        rate = LOWEST * (HIGHEST / LOWEST) ** (step / (steps - 1))
+        for group, factor in zip(run.optimizer.param_groups, factors, strict=True):
+            group["lr"] = rate * factor
+        loss = next(taken).item()
+        average = SMOOTHING * average + (1 - SMOOTHING) * loss
+        smoothed = average / (1 - SMOOTHING ** (step + 1))
+        if not math.isfinite(loss) or (losses and smoothed > DIVERGED * min(losses)):
+            break
+        rates.append(rate)
+        losses.append(smoothed)
+    return rates, losses
+
+
+def stepped(run: Run) -> Iterator[Tensor]:
+    """Take optimizer steps without an end; yield the loss of each, over all ranks."""
+    while True:
+        epoch = run.cursor.epoch
+        batches = run.train.batches(epoch, run.cursor.batch, run.trainer.accumulate_grad_batches)
+        while run.cursor.epoch == epoch:
+            update = run.update(run, batches, False)
+            run.cursor = advance(run, update.samples)
+            yield mean_loss(run, update)
