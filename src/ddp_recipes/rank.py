@@ -26,6 +26,7 @@ from ddp_recipes.runtime.job import ASKS_TO_STOP, Job
 from ddp_recipes.runtime.main_module import unpack
 from ddp_recipes.runtime.process import ignore_once
 from ddp_recipes.runtime.world import World
+from ddp_recipes.tasks.advice import advice
 from ddp_recipes.tools import dry_run as planning
 from ddp_recipes.tools import equivalence as check
 from ddp_recipes.tools import learning_rate, profiling
@@ -235,7 +236,8 @@ def fail(recipe: Recipe, control: Control, output: Output, error: BaseException)
     _add_advice(error, recipe.job)
     own = isinstance(error, RecipeError)  # whose message is enough; anything else needs its traceback
     text = f"{error}\n" if own else "".join(traceback.format_exception(error))
-    if (remedy := recipe.strategy.explain(error, recipe.task)) is not None:
+    remedy = None if own else recipe.strategy.explain(error, recipe.task) or advice(error)
+    if remedy is not None:
         text = f"{text}{remedy}"
         error = RunFailed(text)
     culprit = error.rank if isinstance(error, RunFailed) else None  # of what all ranks see alike

@@ -63,10 +63,9 @@ def files(tiny_data: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], l
 
     def overrides(data: str) -> list[str]:
         if data == "csv":
-            columns = ["data.inputs=[a,b]", "data.target=kind", "data.classes=['no','yes']", "data.out_features=2"]
-            return [f"data.path={tiny_data / 'table.csv'}", *columns]
+            return [f"data.path={tiny_data / 'table.csv'}", "data.inputs=[a,b]", "data.target=kind"]
         if data == "image_folder":
-            return [f"data.root={tiny_data}", "data.out_features=3", "data.image_size=32"]
+            return [f"data.root={tiny_data}", "data.image_size=32"]
         small = {
             "random": ["data.num_samples=40", "data.val_samples=10"],
             "fake_images": ["data.num_samples=20", "data.val_samples=10", "data.image_size=32"],
@@ -146,6 +145,10 @@ class Module(torch.nn.Linear):
     def training_step(self, batch, batch_idx):
         inputs, targets = batch
         return torch.nn.functional.cross_entropy(self(inputs), targets)
+
+class WithLoss(torch.nn.Linear):
+    def forward(self, inputs, targets):
+        return torch.nn.functional.cross_entropy(super().forward(inputs), targets)
 """
 
 GROUPS = [
@@ -167,6 +170,7 @@ def test_each_option(group: str, option: str, tmp_path: Path, monkeypatch: pytes
     special = {
         "regression": ["data=random", "data.num_samples=40"],
         "lightning": ["model=linear", "model._target_=lightning_like.Module"],
+        "model_loss": ["model=linear", "model._target_=lightning_like.WithLoss"],
         "ddp_pipeline": ["data.batch_size=4"],  # a sample for each micro-batch
         "gradient_accumulation": ["callbacks.gradient_accumulation.schedule={1: 2}"],
     }

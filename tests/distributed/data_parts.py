@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.utils.data import Dataset
 
 from ddp_recipes import Task
@@ -26,7 +25,8 @@ class Announced(Task):
 class Ragged(Dataset[Any]):
     """Sequences of different lengths, as a dict each, with noise that each sample draws."""
 
-    def __init__(self, size: int = 40, labels: int = 5) -> None:
+    def __init__(self, size: int = 40, labels: int = 5, broken: int | None = None) -> None:
+        self.broken = broken
         self.targets = [index % labels for index in range(size)]
         self.rare = [1.0 + 9 * (target == 1) for target in self.targets]
 
@@ -34,15 +34,19 @@ class Ragged(Dataset[Any]):
         return len(self.targets)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
+        if index == self.broken:
+            raise KeyError("no such file")
         length = 1 + index % 7
         return {"values": np.arange(length) * 0.1 + np.random.rand(), "label": self.targets[index]}
 
 
-def padded(samples: list[dict[str, Any]], length: int = 10) -> tuple[Tensor, Tensor]:
+def padded(samples: list[dict[str, Any]], length: int = 10, dtype: str = "float32", as_dict: bool = False) -> Any:
     """Return values [n, length] with zeros behind them, and labels [n]."""
     rows = [torch.from_numpy(sample["values"]).float() for sample in samples]
     batch = torch.stack([torch.nn.functional.pad(row, (0, length - len(row))) for row in rows])
-    return batch, torch.tensor([sample["label"] for sample in samples])
+    labels = torch.tensor([sample["label"] for sample in samples])
+    batch = batch.to(getattr(torch, dtype))
+    return {"values": batch, "label": labels} if as_dict else (batch, labels)
 
 
 def as_much_as(dataset: Ragged, target: int) -> list[float]:

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from ddp_recipes.errors import RequestError
+from ddp_recipes.errors import RequestError, RunFailed
 from ddp_recipes.reporting.run_directory import Summary
+from ddp_recipes.testing import make_job
 
 Run = Callable[..., Summary]
 
@@ -56,6 +57,7 @@ def test_wrong_sets_are_refused(run: Run) -> None:
         run("data.val=7")
 
 
+PADDED = "{_target_: data_parts.padded, _partial_: true, length: 10}"
 RAGGED = (
     "~data.train",
     "~data.val",
@@ -67,7 +69,7 @@ RAGGED = (
 
 
 def test_ragged_samples_drawn_by_weight_are_the_same_at_any_world_size(run: Run) -> None:
-    overrides = [*RAGGED, "data.collate_fn={_target_: data_parts.padded, _partial_: true, length: 10}"]
+    overrides = [*RAGGED, f"data.collate_fn={PADDED}"]
     weighted = [*overrides, "data.weights=rare"]
     one, workers = run(*weighted), run(*weighted, "data.num_workers=1", "data.prefetch_factor=3")
     assert one["weights_sha256"] == workers["weights_sha256"] != run(*overrides)["weights_sha256"]
@@ -95,3 +97,48 @@ def test_keys_that_would_do_nothing_are_refused(run: Run) -> None:
         run(*overrides, "data.weights=rare", "trainer.overfit_batches=1")
     with pytest.raises(RequestError, match=r"data.collate_fn makes .* data.train, a InMemory, gives whole batches"):
         run("data.collate_fn=data_parts.padded")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "advice"),
+    {
+        "labels": (["data.out_features=4"], "The data have the label 4, for which the model has no output"),
+        "features": (
+            ["data.collate_fn.length=11"],
+            "A linear layer takes 10 features and gets 11. Set",
+        ),
+        "types": (["+data.collate_fn.dtype=float64"], "Inputs and the model's weights are of different types."),
+        "a sample": (["+data.val.broken=7"], "KeyError of sample 7 of data.val, a Ragged of 12: 'no such file'"),
+    }.values(),
+    ids=str,
+)
+def test_data_that_do_not_fit_end_with_what_to_change(overrides: list[str], advice: str, run: Run) -> None:
+    with pytest.raises((RunFailed, RuntimeError)) as raised:
+        run(*RAGGED, f"data.collate_fn={PADDED}", *overrides)
+    assert "Traceback" in str(raised.value)
+    assert str(raised.value).strip().splitlines()[-1].startswith(advice)
+
+
+def test_a_dict_for_a_task_of_pairs_is_refused(run: Run) -> None:
+    with pytest.raises(RequestError, match=r"A batch is a dict with the keys values, label, and this task takes \(inp"):
+        run(*RAGGED, "data.collate_fn={_target_: data_parts.padded, _partial_: true, as_dict: true}")
+
+
+@pytest.mark.parametrize(
+    ("line", "near"),
+    [
+        ("batchsize: 4", "batch_size"),
+        ("sampler: {_target_: torch.utils.data.RandomSampler}", ""),
+        ("timeout: 3", ""),
+        ("validation: {_target_: ddp_recipes.datasets.digits}", "val"),
+    ],
+)
+def test_unknown_keys_of_an_own_yaml_are_refused(line: str, near: str, tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "mine.yaml").write_text(f"defaults: [random, _self_]\nvocabulary: 7\n{line}\n")
+    key = line.partition(":")[0]
+    with pytest.raises(RequestError, match=rf"^data\.{key}: data\.{key} is no key of data, and nothing refers.*{near}"):
+        make_job(["data=mine"], config_dir=str(tmp_path))
+    (folder / "mine.yaml").write_text(f"defaults: [random, _self_]\nvocabulary: 7\n{line}\nnum_samples: ${{.{key}}}\n")
+    make_job(["data=mine"], config_dir=str(tmp_path))

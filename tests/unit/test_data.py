@@ -258,9 +258,10 @@ def test_float64_by_default_becomes_float32() -> None:
     assert [each.dtype for each in chosen] == [torch.float64, torch.float16, torch.int64]
 
 
-def test_samples_that_make_no_batch_name_the_key(recwarn: pytest.WarningsRecorder) -> None:
-    for samples in ([torch.ones(1), torch.ones(2)], [object(), object()]):
-        with pytest.raises((RuntimeError, TypeError)) as raised:
+def test_samples_that_make_no_batch_name_the_key() -> None:
+    ragged = [{"tokens": [1, 2]}, {"tokens": [1, 2, 3]}]
+    for samples in ([torch.ones(1), torch.ones(2)], [object(), object()], ragged, [{"a": 1}, {}]):
+        with pytest.raises((RuntimeError, TypeError, ValueError, KeyError)) as raised:
             collate(samples)
         assert "data.collate_fn=my_module.my_function" in raised.value.__notes__[0]
 

@@ -15,6 +15,7 @@ from ddp_recipes.datasets import Chain, InMemory, ScaleAndNormalize, csv_table
 from ddp_recipes.datasets.tabular import rows_of, standardize
 from ddp_recipes.datasets.transforms import for_tensors, runs_on_batches
 from ddp_recipes.errors import RequestError
+from ddp_recipes.testing import make_job
 
 MNIST_MEAN, MNIST_STD = [0.1307], [0.3081]
 
@@ -549,3 +550,30 @@ def test_bad_csv_file(tmp_path: Path, text: str | bytes | None, message: str) ->
         path.write_bytes(text.encode() if isinstance(text, str) else text)
     with pytest.raises(RequestError, match=message):
         csv_table(path, ["a"], "b")
+
+
+@pytest.mark.parametrize(
+    ("texts", "task", "classes"),
+    [
+        (["no", "yes", "no"], "classification", ["no", "yes"]),
+        (["10", "9", "9"], "classification", ["9", "10"]),
+        (["10", "9", "9"], "regression", None),
+        (["1.5", "2"], "classification", None),
+        (["no", "yes"], "regression", None),
+    ],
+)
+def test_classes_of_a_table_are_found(texts: list[str], task: str, classes: list[str] | None, tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("x; y \n" + "".join(f"1;{text}\n" for text in texts))
+    table = ["data=csv", f"data.path={path}", "data.inputs=[x]", "data.target=y", "data.delimiter=';'"]
+    data = make_job([f"task={task}", *table]).config["data"]
+    assert data["classes"] == data["train"]["classes"] == classes
+    assert data["out_features"] == len(classes or "1")
+    given = make_job([*table, "data.classes=[a,b,c]"]).config["data"]
+    assert (given["classes"], given["out_features"]) == (["a", "b", "c"], 3)
+
+
+def test_classes_of_folders_are_found(tiny_data: Path, tmp_path: Path) -> None:
+    assert make_job(["data=image_folder", f"data.root={tiny_data}"]).config["data"]["out_features"] == 3
+    with pytest.raises(RequestError, match="there is no folder"):
+        make(make_job(["data=image_folder", f"data.root={tmp_path}"]).config["data"]["train"], "data.train")

@@ -66,8 +66,9 @@ def _of_config(config: Mapping[str, Any], task: Task, precision: str) -> torch.o
     """
     node, without = config["optimizer"], ["groups", "layer_decay"]
     fused: dict[str, Any] = {"fused": True} if _may_fuse(node, task, precision) else {}
-    first = next(iter(parameters_of(str(node["_target_"]), "optimizer") if "_target_" in node else ()), "")
-    if first.startswith("model"):
+    taken = [*parameters_of(str(node["_target_"]), "optimizer")] if "_target_" in node else []
+    if taken and taken[0].startswith("model"):
+        without = [key for key in without if key not in taken or node.get(key) is None]  # timm has a layer_decay
         others = {*task.parameters()} - {*task.model.parameters()}
         if others or any(node.get(key) for key in without):
             raise RequestError(

@@ -3,6 +3,8 @@
 import re
 from collections.abc import Sequence
 from dataclasses import fields
+from difflib import get_close_matches
+from typing import Any
 
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -55,27 +57,42 @@ def quoted(text: str) -> str:
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
+_OF_DATA = ("root", "download", "in_features", "out_features", "train", "val", "test", "predict")
+_OF_DATA_LOADER = ("sampler", "batch_sampler", "timeout", "worker_init_fn", "generator", "multiprocessing_context")
+
+
 def refuse_unused(hydra: Hydra, config: DictConfig, overrides: Sequence[str]) -> None:
-    """Refuse a key added to ``data`` or at the top that is none of ours and that nothing refers to.
+    """Refuse a key of ``data`` or added at the top that is none of ours and that nothing refers to.
+
+    Of those in a yaml for ``data`` the ones that were meant to do something: objects, arguments of torch's
+    ``DataLoader``, what differs from a key by a letter or two. Others may describe the data, for one model or another.
 
     Raises:
         RequestError: it would do nothing.
     """
-    groups = hydra.config_loader.list_groups("")
-    text = ""
+    of_data = [*(each.name for each in fields(DataSettings)), *_OF_DATA]
+    data: Any = OmegaConf.to_container(config.data) if OmegaConf.is_dict(config.get("data")) else {}
+    suspects = {
+        ("data.", name): f"data.{name}"
+        for name, value in data.items()
+        if (isinstance(value, dict) and "_target_" in value)
+        or name in _OF_DATA_LOADER
+        or get_close_matches(name, of_data, 1, 0.8)
+    }
     for override in overrides:
         match = re.match(r"\+{1,2}(data\.)?(\w+)=", override)
-        if match is None or OmegaConf.is_config(OmegaConf.select(config, f"{match[1] or ''}{match[2]}")):
-            continue
-        section, name = match.groups(default="")
-        known = [each.name for each in fields(DataSettings if section else RunSettings)]
+        if match and not OmegaConf.is_config(OmegaConf.select(config, f"{match[1] or ''}{match[2]}")):
+            suspects[match[1] or "", match[2]] = override
+    groups, text = hydra.config_loader.list_groups(""), ""
+    for (section, name), given in suspects.items():
+        known = of_data if section else [each.name for each in fields(RunSettings)]
         if name in known or (not section and name in groups):
             continue
         text = text or OmegaConf.to_yaml(config)
         refers = rf"\$\{{(data|\.+)\.?{name}\b" if section else rf"\$\{{([\w.]+:)?{name}\b"
         if not re.search(refers, text):
-            rest = "; arguments of a data set go to it, as in +data.train.{name}=…" if section else ""
+            rest = f"; arguments of a data set go to it, as in +data.train.{name}=…" if section else ""
             raise RequestError(
-                f"{override}: {section}{name} is no key{' of data' if section else ''}, and nothing refers to it, so "
-                f"it would do nothing. Keys: {', '.join(known)}{rest.format(name=name)}.{nearest(name, known)}"
+                f"{given}: {section}{name} is no key{' of data' if section else ''}, and nothing refers to it, so "
+                f"it would do nothing. Keys: {', '.join(known)}{rest}.{nearest(name, known)}"
             )

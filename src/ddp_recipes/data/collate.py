@@ -13,24 +13,28 @@ def collate(samples: list[Any]) -> Any:
 
     Numbers that are float64 only because Python's and NumPy's are get torch's default type; tensors keep theirs.
     """
-    first = samples[0]
-    if dataclasses.is_dataclass(first) and not isinstance(first, type):
-        names = [field.name for field in dataclasses.fields(first)]
-        return type(first)(**{name: collate([getattr(sample, name) for sample in samples]) for name in names})
-    if isinstance(first, Mapping):
-        return {name: collate([sample[name] for sample in samples]) for name in first}
-    if isinstance(first, (tuple, list)):
-        columns = [collate(list(column)) for column in zip(*samples, strict=True)]
-        return type(first)(*columns) if hasattr(first, "_fields") else columns
     try:
-        batch = default_collate(samples)
-    except (RuntimeError, TypeError) as error:
+        return _collate(samples)
+    except (RuntimeError, TypeError, ValueError, KeyError) as error:
         error.add_note(
             "Samples have to be tensors, arrays or numbers of one shape, or (nested) tuples, lists, dicts and "
-            "dataclasses of them. What has to be padded or is none of these takes a function of samples: "
+            "dataclasses of as many of them. What has to be padded or is none of these takes a function of samples: "
             "data.collate_fn=my_module.my_function"
         )
         raise
+
+
+def _collate(samples: list[Any]) -> Any:
+    first = samples[0]
+    if dataclasses.is_dataclass(first) and not isinstance(first, type):
+        names = [field.name for field in dataclasses.fields(first)]
+        return type(first)(**{name: _collate([getattr(sample, name) for sample in samples]) for name in names})
+    if isinstance(first, Mapping):
+        return {name: _collate([sample[name] for sample in samples]) for name in first}
+    if isinstance(first, (tuple, list)):
+        columns = [_collate(list(column)) for column in zip(*samples, strict=True)]
+        return type(first)(*columns) if hasattr(first, "_fields") else columns
+    batch = default_collate(samples)
     as_by_default = isinstance(batch, torch.Tensor) and batch.dtype == torch.float64 and not torch.is_tensor(first)
     return batch.to(torch.get_default_dtype()) if as_by_default else batch
 

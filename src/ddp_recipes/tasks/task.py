@@ -116,7 +116,7 @@ class Task(nn.Module):
 
     def training_step(self, batch: Any) -> StepOutput:
         """Return the mean loss of a batch; metrics are left to validation, but for ``train_metrics``."""
-        inputs, targets = batch
+        inputs, targets = _pair(batch)
         return self.training_output(self.model(inputs), targets)
 
     def training_output(self, outputs: Tensor, targets: Tensor) -> StepOutput:
@@ -130,7 +130,7 @@ class Task(nn.Module):
 
     def validation_step(self, batch: Any) -> StepOutput:
         """Return loss and metrics of a batch. Called without gradients, on the bare module."""
-        inputs, targets = batch
+        inputs, targets = _pair(batch)
         outputs = self.model(inputs)
         targets = targets.to(outputs.device)
         return StepOutput(self._loss(outputs, targets), self._measured(outputs, targets), targets.shape[0])
@@ -234,6 +234,18 @@ class Task(nn.Module):
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Load what :meth:`weights` returned; names and shapes must match."""
         self.load_state_dict({name: weights[outside(name)] for name in self.state_dict()})
+
+
+def _pair(batch: Any) -> Any:
+    if isinstance(batch, (tuple, list)) and len(batch) == 2:
+        return batch
+    keys = f" with the keys {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else ""
+    many = f" of {len(batch)}" if isinstance(batch, (tuple, list)) else ""
+    raise RequestError(
+        f"A batch is a {type(batch).__name__}{many}{keys}, and this task takes (inputs, targets). Give pairs in the "
+        f"data set or by data.collate_fn, choose task=model_loss for a model that returns its loss, or bring your own "
+        f"task."
+    )
 
 
 def is_stateful(metric: object) -> bool:

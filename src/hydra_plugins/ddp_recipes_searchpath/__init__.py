@@ -4,18 +4,28 @@ Hydra imports every plugin in every application, so nothing heavy is imported he
 """
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 
 from ddp_recipes._compat.omegaconf_ import register_resolver
+from ddp_recipes.config.classes import column_classes, folder_classes, num_outputs
 
 CONF = "pkg://ddp_recipes.conf"
 
 
-# The yaml files use `${len:...}` and `${prod:...}`, so what finds them must be able to resolve these.
-for _name, _resolver in (("len", lambda value: len(value)), ("prod", lambda *values: math.prod(values))):
+# The yaml files use these, `${len:...}` and so on, so what finds them must be able to resolve them.
+_RESOLVERS: dict[str, Callable[..., Any]] = {
+    "len": lambda value: len(value),
+    "prod": lambda *values: math.prod(values),
+    "folder_classes": folder_classes,
+    "column_classes": column_classes,
+    "num_outputs": num_outputs,
+}
+for _name, _resolver in _RESOLVERS.items():
     if not OmegaConf.has_resolver(_name):
         register_resolver(_name, _resolver)
 

@@ -1,0 +1,55 @@
+"""What to change where data, model and loss do not fit: torch's message says what is wrong, not where that is set."""
+
+import re
+
+_ADVICE = {
+    r"Target (-?\d+) is out of bounds": (
+        "The data have the label {0}, for which the model has no output: labels are 0 to outputs - 1. Number them from "
+        "0 in the data set, or give the model an output for each class (data.out_features, where the model follows it)."
+    ),
+    r"index out of range in self": (
+        "An index is beyond the rows of an embedding (vocab_size): they are 0 to rows - 1. Give the model more rows "
+        "(model.*), or other indices in the data set."
+    ),
+    r"device-side assert": (
+        "An index is out of range on the GPU: mostly a label that is not 0 to outputs - 1, or a token beyond the "
+        "vocabulary. launcher.device=cpu says which."
+    ),
+    r"expected target dtype to be Long|multi-target not supported": (
+        "Cross-entropy takes class numbers as targets, int64 of the shape [n]. Give such in the data set, or choose "
+        "task=regression for values."
+    ),
+    r"Expected input batch_size \((\d+)\) to match target batch_size \((\d+)\)": (
+        "The model gives {0} outputs for {1} targets: the first dimension of what it returns has to be that of its "
+        "inputs, the samples of a batch."
+    ),
+    r"mat1 and mat2 shapes cannot be multiplied \(\d+x(\d+) and (\d+)x\d+\)": (
+        "A linear layer takes {1} features and gets {0}. Set the model's to {0} (data.in_features, where the model "
+        "follows it), or give samples of {1}."
+    ),
+    r"to have (\d+) channels, but got (\d+) channels": (
+        "A convolution takes {0} channels and gets {1}. Set the model's to {1} (data.in_channels, where the model "
+        "follows it), or give images of {0}; images are [channels, height, width]."
+    ),
+    r"must have the same dtype, but got|Input type \(.*\) and bias type": (
+        "Inputs and the model's weights are of different types. Convert inputs in the data set: tensor.float(), or "
+        "array.astype('float32')."
+    ),
+    r"must be Tensor, not (\w+)": (
+        "The model was given a {0}, as it came from the data set. Make tensors of it there or by data.collate_fn, or "
+        "choose a task that takes such batches (task=model_loss gives a dict as keyword arguments)."
+    ),
+    r"out of memory": (
+        "Use a smaller data.batch_size with as much more trainer.accumulate_grad_batches, "
+        "trainer.precision=bf16-mixed, or model.num_devices=2; plan=true estimates what a run takes."
+    ),
+}
+
+
+def advice(error: BaseException) -> str | None:
+    """Return one line on what to change, where an error of torch is of a kind that users meet."""
+    if isinstance(error, (RuntimeError, IndexError, ValueError, TypeError)):
+        for pattern, text in _ADVICE.items():
+            if found := re.search(pattern, str(error)):
+                return text.format(*found.groups())
+    return None
