@@ -24,7 +24,7 @@ def validate(run: Run) -> None:
         callback.on_validation_start(run.cursor.step)
     matrices: Matrices = {}
     metrics = evaluate(run.task, run.val, run.strategy, run.precision, matrices)
-    check_monitor(run.monitor, {**run.metrics, **metrics})
+    check_monitor(run, {**run.metrics, **metrics})
     run.metrics.update(metrics)
     run.logger.scalars(metrics, run.cursor.step)
     log_matrices(matrices, run.logger, run.world.is_main)
@@ -91,14 +91,14 @@ def _evaluate(
     return metrics | computed(task, prefix, matrices)
 
 
-def check_monitor(monitor: str, metrics: Metrics) -> None:
-    """Refuse a metric to monitor that is not among those of a validation.
+def check_monitor(run: Run, metrics: Metrics) -> None:
+    """Refuse a metric to monitor that is not among those of a validation, unless training may measure it.
 
     Raises:
         RequestError: lists the metrics there are.
     """
-    if not monitor.startswith("train/"):
-        check_measured(monitor, metrics)
+    if run.monitor.startswith("val") or not (run.monitor.startswith("train/") or run.task.names_metrics):
+        check_measured(run.monitor, metrics)
 
 
 def check_measured(monitor: str, metrics: Collection[str]) -> None:
