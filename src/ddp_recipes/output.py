@@ -163,6 +163,7 @@ class Output:
         steps: Sequence[float] = ()
         metrics = self.metrics
         best = last = rate = None
+        monitor = self.monitor if run is None else run.monitor
         if run is not None:
             cursor, steps, metrics = run.cursor, run.clock.step_seconds(), run.metrics | self.metrics
             best, last = run.checkpointer.best, run.checkpointer.last
@@ -181,8 +182,8 @@ class Output:
             "global_step": cursor.step,
             "epoch": cursor.epoch,
             "metrics": metrics,
-            "monitor": self.monitor,
-            "objective": metrics.get(self.monitor),
+            "monitor": monitor,
+            "objective": metrics.get(monitor),
             "overrides": list(self.job.overrides),
             "best_checkpoint": None if best is None else str(best),
             "last_checkpoint": None if last is None else str(last),

@@ -132,9 +132,8 @@ def fit(recipe: Recipe, output: Output) -> None:
     """Train, from the start or from a checkpoint."""
     # Held to the very end: the second of two signals, the launcher's or one to every process, must not cut it short.
     run = make_run(recipe, output.hold(make_stop_controller(recipe)))
-    check_validation(run)
+    check_validation(run, recipe)
     for callback in run.callbacks.values():
-        callback.run = run
         callback.check()
     output.open(run)
     output.hold(profiling.record(run, output.leave_picture))
@@ -151,14 +150,17 @@ def fit(recipe: Recipe, output: Output) -> None:
         log.info("Nothing was left to do: at step %d a limit of trainer.* is reached already.", run.cursor.step)
 
 
-def check_validation(run: Run) -> None:
+def check_validation(run: Run, recipe: Recipe) -> None:
     """Run a few validation batches before anything is written: an error there is raised now, not after an epoch."""
     steps = run.trainer.num_sanity_val_steps
     if not run.val or steps == 0:
         return
     loaders = run.val if steps < 0 else {name: loader.limited(steps) for name, loader in run.val.items()}
     metrics = evaluate(run.task, loaders, run.strategy, run.precision)
-    check_monitor(run.monitor, metrics)
+    if run.task.names_metrics and recipe.request.checkpoint.monitor in (None, "auto") and run.monitor not in metrics:
+        recipe.warnings.append(f"checkpoint.monitor=auto is train/loss, for {run.monitor} is not measured.")
+        run.monitor = "train/loss"
+    check_monitor(run, metrics)
     run.task.train()
 
 

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from own_parts import Lit
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, SequentialSampler, TensorDataset
 from torchmetrics import MeanAbsoluteError
 
 Batch = tuple[Tensor, Tensor]
@@ -50,14 +51,11 @@ class OwnTest(Lit):
         return torch.full((), 7.0)
 
 
-class Hooks(Lit):
+class Sharded(Lit):
     """Defines what is not called."""
 
-    def on_train_epoch_end(self) -> None:
+    def configure_sharded_model(self) -> None:
         """Would do something."""
-
-    def train_dataloader(self) -> object:
-        return []
 
 
 class Manual(Lit):
@@ -65,10 +63,71 @@ class Manual(Lit):
 
     automatic_optimization = False
 
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(nn.functional.mse_loss(self(batch[0]), batch[1]))
+        optimizer.step()
 
-class Plateau(Lit):
-    """Has a scheduler that follows a metric."""
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+class Unmonitored(Lit):
+    """Has a scheduler that follows a metric, and does not say which."""
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.05)
         return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)}
+
+
+class Several(Lit):
+    """Wants two optimizers stepped for it."""
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD([parameter], lr=0.05) for parameter in list(self.parameters())[:2]]
+
+
+class OnStep(Lit):
+    """Asks for a point for each batch of a validation."""
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self.log("val_loss", nn.functional.mse_loss(self(batch[0]), batch[1]), on_step=True)
+
+
+class Late(Lit):
+    """Logs when all is over."""
+
+    def on_validation_end(self) -> None:
+        self.log("late", 1.0)
+
+
+class Shaped(Lit):
+    """Logs what is no number."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        self.log("shape", torch.ones(2))
+        return super().training_step(batch, batch_idx)
+
+
+class Sorted(SequentialSampler):
+    """An order of its own."""
+
+
+class Loaders(Lit):
+    """Brings its data."""
+
+    def train_dataloader(self) -> Any:
+        data = TensorDataset(torch.ones(4, 10), torch.ones(4, 5))
+        return DataLoader(data, batch_size=2, sampler=Sorted(data))
+
+
+class Untested(nn.Module):
+    """Has nothing to measure."""
+
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+        self.layer = nn.Linear(10, 5)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return self.layer(batch[0]).mean()

@@ -188,6 +188,7 @@ def make_recipe(job: Job, world: World, control: Control) -> Recipe:
             sum=strategy.sum,
             first_on_node=partial(control.first_on_node, what="prepare_data"),
             datamodule=make(node, "data.datamodule") if node.get("_target_") else None,
+            brings_data=brings,
         )
     )
     if brings:
@@ -273,7 +274,7 @@ def monitored(request: Request, loaders: Mapping[str, Loader], task: Task) -> Ch
     measured = [split for split in loaders if split != "train" or task.train_metrics]
     known |= {f"{split}/{name}" for split in measured for name in ("loss", *task.metric_names)}
     own_steps = type(task).validation_step is not Task.validation_step
-    if fits and not (own_steps and monitor.startswith("val/")):
+    if fits and not task.names_metrics and not (own_steps and monitor.startswith("val/")):
         check_measured(monitor, known)
     mode = resolved(settings.mode, monitor, "checkpoint.mode") if fits and settings.enabled else settings.mode
     return replace(settings, monitor=monitor, mode=mode)

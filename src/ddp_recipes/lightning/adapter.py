@@ -39,6 +39,8 @@ class LightningTask(Task):
         RequestError: the model has no ``training_step``, or a hook that is not called here.
     """
 
+    names_metrics = True
+
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model, nn.Identity())
         self.trainer = Trainer(self)

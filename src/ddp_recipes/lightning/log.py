@@ -55,7 +55,7 @@ class Total:
         self.weight += weight
 
 
-def reduced(totals: Iterable[Total], around: Surroundings) -> list[float]:
+def reduced(totals: Iterable[Total], around: Surroundings) -> list[float | None]:
     """Return the values over all ranks, which have the same totals in the same order. A collective; it waits once.
 
     A rank without a value does not count.
@@ -68,11 +68,11 @@ def reduced(totals: Iterable[Total], around: Surroundings) -> list[float]:
     mine = [torch.stack([zero if t.value is None else t.value.to(device), zero + t.weight]) for t in totals]
     every = torch.zeros(1, world.world_size, len(mine), 2, dtype=torch.float64, device=device)
     every[0, world.rank] = torch.stack(mine)  # each rank has a place of its own, so the sum is what all have
-    found = []
+    found: list[float | None] = []
     for each, pairs in zip(totals, around.sum(every).transpose(0, 1).tolist(), strict=True):
         values = [value for value, weight in pairs if weight]
         if not values:
-            found.append(float("nan"))
+            found.append(None)
         elif each.reduction == "mean":
             found.append(sum(values) / sum(weight for _, weight in pairs))
         else:
@@ -144,7 +144,7 @@ class Log:
         values = reduced([e.of_step for e in chosen.values()], around)
         for entry in chosen.values():
             entry.of_step = Total(entry.reduction)
-        return dict(zip(chosen, values, strict=True))
+        return {name: value for name, value in zip(chosen, values, strict=True) if value is not None}
 
     def epoch(self, around: Surroundings) -> dict[str, float]:
         """Return the values of the epoch, then forget it and reset its metrics. A collective."""
@@ -153,7 +153,7 @@ class Log:
         }
         plain = {name: entry for name, entry in chosen.items() if entry.metric is None}
         values = reduced([e.of_epoch for e in plain.values()], around)
-        found = dict(zip(plain, values, strict=True))
+        found = {name: value for name, value in zip(plain, values, strict=True) if value is not None}
         for name, entry in chosen.items():
             if entry.metric is not None:
                 with warnings.catch_warnings():  # of a metric without an update: a rank without a sample is no mistake
@@ -161,7 +161,7 @@ class Log:
                     found[name] = float(entry.metric.compute())
                 entry.metric.reset()
         self.entries = {}
-        return {name: found[name] for name in chosen}
+        return {name: found[name] for name in chosen if name in found}
 
     def forget_steps(self) -> None:
         """Forget the values of steps that are not logged."""

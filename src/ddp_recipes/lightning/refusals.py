@@ -23,6 +23,11 @@ def refuse_surroundings(owner: str, own: Collection[str], manual: bool, around: 
     step, trainer, strategy = _STEPS.get(around.mode, "training_step"), around.trainer, around.parallelism
     if step not in own and not (step == "test_step" and "validation_step" in own):
         raise RequestError(f"mode={around.mode} runs {step}, which {owner} does not define.")
+    if loaders := [] if around.brings_data else sorted(name for name in own if name.endswith("_dataloader")):
+        raise RequestError(
+            f"{owner} brings {', '.join(loaders)}, and data is another data set. Choose data=lightning, which takes "
+            f"the loaders of the module, or leave them out of it."
+        )
     world = around.world
     shards = [strategy.batch_shards(replace(world, rank=rank)) for rank in range(world.world_size)]
     if strategy.pipeline is not None or any(each.first >= each.total for each in shards):

@@ -34,6 +34,7 @@ class Surroundings:
         first_on_node: calls a function on one rank of each node before it does so on the others.
         total_steps_of: gives the optimizer steps of training, of the batches in an epoch.
         datamodule: what the config gives as ``data.datamodule``.
+        brings_data: whether the data are those of the task or its data module.
     """
 
     mode: str
@@ -47,6 +48,7 @@ class Surroundings:
     first_on_node: Callable[[Callable[[], None]], None]
     total_steps_of: Callable[[int], int | None]
     datamodule: Any = None
+    brings_data: bool = False
 
     @property
     def total_steps(self) -> int | None:
@@ -185,6 +187,7 @@ class Task(nn.Module):
         return None
 
     logged: Collection[str] = ()  # names that the task logs in training itself, which are not logged twice
+    names_metrics = False  # whether what a step measures has names of its own, which are known once it ran
     validates = True  # whether there is something to measure on validation sets
 
     # Where a task takes optimizer steps by itself: as training.update.update does.

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
+from ddp_recipes.training.evaluation import check_measured
 from ddp_recipes.training.non_finite import non_finite_weights
 from ddp_recipes.training.state import Run, gather_state
 
@@ -16,7 +17,9 @@ def save(run: Run, measured: bool) -> None:
     Non-finite weights end the run instead, so the newest checkpoint is always a good one.
     """
     run.logger.flush()  # or a kill would take points with it that do not come again
-    fresh = measured or run.monitor.startswith("train/")
+    if measured and run.task.names_metrics:
+        check_measured(run.monitor, run.metrics)
+    fresh = measured or not run.val or run.monitor.startswith("train/")
     value = run.metrics.get(run.monitor) if fresh else None
     bad = non_finite_weights(run.task)  # those that are trained, whatever callbacks put in their place
     for callback in run.callbacks.values():
