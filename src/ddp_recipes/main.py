@@ -183,13 +183,14 @@ class Controller:
     @contextmanager
     def _directory(self, path: Path, fresh: bool) -> Iterator[Path]:
         """Yield the directory, made; nothing is left of a run that never began."""
-        missing = first_missing(path)
+        there, missing = path.exists(), first_missing(path)
         made = make_directory(path, fresh)
         self._note.write(made)
         try:
             yield made
         except BaseException:
-            remove_empty(made, made if missing == path else missing)
+            if made != path or not there:
+                remove_empty(made, made if missing == path else missing)
             raise
 
     def job(self, config: DictConfig) -> float | None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Store
 
-from ddp_recipes._compat.messages import out_of_memory, timed_out
+from ddp_recipes._compat.messages import timed_out
 from ddp_recipes._version import __version__
 from ddp_recipes.build.output import make_output
 from ddp_recipes.build.recipe import Recipe, make_recipe
@@ -20,6 +20,7 @@ from ddp_recipes.checkpointing.writing import write_aside
 from ddp_recipes.errors import Preempted, RecipeError, RequestError, RunFailed
 from ddp_recipes.output import Output
 from ddp_recipes.reporting.run_directory import RunDirectory, Summary, write_trace
+from ddp_recipes.runtime.advice import add_advice
 from ddp_recipes.runtime.control import Control
 from ddp_recipes.runtime.digest import digest
 from ddp_recipes.runtime.job import ASKS_TO_STOP, Job
@@ -94,7 +95,7 @@ def prepare(job: Job, world: World, control: Control) -> tuple[Recipe, RunDirect
         recipe = make_recipe(job, world, control)
         directory = RunDirectory(job.directory, recipe.resumes_in_place) if world.is_main else None
     except Exception as error:
-        _add_advice(error, job)
+        add_advice(error, job.config)
         control.agree(error, {})
         raise
     state = recipe.state
@@ -107,24 +108,6 @@ def prepare(job: Job, world: World, control: Control) -> tuple[Recipe, RunDirect
     }
     control.agree(None, facts)
     return recipe, directory
-
-
-def _add_advice(error: BaseException, job: Job) -> None:
-    """Have the traceback of an error that torch words for itself alone end with what to change here."""
-    if not out_of_memory(error):
-        return
-    data, trainer = job.config["data"], job.config["trainer"]
-    less = f"data.val_batch_size (now {data['val_batch_size']})"
-    if job.config["mode"] == "fit":
-        batches = trainer["accumulate_grad_batches"]
-        less = (
-            f"data.batch_size (now {data['batch_size']}), with trainer.accumulate_grad_batches (now {batches}) as much "
-            f"larger, which keeps the global batch, or {less} if it was in validation"
-        )
-    error.add_note(
-        f"Out of memory. Make {less} smaller; or take trainer.precision=bf16-mixed, or more devices a replica "
-        f"(model.num_devices). plan=true estimates what a run needs."
-    )
 
 
 def fit(recipe: Recipe, output: Output) -> None:
@@ -232,7 +215,7 @@ WORK: dict[str, Callable[[Recipe, Output], None]] = {
 
 def fail(recipe: Recipe, control: Control, output: Output, error: BaseException) -> NoReturn:
     """Record a failure for the other ranks and in the run directory, and raise the error to show."""
-    _add_advice(error, recipe.job)
+    add_advice(error, recipe.job.config)
     own = isinstance(error, RecipeError)  # whose message is enough; anything else needs its traceback
     text = f"{error}\n" if own else "".join(traceback.format_exception(error))
     if (remedy := recipe.strategy.explain(error, recipe.task)) is not None:

@@ -17,6 +17,18 @@ def out_of_memory(error: BaseException) -> bool:
     return type(error).__name__ in ("OutOfMemoryError", "MemoryError") or re.search(text, str(error)) is not None
 
 
+def label_out_of_range(error: BaseException) -> bool:
+    """Whether a loss met a class that the model has no output for."""
+    text = r"Target -?\d+ is out of bounds|device-side assert"  # the latter on a GPU, which says no more
+    return re.search(text, str(error)) is not None
+
+
+def shapes_do_not_fit(error: BaseException) -> bool:
+    """Whether a layer was given another size than it was made for."""
+    text = r"shapes cannot be multiplied|expected input\[.*channels|normalized_shape|running_mean should contain"
+    return isinstance(error, RuntimeError) and re.search(text, str(error)) is not None
+
+
 def address_in_use(error: BaseException) -> bool:
     """Whether a ``TCPStore`` could not listen because its port is taken."""
     return "EADDRINUSE" in str(error)
