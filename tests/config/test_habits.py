@@ -54,7 +54,7 @@ def write(path: Path, text: str) -> None:
         ("+optimizer=adam", "optimizer is there already, so there is nothing to add. Write optimizer=adam."),
         ("~optimizer.lrr", "~optimizer.lrr: there is no key optimizer.lrr. Did you mean 'optimizer.lr'?"),
         ("~model", "model has no _target_, the dotted name of a class or function to call."),
-        ("+seedy=1", "+seedy=1: seedy is no key, and nothing refers to it, so it would do nothing."),
+        ("seedy=1", "seedy=1: there is no key seedy. Did you mean 'seed'?"),
         ("data.batch_size=${batch}", "data.batch_size follows batch, and there is no key batch."),
         (
             "--config-name=trian",

@@ -8,7 +8,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_recipes._compat.hydra_ import Hydra
-from ddp_recipes.config.settings import DataSettings, RunSettings
+from ddp_recipes.config.settings import DataSettings
 from ddp_recipes.errors import RequestError, nearest
 
 
@@ -55,27 +55,22 @@ def quoted(text: str) -> str:
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
-def refuse_unused(hydra: Hydra, config: DictConfig, overrides: Sequence[str]) -> None:
-    """Refuse a key added to ``data`` or at the top that is none of ours and that nothing refers to.
+def refuse_unused(config: DictConfig, overrides: Sequence[str]) -> None:
+    """Refuse a key added to ``data`` that is none of ours and that nothing refers to.
 
     Raises:
         RequestError: it would do nothing.
     """
-    groups = hydra.config_loader.list_groups("")
+    known = [each.name for each in fields(DataSettings)]
     text = ""
     for override in overrides:
-        match = re.match(r"\+{1,2}(data\.)?(\w+)=", override)
-        if match is None or OmegaConf.is_config(OmegaConf.select(config, f"{match[1] or ''}{match[2]}")):
-            continue
-        section, name = match.groups(default="")
-        known = [each.name for each in fields(DataSettings if section else RunSettings)]
-        if name in known or (not section and name in groups):
+        match = re.match(r"\+{1,2}data\.(\w+)=", override)
+        if match is None or match[1] in known or OmegaConf.is_config(OmegaConf.select(config, f"data.{match[1]}")):
             continue
         text = text or OmegaConf.to_yaml(config)
-        refers = rf"\$\{{(data|\.+)\.?{name}\b" if section else rf"\$\{{([\w.]+:)?{name}\b"
-        if not re.search(refers, text):
-            rest = "; arguments of a data set go to it, as in +data.train.{name}=…" if section else ""
+        if not re.search(rf"\$\{{(data|\.+)\.?{match[1]}\b", text):
             raise RequestError(
-                f"{override}: {section}{name} is no key{' of data' if section else ''}, and nothing refers to it, so "
-                f"it would do nothing. Keys: {', '.join(known)}{rest.format(name=name)}.{nearest(name, known)}"
+                f"{override}: data.{match[1]} is no key of data, and nothing refers to it, so it would do nothing. "
+                f"Keys: {', '.join(known)}; arguments of a data set go to it, as in +data.train.{match[1]}=…."
+                f"{nearest(match[1], known)}"
             )
