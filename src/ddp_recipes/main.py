@@ -1,46 +1,19 @@
-"""The command line: compose once, check, launch, return the summary. Loads no torch by itself."""
+"""The command line, and the same from Python. Loads no torch by itself."""
 
 import os
 import sys
-import traceback
-from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from datetime import datetime
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_recipes import project
-from ddp_recipes.config import compose, questions
-from ddp_recipes.config.launcher import launcher_class
-from ddp_recipes.config.overrides import deleting_null, quoted
-from ddp_recipes.config.request import Request, resolve
-from ddp_recipes.config.translate import translated
-from ddp_recipes.errors import Preempted, RecipeError, RequestError, RunFailed
+from ddp_recipes.controller import Controller
+from ddp_recipes.errors import RecipeError, RequestError
 from ddp_recipes.launchers import environment
-from ddp_recipes.launchers.base import Launcher, Resources
-from ddp_recipes.launchers.elastic import RestartNote
-from ddp_recipes.launchers.local import run_here
-from ddp_recipes.reporting import sweep
-from ddp_recipes.reporting.run_directory import (
-    Summary,
-    first_missing,
-    leave_summary,
-    make_directory,
-    refuse_used,
-    remove_empty,
-)
-from ddp_recipes.runtime.job import Job
+from ddp_recipes.launchers.base import Resources
 from ddp_recipes.runtime.process import die_with_parent, leave
-from ddp_recipes.runtime.world import World
-from ddp_recipes.strategies import ONE_PROCESS
-
-if TYPE_CHECKING:
-    from ddp_recipes._compat.hydra_ import Hydra
 
 CONF = "pkg://ddp_recipes.conf"
 
@@ -109,6 +82,11 @@ def run(
         die_with_parent()  # torchrun's workers outlive an agent that is killed
     if world is not None and not world.is_main:
         leave(Resources(world).channel.follow())
+    if world is not None and world.world_size > 1 and Controller.ended:
+        raise RequestError(
+            f"This is a second run in one of {world.world_size} processes that were started together, and the others "
+            f"exited with the first. Start them once for each run, or let one run do it all: -m key=1,2."
+        )
     controller = Controller(world, leaves)
     status = 1
     try:
@@ -126,171 +104,3 @@ def run(
         raise
     finally:
         controller.close(status)
-
-
-class Controller:
-    """The one process that composes: its jobs are run by processes that it starts, or by its followers."""
-
-    def __init__(self, world: World | None, leaves: bool = False) -> None:
-        self.world = world
-        self._leaves = leaves  # with the end of its run
-        self._summary: Summary = {}
-        self.resources = Resources(world)
-        self._note = RestartNote(os.environ, Path.cwd())
-
-    def run(self, argv: Sequence[str], config_path: str, config_name: str) -> Summary | list[Summary]:
-        """Compose and run what the command line requests."""
-        parser, args = compose.parse(argv)
-        config_name = args.config_name or config_name
-        config_path = args.config_path or config_path
-        if questions.is_question(args):
-            questions.answer(parser, args, config_path, config_name)
-            return []
-        if self.world is None and _expects_ranks(args):
-            self.resources.server.start()
-        with compose.session(config_path, args.config_dir) as hydra:
-            with translated(hydra, config_name, args.overrides):
-                args.overrides = deleting_null(hydra, config_name, args.overrides)
-            former = self._note.former_directory()
-            same = [] if former is None else [f"hydra.run.dir={quoted(former)}", "ckpt_path=auto"]
-            config = None
-            if not (args.multirun or "hydra.mode=MULTIRUN" in args.overrides):
-                config = compose.single(hydra, config_name, [*args.overrides, *same])
-            if config is None:
-                same = [] if former is None else [f"hydra.sweep.dir={quoted(former)}"]
-                return self._sweep(hydra, config_name, [*args.overrides, *same])
-            with self._directory(*compose.directory_of(config.hydra.run)) as directory:
-                config.hydra.run.dir = str(directory)
-                compose.run(hydra, config, config_name, self.job)
-        return self._summary
-
-    def run_composed(self, config: DictConfig, directory: str | Path | None) -> Summary:
-        """Run a config that is composed already, in the directory of the Hydra job that this is called in, if any."""
-        config = OmegaConf.masked_copy(config, [str(name) for name in config if name != "hydra"])
-        overrides, fresh = [], False
-        if HydraConfig.initialized():
-            compose.separate_loggers(config)
-            overrides = compose.overrides_of_job()
-            directory = directory or HydraConfig.get().runtime.output_dir
-        elif directory is None:
-            directory, fresh = datetime.now().strftime("outputs/%Y-%m-%d/%H-%M-%S"), True
-        if (former := self._note.former_directory()) is not None:
-            directory, fresh, config["ckpt_path"] = former, False, "auto"
-        with self._directory(Path(directory).absolute(), fresh) as made:
-            hydra = {} if HydraConfig.initialized() else {"config.yaml": OmegaConf.to_yaml(config)}
-            return self._launch(Job(resolve(config), made, hydra, overrides, last=self._leaves))
-
-    @contextmanager
-    def _directory(self, path: Path, fresh: bool) -> Iterator[Path]:
-        """Yield the directory, made; nothing is left of a run that never began."""
-        missing = first_missing(path)
-        made = make_directory(path, fresh)
-        self._note.write(made)
-        try:
-            yield made
-        except BaseException:
-            remove_empty(made, made if missing == path else missing)
-            raise
-
-    def job(self, config: DictConfig) -> float | None:
-        """Run one composed config in its Hydra job; return the monitored metric."""
-        compose.separate_loggers(config)
-        job = Job(
-            resolve(config),
-            Path(HydraConfig.get().runtime.output_dir),
-            {"config.yaml": OmegaConf.to_yaml(config), **compose.record()},
-            compose.overrides_of_job(),
-            last=self._leaves and HydraConfig.get().mode is RunMode.RUN,
-        )
-        self._summary = self._launch(job)
-        objective: float | None = self._summary["objective"]
-        return objective
-
-    def _launch(self, job: Job) -> Summary:
-        request = Request.of(job.config)
-        if request.run.ckpt_path is None:
-            refuse_used(job.directory, resumed=False)
-        if request.run.plan:  # this process alone, however many were started
-            return run_here(job)
-        section = job.config["launcher"]
-        try:
-            launcher: Launcher = launcher_class(section)(request.launcher, self.resources)
-            return launcher.launch(job)
-        except (RecipeError, KeyboardInterrupt):
-            raise
-        except Exception as error:
-            name = section.get("_target_", section["name"])
-            raise RunFailed(f"The launcher, {name}, failed:\n{traceback.format_exc().rstrip()}") from error
-
-    def _sweep(self, hydra: "Hydra", config_name: str, overrides: Sequence[str]) -> list[Summary]:
-        """Run one job for each combination; however it ends, print the table of the jobs."""
-        with self._directory(*compose.sweep_directory(hydra, config_name, overrides)) as directory:
-            try:
-                compose.multirun(hydra, config_name, overrides, str(directory), self.sweep_job)
-            except _SweepStopped as stop:
-                raise stop.reason from None
-            except RunFailed as error:  # of the first job that failed: each has printed its own already
-                raise RunFailed("Some jobs of the sweep failed; the table above says which.") from error
-            finally:
-                sweep.report(directory, sys.stdout)
-        return sweep.summaries(directory)
-
-    def sweep_job(self, config: DictConfig) -> float | None:
-        """Run one job of a sweep; return its objective, at once if an earlier call of the same sweep finished it.
-
-        A failure is the job's own, unless ``sweep.on_failure=stop``; a signal ends the sweep.
-        """
-        if self.world is None and environment.tasks(os.environ) > 1:
-            return self._sweep_job_on_tasks(config)
-        hydra = HydraConfig.get()
-        directory, overrides = Path(hydra.runtime.output_dir), compose.overrides_of_job()
-        print(f"\njob {hydra.job.num}: {' '.join(overrides)}", flush=True)
-        try:
-            if (done := sweep.finished_before(directory, overrides)) is not None:
-                print("finished before", flush=True)
-                objective: float | None = done["objective"]
-                return objective
-            if (directory / "config.yaml").exists():
-                config.ckpt_path = "auto"  # it was interrupted: it resumes
-            return self.job(config)
-        except Preempted as error:
-            raise _SweepStopped(error) from None
-        except RecipeError as error:
-            leave_summary(directory, str(error).strip().splitlines()[-1], overrides)
-            if config.sweep.on_failure == "stop":
-                raise _SweepStopped(error) from None
-            print(error, file=sys.stderr, flush=True)
-            raise
-
-    def _sweep_job_on_tasks(self, config: DictConfig) -> float | None:
-        """Run one job of a sweep where Hydra's launcher calls each of its tasks (submitit_slurm): rank 0's counts."""
-        world = environment.join(os.environ)
-        controller = Controller(world)  # this one is pickled again if the job is queued again
-        if world is not None and not world.is_main:
-            controller.resources.channel.follow()
-            return None
-        try:
-            return controller.sweep_job(config)
-        except _SweepStopped as stop:
-            raise stop.reason from None
-        finally:
-            controller.close(0)
-
-    def close(self, exit_code: int) -> None:
-        """End what was started for the run; the followers exit with this code."""
-        self._note.end(exit_code)
-        self.resources.close(exit_code)
-
-
-def _expects_ranks(args: Namespace) -> bool:
-    """Guess from the command line whether ranks will be started here: a wrong guess costs a little, not the run."""
-    alone = (*(f"strategy={name}" for name in ONE_PROCESS), "launcher.nproc_per_node=1", "plan=true")
-    elsewhere = ("launcher=slurm", "launcher.start_method=spawn")
-    return not args.multirun and not {*alone, *elsewhere}.intersection(args.overrides)
-
-
-class _SweepStopped(BaseException):
-    """Ends a sweep: Hydra takes an ``Exception`` for the job's own and starts the next one."""
-
-    def __init__(self, reason: RecipeError) -> None:
-        self.reason = reason

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Store
 
-from ddp_recipes._compat.messages import out_of_memory, timed_out
+from ddp_recipes._compat.messages import timed_out
 from ddp_recipes._version import __version__
 from ddp_recipes.build.output import make_output
 from ddp_recipes.build.recipe import Recipe, make_recipe
@@ -20,13 +20,13 @@ from ddp_recipes.checkpointing.writing import write_aside
 from ddp_recipes.errors import Preempted, RecipeError, RequestError, RunFailed
 from ddp_recipes.output import Output
 from ddp_recipes.reporting.run_directory import RunDirectory, Summary, write_trace
+from ddp_recipes.runtime.advice import advice
 from ddp_recipes.runtime.control import Control
 from ddp_recipes.runtime.digest import digest
 from ddp_recipes.runtime.job import ASKS_TO_STOP, Job
 from ddp_recipes.runtime.main_module import unpack
 from ddp_recipes.runtime.process import ignore_once
 from ddp_recipes.runtime.world import World
-from ddp_recipes.tasks.advice import advice
 from ddp_recipes.tools import dry_run as planning
 from ddp_recipes.tools import equivalence as check
 from ddp_recipes.tools import learning_rate, profiling
@@ -95,7 +95,8 @@ def prepare(job: Job, world: World, control: Control) -> tuple[Recipe, RunDirect
         recipe = make_recipe(job, world, control)
         directory = RunDirectory(job.directory, recipe.resumes_in_place) if world.is_main else None
     except Exception as error:
-        _add_advice(error, job)
+        if (line := advice(error, job.config)) is not None:
+            error.add_note(line)
         control.agree(error, {})
         raise
     state = recipe.state
@@ -108,24 +109,6 @@ def prepare(job: Job, world: World, control: Control) -> tuple[Recipe, RunDirect
     }
     control.agree(None, facts)
     return recipe, directory
-
-
-def _add_advice(error: BaseException, job: Job) -> None:
-    """Have the traceback of an error that torch words for itself alone end with what to change here."""
-    if not out_of_memory(error):
-        return
-    data, trainer = job.config["data"], job.config["trainer"]
-    less = f"data.val_batch_size (now {data['val_batch_size']})"
-    if job.config["mode"] == "fit":
-        batches = trainer["accumulate_grad_batches"]
-        less = (
-            f"data.batch_size (now {data['batch_size']}), with trainer.accumulate_grad_batches (now {batches}) as much "
-            f"larger, which keeps the global batch, or {less} if it was in validation"
-        )
-    error.add_note(
-        f"Out of memory. Make {less} smaller; or take trainer.precision=bf16-mixed, or more devices a replica "
-        f"(model.num_devices). plan=true estimates what a run needs."
-    )
 
 
 def fit(recipe: Recipe, output: Output) -> None:
@@ -235,10 +218,9 @@ WORK: dict[str, Callable[[Recipe, Output], None]] = {
 
 def fail(recipe: Recipe, control: Control, output: Output, error: BaseException) -> NoReturn:
     """Record a failure for the other ranks and in the run directory, and raise the error to show."""
-    _add_advice(error, recipe.job)
     own = isinstance(error, RecipeError)  # whose message is enough; anything else needs its traceback
     text = f"{error}\n" if own else "".join(traceback.format_exception(error))
-    remedy = None if own else recipe.strategy.explain(error, recipe.task) or advice(error)
+    remedy = None if own else recipe.strategy.explain(error, recipe.task) or advice(error, recipe.job.config)
     if remedy is not None:
         text = f"{text}{remedy}"
         error = RunFailed(text)

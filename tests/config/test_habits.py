@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 import ddp_recipes
 from ddp_recipes.errors import RequestError
 from ddp_recipes.reporting.run_directory import make_directory
+from helpers.processes import TORCHRUN
 
 TINY = ["data=random", "data.num_samples=64", "data.batch_size=16", "data.val_samples=16", "model=toy", "logger=none"]
 QUICK = [*TINY, "launcher.device=cpu", "strategy=single", "trainer.progress=false", "trainer.max_epochs=1"]
@@ -54,7 +55,7 @@ def write(path: Path, text: str) -> None:
         ("+optimizer=adam", "optimizer is there already, so there is nothing to add. Write optimizer=adam."),
         ("~optimizer.lrr", "~optimizer.lrr: there is no key optimizer.lrr. Did you mean 'optimizer.lr'?"),
         ("~model", "model has no _target_, the dotted name of a class or function to call."),
-        ("+seedy=1", "+seedy=1: seedy is no key, and nothing refers to it, so it would do nothing."),
+        ("seedy=1", "seedy=1: there is no key seedy. Did you mean 'seed'?"),
         ("data.batch_size=${batch}", "data.batch_size follows batch, and there is no key batch."),
         (
             "--config-name=trian",
@@ -199,6 +200,16 @@ def test_an_application_s_own_main_runs_in_its_own_directories(here: Path) -> No
         assert f"seed={int(job) + 1}" in summary["overrides"]
         assert (here / "sweep" / job / ".hydra" / "overrides.yaml").exists()
     assert not (here / "outputs").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.spawn
+def test_a_second_run_under_torchrun_is_refused(here: Path) -> None:
+    write(here / "twice.py", f"import ddp_recipes\nfor _ in range(2):\n    ddp_recipes.run({QUICK[:-3]!r})\n")
+    done = subprocess.run([*TORCHRUN, "twice.py"], cwd=here, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert "RequestError: This is a second run in one of 2 processes that were started together" in done.stderr
+    assert len(list((here / "outputs").glob("*/*/summary.json"))) == 1
 
 
 # --- directories -----------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from ddp_recipes.errors import RequestError
+from ddp_recipes.testing import run_recipe
 
 HUNGRY = """
 import torch
@@ -56,6 +57,34 @@ def test_out_of_memory_ends_with_what_to_change(
     assert advice in last
     if when == mode:
         assert "Out of memory" in json.loads((tmp_path / "run" / "summary.json").read_text())["error"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "error", "advice"),
+    [
+        (
+            ["data=digits", "data.out_features=7", "model=linear"],
+            r"Target \d is out of bounds",
+            "for which the model has no output: labels are 0 to outputs - 1.",
+        ),
+        (
+            ["data=digits", "model=linear", "model.in_features=9"],
+            "shapes cannot be",
+            "takes 9 features and gets 64. Set the model's to 64 (data.in_features",
+        ),
+        (
+            ["data=fake_images", "model=resnet18", "data.image_size=32", "model.in_channels=1"],
+            "channels",
+            "takes 1 channels and gets 3. Set the model's to 3 (data.in_channels",
+        ),
+    ],
+)
+def test_sizes_that_do_not_fit_end_with_what_to_change(
+    overrides: list[str], error: str, advice: str, tmp_path: Path
+) -> None:
+    with pytest.raises(RuntimeError, match=error) as raised:
+        run_recipe([*overrides, "data.batch_size=8", "logger=none", "launcher.device=cpu"], directory=tmp_path / "run")
+    assert advice in str(raised.value).strip().splitlines()[-1]
 
 
 def test_an_environment_variable_that_is_not_set_is_named(run: Callable[..., object]) -> None:

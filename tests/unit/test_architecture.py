@@ -24,6 +24,7 @@ LAYERS = [
     {"__main__"},
     {"testing"},
     {"main"},
+    {"controller"},
     {"launchers", "project"},
     {"rank"},
     {"tools"},

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -508,6 +508,21 @@ def test_the_key_that_an_interpolation_misses_is_named() -> None:
     with pytest.raises(InterpolationKeyError) as raised:
         OmegaConf.to_container(config, resolve=True)
     assert messages.missing_interpolation_key(raised.value) == "b.c"
+
+
+@pytest.mark.parametrize(
+    ("known", "call"),
+    [
+        (messages.out_of_memory, lambda: torch.empty(1 << 50)),
+    ],
+)
+def test_errors_that_a_user_s_sizes_cause_are_known(
+    known: Callable[[BaseException], bool], call: Callable[[], object]
+) -> None:
+    with pytest.raises((RuntimeError, IndexError)) as raised:
+        call()
+    assert known(raised.value)
+    assert not known(RuntimeError("no"))
 
 
 def test_devices_that_an_operation_mixes_are_named() -> None:

@@ -10,7 +10,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_recipes._compat.hydra_ import Hydra
-from ddp_recipes.config.settings import DataSettings, RunSettings
+from ddp_recipes.config.settings import DataSettings
 from ddp_recipes.errors import RequestError, nearest
 
 
@@ -61,38 +61,36 @@ _OF_DATA = ("root", "download", "in_features", "out_features", "train", "val", "
 _OF_DATA_LOADER = ("sampler", "batch_sampler", "timeout", "worker_init_fn", "generator", "multiprocessing_context")
 
 
-def refuse_unused(hydra: Hydra, config: DictConfig, overrides: Sequence[str]) -> None:
-    """Refuse a key of ``data`` or added at the top that is none of ours and that nothing refers to.
+def refuse_unused(config: DictConfig, overrides: Sequence[str]) -> None:
+    """Refuse a key of ``data`` that is none of ours and that nothing refers to.
 
-    Of those in a yaml for ``data`` the ones that were meant to do something: objects, arguments of torch's
-    ``DataLoader``, what differs from a key by a letter or two. Others may describe the data, for one model or another.
+    Of those in a yaml the ones that were meant to do something: objects, arguments of torch's ``DataLoader``, what
+    differs from a key by a letter or two. Others may describe the data, for one model or another.
 
     Raises:
         RequestError: it would do nothing.
     """
-    of_data = [*(each.name for each in fields(DataSettings)), *_OF_DATA]
+    known = [*(each.name for each in fields(DataSettings)), *_OF_DATA]
     data: Any = OmegaConf.to_container(config.data) if OmegaConf.is_dict(config.get("data")) else {}
     suspects = {
-        ("data.", name): f"data.{name}"
+        name: f"data.{name}"
         for name, value in data.items()
         if (isinstance(value, dict) and "_target_" in value)
         or name in _OF_DATA_LOADER
-        or get_close_matches(name, of_data, 1, 0.8)
+        or get_close_matches(name, known, 1, 0.8)
     }
     for override in overrides:
-        match = re.match(r"\+{1,2}(data\.)?(\w+)=", override)
-        if match and not OmegaConf.is_config(OmegaConf.select(config, f"{match[1] or ''}{match[2]}")):
-            suspects[match[1] or "", match[2]] = override
-    groups, text = hydra.config_loader.list_groups(""), ""
-    for (section, name), given in suspects.items():
-        known = of_data if section else [each.name for each in fields(RunSettings)]
-        if name in known or (not section and name in groups):
+        match = re.match(r"\+{1,2}data\.(\w+)=", override)
+        if match and not OmegaConf.is_config(OmegaConf.select(config, f"data.{match[1]}")):
+            suspects[match[1]] = override
+    text = ""
+    for name, given in suspects.items():
+        if name in known:
             continue
         text = text or OmegaConf.to_yaml(config)
-        refers = rf"\$\{{(data|\.+)\.?{name}\b" if section else rf"\$\{{([\w.]+:)?{name}\b"
-        if not re.search(refers, text):
-            rest = f"; arguments of a data set go to it, as in +data.train.{name}=…" if section else ""
+        if not re.search(rf"\$\{{(data|\.+)\.?{name}\b", text):
             raise RequestError(
-                f"{given}: {section}{name} is no key{' of data' if section else ''}, and nothing refers to it, so "
-                f"it would do nothing. Keys: {', '.join(known)}{rest}.{nearest(name, known)}"
+                f"{given}: data.{name} is no key of data, and nothing refers to it, so it would do nothing. Keys: "
+                f"{', '.join(known)}; arguments of a data set go to it, as in +data.train.{name}=…."
+                f"{nearest(name, known)}"
             )

@@ -1,6 +1,10 @@
-"""What to change where data, model and loss do not fit: torch's message says what is wrong, not where that is set."""
+"""What to change here where torch alone words an error: it says what is wrong, not where that is set."""
 
 import re
+from collections.abc import Mapping
+from typing import Any
+
+from ddp_recipes._compat.messages import out_of_memory
 
 _ADVICE = {
     r"Target (-?\d+) is out of bounds": (
@@ -39,15 +43,24 @@ _ADVICE = {
         "The model was given a {0}, as it came from the data set. Make tensors of it there or by data.collate_fn, or "
         "choose a task that takes such batches (task=model_loss gives a dict as keyword arguments)."
     ),
-    r"out of memory": (
-        "Use a smaller data.batch_size with as much more trainer.accumulate_grad_batches, "
-        "trainer.precision=bf16-mixed, or model.num_devices=2; plan=true estimates what a run takes."
-    ),
 }
 
 
-def advice(error: BaseException) -> str | None:
-    """Return one line on what to change, where an error of torch is of a kind that users meet."""
+def advice(error: BaseException, config: Mapping[str, Any]) -> str | None:
+    """Return one line on what to change, where an error is of a kind that users meet."""
+    data, trainer = config["data"], config["trainer"]
+    if out_of_memory(error):
+        less = f"data.val_batch_size (now {data['val_batch_size']})"
+        if config["mode"] == "fit":
+            less = (
+                f"data.batch_size (now {data['batch_size']}), with trainer.accumulate_grad_batches (now "
+                f"{trainer['accumulate_grad_batches']}) as much larger, which keeps the global batch, or {less} if it "
+                f"was in validation"
+            )
+        return (
+            f"Out of memory. Make {less} smaller; or take trainer.precision=bf16-mixed, or more devices a replica "
+            f"(model.num_devices). plan=true estimates what a run needs."
+        )
     if isinstance(error, (RuntimeError, IndexError, ValueError, TypeError)):
         for pattern, text in _ADVICE.items():
             if found := re.search(pattern, str(error)):
