@@ -158,7 +158,7 @@ def check_validation(run: Run) -> None:
         return
     loaders = run.val if steps < 0 else {name: loader.limited(steps) for name, loader in run.val.items()}
     metrics = evaluate(run.task, loaders, run.strategy, run.precision)
-    check_monitor(run.monitor, metrics)
+    check_monitor(run, metrics)
     run.task.train()
 
 
