@@ -219,8 +219,10 @@ WORK: dict[str, Callable[[Recipe, Output], None]] = {
 def fail(recipe: Recipe, control: Control, output: Output, error: BaseException) -> NoReturn:
     """Record a failure for the other ranks and in the run directory, and raise the error to show."""
     own = isinstance(error, RecipeError)  # whose message is enough; anything else needs its traceback
+    remedy = None if own else recipe.strategy.explain(error, recipe.task)
+    if not own and remedy is None and (line := advice(error, recipe.job.config)) is not None:
+        error.add_note(line)
     text = f"{error}\n" if own else "".join(traceback.format_exception(error))
-    remedy = None if own else recipe.strategy.explain(error, recipe.task) or advice(error, recipe.job.config)
     if remedy is not None:
         text = f"{text}{remedy}"
         error = RunFailed(text)

@@ -25,6 +25,7 @@ from ddp_recipes.reporting.run_directory import Summary
 from ddp_recipes.runtime.control import Control
 from ddp_recipes.runtime.job import Job
 from ddp_recipes.runtime.world import World
+from helpers.trackers import QUIET
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "conf"
@@ -165,6 +166,7 @@ GROUPS = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:mlflow")  # of what MLflow does with SQLAlchemy
 @pytest.mark.parametrize(("group", "option"), [(group, option) for group in GROUPS for option in options(group)])
 def test_each_option(group: str, option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     special = {
@@ -174,6 +176,8 @@ def test_each_option(group: str, option: str, tmp_path: Path, monkeypatch: pytes
         "ddp_pipeline": ["data.batch_size=4"],  # a sample for each micro-batch
         "gradient_accumulation": ["callbacks.gradient_accumulation.schedule={1: 2}"],
     }
+    for name, value in QUIET.items():
+        monkeypatch.setenv(name, value)
     (tmp_path / "modules").mkdir()
     (tmp_path / "modules" / "lightning_like.py").write_text(LIGHTNING)
     monkeypatch.syspath_prepend(tmp_path / "modules")

@@ -88,6 +88,10 @@ class Several(Lit):
         return [torch.optim.SGD([parameter], lr=0.05) for parameter in list(self.parameters())[:2]]
 
 
+class Halved(Lit):
+    """Has nothing of its own."""
+
+
 class OnStep(Lit):
     """Asks for a point for each batch of a validation."""
 

@@ -1,5 +1,6 @@
 """Trackers: each point once after a kill, the same run after a resume, its end told, and refusals in time."""
 
+import contextlib
 import csv
 import os
 import shutil
@@ -50,7 +51,8 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     os.environ.update(QUIET)
     from mlflow.tracking import MlflowClient
 
-    MlflowClient(f"sqlite:///{path}").search_experiments()
+    with contextlib.chdir(path.parent):  # where MLflow puts the files of runs
+        MlflowClient(f"sqlite:///{path}").search_experiments()
     os.environ.clear()
     os.environ.update(before)
     return path

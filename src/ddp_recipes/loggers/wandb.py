@@ -150,10 +150,13 @@ class WandbLogger(Logger):
         self._status = status
 
     def close(self) -> None:
+        import wandb
+
         self._points.close()
         if self._status == "preempted":
             self.run.mark_preempting()
         self.run.finish(exit_code=EXIT_CODES[self._status])
+        wandb.teardown()  # W&B's process may still be writing: it would end with ours
 
     def see_with(self, run_directory: str) -> str:
         return f"wandb sync {run_directory}/wandb/offline-run-*" if self._offline else str(self.run.url)

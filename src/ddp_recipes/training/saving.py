@@ -17,7 +17,7 @@ def save(run: Run, measured: bool) -> None:
     Non-finite weights end the run instead, so the newest checkpoint is always a good one.
     """
     run.logger.flush()  # or a kill would take points with it that do not come again
-    if measured and run.task.names_metrics:
+    if measured and run.task.names_metrics and not run.monitor.startswith("train/"):
         check_measured(run.monitor, run.metrics)
     fresh = measured or not run.val or run.monitor.startswith("train/")
     value = run.metrics.get(run.monitor) if fresh else None

@@ -80,9 +80,12 @@ def forward_backward(
         for metric in run.task.stateful_metrics.values():
             metric.reset()
     for batch, shard, weight, last in micro_batches(run, batches):
-        run.task.train_sums = sums[shard] if measured and batch.num_samples else None
+        if measured:
+            run.task.train_sums = sums[shard] if batch.num_samples else None
         loss = run.strategy.training_step(run.module, batch.data, weight, last, run.precision)
         losses[shard].append((loss, batch.num_samples))
+    if measured:
+        run.task.train_sums = None
     with phase(ALL_REDUCE):
         run.strategy.reduce()
     return losses, sum(map(run.train.plan.size, of_step(run))), sums
