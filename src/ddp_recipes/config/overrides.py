@@ -57,7 +57,7 @@ def quoted(text: str) -> str:
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
-_OF_DATA = ("root", "download", "in_features", "out_features", "train", "val", "test", "predict")
+_OF_DATA = ("root", "download", "datamodule", "in_features", "out_features", "train", "val", "test", "predict")
 _OF_DATA_LOADER = ("sampler", "batch_sampler", "timeout", "worker_init_fn", "generator", "multiprocessing_context")
 
 
