@@ -41,7 +41,8 @@ def takes_images(group: str, option: str) -> bool:
     return "in_channels" in (FOLDER / group / f"{option}.yaml").read_text()
 
 
-MODELS, DATA = options("model"), options("data")
+MODELS = options("model")
+DATA = [name for name in options("data") if name != "lightning"]  # whose data sets a module of Lightning brings
 VECTOR_MODELS = [name for name in MODELS if not takes_images("model", name)]
 IMAGE_DATA = [name for name in DATA if takes_images("data", name) and name != "csv"]
 PAIRS = sorted(
