@@ -31,7 +31,7 @@ from ddp_recipes.tools import dry_run as planning
 from ddp_recipes.tools import equivalence as check
 from ddp_recipes.tools import learning_rate, profiling
 from ddp_recipes.training import loop
-from ddp_recipes.training.evaluation import check_monitor, evaluate
+from ddp_recipes.training.evaluation import check_monitor, evaluate, refusing_collectives
 from ddp_recipes.training.metrics import Matrices, log_matrices
 from ddp_recipes.training.precision import make_precision
 from ddp_recipes.training.state import Run
@@ -139,7 +139,8 @@ def check_validation(run: Run, recipe: Recipe) -> None:
     if not run.val or steps == 0:
         return
     loaders = run.val if steps < 0 else {name: loader.limited(steps) for name, loader in run.val.items()}
-    metrics = evaluate(run.task, loaders, run.strategy, run.precision)
+    with refusing_collectives(run.task, run.val if run.world.world_size > 1 else {}):
+        metrics = evaluate(run.task, loaders, run.strategy, run.precision)
     if run.task.names_metrics and recipe.request.checkpoint.monitor in (None, "auto") and run.monitor not in metrics:
         recipe.warnings.append(f"checkpoint.monitor=auto is train/loss, for {run.monitor} is not measured.")
         run.monitor = "train/loss"

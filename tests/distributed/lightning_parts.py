@@ -135,3 +135,84 @@ class Untested(nn.Module):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         return self.layer(batch[0]).mean()
+
+
+class Keeper(Lit):
+    """Keeps a number of its own in checkpoints, which it counts on in each epoch, and fails when it is told to."""
+
+    def __init__(self, *arguments: Any, fails: bool = False, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.epochs, self.fails = 0, fails
+
+    def on_train_epoch_end(self) -> None:
+        self.epochs += 1
+        self.log("epochs", float(self.epochs))
+        if self.fails:
+            raise RuntimeError("told to")
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["epochs"] = self.epochs
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.epochs = checkpoint["epochs"]
+
+
+class Unsafe(Lit):
+    """Puts into a checkpoint what could only be loaded by running code."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["self"] = object()
+
+
+class Taken(Lit):
+    """Puts into a checkpoint what is there already."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["optimizer"] = 1
+
+
+class Counter:
+    """A callback in the shape of Lightning's, with a state."""
+
+    def __init__(self, file: str) -> None:
+        self.file, self.steps = file, 0
+
+    def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:
+        """Nothing happens yet."""
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: nn.Module, outputs: Any, batch: Batch, batch_idx: int
+    ) -> None:
+        self.steps += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps = state["steps"]
+
+    def on_fit_end(self, trainer: Any, pl_module: nn.Module) -> None:
+        self.write(f"{self.steps} steps of {trainer.global_step}")
+
+    def on_exception(self, trainer: Any, pl_module: nn.Module, exception: BaseException) -> None:
+        self.write(f"failed: {exception}")
+
+    def write(self, text: str) -> None:
+        with open(self.file, "w") as file:
+            file.write(text)
+
+
+class Gathers(Lit):
+    """Calls a collective for each batch of a validation."""
+
+    def __init__(self, *arguments: Any, raw: bool = False, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.raw = raw
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss = nn.functional.mse_loss(self(batch[0]), batch[1])
+        if self.raw:
+            torch.distributed.all_reduce(loss.clone())
+        else:
+            assert self.all_gather(loss).shape == (2,)
+        return loss

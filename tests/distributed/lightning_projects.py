@@ -40,6 +40,10 @@ class PointsData(L.LightningDataModule):
         if self.hparams.folder is not None:
             (Path(self.hparams.folder) / "prepared").open("a").write("once\n")
 
+    def teardown(self, stage: str) -> None:
+        if self.hparams.folder is not None and self.trainer.is_global_zero:
+            (Path(self.hparams.folder) / "prepared").open("a").write("done\n")
+
     def setup(self, stage: str | None = None) -> None:
         assert self.trainer is None or self.batch_size % self.trainer.world_size == 0
         self.train, self.val = Points(64, 0), Points(48, 1)
@@ -51,6 +55,9 @@ class PointsData(L.LightningDataModule):
         return DataLoader(self.val, batch_size=self.batch_size)
 
     def test_dataloader(self) -> DataLoader[Batch]:
+        return DataLoader(self.val, batch_size=self.batch_size)
+
+    def predict_dataloader(self) -> DataLoader[Batch]:
         return DataLoader(self.val, batch_size=self.batch_size)
 
 
@@ -284,38 +291,20 @@ class Two(FineTuned):
         self.step(batch, "val")
 
 
+STAGES = [
+    f"on_{stage}_{event}"
+    for stage in ("validation", "test", "predict")
+    for event in ("start", "end", "epoch_start", "epoch_end", "batch_start", "batch_end", "model_eval", "model_train")
+]
 EVENTS = [
-    "prepare_data",
-    "setup",
-    "configure_model",
-    "on_fit_start",
-    "on_fit_end",
-    "on_train_start",
-    "on_train_end",
-    "on_train_epoch_start",
-    "on_train_epoch_end",
-    "on_train_batch_start",
-    "on_train_batch_end",
-    "on_before_zero_grad",
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "on_validation_start",
-    "on_validation_end",
-    "on_validation_epoch_start",
-    "on_validation_epoch_end",
-    "on_validation_batch_start",
-    "on_validation_batch_end",
-    "on_validation_model_zero_grad",
-    "on_validation_model_eval",
-    "on_validation_model_train",
-    "on_before_batch_transfer",
-    "on_after_batch_transfer",
-    "configure_callbacks",
-    "on_sanity_check_start",
-    "on_sanity_check_end",
-    "on_exception",
-    "teardown",
+    *("prepare_data", "setup", "configure_model", "configure_callbacks", "on_fit_start", "on_fit_end", "teardown"),
+    *("on_train_start", "on_train_end", "on_train_epoch_start", "on_train_epoch_end", "on_train_batch_start"),
+    *("on_train_batch_end", "on_before_zero_grad", "on_before_backward", "on_after_backward", "backward"),
+    *("on_before_optimizer_step", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping"),
+    *("lr_scheduler_step", "on_validation_model_zero_grad", "on_sanity_check_start", "on_sanity_check_end"),
+    *("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer", "training_step"),
+    *("validation_step", "test_step", "predict_step", "configure_optimizers"),
+    *STAGES,
 ]
 
 
@@ -329,30 +318,33 @@ class Seen(Callback):
 class Recorded(Classifier):
     """Writes down each hook that is called, and has a callback that does so, too; at the end, all of it to a file."""
 
-    def __init__(self, file: str) -> None:
+    def __init__(self, folder: str) -> None:
         super().__init__()
         self.calls: list[str] = []
-        self.file = file
+        self.folder = folder
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return self(batch[0])
 
 
-def _noting(name: str, of: type) -> Any:
-    parent = getattr(of, name, None)
+def noting(name: str, of: type) -> Any:
+    """Return a hook that writes itself down and goes on as before."""
+    parent = getattr(of, name)
 
     def hook(self: Any, *arguments: Any, **options: Any) -> Any:
-        self.calls.append(name if of is not Callback else f"callback.{name}")
+        self.calls.append(f"callback.{name}" if of is Callback else name)
         if name == "configure_callbacks":
             return [Seen(self.calls)]
         if name == "teardown" and of is not Callback:
-            Path(self.file).write_text("\n".join(self.calls))
-        if "batch_transfer" in name:
-            return arguments[0]
-        return parent(self, *arguments, **options) if parent is not None and "__class__" not in name else None
+            stage = [*arguments, *options.values()][0]  # of Lightning an enumeration
+            (Path(self.folder) / f"{getattr(stage, 'value', stage)}.txt").write_text("\n".join(self.calls))
+        return parent(self, *arguments, **options)
 
     return hook
 
 
-for _event in EVENTS:
-    if "batch_transfer" in _event or hasattr(Classifier, _event):
-        setattr(Recorded, _event, _noting(_event, Classifier))
-    if hasattr(Callback, _event):
-        setattr(Seen, _event, _noting(_event, Callback))
+for event in EVENTS:
+    if hasattr(Recorded, event):
+        setattr(Recorded, event, noting(event, Recorded))
+    if hasattr(Callback, event):
+        setattr(Seen, event, noting(event, Callback))

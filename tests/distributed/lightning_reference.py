@@ -28,7 +28,7 @@ def of_lightning(name: str, folder: Path) -> dict[str, Any]:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     options = dict(CASES[name])
     options["callbacks"] = [getattr(projects, each)() for each in options.get("callbacks", ())]
-    module = getattr(projects, name)(*([str(folder / "lightning.txt")] if name == "Recorded" else []))
+    module = getattr(projects, name)(*([str(calls(folder, "lightning"))] if name == "Recorded" else []))
     trainer = L.Trainer(
         max_epochs=EPOCHS,
         accelerator="cpu",
@@ -44,6 +44,10 @@ def of_lightning(name: str, folder: Path) -> dict[str, Any]:
     metrics = {key: float(value) for key, value in trainer.callback_metrics.items()}
     if name == "Classifier":
         metrics |= trainer.test(module, datamodule=projects.PointsData(), verbose=False)[0]
+    if name == "Recorded":
+        for work in (trainer.validate, trainer.test, trainer.predict):
+            module.calls.clear()
+            work(module, datamodule=projects.PointsData())
     return {"metrics": metrics, "weights": summary(module.state_dict())}
 
 
@@ -69,17 +73,28 @@ def of_ours(name: str, folder: Path, world_size: int) -> dict[str, Any]:
     if name != "Two":
         overrides += ["data.datamodule._target_=lightning_projects.PointsData", f"+data.datamodule.folder={folder}"]
     if name == "Recorded":
-        overrides.append(f"+model.file={folder}/ours.txt")
+        overrides.append(f"+model.folder={calls(folder, 'ours')}")
     overrides += [f"+callbacks.{each}._target_=lightning_projects.{each}" for each in options.pop("callbacks", ())]
     overrides += [f"trainer.{key}={value}" for key, value in options.items()]
     found = ddp_recipes.run(overrides)
     metrics = dict(found["metrics"])
     state = torch.load(found["last_checkpoint"], weights_only=True)["model"]
-    if name == "Classifier":
-        test = [each for each in overrides if not each.startswith("hydra")]
-        test += ["mode=test", f"ckpt_path={found['run_directory']}", f"hydra.run.dir={folder}/test_{world_size}"]
-        metrics |= ddp_recipes.run(test)["metrics"]
+    modes = {"Classifier": ["test"], "Recorded": ["validate", "test", "predict"]}
+    for mode in modes.get(name, ()):
+        again = [each for each in overrides if not each.startswith("hydra")]
+        again += [
+            f"mode={mode}",
+            f"ckpt_path={found['run_directory']}",
+            f"hydra.run.dir={folder}/{mode}_{name}_{world_size}",
+        ]
+        metrics |= ddp_recipes.run(again)["metrics"]
     return {"metrics": metrics, "weights": summary(state)}
+
+
+def calls(folder: Path, who: str) -> Path:
+    """Return where a module writes which of its hooks were called."""
+    (folder / f"calls_{who}").mkdir(exist_ok=True)
+    return folder / f"calls_{who}"
 
 
 def summary(state: dict[str, Any]) -> dict[str, list[float]]:

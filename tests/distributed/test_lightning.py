@@ -106,6 +106,43 @@ def test_a_module_that_steps_by_itself_learns_what_the_loop_would_teach_it(
     torch.testing.assert_close(weights(manual), weights(run(*same)), rtol=0, atol=1e-6)
 
 
+def test_what_module_and_callbacks_keep_is_there_after_a_resume(tmp_path: Path, run: Run) -> None:
+    counter = ["+callbacks.counter._target_=lightning_parts.Counter", f"+callbacks.counter.file={tmp_path}/counted"]
+    counter.append("data.global_batch_size=16")
+    one, both = [tmp_path / name for name in ("one", "both")]
+    whole = run(*part("Keeper"), *counter, "trainer.max_epochs=3", directory=one)
+    run(*part("Keeper"), *counter, "trainer.max_epochs=1", directory=both, world_size=2)
+    resumed = run(*part("Keeper"), *counter, "trainer.max_epochs=3", "ckpt_path=auto", directory=both)
+    assert resumed["metrics"]["epochs"] == whole["metrics"]["epochs"] == 3
+    assert (tmp_path / "counted").read_text() == f"{resumed['global_step']} steps of {resumed['global_step']}"
+    kept = torch.load(whole["last_checkpoint"], weights_only=True)
+    assert kept["state_dict"].keys() == kept["model"].keys()
+
+
+def test_callbacks_are_told_of_a_failure(tmp_path: Path, run: Run) -> None:
+    counter = ["+callbacks.counter._target_=lightning_parts.Counter", f"+callbacks.counter.file={tmp_path}/counted"]
+    with pytest.raises(RuntimeError, match="told to"):
+        run(*part("Keeper"), *counter, "+model.fails=true")
+    assert (tmp_path / "counted").read_text() == "failed: told to"
+
+
+def test_a_checkpoint_takes_plain_data_under_names_of_its_own(run: Run) -> None:
+    with pytest.raises(RequestError, match=r"Unsafe\.on_save_checkpoint adds self, which could only be loaded"):
+        run(*part("Unsafe"))
+    with pytest.raises(RequestError, match=r"Taken\.on_save_checkpoint adds optimizer, which is a key of ours"):
+        run(*part("Taken"))
+
+
+@pytest.mark.parametrize(("raw", "called"), [("false", "self.all_gather"), ("true", "c10d::allreduce_")])
+def test_a_collective_in_a_validation_step_is_refused_where_ranks_have_uneven_batches(
+    raw: str, called: str, run: Run
+) -> None:
+    gathers = [*part("Gathers"), f"+model.raw={raw}", "data.val_batch_size=4"]
+    run(*gathers, "data.val_samples=13", world_size=2)
+    with pytest.raises(RequestError, match=f"calls {called}, and with 9 samples in batches of 8 over 2 ranks"):
+        run(*gathers, "data.val_samples=9", world_size=2)
+
+
 def test_an_override_for_an_optimizer_that_the_module_brings_is_refused(run: Run) -> None:
     for override in ("optimizer.lr=5", "optimizer=adam", "scheduler=cosine"):
         with pytest.raises(RequestError, match=f"{override}: Lit brings its own optimizer and scheduler"):

@@ -57,8 +57,22 @@ def test_two_ranks_give_the_numbers_of_one(name: str, folder: Path) -> None:
         assert two["weights"][key] == pytest.approx(value, abs=1e-4)
 
 
-def test_hooks_are_called_in_the_order_of_lightning(folder: Path) -> None:
+@pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
+def test_hooks_are_called_in_the_order_of_lightning(stage: str, folder: Path) -> None:
     trained("lightning", folder)
     trained("1", folder)
-    assert (folder / "ours.txt").read_text() == (folder / "lightning.txt").read_text()
-    assert (folder / "prepared").read_text().splitlines().count("once") >= 1
+    ours, theirs = ((folder / f"calls_{who}" / f"{stage}.txt").read_text() for who in ("ours", "lightning"))
+    assert ours == theirs
+
+
+def test_data_are_prepared_and_cleared_up_once_a_run(folder: Path) -> None:
+    trained("2", folder)
+    runs = [path for path in folder.glob("*_[12]") if not path.name.startswith("Two")]
+    assert (folder / "prepared").read_text().split() == ["once", "done"] * len(runs)
+
+
+def test_the_table_of_hooks_is_that_of_the_installed_lightning() -> None:
+    """So that one that a new release adds is neither ignored nor left out of the page."""
+    command = [sys.executable, "-W", "ignore", "-m", "ddp_recipes.lightning.table"]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+    assert printed in (HERE.parents[1] / "docs" / "lightning.md").read_text()

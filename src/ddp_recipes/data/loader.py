@@ -94,6 +94,12 @@ class Loader:
         """Number of batches an epoch, the same on every rank."""
         return self.plan.num_batches
 
+    @property
+    def is_even(self) -> bool:
+        """Whether all ranks have equally many batches with a sample in them."""
+        last = self.plan.num_batches - 1
+        return all(self.plan.size(last, shard) for shard in range(self.plan.num_shards))
+
     def batches(self, epoch: int, start: int = 0, group: int = 1) -> Iterator[Batch]:
         """Yield an epoch's batches from number ``start`` on, shard by shard.
 

@@ -200,7 +200,15 @@ class LightningTask(Task):
         if self.trainer.stage == "sanity_check":
             self.hooks("on_sanity_check_end")
             self.trainer.stage = "train"
+        if self.trainer.surroundings.mode != "fit":
+            self.tear_down()
         return metrics
+
+    def tear_down(self) -> None:
+        """Have data module, callbacks and module clear up."""
+        if self.trainer.datamodule is not None:
+            self.data_hooks.of_module("teardown", self.trainer.surroundings.mode)
+        self.hooks("teardown", self.trainer.surroundings.mode)
 
     def validation_step(self, batch: Any) -> StepOutput:
         """Return the loss of the module's own step, and what it logged as metrics."""

@@ -89,10 +89,12 @@ class Events(Callback):
         error = sys.exc_info()[1]
         if error is not None:
             self.task.hooks("on_exception", error)
+            if self.task.trainer.datamodule is not None:
+                self.task.data_hooks.of_module("on_exception", error)
             return
         for name in ("on_train_end", "on_fit_end"):
             self.task.hooks(name)
-        self.task.hooks("teardown", "fit")
+        self.task.tear_down()
 
     def state(self) -> dict[str, Any]:
         """Return how many optimizer steps the module took itself, and which parameters are not trained by now."""

@@ -1,6 +1,6 @@
 """The hooks of Lightning's modules, data modules and callbacks: which there are, and who calls them here.
 
-``python -m ddp_recipes.lightning.hooks`` prints the table of docs/lightning.md from the installed Lightning.
+``python -m ddp_recipes.lightning.table`` prints the table of docs/lightning.md from the installed Lightning.
 """
 
 from typing import Any
@@ -73,7 +73,6 @@ CALLED = (
 # What to do instead of a hook that is not called.
 REFUSED = {
     "configure_sharded_model": "use configure_model, as Lightning advises",
-    "on_predict_model_eval": "the model is in evaluation mode when predict_step is called",
 }
 
 # A hook that may log nothing, as in Lightning.

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ddp_recipes.errors import RequestError
 from ddp_recipes.lightning.hooks import OF_STEP, SILENT
 from ddp_recipes.lightning.log import is_stateful
+from ddp_recipes.training.evaluation import refused_collective
 
 if TYPE_CHECKING:
     from ddp_recipes.lightning.adapter import LightningTask
@@ -117,7 +118,11 @@ class Services:
         if isinstance(data, (list, tuple)):
             return type(data)(self.all_gather(value) for value in data)
         value = torch.as_tensor(data, device=self.task.trainer.surroundings.devices[0])
-        world = self.task.trainer.surroundings.world
+        task = self.task
+        world, loaders = task.trainer.surroundings.world, task.trainer.surroundings.loaders
+        uneven = [name for name, loader in loaders.items() if name != "train" and not loader.is_even]
+        if uneven and world.world_size > 1 and task.hooks.current in ("validation_step", "test_step"):
+            raise refused_collective("self.all_gather", uneven[0], loaders[uneven[0]])
         if world.world_size == 1:
             return value
         every = value.new_zeros(1, world.world_size, *value.shape)

@@ -1,11 +1,13 @@
 """The loss and metrics of a data set, every sample counted once."""
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
+from ddp_recipes._compat.collectives import OnCollective
 from ddp_recipes.data.loader import Loader
 from ddp_recipes.errors import RequestError, nearest
 from ddp_recipes.runtime.phases import phase
@@ -89,6 +91,36 @@ def _evaluate(
     counted = zip(sums, totals.tolist(), strict=True)
     metrics = {task.metric_name(prefix, name): total / count for name, (total, count) in counted if count}
     return metrics | computed(task, prefix, matrices)
+
+
+@contextmanager
+def refusing_collectives(task: Task, loaders: Mapping[str, Loader]) -> Iterator[None]:
+    """Refuse collectives in the task's validation step, where ranks have different numbers of batches.
+
+    Raises:
+        RequestError: one was about to begin; some ranks would wait for others that are done.
+    """
+    uneven = [name for name, loader in loaders.items() if not loader.is_even]
+    if not uneven or type(task).validation_step is Task.validation_step:
+        yield
+        return
+
+    def refuse(collective: str) -> None:
+        raise refused_collective(collective, uneven[0], loaders[uneven[0]])
+
+    with OnCollective(refuse):
+        yield
+
+
+def refused_collective(called: str, name: str, loader: Loader) -> RequestError:
+    """Return the refusal of a collective in a step, where ranks have different numbers of batches."""
+    plan = loader.plan
+    return RequestError(
+        f"A validation step calls {called}, and with {plan.num_samples} samples in batches of "
+        f"{plan.global_batch_size} over {plan.num_shards} ranks ({name}) some ranks have one batch more than others, "
+        f"for which they would wait. Leave it to the end of the evaluation (on_validation_epoch_end, a metric of "
+        f"torchmetrics), or choose data.val_batch_size so that the last batch has a sample for each rank."
+    )
 
 
 def check_monitor(run: Run, metrics: Metrics) -> None:
