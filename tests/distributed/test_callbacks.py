@@ -25,6 +25,15 @@ def states(summary: Summary) -> dict[int, dict[str, Any]]:
     return {state["cursor"]["step"]: state for state in map(load, paths)}
 
 
+def test_early_stopping_is_refused_where_its_metric_is_never_measured(run: Run) -> None:
+    with pytest.raises(RequestError, match=r"monitor=val/loss, but there is no validation set. Give one as data\.val"):
+        run("callbacks=early_stopping", "data.val=null")
+    several = ["~data.val", "+data.val={a: ${data.train}, b: ${data.train}}"]
+    with pytest.raises(RequestError, match=r"but validation sets are val/a, val/b\. Set it to val/a/loss"):
+        run("callbacks=early_stopping", *several)
+    run("callbacks=early_stopping", "callbacks.early_stopping.monitor=val/b/loss", *several)
+
+
 # --- EMA -------------------------------------------------------------------------------------------------------------
 
 

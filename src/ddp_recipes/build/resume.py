@@ -35,7 +35,12 @@ def load_state(
         if request.run.mode == "fit":
             return None, None, []
         return None, None, [f"mode={request.run.mode} without ckpt_path: the weights are the model's initial ones."]
-    path, state, warnings = load_first(paths)
+    try:
+        path, state, warnings = load_first(paths)
+    except RequestError:
+        if (newer := find(request.run.ckpt_path, directory)) == paths:
+            raise
+        path, state, warnings = load_first(newer)  # a run that goes on there has deleted what was the newest
     check_weights(path, state["model"], weights)
     if train is not None:
         warnings = [*warnings, *_fit_cursor(path, state, request, train)]

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from ddp_recipes.callbacks.base import Callback
 from ddp_recipes.config.monitor import resolved
+from ddp_recipes.errors import RequestError
 
 log = logging.getLogger(__name__)
 
@@ -16,6 +17,8 @@ class EarlyStopping(Callback):
     Raises:
         RequestError: ``mode`` is ``auto``, and the metric's name does not tell which way it gets better.
         KeyError: in the first validation, if it has no such metric.
+
+    A run without a validation set, or without the one of ``monitor``, is refused.
     """
 
     def __init__(
@@ -31,6 +34,17 @@ class EarlyStopping(Callback):
         self.min_delta = min_delta
         self.best = float("inf")
         self.waited = 0
+
+    def check(self) -> None:
+        """Refuse a run that never measures the metric."""
+        sets = list(self.run.val)
+        measured = self.run.task.names_metrics or any(self.monitor.startswith(f"{name}/") for name in sets)
+        if not sets or (self.monitor.startswith("val/") and not measured):
+            there = f"validation sets are {', '.join(sets)}" if sets else "there is no validation set"
+            raise RequestError(
+                f"callbacks.early_stopping.monitor={self.monitor}, but {there}. "
+                f"{f'Set it to {sets[0]}/loss, or another of their metrics.' if sets else 'Give one as data.val.'}"
+            )
 
     def on_validation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Compare with the best so far."""
