@@ -51,7 +51,7 @@ def of_lightning(name: str, folder: Path) -> dict[str, Any]:
     return {"metrics": metrics, "weights": summary(module.state_dict())}
 
 
-def of_ours(name: str, folder: Path, world_size: int) -> dict[str, Any]:
+def of_ours(name: str, folder: Path, world_size: int, directory: str = "", *more: str) -> dict[str, Any]:
     import ddp_recipes
 
     options = dict(CASES[name])
@@ -68,10 +68,13 @@ def of_ours(name: str, folder: Path, world_size: int) -> dict[str, Any]:
         "trainer.log_every_n_steps=1",
         "trainer.progress=false",
         "logger=none",
-        f"hydra.run.dir={folder}/{name}_{world_size}",
+        f"hydra.run.dir={folder}/{directory or f'{name}_{world_size}'}",
+        *more,
     ]
     if name != "Two":
-        overrides += ["data.datamodule._target_=lightning_projects.PointsData", f"+data.datamodule.folder={folder}"]
+        overrides.append("data.datamodule._target_=lightning_projects.PointsData")
+    if name != "Two" and world_size == 2 and not directory:
+        overrides.append(f"+data.datamodule.folder={folder}")
     if name == "Recorded":
         overrides.append(f"+model.folder={calls(folder, 'ours')}")
     overrides += [f"+callbacks.{each}._target_=lightning_projects.{each}" for each in options.pop("callbacks", ())]
@@ -79,7 +82,7 @@ def of_ours(name: str, folder: Path, world_size: int) -> dict[str, Any]:
     found = ddp_recipes.run(overrides)
     metrics = dict(found["metrics"])
     state = torch.load(found["last_checkpoint"], weights_only=True)["model"]
-    modes = {"Classifier": ["test"], "Recorded": ["validate", "test", "predict"]}
+    modes = {} if directory else {"Classifier": ["test"], "Recorded": ["validate", "test", "predict"]}
     for mode in modes.get(name, ()):
         again = [each for each in overrides if not each.startswith("hydra")]
         again += [
@@ -110,6 +113,12 @@ if __name__ == "__main__":
     who, folder = sys.argv[1], Path(sys.argv[2])
     if who == "lightning":
         found = {name: of_lightning(name, folder) for name in CASES}
+    elif who == "resumed":  # in the middle of the second of three epochs, at another world size
+        names = ["Classifier", "Autoencoder"]
+        for name in names:
+            steps = 6 // CASES[name].get("accumulate_grad_batches", 1)
+            of_ours(name, folder, 2, f"{name}_resumed", f"trainer.max_steps={steps}")
+        found = {name: of_ours(name, folder, 1, f"{name}_resumed", "ckpt_path=auto") for name in names}
     else:
         found = {name: of_ours(name, folder, int(who)) for name in CASES if name != "Recorded" or who == "1"}
     (folder / f"{who}.json").write_text(json.dumps(found))

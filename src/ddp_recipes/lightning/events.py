@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ddp_recipes._compat.torchmetrics_ import is_updated, load_state, state_of
 from ddp_recipes.callbacks import Callback
 from ddp_recipes.lightning.update import ManualOptimizer
 from ddp_recipes.training.state import Run
@@ -97,12 +98,32 @@ class Events(Callback):
         self.task.tear_down()
 
     def state(self) -> dict[str, Any]:
-        """Return how many optimizer steps the module took itself, and which parameters are not trained by now."""
-        return {"steps": self.task.trainer.steps, "frozen": self._frozen()}
+        """Return what the module does not keep itself.
+
+        Optimizer steps that it took, parameters that are not trained by now, and what the epoch came to so far.
+        """
+        around = self.task.trainer.surroundings
+        metrics = self._metrics()
+        updated = torch.tensor([[float(is_updated(metric)) for metric in metrics.values()]])
+        anywhere = around.sum(updated).tolist() if metrics else []
+        return {
+            "steps": self.task.trainer.steps,
+            "frozen": self._frozen(),
+            "log": self.task.training_log.state(around),
+            "metrics": {name: state_of(metrics[name]) for name, at in zip(metrics, anywhere, strict=True) if at},
+        }
+
+    def _metrics(self) -> dict[str, Any]:
+        return {name: each for name, each in self.task.model.named_modules() if hasattr(each, "metric_state")}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore it."""
         self.task.trainer.steps = state["steps"]
+        first = self.task.trainer.surroundings.world.is_main
+        self.task.training_log.load_state(state["log"], first)
+        metrics = self._metrics()
+        for name in metrics.keys() & state["metrics"].keys():
+            load_state(metrics[name], state["metrics"][name], first)
         with self._wrapped_anew():
             for name, parameter in self.task.named_parameters():
                 if parameter.is_floating_point():

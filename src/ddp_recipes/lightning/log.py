@@ -1,7 +1,7 @@
 """What a module logs by ``self.log``: of a step, and of an epoch."""
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,8 +44,16 @@ class Total:
     def add(self, value: Tensor, weight: float) -> None:
         """Take one more value."""
         value = value.detach().double()
-        if self.reduction == "mean":
-            value = value * weight
+        self.merge(value * weight if self.reduction == "mean" else value, weight)
+
+    def result(self) -> float | None:
+        """Return what it came to; ``None`` where there was no value."""
+        if self.value is None:
+            return None
+        return self.value.item() / (self.weight if self.reduction == "mean" else 1)
+
+    def merge(self, value: Tensor, weight: float) -> None:
+        """Take the value of another total."""
         if self.value is None:
             self.value = value
         elif self.reduction in ("mean", "sum"):
@@ -55,8 +63,8 @@ class Total:
         self.weight += weight
 
 
-def reduced(totals: Iterable[Total], around: Surroundings) -> list[float | None]:
-    """Return the values over all ranks, which have the same totals in the same order. A collective; it waits once.
+def reduced(totals: Iterable[Total], around: Surroundings) -> list[Total]:
+    """Return them over all ranks, which have the same totals in the same order. A collective; it waits once.
 
     A rank without a value does not count.
     """
@@ -68,15 +76,13 @@ def reduced(totals: Iterable[Total], around: Surroundings) -> list[float | None]
     mine = [torch.stack([zero if t.value is None else t.value.to(device), zero + t.weight]) for t in totals]
     every = torch.zeros(1, world.world_size, len(mine), 2, dtype=torch.float64, device=device)
     every[0, world.rank] = torch.stack(mine)  # each rank has a place of its own, so the sum is what all have
-    found: list[float | None] = []
-    for each, pairs in zip(totals, around.sum(every).transpose(0, 1).tolist(), strict=True):
-        values = [value for value, weight in pairs if weight]
-        if not values:
-            found.append(None)
-        elif each.reduction == "mean":
-            found.append(sum(values) / sum(weight for _, weight in pairs))
-        else:
-            found.append({"sum": sum, "min": min, "max": max}[each.reduction](values))  # type: ignore[operator]
+    found = []
+    for each, pairs in zip(totals, around.sum(every).transpose(0, 1).cpu(), strict=True):
+        total = Total(each.reduction)
+        for value, weight in pairs:
+            if weight > 0:
+                total.merge(value, weight.item())
+        found.append(total)
     return found
 
 
@@ -112,12 +118,7 @@ class Log:
                 f"{', '.join(_REDUCTIONS)}."
             )
         is_metric = is_stateful(value)
-        entry = self.entries.get(name)
-        if entry is None:
-            entry = self.entries[name] = Entry(on_step, on_epoch, reduction)
-            names = {name, f"{name}_step", f"{name}_epoch"}
-            self.names |= names
-            self.unlogged |= set() if logger else names
+        entry = self._entry(name, on_step, on_epoch, reduction, logger)
         if is_metric:
             entry.metric = value
             number = batch_value(value) if on_step else None
@@ -141,7 +142,7 @@ class Log:
         chosen = {
             f"{name}_step" if entry.on_epoch else name: entry for name, entry in self.entries.items() if entry.on_step
         }
-        values = reduced([e.of_step for e in chosen.values()], around)
+        values = [total.result() for total in reduced([e.of_step for e in chosen.values()], around)]
         for entry in chosen.values():
             entry.of_step = Total(entry.reduction)
         return {name: value for name, value in zip(chosen, values, strict=True) if value is not None}
@@ -152,7 +153,7 @@ class Log:
             f"{name}_epoch" if entry.on_step else name: entry for name, entry in self.entries.items() if entry.on_epoch
         }
         plain = {name: entry for name, entry in chosen.items() if entry.metric is None}
-        values = reduced([e.of_epoch for e in plain.values()], around)
+        values = [total.result() for total in reduced([e.of_epoch for e in plain.values()], around)]
         found = {name: value for name, value in zip(plain, values, strict=True) if value is not None}
         for name, entry in chosen.items():
             if entry.metric is not None:
@@ -162,6 +163,30 @@ class Log:
                 entry.metric.reset()
         self.entries = {}
         return {name: found[name] for name in chosen if name in found}
+
+    def state(self, around: Surroundings) -> dict[str, Any]:
+        """Return what the epoch came to so far, over all ranks. A collective."""
+        plain = {name: each for name, each in self.entries.items() if each.on_epoch and each.metric is None}
+        totals = reduced([entry.of_epoch for entry in plain.values()], around)
+        return {
+            name: [entry.on_step, entry.reduction, name not in self.unlogged, total.value, total.weight]
+            for (name, entry), total in zip(plain.items(), totals, strict=True)
+        }
+
+    def load_state(self, state: Mapping[str, Any], first: bool) -> None:
+        """Restore it: the values on the ``first`` rank alone, for they will be added up again."""
+        for name, (on_step, reduction, logger, value, weight) in state.items():
+            entry = self._entry(name, on_step, True, reduction, logger)
+            if first and value is not None:
+                entry.of_epoch.merge(value, weight)
+
+    def _entry(self, name: str, on_step: bool, on_epoch: bool, reduction: str, logger: bool) -> Entry:
+        if name not in self.entries:
+            self.entries[name] = Entry(on_step, on_epoch, reduction)
+            names = {name, f"{name}_step", f"{name}_epoch"}
+            self.names |= names
+            self.unlogged |= set() if logger else names
+        return self.entries[name]
 
     def forget_steps(self) -> None:
         """Forget the values of steps that are not logged."""
