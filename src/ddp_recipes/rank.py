@@ -162,7 +162,7 @@ def stop_early(run: Run) -> NoReturn:
 
 def measure(recipe: Recipe, output: Output) -> None:
     """Evaluate without training: ``mode=validate`` and ``mode=test``."""
-    recipe.task.global_step = step = recipe.load_weights()
+    recipe.task.position.step = step = recipe.load_weights()
     recipe.strategy.shard(recipe.task, recipe.devices.own)
     output.open(None)
     precision = make_precision(recipe.trainer.precision, recipe.device.type)

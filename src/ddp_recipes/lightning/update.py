@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def automatic(task: LightningTask, run: Run, batches: Iterator[Batch], measured: bool) -> Update:
     """Take an optimizer step as the loop does; the module may have a say in each part of it."""
     hooks, plan = task.hooks, run.train.plan
-    numbers = of_step(run)
+    numbers, samples = of_step(run)
     left = sum(
         run.strategy.takes_empty or plan.size(number, shard) > 0 for number in numbers for shard in run.train.shards
     )
@@ -50,7 +50,7 @@ def automatic(task: LightningTask, run: Run, batches: Iterator[Batch], measured:
         norm[0] = _clip(task, run, measured)
         return loss
 
-    passes = micro_batches(run, batches)
+    passes = micro_batches(run, batches, numbers, samples)
     for each in passes:
         left -= 1
         if len(losses) == 1:
@@ -63,7 +63,7 @@ def automatic(task: LightningTask, run: Run, batches: Iterator[Batch], measured:
             _step(task, run, partial(gradients, each))
     if not losses or not any(losses):  # no sample of this step is on this rank, but its parameters change all the same
         _step(task, run, partial(gradients, None))
-    return Update(losses, sum(map(plan.size, numbers)), norm[0], lr)
+    return Update(losses, samples, norm[0], lr)
 
 
 def _step(task: LightningTask, run: Run, closure: Any) -> None:
@@ -120,14 +120,15 @@ def manual(task: LightningTask, run: Run, batches: Iterator[Batch], measured: bo
     """Let the module run backward and step its optimizers; each step takes the gradients of all ranks."""
     lr = run.optimizer.param_groups[0]["lr"]
     losses: list[Losses] = [[]]
-    for each in micro_batches(run, batches):
+    numbers, samples = of_step(run)
+    for each in micro_batches(run, batches, numbers, samples):
         each = task.begin_batch(each)
         task.weight = each.weight / run.strategy.divisor
         with run.precision.forward():
             loss = task.training_step(each.batch.data).loss
         if loss.dim() == 0:
             losses[0].append((loss.detach(), each.batch.num_samples))
-    return Update(losses if losses[0] else [], sum(map(run.train.plan.size, of_step(run))), None, lr)
+    return Update(losses if losses[0] else [], samples, None, lr)
 
 
 class ManualOptimizer:

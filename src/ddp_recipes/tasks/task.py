@@ -71,6 +71,12 @@ class StepOutput(NamedTuple):
     weight: int
 
 
+class Position:
+    """The optimizer step that is being taken, or was taken last."""
+
+    step = 0
+
+
 class Task(nn.Module):
     """A plain module with a loss and metrics. Subclass it where a step is more than ``loss(model(inputs), targets)``.
 
@@ -88,11 +94,10 @@ class Task(nn.Module):
         train_sums: the sum of each metric over the samples of a shard of the training batch, while it is measured.
         logger: where the run's numbers go, e.g. ``self.logger.scalars({"train/gap": gap}, self.global_step)``; drops
             what it gets on all ranks but rank 0, and until training begins.
-        global_step: the optimizer step that is being taken, or was taken last.
+        position: where training is; no attribute of the module itself, which torch takes a microsecond to set.
     """
 
     logger = Logger()
-    global_step = 0
     train_metrics = False
     train_sums: dict[str, Tensor] | None = None
 
@@ -104,6 +109,7 @@ class Task(nn.Module):
         self.loss = loss
         self.metrics: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = dict(metrics or {})
         self.train_metrics = train_metrics
+        self.position = Position()
         self._elementwise = isinstance(loss, _ELEMENTWISE)
         names = ["loss", *(_OF_THE_LOOP if train_metrics else ()), *self.metric_names]
         if twice := [name for name, count in Counter(names).items() if count > 1]:
@@ -111,6 +117,11 @@ class Task(nn.Module):
                 f"Two metrics are called {', '.join(twice)}: of task.metrics, of a collection there, or of the loop. "
                 f"Give each a name of its own, in a MetricCollection e.g. by its prefix."
             )
+
+    @property
+    def global_step(self) -> int:
+        """The optimizer step that is being taken, or was taken last."""
+        return self.position.step
 
     def forward(self, batch: Any) -> StepOutput:
         """Run a training step: this is what the strategy's wrapper calls."""

@@ -47,8 +47,10 @@ def fit(run: Run) -> str:
                 for callback in run.callbacks.values():
                     callback.on_epoch_end(epoch)
             for schedule in run.schedules:
-                over = run.cursor.epoch > epoch
-                schedule.tick(len(run.train) if over else run.cursor.batch, epoch + 1 if over else None, run.metrics)
+                if schedule.monitor is not None:
+                    over = run.cursor.epoch > epoch
+                    batch = len(run.train) if over else run.cursor.batch
+                    schedule.tick(batch, epoch + 1 if over else None, run.metrics)
             if save_due(run, before, measured):
                 save(run, measured)
             if measured or run.saved_step == run.cursor.step:

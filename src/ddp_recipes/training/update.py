@@ -39,15 +39,16 @@ class MicroBatch(NamedTuple):
     last: bool
 
 
-def micro_batches(run: Run, batches: Iterator[Batch]) -> Iterator[MicroBatch]:
+def micro_batches(run: Run, batches: Iterator[Batch], numbers: range, samples: int) -> Iterator[MicroBatch]:
     """Yield those of one optimizer step on this rank, each with the randomness and in the context of its shard.
 
     One without a sample is left out where the strategy does not ask for it.
+
+    Args:
+        numbers: of the global batches that the step accumulates, which have so many ``samples``.
     """
     at, plan, strategy = run.cursor, run.train.plan, run.strategy
-    numbers = of_step(run)
-    run.task.global_step = at.step + 1
-    samples = sum(map(plan.size, numbers))
+    run.task.position.step = at.step + 1
     for place, shard in enumerate(run.train.shards):
         seed_step(step_key(run.seed, at.step, shard), run.devices)
         with strategy.batch_shard(sum(plan.size(number, shard) for number in numbers) / samples):
@@ -59,10 +60,11 @@ def micro_batches(run: Run, batches: Iterator[Batch]) -> Iterator[MicroBatch]:
                     yield MicroBatch(batch, place, weight, number == numbers[-1])
 
 
-def of_step(run: Run) -> range:
-    """Return the numbers of the global batches that the next optimizer step accumulates."""
-    at = run.cursor
-    return range(at.batch, min(at.batch + run.trainer.accumulate_grad_batches, run.train.plan.num_batches))
+def of_step(run: Run) -> tuple[range, int]:
+    """Return the numbers of the global batches that the next optimizer step accumulates, and of their samples."""
+    at, plan = run.cursor, run.train.plan
+    numbers = range(at.batch, min(at.batch + run.trainer.accumulate_grad_batches, plan.num_batches))
+    return numbers, sum(map(plan.size, numbers))
 
 
 def forward_backward(
@@ -79,7 +81,8 @@ def forward_backward(
     if measured:
         for metric in run.task.stateful_metrics.values():
             metric.reset()
-    for batch, shard, weight, last in micro_batches(run, batches):
+    numbers, samples = of_step(run)
+    for batch, shard, weight, last in micro_batches(run, batches, numbers, samples):
         if measured:
             run.task.train_sums = sums[shard] if batch.num_samples else None
         loss = run.strategy.training_step(run.module, batch.data, weight, last, run.precision)
@@ -88,7 +91,7 @@ def forward_backward(
         run.task.train_sums = None
     with phase(ALL_REDUCE):
         run.strategy.reduce()
-    return losses, sum(map(run.train.plan.size, of_step(run))), sums
+    return losses, samples, sums
 
 
 def clip(run: Run, measured: bool) -> Tensor | None:
