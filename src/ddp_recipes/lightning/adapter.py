@@ -62,6 +62,8 @@ class LightningTask(Task):
         self.evaluation_log = Log(type(model).__name__)
         self.logged = self.training_log.names
         self.of_step: dict[str, Tensor] = {}  # logged in the latest evaluation step, [samples]
+        self._taken: dict[str, int] = {}  # arguments of each step
+        self.configured: dict[str, Callback] = {}  # by the module itself
         self.services = Services(self)
 
     # What the run asks for.
@@ -73,7 +75,13 @@ class LightningTask(Task):
         refuse_surroundings(type(self.model).__name__, hooks.own, self.manual, surroundings)
         made = hooks.of_module("configure_callbacks")
         for each in [] if made is None else made if isinstance(made, Sequence) else [made]:
-            self.callback(type(each).__name__, each)
+            name = f"{type(each).__name__} of the module"
+            if (wrapped := self.callback(name, each)) is None:
+                raise RequestError(
+                    f"{type(self.model).__name__}.configure_callbacks returns a {type(each).__name__}, which is no "
+                    f"callback of Lightning."
+                )
+            self.configured[name] = wrapped
         self._attach_data(surroundings)
         hooks("setup", surroundings.mode)
         hooks("configure_model")
@@ -131,7 +139,7 @@ class LightningTask(Task):
 
     def callbacks(self) -> dict[str, Callback]:
         """Return what calls the module's hooks."""
-        return {"task": self.events}
+        return {"task": self.events, **self.configured}
 
     def configure_optimizers(self) -> OwnOptimizers | None:
         """Return what the module configures; ``None`` without that."""
@@ -235,8 +243,7 @@ class LightningTask(Task):
     def _begin_evaluated(self, stage: str, batch: Any) -> tuple[Any, ...]:
         self.batch_idx += 1
         self.batch = self._transferred(batch)
-        several = len(self.trainer.num_val_batches) > 1 and stage == "validation"
-        arguments = (self.batch, self.batch_idx, *([self.dataloader_idx] if several else []))
+        arguments = (self.batch, self.batch_idx, *([self.dataloader_idx] if self.trainer.evaluates_several else []))
         self.hooks(f"on_{stage}_batch_start", *arguments)
         return arguments
 
@@ -257,6 +264,11 @@ class LightningTask(Task):
 
     def _arguments(self, method: str, batch: Any) -> list[Any]:
         """Return as many of batch, batch_idx and dataloader_idx as the module's method takes."""
+        if method not in self._taken:
+            self._taken[method] = self._takes(method)
+        return [batch, max(self.batch_idx, 0), self.dataloader_idx][: self._taken[method]]
+
+    def _takes(self, method: str) -> int:
         parameters = inspect.signature(getattr(self.model, method)).parameters.values()
         if any(each.name == "dataloader_iter" for each in parameters):
             raise RequestError(
@@ -264,10 +276,8 @@ class LightningTask(Task):
                 f"batch and batch_idx."
             )
         some = any(each.kind is each.VAR_POSITIONAL for each in parameters)
-        most = (
-            2 if some else sum(each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) for each in parameters)
-        )
-        return [batch, max(self.batch_idx, 0), self.dataloader_idx][:most]
+        named = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+        return 2 if some else len(named)
 
     def _transferred(self, batch: Any) -> Any:
         for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"):

@@ -64,7 +64,7 @@ class Services:
                 f"{owner} logs {name} in {hook} with on_step=True. Evaluations are logged once, for all their samples: "
                 f"leave it out."
             )
-        if add_dataloader_idx and len(trainer.num_val_batches) > 1 and trainer.stage != "test":
+        if add_dataloader_idx and trainer.evaluates_several:
             name = f"{name}/dataloader_idx_{task.dataloader_idx}"
         if hook.endswith("_step") and not is_stateful(value) and reduce_fx in ("mean", torch.mean):
             task.of_step[name] = torch.as_tensor(value).detach().float().reshape(()).expand(int(size))

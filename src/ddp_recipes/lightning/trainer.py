@@ -112,6 +112,11 @@ class Trainer:
         return [len(loader) for name, loader in self.surroundings.loaders.items() if name.startswith("val")]
 
     @property
+    def evaluates_several(self) -> bool:
+        """Whether several data sets are evaluated one after the other."""
+        return sum(name != "train" for name in self.surroundings.loaders) > 1
+
+    @property
     def train_dataloader(self) -> Loader | None:
         """The loader of training batches, which has a ``dataset``."""
         return self.surroundings.loaders.get("train")
