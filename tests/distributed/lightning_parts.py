@@ -73,6 +73,20 @@ class Manual(Lit):
         return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
+class EverySecond(Lit):
+    """Steps its optimizer after every second batch, and counts how often it is asked to."""
+
+    asked = 0
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        self.asked += 1
+        if batch_idx % 2:
+            optimizer.step(closure=optimizer_closure)
+
+    def on_train_epoch_end(self) -> None:
+        self.log("asked", float(self.asked), reduce_fx="max")
+
+
 class Unmonitored(Lit):
     """Has a scheduler that follows a metric, and does not say which."""
 

@@ -106,6 +106,17 @@ def test_a_module_that_steps_by_itself_learns_what_the_loop_would_teach_it(
     torch.testing.assert_close(weights(manual), weights(run(*same)), rtol=0, atol=1e-6)
 
 
+def test_an_own_optimizer_step_is_asked_once_a_step(run: Run) -> None:
+    done = run(*part("EverySecond"), "trainer.max_epochs=1")
+    assert done["metrics"]["asked"] == done["global_step"] == 8
+
+
+def test_gradients_are_unscaled_once_in_16_mixed(run: Run) -> None:
+    mixed = ["trainer.precision=16-mixed", "trainer.log_every_n_steps=1", "trainer.gradient_clip_val=0.5"]
+    done = run(*part("Valid"), *mixed)
+    assert 0 < done["metrics"]["train/grad_norm"] < 10
+
+
 def test_what_module_and_callbacks_keep_is_there_after_a_resume(tmp_path: Path, run: Run) -> None:
     counter = ["+callbacks.counter._target_=lightning_parts.Counter", f"+callbacks.counter.file={tmp_path}/counted"]
     counter.append("data.global_batch_size=16")

@@ -194,7 +194,8 @@ def make_recipe(job: Job, world: World, control: Control) -> Recipe:
     if brings:
         loaders |= load_data(own=built.task.dataloaders(mode))
     if mode == "fit" and not built.task.validates:
-        loaders = {name: loader for name, loader in loaders.items() if name == "train"}
+        for name in [name for name in loaders if name != "train"]:
+            del loaders[name]  # here, for the task has them as well
     length = Length(len(loaders.get("train", ())), trainer, accumulations)
     loggers = logger_sections(config, check=devices.world.is_main)
     checkpoint = monitored(request, loaders, built.task)

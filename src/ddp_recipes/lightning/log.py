@@ -11,6 +11,7 @@ from torch import Tensor
 from ddp_recipes._compat.torchmetrics_ import batch_value
 from ddp_recipes.errors import RequestError
 from ddp_recipes.tasks import Surroundings
+from ddp_recipes.tasks.task import is_stateful
 
 _REDUCTIONS = ("mean", "sum", "min", "max")
 
@@ -109,7 +110,7 @@ class Log:
         """Take a value that counts for ``size`` samples.
 
         Raises:
-            RequestError: it is no number, or is to be reduced in a way that is not there.
+            RequestError: it is not a scalar, or is to be reduced in a way that is not there.
         """
         reduction = {torch.mean: "mean", torch.sum: "sum", torch.min: "min", torch.max: "max"}.get(reduce_fx, reduce_fx)
         if reduction not in _REDUCTIONS:
@@ -192,8 +193,3 @@ class Log:
         """Forget the values of steps that are not logged."""
         for entry in self.entries.values():
             entry.of_step = Total(entry.reduction)
-
-
-def is_stateful(value: object) -> bool:
-    """Whether a logged value is a metric of torchmetrics."""
-    return all(callable(getattr(value, name, None)) for name in ("update", "compute", "reset"))

@@ -7,12 +7,13 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ddp_recipes.errors import RequestError
 from ddp_recipes.lightning.hooks import OF_STEP, SILENT
-from ddp_recipes.lightning.log import is_stateful
+from ddp_recipes.tasks.task import is_stateful
 from ddp_recipes.training.evaluation import refused_collective
+from ddp_recipes.training.update import clip_to
 
 if TYPE_CHECKING:
     from ddp_recipes.lightning.adapter import LightningTask
@@ -104,12 +105,10 @@ class Services:
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if gradient_clip_val is None or not parameters:
             return
-        if (gradient_clip_algorithm or "norm") == "value":
-            nn.utils.clip_grad_value_(parameters, gradient_clip_val)
-        else:
-            assert self.task.trainer.run is not None
-            norm = self.task.trainer.run.strategy.norm([p.grad for p in parameters])
-            nn.utils.clip_grads_with_norm_(parameters, gradient_clip_val, norm)
+        assert self.task.trainer.run is not None
+        by_value = gradient_clip_algorithm == "value"
+        norm = None if by_value else self.task.trainer.run.strategy.norm([p.grad for p in parameters])
+        clip_to(parameters, gradient_clip_val, norm)
 
     def all_gather(self, data: Any, *_: Any, **__: Any) -> Any:
         """Return a value of each rank, [ranks, ...]. A collective."""
@@ -117,17 +116,17 @@ class Services:
             return {name: self.all_gather(value) for name, value in data.items()}
         if isinstance(data, (list, tuple)):
             return type(data)(self.all_gather(value) for value in data)
-        value = torch.as_tensor(data, device=self.task.trainer.surroundings.devices[0])
-        task = self.task
-        world, loaders = task.trainer.surroundings.world, task.trainer.surroundings.loaders
-        uneven = [name for name, loader in loaders.items() if name != "train" and not loader.is_even]
-        if uneven and world.world_size > 1 and task.hooks.current in ("validation_step", "test_step"):
-            raise refused_collective("self.all_gather", uneven[0], loaders[uneven[0]])
-        if world.world_size == 1:
+        around = self.task.trainer.surroundings
+        value = torch.as_tensor(data, device=around.devices[0])
+        if around.world.world_size == 1:
             return value
-        every = value.new_zeros(1, world.world_size, *value.shape)
-        every[0, world.rank] = value
-        return self.task.trainer.surroundings.sum(every)
+        if self.task.hooks.current in ("validation_step", "test_step"):
+            uneven = [name for name, loader in around.loaders.items() if name != "train" and not loader.is_even]
+            if uneven:
+                raise refused_collective("self.all_gather", uneven[0], around.loaders[uneven[0]])
+        every = value.new_zeros(1, around.world.world_size, *value.shape)
+        every[0, around.world.rank] = value
+        return around.sum(every)
 
 
 def size_of(batch: Any) -> int:

@@ -15,7 +15,7 @@ from ddp_recipes.runtime.fast_paths import zero_grad
 from ddp_recipes.runtime.phases import ALL_REDUCE, phase
 from ddp_recipes.training.non_finite import Losses
 from ddp_recipes.training.state import Run, Update
-from ddp_recipes.training.update import MicroBatch, clip, micro_batches, of_step
+from ddp_recipes.training.update import MicroBatch, clip_unscaled, micro_batches, of_step
 
 if TYPE_CHECKING:
     from ddp_recipes.lightning.adapter import LightningTask
@@ -25,7 +25,7 @@ def automatic(task: LightningTask, run: Run, batches: Iterator[Batch], measured:
     """Take an optimizer step as the loop does; the module may have a say in each part of it."""
     hooks, plan = task.hooks, run.train.plan
     numbers, samples = of_step(run)
-    left = sum(
+    total = sum(
         run.strategy.takes_empty or plan.size(number, shard) > 0 for number in numbers for shard in run.train.shards
     )
     losses: list[Losses] = [[] for _ in run.train.shards]
@@ -51,17 +51,16 @@ def automatic(task: LightningTask, run: Run, batches: Iterator[Batch], measured:
         return loss
 
     passes = micro_batches(run, batches, numbers, samples)
-    for each in passes:
-        left -= 1
+    for number, each in enumerate(passes, start=1):
         if len(losses) == 1:
             task.training_log.forget_steps()  # as in Lightning, the last of accumulated batches is what is logged
         each = task.begin_batch(each)
-        if left:
+        if number < total:
             forward_backward(each)
             task.end_batch()
         else:
             _step(task, run, partial(gradients, each))
-    if not losses or not any(losses):  # no sample of this step is on this rank, but its parameters change all the same
+    if not total:  # no sample of this step is on this rank, but its parameters change all the same
         _step(task, run, partial(gradients, None))
     return Update(losses, samples, norm[0], lr)
 
@@ -79,7 +78,7 @@ def _step(task: LightningTask, run: Run, closure: Any) -> None:
 def _clip(task: LightningTask, run: Run, measured: bool) -> Tensor | None:
     """Clip as the module says, else as configured."""
     if "configure_gradient_clipping" not in task.hooks.own:
-        return clip(run, measured)
+        return clip_unscaled(run, measured)
     limit, algorithm = run.trainer.gradient_clip_val, run.trainer.gradient_clip_algorithm
     gradients = [p.grad for group in run.optimizer.param_groups for p in group["params"] if p.grad is not None]
     norm = run.strategy.norm(gradients) if measured else None

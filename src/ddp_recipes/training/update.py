@@ -1,6 +1,6 @@
 """One optimizer step: forward and backward of its micro-batches, clip, step."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -96,16 +96,27 @@ def forward_backward(
 
 def clip(run: Run, measured: bool) -> Tensor | None:
     """Clip gradients as configured; return their norm before that if it was needed or ``measured`` is set."""
-    limit, by_value = run.trainer.gradient_clip_val, run.trainer.gradient_clip_algorithm == "value"
-    if limit is None and not measured:
+    if run.trainer.gradient_clip_val is None and not measured:
         return None
     run.precision.unscale(run.optimizer)
+    return clip_unscaled(run, measured)
+
+
+def clip_unscaled(run: Run, measured: bool) -> Tensor | None:
+    """Do the same once gradients are those of the unscaled loss."""
+    limit, algorithm = run.trainer.gradient_clip_val, run.trainer.gradient_clip_algorithm
     parameters = [parameter for group in run.optimizer.param_groups for parameter in group["params"]]
     norm = None
-    if measured or not by_value:
+    if measured or (limit is not None and algorithm == "norm"):
         norm = run.strategy.norm([p.grad for p in parameters if p.grad is not None])
-    if limit is not None and norm is not None and not by_value:
-        nn.utils.clip_grads_with_norm_(parameters, limit, norm)
-    elif limit is not None and any(parameter.grad is not None for parameter in parameters):  # else torch fails
-        nn.utils.clip_grad_value_(parameters, limit)
+    if limit is not None:
+        clip_to(parameters, limit, norm if algorithm == "norm" else None)
     return norm
+
+
+def clip_to(parameters: Sequence[nn.Parameter], limit: float, norm: Tensor | None) -> None:
+    """Clip gradients to a limit of the ``norm`` that they have; without it each of their values."""
+    if norm is not None:
+        nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+    elif any(parameter.grad is not None for parameter in parameters):  # else torch fails
+        nn.utils.clip_grad_value_(parameters, limit)
