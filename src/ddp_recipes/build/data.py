@@ -62,22 +62,23 @@ def make_loaders(
             f"mode={mode} needs {needed}, which this data choice does not have. Give it in the data yaml, or choose "
             f"another data or mode."
         )
-    chosen = found if mode == "fit" else found[:1]
-    if own is None:
-        nodes = {name: node for split in chosen for name, node in _sets(split, data[split])}
-    else:
-        nodes = {name: node for split in chosen for name, node in by_name(split, own[split]).items()}
+    chosen, sets = found if mode == "fit" else found[:1], _sets if own is None else by_name
+    nodes = {name: each for split in chosen for name, each in sets(split, given[split])}
     if mode == "predict" and len(nodes) > 1:
         raise RequestError(
             f"mode=predict writes the outputs for one data set, and {found[0]} has several: {', '.join(nodes)}. Give "
             f"the one to predict as data.predict."
         )
+
+    def source(name: str, node: Any) -> Source:
+        if own is None:
+            return Source(make(node, f"data.{name.replace('/', '.')}"), settings)
+        return source_of(name, node, settings, shards.total * replicas_a_shard)
+
     loaders = {
         name: _make_loader(
             name,
-            Source(make(node, f"data.{name.replace('/', '.')}"), settings)
-            if own is None
-            else source_of(name, node, settings, shards.total * replicas_a_shard),
+            source(name, node),
             trainer,
             seed,
             shards if name == "train" else evaluation_shards,
@@ -187,7 +188,7 @@ def _weights(given: Any, dataset: Any, trainer: TrainerSettings) -> NDArray[np.f
     try:
         weights = np.asarray(found, dtype=np.float64)
     except (TypeError, ValueError) as error:
-        raise RequestError(f"{shown} gives no numbers: {error}. Give one for each sample.") from error
+        raise RequestError(f"{shown} gives what is not numeric: {error}. Give a number for each sample.") from error
     if weights.shape != (len(dataset),) or not np.isfinite(weights).all() or weights.min() < 0 or not weights.any():
         raise RequestError(
             f"{shown} gives weights of the shape {list(weights.shape)}, from {weights.min():g} to {weights.max():g}. "

@@ -25,13 +25,15 @@ class Source(NamedTuple):
     collate_fn: Callable[[list[Any]], Any] | None = None
 
 
-def by_name(split: str, made: Any) -> dict[str, Any]:
-    """Return what a hook returned for a split, by name: one loader, or several by their names or numbers."""
-    if isinstance(made, Mapping):
-        return {f"{split}/{name}": loader for name, loader in made.items()}
+def by_name(split: str, made: Any) -> list[tuple[str, Any]]:
+    """Return what a hook returned for a split: one loader, or several with their names or numbers."""
+    if isinstance(made, (list, tuple)) and len(made) == 1:
+        return [(split, made[0])]
     if isinstance(made, (list, tuple)):
-        return {split: made[0]} if len(made) == 1 else {f"{split}/{n}": loader for n, loader in enumerate(made)}
-    return {split: made}
+        made = dict(enumerate(made))
+    if isinstance(made, Mapping):
+        return [(f"{split}/{name}", loader) for name, loader in made.items()]
+    return [(split, made)]
 
 
 def source_of(name: str, loader: Any, settings: DataSettings, replicas: int) -> Source:

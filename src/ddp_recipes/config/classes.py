@@ -2,6 +2,7 @@
 
 import csv
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 
 
@@ -22,10 +23,8 @@ def column_classes(path: str, column: str, delimiter: str, loss: str) -> list[st
     if any(name in loss for name in ("MSE", "L1Loss", "Huber")):
         return None
     try:
-        with Path(path).expanduser().open(newline="", encoding="utf-8-sig") as file:
-            rows = csv.reader(file, delimiter=delimiter, skipinitialspace=True)
-            place = [name.strip() for name in next(rows, [])].index(column)
-            texts = {fields[place].strip() for fields in rows if fields}
+        file = Path(path).expanduser()
+        texts = _texts(file, column, delimiter, file.stat().st_mtime_ns)
     except (OSError, ValueError, IndexError, csv.Error):
         return None
     try:
@@ -34,6 +33,15 @@ def column_classes(path: str, column: str, delimiter: str, loss: str) -> list[st
         return sorted(texts)
     of_classes = "CrossEntropy" in loss or "NLL" in loss
     return [numbers[number] for number in sorted(numbers)] if of_classes and _whole(numbers) else None
+
+
+@lru_cache(maxsize=8)
+def _texts(path: Path, column: str, delimiter: str, changed_ns: int) -> frozenset[str]:
+    """Return what is in a column of the file as it was at that time: several keys of a config ask for it."""
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        rows = csv.reader(file, delimiter=delimiter, skipinitialspace=True)
+        place = [name.strip() for name in next(rows, [])].index(column)
+        return frozenset(fields[place].strip() for fields in rows if fields)
 
 
 def num_outputs(classes: Sequence[str] | None) -> int:

@@ -126,7 +126,7 @@ class LightningTask(Task):
         refuse_callback(name, made)
         self.hooks.callbacks.append(made)
         self.trainer.callbacks.append(made)
-        return Wrapped(made, self.trainer, self.model)
+        return Wrapped(made)
 
     def checkpoint(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return Lightning's own keys, and what the module adds."""
@@ -201,7 +201,7 @@ class LightningTask(Task):
         """Return the metrics together with what was logged for the whole of the evaluation."""
         stage = _STAGES[split]
         self.hooks(f"on_{stage}_epoch_end")
-        metrics = metrics | self._reduced(self.evaluation_log)
+        metrics = metrics | self.evaluation_log.epoch(self.trainer.surroundings)
         if self.trainer.stage != "validate" or self.trainer.surroundings.mode != "fit":
             self.hooks(f"on_{stage}_end")
             self.hooks(f"on_{stage}_model_train")
@@ -286,9 +286,6 @@ class LightningTask(Task):
                 device = [self.trainer.surroundings.devices[0]] if name.startswith("transfer") else []
                 batch = hooks.of_module(name, batch, *device, self.dataloader_idx)
         return batch
-
-    def _reduced(self, log: Log) -> dict[str, float]:
-        return log.epoch(self.trainer.surroundings)
 
 
 def _items(output: Any) -> Any:

@@ -3,8 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from ddp_recipes.callbacks import Callback
 from ddp_recipes.errors import RequestError
 
@@ -42,8 +40,8 @@ def refuse_callback(name: str, made: object) -> None:
 class Wrapped(Callback):
     """A callback of Lightning as one of the run's: its hooks are called with the module's; here is its state."""
 
-    def __init__(self, callback: Any, trainer: Any, module: torch.nn.Module) -> None:
-        self.callback, self.trainer, self.module = callback, trainer, module
+    def __init__(self, callback: Any) -> None:
+        self.callback = callback
 
     def state(self) -> dict[str, Any]:
         """Return the callback's own state."""

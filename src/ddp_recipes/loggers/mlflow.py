@@ -68,11 +68,7 @@ class MLflowLogger(Logger):
         self._step = (purge_step or 1) - 1
         self._held: list[Any] = []
         self.client = client = _client(self._uri)
-        experiment = client.get_experiment_by_name(experiment_name)
-        artifacts = None if tracking_uri else (self._directory / "artifacts").as_uri()
-        self._experiment = (
-            experiment.experiment_id if experiment else client.create_experiment(experiment_name, artifacts)
-        )
+        self._experiment = self._experiment_id(experiment_name, None if tracking_uri else self._directory / "artifacts")
 
         def start() -> str:
             return str(client.create_run(self._experiment, run_name=run_name, tags=dict(tags or {})).info.run_id)

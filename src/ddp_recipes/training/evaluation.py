@@ -52,7 +52,7 @@ def evaluate(
 
     Args:
         loaders: by what their metrics' names begin with: ``val``, or ``val/clean`` and ``val/noisy``.
-        matrices: gets the metrics that are no numbers, for a picture.
+        matrices: gets the metrics that are matrices, for a picture.
     """
     strategy.sync_buffers(task)
     task.eval()
