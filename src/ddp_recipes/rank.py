@@ -27,9 +27,9 @@ from ddp_recipes.runtime.job import ASKS_TO_STOP, Job
 from ddp_recipes.runtime.main_module import unpack
 from ddp_recipes.runtime.process import ignore_once
 from ddp_recipes.runtime.world import World
+from ddp_recipes.tools import batch_size, learning_rate, profiling
 from ddp_recipes.tools import dry_run as planning
 from ddp_recipes.tools import equivalence as check
-from ddp_recipes.tools import learning_rate, profiling
 from ddp_recipes.training import loop
 from ddp_recipes.training.evaluation import check_monitor, evaluate, refusing_collectives
 from ddp_recipes.training.metrics import Matrices, log_matrices
@@ -214,6 +214,7 @@ WORK: dict[str, Callable[[Recipe, Output], None]] = {
     "equivalence": check.equivalence,
     "plan": planning.plan,
     "lr": learning_rate.tune,
+    "batch_size": batch_size.tune,
 }
 
 

@@ -3,10 +3,11 @@
 import json
 import logging
 import os
+import resource
 import signal
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,23 @@ class Dropout(nn.Sequential):
     def __init__(self, in_features: int, hidden_features: int, out_features: int) -> None:
         hidden = nn.Linear(in_features, hidden_features)
         super().__init__(hidden, nn.Dropout(0.3), nn.ReLU(), nn.Linear(hidden_features, out_features))
+
+
+class Wide(nn.Sequential):
+    """Needs a megabyte a sample; rank 1 gets so many megabytes more than it has at its first forward pass."""
+
+    def __init__(self, in_features: int, hidden_features: int, out_features: int, more: int | None = None) -> None:
+        wide = 10_000 * hidden_features
+        super().__init__(nn.Linear(in_features, wide), nn.Tanh(), nn.Linear(wide, out_features))
+        self.more = more
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if rank() == 1 and self.more is not None:
+            pages = int(Path("/proc/self/statm").read_text().split()[5])
+            allowed = pages * resource.getpagesize() + self.more * 10**6
+            self.more = None
+            resource.setrlimit(resource.RLIMIT_DATA, (allowed, allowed))
+        return cast(Tensor, super().forward(inputs))
 
 
 class Norm(nn.Sequential):

@@ -314,6 +314,7 @@ def test_a_learning_rate_is_found_alike_on_any_number_of_ranks(run: Run) -> None
         (["ckpt_path=auto"], "leave out check and ckpt_path"),
         (["mode=validate"], "use mode=fit"),
         (["plan=true"], "leave out tune=lr"),
+        (["tune_steps=10"], "Allowed: 20 or more"),
         (["optimizer.lr=0"], "looks for optimizer.lr, which is 0"),
         (["callbacks=gradient_accumulation", "callbacks.gradient_accumulation.schedule={1: 2}"], "Leave that callback"),
     ],
@@ -321,3 +322,35 @@ def test_a_learning_rate_is_found_alike_on_any_number_of_ranks(run: Run) -> None
 def test_what_does_not_go_with_tuning_is_refused(overrides: list[str], message: str, run: Run) -> None:
     with pytest.raises(RequestError, match=message):
         run("tune=lr", "strategy=single", *overrides)
+
+
+# --- a batch that fits -----------------------------------------------------------------------------------------------
+
+
+def test_the_largest_batches_are_left_out_where_one_rank_has_no_memory_for_them(run: Run, weights: Weights) -> None:
+    wide = ["model._target_=own_parts.Wide", "data.num_samples=300", "data.global_batch_size=256"]
+    small = ["model.hidden_features=10", "optimizer.lr=1e-6"]
+    found = run("tune=batch_size", "tune_steps=1", "+model.more=100", *wide, *small, world_size=2)
+    assert "data.global_batch_size=256 trainer.accumulate_grad_batches=1: out of memory on rank 1" in log_of(found)
+    batch, passes = (int(found["metrics"][f"tune/{key}"]) for key in ("global_batch_size", "accumulate_grad_batches"))
+    assert batch * passes == 256 > batch
+    assert not (Path(found["run_directory"]) / "checkpoints").exists()
+    cut = [f"data.global_batch_size={batch}", f"trainer.accumulate_grad_batches={passes}"]
+    as_found, whole = run(*wide, *cut, *small, world_size=2), run(*wide, *small)
+    assert as_found["global_step"] == whole["global_step"] == 4
+    torch.testing.assert_close(weights(as_found), weights(whole), rtol=0, atol=1e-6)
+
+
+def test_an_epoch_keeps_its_length_where_batches_are_counted_or_dropped(run: Run) -> None:
+    for shortened in ("data.drop_last=true", "trainer.limit_train_batches=2"):
+        found = run("tune=batch_size", "tune_steps=1", "data.num_samples=90", "data.global_batch_size=32", shortened)
+        whole, halves, *_ = [line for line in log_of(found).splitlines() if "s a step" in line]
+        assert "data.global_batch_size=32 trainer.accumulate_grad_batches=1: " in whole
+        assert "=16 trainer.accumulate_grad_batches=2 trainer.limit_train_batches=4: " in halves
+
+
+def test_what_takes_no_passes_as_the_loop_does_is_refused(run: Run) -> None:
+    with pytest.raises(RequestError, match=r"Manual takes its optimizer steps itself"):
+        run("tune=batch_size", "model._target_=lightning_parts.Manual", "task=lightning")
+    with pytest.raises(RequestError, match=r"cuts a pass into micro-batches"):
+        run("tune=batch_size", "strategy=ddp_pipeline", "model=mlp", world_size=2)

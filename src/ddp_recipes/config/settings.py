@@ -203,8 +203,8 @@ class RunSettings:
     check: Literal["equivalence"] | None
     check_steps: Count
     check_tolerance: Annotated[float, Range(0)] | None
-    tune: Literal["lr"] | None = None
-    tune_steps: Annotated[int, Range(20)] = 100
+    tune: Literal["lr", "batch_size"] | None = None
+    tune_steps: Count | None = None
 
     def __post_init__(self) -> None:
         if self.plan and self.mode != "fit":
@@ -218,9 +218,11 @@ class RunSettings:
             raise RequestError(f"check={self.check} compares training, but mode={self.mode} is none. Use mode=fit.")
         if self.tune is not None and (self.check, self.ckpt_path, self.mode) != (None, None, "fit"):
             raise RequestError(
-                f"tune={self.tune} tries rates from the start of training: leave out check and ckpt_path, and use "
-                f"mode=fit. Weights to begin with are weights_from."
+                f"tune={self.tune} trains on trial, from the start: leave out check and ckpt_path, and use mode=fit. "
+                f"Weights to begin with are weights_from."
             )
+        if self.tune == "lr" and self.tune_steps is not None and self.tune_steps < 20:
+            raise RequestError(f"tune_steps={self.tune_steps} are too few rates for tune=lr. Allowed: 20 or more.")
         if self.mode == "export" and self.ckpt_path is None and self.weights_from is None:
             raise RequestError("mode=export needs ckpt_path, a run directory or a checkpoint file.")
         if self.weights_from is not None and self.ckpt_path not in (None, "auto"):

@@ -1,6 +1,7 @@
 """Data sets to batches on one rank: whole batches where the set allows it, a DataLoader where it does not."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -67,6 +68,12 @@ class Loader:
             )
         self.dataset, self.plan, self.device, self.shards = dataset, plan, device, shards
         self.collate_fn, self.name = collate_fn or collate, name
+        self._options: dict[str, Any] = {"pin_memory": pin_memory, "collate_fn": collate_fn, "name": name}
+        self._workers: dict[str, Any] = {
+            "num_workers": num_workers,
+            "persistent_workers": persistent_workers,
+            "prefetch_factor": prefetch_factor,
+        }
         self.fetch = _whole_batch_fetch(dataset)
         self.pin_memory = pin_memory and device.type == "cuda"
         self._sampler = _PlanSampler(plan, shards)
@@ -146,16 +153,12 @@ class Loader:
     def limited(self, max_batches: int) -> "Loader":
         """Return the same loader cut off after so many batches an epoch; for whole-batch data sets and first looks."""
         plan = self.plan.limited(min(max_batches, len(self)))
-        own = None if self.collate_fn is collate else self.collate_fn
-        return Loader(
-            self.dataset,
-            plan,
-            self.device,
-            shards=self.shards,
-            pin_memory=self.pin_memory,
-            collate_fn=own,
-            name=self.name,
-        )
+        return Loader(self.dataset, plan, self.device, shards=self.shards, **self._options)
+
+    def recut(self, global_batch_size: int) -> "Loader":
+        """Return the same samples in whole batches of another size."""
+        plan = replace(self.plan, global_batch_size=global_batch_size, max_batches=None)
+        return Loader(self.dataset, plan, self.device, shards=self.shards, **self._options, **self._workers)
 
     def sample(self) -> Any:
         """Return the first sample as a batch of one, on the device: for the model graph and for size checks."""

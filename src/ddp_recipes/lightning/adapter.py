@@ -52,6 +52,7 @@ class LightningTask(Task):
             )
         refuse_hooks(model)
         self.manual = self.trainer.manual = not getattr(model, "automatic_optimization", True)
+        self.accumulates = not self.manual
         self.validates = "validation_step" in self.hooks.own
         self.events = self.trainer.events = Events(self)
         self.batch: Any = None

@@ -42,12 +42,13 @@ def tune(recipe: Recipe, output: Output) -> None:
     run.optimizers = [make_optimizer(recipe.job.config, recipe.task, recipe.trainer.precision)]  # no schedule began
     run.schedules = []
     output.open(None)
-    rates, losses = search(run, recipe.request.run.tune_steps, float(base))
+    steps = recipe.request.run.tune_steps or 100
+    rates, losses = search(run, steps, float(base))
     slopes = [losses[at + 1] - losses[at - 1] for at in range(1, len(losses) - 1)]
     if not slopes or min(slopes) >= 0:
         raise RunFailed(
             f"The loss falls at no learning rate from {LOWEST:g} to {rates[-1]:.2g}. Look at the data and the model, "
-            f"or take more steps, tune_steps={2 * recipe.request.run.tune_steps}."
+            f"or take more steps, tune_steps={2 * steps}."
         )
     chosen = rates[1 + slopes.index(min(slopes))]
     for step, (rate, loss) in enumerate(zip(rates, losses, strict=True), start=1):
