@@ -65,6 +65,7 @@ class Manual(Lit):
 
     def training_step(self, batch: Batch, batch_idx: int) -> None:
         optimizer = self.optimizers()
+        assert isinstance(optimizer, torch.optim.Optimizer)  # as Lightning's own example asks
         optimizer.zero_grad()
         self.manual_backward(nn.functional.mse_loss(self(batch[0]), batch[1]))
         optimizer.step()

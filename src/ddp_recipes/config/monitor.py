@@ -11,18 +11,20 @@ _LOWER = re.compile("cer|entropy|err|error|fid|loss|mae|mape|mse|nll|perplexity|
 _HIGHER = re.compile(
     "acc|accuracy|ap|auc|auroc|bleu|dice|f1|iou|jaccard|map|miou|precision|psnr|r2|recall|rouge|specificity|ssim"
 )
+_WORDS = re.compile(r"[A-Z]+(?![a-z])\d*|[A-Z]?[a-z]+\d*")  # of a name such as MulticlassF1Score
 
 
 def better(metric: str) -> Mode | None:
     """Return whether a metric is better when it is lower or higher; ``None`` where its name does not tell.
 
-    The last word that tells counts: ``val/f1_loss`` is a loss.
+    The last word that tells counts: ``val/f1_loss`` is a loss. So do the words in a class's name, ``BinaryF1Score``.
     """
-    for word in reversed(re.split(r"[^a-z0-9]+", metric.lower())):
-        if _LOWER.fullmatch(word):
-            return "min"
-        if _HIGHER.fullmatch(word):
-            return "max"
+    for name in reversed(re.split(r"[^A-Za-z0-9]+", metric)):
+        for word in (name, *reversed(_WORDS.findall(name))):
+            if _LOWER.fullmatch(word.lower()):
+                return "min"
+            if _HIGHER.fullmatch(word.lower()):
+                return "max"
     return None
 
 

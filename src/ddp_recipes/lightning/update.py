@@ -139,6 +139,10 @@ class ManualOptimizer:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.optimizer, name)
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self.optimizer)  # for isinstance, as modules and torch's schedulers ask
+
     def step(self, closure: Any = None, **_: Any) -> None:
         """Step with the gradients of the mean over the samples of all ranks. A collective."""
         if closure is not None:
