@@ -195,6 +195,8 @@ def predict(recipe: Recipe, output: Output) -> None:
         values = torch.cat([part for rank in gathered for part in rank[1]])
         predictions = values[order.argsort()]
         write_aside(recipe.job.directory / "predictions.pt", lambda file: torch.save(predictions, file))
+        if (words := recipe.task.in_words(predictions)) is not None:
+            write_aside(recipe.job.directory / "predictions.txt", lambda file: file.write(words.encode()))
 
 
 def export(recipe: Recipe, output: Output) -> None:

@@ -77,6 +77,7 @@ def test_out_of_memory_ends_with_what_to_change(
             "channels",
             "takes 1 channels and gets 3. Set the model's to 3 (data.in_channels",
         ),
+        (["data=digits", "model=gpt"], "'indices' to have one of", "Choose data that give such (data=text)"),
     ],
 )
 def test_sizes_that_do_not_fit_end_with_what_to_change(

@@ -8,6 +8,7 @@ from ddp_recipes.callbacks.learning_rate import LearningRateMonitor
 from ddp_recipes.callbacks.profiler import BETWEEN_STEPS, Profiler
 from ddp_recipes.callbacks.samples import SamplePredictions
 from ddp_recipes.callbacks.summary import ModelSummary
+from ddp_recipes.callbacks.text import SampleText
 
 __all__ = [
     "BETWEEN_STEPS",
@@ -19,4 +20,5 @@ __all__ = [
     "ModelSummary",
     "Profiler",
     "SamplePredictions",
+    "SampleText",
 ]

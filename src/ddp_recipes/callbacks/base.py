@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ddp_recipes.config.parallelism import StrategySettings
 from ddp_recipes.config.settings import TrainerSettings
 from ddp_recipes.data.loader import Loader
 from ddp_recipes.loggers import Logger
@@ -29,7 +30,9 @@ class Position(Protocol):
 
 
 class Replicas(Protocol):
-    """The run's strategy."""
+    """The run's strategy; ``settings`` say what it means for the shape of the run."""
+
+    settings: StrategySettings
 
     def gather(self, value: Any) -> list[Any] | None:
         """Return every rank's value in rank order on rank 0, ``None`` elsewhere. A collective."""
@@ -49,6 +52,7 @@ class Running(Protocol):
         devices: of this rank's replica.
         val: the validation sets, by what their metrics' names begin with.
         callbacks: all of the run, by their names.
+        seed: what all that is random follows from.
     """
 
     trainer: TrainerSettings
@@ -60,6 +64,7 @@ class Running(Protocol):
     world: World
     val: Mapping[str, Loader]
     callbacks: "Mapping[str, Callback]"
+    seed: int
 
     @property
     def cursor(self) -> Position: ...

@@ -9,12 +9,15 @@ from ddp_recipes.datasets.synthetic import fake_images, random_regression
 from ddp_recipes.datasets.table import ImageTable, csv_table
 from ddp_recipes.datasets.tabular import breast_cancer, digits
 from ddp_recipes.datasets.transforms import Chain, ScaleAndNormalize
+from ddp_recipes.datasets.windows import Prompts, Windows, text
 
 __all__ = [
     "Chain",
     "ImageTable",
     "InMemory",
+    "Prompts",
     "ScaleAndNormalize",
+    "Windows",
     "balanced",
     "breast_cancer",
     "cifar10",
@@ -25,4 +28,5 @@ __all__ = [
     "image_folder",
     "mnist",
     "random_regression",
+    "text",
 ]

@@ -6,11 +6,12 @@ Importing this package does not import torchvision; asking for one of its ResNet
 from typing import TYPE_CHECKING, Any
 
 from ddp_recipes.models.basic import MLP, Linear, Toy, ToyMP
+from ddp_recipes.models.gpt import GPT
 
 if TYPE_CHECKING:
     from ddp_recipes.models.resnet import ResNet50MP, resnet18, resnet50, resnet50_mp
 
-__all__ = ["MLP", "Linear", "ResNet50MP", "Toy", "ToyMP", "resnet18", "resnet50", "resnet50_mp"]
+__all__ = ["GPT", "MLP", "Linear", "ResNet50MP", "Toy", "ToyMP", "resnet18", "resnet50", "resnet50_mp"]
 
 
 def __getattr__(name: str) -> Any:

@@ -15,6 +15,10 @@ _ADVICE = {
         "An index is beyond the rows of an embedding (vocab_size): they are 0 to rows - 1. Give the model more rows "
         "(model.*), or other indices in the data set."
     ),
+    r"'indices' to have one of .* Long, Int": (
+        "An embedding takes numbers of tokens, int64, and gets other values. Choose data that give such (data=text), "
+        "or convert them in the data set: tensor.long()."
+    ),
     r"device-side assert": (
         "An index is out of range on the GPU: mostly a label that is not 0 to outputs - 1, or a token beyond the "
         "vocabulary. launcher.device=cpu says which."

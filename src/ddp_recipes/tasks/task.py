@@ -193,6 +193,10 @@ class Task(nn.Module):
         inputs = batch[0] if isinstance(batch, (tuple, list)) else batch
         return self.model(inputs)
 
+    def in_words(self, predictions: Tensor) -> str | None:
+        """Return what was predicted as text for ``predictions.txt``; ``None`` where there is none to read."""
+        return None
+
     def configure_optimizers(self) -> OwnOptimizers | None:
         """Return the task's own optimizers and schedules, or ``None`` to leave both to the config."""
         return None

@@ -1,0 +1,70 @@
+"""The task of a language model: which token follows."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ddp_recipes.datasets.windows import VOCABULARY, decode
+from ddp_recipes.tasks.task import Task
+
+
+class LanguageModelingTask(Task):
+    """Cross-entropy over the next token, in nats; ``perplexity`` is its exponential over a whole data set.
+
+    A batch is (tokens, the tokens that follow), both int64, ``[n, length]``.
+
+    Args:
+        model: tokens ``[n, length]`` to logits ``[n, length, vocab_size]``; a ``context`` is the most that it looks at.
+        metrics: as in :class:`Task`, of logits and following tokens.
+        new_tokens: how many tokens a prediction adds to each prompt.
+        temperature: divides logits before a token is drawn; 0 takes the likeliest.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        metrics: Mapping[str, Any] | None = None,
+        train_metrics: bool = False,
+        new_tokens: int = 256,
+        temperature: float = 0.8,
+    ) -> None:
+        super().__init__(model, nn.CrossEntropyLoss(), metrics, train_metrics)
+        self.new_tokens, self.temperature = new_tokens, temperature
+
+    @property
+    def metric_names(self) -> list[str]:
+        """Perplexity, too, which follows from the loss."""
+        return [*super().metric_names, "perplexity"]
+
+    def _loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return self.loss(outputs.flatten(0, -2), targets.flatten())  # type: ignore[no-any-return]
+
+    def end_evaluation(self, split: str, metrics: dict[str, float]) -> dict[str, float]:
+        """Add the perplexity of each data set."""
+        losses = {name: value for name, value in metrics.items() if name.endswith("/loss")}
+        return metrics | {f"{name.removesuffix('loss')}perplexity": math.exp(min(x, 700)) for name, x in losses.items()}
+
+    def predict_step(self, batch: Any) -> Tensor:
+        """Return the prompts with what the model adds to them, int64 [n, length + new_tokens]."""
+        return self.generate(batch[0] if isinstance(batch, (tuple, list)) else batch, self.new_tokens)
+
+    def in_words(self, predictions: Tensor) -> str | None:
+        """Return a line of dashes and a text for each prediction, where tokens are bytes."""
+        if int(predictions.max()) >= VOCABULARY:
+            return None
+        return "".join(f"{'-' * 80}\n{decode(tokens)}\n" for tokens in predictions)
+
+    def generate(self, tokens: Tensor, count: int) -> Tensor:
+        """Return tokens ``[n, length]`` with ``count`` more, each drawn by what the model says of those before it."""
+        context = getattr(self.model, "context", None) or tokens.shape[1] + count
+        for _ in range(count):
+            logits = self.model(tokens[:, -context:])[:, -1].float()
+            if self.temperature:
+                following = torch.multinomial((logits / self.temperature).softmax(dim=1), 1)
+            else:
+                following = logits.argmax(dim=1, keepdim=True)
+            tokens = torch.cat([tokens, following.to(tokens.device)], dim=1)
+        return tokens
