@@ -10,6 +10,7 @@ import torch
 from ddp_recipes.build.devices import Devices
 from ddp_recipes.build.instantiate import make, parameters_of
 from ddp_recipes.build.parameters import freeze
+from ddp_recipes.build.recomputation import recompute
 from ddp_recipes.config.parallelism import StrategySettings
 from ddp_recipes.config.settings import ModelSettings
 from ddp_recipes.data.loader import Loader
@@ -74,6 +75,8 @@ def make_task(
     if not isinstance(model, torch.nn.Module):
         raise RequestError(f"model._target_={node['_target_']} made a {type(model).__name__}, which is no nn.Module.")
     built = BuiltTask(make(config["task"], "task", model=model))
+    if settings.activation_checkpointing:
+        recompute(model, settings.activation_checkpointing)
     if settings.micro_batches > 1:
         in_micro_batches(model, settings.micro_batches)
     if places_itself:

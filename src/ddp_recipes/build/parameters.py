@@ -10,7 +10,7 @@ from ddp_recipes.errors import RequestError, nearest
 from ddp_recipes.tasks import Task
 from ddp_recipes.tasks.task import outside
 
-_LISTS = (nn.Sequential, nn.ModuleList)  # whose elements are layers
+LISTS = (nn.Sequential, nn.ModuleList)  # whose elements are layers
 REST = "rest"  # the group of what no pattern matches
 
 
@@ -125,8 +125,8 @@ def _layers(module: nn.Module, prefix: str = "") -> list[str]:
     found = []
     for name, child in module.named_children():
         inner = f"{prefix}{name}."
-        in_list = type(module) in _LISTS
-        if type(child) in _LISTS or (not in_list and any(type(each) in _LISTS for each in child.modules())):
+        in_list = type(module) in LISTS
+        if type(child) in LISTS or (not in_list and any(type(each) in LISTS for each in child.modules())):
             found += _layers(child, inner)
         elif next(child.parameters(), None) is not None:
             found.append(inner)

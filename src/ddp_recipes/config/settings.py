@@ -12,12 +12,13 @@ Limit = Fraction | Natural  # a float is a fraction of the batches, an int a num
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings:
-    """The keys of ``model.*`` that are not the model's own: how a replica spans devices, and what is not trained."""
+    """The keys of ``model.*`` that are not the model's own: how a replica spans devices, what it keeps and trains."""
 
     num_devices: Count = 1
     split: Literal["auto", "timed"] | list[str | int] | None = None
     micro_batches: Count = 1
     freeze: str | list[str] | None = None
+    activation_checkpointing: bool | str | list[str] = False
 
     def check_split(self, stages: int, key: str) -> None:
         """Refuse names that do not make so many stages, as ``key`` says.

@@ -1,0 +1,105 @@
+"""Blocks whose activations are computed again in backward instead of kept: ``model.activation_checkpointing``."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from fnmatch import fnmatchcase
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ddp_recipes._compat.modules import buffers_of
+from ddp_recipes.build.parameters import LISTS
+from ddp_recipes.errors import RequestError, nearest
+
+
+def recompute(model: nn.Module, chosen: bool | str | Sequence[str]) -> None:
+    """Have blocks keep what they are called with alone (Chen et al., "Training Deep Nets with Sublinear Memory", 2016).
+
+    Weights are the same bits: random numbers are drawn again, and buffers move once.
+
+    Args:
+        chosen: true for the elements of every list of blocks, or patterns of modules' names.
+
+    Raises:
+        RequestError: there is no such block.
+    """
+    names = repeated(model) if isinstance(chosen, bool) else named(model, chosen)
+    if not names:
+        raise RequestError(
+            f"model.activation_checkpointing=true takes the elements of nn.Sequential and nn.ModuleList, and "
+            f"{type(model).__name__} has none with parameters. Name its blocks: "
+            f"{', '.join(name for name, _ in model.named_children()) or 'it has no modules in it'}."
+        )
+    for name in names:
+        block = model.get_submodule(name)
+        kind: Any = type(block)
+        block.__class__ = _recomputed(kind)
+
+
+def repeated(model: nn.Module) -> list[str]:
+    """Return the names of the elements, with parameters, of the outermost lists of blocks."""
+    lists = [name for name, module in model.named_modules() if isinstance(module, LISTS)]
+    outermost = [name for name in lists if not any(_is_in(name, other) for other in lists)]
+    return [
+        f"{name}.{child}" if name else child
+        for name in outermost
+        for child, block in model.get_submodule(name).named_children()
+        if next(block.parameters(), None) is not None
+    ]
+
+
+def named(model: nn.Module, patterns: str | Sequence[str]) -> list[str]:
+    """Return the names of the modules that patterns match, without those inside of others.
+
+    Raises:
+        RequestError: a pattern matches nothing; the nearest names are offered.
+    """
+    names = [name for name, _ in model.named_modules() if name]
+    found: dict[str, None] = {}
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        mine = [name for name in names if fnmatchcase(name, pattern)]
+        if not mine:
+            raise RequestError(
+                f"model.activation_checkpointing: {pattern} matches no module. It is matched with whole names, as a "
+                f"shell's patterns are.{nearest(pattern, names)} The first names: {', '.join(names[:4])}."
+            )
+        found |= dict.fromkeys(mine)
+    return [name for name in found if not any(_is_in(name, other) for other in found)]
+
+
+def _is_in(name: str, other: str) -> bool:
+    return name != other and (not other or name.startswith(f"{other}."))
+
+
+@cache
+def _recomputed(base: Any) -> Any:
+    """Return the class with another ``forward``: unlike one of an instance it is copied with the module."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        own = partial(base.forward, self)
+        if not torch.is_grad_enabled():
+            return own(*args, **kwargs)
+        return checkpoint(own, *args, use_reentrant=False, context_fn=partial(_contexts, self), **kwargs)
+
+    return type(base.__name__, (base,), {"forward": forward, "__module__": base.__module__})
+
+
+def _contexts(block: nn.Module) -> tuple[Any, Any]:
+    return nullcontext(), _on_copies(block)
+
+
+@contextmanager
+def _on_copies(block: nn.Module) -> Iterator[None]:
+    """Let a block move copies of its buffers: the forward pass has moved them already."""
+    places = [(buffers_of(module), name) for module in block.modules() for name in buffers_of(module)]
+    kept = [owner[name] for owner, name in places]
+    for (owner, name), buffer in zip(places, kept, strict=True):
+        owner[name] = None if buffer is None else buffer.clone()
+    try:
+        yield
+    finally:
+        for (owner, name), buffer in zip(places, kept, strict=True):
+            owner[name] = buffer
