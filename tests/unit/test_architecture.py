@@ -106,6 +106,20 @@ def test_modules_can_be_read_at_one_sitting() -> None:
     assert lengths[-1] <= 300
 
 
+# Cloudpickle, and so unpickling, for what the same user's parent hands over through an inherited descriptor alone.
+UNPICKLES = {"ddp_recipes_devices.py": 2, "main_module.py": 1}
+ABOUT_PICKLES = re.compile(r"\w_object(_list)?\(|pickle\.loads?\(|Unpickler|weights_only=False|allow_pickle=True")
+
+
+def test_nothing_that_is_received_is_unpickled() -> None:
+    """Neither from a collective nor from the store nor from a file: torch's collectives of objects unpickle."""
+    plugins = (PACKAGE.parent / "hydra_plugins").rglob("*.py")
+    found = {path.name: len(ABOUT_PICKLES.findall(path.read_text())) for path in (*SOURCES, *plugins)}
+    found = {name: count for name, count in found.items() if count}
+    assert found.pop("hydra_.py", 0) <= 1  # Hydra's get_object looks up a name
+    assert found == UNPICKLES, "Use strategies/collectives.py, JSON, safetensors or torch.load(weights_only=True)."
+
+
 # --- private names ---------------------------------------------------------------------------------------------------
 
 # Documented, whatever they look like: os._exit, and what a named tuple has.

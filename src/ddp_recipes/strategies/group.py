@@ -11,6 +11,7 @@ from ddp_recipes.config.parallelism import StrategySettings
 from ddp_recipes.errors import RequestError
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import Exchange, Plain
+from ddp_recipes.strategies.collectives import gather
 from ddp_recipes.tasks import Task
 
 
@@ -43,10 +44,8 @@ class Group(Plain):
         return values
 
     def gather(self, value: Any) -> list[Any] | None:
-        """Gather pickled values on rank 0."""
-        values: list[Any] | None = [None] * self.world.world_size if self.world.is_main else None
-        dist.gather_object(value, values)
-        return values
+        """Gather values on rank 0."""
+        return gather(value)
 
     def exchange(self, task: Task, world: World) -> Exchange:
         """Refuse: each strategy has to say this for itself."""

@@ -7,12 +7,11 @@ rank writes its values where all can read them, tells the others so, and adds up
 import mmap
 import os
 import socket
-import struct
 import sys
-import uuid
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from itertools import combinations
+from tempfile import TemporaryDirectory
 
 import torch
 import torch.distributed as dist
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from ddp_recipes.runtime.phases import ALL_REDUCE, phase
 from ddp_recipes.runtime.world import World
+from ddp_recipes.strategies.collectives import broadcast
 
 MOST_RANKS = 8  # each reads what all have put there: with many it would be quicker if each computed a slice of the sum
 CHUNK = 1 << 20  # bytes that a rank puts there at once: small enough for the processor's cache
@@ -118,15 +118,17 @@ def join(world: World, timeout_s: float) -> SharedMemory | None:
     """
     if not 1 < world.world_size == world.local_world_size <= MOST_RANKS or sys.platform != "linux":
         return None
-    with socket.socket(socket.AF_UNIX) as door:
+    with ExitStack() as stack:
+        door, path = stack.enter_context(socket.socket(socket.AF_UNIX)), ""
         door.settimeout(min(timeout_s, LONGEST_S))
-        name = [f"\0ddp_recipes/{uuid.uuid4()}"]  # begins with a zero: no file, and it ends with the process
         if world.is_main:
-            door.bind(name[0])
-            door.listen(MOST_RANKS)
-        dist.broadcast_object_list(name)
+            with suppress(OSError):  # no folder for it, or a name that is too long: nobody comes in
+                folder = stack.enter_context(TemporaryDirectory(prefix="ddp_recipes_"))  # of this user alone
+                door.bind(path := f"{folder}/door")
+                door.listen(MOST_RANKS)
+        path = broadcast(path, 0)
         made = _make_memory(world.world_size) if world.is_main else None
-        able = torch.tensor(made is not None or (not world.is_main and door.connect_ex(name[0]) == 0)).int()
+        able = torch.tensor(made is not None or (not world.is_main and door.connect_ex(path) == 0)).int()
         dist.all_reduce(able, dist.ReduceOp.MIN)
         if not able:
             if made is not None:
@@ -167,9 +169,6 @@ def _hand_out(door: socket.socket, world_size: int, memory: int) -> Sequence[int
     while expected:
         visitor, _ = door.accept()
         with visitor:
-            _, user, _ = struct.unpack("3i", visitor.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-            if user != os.geteuid():
-                continue
             visitor.settimeout(door.gettimeout())
             rank = visitor.recv(1)[0]
             theirs = links.pop(rank)

@@ -17,6 +17,7 @@ from ddp_recipes.runtime.phases import phase
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import Passes, Wrapped
 from ddp_recipes.strategies.buckets import in_buckets
+from ddp_recipes.strategies.collectives import broadcast, gather
 from ddp_recipes.strategies.ddp_pipeline.settings import DDPPipelineSettings
 from ddp_recipes.strategies.group import Group
 from ddp_recipes.tasks import StepOutput, Task
@@ -89,16 +90,13 @@ class DDPPipeline(Group):
     def _in_all_processes(self, result: tuple[list[StepOutput], list[int]]) -> StepOutput:
         """Return the whole output where the last stage is, elsewhere one of its names that counts nothing."""
         assert self.pipeline is not None
-        names: list[list[str]] = [[]]
-        if self.layout.has_last:
-            output = joined(*result)
-            names = [list(output.metrics)]
-        group = self.mesh.get_group("pp")
-        dist.broadcast_object_list(names, group=group, group_src=(self.settings.stages - 1) % self.processes)
-        if self.layout.has_last:
+        output = joined(*result) if self.layout.has_last else None
+        names = None if output is None else list(output.metrics)
+        names = broadcast(names, (self.settings.stages - 1) % self.processes, self.mesh.get_group("pp"))
+        if output is not None:
             return output
         zero = torch.zeros((), device=self.pipeline.device)
-        return StepOutput(zero, {name: zero.new_zeros(0) for name in names[0]}, 0)
+        return StepOutput(zero, {name: zero.new_zeros(0) for name in names}, 0)
 
     def wrap(self, task: Task, devices: Sequence[torch.device]) -> Wrapped:
         """Return a step that runs forward and backward by the schedule; its loss counts in the last stage."""
@@ -162,18 +160,11 @@ class DDPPipeline(Group):
         """Return on rank 0 what all processes of its replica have, elsewhere what is given."""
         if self.replica != 0:
             return mine
-        all_of_them: list[Any] | None = [None] * self.processes if self.world.is_main else None
-        dist.gather_object(_on_cpu(mine), all_of_them, group=self.mesh.get_group("pp"), group_dst=0)
-        return mine if all_of_them is None else {name: value for each in all_of_them for name, value in each.items()}
+        gathered = gather(mine, self.mesh.get_group("pp"))
+        return mine if gathered is None else {name: value for each in gathered for name, value in each.items()}
 
     def sync_buffers(self, task: Task) -> None:
         """Give a stage's replicas the buffers of the first one."""
         for buffer in task.buffers():
             if not buffer.is_meta and self.mesh.get_group("dp").size() > 1:
                 dist.broadcast(buffer, group=self.mesh.get_group("dp"), group_src=0)
-
-
-def _on_cpu(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().cpu()
-    return {name: _on_cpu(each) for name, each in value.items()} if isinstance(value, dict) else value

@@ -15,6 +15,7 @@ from ddp_recipes.errors import RequestError
 from ddp_recipes.runtime.phases import ALL_REDUCE, phase
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import Passes, Whole, Wrapped
+from ddp_recipes.strategies.collectives import gather
 from ddp_recipes.strategies.group import Group
 from ddp_recipes.strategies.parameter_server.messages import ASK, GRADIENTS, SUM, WEIGHTS, Push, Served, copy, deal
 from ddp_recipes.strategies.parameter_server.server import Server
@@ -200,8 +201,7 @@ class ParameterServer(Whole, Group):
         state = optimizer.state_dict()
         if self.server is None or self.settings.servers == 1:
             return state
-        gathered: list[Any] | None = [None] * self.settings.servers if self.world.is_main else None
-        dist.gather_object(state["state"], gathered, group=self.servers)
+        gathered = gather(state["state"], self.servers)
         merged = {at: value for of_server in gathered or () for at, value in of_server.items()}
         return {**state, "state": dict(sorted(merged.items()))}
 

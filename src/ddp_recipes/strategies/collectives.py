@@ -1,0 +1,102 @@
+"""Collectives of plain data and tensors: JSON says how they are nested, and bytes follow it. Nothing is unpickled."""
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_HEADER = 8  # bytes that hold the length of the JSON
+
+
+def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any] | None:
+    """Return every rank's value, in rank order, on the first rank of the group; ``None`` elsewhere."""
+    mine = pack(value).to(_device(group))
+    sizes = [torch.zeros(1, dtype=torch.int64, device=mine.device) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, torch.tensor([len(mine)], device=mine.device), group=group)
+    lengths = [int(size) for size in sizes]
+    padded = mine.new_zeros(max(lengths))
+    padded[: len(mine)] = mine
+    parts = [torch.empty_like(padded) for _ in lengths] if dist.get_rank(group) == 0 else None
+    dist.gather(padded, parts, group=group, group_dst=0)
+    if parts is None:
+        return None
+    return [unpack(part[:length].cpu()) for part, length in zip(parts, lengths, strict=True)]
+
+
+def broadcast(value: Any, source: int, group: dist.ProcessGroup | None = None) -> Any:
+    """Return the value of the group's rank ``source`` on all its ranks."""
+    packed = pack(value).to(_device(group))
+    size = torch.tensor([len(packed)], device=packed.device)
+    dist.broadcast(size, group=group, group_src=source)
+    if dist.get_rank(group) != source:
+        packed = packed.new_empty(int(size))
+    dist.broadcast(packed, group=group, group_src=source)
+    return unpack(packed.cpu())
+
+
+def _device(group: dist.ProcessGroup | None) -> torch.device:
+    """Return where the group's backend takes tensors from."""
+    return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+
+
+def pack(value: Any) -> Tensor:
+    """Return as bytes what is made of tensors, dicts, lists, tuples, strings, numbers, booleans and ``None``."""
+    tensors: list[Tensor] = []
+    text = json.dumps(_described(value, tensors)).encode()
+    header = bytearray(len(text).to_bytes(_HEADER) + text)
+    contents = [each.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for each in tensors]
+    return torch.cat([torch.frombuffer(header, dtype=torch.uint8), *contents])
+
+
+def unpack(message: Tensor) -> Any:
+    """Return what :func:`pack` was given, with tensors on the CPU."""
+    start = _HEADER + int.from_bytes(message[:_HEADER].numpy().tobytes())
+    return _made(json.loads(message[_HEADER:start].numpy().tobytes()), _Bytes(message, start))
+
+
+class _Bytes:
+    """Cuts the tensors of a message out of it, one after the other."""
+
+    def __init__(self, message: Tensor, start: int) -> None:
+        self._message, self._start = message, start
+
+    def cut(self, name: str, shape: Sequence[int]) -> Tensor:
+        dtype = getattr(torch, name)
+        size = math.prod(shape) * dtype.itemsize
+        taken = self._message[self._start : self._start + size].clone()  # aligned, and does not keep the message
+        self._start += size
+        return taken.view(dtype).view(shape)
+
+
+def _described(value: Any, tensors: list[Tensor]) -> Any:
+    """Return a value as JSON; a list stands for anything but a string, a number, a boolean and ``None``."""
+    if value is None or isinstance(value, (str, bool, int, float)):
+        return value
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return ["tensor", str(value.dtype).removeprefix("torch."), list(value.shape)]
+    if isinstance(value, dict):
+        return ["dict", *([_described(each, tensors) for each in pair] for pair in value.items())]
+    if isinstance(value, (list, tuple)):
+        kind = "list" if isinstance(value, list) else "tuple"
+        return [kind, *(_described(each, tensors) for each in value)]
+    raise TypeError(
+        f"Ranks exchange tensors and plain data (dict, list, tuple, str, int, float, bool, None), not a "
+        f"{type(value).__name__}: {value!r:.80}"
+    )
+
+
+def _made(described: Any, content: _Bytes) -> Any:
+    if not isinstance(described, list):
+        return described
+    kind, *parts = described
+    if kind == "tensor":
+        return content.cut(*parts)
+    if kind == "dict":
+        return {_made(name, content): _made(value, content) for name, value in parts}
+    made = [_made(part, content) for part in parts]
+    return tuple(made) if kind == "tuple" else made

@@ -1,0 +1,58 @@
+"""What ranks exchange beside gradients: plain data and tensors, which nobody unpickles."""
+
+import math
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+from ddp_recipes.runtime.world import World
+from ddp_recipes.strategies.collectives import broadcast, gather, pack, unpack
+from ddp_recipes.testing import on_ranks
+
+NESTED: dict[Any, Any] = {
+    0: {"step": torch.tensor(3.0), "exp_avg": torch.arange(6.0).view(2, 3).bfloat16(), "none": None},
+    "names": ["a", "ü"],
+    "pair": (1, math.inf, (True, False)),
+    "empty": [torch.zeros(0, 4), [], (), {}],
+    "turned": torch.arange(6).view(2, 3).t(),
+    "odd": [torch.tensor([True, False, True]), torch.tensor([1 + 2j]), torch.tensor(2**62)],
+}
+
+
+def alike(one: Any, other: Any) -> bool:
+    """Whether two nested values are the same, of the same types."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(map(alike, one.values(), other.values()))
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(alike, one, other))
+    return bool(one == other)
+
+
+def test_nested_data_come_back_as_they_were() -> None:
+    assert alike(unpack(pack(NESTED)), NESTED)
+
+
+@pytest.mark.parametrize("value", [{1, 2}, object(), pickle.Pickler, b"bytes"])
+def test_what_would_take_a_pickle_is_refused(value: object) -> None:
+    with pytest.raises(TypeError, match="Ranks exchange tensors and plain data"):
+        pack({"here": value})
+
+
+def test_ranks_gather_and_broadcast_values_of_any_size() -> None:
+    def exchange(world: World, store: torch.distributed.Store | None) -> Any:
+        assert store is not None
+        torch.distributed.init_process_group("gloo", store=store, rank=world.rank, world_size=world.world_size)
+        gathered = gather([world.rank, torch.full((world.rank * 5,), world.rank)])
+        text = broadcast({"from": world.rank} if world.rank == 1 else None, 1)
+        torch.distributed.destroy_process_group()
+        return None if gathered is None else [(rank, len(tensor)) for rank, tensor in gathered], text
+
+    first, *others = on_ranks(exchange, 3)
+    assert first == ([(0, 0), (1, 5), (2, 10)], {"from": 1})
+    assert others == [(None, {"from": 1})] * 2
