@@ -56,6 +56,14 @@ def did_not_arrive(ranks: Iterable[int], world_size: int, timeout_s: float) -> s
     )
 
 
+def did_not_end(ranks: Iterable[int], world_size: int, timeout_s: float) -> str:
+    """Return the message on ranks that the others waited for at the end."""
+    return (
+        f"Rank {', '.join(map(str, sorted(ranks)))} of {world_size} did not come to its end within launcher.timeout_s="
+        f"{timeout_s:g} seconds of the others: stopped or stuck after the last step."
+    )
+
+
 def exited_without_report(ranks: Iterable[int], world_size: int) -> str:
     """Return the message on ranks whose processes exited, by ``os._exit`` or a kill, while others waited for them."""
     return f"Rank {', '.join(map(str, sorted(ranks)))} of {world_size} exited without a report."

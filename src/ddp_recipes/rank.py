@@ -8,7 +8,6 @@ from typing import NoReturn
 
 import torch
 from torch import Tensor
-from torch.distributed import Store
 
 from ddp_recipes._compat.messages import timed_out
 from ddp_recipes._version import __version__
@@ -25,6 +24,7 @@ from ddp_recipes.runtime.control import Control
 from ddp_recipes.runtime.digest import digest
 from ddp_recipes.runtime.job import ASKS_TO_STOP, Job
 from ddp_recipes.runtime.main_module import unpack
+from ddp_recipes.runtime.messages import Messages
 from ddp_recipes.runtime.process import ignore_once
 from ddp_recipes.runtime.world import World
 from ddp_recipes.tools import batch_size, learning_rate, profiling
@@ -38,18 +38,24 @@ from ddp_recipes.training.state import Run
 
 log = logging.getLogger(__name__)
 
+NO_KEY = (
+    "others who reach MASTER_ADDR can write messages to this run as if they were its ranks: there is no key. Make one "
+    "in the home folder, if all nodes share it: (umask 077; openssl rand -hex 32 > ~/.ddp_recipes_key). Else set "
+    "DDP_RECIPES_KEY to the same secret for every rank."
+)
+
 
 def run(
     job: Job,
     world: World,
-    store: Store | None,
+    messages: Messages | None,
     exited: Callable[[], Iterable[int]] = tuple,
     joined: Callable[[], None] = lambda: None,
 ) -> Summary:
     """Run a job as one of its ranks; return the summary, which rank 0 also writes to ``summary.json``.
 
     Args:
-        store: where the ranks of this very run meet; ``None`` with one process.
+        messages: of the ranks of this very run; ``None`` with one process.
         exited: returns the ranks whose process is known to have exited, where no launcher watches them.
         joined: called once this rank has joined the others.
 
@@ -59,7 +65,7 @@ def run(
         RunFailed: it failed on another rank, which is named.
         Exception: it failed on this rank.
     """
-    control = Control(world, store, float(job.config["launcher"]["timeout_s"]), exited)
+    control = Control(world, messages, float(job.config["launcher"]["timeout_s"]), exited)
     recipe, directory = prepare(job, world, control)
     output = make_output(recipe, directory)
     try:
@@ -68,6 +74,9 @@ def run(
             joined()
         WORK[recipe.request.run.work](recipe, output)
         summary = output.facts(recipe.strategy.weights(recipe.task)) | {"status": "finished"}
+        if not world.is_main:  # all that could still hang comes before its end, and rank 0's summary after all ends
+            close(recipe, output)
+        control.end(rank for rank in range(world.world_size) if not recipe.request.strategy.outlives(rank))
         output.finish(summary)
         return summary
     except RequestError:
@@ -80,19 +89,29 @@ def run(
     finally:
         with suppress(RecipeError):  # of a save that had begun when something else failed
             output.wait_for_save()
-        recipe.strategy.teardown()
-        for loader in recipe.loaders.values():
-            loader.close()
         if job.last:
             ignore_once(ASKS_TO_STOP)
-        output.close()  # last: a signal from here on may end this process before it has reported
+        close(recipe, output)
+
+
+def close(recipe: Recipe, output: Output) -> None:
+    """Leave the group and close what is open; again, it does nothing."""
+    recipe.strategy.teardown()
+    for loader in recipe.loaders.values():
+        loader.close()
+    output.close()  # last: a signal from here on may end this process before it has reported
 
 
 def prepare(job: Job, world: World, control: Control) -> tuple[Recipe, RunDirectory | None]:
     """Make this rank's objects, and return them only if every rank could make its own, the same ones."""
     try:
         unpack(job.main)
+        unproven = control.messages is not None and not control.messages.proven
+        if unproven and job.config["launcher"].get("require_key"):
+            raise RequestError(f"launcher.require_key=true, but {NO_KEY}")
         recipe = make_recipe(job, world, control)
+        if unproven:
+            recipe.warnings.append(f"{NO_KEY[0].upper()}{NO_KEY[1:]}")
         directory = RunDirectory(job.directory, recipe.resumes_in_place) if world.is_main else None
     except Exception as error:
         if (line := advice(error, job.config)) is not None:

@@ -6,19 +6,16 @@ Torch must not have run on several threads before, which a fork does not survive
 
 import multiprocessing
 import os
-import socket
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from multiprocessing.connection import Connection
-from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
 import torch
 from omegaconf import OmegaConf
-from torch.distributed import Store, TCPStore
+from torch.distributed import FileStore, Store
 
 from ddp_recipes import rank
 from ddp_recipes._compat.ddp import load_what_ddp_needs
@@ -29,6 +26,7 @@ from ddp_recipes.errors import RecipeError
 from ddp_recipes.main import CONF
 from ddp_recipes.reporting.run_directory import Summary
 from ddp_recipes.runtime.job import Job
+from ddp_recipes.runtime.messages import Messages
 from ddp_recipes.runtime.world import World
 
 load_what_ddp_needs()  # once here, not in each rank
@@ -76,7 +74,7 @@ def run_recipe(
     job = make_job([*overrides, ranks], directory, config_dir=config_dir, config_name=config_name)
 
     def run(world: World, store: Store | None) -> Summary:
-        return rank.run(job, world, store)
+        return rank.run(job, world, None if store is None else Messages(store, private=True))
 
     summary: Summary = on_ranks(run, world_size, timeout_s=timeout_s)[0]
     return summary
@@ -85,21 +83,19 @@ def run_recipe(
 def on_ranks(function: Callable[[World, Store | None], Any], world_size: int, *, timeout_s: float = 120) -> list[Any]:
     """Call ``function(world, store)`` on so many forked ranks; return what each one returned, in rank order.
 
-    What comes back is pickled. The store listens on loopback only; with one rank it is ``None``.
+    What comes back is pickled, over an inherited pipe. The store is a file without a name; of one rank it is ``None``.
 
     Raises:
         Exception: what the first rank raised.
         TimeoutError: a rank did not end in time; all are killed.
     """
     fork = multiprocessing.get_context("fork")
-    all_ended = fork.Event()
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
+    with os.fdopen(os.memfd_create("ddp_recipes")) as meeting:
         pipes = [fork.Pipe(duplex=False) for _ in range(world_size)]
         processes = [
             fork.Process(
                 target=_on_rank,
-                args=(function, World(number, world_size, number, world_size), listener, pipe, all_ended, timeout_s),
+                args=(function, World(number, world_size, number, world_size), meeting.fileno(), pipe),
             )
             for number, (_, pipe) in enumerate(pipes)
         ]
@@ -110,7 +106,6 @@ def on_ranks(function: Callable[[World, Store | None], Any], world_size: int, *,
     try:
         return [_outcome(number, receiver, timeout_s) for number, (receiver, _) in enumerate(pipes)]
     finally:
-        all_ended.set()
         for process in processes:
             process.join(5)
             if process.is_alive():
@@ -121,27 +116,14 @@ def on_ranks(function: Callable[[World, Store | None], Any], world_size: int, *,
 def _on_rank(
     function: Callable[[World, Store | None], Any],
     world: World,
-    listener: socket.socket,
+    meeting: int,
     pipe: Connection,
-    all_ended: Event,
-    timeout_s: float,
 ) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     # A fork's first use of torch's thread pool replaces it, which two threads at once (autograd's) do not survive.
     torch.set_num_threads(torch.get_num_threads())
     try:
-        store = None
-        if world.world_size > 1:
-            host, port = listener.getsockname()
-            store = TCPStore(
-                host,
-                port,
-                world.world_size,
-                world.is_main,
-                timeout=timedelta(seconds=60),
-                wait_for_workers=False,
-                master_listen_fd=listener.fileno() if world.is_main else None,
-            )
+        store = FileStore(f"/proc/self/fd/{meeting}") if world.world_size > 1 else None
         outcome: tuple[str, Any] = ("returned", function(world, store))
     except RecipeError as error:
         outcome = ("raised", error)
@@ -149,8 +131,6 @@ def _on_rank(
         outcome = ("raised", RuntimeError(f"Rank {world.rank} failed:\n{traceback.format_exc()}"))
     pipe.send(outcome)
     pipe.close()
-    if world.is_main:
-        all_ended.wait(timeout_s)  # the store lives in rank 0, and another rank may still be reading from it
     os._exit(0)
 
 

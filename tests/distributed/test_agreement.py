@@ -5,6 +5,7 @@ from torch.distributed import Store
 
 from ddp_recipes import RequestError, RunFailed
 from ddp_recipes.runtime.control import Control
+from ddp_recipes.runtime.messages import Messages
 from ddp_recipes.runtime.world import World
 from ddp_recipes.testing import on_ranks
 
@@ -13,7 +14,7 @@ def test_what_differs_is_named_on_every_rank() -> None:
     def agree(world: World, store: Store | None) -> str:
         facts = {"version of ddp_recipes": f"1.{world.rank // 2}", "digest of the config": "abc"}
         with pytest.raises(RequestError) as refused:
-            Control(world, store, 20).agree(None, facts)
+            Control(world, Messages(store), 20).agree(None, facts)
         return str(refused.value)
 
     said = on_ranks(agree, 3)
@@ -26,7 +27,7 @@ def test_what_one_rank_was_refused_all_are() -> None:
     def agree(world: World, store: Store | None) -> str:
         error = RequestError("no such folder") if world.rank == 1 else None
         try:
-            Control(world, store, 20).agree(error, {})
+            Control(world, Messages(store), 20).agree(error, {})
         except RequestError as refused:
             return str(refused)
         return str(error)
@@ -39,7 +40,7 @@ def test_a_rank_that_is_missing_is_named() -> None:
         if world.rank == 1:
             return "went elsewhere"
         with pytest.raises(RunFailed) as missed:
-            Control(world, store, 1).agree(None, {})
+            Control(world, Messages(store), 1).agree(None, {})
         return str(missed.value)
 
     said = on_ranks(agree, 3)

@@ -18,6 +18,7 @@ from ddp_recipes.data import loader as data
 from ddp_recipes.errors import RequestError
 from ddp_recipes.reporting.run_directory import Summary
 from ddp_recipes.runtime.control import Control
+from ddp_recipes.runtime.messages import Messages
 from ddp_recipes.runtime.world import World
 from ddp_recipes.testing import make_job, on_ranks
 from ddp_recipes.tools.dry_run.backward import backward, roots_of
@@ -306,7 +307,7 @@ def test_a_step_of_a_pipeline_takes_what_a_real_one_takes(
     planned = plan(*overrides)["memory"]
 
     def real(world: World, store: Store | None) -> dict[str, int]:
-        recipe = make_recipe(make_job([*QUICK, *overrides]), world, Control(world, store, 60))
+        recipe = make_recipe(make_job([*QUICK, *overrides]), world, Control(world, Messages(store), 60))
         join(recipe)
         run, ledger, cpu = make_run(recipe, make_stop_controller(recipe)), Ledger(rounded=1), torch.device("cpu")
         ledger.add((*run.task.parameters(), *run.task.buffers()))

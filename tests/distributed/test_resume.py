@@ -14,6 +14,7 @@ from ddp_recipes.checkpointing.files import load, newest_first
 from ddp_recipes.errors import RequestError
 from ddp_recipes.reporting.run_directory import Summary
 from ddp_recipes.runtime.control import Control
+from ddp_recipes.runtime.messages import Messages
 from ddp_recipes.runtime.world import World
 from ddp_recipes.testing import make_job, on_ranks
 from helpers.marks import slow_but
@@ -211,7 +212,7 @@ def test_ranks_that_would_go_on_from_different_checkpoints_are_refused(tmp_path:
             shutil.copytree(path.parent, tmp_path / "0" / "checkpoints")
         job = make_job([*QUICK, "ckpt_path=auto", "data.global_batch_size=8"], tmp_path / str(world.rank))
         with pytest.raises(RequestError) as refusal:
-            rank.prepare(job, world, Control(world, store, 20))
+            rank.prepare(job, world, Control(world, Messages(store), 20))
         return str(refusal.value)
 
     said = on_ranks(prepare, 2)

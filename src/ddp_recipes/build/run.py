@@ -6,6 +6,7 @@ from datetime import timedelta
 from ddp_recipes.build.optimizer import make_optimizers_and_schedules
 from ddp_recipes.build.recipe import Recipe
 from ddp_recipes.config.settings import seconds
+from ddp_recipes.runtime.doors import closed_after
 from ddp_recipes.runtime.process import loading
 from ddp_recipes.strategies import Strategy
 from ddp_recipes.training.clock import make_clock
@@ -20,7 +21,9 @@ def join(recipe: Recipe) -> None:
     """Join the other ranks. A collective."""
     launcher = recipe.request.launcher
     timeout = timedelta(seconds=launcher.timeout_s)
-    recipe.strategy.setup(recipe.world, recipe.control.store, recipe.devices.backend, timeout, launcher.init_method)
+    store = None if recipe.control.messages is None else recipe.control.messages.store
+    with closed_after():
+        recipe.strategy.setup(recipe.world, store, recipe.devices.backend, timeout, launcher.init_method)
 
 
 def make_stop_controller(recipe: Recipe) -> StopController:

@@ -118,6 +118,7 @@ class LauncherSettings:
     backend: Literal["auto", "gloo", "nccl"]
     device: Literal["auto", "cpu", "cuda"]
     init_method: str | None
+    require_key: bool = False
 
     def __post_init__(self) -> None:
         if self.backend == "nccl" and self.device == "cpu":

@@ -5,22 +5,16 @@ import signal
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
-from torch.distributed import Store
-
+from ddp_recipes.errors import RunFailed
 from ddp_recipes.launchers import stacks
+from ddp_recipes.launchers.store import agent_holds_store
 from ddp_recipes.reporting.run_directory import leave_trace
-from ddp_recipes.runtime.control import BoundedCalls
 from ddp_recipes.runtime.job import Job
+from ddp_recipes.runtime.messages import Messages
 from ddp_recipes.runtime.process import state
 from ddp_recipes.runtime.world import World
-
-
-def agent_holds_store() -> bool:
-    """Whether the store is torchrun's, and so outlives every rank."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 class Peers:
@@ -28,15 +22,15 @@ class Peers:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self._store: Store | None = None
+        self._messages: Messages | None = None
         self._stacks = tempfile.TemporaryFile()  # noqa: SIM115
         if agent_holds_store():  # anything else that starts ranks may want SIGUSR2 for itself
             stacks.write_on_request(self._stacks.fileno())
 
-    def introduce(self, store: Store) -> None:
+    def introduce(self, messages: Messages) -> None:
         """Publish where this rank writes its stacks."""
-        self._store = store
-        store.set(f"stacks/{self.world.rank}", str(self._stacks.fileno()))
+        self._messages = messages
+        messages.set(f"stacks/{self.world.rank}", str(self._stacks.fileno()))
 
     def exited(self) -> list[int]:
         """Return the ranks of this node whose process has exited."""
@@ -60,10 +54,9 @@ class Peers:
 
     def _file_of(self, rank: int) -> str:
         """Return the file descriptor of a rank's stacks; empty if it never came so far."""
-        store, calls = self._store, BoundedCalls()
-        if store is None or not calls.do(partial(store.check, [f"stacks/{rank}"]), False):
-            return ""
-        return calls.do(partial(store.get, f"stacks/{rank}"), b"").decode()
+        with suppress(RunFailed):
+            return (self._messages.get(f"stacks/{rank}") or "") if self._messages is not None else ""
+        return ""
 
     def _running(self) -> dict[int, int]:
         """Return the processes of ranks that this rank's parent started and that have not exited, by rank."""

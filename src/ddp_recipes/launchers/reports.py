@@ -146,7 +146,7 @@ def decide(
     if failed:
         return _failed(failed, unresponsive if killed else "")
     if killed:
-        return Outcome(RunFailed(unresponsive, rank=killed[0]), unresponsive)
+        return Outcome(RunFailed(unresponsive, rank=killed[0]), unresponsive, known_better=True)
     if 0 in reports and (summary := reports[0].summary) is not None:
         return Outcome(summary)
     return Outcome(RunFailed(otherwise), otherwise.splitlines()[0])

@@ -6,7 +6,6 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from typing import IO, NoReturn
 
@@ -17,24 +16,24 @@ from ddp_recipes.runtime.process import die_with_parent, ignore, leave, loading,
 from ddp_recipes.runtime.world import World
 
 
-def work(lifeline: int, reports: int, stacks: int, listener: int | None = None) -> NoReturn:
+def work(lifeline: int, reports: int, stacks: int, meeting: int) -> NoReturn:
     """Read a job, run it as a local rank, report how it ended, and exit.
 
     Args:
         lifeline: pipe that brings the job, one line; its end is the launcher's end.
         reports: pipe for the report, one line.
         stacks: file for the Python stacks that SIGUSR2 requests.
-        listener: socket that rank 0's store listens on.
+        meeting: file that the ranks' store is in.
     """
     die_with_parent()
-    world = World.from_env(os.environ)
+    world = World(*(int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")))
     set_name(f"rank {world.rank}")
     write_on_request(stacks)
     pipe = os.fdopen(lifeline, "rb")
     job = replace(Job.from_json(pipe.readline().decode()), last=True)
     threading.Thread(target=_die_with_launcher, args=[pipe], daemon=True).start()
     with os.fdopen(reports, "w", buffering=1) as file:
-        report = run(job, world, listener, lambda place: print(json.dumps({"place": place}), file=file))
+        report = run(job, world, meeting, lambda place: print(json.dumps({"place": place}), file=file))
         ignore(ASKS_TO_STOP)  # the run has ended
         sys.stdout.flush()
         sys.stderr.flush()
@@ -42,33 +41,21 @@ def work(lifeline: int, reports: int, stacks: int, listener: int | None = None) 
     leave(report.exit_status)
 
 
-def run(job: Job, world: World, listener: int | None, at: Callable[[str], None] = lambda place: None) -> RankReport:
-    """Run the job as one of its ranks, which meet at ``MASTER_ADDR:MASTER_PORT``; return how it ended.
+def run(job: Job, world: World, meeting: int | None, at: Callable[[str], None] = lambda place: None) -> RankReport:
+    """Run the job as one of its ranks; return how it ended.
 
     Args:
-        listener: socket that rank 0's store listens on; without one it opens the port itself.
-        at: called when this rank is at the store's ``door``, when it is ``inside``, and when it has ``joined`` the
-            others. The way in has no timeout of its own: a rank 0 that is stopped there holds up the others, with their
-            interpreters.
+        meeting: file, of no name, that the ranks have in common and meet in; without one they meet at
+            ``MASTER_ADDR:MASTER_PORT``, and a key proves who they are.
+        at: called when this rank has ``joined`` the others.
     """
     try:
-        with loading():
-            from torch.distributed import TCPStore  # the first import of torch: errors in it are reported, too
-
+        with loading():  # the first import of torch: errors in it are reported, too
             from ddp_recipes import rank
+            from ddp_recipes.launchers.store import at_address, in_file
 
-        at("door")
-        store = TCPStore(
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            world.world_size,
-            world.is_main,
-            timeout=timedelta(seconds=300),
-            wait_for_workers=False,
-            master_listen_fd=listener,
-        )
-        at("inside")
-        return RankReport.of_summary(world.rank, rank.run(job, world, store, joined=partial(at, "joined")))
+        messages = at_address(world, os.environ) if meeting is None else in_file(meeting)
+        return RankReport.of_summary(world.rank, rank.run(job, world, messages, joined=partial(at, "joined")))
     except BaseException as error:
         return RankReport.of_error(world.rank, error)
 

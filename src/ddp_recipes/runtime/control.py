@@ -1,47 +1,48 @@
-"""Messages between ranks outside of collectives, over the launcher's store: ready, failed, and what to log."""
+"""What ranks say outside of collectives, over the launcher's store: ready, failed, ended, and what to log."""
 
 import json
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
-from datetime import timedelta
-from functools import partial
 from typing import Any, TypeVar, cast
 
 from torch.distributed import Store
 
-from ddp_recipes._compat.messages import timed_out
-from ddp_recipes.errors import RequestError, RunFailed, did_not_arrive, exited_without_report
+from ddp_recipes.errors import (
+    RequestError,
+    RunFailed,
+    did_not_arrive,
+    did_not_end,
+    exited_without_report,
+)
+from ddp_recipes.runtime.messages import Messages
 from ddp_recipes.runtime.world import World
 
 T = TypeVar("T")
 
-CALL_S = 1.5  # for one call of the store, once something has failed
 VERDICT_S = 2.0  # for rank 0 to name the rank that it waited for, before it times out itself
 FAILURE_S = 2.5  # for the other ranks to fail as well, once a collective has timed out
 STAY_S = 3.0  # for the others to read why they do not start
-LOG_S = 5.0  # for a line that a rank has announced
+MOST_LINES = 1000  # of a rank's log at once
 LOOK_S = 1.0  # between looks at whether the process that is waited for has exited
 
 
 class Control:
-    """The messages of one run. With one process there is no store and nobody to send them to.
+    """The messages of one run. With one process there are none, and nobody to send them to.
 
     Args:
         exited: returns the ranks whose process is known to have exited, which need not be waited for.
     """
 
     def __init__(
-        self, world: World, store: Store | None, timeout_s: float, exited: Callable[[], Iterable[int]] = tuple
+        self, world: World, messages: Messages | None, timeout_s: float, exited: Callable[[], Iterable[int]] = tuple
     ) -> None:
         self.world = world
-        self.store = store
+        self.messages = messages
         self.timeout_s = timeout_s
         self._exited = exited
-        self._logged = 0
-        self._calls = BoundedCalls()
+        self._sent = 0
+        self._read = dict.fromkeys(range(1, world.world_size), 0)  # lines of each rank's log
 
     def agree(self, error: Exception | None, facts: Mapping[str, str]) -> None:
         """Start together or not at all: every rank reports whether it is ready and with what; rank 0 compares.
@@ -54,12 +55,12 @@ class Control:
             RequestError: some rank cannot do what was requested, or ranks differ; the same message on every rank.
             RunFailed: a rank failed while it got ready, or is missing after the timeout; names it.
         """
-        if self.store is None:
+        if self.messages is None:
             return
         kind = "ready" if error is None else "refused" if isinstance(error, RequestError) else "failed"
-        self.store.set(f"ready/{self.world.rank}", json.dumps([kind, str(error), dict(facts)]))
+        self.messages.set(f"ready/{self.world.rank}", json.dumps([kind, str(error), dict(facts)]))
         if self.world.is_main:
-            self.store.set("verdict", json.dumps(self._verdict(facts)))
+            self.messages.set("verdict", json.dumps(self._verdict(facts)))
         try:
             self._wait("ready/0", self.timeout_s, 0)
             kind, text, ranks = json.loads(self._wait("verdict", self.timeout_s + VERDICT_S, 0))
@@ -67,7 +68,7 @@ class Control:
             kind, text, ranks = "missing", self._absent([0]), [0]
         if kind == "ready":
             return
-        self._stay_until_read(by=self.world.world_size - (len(ranks) if kind == "missing" else 0))
+        self._stay_until_read({*range(self.world.world_size)} - {*(ranks if kind == "missing" else ())})
         if kind == "missing":
             raise RunFailed(text, unresponsive=ranks)
         if self.world.rank not in ranks:  # that rank raises its own error
@@ -101,14 +102,14 @@ class Control:
             return "refused", f"The ranks differ:\n  {listed}\n{same}", []
         return "ready", "", []
 
-    def _stay_until_read(self, by: int) -> None:
-        """Keep rank 0, and with it the store, until so many ranks have read why they do not start."""
-        assert self.store is not None
-        count = self._calls.do(partial(self.store.add, "read", 1), 0)
+    def _stay_until_read(self, by: Iterable[int]) -> None:
+        """Keep rank 0, and with it the store, until these ranks have read why they do not start."""
+        assert self.messages is not None
+        self.messages.set(f"read/{self.world.rank}", "")
+        names = [f"read/{rank}" for rank in by]
         deadline = time.monotonic() + STAY_S
-        while self.world.is_main and count < by and time.monotonic() < deadline:
+        while self.world.is_main and len(self.messages.there(*names)) < len(names) and time.monotonic() < deadline:
             time.sleep(0.02)
-            count = self.store.add("read", 0)
 
     def _absent(self, ranks: Iterable[int]) -> str:
         """Return the message on ranks that did not respond."""
@@ -117,33 +118,36 @@ class Control:
         return did_not_arrive(ranks, self.world.world_size, self.timeout_s)
 
     def _wait(self, name: str, seconds: float, rank: int) -> str:
-        """Return a value that another rank sets; raise ``TimeoutError`` if it does not, or that rank has exited."""
+        """Return another rank's message; raise ``TimeoutError`` if there is none in time, or that rank has exited."""
+        assert self.messages is not None
         deadline = time.monotonic() + seconds
         exited = False
-        while not self._calls.unanswered and (left := deadline - time.monotonic()) > 0:
-            if (value := self._get(name, min(left, LOOK_S))) is not None:
-                return value
+        while not self.messages.lost and (left := deadline - time.monotonic()) > 0:
+            if (text := self.messages.get(name, min(left, LOOK_S))) is not None:
+                return text
             if exited:
                 break
-            exited = rank in self._exited()  # what it had set is there: look once more
+            exited = rank in self._exited()  # what it had written is there: look once more
         raise TimeoutError(name)
 
-    def _get(self, name: str, seconds: float) -> str | None:
-        """Return a value if it is there in time."""
-        store = self.store
-        assert store is not None
+    def end(self, ranks: Iterable[int]) -> None:
+        """Say that this rank has come to its end, and wait until these have, too.
 
-        def get() -> str | None:
+        Raises:
+            RunFailed: some have not in time; names them.
+        """
+        if self.messages is None:
+            return
+        self.messages.set(f"ended/{self.world.rank}", "")
+        deadline = time.monotonic() + self.timeout_s
+        missing = []
+        for rank in ranks:
             try:
-                store.wait([name], timedelta(seconds=seconds))
-            except RuntimeError as error:
-                if not timed_out(error):
-                    raise
-                return None
-            return store.get(name).decode()
-
-        # Where the process with the store is stopped, torch's own timeout waits for its answer for ever.
-        return self._calls.do(get, None, seconds + CALL_S)
+                self._wait(f"ended/{rank}", max(0.1, deadline - time.monotonic()), rank)
+            except TimeoutError:
+                missing.append(rank)
+        if missing:
+            raise RunFailed(did_not_end(missing, self.world.world_size, self.timeout_s), unresponsive=missing)
 
     def first_on_node(self, make: Callable[[], T], what: str = "data") -> T:
         """Call ``make()`` on one rank of each node before the others: downloads happen once. Raise if it failed."""
@@ -158,14 +162,14 @@ class Control:
         return self._of_rank(0, name, make, f"Rank 0 could not give the others its {name}; see its message.")
 
     def _of_rank(self, rank: int, name: str, make: Callable[[], T], failed: str) -> T:
-        if self.store is None:
+        if self.messages is None:
             return make()
         if self.world.rank == rank:
             outcome: list[Any] = []
             try:
                 outcome = [make()]
             finally:
-                self.store.set(name, json.dumps(outcome))
+                self.messages.set(name, json.dumps(outcome))
         else:
             outcome = json.loads(self._wait(name, self.timeout_s, rank))
         if not outcome:
@@ -174,67 +178,57 @@ class Control:
 
     def fail(self, text: str, culprit: int) -> tuple[int, str]:
         """Record a failure and which rank's it is; return rank and text of the first one, the cause of the others."""
-        store, mine = self.store, json.dumps([culprit, text])
-        if store is None:
+        if self.messages is None:
             return culprit, text
-        self._calls.do(partial(store.set, f"failed/{self.world.rank}", ""), None)
-        rank, cause = json.loads(self._calls.do(partial(store.compare_set, "failure", "", mine), mine.encode()))
+        self.messages.set(f"failed/{self.world.rank}", "")
+        try:
+            rank, cause = json.loads(self.messages.first("failure", json.dumps([culprit, text])))
+        except RunFailed as error:  # that somebody else writes there is no reason to lose one's own
+            return culprit, f"{text}{error}\n"
         return rank, cause
 
     def unresponsive_ranks(self) -> list[int]:
         """Return the ranks that have not failed a short while after this one timed out: it waited for them."""
-        store = self.store
-        if store is None:
+        if self.messages is None:
             return []
         others = {*range(self.world.world_size)} - {self.world.rank}
         deadline = time.monotonic() + FAILURE_S
-        while others and not self._calls.unanswered and time.monotonic() < deadline:
-            others -= {rank for rank in others if self._calls.do(partial(store.check, [f"failed/{rank}"]), False)}
+        while others and not self.messages.lost and time.monotonic() < deadline:
+            others -= {int(name.split("/")[1]) for name in self.messages.there(*(f"failed/{rank}" for rank in others))}
             time.sleep(0.05)
         return sorted(others)
 
     def send_log(self, line: str) -> None:
         """Send a line to rank 0's log."""
-        if self.store is not None:
-            number = self.store.add("log/count", 1)
-            self.store.set(f"log/{number}", line)
+        if self.messages is not None:
+            self._sent += 1
+            self.messages.set(f"log/{self.world.rank}/{self._sent}", line)
 
     def received_logs(self) -> list[str]:
-        """Return the lines that other ranks sent since the last call; rank 0 only."""
-        if self.store is None:
-            return []
-        count = self.store.add("log/count", 0)
-        lines = [self._get(f"log/{number}", LOG_S) for number in range(self._logged + 1, count + 1)]
-        self._logged = count
-        return [line.rstrip() for line in lines if line is not None]
+        """Return the lines that other ranks sent since the last call, rank by rank; rank 0 only."""
+        lines: list[str] = []
+        if self.messages is None:
+            return lines
+        for name in self.messages.there(*(self._next_line(rank) for rank in self._read)):
+            rank = int(name.split("/")[1])
+            try:
+                for _ in range(MOST_LINES):
+                    if (line := self.messages.get(self._next_line(rank))) is None:
+                        break
+                    self._read[rank] += 1
+                    lines.append(line.rstrip())
+            except RunFailed as error:
+                self._read[rank] += 1
+                lines.append(f"rank {rank}: a line is left out. {error}")
+        return lines
+
+    def _next_line(self, rank: int) -> str:
+        return f"log/{rank}/{self._read[rank] + 1}"
 
 
 def has_failed(store: Store, rank: int) -> bool:
     """Whether a rank has recorded that it failed, which it does before it leaves the others."""
     return store.check([f"failed/{rank}"])
-
-
-class BoundedCalls:
-    """Calls to a store whose process may be dead, stopped or cut off: after one without an answer none is made."""
-
-    def __init__(self) -> None:
-        self.unanswered = False
-
-    def do(self, call: Callable[[], T], otherwise: T, seconds: float = CALL_S) -> T:
-        """Return what the call returns, or ``otherwise`` if there is no answer in time."""
-        if self.unanswered:
-            return otherwise
-        outcome: list[T] = []
-
-        def run() -> None:
-            with suppress(RuntimeError):
-                outcome.append(call())
-
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
-        thread.join(seconds)
-        self.unanswered = not outcome
-        return outcome[0] if outcome else otherwise
 
 
 class ForwardHandler(logging.Handler):
@@ -245,8 +239,5 @@ class ForwardHandler(logging.Handler):
         self.control = control
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Send the formatted record; a run does not end by a log line that gets lost."""
-        try:
-            self.control.send_log(f"rank {self.control.world.rank}: {self.format(record)}")
-        except RuntimeError:
-            self.handleError(record)
+        """Send the formatted record, which gets lost where the store does not answer."""
+        self.control.send_log(f"rank {self.control.world.rank}: {self.format(record)}")

@@ -39,9 +39,9 @@ class Job:
         """Return the job as it resumes from its last checkpoint, or starts again if there is none."""
         return replace(self, config={**self.config, "ckpt_path": "auto"})
 
-    def to_json(self) -> str:
-        """Return the job as one line of text, for another process."""
-        main = self.main or pack(self.config)
+    def to_json(self, with_main: bool = True) -> str:
+        """Return the job as one line of text, for another process; ``with_main`` unless that runs the same program."""
+        main = (self.main or pack(self.config)) if with_main else ""
         return json.dumps({**vars(self), "directory": str(self.directory), "main": main})
 
     @classmethod

@@ -31,12 +31,9 @@ def state(process: int) -> tuple[str, int]:
     return letter, int(parent)
 
 
-def is_stopped(process: int) -> bool:
-    """Whether a process is stopped, by SIGSTOP or a debugger."""
-    try:
-        return state(process)[0] in "Tt"
-    except OSError:  # it has ended
-        return False
+def started_at(process: int) -> int:
+    """Return when a process started, in clock ticks since the machine did."""
+    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19])
 
 
 def ignore(signals: Iterable[int]) -> None:

@@ -178,7 +178,7 @@ Found = tuple[dict[str, float], Difference | None]
 def of_all_ranks(gathered: Sequence[Found]) -> Found:
     """Return the largest differences of all ranks, and the first one."""
     largest = {kind: max(each[kind] for each, _ in gathered) for kind in KINDS}
-    firsts = [first for _, first in gathered if first is not None]
+    firsts = [Difference(*first) for _, first in gathered if first is not None]
     return largest, min(firsts, key=lambda each: (each.step, KINDS.index(each.kind), each.rank), default=None)
 
 

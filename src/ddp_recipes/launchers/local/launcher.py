@@ -13,14 +13,14 @@ from typing import ClassVar, Literal
 from ddp_recipes.config.parallelism import strategy_settings
 from ddp_recipes.config.request import Request, visible_gpus
 from ddp_recipes.config.settings import LauncherSettings
-from ddp_recipes.errors import RunFailed, did_not_arrive
+from ddp_recipes.errors import RunFailed
 from ddp_recipes.launchers import stacks
 from ddp_recipes.launchers.base import Resources
 from ddp_recipes.launchers.local.ranks import Rank, incoming, start
 from ddp_recipes.launchers.reports import Death, Outcome, as_rank_0, decide
 from ddp_recipes.reporting.run_directory import Summary, leave_trace
 from ddp_recipes.runtime.job import ASKS_TO_STOP, Job
-from ddp_recipes.runtime.process import ignore_once, is_stopped, loading
+from ddp_recipes.runtime.process import ignore_once, loading
 from ddp_recipes.runtime.world import World
 
 AFTER_FAILURE_S = 3.0  # for the other ranks to end by themselves, and for rank 0 to write its summary
@@ -86,16 +86,9 @@ def _supervise(job: Job, ranks: Sequence[Rank], signals: Sequence[str]) -> Outco
     """
     timeout_s = float(job.config["launcher"]["timeout_s"])
     outlives = strategy_settings(job.config["strategy"]).outlives
-    late = float("inf")  # when all ranks have to be inside the store
-    deadline = float("inf")  # when all ranks have to have ended
+    deadline = closed = float("inf")  # when all ranks have to have ended
     signalled = False
-    for reporting in incoming(ranks):
-        if reporting is not None and reporting.place:
-            late = min(late, time.monotonic() + timeout_s)
-        if time.monotonic() > late and (missing := _missing(ranks)):
-            _keep_stacks(job, ranks)
-            message = did_not_arrive(missing, len(ranks), timeout_s)
-            return Outcome(RunFailed(message, unresponsive=missing), message)
+    for _ in incoming(ranks):
         if signals.count("SIGINT") > 1:
             return Outcome(KeyboardInterrupt(), "interrupted by the keyboard, twice")
         if signals and not signalled:
@@ -108,9 +101,11 @@ def _supervise(job: Job, ranks: Sequence[Rank], signals: Sequence[str]) -> Outco
         failed = deaths or any(report.kind != "summary" for report in reports.values())
         if failed and deadline == float("inf"):
             deadline = time.monotonic() + AFTER_FAILURE_S
+        elif reports:  # all ranks have come to their end: what is left is to close files
+            closed = min(closed, time.monotonic() + timeout_s)
         unresponsive = {number for report in reports.values() for number in report.unresponsive}
         awaited = [rank for rank in ranks if rank.process.returncode is None and rank.number not in unresponsive]
-        if not awaited or time.monotonic() > deadline:
+        if not awaited or time.monotonic() > min(deadline, closed):
             break
     _keep_stacks(job, ranks)
     deaths = _deaths(ranks, outlives)  # one more may have died meanwhile
@@ -130,17 +125,6 @@ def _keep_stacks(job: Job, ranks: Sequence[Rank]) -> None:
     stuck = {rank.process.pid: rank for rank in running if rank.process.pid is not None}
     for pid, text in stacks.request({pid: rank.stacks for pid, rank in stuck.items()}).items():
         leave_trace(job.directory, stuck[pid].number, text)
-
-
-def _missing(ranks: Sequence[Rank]) -> list[int]:
-    """Return the ranks that others wait for at the start: stopped ones, those that never came, or the store's."""
-    outside = [rank.number for rank in ranks if rank.place in ("", "door") and rank.report is None]
-    if outside and (stopped := [rank.number for rank in ranks if rank.process.pid and is_stopped(rank.process.pid)]):
-        return stopped
-    if never_came := [number for number in outside if not ranks[number].place]:
-        return never_came
-    # Rank 0 holds the store: where nobody else comes in, it is rank 0 that does not respond.
-    return [0] if 0 in outside or len(outside) == len(ranks) - 1 > 0 else outside
 
 
 @contextmanager

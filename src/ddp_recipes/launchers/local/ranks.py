@@ -4,7 +4,6 @@ import json
 import os
 import selectors
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -28,7 +27,7 @@ class Rank:
     lifeline: IO[bytes]  # brings the job; its end is the end of this process
     reports: IO[bytes]
     stacks: IO[bytes]  # where it writes its Python stacks on SIGUSR2
-    place: str = ""  # that it reported last while it started: at the store's "door", or "inside"
+    place: str = ""  # "joined" once it has joined the others
     report: RankReport | None = None  # at its end
 
     @property
@@ -55,9 +54,7 @@ class Rank:
 def start(job: Job, processes: int, server: ForkServer | None, stack: ExitStack) -> list[Rank]:
     """Start the ranks and give each the job; the stack ends them."""
     text = job.to_json().encode() + b"\n"
-    listener = stack.enter_context(socket.socket())
-    listener.bind(("127.0.0.1", 0))  # a free port, on loopback only; rank 0 gets the socket, so nobody can take it
-    port = listener.getsockname()[1]
+    meeting = stack.enter_context(os.fdopen(os.memfd_create("ddp_recipes")))  # no port, no path: ranks inherit it
     threads = max(1, len(os.sched_getaffinity(0)) // processes)
     ranks = []
     for number in range(processes):
@@ -70,13 +67,11 @@ def start(job: Job, processes: int, server: ForkServer | None, stack: ExitStack)
             "PYTHONPATH": python_path(),
             **{name: str(number) for name in ("RANK", "LOCAL_RANK")},
             **{name: str(processes) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")},
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
         }
         life, lifeline = os.pipe()
         reports, report = os.pipe()
         stacks = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
-        fds = [life, report, stacks.fileno(), *([listener.fileno()] if number == 0 else [])]
+        fds = [life, report, stacks.fileno(), meeting.fileno()]
         process = _start_process(fds, environ) if server is None else server.fork(fds, environ)
         os.close(life)
         os.close(report)

@@ -1,0 +1,77 @@
+"""The sockets on which gloo waits for the other ranks: open while they come in, and to nobody afterwards."""
+
+import ctypes
+import logging
+import os
+import socket
+import struct
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+_ATTACH_FILTER = 26  # SO_ATTACH_FILTER of Linux
+_DROP = struct.pack("HBBI", 0x06, 0, 0, 0)  # a filter of one instruction, which lets no packet through
+_ESTABLISHED = "01"
+
+
+@contextmanager
+def closed_after() -> Iterator[None]:
+    """Have ranks connect in this context; then let nobody else in, and end the connections of other users.
+
+    gloo listens for as long as a group lives, and takes whoever comes for a rank. All are connected when they leave
+    here, so the system drops what comes later. A stranger of this machine who was quicker than a rank thereby ends the
+    run, by a connection that is closed, and takes no part in it.
+    """
+    before = {door.getsockname() for door in _sockets() if _listens(door)}
+    yield
+    ports = set()
+    for door in _sockets():
+        if _listens(door) and (name := door.getsockname()) not in before:
+            _drop_all(door)
+            ports.add(name[1])
+    for connection in _sockets():
+        if connection.getsockname()[1] in ports and (user := _user_behind(connection)) not in (None, os.geteuid()):
+            log.warning("User %s of this machine connected to this rank while ranks met, and is disconnected.", user)
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+def _sockets() -> Iterator[socket.socket]:
+    """Yield this process's TCP sockets, each as a copy that is open until the next one."""
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as copy:
+            if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM:
+                yield copy
+
+
+def _listens(one: socket.socket) -> bool:
+    return bool(one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
+def _drop_all(door: socket.socket) -> None:
+    """Drop what comes to a listening socket from now on; connections that were made stay."""
+    code = ctypes.create_string_buffer(_DROP)
+    with suppress(OSError):  # a system without filters
+        door.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, struct.pack("HL", 1, ctypes.addressof(code)))
+
+
+def _user_behind(connection: socket.socket) -> int | None:
+    """Return the user at the other end of a connection, if that is on this machine and open."""
+    try:
+        (here, port), (host, theirs) = connection.getsockname()[:2], connection.getpeername()[:2]
+        if connection.family != socket.AF_INET or not host.startswith("127."):
+            return None
+    except OSError:  # it listens, or is closed
+        return None
+    ends = [
+        f"{int.from_bytes(socket.inet_aton(name), sys.byteorder):08X}:{at:04X}"
+        for name, at in ((host, theirs), (here, port))
+    ]
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        fields = line.split()
+        if fields[1:4] == [*ends, _ESTABLISHED]:
+            return int(fields[7])
+    return None

@@ -1,0 +1,112 @@
+"""Messages over a store that strangers may reach too: each carries a keyed digest, and every wait has a bound."""
+
+import hmac
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from hashlib import blake2b
+from typing import TypeVar
+
+from torch.distributed import PrefixStore, Store
+
+from ddp_recipes._compat.messages import timed_out
+from ddp_recipes.errors import RunFailed
+
+T = TypeVar("T")
+
+CALL_S = 1.5  # for one call of the store: what is there is answered at once
+AWAKE_S = 0.5  # once more, for a process that was itself stopped meanwhile
+KEY_FILE = "~/.ddp_recipes_key"
+
+
+class Messages:
+    """Texts in a store, under names. With a key a reader takes only what was written with it, and under that name.
+
+    Names hold the run, the rank and a number, so that an old message is worth nothing in another place. Once a call
+    has got no answer, its process being dead, stopped or cut off, ``lost`` is set and no other call is made.
+
+    Args:
+        private: whether nobody but the ranks has the store.
+    """
+
+    def __init__(self, store: Store, key: bytes = b"", scope: str = "", private: bool = False) -> None:
+        self.store, self.lost = store, False
+        self.proven = bool(key) or private
+        self._key, self._scope = key, scope
+
+    def under(self, name: str) -> "Messages":
+        """Return the messages of a part, which may still be had where others are lost."""
+        return Messages(PrefixStore(name, self.store), self._key, f"{self._scope}/{name}", self.proven)
+
+    def set(self, name: str, text: str) -> None:
+        """Write a message."""
+        self.call(partial(self.store.set, name, self._sign(name, text)), None)
+
+    def get(self, name: str, seconds: float = 0.0) -> str | None:
+        """Return a message if it is there in time.
+
+        Raises:
+            RunFailed: something else is there.
+        """
+
+        def read() -> str | None:
+            if seconds <= 0:
+                return self.store.get(name).decode(errors="replace") if self.store.check([name]) else None
+            try:
+                self.store.wait([name], timedelta(seconds=seconds))
+            except RuntimeError as error:
+                if not timed_out(error):
+                    raise
+                return None
+            return self.store.get(name).decode(errors="replace")
+
+        # Where the process with the store is stopped, torch's own timeout waits for its answer for ever.
+        found = self.call(read, None, seconds + CALL_S)
+        return None if found is None else self._verify(name, found)
+
+    def first(self, name: str, text: str) -> str:
+        """Write a message unless there is one; return the one that is there."""
+        mine = self._sign(name, text)
+        return self._verify(name, self.call(partial(self.store.compare_set, name, "", mine), mine.encode()).decode())
+
+    def there(self, *names: str) -> list[str]:
+        """Return which of these are there, unread."""
+        return self.call(lambda: [name for name in names if self.store.check([name])], [])
+
+    def call(self, call: Callable[[], T], otherwise: T, seconds: float = CALL_S) -> T:
+        """Return what a call of the store returns, or ``otherwise`` if there is no answer in time."""
+        if self.lost:
+            return otherwise
+        outcome: list[T] = []
+
+        def run() -> None:
+            with suppress(RuntimeError):
+                outcome.append(call())
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        thread.join(seconds)
+        if not outcome:
+            thread.join(AWAKE_S)
+        self.lost = not outcome
+        return outcome[0] if outcome else otherwise
+
+    def _sign(self, name: str, text: str) -> str:
+        return f"{self._digest(name, text)}:{text}"
+
+    def _verify(self, name: str, signed: str) -> str:
+        digest, _, text = signed.partition(":")
+        if not hmac.compare_digest(digest.encode(), self._digest(name, text).encode()):
+            raise RunFailed(
+                f"The message {self._scope}/{name} in the store where ranks meet was not written with this rank's key. "
+                f"Either ranks have different keys (DDP_RECIPES_KEY or {KEY_FILE}, the same on every node, or on "
+                f"none), or somebody else writes to the store."
+            )
+        return text
+
+    def _digest(self, name: str, text: str) -> str:
+        if not self._key:
+            return ""
+        return blake2b(f"{self._scope}/{name}\n{text}".encode(), key=self._key, digest_size=16).hexdigest()
