@@ -245,6 +245,11 @@ def fail(recipe: Recipe, control: Control, output: Output, error: BaseException)
     remedy = None if own else recipe.strategy.explain(error, recipe.task)
     if not own and remedy is None and (line := advice(error, recipe.job.config)) is not None:
         error.add_note(line)
+    if control.strangers:
+        error.add_note(
+            f"While the ranks met, user {', '.join(map(str, control.strangers))} of this machine connected to rank "
+            f"{recipe.world.rank}, and was disconnected: if that was in a rank's place, this is why. Start again."
+        )
     text = f"{error}\n" if own else "".join(traceback.format_exception(error))
     if remedy is not None:
         text = f"{text}{remedy}"

@@ -1,6 +1,7 @@
 """A user's own models, each with one fault. Tests copy this file to the folder that a run is started from."""
 
 import ctypes
+import logging
 import os
 import signal
 import time
@@ -59,6 +60,27 @@ class Deserter(Callback):
     def on_end(self) -> None:
         if RANK == 0:
             os._exit(0)
+
+
+class Sleeper(Callback):
+    """Has one rank sleep once training is over, in ``on_end`` or when its output is closed."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+
+    def on_end(self) -> None:
+        Path(f"ended_{RANK}").touch()
+        if self.rank == RANK:
+            time.sleep(600)
+
+
+class Loud(Slow):
+    """Logs a warning for each batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        logging.getLogger(__name__).warning("another batch")
+        return super().forward(x)
 
 
 class Faulty(Toy):

@@ -22,7 +22,7 @@ def join(recipe: Recipe) -> None:
     launcher = recipe.request.launcher
     timeout = timedelta(seconds=launcher.timeout_s)
     store = None if recipe.control.messages is None else recipe.control.messages.store
-    with closed_after():
+    with closed_after() as recipe.control.strangers:
         recipe.strategy.setup(recipe.world, store, recipe.devices.backend, timeout, launcher.init_method)
 
 

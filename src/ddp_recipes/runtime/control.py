@@ -41,6 +41,7 @@ class Control:
         self.messages = messages
         self.timeout_s = timeout_s
         self._exited = exited
+        self.strangers = set[int]()  # other users who connected to this rank while ranks met
         self._sent = 0
         self._read = dict.fromkeys(range(1, world.world_size), 0)  # lines of each rank's log
 

@@ -18,15 +18,16 @@ _ESTABLISHED = "01"
 
 
 @contextmanager
-def closed_after() -> Iterator[None]:
-    """Have ranks connect in this context; then let nobody else in, and end the connections of other users.
+def closed_after() -> Iterator[set[int]]:
+    """Have ranks connect in this context; then let nobody else in, and disconnect other users, who are yielded.
 
     gloo listens for as long as a group lives, and takes whoever comes for a rank. All are connected when they leave
     here, so the system drops what comes later. A stranger of this machine who was quicker than a rank thereby ends the
     run, by a connection that is closed, and takes no part in it.
     """
+    strangers = set[int]()
     before = {door.getsockname() for door in _sockets() if _listens(door)}
-    yield
+    yield strangers
     ports = set()
     for door in _sockets():
         if _listens(door) and (name := door.getsockname()) not in before:
@@ -34,9 +35,11 @@ def closed_after() -> Iterator[None]:
             ports.add(name[1])
     for connection in _sockets():
         if connection.getsockname()[1] in ports and (user := _user_behind(connection)) not in (None, os.geteuid()):
-            log.warning("User %s of this machine connected to this rank while ranks met, and is disconnected.", user)
+            strangers.add(user)
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
+    for user in strangers:
+        log.warning("User %d of this machine connected to this rank while ranks met, and was disconnected.", user)
 
 
 def _sockets() -> Iterator[socket.socket]:

@@ -1,0 +1,90 @@
+"""What a stranger does to a run: functions that a process of another user runs until it is killed."""
+
+import encodings.idna  # noqa: F401  # the other user may not be able to read it
+import os
+import signal
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+
+from torch.distributed import TCPStore
+
+
+@contextmanager
+def as_user(user: int, attack: Callable[[], None]) -> Iterator[int]:
+    """Run an attack in a process of that user while the context lasts; what it prints is shown with a failed test."""
+    process = os.fork()
+    if process == 0:
+        try:
+            os.setgroups([])
+            os.setgid(user)
+            os.setuid(user)
+            attack()
+        except BaseException as error:
+            print(f"the attack ended: {error!r}", file=sys.stderr, flush=True)
+        finally:
+            os._exit(0)
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+
+
+def listening(user: int) -> set[int]:
+    """Return the ports that a user's processes listen on, as every user may see them."""
+    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return {int(fields[1].split(":")[1], 16) for fields in lines if fields[3] == "0A" and int(fields[7]) == user}
+
+
+def knock(victim: int, known: set[int], seen: Path) -> None:
+    """Connect to every port that opens: idle, with junk, and with each number that gloo may wait for."""
+    words = [b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 4096, *(struct.pack("<q", number) for number in range(24))]
+    held: list[socket.socket] = []
+    while True:
+        for port in listening(victim) - known:
+            known.add(port)
+            for word in words:
+                with suppress(OSError):
+                    connection = socket.create_connection(("127.0.0.1", port), timeout=0.2)
+                    connection.sendall(word)
+                    held.append(connection)
+                    seen.touch()
+        time.sleep(0.001)
+
+
+def flood(ports: set[int], processes: list[int], tried: Path) -> None:
+    """Connect a hundred times to each port, and stay; open what the processes have open, and note what opened."""
+    held, opened = [], []
+    for port in ports:
+        for _ in range(100):
+            connection = socket.socket()
+            connection.setblocking(False)
+            connection.connect_ex(("127.0.0.1", port))
+            held.append(connection)
+    for process in processes:
+        for number in range(64):
+            with suppress(OSError), open(f"/proc/{process}/fd/{number}", "rb"):
+                opened.append(f"{process}/fd/{number}")
+    tried.write_text("\n".join(opened))
+    time.sleep(600)
+
+
+def writes_into(port: int, forge: Callable[[TCPStore], None]) -> None:
+    """Connect to the store at a port as any client may, and write there what the function does."""
+    store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20), wait_for_workers=False)
+    forge(store)
+    time.sleep(600)
+
+
+def names(store: TCPStore, ending: str) -> list[str]:
+    """Wait for keys that end so; return them as a client of the store writes them."""
+    while not (found := [key for key in store.list_keys() if key.endswith(ending)]):
+        time.sleep(0.01)
+    return [key.removeprefix("/") for key in found]

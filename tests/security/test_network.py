@@ -1,0 +1,190 @@
+"""A stranger at the store of torchrun or of ranks that meet at an address, which asks nobody who they are."""
+
+import json
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from signal import SIGTERM
+
+import pytest
+from torch.distributed import FileStore, TCPStore
+
+from ddp_recipes.errors import RequestError, RunFailed
+from ddp_recipes.launchers.keys import find_key
+from ddp_recipes.runtime.messages import Messages
+from helpers.attacks import as_user, names, writes_into
+from helpers.processes import ENDLESS, SMALL, START_S, TORCHRUN, Run, started, summary, until, until_saved
+
+KEY = "a secret of sixteen characters and more"
+
+
+def port_of(run: Run) -> int:
+    """Return where a rank meets the others, which torchrun chose."""
+    environ = Path(f"/proc/{run.rank(1)}/environ").read_bytes().decode().split("\0")
+    return int(next(line for line in environ if line.startswith("MASTER_PORT=")).partition("=")[2])
+
+
+# --- torchrun
+
+
+def forge(folder: Path, line: str, store: TCPStore) -> None:
+    """Write a job for the ranks that follow, and lines for rank 0's log, over and over."""
+    (posted,) = names(store, "/message/0")
+    signature, _, text = store.get(posted).decode().partition(":")
+    job = json.loads(text)
+    job["config"]["model"] = {"_target_": "pathlib.Path.touch", "self": f"{folder}/touched"}
+    prefix = posted.removesuffix("message/0")
+    store.set(f"{prefix}message/1", f"{signature}:{json.dumps(job)}")
+    for number in range(1, 4):
+        store.set(f"{prefix}run/0/log/1/{number}", line)
+        store.set(f"{prefix}run/0/log/1/{number + 5}", f"{signature}:{line}")
+    store.add(f"{prefix}run/0/log/count", 10**9)
+    store.set("attacked", "")
+
+
+@pytest.mark.spawn
+def test_ranks_take_neither_jobs_nor_log_lines_from_a_stranger(stranger: int, folder: Path) -> None:
+    with started(folder, *ENDLESS, "launcher.timeout_s=10", command=TORCHRUN) as run:
+        until_saved(run, folder / "run")
+        port = port_of(run)
+        store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+        with as_user(stranger, partial(writes_into, port, partial(forge, folder, "a forged line"))):
+            until(lambda: store.check(["attacked"]), START_S, "nothing was forged")
+            run.signal(SIGTERM)
+            ended = run.end()
+    log = (folder / "run" / "train.log").read_text()
+    assert "a forged line" not in log + ended.out + ended.err
+    assert "rank 1: a line is left out. The message" in log
+    assert not (folder / "touched").exists()
+    assert summary(folder / "run")["status"] == "preempted"
+
+
+# --- ranks that meet at an address
+
+
+@contextmanager
+def ranks(folder: Path, *overrides: str, of_rank: Mapping[int, Mapping[str, str]]) -> Iterator[list[Run]]:
+    """Start ranks that meet at a free port, each with variables of its own."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(
+                started(
+                    folder,
+                    *SMALL,
+                    *overrides,
+                    "launcher.timeout_s=10",
+                    environ={"RANK": (at := str(number % 10)), "LOCAL_RANK": at, **shared, "HOME": str(folder), **more},
+                )
+            )
+            for number, more in of_rank.items()
+        ]
+
+
+def variables(**more: str) -> dict[int, dict[str, str]]:
+    return {0: more, 1: more}
+
+
+@pytest.mark.spawn
+def test_ranks_with_one_key_train_and_with_none_say_what_to_do(folder: Path) -> None:
+    with ExitStack() as stack:
+        keyed = stack.enter_context(ranks(folder, of_rank=variables(DDP_RECIPES_KEY=KEY)))
+        assert [run.end().status for run in keyed] == [0, 0]
+        assert "there is no key" not in (folder / "run" / "train.log").read_text()
+        without = stack.enter_context(ranks(folder, "hydra.run.dir=open", of_rank=variables()))
+        assert [run.end().status for run in without] == [0, 0]
+        log = (folder / "open" / "train.log").read_text()
+        assert log.count("there is no key") == 1
+        assert "(umask 077; openssl rand -hex 32 > ~/.ddp_recipes_key)" in log
+
+
+@pytest.mark.slow
+@pytest.mark.spawn
+def test_a_key_may_be_required(folder: Path) -> None:
+    with ranks(folder, "launcher.require_key=true", of_rank=variables()) as both:
+        ends = [run.end() for run in both]
+    assert ends[0].status == 2
+    assert "launcher.require_key=true, but others who reach MASTER_ADDR" in ends[0].err
+    assert not (folder / "run").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.spawn
+@pytest.mark.parametrize("theirs", ["", "another key of sixteen characters"])
+def test_a_rank_with_another_key_is_refused(theirs: str, folder: Path) -> None:
+    with ranks(folder, of_rank={0: {"DDP_RECIPES_KEY": KEY}, 1: {"DDP_RECIPES_KEY": theirs}}) as both:
+        ends = [run.end() for run in both]
+    assert [ended.status for ended in ends] == [1, 1]
+    assert "was not written with this rank's key" in ends[1].err
+    assert "Rank 1 of 2 did not arrive" in ends[0].err
+
+
+@pytest.mark.spawn
+def test_a_rank_of_another_run_is_refused_and_changes_nothing(folder: Path) -> None:
+    """Ports of Slurm's steps are computed, and may be the same."""
+    steps = {1: {"SLURM_JOB_ID": "8", "SLURM_STEP_ID": "0"}, 2: {"SLURM_JOB_ID": "9", "SLURM_STEP_ID": "0"}}
+    with ranks(folder, of_rank={11: steps[2], 0: steps[1], 1: steps[1]}) as (foreign, *own):
+        ended = foreign.end()
+        assert [run.end().status for run in own] == [0, 0]
+    assert ended.status == 2
+    assert "are of another run: Slurm step 8.0, 2 ranks. This is rank 1 of Slurm step 9.0, 2 ranks." in ended.err
+
+
+# --- messages
+
+
+def test_a_message_is_worth_nothing_elsewhere(tmp_path: Path) -> None:
+    store = FileStore(str(tmp_path / "store"))
+    ours = Messages(store, b"key").under("run/0")
+    ours.set("message/1", "go")
+    assert Messages(store, b"key").under("run/0").get("message/1") == "go"
+    raw = store.get("run/0//message/1") if store.check(["run/0//message/1"]) else store.get("run/0/message/1")
+    for name in ("message/2", "verdict"):
+        ours.store.set(name, raw)
+        with pytest.raises(RunFailed, match=f"run/0/{name} in the store where ranks meet was not written"):
+            ours.get(name)
+    later = Messages(store, b"key").under("run/1")
+    later.store.set("message/1", raw)
+    with pytest.raises(RunFailed, match="was not written with this rank's key"):
+        later.get("message/1")
+
+
+@pytest.mark.parametrize(("writer", "reader"), [(b"", b"key"), (b"key", b""), (b"one", b"other")])
+def test_a_message_takes_the_readers_key(writer: bytes, reader: bytes, tmp_path: Path) -> None:
+    store = FileStore(str(tmp_path / "store"))
+    Messages(store, writer).set("verdict", "ready")
+    with pytest.raises(RunFailed, match="was not written with this rank's key"):
+        Messages(store, reader).get("verdict")
+    with pytest.raises(RunFailed, match="was not written with this rank's key"):
+        Messages(store, reader).first("verdict", "mine")
+
+
+@pytest.mark.parametrize("text", ["", ":", "\udcff:x", "0" * 32 + ":x", "no digest", "x" * 100_000])
+def test_junk_is_no_message(text: str, tmp_path: Path) -> None:
+    store = FileStore(str(tmp_path / "store"))
+    store.set("verdict", text.encode(errors="surrogateescape").decode(errors="replace"))
+    with pytest.raises(RunFailed, match="was not written with this rank's key"):
+        Messages(store, b"key").get("verdict")
+
+
+# --- keys
+
+
+def test_the_key_is_in_a_file_that_the_user_alone_can_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert find_key({}) == b""
+    path = tmp_path / ".ddp_recipes_key"
+    path.write_text(KEY + "\n")
+    path.chmod(0o644)
+    with pytest.raises(RequestError, match="nobody else can read"):
+        find_key({})
+    path.chmod(0o600)
+    assert find_key({}) == find_key({"DDP_RECIPES_KEY": KEY}) != b""
+    path.write_text("short\n")
+    with pytest.raises(RequestError, match="is too short: give 16 characters"):
+        find_key({})
