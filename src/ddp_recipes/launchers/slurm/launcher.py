@@ -8,6 +8,7 @@ import contextlib
 import io
 import os
 import re
+import secrets
 import shlex
 import shutil
 import sys
@@ -19,6 +20,7 @@ from typing import Any, ClassVar
 from ddp_recipes.config.request import Request
 from ddp_recipes.config.settings import LauncherSettings
 from ddp_recipes.errors import RequestError
+from ddp_recipes.launchers import keys
 from ddp_recipes.launchers.base import Resources
 from ddp_recipes.launchers.reports import Death, Outcome, decide
 from ddp_recipes.launchers.slurm.settings import SlurmSettings
@@ -134,6 +136,7 @@ def _submit(job: Job, settings: SlurmSettings, tasks_per_node: int, folder: Path
             additional_parameters=options,
         )
         task = Task(job, settings.requeue, tuple(os.path.abspath(path) for path in sys.path))
+        os.environ.setdefault(keys.VARIABLE, secrets.token_hex(32))  # Slurm hands it down to the ranks, to nobody else
         with contextlib.redirect_stderr(io.StringIO()):  # submitit prints what it raises, too
             submitted = executor.submit(task)
     except (submitit.core.utils.FailedJobError, submitit.core.utils.FailedSubmissionError) as error:

@@ -1,0 +1,71 @@
+"""A rank that stops where nobody used to look: beside a log line, and after the last step."""
+
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from signal import SIGSTOP
+
+import pytest
+
+from helpers.processes import (
+    ENDLESS,
+    GONE_S,
+    SMALL,
+    START_S,
+    TORCHRUN,
+    TWO,
+    kill,
+    started,
+    summary,
+    until,
+    until_saved,
+)
+
+pytestmark = [pytest.mark.spawn, pytest.mark.slow, pytest.mark.alone]
+T = 3
+
+
+@pytest.mark.parametrize("command", [None, TORCHRUN], ids=["local", "torchrun"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_hangs_after_the_last_step_is_named(rank: int, command: list[str] | None, folder: Path) -> None:
+    own = [
+        f"launcher.timeout_s={T}",
+        "+callbacks.sleeper._target_=own_models.Sleeper",
+        f"+callbacks.sleeper.rank={rank}",
+    ]
+    with started(folder, *SMALL, *own, *([] if command else [TWO]), command=command) as run:
+        until((folder / f"ended_{1 - rank}").exists, START_S, "it trains for ever")
+        ended = run.end(T + 5 + GONE_S)
+    assert ended.status == 1
+    assert f"Rank {rank} of 2 did not come to its end within launcher.timeout_s={T} seconds" in ended.err
+    if rank == 1 or command is None or (folder / "run" / "summary.json").exists():  # rank 0 was killed by another rank
+        assert summary(folder / "run")["status"] == "failed"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_stopped_while_the_other_one_logs_is_named(rank: int, folder: Path) -> None:
+    loud = [*ENDLESS, "model._target_=own_models.Loud", f"launcher.timeout_s={T}"]
+    with started(folder, *loud, TWO) as run:
+        until_saved(run, folder / "run")
+        kill(run.rank(rank), SIGSTOP)
+        ended = run.end(T + 5 + GONE_S)
+    assert ended.status == 1
+    assert f"Rank {rank} of 2 did not respond within launcher.timeout_s={T} seconds" in ended.err
+
+
+def test_a_rank_0_that_holds_the_store_and_is_stopped_while_the_other_one_logs_is_named(folder: Path) -> None:
+    """As under srun and mpirun, where rank 0 holds the store."""
+    loud = [*ENDLESS, "model._target_=own_models.Loud", f"launcher.timeout_s={T}"]
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29871", "GLOO_SOCKET_IFNAME": "lo"}
+    with ExitStack() as stack:
+        both = [
+            stack.enter_context(started(folder, *loud, environ={**shared, "RANK": rank, "LOCAL_RANK": rank}))
+            for rank in ("0", "1")
+        ]
+        until_saved(both[0], folder / "run")
+        kill(both[0].process.pid, SIGSTOP)
+        began = time.monotonic()
+        ended = both[1].end(T + 5 + GONE_S)
+        assert time.monotonic() - began < T + 5 + GONE_S
+    assert ended.status == 1
+    assert f"Rank 0 of 2 did not respond within launcher.timeout_s={T} seconds" in ended.err
