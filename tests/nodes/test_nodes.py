@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -77,7 +78,25 @@ class Nodes:
         )
         return [int(pid) for pid in listed.stdout.split() if not _is_zombie(int(pid))]
 
-    def torchrun(self, node: int, *overrides: str, nnodes: str = "2", options: tuple[str, ...] = ()) -> None:
+    def add_interface_that_loses_packets(self) -> None:
+        """Add an eth1 to each node, whose packets to the others never arrive, as behind a firewall that drops them."""
+        for number, name in enumerate(self.names, 1):
+            outer = f"rw{self.tag}-{number}"
+            ip("link", "add", outer, "type", "veth", "peer", "name", "eth1", "netns", name)
+            ip("link", "set", outer, "up")
+            ip("-n", name, "addr", "add", f"10.78.0.{number}/24", "dev", "eth1")
+            ip("-n", name, "link", "set", "eth1", "up")
+            other = f"10.78.0.{3 - number}"
+            ip("-n", name, "neigh", "add", other, "lladdr", "02:00:00:00:00:01", "dev", "eth1", "nud", "permanent")
+
+    def torchrun(
+        self,
+        node: int,
+        *overrides: str,
+        nnodes: str = "2",
+        options: tuple[str, ...] = (),
+        interface: str = "eth0",
+    ) -> None:
         """Start torchrun with one rank on a node, in a folder that the nodes share."""
         command = [
             *("ip", "netns", "exec", self.names[node - 1], sys.executable, "-m", "torch.distributed.run"),
@@ -86,7 +105,7 @@ class Nodes:
             *(f"--rdzv-conf=is_host={int(node == 1)},last_call_timeout=3", *options),
             *("-m", "ddp_recipes", *overrides),
         ]
-        environ = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0"}
+        environ = {**os.environ, "GLOO_SOCKET_IFNAME": interface}
         with (self.folder / f"node_{node}.log").open("ab") as log:
             process = subprocess.Popen(command, cwd=self.folder, env=environ, stdout=log, stderr=subprocess.STDOUT)
         self.processes.append(process)
@@ -187,6 +206,17 @@ def test_both_sides_of_a_cut_link_end_soon_after_the_timeout(nodes: Nodes, tmp_p
         wait_until_no_rank_is_left(nodes, node, TIMEOUT_S + 5)
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"
     assert "did not respond within launcher.timeout_s" in nodes.said(1)
+
+
+@pytest.mark.alone
+def test_nodes_that_do_not_reach_each_other_are_named_with_their_addresses(nodes: Nodes, tmp_path: Path) -> None:
+    nodes.add_interface_that_loses_packets()
+    for node in (1, 2):
+        nodes.torchrun(node, *TINY, f"launcher.timeout_s={TIMEOUT_S}", "hydra.run.dir=run", interface="eth1")
+    said = re.compile(r"rank 0 \(10\.78\.0\.1\) cannot reach rank 1 at 10\.78\.0\.2:\d+ \(no answer in 8 seconds\)")
+    assert set(nodes.wait()) == {1}
+    assert said.search(nodes.said(1)), nodes.said(1)
+    assert "Open the ports between them in the firewall" in nodes.said(1)
 
 
 @pytest.mark.slow

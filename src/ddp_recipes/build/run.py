@@ -8,6 +8,7 @@ from ddp_recipes.build.recipe import Recipe
 from ddp_recipes.config.settings import seconds
 from ddp_recipes.runtime.doors import closed_after
 from ddp_recipes.runtime.process import loading
+from ddp_recipes.runtime.reach import check_ways
 from ddp_recipes.strategies import Strategy
 from ddp_recipes.training.clock import make_clock
 from ddp_recipes.training.non_finite import NonFiniteGuard
@@ -21,6 +22,8 @@ def join(recipe: Recipe) -> None:
     """Join the other ranks. A collective."""
     launcher = recipe.request.launcher
     timeout = timedelta(seconds=launcher.timeout_s)
+    if recipe.devices.backend == "gloo":
+        check_ways(recipe.control)
     store = None if recipe.control.messages is None else recipe.control.messages.store
     with closed_after() as recipe.control.strangers:
         recipe.strategy.setup(recipe.world, store, recipe.devices.backend, timeout, launcher.init_method)

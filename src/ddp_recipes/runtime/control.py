@@ -131,6 +131,22 @@ class Control:
             exited = rank in self._exited()  # what it had written is there: look once more
         raise TimeoutError(name)
 
+    def tell(self, name: str, value: object) -> None:
+        """Write a value of this rank's, plain data."""
+        if self.messages is not None:
+            self.messages.set(f"{name}/{self.world.rank}", json.dumps(value))
+
+    def told(self, name: str, rank: int) -> Any:
+        """Return what a rank wrote.
+
+        Raises:
+            RunFailed: it has not in time.
+        """
+        try:
+            return json.loads(self._wait(f"{name}/{rank}", self.timeout_s + VERDICT_S, rank))
+        except TimeoutError:
+            raise RunFailed(self._absent([rank]), unresponsive=[rank]) from None
+
     def end(self, ranks: Iterable[int]) -> None:
         """Say that this rank has come to its end, and wait until these have, too.
 
