@@ -1,6 +1,7 @@
 """What a stranger does to a run: functions that a process of another user runs until it is killed."""
 
 import encodings.idna  # noqa: F401  # the other user may not be able to read it
+import json
 import os
 import signal
 import socket
@@ -76,9 +77,24 @@ def flood(ports: set[int], processes: list[int], tried: Path) -> None:
     time.sleep(600)
 
 
-def writes_into(port: int, forge: Callable[[TCPStore], None]) -> None:
-    """Connect to the store at a port as any client may, and write there what the function does."""
-    store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20), wait_for_workers=False)
+def forge(touched: str, line: str, store: TCPStore) -> None:
+    """Write a job for the ranks that follow, which would touch a file, and lines for rank 0's log."""
+    (posted,) = names(store, "/message/0")
+    signature, _, text = store.get(posted).decode().partition(":")
+    job = json.loads(text)
+    job["config"]["model"] = {"_target_": "pathlib.Path.touch", "self": touched}
+    prefix = posted.removesuffix("message/0")
+    store.set(f"{prefix}message/1", f"{signature}:{json.dumps(job)}")
+    for number in range(1, 4):
+        store.set(f"{prefix}run/0/log/1/{number}", line)
+        store.set(f"{prefix}run/0/log/1/{number + 5}", f"{signature}:{line}")
+    store.add(f"{prefix}run/0/log/count", 10**9)
+    store.set("attacked", "")
+
+
+def writes_into(host: str, port: int, forge: Callable[[TCPStore], None]) -> None:
+    """Connect to the store at an address as any client may, and write there what the function does."""
+    store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=20), wait_for_workers=False)
     forge(store)
     time.sleep(600)
 

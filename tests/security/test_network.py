@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from random import Random
 from signal import SIGTERM
 
 import pytest
@@ -14,7 +15,7 @@ from torch.distributed import FileStore, TCPStore
 from ddp_recipes.errors import RequestError, RunFailed
 from ddp_recipes.launchers.keys import find_key
 from ddp_recipes.runtime.messages import Messages
-from helpers.attacks import as_user, names, writes_into
+from helpers.attacks import as_user, forge, writes_into
 from helpers.processes import ENDLESS, SMALL, START_S, TORCHRUN, Run, started, summary, until, until_saved
 
 KEY = "a secret of sixteen characters and more"
@@ -29,28 +30,14 @@ def port_of(run: Run) -> int:
 # --- torchrun
 
 
-def forge(folder: Path, line: str, store: TCPStore) -> None:
-    """Write a job for the ranks that follow, and lines for rank 0's log, over and over."""
-    (posted,) = names(store, "/message/0")
-    signature, _, text = store.get(posted).decode().partition(":")
-    job = json.loads(text)
-    job["config"]["model"] = {"_target_": "pathlib.Path.touch", "self": f"{folder}/touched"}
-    prefix = posted.removesuffix("message/0")
-    store.set(f"{prefix}message/1", f"{signature}:{json.dumps(job)}")
-    for number in range(1, 4):
-        store.set(f"{prefix}run/0/log/1/{number}", line)
-        store.set(f"{prefix}run/0/log/1/{number + 5}", f"{signature}:{line}")
-    store.add(f"{prefix}run/0/log/count", 10**9)
-    store.set("attacked", "")
-
-
 @pytest.mark.spawn
 def test_ranks_take_neither_jobs_nor_log_lines_from_a_stranger(stranger: int, folder: Path) -> None:
     with started(folder, *ENDLESS, "launcher.timeout_s=10", command=TORCHRUN) as run:
         until_saved(run, folder / "run")
         port = port_of(run)
         store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-        with as_user(stranger, partial(writes_into, port, partial(forge, folder, "a forged line"))):
+        forgery = partial(forge, f"{folder}/touched", "a forged line")
+        with as_user(stranger, partial(writes_into, "127.0.0.1", port, forgery)):
             until(lambda: store.check(["attacked"]), START_S, "nothing was forged")
             run.signal(SIGTERM)
             ended = run.end()
@@ -170,6 +157,18 @@ def test_junk_is_no_message(text: str, tmp_path: Path) -> None:
     store.set("verdict", text.encode(errors="surrogateescape").decode(errors="replace"))
     with pytest.raises(RunFailed, match="was not written with this rank's key"):
         Messages(store, b"key").get("verdict")
+
+
+def test_two_thousand_messages_with_a_byte_changed_are_refused(tmp_path: Path) -> None:
+    random, store = Random(16), FileStore(str(tmp_path / "store"))
+    Messages(store, b"key").set("verdict", json.dumps(["ready", "", []]))
+    sound = store.get("verdict").decode()
+    for _ in range(2000):
+        at = random.randrange(len(sound))
+        store.set("verdict", sound[:at] + random.choice([*"0:f[\n\x00é", "", "more"]) + sound[at + 1 :])
+        if store.get("verdict").decode() != sound:
+            with pytest.raises(RunFailed, match="was not written with this rank's key"):
+                Messages(store, b"key").get("verdict")
 
 
 # --- keys

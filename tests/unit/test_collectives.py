@@ -2,11 +2,13 @@
 
 import math
 import pickle
+from random import Random
 from typing import Any
 
 import pytest
 import torch
 
+from ddp_recipes.errors import RunFailed
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.collectives import broadcast, gather, pack, unpack
 from ddp_recipes.testing import on_ranks
@@ -42,6 +44,23 @@ def test_nested_data_come_back_as_they_were() -> None:
 def test_what_would_take_a_pickle_is_refused(value: object) -> None:
     with pytest.raises(TypeError, match="Ranks exchange tensors and plain data"):
         pack({"here": value})
+
+
+def test_junk_is_no_value() -> None:
+    """Two thousand messages, of which each has some bytes changed, or is cut short."""
+    random, sound = Random(16), pack(NESTED)
+    read = refused = 0
+    for _ in range(2000):
+        message = sound[: random.randrange(len(sound) + 1)].clone() if random.random() < 0.2 else sound.clone()
+        for _ in range(random.randrange(1, 8)):
+            if len(message):
+                message[random.randrange(len(message))] = random.randrange(256)
+        try:
+            unpack(message)
+            read += 1
+        except RunFailed:
+            refused += 1
+    assert min(read, refused) > 0
 
 
 def test_ranks_gather_and_broadcast_values_of_any_size() -> None:

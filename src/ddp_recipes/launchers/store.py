@@ -25,18 +25,18 @@ def agent_holds_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def at_address(world: World, environ: Mapping[str, str]) -> Messages:
-    """Return the messages of the run whose ranks meet at ``MASTER_ADDR:MASTER_PORT``.
+def at_address(world: World, environ: Mapping[str, str], timeout: timedelta = TIMEOUT) -> Messages:
+    """Return the messages of the run whose ranks meet at ``MASTER_ADDR:MASTER_PORT``; wait for rank 0 so long.
 
     Raises:
         RequestError: another program, or another run, is there.
         RunFailed: rank 0 has another key.
     """
     run = _name(world, environ)
-    messages = Messages(PrefixStore("ddp_recipes", _store(world)), find_key(environ), "ddp_recipes")
+    messages = Messages(PrefixStore("ddp_recipes", _store(world, timeout)), find_key(environ), "ddp_recipes")
     if world.is_main:
         messages.set("run", run)
-    elif (there := messages.get("run", TIMEOUT.total_seconds())) != run:
+    elif (there := messages.get("run", timeout.total_seconds())) != run:
         raise RequestError(
             f"The ranks at {environ['MASTER_ADDR']}:{environ['MASTER_PORT']} are of another run: {there}. This is rank "
             f"{world.rank} of {run}. Set another MASTER_PORT, the same for all ranks of this run."
@@ -54,14 +54,14 @@ def _name(world: World, environ: Mapping[str, str]) -> str:
     return size
 
 
-def _store(world: World) -> Store:
+def _store(world: World, timeout: timedelta) -> Store:
     """Return the store: torchrun's agent holds it or rank 0, which waits for nobody."""
     if agent_holds_store():
-        store: Store = next(iter(rendezvous("env://", timeout=TIMEOUT)))[0]
+        store: Store = next(iter(rendezvous("env://", timeout=timeout)))[0]
         return store
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
-        return TCPStore(address, port, world.world_size, world.is_main, TIMEOUT, wait_for_workers=False)
+        return TCPStore(address, port, world.world_size, world.is_main, timeout, wait_for_workers=False)
     except RuntimeError as error:
         if not address_in_use(error):
             raise

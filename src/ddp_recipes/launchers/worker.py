@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from typing import IO, NoReturn
 
@@ -14,6 +15,8 @@ from ddp_recipes.launchers.stacks import write_on_request
 from ddp_recipes.runtime.job import ASKS_TO_STOP, Job
 from ddp_recipes.runtime.process import die_with_parent, ignore, leave, loading, set_name
 from ddp_recipes.runtime.world import World
+
+MEET = timedelta(minutes=5)  # for rank 0 to load torch
 
 
 def work(lifeline: int, reports: int, stacks: int, meeting: int) -> NoReturn:
@@ -54,7 +57,7 @@ def run(job: Job, world: World, meeting: int | None, at: Callable[[str], None] =
             from ddp_recipes import rank
             from ddp_recipes.launchers.store import at_address, in_file
 
-        messages = at_address(world, os.environ) if meeting is None else in_file(meeting)
+        messages = at_address(world, os.environ, MEET) if meeting is None else in_file(meeting)
         return RankReport.of_summary(world.rank, rank.run(job, world, messages, joined=partial(at, "joined")))
     except BaseException as error:
         return RankReport.of_error(world.rank, error)

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ddp_recipes.errors import RunFailed
+
 _HEADER = 8  # bytes that hold the length of the JSON
 
 
@@ -53,9 +55,16 @@ def pack(value: Any) -> Tensor:
 
 
 def unpack(message: Tensor) -> Any:
-    """Return what :func:`pack` was given, with tensors on the CPU."""
+    """Return what :func:`pack` was given, with tensors on the CPU.
+
+    Raises:
+        RunFailed: nothing that it returns.
+    """
     start = _HEADER + int.from_bytes(message[:_HEADER].numpy().tobytes())
-    return _made(json.loads(message[_HEADER:start].numpy().tobytes()), _Bytes(message, start))
+    try:
+        return _made(json.loads(message[_HEADER:start].numpy().tobytes()), _Bytes(message, start))
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise RunFailed(f"What another rank sent cannot be read: {error!r:.200}") from error
 
 
 class _Bytes:
