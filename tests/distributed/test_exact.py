@@ -17,6 +17,7 @@ from ddp_recipes.config.request import Request
 from ddp_recipes.errors import RequestError
 from ddp_recipes.reporting.run_directory import Summary
 from ddp_recipes.runtime.job import Job
+from ddp_recipes.runtime.messages import Messages
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies import DDPExact, DDPExactSettings
 from ddp_recipes.testing import make_job, on_ranks
@@ -88,7 +89,7 @@ def all_on_ranks(jobs: Mapping[str, Job], world_size: int) -> dict[str, Summary]
     def run(world: World, store: Store | None) -> dict[str, Summary]:
         sys.path.insert(0, str(Path(__file__).parent))
         return {
-            name: rank.run(job, world, None if store is None else PrefixStore(name, store))
+            name: rank.run(job, world, None if store is None else Messages(PrefixStore(name, store), private=True))
             for name, job in jobs.items()
         }
 
@@ -217,7 +218,7 @@ def test_traffic_is_as_promised(world_size: int) -> None:
 
     def sent(world: World, store: Store | None) -> tuple[float, int]:
         with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
-            summary = rank.run(job, world, store)
+            summary = rank.run(job, world, Messages(store, private=True))
         assert summary["global_step"] == steps
         shapes = [
             (event.name, torch.Size(event.input_shapes[0]).numel())

@@ -34,13 +34,13 @@ def ip(*arguments: str) -> None:
 
 
 class Nodes:
-    """Two namespaces on one bridge, and the processes started in them."""
+    """Two namespaces on one bridge, a third one for a stranger, and the processes started in them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.tag = f"{os.getpid() % 10_000:x}"
         self.bridge = f"rb{self.tag}"
-        self.names = [f"rn{self.tag}-{number}" for number in (1, 2)]
+        self.names = [f"rn{self.tag}-{number}" for number in (1, 2, 3)]
         self.processes: list[subprocess.Popen[bytes]] = []
 
     def set_up(self) -> None:
@@ -65,7 +65,10 @@ class Nodes:
             for pid in pids:
                 os.kill(int(pid), signal.SIGKILL)
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
-        for link in (*(f"rv{self.tag}-{number}" for number in (1, 2)), self.bridge):  # the kernel takes its time else
+        for link in (
+            *(f"rv{self.tag}-{number}" for number in (1, 2, 3)),
+            self.bridge,
+        ):  # the kernel takes its time else
             subprocess.run(["ip", "link", "del", link], capture_output=True)
 
     def cut(self, node: int) -> None:
@@ -80,7 +83,7 @@ class Nodes:
 
     def add_interface_that_loses_packets(self) -> None:
         """Add an eth1 to each node, whose packets to the others never arrive, as behind a firewall that drops them."""
-        for number, name in enumerate(self.names, 1):
+        for number, name in enumerate(self.names[:2], 1):
             outer = f"rw{self.tag}-{number}"
             ip("link", "add", outer, "type", "veth", "peer", "name", "eth1", "netns", name)
             ip("link", "set", outer, "up")
@@ -217,6 +220,34 @@ def test_nodes_that_do_not_reach_each_other_are_named_with_their_addresses(nodes
     assert set(nodes.wait()) == {1}
     assert said.search(nodes.said(1)), nodes.said(1)
     assert "Open the ports between them in the firewall" in nodes.said(1)
+
+
+@pytest.mark.slow
+def test_a_stranger_on_the_network_gives_no_job_and_writes_no_line(
+    nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DDP_RECIPES_KEY", "a secret that these two nodes have")
+    for node in (1, 2):
+        nodes.torchrun(node, *ENDLESS, "hydra.run.dir=run")
+    wait_for_checkpoint(tmp_path / "run")
+    environs = [Path(f"/proc/{pid}/environ").read_bytes().decode() for pid in nodes.pids(1)]
+    (port, *_) = (found[1] for environ in environs if (found := re.search(r"MASTER_PORT=(\d+)", environ)))
+    code = (
+        "from torch.distributed import TCPStore\nfrom helpers.attacks import forge\n"
+        f"store = TCPStore('10.77.0.1', {port}, is_master=False, wait_for_workers=False)\n"
+        f"forge('{tmp_path}/touched', 'a forged line', store)"
+    )
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    stranger = ["ip", "netns", "exec", nodes.names[2], sys.executable, "-c", code]
+    subprocess.run(stranger, check=True, timeout=60, env=environ)
+    for process in nodes.processes:
+        process.send_signal(signal.SIGTERM)
+    nodes.wait()
+    log = (tmp_path / "run" / "train.log").read_text()
+    assert "rank 1: a line is left out. The message" in log
+    assert "a forged line" not in log + nodes.said(1) + nodes.said(2)
+    assert not (tmp_path / "touched").exists()
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "preempted"
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import os
 import secrets
 import tempfile
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from hashlib import blake2b
@@ -14,6 +15,7 @@ from ddp_recipes.runtime.process import started_at
 VARIABLE = "DDP_RECIPES_KEY"
 FILE = "~/.ddp_recipes_key"
 _LEAST = 16  # characters
+_DAY_S = 86_400
 _MAKE = f"(umask 077; rm -f {FILE}; openssl rand -hex 32 > {FILE})"
 
 
@@ -54,6 +56,9 @@ def _of_siblings(environ: Mapping[str, str]) -> str:
         status = folder.lstat()
         if status.st_uid != os.geteuid() or status.st_mode & 0o170077 != 0o040000:
             return ""  # somebody was there first
+        for old in folder.iterdir():
+            if old.stat().st_mtime < time.time() - _DAY_S:  # of runs that have begun long ago
+                old.unlink(missing_ok=True)
         agent = os.getppid()
         path = folder / f"key_{agent}_{started_at(agent)}"
         mine = folder / secrets.token_hex(8)

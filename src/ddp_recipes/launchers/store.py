@@ -34,6 +34,8 @@ def at_address(world: World, environ: Mapping[str, str], timeout: timedelta = TI
     """
     run = _name(world, environ)
     messages = Messages(PrefixStore("ddp_recipes", _store(world, timeout)), find_key(environ), "ddp_recipes")
+    if agent_holds_store():  # for ranks that it started, also once they are fewer or more
+        return messages.under(run)
     if world.is_main:
         messages.set("run", run)
     elif (there := messages.get("run", timeout.total_seconds())) != run:
