@@ -57,8 +57,9 @@ def _of_siblings(environ: Mapping[str, str]) -> str:
         if status.st_uid != os.geteuid() or status.st_mode & 0o170077 != 0o040000:
             return ""  # somebody was there first
         for old in folder.iterdir():
-            if old.stat().st_mtime < time.time() - _DAY_S:  # of runs that have begun long ago
-                old.unlink(missing_ok=True)
+            with suppress(FileNotFoundError):
+                if old.stat().st_mtime < time.time() - _DAY_S:  # of a run that began long ago
+                    old.unlink()
         agent = os.getppid()
         path = folder / f"key_{agent}_{started_at(agent)}"
         mine = folder / secrets.token_hex(8)

@@ -213,7 +213,8 @@ class Control:
         while others and not self.messages.lost and time.monotonic() < deadline:
             others -= {int(name.split("/")[1]) for name in self.messages.there(*(f"failed/{rank}" for rank in others))}
             time.sleep(0.05)
-        return sorted(others)
+        # The store is rank 0's, or on its node: where it does not respond, nothing is known of the others.
+        return [0] if self.messages.lost and not self.world.is_main else sorted(others)
 
     def send_log(self, line: str) -> None:
         """Send a line to rank 0's log."""
