@@ -18,7 +18,6 @@ T = TypeVar("T")
 
 CALL_S = 1.5  # for one call of the store: what is there is answered at once
 AWAKE_S = 0.5  # once more, for a process that was itself stopped meanwhile
-KEY_FILE = "~/.ddp_recipes_key"
 
 
 class Messages:
@@ -101,7 +100,7 @@ class Messages:
         if not hmac.compare_digest(digest.encode(), self._digest(name, text).encode()):
             raise RunFailed(
                 f"The message {self._scope}/{name} in the store where ranks meet was not written with this rank's key. "
-                f"Either ranks have different keys (DDP_RECIPES_KEY or {KEY_FILE}, the same on every node, or on "
+                f"Either ranks have different keys (DDP_RECIPES_KEY or ~/.ddp_recipes_key, the same on every node, or on "
                 f"none), or somebody else writes to the store."
             )
         return text
