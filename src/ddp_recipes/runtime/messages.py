@@ -100,7 +100,7 @@ class Messages:
         if not hmac.compare_digest(digest.encode(), self._digest(name, text).encode()):
             raise RunFailed(
                 f"The message {self._scope}/{name} in the store where ranks meet was not written with this rank's key. "
-                f"Either ranks have different keys (DDP_RECIPES_KEY or ~/.ddp_recipes_key, the same on every node, or on "
+                f"Either ranks have different keys (DDP_RECIPES_KEY or ~/.ddp_recipes_key, the same for every rank, or "
                 f"none), or somebody else writes to the store."
             )
         return text
