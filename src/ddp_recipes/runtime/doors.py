@@ -4,6 +4,7 @@ import ctypes
 import logging
 import os
 import socket
+import stat
 import struct
 import sys
 from collections.abc import Iterator
@@ -45,9 +46,12 @@ def closed_after() -> Iterator[set[int]]:
 def _sockets() -> Iterator[socket.socket]:
     """Yield this process's TCP sockets, each as a copy that is open until the next one."""
     for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as copy:
-            if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM:
-                yield copy
+        with suppress(OSError):
+            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as copy:
+                if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM:
+                    yield copy
 
 
 def _listens(one: socket.socket) -> bool:
