@@ -9,6 +9,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_recipes import project
+from ddp_recipes.config.targets import is_run
 from ddp_recipes.controller import Controller
 from ddp_recipes.errors import RecipeError, RequestError
 from ddp_recipes.launchers import environment
@@ -27,7 +28,7 @@ def main(config_path: str = CONF, config_name: str = "train", *, leaves: bool = 
         config_name: the primary config.
         leaves: whether nothing comes after this in the process, which then exits a second sooner, without unwinding.
     """
-    if os.getcwd() not in sys.path and "" not in sys.path:
+    if os.getcwd() not in sys.path and "" not in sys.path and not is_run(Path.cwd()):
         sys.path.append(os.getcwd())  # own models in the current folder, also for the console script
     status = 0
     try:

@@ -77,7 +77,7 @@ REFUSED = {
     "value of another type": ([NICE, "launcher.niceness=very"], "launcher.niceness=very is not allowed."),
     "module that is not there": (["launcher._target_=no_launcher.Mine"], "No module named 'no_launcher'"),
     "class that is not there": (["launcher._target_=my_launcher.Nise"], "has no attribute 'Nise'"),
-    "class that is no launcher": (["launcher._target_=pathlib.Path"], "launcher._target_=pathlib.Path is no launcher"),
+    "class that is no launcher": (["launcher._target_=math.log"], "launcher._target_=math.log is no launcher"),
     "name of another launcher": (["launcher=local", "launcher.name=env"], "launcher.name=env is not allowed."),
 }
 

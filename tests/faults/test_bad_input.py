@@ -65,8 +65,8 @@ REFUSED_BY_A_RANK: dict[str, tuple[list[str], list[str]]] = {
     "unknown target": (["model._target_=own_models.Nobody"], ["model._target_=own_models.Nobody"]),
     "target in no module": (["model._target_=no_such_module.Model"], ["no_such_module"]),
     "target that is no model": (
-        ["model._target_=builtins.dict"],
-        ["_target_=builtins.dict made a dict", "no nn.Module"],
+        ["model._target_=collections.OrderedDict"],
+        ["_target_=collections.OrderedDict made a OrderedDict", "no nn.Module"],
     ),
     "wrong keyword": (["+model.dropout=0.5"], ["dropout", "ddp_recipes.models.MLP", "Check the keys of model"]),
     "learning rate of text": (["optimizer.lr=fast"], ["lr=fast", "torch.optim.SGD"]),

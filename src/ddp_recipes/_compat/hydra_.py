@@ -68,16 +68,11 @@ def instantiate(node: Any, **options: Any) -> Any:
         return hydra.utils.instantiate(node, **options)
 
 
-# Of Python's standard library, a config may make values and handlers of logs, and nothing that acts.
-VALUES = (bool, complex, dict, float, int, list, range, set, slice, str, tuple)
-OF_STANDARD_LIBRARY = (
-    *(f"builtins.{value.__name__}" for value in VALUES),
-    *("collections.*", "datetime.*", "decimal.*", "fractions.*", "functools.partial", "logging.*", "math.*"),
-    "pathlib.Path",
-)
+# Of Python's standard library, a config may make values, and nothing that acts.
+OF_STANDARD_LIBRARY = ("collections.*", "datetime.*", "decimal.*", "fractions.*", "functools.partial", "math.*")
 
 
-def execution_whitelist() -> AbstractContextManager[Any]:
+def execution_whitelist(*more: str) -> AbstractContextManager[Any]:
     """Return a context in which Hydra may call what is installed or lies in a folder of ``sys.path``.
 
     Hydra 1.4 asks for that list, ``hydra.utils.execution_whitelist``; 1.3.8 has one of what it refuses, which 1.4 still
@@ -90,6 +85,6 @@ def execution_whitelist() -> AbstractContextManager[Any]:
     importable = {*sys.modules, *(file for folder in folders for file in os.listdir(folder))}
     packages = {name.partition(".")[0] for name in importable} - sys.stdlib_module_names
     listed: AbstractContextManager[Any] = whitelist(
-        [*OF_STANDARD_LIBRARY, *(f"{name}.*" for name in packages if name.isidentifier())]
+        [*OF_STANDARD_LIBRARY, *more, *(f"{name}.*" for name in packages if name.isidentifier())]
     )
     return listed

@@ -162,7 +162,7 @@ def _function(node: str | Mapping[str, Any], key: str) -> Any:
     if isinstance(node, str):
         found = locate(node, key)
     elif node.get("_partial_"):
-        arguments = make({**node, "_target_": "builtins.dict"}, key)
+        arguments = make({**node, "_target_": "collections.OrderedDict"}, key)
         found = partial(locate(str(node.get("_target_")), key), **arguments)
     else:
         found = make(node, key)

@@ -2,15 +2,18 @@
 
 import inspect
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from functools import partial
 from traceback import extract_tb
 from typing import Any
 
 from hydra.errors import InstantiationException
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ddp_recipes._compat import hydra_
 from ddp_recipes._compat.messages import shortened
+from ddp_recipes.config import targets
 from ddp_recipes.errors import RequestError
 from ddp_recipes.runtime.fast_paths import uncompiled
 
@@ -21,10 +24,13 @@ def locate(target: str, section: str) -> Any:
     """Return what a dotted name stands for.
 
     Raises:
-        RequestError: there is no such thing.
+        RequestError: there is no such thing, or no config may name it.
     """
+    targets.check_name(target, f"{section}._target_")
     try:
-        return hydra_.locate(target)
+        found = hydra_.locate(target)
+        targets.check_object(target, f"{section}._target_")
+        return found
     except (ImportError, AttributeError, ValueError) as error:
         if (broken := _broken_module(error.__cause__, target)) is not None:
             raise RequestError(f"{section}._target_={target} cannot be imported: {broken}") from None
@@ -51,6 +57,16 @@ def parameters_of(target: str, section: str) -> Mapping[str, inspect.Parameter]:
         return {}
 
 
+def _resolved(node: Mapping[str, Any], section: str) -> dict[str, Any]:
+    """Return a node with what comes from the environment, and see that what it names by now may be called."""
+    values = OmegaConf.to_container(OmegaConf.create(dict(node)), resolve=True)
+    assert isinstance(values, dict)
+    if "${" in str(values):  # Hydra would resolve it once more, behind the check
+        raise RequestError(f"{section} still holds ${{…}} once it is resolved. Write out what it stands for.")
+    targets.check_node(values, section)
+    return {str(name): value for name, value in values.items()}
+
+
 def make(node: Mapping[str, Any], section: str, *arguments: Any, without: Collection[str] = (), **runtime: Any) -> Any:
     """Make an object of a config node; lists arrive as lists, and runtime objects untouched.
 
@@ -67,7 +83,12 @@ def make(node: Mapping[str, Any], section: str, *arguments: Any, without: Collec
     target = str(node["_target_"])
     try:
         kept = {name: value for name, value in node.items() if name not in without}
-        made = hydra_.instantiate(kept, _convert_="all", _partial_=True)
+        resolved = _resolved(kept, section)
+        for name in targets.names_in(resolved):
+            with suppress(ImportError, ValueError, AttributeError):  # Hydra says so
+                hydra_.locate(name)
+                targets.check_object(name, section)
+        made = hydra_.instantiate(resolved, _convert_="all", _partial_=True)
     except OmegaConfBaseException as error:  # an environment variable that is not set
         where = f"{section}.{error.full_key}" if error.full_key else section
         raise RequestError(f"{where}: {str(error).splitlines()[0]}") from None

@@ -23,6 +23,7 @@ from ddp_recipes._compat.hydra_ import (
     use_defaults_of_1_3,
 )
 from ddp_recipes._version import __version__
+from ddp_recipes.config import targets
 from ddp_recipes.config.keys import parse as parse_keys
 from ddp_recipes.config.monitor import better
 from ddp_recipes.config.overrides import quoted, refuse_unused, spelled_out
@@ -95,7 +96,7 @@ def session(config_path: str, config_dir: str | None = None) -> Iterator[Hydra]:
     former, job = GlobalHydra.instance().hydra, HydraConfig.instance().cfg
     GlobalHydra.instance().clear()
     try:
-        with execution_whitelist():  # for Hydra's own callbacks and logging
+        with execution_whitelist("logging.*"):  # for Hydra's own callbacks and logging
             yield Hydra.create_main_hydra2(task_name=JOB_NAME, config_search_path=search_path)
     finally:
         GlobalHydra.instance().clear()
@@ -116,6 +117,7 @@ def compose(hydra: Hydra, config_name: str, overrides: Sequence[str], mode: RunM
         config = hydra.compose_config(config_name, list(overrides), mode, validate_sweep_overrides=single)
         parse_keys(SweepSettings, "sweep", config.get("sweep") or {})
         refuse_unused(config, overrides)
+        targets.check_hydra(config)
         return config
 
 

@@ -12,6 +12,7 @@ from omegaconf.resolvers import oc
 
 from ddp_recipes._compat.messages import missing_interpolation_key
 from ddp_recipes._compat.omegaconf_ import register_resolver
+from ddp_recipes.config import targets
 from ddp_recipes.config.keys import parse
 from ddp_recipes.config.launcher import launcher_settings
 from ddp_recipes.config.parallelism import StrategySettings, strategy_settings
@@ -50,8 +51,9 @@ class Request:
         """Check a resolved config.
 
         Raises:
-            RequestError: a section, key or value is not allowed.
+            RequestError: a section, key or value is not allowed, or it names what no config may call.
         """
+        targets.check(config)
         for group in GROUPS:
             if not isinstance(config.get(group), Mapping):
                 raise RequestError(

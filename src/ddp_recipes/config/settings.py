@@ -207,6 +207,7 @@ class RunSettings:
     check_tolerance: Annotated[float, Range(0)] | None
     tune: Literal["lr", "batch_size"] | None = None
     tune_steps: Count | None = None
+    trusted_packages: list[str] | None = None
 
     def __post_init__(self) -> None:
         if self.plan and self.mode != "fit":

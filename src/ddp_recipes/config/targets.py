@@ -1,0 +1,260 @@
+"""Which functions and classes a config may name: looked up here before anything is imported. Loads no torch."""
+
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from ddp_recipes._compat.hydra_ import OF_STANDARD_LIBRARY
+from ddp_recipes.errors import RequestError
+
+# ``*`` stands for anything between two dots, ``**`` for anything.
+LISTED = (
+    "ddp_recipes.*",
+    *(f"ddp_recipes.{part}.**" for part in ("callbacks", "datasets", "lightning", "loggers", "models", "tasks")),
+    *("ddp_recipes.launchers.*", "ddp_recipes.strategies.**"),
+    *("torch.*", *(f"torch.{part}.**" for part in ("distributions", "nn", "optim", "utils.data"))),
+    *(f"torch.{part}.*" for part in ("amp", "fft", "func", "linalg", "special")),
+    *(f"torchvision.{part}.**" for part in ("datasets", "models", "ops", "transforms", "tv_tensors")),
+    *("torchvision.io.read_image", "torchvision.io.decode_image", "torchmetrics.**"),
+    *(f"numpy.{name}" for name in ("array", "asarray", "arange", "full", "linspace", "ones", "zeros", "random.**")),
+    *(
+        f"numpy.{name}"
+        for name in ("bool_", "float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8")
+    ),
+    *(f"sklearn.{name}" for name in ("datasets.load_*", "datasets.make_*", "metrics.*", "preprocessing.*")),
+    *("timm.*", *(f"timm.{part}.**" for part in ("data", "layers", "loss", "models", "optim", "scheduler"))),
+    *("transformers.*", "transformers.*.from_*", "transformers.models.**", "peft.*", "peft.*.from_pretrained"),
+    *("datasets.*", "datasets.*.from_*", "wandb.Settings"),
+    *(
+        f"{lightning}.{part}"
+        for lightning in ("lightning.pytorch", "pytorch_lightning")
+        for part in ("*", "callbacks.**", "demos.**", "loggers.**", "profilers.**", "strategies.**")
+    ),
+)
+# Of a config's section ``hydra`` alone: what sweeps are made of.
+OF_HYDRA = ("hydra._internal.core_plugins.**", "hydra.experimental.callbacks.*", "hydra_plugins.**", "optuna.**")
+LOOK_UPS = tuple(f"hydra.utils.get_{kind}" for kind in ("class", "method", "static_method", "object"))
+# Neither listed by anyone nor reached by another name: what reads pickles, loads code or writes any file.
+NEVER = (
+    *(
+        "joblib.**",
+        "cloudpickle.**",
+        "dill.**",
+        "jsonpickle.**",
+        "pandas.read_pickle",
+        "pandas.io.pickle.**",
+        "yaml.**",
+    ),
+    *(f"numpy.{name}" for name in ("load", "save*", "memmap", "lib.**", "f2py.**", "testing.**", "ctypeslib.**")),
+    *(
+        f"torch.{name}"
+        for name in ("load", "save", "serialization.**", "hub.**", "package.**", "jit.load", "jit._ser*.**")
+    ),
+    *(f"torch.{name}" for name in ("from_file", "fork", "wait", "import_ir_*", "PyTorchFile*", "Script*", "Lite*")),
+    *(
+        f"torch.{name}"
+        for name in ("export.load", "export.save", "CompilationUnit", "ops.load_library", "_ops._Ops.**")
+    ),
+    *(f"torch.utils.{name}.**" for name in ("cpp_extension", "model_zoo", "collect_env", "data.datapipes")),
+    *(f"torch.distributed.{name}.**" for name in ("run", "launcher", "elastic", "checkpoint", "rpc")),
+    *("torch.multiprocessing.**", "torch.testing.**", "torchvision.datasets.utils.**", "sklearn.externals.**"),
+    *("transformers.**.convert_**", "hydra.utils.instantiate", "hydra.utils.call", "hydra._internal.utils.**"),
+    *("**.load_from_checkpoint", "mlflow.**load_model", "ddp_recipes._compat.**", "ddp_recipes.runtime.**"),
+)
+# Arguments by which what is listed would run what a file or a download brings.
+UNSAFE = {"trust_remote_code": True, "allow_pickle": True, "weights_only": False}
+
+_trusted: tuple[str, ...] = ()  # ``trusted_packages`` of the config that this process works for
+
+
+def check(config: Mapping[str, Any]) -> None:
+    """See that a resolved config names only what it may, and look up its later names by its ``trusted_packages``.
+
+    Raises:
+        RequestError: says which name, and what to do.
+    """
+    global _trusted
+    trusted = config.get("trusted_packages") or []
+    if not isinstance(trusted, list) or not all(isinstance(name, str) and name for name in trusted):
+        raise RequestError(f"trusted_packages={trusted} is not allowed. Allowed: a list of names of packages.")
+    for name in trusted:
+        if not re.fullmatch(r"\w+(\.\w+)*", name) or _is_never(name) or _is_never(f"{name}._"):
+            raise RequestError(f"trusted_packages={name}: no config may call that. {_REMEDY}")
+    _trusted = tuple(trusted)
+    check_node({name: value for name, value in config.items() if name != "hydra"}, "")
+
+
+def check_node(node: Any, section: str) -> None:
+    """See that a node and all in it name only what a config may.
+
+    Raises:
+        RequestError: says which name, and what to do.
+    """
+    for where, target, one in _nodes(node, section):
+        check_name(target, f"{where}._target_")
+        for name, unsafe in UNSAFE.items():
+            if one.get(name) is unsafe:
+                raise RequestError(
+                    f"{where}.{name}={str(unsafe).lower()}: {target} would run what a file brings, which no config may "
+                    f"ask for. Leave it out. {_REMEDY}"
+                )
+        if target in LOOK_UPS:
+            check_name(_path(one), f"{where}.path")
+
+
+def names_in(node: Any) -> list[str]:
+    """Return what a node names that :func:`check_node` let through."""
+    found = [(target, one) for _, target, one in _nodes(node, "")]
+    return [target if target not in LOOK_UPS else _path(one) for target, one in found]
+
+
+def _path(node: Mapping[str, Any]) -> Any:
+    """Return what one of Hydra's look-ups is to find."""
+    return node.get("path", (node.get("_args_") or [None])[0])
+
+
+def check_hydra(config: DictConfig) -> None:
+    """See the same of the section ``hydra``, whose plugins and callbacks Hydra makes, and of what a job's env_set sets.
+
+    Raises:
+        RequestError: says which name, and what to do.
+    """
+    trusted = _below([str(name) for name in OmegaConf.select(config, "trusted_packages") or []])
+    for where, target, _ in _nodes(config.hydra, "hydra"):
+        check_name(target, f"{where}._target_", (*OF_HYDRA, *trusted))
+    for name in OmegaConf.select(config, "hydra.job.env_set") or {}:
+        if re.match(r"LD_|DYLD_|PYTHON|PATH$", str(name)):
+            raise RequestError(
+                f"hydra.job.env_set.{name}: it decides what code a process loads. Set it in the shell instead."
+            )
+
+
+def check_name(target: Any, key: str, more: Sequence[str] = ()) -> None:
+    """See that a config may name this, before anything is imported.
+
+    Args:
+        key: what has the name, for messages.
+        more: patterns of names that may be given here, too.
+
+    Raises:
+        RequestError: says what is wrong, and what to do.
+    """
+    if not isinstance(target, str) or "${" in target:
+        raise RequestError(f"{key}={target} is no dotted name of a class or function, written out.")
+    parts = target.split(".")
+    if _is_never(target) or any(part.startswith("__") and part != "__main__" for part in parts):
+        raise RequestError(f"{key}={target}: no config may call that. {_REMEDY}")
+    if _matches(target, (*LISTED, *OF_STANDARD_LIBRARY, *LOOK_UPS, *more, *_below(_trusted))):
+        return
+    if not is_own(parts[0]):
+        among = ", ".join([*_trusted, parts[0] if not _is_top(parts[0]) else target.rpartition(".")[0]])
+        raise RequestError(
+            f"{key}={target} is not among what a config may call: modules in your own folders, and of packages "
+            f"ddp_recipes, torch, torchvision, torchmetrics and those that extras name. If you trust it, add "
+            f"++trusted_packages=[{among}], or trusted_packages: [{among}] in your yaml."
+        )
+
+
+def check_object(target: str, key: str) -> None:
+    """See that what a name stands for may be called, too: ``my_models.os.remove`` is ``os.remove``.
+
+    Raises:
+        RequestError: it stands for what no config may call.
+        ImportError, AttributeError: there is no such thing.
+    """
+    parts = target.split(".")
+    passed: Any = sys.modules[parts[0]]
+    for number, part in enumerate(parts[1:], 1):
+        passed, owner = getattr(passed, part), passed
+        if isinstance(owner, ModuleType) and owner.__name__ != ".".join(parts[:number]):
+            check_name(".".join([owner.__name__, *parts[number:]]), f"{key}={target}")
+        if number == len(parts) - 1 and not callable(passed) and not isinstance(owner, type):
+            return  # a value
+        name = _identity(passed)
+        foreign = (
+            not is_own(parts[0]) and not _is_top(name.partition(".")[0]) and not _matches(name, OF_STANDARD_LIBRARY)
+        )
+        if not isinstance(passed, ModuleType) and (foreign or _is_never(name)):
+            raise RequestError(f"{key}={target} stands for {name}, which no config may call. {_REMEDY}")
+
+
+_REMEDY = "It acts on the machine, or runs what files bring: call it in a function of your own, and name that one."
+
+
+def is_own(package: str) -> bool:
+    """Return whether a module lies in a folder of the user's: neither installed, nor in a folder that a run made.
+
+    What is not there at all counts as well: nothing can be imported, and the message is about that.
+    """
+    if package == "ddp_recipes":  # installed editable, perhaps
+        return False
+    try:
+        spec = find_spec(package)
+    except (ImportError, ValueError):  # made by the process itself, such as ``__main__``
+        return True
+    if spec is None:
+        return True
+    places = [Path(place) for place in spec.submodule_search_locations or [spec.origin or ""]]
+    return not any({"site-packages", "dist-packages"} & {*place.parts} or is_run(place.parent) for place in places)
+
+
+def is_run(folder: Path) -> bool:
+    """Return whether a folder is a run directory, whose files may be somebody else's."""
+    return (folder / "config.yaml").is_file() and (folder / ".hydra").is_dir()
+
+
+def _is_never(name: str) -> bool:
+    top = name.partition(".")[0]
+    of_python = top in sys.stdlib_module_names or top in sys.builtin_module_names
+    return (of_python and top != "__main__" and not _matches(name, OF_STANDARD_LIBRARY)) or _matches(name, NEVER)
+
+
+def _is_top(package: str) -> bool:
+    return package in {pattern.partition(".")[0] for pattern in (*LISTED, *_trusted)}
+
+
+def _below(packages: Sequence[str]) -> list[str]:
+    return [pattern for name in packages for pattern in (name, f"{name}.**")]
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(re.fullmatch(_expression(pattern), name) for pattern in patterns)
+
+
+def _expression(pattern: str) -> str:
+    return re.escape(pattern).replace(r"\*\*", ".*").replace(r"\*", "[^.]*")
+
+
+def _identity(found: Any) -> str:
+    """Return the dotted name of a class or function where it was defined; of another object that of its class."""
+    if isinstance(found, ModuleType):
+        return found.__name__
+    module, name = getattr(found, "__module__", None), getattr(found, "__qualname__", None)
+    if not (isinstance(module, str) and isinstance(name, str)):
+        module, name = type(found).__module__, type(found).__qualname__
+    return f"{module}.{name}"
+
+
+def _nodes(node: Any, where: str) -> Iterator[tuple[str, Any, Any]]:
+    """Yield each node that has a ``_target_``: its dotted name, that target, and the node."""
+    if isinstance(node, Mapping | DictConfig):
+        if node.get("_target_") is not None:
+            yield where, node["_target_"], node
+        keys: Any = node.keys()
+    elif isinstance(node, list | tuple | ListConfig):
+        keys = range(len(node))
+    else:
+        return
+    for key in keys:
+        try:
+            inside = node[key]
+        except OmegaConfBaseException:  # of Hydra's own section: known in a job only
+            continue
+        yield from _nodes(inside, f"{where}.{key}" if where else str(key))

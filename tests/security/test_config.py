@@ -1,0 +1,236 @@
+"""A config calls nothing but what it may, whoever wrote it: what is refused is not even imported."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+import ddp_recipes
+from ddp_recipes import RequestError
+from ddp_recipes.build.instantiate import make
+from ddp_recipes.reporting.run_directory import Summary
+from ddp_recipes.testing import make_job
+from helpers import security_files
+from helpers.recipes import QUICK
+
+OWN = """
+import os
+from os import mkdir
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import load, nn, relu
+
+FOLDERS = []
+
+
+class Net(nn.Linear):
+    def __init__(self, in_features, out_features, hidden_features=0, more=None):
+        super().__init__(in_features, out_features)
+        self.more = more
+"""
+
+# Each would make the folder ``made``, or read ``file``, which makes a witness when it is unpickled.
+NAMES = [
+    *(
+        "os.mkdir",
+        "posix.mkdir",
+        "own.os.mkdir",
+        "own.mkdir",
+        "own.torch.os.mkdir",
+        "own.Path.mkdir",
+        "own.FOLDERS.append",
+    ),
+    *("subprocess.run", "pathlib.Path.mkdir", "pathlib.Path", "builtins.eval", "builtins.dict", "builtins.open"),
+    *("shutil.copy", "importlib.import_module", "runpy.run_path", "pickle.load", "_pickle.loads", "cloudpickle.load"),
+    *("joblib.load", "numpy.load", "own.np.load", "torch.load", "own.load", "own.torch.load"),
+    *("torch.serialization.load", "torch.hub.load", "torch.package.PackageImporter", "torch.jit.load", "torch.save"),
+    *("torch.utils.cpp_extension.load", "torch.utils.collect_env.run", "torch.distributed.run.main"),
+    *("torch.nn.modules.module.torch.utils.collect_env.run", "torch.nn.init.warnings.sys.path.append"),
+    *("torchvision.io.write_file", "own.Net.__init__", "own.Net.load_from_checkpoint", "mlflow.pyfunc.load_model"),
+    *("hydra.utils.instantiate", "hydra.utils.call", "hydra._internal.utils._locate", "hydra_plugins.x.y"),
+    *(
+        "ddp_recipes._compat.hydra_.instantiate",
+        "ddp_recipes.reporting.run_directory.write_text",
+        "own.os.environ.clear",
+    ),
+    *("ddp_recipes.runtime.main_module.unpack", "logging.FileHandler", "setuptools.setup", "sklearn.utils.Bunch"),
+]
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Be in a folder that has a module of the user's, ``own``."""
+    (tmp_path / "own.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own", raising=False)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def composed() -> dict[str, Any]:
+    """Return a config that is composed, for it takes a while."""
+    return dict(make_job([*QUICK, "strategy=single"]).config)
+
+
+def refusal(request: Any, **options: Any) -> str:
+    """Return the message with which ``run`` refuses this, having left nothing in the current folder."""
+
+    def there() -> set[Path]:
+        return {path for path in Path().rglob("*") if "__pycache__" not in path.parts}
+
+    before = there()
+    with pytest.raises(RequestError) as refused:
+        ddp_recipes.run(request, **options)
+    assert there() == before
+    return str(refused.value)
+
+
+def test_a_target_that_acts_is_refused_however_it_is_named(own: Path, composed: dict[str, Any]) -> None:
+    for name in NAMES:
+        for node in (
+            {"_target_": name, "_args_": ["made"]},
+            {"_target_": "own.Net", "more": [{"_target_": name, "_partial_": True}]},
+            {"_target_": "own.Net", "more": {"_target_": "hydra.utils.get_method", "path": name}},
+            {"_target_": "own.Net", "more": {"_target_": "hydra.utils.get_class", "_args_": [name]}},
+        ):
+            if name.startswith(("own.", "torch.nn.")):  # what it stands for is known once it is imported
+                with pytest.raises(RequestError, match=re.escape(name)):
+                    make(node, "model")
+            elif "$" not in name:
+                assert name in refusal({**composed, "model": node})
+    assert not (own / "made").exists()
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["+callbacks.x={_target_: os.mkdir, path: made}"],
+        ["+data.train.x={_target_: os.mkdir, path: made}"],
+        ["logger._target_=os.mkdir"],
+        ["strategy._target_=os.mkdir"],
+        ["launcher._target_=os.mkdir"],
+        ["optimizer._target_=os.mkdir"],
+        ["data.collate_fn={_target_: os.mkdir, path: made}"],
+        ["+hydra.callbacks.x={_target_: os.mkdir, path: made}"],
+        ["+hydra.callbacks.x={_target_: hydra.utils.instantiate}"],
+        ["hydra.launcher._target_=os.mkdir"],
+        ["+hydra.sweeper.x={_target_: os.mkdir, path: made}", "-m"],
+        ["+hydra.job.env_set.LD_PRELOAD=evil.so"],
+        ["+hydra.job.env_set.PYTHONPATH=made"],
+        ["+model.more={_target_: transformers.AutoModel.from_pretrained, trust_remote_code: true}"],
+        ["+model.more={_target_: numpy.array, allow_pickle: true}"],
+        ["++trusted_packages=[os]"],
+        ["++trusted_packages=[torch.hub]"],
+        ["++trusted_packages=['*']"],
+        ["++trusted_packages=os"],
+        ["++trusted_packages=[joblib]", "model._target_=joblib.load"],
+    ],
+    ids=lambda overrides: overrides[0],
+)
+@pytest.mark.usefixtures("own")
+def test_every_section_is_looked_at_before_anything_is_made(overrides: list[str]) -> None:
+    said = refusal([*QUICK, "strategy=single", *overrides])
+    assert re.search("no config may|trusted_packages=|Set it in the shell|is not among", said)
+
+
+def test_a_target_that_comes_by_interpolation_is_refused(
+    own: Path, composed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EVIL", "{_target_: os.mkdir, path: made}")
+    monkeypatch.setenv("TWICE", "${oc.decode:${oc.env:EVIL}}")
+    for more, message in (
+        (
+            "${oc.decode:${oc.env:NO_SUCH_VARIABLE,{_target_: os.mkdir, path: made}}}",
+            r"model\.more\._target_=os\.mkdir",
+        ),
+        ("${oc.decode:${oc.env:EVIL}}", r"model\.more\._target_=os\.mkdir"),
+        ("${oc.env:TWICE}", "model still holds"),
+        ({"_target_": "${oc.env:HOME}"}, "no dotted name"),
+    ):
+        config = {**composed, "model": {"_target_": "own.Net", "in_features": 4, "out_features": 1, "more": more}}
+        with pytest.raises(RequestError, match=message):
+            ddp_recipes.run(config, directory=own / "run")
+    assert not (own / "made").exists()
+
+
+def test_a_package_that_is_installed_is_not_imported_until_it_is_trusted(
+    own: Path, composed: dict[str, Any], monkeypatch: pytest.MonkeyPatch, run: Callable[..., Summary]
+) -> None:
+    witness, installed = own / "witness", own / "lib" / "site-packages"
+    security_files.module(witness, installed / "stranger" / "__init__.py")
+    monkeypatch.syspath_prepend(installed)
+    said = refusal({**composed, "model": {"_target_": "stranger.Net"}})
+    assert "model._target_=stranger.Net is not among" in said
+    assert "++trusted_packages=[stranger]" in said
+    two = {**composed, "model": {"_target_": "stranger.Net"}, "trusted_packages": ["other"]}
+    assert "++trusted_packages=[other, stranger]" in refusal(two)
+    assert not witness.exists()
+    (own / "conf" / "experiment").mkdir(parents=True)
+    (own / "conf" / "experiment" / "mine.yaml").write_text(
+        "# @package _global_\ntrusted_packages: [stranger]\nmodel: {_target_: stranger.Net}\n"
+    )
+    for overrides, options in (
+        (["model._target_=stranger.Net", "++trusted_packages=[stranger]"], {}),
+        (["experiment=mine"], {"config_dir": str(own / "conf")}),
+    ):
+        with pytest.raises(RequestError, match="made a Net, which is no nn"):
+            run("strategy=single", *overrides, **options)
+        assert witness.exists()
+        witness.unlink()
+
+
+def test_what_users_bring_simply_works(own: Path, run: Callable[..., Summary], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module in the current folder, a package elsewhere on the path as editable ones are, names to look up."""
+    (own / "work" / "src" / "mine" / "parts").mkdir(parents=True)
+    (own / "work" / "src" / "mine" / "__init__.py").touch()
+    (own / "work" / "src" / "mine" / "parts" / "nets.py").write_text(OWN)
+    monkeypatch.syspath_prepend(own / "work" / "src")
+    for target in ("own.Net", "mine.parts.nets.Net"):
+        more = [
+            "{_target_: hydra.utils.get_method, path: torch.nn.functional.gelu}",
+            "{_target_: hydra.utils.get_object, path: torch.float32}",
+            "{_target_: hydra.utils.get_object, path: own.FOLDERS}",
+            "{_target_: collections.OrderedDict}",
+            "{_target_: sklearn.datasets.load_iris}",
+        ]
+        done = run("strategy=single", f"model._target_={target}", f"+model.more=[{','.join(more)}]")
+        assert done["status"] == "finished"
+
+
+def test_a_strangers_run_is_resumed_validated_and_exported_without_its_code(
+    own: Path, run: Callable[..., Summary]
+) -> None:
+    theirs, witness = own / "theirs", own / "witness"
+    run("strategy=single", directory=theirs)
+    evil = {"trusted_packages": ["stranger"], "model": {"_target_": "stranger.Net"}, "hydra": {"searchpath": ["."]}}
+    for name in ("config.yaml", ".hydra/config.yaml", ".hydra/hydra.yaml", ".hydra/overrides.yaml"):
+        (theirs / name).parent.mkdir(exist_ok=True)
+        (theirs / name).write_text(OmegaConf.to_yaml(evil))
+    for name in ("stranger", "sitecustomize", "torch", "own_models", "conf/__init__"):
+        security_files.module(witness, theirs / f"{name}.py")
+    for overrides in (["trainer.max_epochs=3"], ["mode=validate"], ["mode=export"]):
+        done = run("strategy=single", f"ckpt_path={theirs}", *overrides)
+        assert done["status"] == "finished"
+    assert run("strategy=single", "trainer.max_epochs=3", "ckpt_path=auto", directory=theirs)["status"] == "finished"
+    (theirs / "config.yaml").write_text(OmegaConf.to_yaml(evil))
+    refused = subprocess.run(
+        [sys.executable, "-m", "ddp_recipes", "model._target_=stranger.Net", "ckpt_path=.", "strategy=single"],
+        cwd=theirs,
+        env={**os.environ, "PYTHONSAFEPATH": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (refused.returncode, witness.exists()) == (2, False), refused.stderr
+    with pytest.raises(RequestError):
+        ddp_recipes.run(OmegaConf.load(theirs / ".hydra" / "config.yaml"))
+    assert not witness.exists()
