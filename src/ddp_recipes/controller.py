@@ -19,7 +19,7 @@ from ddp_recipes.config.launcher import launcher_class
 from ddp_recipes.config.overrides import deleting_null, quoted
 from ddp_recipes.config.request import Request, resolve
 from ddp_recipes.config.translate import translated
-from ddp_recipes.errors import Preempted, RecipeError, RunFailed
+from ddp_recipes.errors import Preempted, RecipeError, RequestError, RunFailed, printable
 from ddp_recipes.launchers import environment
 from ddp_recipes.launchers.base import Launcher, Resources
 from ddp_recipes.launchers.elastic import RestartNote
@@ -160,7 +160,13 @@ class Controller:
             return self._sweep_job_on_tasks(config)
         hydra = HydraConfig.get()
         directory, overrides = Path(hydra.runtime.output_dir), compose.overrides_of_job()
-        print(f"\njob {hydra.job.num}: {' '.join(overrides)}", flush=True)
+        if not Path(os.path.abspath(directory)).is_relative_to(os.path.abspath(hydra.sweep.dir)):
+            raise _SweepStopped(
+                RequestError(
+                    f"hydra.sweep.subdir={hydra.sweep.subdir} leaves hydra.sweep.dir. Choose one that does not."
+                )
+            )
+        print(printable(f"\njob {hydra.job.num}: {' '.join(overrides)}"), flush=True)
         try:
             if (done := sweep.finished_before(directory, overrides)) is not None:
                 print("finished before", flush=True)
@@ -175,7 +181,7 @@ class Controller:
             leave_summary(directory, str(error).strip().splitlines()[-1], overrides)
             if config.sweep.on_failure == "stop":
                 raise _SweepStopped(error) from None
-            print(error, file=sys.stderr, flush=True)
+            print(printable(error), file=sys.stderr, flush=True)
             raise
 
     def _sweep_job_on_tasks(self, config: DictConfig) -> float | None:

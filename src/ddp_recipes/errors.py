@@ -48,6 +48,16 @@ class Preempted(RecipeError):
         self.checkpoint = checkpoint
 
 
+def printable(text: object) -> str:
+    """Return a text in which no control character but an end of line or a tab reaches a terminal: ``\\x1b[2J``."""
+    shown = str(text)
+    if shown.isprintable():
+        return shown
+    return "".join(
+        one if one in "\n\t" or one.isprintable() else one.encode("unicode_escape").decode() for one in shown
+    )
+
+
 def did_not_arrive(ranks: Iterable[int], world_size: int, timeout_s: float) -> str:
     """Return the message on ranks that timed out at the start."""
     return (

@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from ddp_recipes import project
 from ddp_recipes.config.targets import is_run
 from ddp_recipes.controller import Controller
-from ddp_recipes.errors import RecipeError, RequestError
+from ddp_recipes.errors import RecipeError, RequestError, printable
 from ddp_recipes.launchers import environment
 from ddp_recipes.launchers.base import Resources
 from ddp_recipes.runtime.process import die_with_parent, leave
@@ -37,7 +37,7 @@ def main(config_path: str = CONF, config_name: str = "train", *, leaves: bool = 
         else:
             run(sys.argv[1:], config_path=config_path, config_name=config_name, leaves=leaves)
     except RecipeError as error:
-        print(error, file=sys.stderr)
+        print(printable(error), file=sys.stderr)
         status = error.exit_status
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)

@@ -2,6 +2,7 @@
 
 import logging
 import platform
+import re
 import statistics
 import sys
 import time
@@ -19,7 +20,6 @@ from torch import Tensor
 from ddp_recipes._version import __version__
 from ddp_recipes.checkpointing.files import State
 from ddp_recipes.checkpointing.manager import FileCheckpointer
-from ddp_recipes.checkpointing.writing import write_aside
 from ddp_recipes.config.parallelism import PipelineShape
 from ddp_recipes.config.request import Request
 from ddp_recipes.loggers import Logger
@@ -33,6 +33,7 @@ from ddp_recipes.reporting.progress import Progress, make_progress, number, tabl
 from ddp_recipes.reporting.run_directory import RunDirectory, Summary, write_summary
 from ddp_recipes.runtime.control import Control, ForwardHandler
 from ddp_recipes.runtime.digest import digest
+from ddp_recipes.runtime.files import write_aside
 from ddp_recipes.runtime.job import Job
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies import Strategy
@@ -101,7 +102,8 @@ class Output:
             self.task.logger = self.logger
             self.logger.parameters(hyper_parameters(self.job.config) | {"world_size": self.world.world_size})
             config = OmegaConf.to_yaml(OmegaConf.create(dict(self.job.config)))
-            self.logger.text("config", f"```yaml\n{config}\n```")
+            fence = "`" * max(3, 1 + max(map(len, re.findall("`+", config)), default=0))  # which no value ends
+            self.logger.text("config", f"{fence}yaml\n{config}\n{fence}")
             self._draw_split()
             self._draw_schedule()
         if run is None:

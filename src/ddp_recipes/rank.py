@@ -15,13 +15,13 @@ from ddp_recipes.build.output import make_output
 from ddp_recipes.build.recipe import Recipe, make_recipe
 from ddp_recipes.build.run import join, make_run, make_stop_controller
 from ddp_recipes.checkpointing.export import write_weights
-from ddp_recipes.checkpointing.writing import write_aside
 from ddp_recipes.errors import Preempted, RecipeError, RequestError, RunFailed
 from ddp_recipes.output import Output
 from ddp_recipes.reporting.run_directory import RunDirectory, Summary, write_trace
 from ddp_recipes.runtime.advice import advice
 from ddp_recipes.runtime.control import Control
 from ddp_recipes.runtime.digest import digest
+from ddp_recipes.runtime.files import write_aside
 from ddp_recipes.runtime.job import ASKS_TO_STOP, Job
 from ddp_recipes.runtime.main_module import unpack
 from ddp_recipes.runtime.messages import Messages

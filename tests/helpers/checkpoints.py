@@ -12,8 +12,9 @@ import torch
 
 from ddp_recipes.checkpointing.files import content_of
 from ddp_recipes.checkpointing.manager import DefaultWriter, FileCheckpointer
-from ddp_recipes.checkpointing.writing import size_of, unwritable, write_aside
+from ddp_recipes.checkpointing.writing import size_of, unwritable
 from ddp_recipes.config.settings import CheckpointSettings
+from ddp_recipes.runtime.files import write_aside
 
 
 def state_of(step: int, size: int = 4) -> dict[str, Any]:

@@ -23,10 +23,10 @@ from ddp_recipes.checkpointing.files import (
     load_first,
     newest_first,
 )
-from ddp_recipes.checkpointing.writing import write_aside
 from ddp_recipes.errors import RequestError
 from ddp_recipes.models import Toy
 from ddp_recipes.runtime.digest import digest
+from ddp_recipes.runtime.files import write_aside
 from helpers.checkpoints import checkpointer, plain, state_of, write
 
 # --- one file --------------------------------------------------------------------------------------------------------

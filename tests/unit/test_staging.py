@@ -12,7 +12,8 @@ import torch
 
 from ddp_recipes.checkpointing import staging
 from ddp_recipes.checkpointing.staging import StagingWriter
-from ddp_recipes.checkpointing.writing import PlainWriter, Writer, write_aside
+from ddp_recipes.checkpointing.writing import PlainWriter, Writer
+from ddp_recipes.runtime.files import write_aside
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from ddp_recipes.checkpointing.files import find, load_first
-from ddp_recipes.checkpointing.writing import unwritable, write_aside
+from ddp_recipes.checkpointing.writing import unwritable
+from ddp_recipes.runtime.files import write_aside
 
 
 def export(ckpt_path: str | Path, file: str | Path = "model.safetensors") -> Path:

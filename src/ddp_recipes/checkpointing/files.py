@@ -21,6 +21,12 @@ _STEP_FILE = re.compile(r"step_(\d{8,})\.pt")
 
 State = dict[str, Any]
 
+_KINDS: dict[str, type] = {
+    **dict.fromkeys(("checkpointer", "metrics", "optimizer", "precision", "scheduler"), dict),
+    **dict.fromkeys(("more_optimizers", "more_schedulers"), list),
+    **dict.fromkeys(("global_batch_size", "seed", "world_size"), int),
+}
+
 
 def content_of(state: State) -> State:
     """Return what a file holds of a state; refuse what is neither tensor nor plain data, as it could not be read."""
@@ -48,7 +54,10 @@ def load(path: Path) -> State:
         DamagedCheckpoint: it is damaged, or no checkpoint of ours.
         RequestError: it is not there, or of a newer format.
     """
+    if path.exists() and not path.is_file():  # to open a pipe would wait for ever
+        raise DamagedCheckpoint(path, "it is no regular file")
     try:
+        refuse_inflated(path)
         with zipfile.ZipFile(path) as archive:  # torch does not look at its checksums
             if record := archive.testzip():
                 raise DamagedCheckpoint(path, f"its content does not match its checksum ({record})")
@@ -68,9 +77,38 @@ def load(path: Path) -> State:
         raise RequestError(
             f"{path} has format {state['format']}, this version reads up to {FORMAT}: update ddp_recipes."
         )
-    if not isinstance(state.get("model"), dict):
-        raise DamagedCheckpoint(path, "it has no weights")
+    if (misfit := _misfit(state)) is not None:
+        raise DamagedCheckpoint(path, misfit)
     return {**state, "checksum": checksum}
+
+
+def refuse_inflated(path: Path) -> None:
+    """Refuse a zip file that unpacks to more than it takes: torch writes none, and reads it into memory.
+
+    Raises:
+        ValueError: it is one.
+    """
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            if sum(record.file_size for record in archive.infolist()) > path.stat().st_size:
+                raise ValueError("it unpacks to more than it takes, as no checkpoint does")
+
+
+def _misfit(state: State) -> str | None:
+    """Return what in a file is not as a run writes it, where the run could not say so itself."""
+    weights, cursor = state.get("model"), state.get("cursor", {})
+    if not isinstance(weights, dict):
+        return "it has no weights"
+    for name, value in weights.items():
+        if not isinstance(name, str) or not (isinstance(value, torch.Tensor) or name.endswith("_extra_state")):
+            return f"its weight {name} is a {type(value).__name__}, no tensor"
+    counts = ("epoch", "batch", "step", "samples_seen")
+    if not isinstance(cursor, dict) or any(type(cursor.get(name, 0)) is not int for name in counts):
+        return f"its cursor is {cursor}, no whole numbers"
+    for name, kind in _KINDS.items():
+        if not isinstance(state.get(name, kind()), kind):
+            return f"its {name} is a {type(state[name]).__name__}, no {kind.__name__}"
+    return None
 
 
 def load_first(paths: Sequence[Path]) -> tuple[Path, State, list[str]]:
@@ -96,7 +134,7 @@ def load_first(paths: Sequence[Path]) -> tuple[Path, State, list[str]]:
     if last.name == LAST and path != last:
         with suppress(DamagedCheckpoint):
             newer = load(last)
-            if newer["cursor"]["step"] > state["cursor"]["step"]:
+            if newer.get("cursor", {}).get("step", 0) > state.get("cursor", {}).get("step", 0):
                 return last, newer, [f"The file that {last} was a second name of is deleted; that name is used."]
     return path, state, [f"{bad} is damaged: {error.reason}. {path} is used instead." for bad, error in damaged.items()]
 

@@ -3,6 +3,7 @@
 import logging
 import math
 import os
+import shutil
 import sys
 import threading
 from collections.abc import Mapping
@@ -14,8 +15,9 @@ from typing import Any
 
 from ddp_recipes.checkpointing.files import BEST, LAST, State, content_of, step_files
 from ddp_recipes.checkpointing.staging import StagingWriter as DefaultWriter  # or PlainWriter, from writing
-from ddp_recipes.checkpointing.writing import Save, Writer, size_of, unwritable, write_aside
+from ddp_recipes.checkpointing.writing import Writer, size_of, unwritable
 from ddp_recipes.config.settings import CheckpointSettings
+from ddp_recipes.runtime.files import LACKING, Save, write_aside
 
 NICENESS = 10  # gets a tenth of a processor that is wanted by others all the time
 MAX_WAIT_S = 1.0  # how long a snapshot waits for the end of the step after it
@@ -125,8 +127,15 @@ class FileCheckpointer(Checkpointer):
         if not (link.exists() and link.samefile(path)):
             aside = self.directory / f".{name}.part"
             aside.unlink(missing_ok=True)
-            os.link(path, aside)
-            aside.replace(link)
+            try:
+                os.link(path, aside)
+            except OSError as error:
+                if error.errno not in LACKING:
+                    raise
+                with path.open("rb") as file:  # a file system without hard links: a copy, which takes the space again
+                    write_aside(link, partial(shutil.copyfileobj, file))
+            else:
+                aside.replace(link)
         return link
 
     def _prune(self, step: int, kept: list[int]) -> None:

@@ -18,7 +18,8 @@ from typing import Any, BinaryIO
 import torch
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from ddp_recipes.checkpointing.writing import Save, size_of
+from ddp_recipes.checkpointing.writing import size_of
+from ddp_recipes.runtime.files import Save
 
 BLOCK = 4 << 20  # bytes, a multiple of the disk's own blocks: direct writes have to be
 DIRECT = getattr(os, "O_DIRECT", 0)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_recipes.checkpointing.files import find, load, load_first
+from ddp_recipes.checkpointing.files import find, load, load_first, refuse_inflated
 from ddp_recipes.checkpointing.writing import reason_of
 from ddp_recipes.errors import RequestError
 
@@ -26,10 +26,10 @@ def matching(given: str, expected: Mapping[str, Tensor]) -> tuple[dict[str, Tens
         RequestError: there is no such file, it holds more than tensors and plain data, or nothing in it matches.
     """
     path = Path(given).expanduser().absolute()
-    if not path.exists():
+    if not (path.is_file() or path.is_dir()):
         raise RequestError(
-            f"weights_from={given}: there is no {path}. Allowed: a run directory, a checkpoint of it, a .safetensors "
-            f"file, a state dict, or a .ckpt of Lightning."
+            f"weights_from={given}: there is no file {path}. Allowed: a run directory, a checkpoint of it, a "
+            f".safetensors file, a state dict, or a .ckpt of Lightning."
         )
     weights = _read(path)
     found = {prefix: _renamed(weights, prefix) for prefix in PREFIXES}
@@ -78,6 +78,7 @@ def _read(path: Path) -> Mapping[str, Tensor]:
         except Exception as error:  # a class of its own, which it does not export
             raise RequestError(f"weights_from={path} is no whole safetensors file: {error}.") from None
     try:
+        refuse_inflated(path)
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged file can fail in any way in the unpickler
         raise RequestError(

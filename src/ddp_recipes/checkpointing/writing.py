@@ -1,20 +1,18 @@
-"""Files that are complete or absent, and the writer interface behind which a checkpoint becomes one."""
+"""The writer interface behind which a checkpoint becomes a file, and what is said where it cannot be written."""
 
 import io
-import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from ddp_recipes._compat.messages import refused_global
 from ddp_recipes.errors import RecipeError
-
-Save = Callable[[BinaryIO], object]
+from ddp_recipes.runtime.files import Save
 
 
 class Writer(Protocol):
@@ -34,31 +32,6 @@ class PlainWriter:
         memory = io.BytesIO()
         torch.save(content, memory)
         return lambda file: file.write(memory.getbuffer())
-
-
-def write_aside(path: Path, save: Save, link: Callable[[], object] = lambda: None) -> None:
-    """Let ``save`` write a file so that it is complete at ``path`` or not there at all.
-
-    Args:
-        link: gives it further names in its folder, which become durable together with it.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.part")
-    try:
-        with aside.open("wb") as file:
-            save(file)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
-    except BaseException:
-        aside.unlink(missing_ok=True)
-        raise
-    link()
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)  # makes the renames durable
-    finally:
-        os.close(folder)
 
 
 @contextmanager

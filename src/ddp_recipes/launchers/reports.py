@@ -69,9 +69,20 @@ class RankReport:
 
     @classmethod
     def from_json(cls, text: str) -> "RankReport":
-        """Return the report that :meth:`to_json` wrote."""
+        """Return the report that :meth:`to_json` wrote.
+
+        Raises:
+            ValueError: it is none.
+        """
         values = json.loads(text)
-        return cls(**{**values, "unresponsive": tuple(values["unresponsive"])})
+        try:
+            report = cls(**{**values, "unresponsive": tuple(values["unresponsive"])})
+            kinds = {"rank": int, "message": str, "checkpoint": str | None, "time": float | int, "summary": dict | None}
+            if report.kind in _EXIT_CODES and all(isinstance(getattr(report, name), kinds[name]) for name in kinds):
+                return report
+        except (TypeError, KeyError):
+            pass
+        raise ValueError(f"no report of a rank: {text[:200]}")
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ddp_recipes.errors import printable
 from ddp_recipes.reporting.progress import Progress
 from ddp_recipes.runtime.control import Control
 
 FAILURE = "ddp_recipes.failure"  # the logger of what ended a run: whoever started the ranks shows it on the terminal
+
+
+class Plain(logging.Formatter):
+    """Write records without control characters, which a terminal would obey: names may come from files."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
 
 
 class LogFile(logging.FileHandler):
@@ -17,7 +25,7 @@ class LogFile(logging.FileHandler):
 
     def __init__(self, directory: Path, control: Control) -> None:
         super().__init__(directory / "train.log", encoding="utf-8")
-        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        self.setFormatter(Plain("%(asctime)s %(levelname)s %(message)s"))
         self.control = control
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -31,7 +39,7 @@ class LogFile(logging.FileHandler):
     def _write_received(self) -> None:
         for line in self.control.received_logs():
             assert self.stream is not None
-            self.stream.write(line + "\n")
+            self.stream.write(printable(line) + "\n")
 
 
 class Console(logging.Handler):
@@ -39,6 +47,7 @@ class Console(logging.Handler):
 
     def __init__(self, progress: Progress) -> None:
         super().__init__()
+        self.setFormatter(Plain())
         self.progress = progress
 
     def emit(self, record: logging.LogRecord) -> None:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, TextIO
 
-from ddp_recipes.errors import not_one_of
+from ddp_recipes.errors import not_one_of, printable
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -63,7 +63,7 @@ class _Shown(Progress):
                 self._rate = value
 
     def line(self, text: str) -> None:
-        print(text, file=self._stream, flush=True)
+        print(printable(text), file=self._stream, flush=True)
 
     def _status(self) -> str:
         """Return ``step 50/560  loss 0.1234  1234 samples/s  0:12 left``, as far as it is known."""
@@ -118,7 +118,7 @@ class Bar(_Shown):
         if self._live is None:
             super().line(text)
         else:
-            self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
+            self._live.console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
     def stop(self) -> None:
         if self._live is not None:
@@ -173,6 +173,7 @@ def make_progress(choice: str | bool, stream: TextIO) -> Progress:
 
 def table(title: str, rows: Sequence[tuple[str, str]], stream: TextIO) -> None:
     """Print two columns under a title."""
+    rows = [(printable(name), printable(value)) for name, value in rows]
     if not _is_terminal(stream):
         width = max((len(name) for name, _ in rows), default=0)
         print(title, *(f"  {name:<{width}}  {value}" for name, value in rows), sep="\n", file=stream, flush=True)

@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import json
+import logging
 import math
 import os
 import shutil
@@ -13,8 +14,11 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from ddp_recipes.errors import RequestError
+from ddp_recipes.runtime.files import LACKING, planted, write_aside
 
 Summary = dict[str, Any]
+
+log = logging.getLogger(__name__)
 
 
 class RunDirectory:
@@ -31,26 +35,44 @@ class RunDirectory:
     def __init__(self, path: Path, resumed: bool) -> None:
         refuse_used(path, resumed)
         path.mkdir(parents=True, exist_ok=True)
+        _refuse_links(path)
         self.path = path
         self._lock = os.open(path, os.O_RDONLY)  # a lock on the folder itself leaves no file, and ends with the process
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(self._lock)
-            raise RequestError(
-                f"{path} is in use by a run that is still going. Wait for it, or choose another hydra.run.dir."
-            ) from None
+        except OSError as error:
+            if error.errno in LACKING:
+                log.warning("%s cannot be locked (%s): see to it that one run alone uses it.", path, error.strerror)
+            else:
+                os.close(self._lock)
+                raise RequestError(
+                    f"{path} is in use by a run that is still going. Wait for it, or choose another hydra.run.dir."
+                ) from None
         shutil.rmtree(path / "ranks", ignore_errors=True)  # of an earlier start that failed
 
     def record(self, config: Mapping[str, Any], hydra: Mapping[str, str]) -> None:
         """Write ``config.yaml``, what every rank runs with, and Hydra's own record."""
-        write_text(self.path / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(dict(config))))
         for name, text in hydra.items():
-            write_text(self.path / ".hydra" / name, text)
+            write_text(self.path / ".hydra" / name, text, durable=False)
+        write_text(self.path / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(dict(config))))
 
     def close(self) -> None:
         """Release the lock."""
         os.close(self._lock)
+
+
+def _refuse_links(path: Path) -> None:
+    """Refuse a run directory in which links lead what is written elsewhere: a log would be added to any file.
+
+    Raises:
+        RequestError: names the link.
+    """
+    for inside in path.iterdir():
+        if inside.is_symlink() and (inside.lstat().st_uid not in (0, os.geteuid()) or inside.name == "train.log"):
+            raise RequestError(
+                f"{inside} is a symbolic link to {os.readlink(inside)}, which a run would write to. Remove it, or "
+                f"choose another hydra.run.dir; ckpt_path={path} reads the checkpoints from there."
+            )
 
 
 def make_directory(path: Path, fresh: bool) -> Path:
@@ -59,6 +81,8 @@ def make_directory(path: Path, fresh: bool) -> Path:
     Raises:
         RequestError: it cannot be made, or not be written to.
     """
+    if (stranger := planted(path)) is not None:
+        raise RequestError(f"{path} leads through {stranger}. Give a directory in a folder that is yours alone.")
     reason: str | None = None
     for number in range(1000 if fresh else 1):
         candidate = path.with_name(f"{path.name}_{number}") if number else path
@@ -102,6 +126,19 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def read_summary(directory: Path) -> Summary | None:
+    """Return a run's summary; ``None`` if the run has not ended, or what is there is no summary."""
+    try:
+        found = json.loads((directory / "summary.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    if not isinstance(found, dict) or not isinstance(found.get("status"), str):
+        return None
+    texts, numbers = found.get("overrides", []), (found.get("objective"), found.get("wall_time_s"))
+    fits = isinstance(texts, list) and all(isinstance(text, str) for text in texts)
+    return found if fits and all(isinstance(number, int | float | None) for number in numbers) else None
+
+
 def leave_summary(directory: Path, error: str, overrides: Sequence[str], known_better: bool = False) -> None:
     """Write that a run failed if rank 0 has not: it was the one that died, or the run never began.
 
@@ -113,7 +150,7 @@ def leave_summary(directory: Path, error: str, overrides: Sequence[str], known_b
     if directory.is_dir() and not written:
         write_summary(directory, {"status": "failed", "error": error, "overrides": list(overrides)})
     elif known_better:
-        write_summary(directory, {**json.loads(path.read_text(encoding="utf-8")), "status": "failed", "error": error})
+        write_summary(directory, {**(read_summary(directory) or {}), "status": "failed", "error": error})
 
 
 def leave_failure(directory: Path, overrides: Sequence[str], error: str, known_better: bool = False) -> None:
@@ -135,12 +172,9 @@ def leave_trace(directory: Path, rank: int, text: str) -> None:
         write_trace(directory, rank, text)
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a small file aside and rename it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.part")
-    aside.write_text(text, encoding="utf-8")
-    aside.replace(path)
+def write_text(path: Path, text: str, durable: bool = True) -> None:
+    """Write a small file, complete or not at all."""
+    write_aside(path, lambda file: file.write(text.encode()), durable=durable)
 
 
 def remove_empty(path: Path, first_missing: Path) -> None:

@@ -1,23 +1,13 @@
 """One table of a sweep's jobs, read from their directories."""
 
 import csv
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
 from ddp_recipes.errors import RequestError
 from ddp_recipes.reporting.progress import table
-from ddp_recipes.reporting.run_directory import Summary
-
-
-def read_summary(directory: Path) -> Summary | None:
-    """Return a run's summary, or ``None`` if it has not ended."""
-    try:
-        summary: Summary = json.loads((directory / "summary.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    return summary
+from ddp_recipes.reporting.run_directory import Summary, read_summary
 
 
 def finished_before(directory: Path, overrides: Sequence[str]) -> Summary | None:
@@ -34,7 +24,7 @@ def finished_before(directory: Path, overrides: Sequence[str]) -> Summary | None
             f"{directory} holds a job of another sweep: {' '.join(summary['overrides'])}. This one is: "
             f"{' '.join(overrides)}. Use another hydra.sweep.dir."
         )
-    return summary if summary["status"] == "finished" else None
+    return summary if summary.get("status") == "finished" else None
 
 
 def summaries(sweep_directory: Path) -> list[Summary]:

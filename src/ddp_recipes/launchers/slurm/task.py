@@ -1,5 +1,6 @@
 """One task of a Slurm job: it is one rank, and writes its report to ``slurm/``."""
 
+import contextlib
 import json
 import os
 import sys
@@ -100,7 +101,11 @@ def write_report(folder: Path, attempt: Attempt, report: RankReport) -> None:
 
 def read_reports(folder: Path, attempt: Attempt) -> dict[int, RankReport]:
     """Return the reports of this start of the job, by rank."""
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("rank_*.json")]
-    of_attempt = [attempt.number, attempt.restarts]
-    reports = [RankReport.from_json(entry["report"]) for entry in found if entry["of"] == of_attempt]
-    return {report.rank: report for report in reports}
+    reports = {}
+    for path in folder.glob("rank_*.json"):
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # what is no report counts as none
+            entry = json.loads(path.read_text(encoding="utf-8"))
+            if entry["of"] == [attempt.number, attempt.restarts]:
+                report = RankReport.from_json(entry["report"])
+                reports[report.rank] = report
+    return reports

@@ -1,0 +1,64 @@
+"""Files that are complete or absent, and that nobody else can have put in the place of ours. Loads no torch."""
+
+import errno
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+Save = Callable[[BinaryIO], object]
+
+LACKING = (errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOLCK, errno.EMLINK)
+
+
+def write_aside(path: Path, save: Save, link: Callable[[], object] = lambda: None, durable: bool = True) -> None:
+    """Let ``save`` write a file so that it is complete at ``path`` or not there at all.
+
+    Args:
+        link: gives it further names in its folder, which become durable together with it.
+        durable: whether it outlives a power failure once this returns.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.part")
+    aside.unlink(missing_ok=True)  # of a save that was killed, or a symbolic link to elsewhere
+    try:
+        with aside.open("xb") as file:
+            save(file)
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+        aside.replace(path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+    link()
+    if durable:
+        _sync_folder(path.parent)
+
+
+def _sync_folder(path: Path) -> None:
+    """Make the renames in a folder durable, where its file system can."""
+    folder = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    except OSError as error:
+        if error.errno not in LACKING:
+            raise
+    finally:
+        os.close(folder)
+
+
+def planted(path: Path) -> str | None:
+    """Return what another user has put where all may write, if a path leads through it: a link, or a folder for all."""
+    path = path.absolute()
+    for part in (*reversed(path.parents), path):
+        try:
+            found, above = part.lstat().st_mode, part.parent.stat().st_mode
+            user = part.lstat().st_uid
+        except OSError:
+            return None  # not there, nor what is below it
+        trap = stat.S_ISLNK(found) or part == path or found & stat.S_IWOTH
+        if trap and above & stat.S_IWOTH and user not in (0, os.geteuid()):
+            return f"{part}, which another user (number {user}) put there"
+    return None

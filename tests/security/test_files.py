@@ -1,0 +1,285 @@
+"""Files of others are read without running anything; ours are ours alone, whole after a power failure, and in place."""
+
+import json
+import os
+import shutil
+import stat
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import ddp_recipes
+from ddp_recipes import RequestError
+from ddp_recipes.checkpointing.export import export
+from ddp_recipes.reporting.run_directory import Summary
+from helpers import security_files
+from helpers.processes import SMALL, ran
+from helpers.recipes import QUICK
+
+Run = Callable[..., Summary]
+STRANGER = 65534
+SINGLE = "strategy=single"
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="takes a second user, which only root can be")
+
+
+# --- checkpoints of others -------------------------------------------------------------------------------------------
+
+
+def poisoned(kind: str, whole: Path, witness: Path) -> bytes:
+    """Return a file that is no checkpoint, though it may look like one."""
+    weights = {"net.weight": torch.zeros(2)}
+    memory = whole.with_name("made.pt")
+    contents = {
+        "cursor of text": {"format": 2, "model": weights, "cursor": {"step": "1; rm -rf ~"}},
+        "cursor of lists": {"format": 2, "model": weights, "cursor": [1]},
+        "optimizer of text": {"format": 2, "model": weights, "optimizer": "none"},
+        "weights of numbers": {"format": 2, "model": {"net.weight": 1}},
+        "later format": {"format": 10**9, "model": {}},
+    }
+    if kind in contents:
+        torch.save(contents[kind], memory)
+        return memory.read_bytes()
+    header = {"net.weight": {"dtype": "F32", "shape": [1 << 40, 1 << 20], "data_offsets": [0, 1 << 60]}}
+    return {
+        "pickle": security_files.pickled(witness),
+        "pickle in a zip file": security_files.checkpoint(witness),
+        "zip bomb": security_files.bomb(1 << 28),
+        "records that overlap": _overlapping(whole.read_bytes()),
+        "cut": whole.read_bytes()[:-100],
+        "empty": b"",
+        "safetensors with a false header": security_files.safetensors(header, bytes(8)),
+        "safetensors with a long header": security_files.safetensors({}, length=1 << 62),
+        "index": json.dumps({"weight_map": {"net.weight": "../../../../etc/passwd"}}).encode(),
+    }[kind]
+
+
+def _overlapping(content: bytes) -> bytes:
+    """Return a zip file whose central directory names each record a thousand times."""
+    end = content.rindex(b"PK\5\6")
+    count, size, start = struct.unpack_from("<HII", content, end + 10)
+    entries = content[start : start + size] * 50
+    return (
+        content[:start]
+        + entries
+        + struct.pack("<IHHHHIIH", 0x06054B50, 0, 0, count * 50, count * 50, len(entries), start, 0)
+    )
+
+
+KINDS = [
+    *("pickle", "pickle in a zip file", "zip bomb", "records that overlap", "cut", "empty", "cursor of text"),
+    *("cursor of lists", "optimizer of text", "weights of numbers", "later format", "index"),
+    *("safetensors with a false header", "safetensors with a long header"),
+]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of a run."""
+    from ddp_recipes.testing import run_recipe
+
+    folder = tmp_path_factory.mktemp("whole")
+    return Path(run_recipe([*QUICK, SINGLE], 1, folder / "run")["last_checkpoint"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_poisoned_checkpoint_is_refused_in_one_message(kind: str, whole: Path, tmp_path: Path, run: Run) -> None:
+    witness, folder = tmp_path / "witness", tmp_path / "theirs" / "checkpoints"
+    folder.mkdir(parents=True)
+    for name in (
+        "step_00000001.pt",
+        "last.pt",
+        "weights.safetensors",
+        "lightning.ckpt",
+        "model.safetensors.index.json",
+    ):
+        (folder / name).write_bytes(poisoned(kind, whole, witness))
+    for path in (folder / "step_00000001.pt", folder.parent):
+        with pytest.raises(RequestError) as refused:
+            export(path, tmp_path / "out.safetensors")
+        assert "\n" not in str(refused.value) or "Every checkpoint" in str(refused.value)
+    if kind in ("pickle in a zip file", "zip bomb", "index") or kind.startswith("safetensors"):
+        name = "weights.safetensors" if kind.startswith("safetensors") else "lightning.ckpt"
+        with pytest.raises(RequestError, match=r"weights_from=|is damaged or no|has format"):
+            run(SINGLE, f"weights_from={folder / name}", directory=tmp_path / "run")
+    assert not witness.exists()
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link to a device", "folder"])
+def test_what_is_no_file_is_not_waited_for(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "checkpoints" / "step_00000001.pt"
+    path.parent.mkdir()
+    {"pipe": os.mkfifo, "folder": os.mkdir, "link to a device": lambda path: os.symlink("/dev/zero", path)}[kind](path)
+    for given in (path, tmp_path):
+        with pytest.raises(RequestError, match=r"no regular file|without a checkpoint|there is no"):
+            export(given, tmp_path / "out.safetensors")
+
+
+def test_names_in_a_file_reach_a_terminal_spelled_out(whole: Path, tmp_path: Path) -> None:
+    state = torch.load(whole, weights_only=True)
+    state["model"]["\x1b]0;owned\x07\x1b[2J\u202e"] = torch.zeros(1)
+    torch.save(state, tmp_path / "theirs.pt")
+    ended = ran(tmp_path, *QUICK, SINGLE, f"ckpt_path={tmp_path / 'theirs.pt'}")
+    assert ended.status == 2
+    assert r"\x1b]0;owned\x07\x1b[2J\u202e: not in the model" in ended.err
+    assert "\x1b" not in ended.err + ended.out
+
+
+# --- our own files ---------------------------------------------------------------------------------------------------
+
+
+def test_nobody_else_may_write_what_a_run_leaves(run: Run, tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        run(SINGLE, "logger=[tensorboard,csv]", directory=tmp_path / "run")
+    finally:
+        os.umask(before)
+    modes = {path: stat.S_IMODE(path.stat().st_mode) for path in [tmp_path / "run", *(tmp_path / "run").rglob("*")]}
+    assert {path: oct(mode) for path, mode in modes.items() if mode & 0o027} == {}
+    assert len(modes) > 8
+
+
+@as_root
+def test_what_another_user_has_planted_is_not_written_through(run: Run, tmp_path: Path) -> None:
+    """In a folder that all may write to: a run directory, a link to one, and links inside one."""
+    shared, victim = tmp_path / "shared", tmp_path / "victim"
+    for folder in (shared, victim):
+        folder.mkdir()
+    shared.chmod(0o1777)
+    (victim / "profile").write_text("mine\n")
+    (shared / "folder").mkdir(mode=0o777)
+    (shared / "link").symlink_to(victim)
+    (shared / "run").symlink_to(victim / "new")
+    for name in ("folder", "link", "run"):
+        os.chown(shared / name, STRANGER, STRANGER, follow_symlinks=False)
+    for name in ("folder", "run", "link/run"):
+        with pytest.raises(RequestError, match=rf"shared/{name.split('/')[0]}, which another user \(number 65534\)"):
+            ddp_recipes.run([*QUICK, SINGLE, f"hydra.run.dir={shared / name}"])
+    theirs = tmp_path / "theirs"
+    run(SINGLE, directory=theirs)
+    for name in ("train.log", "sub"):
+        (theirs / name).unlink(missing_ok=True)
+        (theirs / name).symlink_to(victim / "profile")
+        os.chown(theirs / name, *((0, 0) if name == "train.log" else (STRANGER, STRANGER)), follow_symlinks=False)
+        with pytest.raises(RequestError, match=f"theirs/{name} is a symbolic link to"):
+            run(SINGLE, "ckpt_path=auto", "trainer.max_epochs=3", directory=theirs)
+        (theirs / name).unlink()
+    for name in ("config.yaml", "summary.json", "checkpoints/step_00000024.pt"):
+        path = theirs / name
+        path.with_name(f".{path.name}.part").symlink_to(victim / "profile")
+    assert run(SINGLE, "ckpt_path=auto", "trainer.max_epochs=3", directory=theirs)["status"] == "finished"
+    assert {path.name: path.read_text() for path in victim.iterdir()} == {"profile": "mine\n"}
+
+
+HOSTILE = ["../../../out", "$(touch out)", "`touch out`", ";touch out;", "a\nb", "\x1b[2J", "<script>alert(1)</script>"]
+
+
+def test_hostile_names_stay_in_the_folder_and_off_the_terminal(tmp_path: Path) -> None:
+    """Of metrics, sections and overrides, on a real run with each of them."""
+    (tmp_path / "deep" / "er").mkdir(parents=True)
+    rows = "\n".join(f'{number},"{name}"' for number, name in enumerate(HOSTILE * 4))
+    (tmp_path / "deep" / "er" / "table.csv").write_text(f"a,b\n{rows}\n")
+    metrics = ",".join(
+        json.dumps(name) + ": {_target_: ddp_recipes.tasks.Accuracy}" for name in HOSTILE if "$" not in name
+    )
+    conf = tmp_path / "deep" / "er" / "conf" / "experiment"
+    conf.mkdir(parents=True)
+    (conf / "hostile.yaml").write_text(f"# @package _global_\ntask: {{metrics: {{{metrics}}}}}\n")
+    csv = ["data=csv", "data.path=table.csv", "data.inputs=[a]", "data.target=b", f"data.out_features={len(HOSTILE)}"]
+    small = ["trainer.max_epochs=1", "trainer.progress=lines", "logger=[tensorboard,csv]", "model=linear", SINGLE]
+    more = ["--config-dir", "conf", "experiment=hostile", "hydra.run.dir=run"]
+    ended = ran(tmp_path / "deep" / "er", *csv, *small, *more)
+    assert ended.status in (0, 2), ended.err
+    assert "\x1b" not in ended.out + ended.err
+    assert "\x1b" not in (tmp_path / "deep" / "er" / "run" / "train.log").read_text() if ended.status == 0 else True
+    assert ended.status == 0, ended.err
+    assert sorted(os.listdir(tmp_path)) == ["deep"]
+    assert sorted(os.listdir(tmp_path / "deep")) == ["er"]
+    assert not list(tmp_path.rglob("out"))
+
+
+def test_a_job_of_a_sweep_does_not_leave_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "er").mkdir()
+    sweep = ["-m", "hydra.sweep.dir=sweep", "hydra.sweep.subdir=${hydra.job.override_dirname}", "seed=1"]
+    ended = ran(tmp_path / "er", *QUICK, SINGLE, *sweep, "+run.note=../../../../stolen")
+    assert ended.status == 2
+    assert "leaves hydra.sweep.dir" in ended.err
+    assert not list(tmp_path.rglob("config.yaml"))
+
+
+# --- after a power failure -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_config_and_summary_are_durable(tmp_path: Path) -> None:
+    """Whoever looks at what the run asks of the system sees each of them synced before it gets its name."""
+    trace = shutil.which("strace")
+    if trace is None:
+        pytest.skip("strace is not installed")
+    log = tmp_path / "trace"
+    command = [
+        trace,
+        "-f",
+        "-y",
+        "-e",
+        "trace=fsync,fdatasync,rename,renameat,renameat2",
+        "-o",
+        str(log),
+        sys.executable,
+    ]
+    ended = ran(tmp_path, *SMALL, SINGLE, "trainer.max_epochs=1", command=command)
+    assert ended.status == 0, ended.err
+    lines = log.read_text().splitlines()
+    for name in ("config.yaml", "summary.json"):
+        renamed = next(number for number, line in enumerate(lines) if "rename" in line and f'/run/{name}"' in line)
+        assert any("fsync" in line and f".{name}.part" in line for line in lines[:renamed])
+        assert any("fsync" in line and "/run>" in line for line in lines[renamed:])
+
+
+@pytest.mark.parametrize("content", ["", '{"status": "finished", "overrides": 3}'], ids=["empty", "other types"])
+def test_an_unreadable_summary_counts_as_not_finished(content: str, tmp_path: Path) -> None:
+    request = [*QUICK, SINGLE, "-m", f"hydra.sweep.dir={tmp_path / 'sweep'}", "seed=1"]
+    ddp_recipes.run(request)
+    path = tmp_path / "sweep" / "0" / "summary.json"
+    path.write_text(content)
+    (again,) = ddp_recipes.run(request)
+    assert (again["status"], json.loads(path.read_text())["status"]) == ("finished", "finished")
+
+
+# --- file systems ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def exfat(tmp_path: Path) -> Iterator[Path]:
+    """A folder on exFAT, which has no hard links."""
+    if os.geteuid() != 0 or not all(map(shutil.which, ("mkfs.exfat", "mount.exfat-fuse", "losetup"))):
+        pytest.skip("takes root, exfatprogs and exfat-fuse, to make and mount a file system without hard links")
+    image, folder = tmp_path / "image", tmp_path / "exfat"
+    image.touch()
+    os.truncate(image, 64 << 20)
+    folder.mkdir()
+    subprocess.run(["mkfs.exfat", image], check=True, capture_output=True)
+    device = subprocess.run(["losetup", "-f", "--show", image], capture_output=True, text=True).stdout.strip()
+    if not device or subprocess.run(["mount.exfat-fuse", device, folder], capture_output=True).returncode != 0:
+        pytest.skip("this machine mounts no file of its own")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", folder], check=True)
+        subprocess.run(["losetup", "-d", device], check=True)
+
+
+def test_a_file_system_without_hard_links_will_do(exfat: Path, run: Run) -> None:
+    (exfat / "file").touch()
+    with pytest.raises(PermissionError):
+        os.link(exfat / "file", exfat / "link")
+    first = run(SINGLE, directory=exfat / "run")
+    assert {"last.pt", "best.pt"} < set(os.listdir(exfat / "run" / "checkpoints"))
+    again = run(SINGLE, "ckpt_path=auto", "trainer.max_epochs=3", directory=exfat / "run")
+    assert (first["global_step"], again["global_step"]) == (16, 24)
+    assert again["weights_sha256"] == run(SINGLE, "trainer.max_epochs=3")["weights_sha256"]
