@@ -71,6 +71,8 @@ NEVER = (
 # Arguments by which what is listed would run what a file or a download brings.
 UNSAFE = {"trust_remote_code": True, "allow_pickle": True, "weights_only": False}
 
+_DOTTED = r"[^\W\d]\w*(\.[^\W\d]\w*)*"
+
 _trusted: tuple[str, ...] = ()  # ``trusted_packages`` of the config that this process works for
 
 
@@ -85,7 +87,7 @@ def check(config: Mapping[str, Any]) -> None:
     if not isinstance(trusted, list) or not all(isinstance(name, str) and name for name in trusted):
         raise RequestError(f"trusted_packages={trusted} is not allowed. Allowed: a list of names of packages.")
     for name in trusted:
-        if not re.fullmatch(r"\w+(\.\w+)*", name) or _is_never(name) or _is_never(f"{name}._"):
+        if not re.fullmatch(_DOTTED, name) or _is_never(name) or _is_never(f"{name}._"):
             raise RequestError(f"trusted_packages={name}: no config may call that. {_REMEDY}")
     _trusted = tuple(trusted)
     check_node({name: value for name, value in config.items() if name != "hydra"}, "")
@@ -146,7 +148,7 @@ def check_name(target: Any, key: str, more: Sequence[str] = ()) -> None:
     Raises:
         RequestError: says what is wrong, and what to do.
     """
-    if not isinstance(target, str) or "${" in target:
+    if not isinstance(target, str) or not re.fullmatch(_DOTTED, target):
         raise RequestError(f"{key}={target} is no dotted name of a class or function, written out.")
     parts = target.split(".")
     if _is_never(target) or any(part.startswith("__") and part != "__main__" for part in parts):

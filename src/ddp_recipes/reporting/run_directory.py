@@ -136,7 +136,12 @@ def read_summary(directory: Path) -> Summary | None:
         return None
     texts, numbers = found.get("overrides", []), (found.get("objective"), found.get("wall_time_s"))
     fits = isinstance(texts, list) and all(isinstance(text, str) for text in texts)
-    return found if fits and all(isinstance(number, int | float | None) for number in numbers) else None
+    return found if fits and all(map(_is_number, numbers)) else None
+
+
+def _is_number(value: object) -> bool:
+    """Return whether a value is null, or a number that can be shown."""
+    return value is None or (isinstance(value, int | float) and abs(value) < 1e300)
 
 
 def leave_summary(directory: Path, error: str, overrides: Sequence[str], known_better: bool = False) -> None:
