@@ -176,31 +176,34 @@ def test_what_another_user_has_planted_is_not_written_through(run: Run, tmp_path
     assert {path.name: path.read_text() for path in victim.iterdir()} == {"profile": "mine\n"}
 
 
-HOSTILE = ["../../../out", "$(touch out)", "`touch out`", ";touch out;", "a\nb", "\x1b[2J", "<script>alert(1)</script>"]
+HOSTILE = ["../../../out", "$(touch out)", "`touch out`", ";touch out 2;", "a\nb", "\x1b[2J", "<script>a(1)</script>"]
 
 
 def test_hostile_names_stay_in_the_folder_and_off_the_terminal(tmp_path: Path) -> None:
-    """Of metrics, sections and overrides, on a real run with each of them."""
-    (tmp_path / "deep" / "er").mkdir(parents=True)
-    rows = "\n".join(f'{number},"{name}"' for number, name in enumerate(HOSTILE * 4))
-    (tmp_path / "deep" / "er" / "table.csv").write_text(f"a,b\n{rows}\n")
-    metrics = ",".join(
-        json.dumps(name) + ": {_target_: ddp_recipes.tasks.Accuracy}" for name in HOSTILE if "$" not in name
+    """Of classes and metrics, with a picture of each: nothing but the run directory is there afterwards."""
+    here = tmp_path / "deep" / "er"
+    (here / "conf" / "experiment").mkdir(parents=True)
+    rows = "".join(f'{number},"{name}"\n' for number, name in enumerate(HOSTILE * 4))
+    (here / "table.csv").write_text(f"a,b\n{rows}")
+    matrix = f"{{_target_: torchmetrics.ConfusionMatrix, task: multiclass, num_classes: {len(HOSTILE)}}}"
+    metrics = ", ".join(f"{json.dumps(name)}: {matrix}" for name in HOSTILE)
+    (here / "conf" / "experiment" / "hostile.yaml").write_text(
+        f"# @package _global_\ntask:\n  metrics: {{accuracy: {{_target_: ddp_recipes.tasks.Accuracy}}, {metrics}}}\n"
     )
-    conf = tmp_path / "deep" / "er" / "conf" / "experiment"
-    conf.mkdir(parents=True)
-    (conf / "hostile.yaml").write_text(f"# @package _global_\ntask: {{metrics: {{{metrics}}}}}\n")
-    csv = ["data=csv", "data.path=table.csv", "data.inputs=[a]", "data.target=b", f"data.out_features={len(HOSTILE)}"]
+    data = ["data=csv", "data.path=table.csv", "data.inputs=[a]", "data.target=b", f"data.out_features={len(HOSTILE)}"]
     small = ["trainer.max_epochs=1", "trainer.progress=lines", "logger=[tensorboard,csv]", "model=linear", SINGLE]
-    more = ["--config-dir", "conf", "experiment=hostile", "hydra.run.dir=run"]
-    ended = ran(tmp_path / "deep" / "er", *csv, *small, *more)
-    assert ended.status in (0, 2), ended.err
-    assert "\x1b" not in ended.out + ended.err
-    assert "\x1b" not in (tmp_path / "deep" / "er" / "run" / "train.log").read_text() if ended.status == 0 else True
+    ended = ran(here, *data, *small, "--config-dir", "conf", "experiment=hostile", "hydra.run.dir=run")
     assert ended.status == 0, ended.err
-    assert sorted(os.listdir(tmp_path)) == ["deep"]
-    assert sorted(os.listdir(tmp_path / "deep")) == ["er"]
-    assert not list(tmp_path.rglob("out"))
+    assert "\x1b" not in ended.out + ended.err + (here / "run" / "train.log").read_text()
+    assert [path.name for path in tmp_path.iterdir()] == ["deep"]
+    assert sorted(path.name for path in here.iterdir() if not path.name.endswith((".out", ".err"))) == [
+        "conf",
+        "run",
+        "table.csv",
+    ]
+    pictures = {path.relative_to(here / "run" / "csv").as_posix() for path in (here / "run" / "csv").rglob("*.png")}
+    assert len(pictures) == len(HOSTILE)
+    assert all(name.isprintable() for name in pictures)
 
 
 def test_a_job_of_a_sweep_does_not_leave_its_folder(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from importlib.util import find_spec
@@ -21,6 +22,14 @@ Parameter = bool | int | float | str
 def folder_name(name: str) -> str:
     """Return the folder of a logger that is called so: ``lines`` for ``LinesLogger``."""
     return (name.removesuffix("Logger") or name).lower()
+
+
+def picture_in(folder: Path, tag: str) -> Path:
+    """Return the file of a picture, in a folder that is there, whatever the tag: metrics may be called ``../x``."""
+    parts = [re.sub(r"[^\w.+=@() -]", "_", part).lstrip(".") or "_" for part in tag.split("/")]
+    path = folder.joinpath(*parts[:-1], f"{parts[-1]}.png")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
 
 
 def require(package: str, section: str, target: str) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO, ClassVar
 
-from ddp_recipes.loggers.base import Logger, Parameter
+from ddp_recipes.loggers.base import Logger, Parameter, picture_in
 
 HELD_ROWS = 1000
 
@@ -132,8 +132,7 @@ class CSVLogger(Logger):
 
     def image(self, tag: str, png: bytes) -> None:
         """Write the picture as ``<tag>.png``, over an earlier one."""
-        path = self._directory / f"{tag}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path = picture_in(self._directory, tag)
         path.with_suffix(".tmp").write_bytes(png)
         os.replace(path.with_suffix(".tmp"), path)
 

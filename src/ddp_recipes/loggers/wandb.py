@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ddp_recipes.errors import RequestError, RunFailed, not_one_of
-from ddp_recipes.loggers.base import Logger, Parameter, kept_id, require
+from ddp_recipes.loggers.base import Logger, Parameter, kept_id, picture_in, require
 from ddp_recipes.loggers.csv import CSVLogger
 
 log = logging.getLogger(__name__)
@@ -138,8 +138,7 @@ class WandbLogger(Logger):
     def image(self, tag: str, png: bytes) -> None:
         import wandb
 
-        path = self._pictures(self._step) / f"{tag}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path = picture_in(self._pictures(self._step), tag)
         path.write_bytes(png)
         self._log({tag: wandb.Image(str(path))}, self._step)
 

@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import shutil
+import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,20 @@ def _refuse_links(path: Path) -> None:
                 f"{inside} is a symbolic link to {os.readlink(inside)}, which a run would write to. Remove it, or "
                 f"choose another hydra.run.dir; ckpt_path={path} reads the checkpoints from there."
             )
+
+
+def refuse_others(path: Path) -> None:
+    """Refuse a directory that others may have written to, for Slurm's job will run what it finds there.
+
+    Raises:
+        RequestError: it belongs to another user, or all may write to it.
+    """
+    found = path.stat()
+    if found.st_uid not in (0, os.geteuid()) or found.st_mode & stat.S_IWOTH:
+        raise RequestError(
+            f"{path} is not yours alone (user number {found.st_uid}, mode {found.st_mode & 0o777:o}), and a Slurm job "
+            f"runs what lies there. Choose another hydra.run.dir, or take the rights of others: chmod o-w {path}."
+        )
 
 
 def make_directory(path: Path, fresh: bool) -> Path:

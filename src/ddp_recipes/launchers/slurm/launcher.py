@@ -26,7 +26,7 @@ from ddp_recipes.launchers.reports import Death, Outcome, decide
 from ddp_recipes.launchers.slurm.settings import SlurmSettings
 from ddp_recipes.launchers.slurm.state import State
 from ddp_recipes.launchers.slurm.task import STARTED_AGAIN, Attempt, Task, read_reports
-from ddp_recipes.reporting.run_directory import Summary, write_text
+from ddp_recipes.reporting.run_directory import Summary, refuse_others, write_text
 from ddp_recipes.runtime.job import Job
 
 SHORTEST_POLL_S, LONGEST_POLL_S = 0.5, 10.0  # Slurm's controller is shared: the longer nothing changes, the rarer
@@ -64,6 +64,7 @@ class SlurmLauncher:
     def launch(self, job: Job) -> Summary:
         """Return rank 0's summary once the job has ended, or its number at once; an interrupt ends only the waiting."""
         self.resources.refuse_started_ranks("slurm")
+        refuse_others(job.directory)
         settings, folder = self.settings, job.directory / "slurm"
         number = _submit(job, settings, _tasks_per_node(Request.of(job.config), settings), folder)
         write_text(folder / "job_id", f"{number}\n")

@@ -26,7 +26,7 @@ def draw_matrix(rows: Sequence[Sequence[float]], title: str) -> bytes:
                 axis.text(to, at, f"{value:.4g}", ha="center", va="center", fontsize=8, color=ink)
     axis.set_xlabel("output")
     axis.set_ylabel("target")
-    axis.set_title(title, fontsize=11, loc="left")
+    axis.set_title(title, fontsize=11, loc="left", parse_math=False)
     axis.tick_params(length=0)
     axis.spines[:].set_visible(False)
     return as_png(figure)
