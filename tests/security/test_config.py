@@ -148,10 +148,7 @@ def test_a_target_that_comes_by_interpolation_is_refused(
     monkeypatch.setenv("EVIL", "{_target_: os.mkdir, path: made}")
     monkeypatch.setenv("TWICE", "${oc.decode:${oc.env:EVIL}}")
     for more, message in (
-        (
-            "${oc.decode:${oc.env:NO_SUCH_VARIABLE,{_target_: os.mkdir, path: made}}}",
-            r"model\.more\._target_=os\.mkdir",
-        ),
+        ("${oc.decode:${oc.env:NO_SUCH_VARIABLE,{_target_: os.mkdir, path: made}}}", r"model\.more: "),
         ("${oc.decode:${oc.env:EVIL}}", r"model\.more\._target_=os\.mkdir"),
         ("${oc.env:TWICE}", "model still holds"),
         ({"_target_": "${oc.env:HOME}"}, "no dotted name"),

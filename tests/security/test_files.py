@@ -215,6 +215,24 @@ def test_a_job_of_a_sweep_does_not_leave_its_folder(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("config.yaml"))
 
 
+@pytest.mark.parametrize(
+    "override", ["+launcher.sbatch.comment", "launcher.account", "launcher.partition", "hydra.run.dir"]
+)
+def test_a_name_adds_no_line_to_the_script_of_a_slurm_job(
+    override: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm is not needed: it is refused before anything is submitted, and no ``sbatch`` is asked."""
+    pytest.importorskip("submitit")
+    for program in ("sbatch", "srun", "squeue"):
+        (tmp_path / program).write_text(f"#!/bin/sh\ntouch {tmp_path}/asked\nexit 1\n")
+        (tmp_path / program).chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RequestError, match="is not one line of printable text"):
+        ddp_recipes.run([*QUICK, "launcher=slurm", f"{override}='{tmp_path}/a\ntouch out\n'"])
+    assert not (tmp_path / "asked").exists()
+
+
 # --- after a power failure -------------------------------------------------------------------------------------------
 
 

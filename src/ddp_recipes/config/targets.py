@@ -15,59 +15,40 @@ from ddp_recipes._compat.hydra_ import OF_STANDARD_LIBRARY
 from ddp_recipes.errors import RequestError
 
 # ``*`` stands for anything between two dots, ``**`` for anything.
-LISTED = (
-    "ddp_recipes.*",
-    *(f"ddp_recipes.{part}.**" for part in ("callbacks", "datasets", "lightning", "loggers", "models", "tasks")),
-    *("ddp_recipes.launchers.*", "ddp_recipes.strategies.**"),
-    *("torch.*", *(f"torch.{part}.**" for part in ("distributions", "nn", "optim", "utils.data"))),
-    *(f"torch.{part}.*" for part in ("amp", "fft", "func", "linalg", "special")),
-    *(f"torchvision.{part}.**" for part in ("datasets", "models", "ops", "transforms", "tv_tensors")),
-    *("torchvision.io.read_image", "torchvision.io.decode_image", "torchmetrics.**"),
-    *(f"numpy.{name}" for name in ("array", "asarray", "arange", "full", "linspace", "ones", "zeros", "random.**")),
-    *(
-        f"numpy.{name}"
-        for name in ("bool_", "float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8")
-    ),
-    *(f"sklearn.{name}" for name in ("datasets.load_*", "datasets.make_*", "metrics.*", "preprocessing.*")),
-    *("timm.*", *(f"timm.{part}.**" for part in ("data", "layers", "loss", "models", "optim", "scheduler"))),
-    *("transformers.*", "transformers.*.from_*", "transformers.models.**", "peft.*", "peft.*.from_pretrained"),
-    *("datasets.*", "datasets.*.from_*", "wandb.Settings"),
-    *(
-        f"{lightning}.{part}"
-        for lightning in ("lightning.pytorch", "pytorch_lightning")
-        for part in ("*", "callbacks.**", "demos.**", "loggers.**", "profilers.**", "strategies.**")
-    ),
-)
+LISTED = """
+ddp_recipes.* ddp_recipes.callbacks.** ddp_recipes.datasets.** ddp_recipes.launchers.* ddp_recipes.lightning.**
+ddp_recipes.loggers.** ddp_recipes.models.** ddp_recipes.strategies.** ddp_recipes.tasks.**
+torch.* torch.nn.** torch.optim.** torch.utils.data.** torch.distributions.** torch.distributed.algorithms.**
+torch.amp.* torch.cuda.amp.* torch.distributed.fsdp.* torch.fft.* torch.func.* torch.linalg.* torch.special.*
+torchvision.datasets.** torchvision.models.** torchvision.ops.** torchvision.transforms.** torchvision.tv_tensors.**
+torchvision.io.read_image torchvision.io.decode_image torchmetrics.**
+numpy.array numpy.asarray numpy.arange numpy.full numpy.linspace numpy.ones numpy.zeros numpy.random.**
+numpy.bool_ numpy.float16 numpy.float32 numpy.float64 numpy.int8 numpy.int16 numpy.int32 numpy.int64 numpy.uint8
+sklearn.datasets.load_* sklearn.datasets.make_* sklearn.metrics.* sklearn.model_selection.* sklearn.preprocessing.*
+timm.* timm.data.** timm.layers.** timm.loss.** timm.models.** timm.optim.** timm.scheduler.**
+transformers.* transformers.*.from_* transformers.models.** transformers.optimization.* peft.* peft.*.from_pretrained
+datasets.* datasets.*.from_* wandb.Settings lightning.*
+lightning.pytorch.* lightning.pytorch.callbacks.** lightning.pytorch.demos.** lightning.pytorch.loggers.**
+pytorch_lightning.* pytorch_lightning.callbacks.** pytorch_lightning.demos.** pytorch_lightning.loggers.**
+""".split()  # noqa: SIM905
 # Of a config's section ``hydra`` alone: what sweeps are made of.
-OF_HYDRA = ("hydra._internal.core_plugins.**", "hydra.experimental.callbacks.*", "hydra_plugins.**", "optuna.**")
+OF_HYDRA = """
+hydra._internal.core_plugins.** hydra.experimental.callbacks.* hydra_plugins.** optuna.samplers.** optuna.pruners.**
+""".split()  # noqa: SIM905
 LOOK_UPS = tuple(f"hydra.utils.get_{kind}" for kind in ("class", "method", "static_method", "object"))
-# Neither listed by anyone nor reached by another name: what reads pickles, loads code or writes any file.
-NEVER = (
-    *(
-        "joblib.**",
-        "cloudpickle.**",
-        "dill.**",
-        "jsonpickle.**",
-        "pandas.read_pickle",
-        "pandas.io.pickle.**",
-        "yaml.**",
-    ),
-    *(f"numpy.{name}" for name in ("load", "save*", "memmap", "lib.**", "f2py.**", "testing.**", "ctypeslib.**")),
-    *(
-        f"torch.{name}"
-        for name in ("load", "save", "serialization.**", "hub.**", "package.**", "jit.load", "jit._ser*.**")
-    ),
-    *(f"torch.{name}" for name in ("from_file", "fork", "wait", "import_ir_*", "PyTorchFile*", "Script*", "Lite*")),
-    *(
-        f"torch.{name}"
-        for name in ("export.load", "export.save", "CompilationUnit", "ops.load_library", "_ops._Ops.**")
-    ),
-    *(f"torch.utils.{name}.**" for name in ("cpp_extension", "model_zoo", "collect_env", "data.datapipes")),
-    *(f"torch.distributed.{name}.**" for name in ("run", "launcher", "elastic", "checkpoint", "rpc")),
-    *("torch.multiprocessing.**", "torch.testing.**", "torchvision.datasets.utils.**", "sklearn.externals.**"),
-    *("transformers.**.convert_**", "hydra.utils.instantiate", "hydra.utils.call", "hydra._internal.utils.**"),
-    *("**.load_from_checkpoint", "mlflow.**load_model", "ddp_recipes._compat.**", "ddp_recipes.runtime.**"),
-)
+# Neither listed by anyone nor reached by another name: what reads pickles, loads code, or writes and runs anything.
+NEVER = """
+joblib.** cloudpickle.** dill.** jsonpickle.** yaml.** pandas.read_pickle pandas.io.pickle.** mlflow.**load_model
+numpy.load numpy.save* numpy.memmap numpy.lib.** numpy.f2py.** numpy.testing.** numpy.ctypeslib.** sklearn.externals.**
+torch.load torch.save torch.serialization.** torch.hub.** torch.package.** torch.jit.load torch.jit._ser*.**
+torch.export.load torch.export.save torch.from_file torch.fork torch.wait torch.import_ir_* torch.PyTorchFile*
+torch.Script* torch.Lite* torch.CompilationUnit torch.ops.load_library torch._ops._Ops.** torch.testing.**
+torch.utils.cpp_extension.** torch.utils.model_zoo.** torch.utils.collect_env.** torch.utils.data.datapipes.**
+torch.multiprocessing.** torch.distributed.run.** torch.distributed.launcher.** torch.distributed.elastic.**
+torch.distributed.checkpoint.** torch.distributed.rpc.** torchvision.datasets.utils.** transformers.**.convert_**
+hydra.utils.instantiate hydra.utils.call hydra._internal.utils.** ddp_recipes._compat.** ddp_recipes.runtime.**
+**.load_from_checkpoint
+""".split()  # noqa: SIM905
 # Arguments by which what is listed would run what a file or a download brings.
 UNSAFE = {"trust_remote_code": True, "allow_pickle": True, "weights_only": False}
 
@@ -129,8 +110,9 @@ def check_hydra(config: DictConfig) -> None:
         RequestError: says which name, and what to do.
     """
     trusted = _below([str(name) for name in OmegaConf.select(config, "trusted_packages") or []])
-    for where, target, _ in _nodes(config.hydra, "hydra"):
-        check_name(target, f"{where}._target_", (*OF_HYDRA, *trusted))
+    for part in ("callbacks", "launcher", "sweeper"):
+        for where, target, _ in _nodes(OmegaConf.select(config.hydra, part), f"hydra.{part}"):
+            check_name(target, f"{where}._target_", (*OF_HYDRA, *trusted))
     for name in OmegaConf.select(config, "hydra.job.env_set") or {}:
         if re.match(r"LD_|DYLD_|PYTHON|PATH$", str(name)):
             raise RequestError(

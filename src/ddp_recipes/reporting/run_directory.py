@@ -80,8 +80,10 @@ def refuse_others(path: Path) -> None:
     """Refuse a directory that others may have written to, for Slurm's job will run what it finds there.
 
     Raises:
-        RequestError: it belongs to another user, or all may write to it.
+        RequestError: it belongs to another user, or all may write to it; or its name has more than one line.
     """
+    if not str(path).isprintable():  # it stands in the job's script
+        raise RequestError(f"hydra.run.dir={str(path)!r} is not one line of printable text, as Slurm needs it.")
     found = path.stat()
     if found.st_uid not in (0, os.geteuid()) or found.st_mode & stat.S_IWOTH:
         raise RequestError(

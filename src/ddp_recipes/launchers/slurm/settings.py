@@ -36,5 +36,13 @@ class SlurmSettings(LauncherSettings):
                 f"Allowed: more than a minute less than the job's time."
             )
 
+        lines = {"partition": self.partition, "account": self.account}
+        for name, line in {
+            **lines,
+            **{f"sbatch.{name}": f"{name}={value}" for name, value in self.sbatch.items()},
+        }.items():
+            if not str(line).isprintable():  # the next line of the job's script would be a command
+                raise RequestError(f"launcher.{name}={line!r} is not one line of printable text, as Slurm needs it.")
+
     def gpus_of_node(self) -> int | None:
         return self.gpus_per_node
