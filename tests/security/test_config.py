@@ -61,7 +61,14 @@ NAMES = [
         "ddp_recipes.reporting.run_directory.write_text",
         "own.os.environ.clear",
     ),
-    *("ddp_recipes.runtime.main_module.unpack", "logging.FileHandler", "setuptools.setup", "sklearn.utils.Bunch"),
+    *(
+        "ddp_recipes.runtime.main_module.unpack",
+        "logging.FileHandler",
+        "setuptools.setup",
+        "test.support.run_unittest",
+        "torchvision.datasets.LSUN",
+        "sklearn.utils.Bunch",
+    ),
 ]
 
 

@@ -52,6 +52,8 @@ def parse(cls: type[T], section: str, values: Mapping[str, Any], *, others: bool
         RequestError: a key is unknown or missing, or a value is not allowed.
     """
     prefix = f"{section}." if section else ""
+    if not isinstance(values, Mapping):
+        raise RequestError(f"{section}={_shown(values)} is no section. Allowed: its keys, with their values.")
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     hints = get_type_hints(cls, include_extras=True)
     for name in values:

@@ -1,5 +1,6 @@
 """Which functions and classes a config may name: looked up here before anything is imported. Loads no torch."""
 
+import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -46,6 +47,7 @@ torch.Script* torch.Lite* torch.CompilationUnit torch.ops.load_library torch._op
 torch.utils.cpp_extension.** torch.utils.model_zoo.** torch.utils.collect_env.** torch.utils.data.datapipes.**
 torch.multiprocessing.** torch.distributed.run.** torch.distributed.launcher.** torch.distributed.elastic.**
 torch.distributed.checkpoint.** torch.distributed.rpc.** torchvision.datasets.utils.** transformers.**.convert_**
+torchvision.datasets.LSUN* torchvision.datasets.lsun.**
 hydra.utils.instantiate hydra.utils.call hydra._internal.utils.** ddp_recipes._compat.** ddp_recipes.runtime.**
 **.load_from_checkpoint
 """.split()  # noqa: SIM905
@@ -114,7 +116,7 @@ def check_hydra(config: DictConfig) -> None:
         for where, target, _ in _nodes(OmegaConf.select(config.hydra, part), f"hydra.{part}"):
             check_name(target, f"{where}._target_", (*OF_HYDRA, *trusted))
     for name in OmegaConf.select(config, "hydra.job.env_set") or {}:
-        if re.match(r"LD_|DYLD_|PYTHON|PATH$", str(name)):
+        if re.match(r"LD_|DYLD_|PYTHON|PATH$|TORCH_FORCE_|TRUST_REMOTE_CODE$|CC$|CXX$", str(name)):
             raise RequestError(
                 f"hydra.job.env_set.{name}: it decides what code a process loads. Set it in the shell instead."
             )
@@ -186,7 +188,8 @@ def is_own(package: str) -> bool:
     if spec is None:
         return True
     places = [Path(place) for place in spec.submodule_search_locations or [spec.origin or ""]]
-    return not any({"site-packages", "dist-packages"} & {*place.parts} or is_run(place.parent) for place in places)
+    installed, of_python = {"site-packages", "dist-packages"}, Path(os.__file__).parent
+    return not any(installed & {*one.parts} or one.parent == of_python or is_run(one.parent) for one in places)
 
 
 def is_run(folder: Path) -> bool:
