@@ -134,7 +134,7 @@ def test_a_target_that_acts_is_refused_however_it_is_named(own: Path, composed: 
         ["+hydra.job.env_set.LD_PRELOAD=evil.so"],
         ["+hydra.job.env_set.PYTHONPATH=made"],
         ["+model.more={_target_: transformers.AutoModel.from_pretrained, trust_remote_code: true}"],
-        ["+model.more={_target_: numpy.array, allow_pickle: true}"],
+        ["+model.more={_target_: numpy.array, allow_pickle: 1}"],
         ["++trusted_packages=[os]"],
         ["++trusted_packages=[torch.hub]"],
         ["++trusted_packages=['*']"],

@@ -51,8 +51,8 @@ torchvision.datasets.LSUN* torchvision.datasets.lsun.**
 hydra.utils.instantiate hydra.utils.call hydra._internal.utils.** ddp_recipes._compat.** ddp_recipes.runtime.**
 **.load_from_checkpoint
 """.split()  # noqa: SIM905
-# Arguments by which what is listed would run what a file or a download brings.
-UNSAFE = {"trust_remote_code": True, "allow_pickle": True, "weights_only": False}
+# Arguments with another value than this would have what is listed run what a file or a download brings.
+SAFE = {"trust_remote_code": False, "allow_pickle": False, "weights_only": True}
 
 _DOTTED = r"[^\W\d]\w*(\.[^\W\d]\w*)*"
 
@@ -84,11 +84,11 @@ def check_node(node: Any, section: str) -> None:
     """
     for where, target, one in _nodes(node, section):
         check_name(target, f"{where}._target_")
-        for name, unsafe in UNSAFE.items():
-            if one.get(name) is unsafe:
+        for name, harmless in SAFE.items():
+            if one.get(name) not in (None, harmless):
                 raise RequestError(
-                    f"{where}.{name}={str(unsafe).lower()}: {target} would run what a file brings, which no config may "
-                    f"ask for. Leave it out. {_REMEDY}"
+                    f"{where}.{name}={one[name]}: {target} would run what a file brings, which no config may ask for. "
+                    f"Leave it out. {_REMEDY}"
                 )
         if target in LOOK_UPS:
             check_name(_path(one), f"{where}.path")
@@ -102,7 +102,8 @@ def names_in(node: Any) -> list[str]:
 
 def _path(node: Mapping[str, Any]) -> Any:
     """Return what one of Hydra's look-ups is to find."""
-    return node.get("path", (node.get("_args_") or [None])[0])
+    given = node.get("_args_")
+    return node.get("path", given[0] if given and isinstance(given, list) else None)
 
 
 def check_hydra(config: DictConfig) -> None:
@@ -179,17 +180,17 @@ def is_own(package: str) -> bool:
 
     What is not there at all counts as well: nothing can be imported, and the message is about that.
     """
-    if package == "ddp_recipes":  # installed editable, perhaps
-        return False
+    if package in ("ddp_recipes", "__main__"):  # the former is installed editable, perhaps
+        return package == "__main__"
     try:
         spec = find_spec(package)
-    except (ImportError, ValueError):  # made by the process itself, such as ``__main__``
+    except (ImportError, ValueError):  # made by the process itself
         return True
     if spec is None:
         return True
     places = [Path(place) for place in spec.submodule_search_locations or [spec.origin or ""]]
-    installed, of_python = {"site-packages", "dist-packages"}, Path(os.__file__).parent
-    return not any(installed & {*one.parts} or one.parent == of_python or is_run(one.parent) for one in places)
+    installed, of_python = {"site-packages", "dist-packages", "built-in", "frozen"}, Path(os.__file__).parent
+    return not any(installed & {*one.parts} or one.is_relative_to(of_python) or is_run(one.parent) for one in places)
 
 
 def is_run(folder: Path) -> bool:
@@ -200,7 +201,8 @@ def is_run(folder: Path) -> bool:
 def _is_never(name: str) -> bool:
     top = name.partition(".")[0]
     of_python = top in sys.stdlib_module_names or top in sys.builtin_module_names
-    return (of_python and top != "__main__" and not _matches(name, OF_STANDARD_LIBRARY)) or _matches(name, NEVER)
+    acts = of_python and not _matches(name, OF_STANDARD_LIBRARY) and not is_own(top)  # one's own may be called so, too
+    return acts or _matches(name, NEVER)
 
 
 def _is_top(package: str) -> bool:
