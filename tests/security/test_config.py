@@ -198,7 +198,9 @@ def test_what_users_bring_simply_works(own: Path, run: Callable[..., Summary], m
     (own / "work" / "src" / "mine" / "__init__.py").touch()
     (own / "work" / "src" / "mine" / "parts" / "nets.py").write_text(OWN)
     monkeypatch.syspath_prepend(own / "work" / "src")
-    for target in ("own.Net", "mine.parts.nets.Net"):
+    (own / "tabnanny.py").write_text(OWN)  # as a module of Python's is called
+    monkeypatch.delitem(sys.modules, "tabnanny", raising=False)
+    for target in ("own.Net", "mine.parts.nets.Net", "tabnanny.Net"):
         more = [
             "{_target_: hydra.utils.get_method, path: torch.nn.functional.gelu}",
             "{_target_: hydra.utils.get_object, path: torch.float32}",
