@@ -154,7 +154,7 @@ REFUSED = {
     "a folder twice": (["experiment=several", "+logger.b={_target_: ddp_recipes.loggers.CSVLogger}"], "both write"),
     "no such class": (["logger=lines", "logger._target_=own_loggers_module.Lines"], "cannot be found"),
     "merged by Hydra": (["experiment=merged"], "logger=[csv,tensorboard] on the command line"),
-    "takes no directory": (["logger=lines", "logger._target_=builtins.dict"], "logger"),
+    "takes no directory": (["logger=lines", "logger._target_=collections.OrderedDict"], "logger"),
 }
 
 
