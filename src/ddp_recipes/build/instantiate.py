@@ -29,7 +29,7 @@ def locate(target: str, section: str) -> Any:
     targets.check_name(target, f"{section}._target_")
     try:
         found = hydra_.locate(target)
-        targets.check_object(target, f"{section}._target_")
+        targets.check_found(target, f"{section}._target_")
         return found
     except (ImportError, AttributeError, ValueError) as error:
         if (broken := _broken_module(error.__cause__, target)) is not None:
@@ -87,7 +87,7 @@ def make(node: Mapping[str, Any], section: str, *arguments: Any, without: Collec
         for name in targets.names_in(resolved):
             with suppress(ImportError, ValueError, AttributeError):  # Hydra says so
                 hydra_.locate(name)
-                targets.check_object(name, section)
+                targets.check_found(name, section)
         made = hydra_.instantiate(resolved, _convert_="all", _partial_=True)
     except OmegaConfBaseException as error:  # an environment variable that is not set
         where = f"{section}.{error.full_key}" if error.full_key else section

@@ -149,7 +149,7 @@ def check_name(target: Any, key: str, more: Sequence[str] = ()) -> None:
         )
 
 
-def check_object(target: str, key: str) -> None:
+def check_found(target: str, key: str) -> None:
     """See that what a name stands for may be called, too: ``my_models.os.remove`` is ``os.remove``.
 
     Raises:
