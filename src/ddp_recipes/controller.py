@@ -16,18 +16,16 @@ from omegaconf import DictConfig, OmegaConf
 
 from ddp_recipes.config import compose, questions
 from ddp_recipes.config.launcher import launcher_class
-from ddp_recipes.config.overrides import deleting_null, quoted
+from ddp_recipes.config.overrides import deleting_null
 from ddp_recipes.config.request import Request, resolve
 from ddp_recipes.config.translate import translated
 from ddp_recipes.errors import Preempted, RecipeError, RequestError, RunFailed, printable
 from ddp_recipes.launchers import environment
 from ddp_recipes.launchers.base import Launcher, Resources
-from ddp_recipes.launchers.elastic import RestartNote
 from ddp_recipes.launchers.local import run_here
 from ddp_recipes.reporting import sweep
 from ddp_recipes.reporting.run_directory import (
     Summary,
-    first_missing,
     leave_summary,
     make_directory,
     refuse_used,
@@ -51,7 +49,8 @@ class Controller:
         self._leaves = leaves  # with the end of its run
         self._summary: Summary = {}
         self.resources = Resources(world)
-        self._note = RestartNote(os.environ, Path.cwd())
+        self._base = ""  # the directory of the run, or of the whole sweep
+        self._resumes = False  # whether torchrun has started it again: it goes on in the directory of its earlier start
 
     def run(self, argv: Sequence[str], config_path: str, config_name: str) -> Summary | list[Summary]:
         """Compose and run what the command line requests."""
@@ -66,15 +65,12 @@ class Controller:
         with compose.session(config_path, args.config_dir) as hydra:
             with translated(hydra, config_name, args.overrides):
                 args.overrides = deleting_null(hydra, config_name, args.overrides)
-            former = self._note.former_directory()
-            same = [] if former is None else [f"hydra.run.dir={quoted(former)}", "ckpt_path=auto"]
             config = None
             if not (args.multirun or "hydra.mode=MULTIRUN" in args.overrides):
-                config = compose.single(hydra, config_name, [*args.overrides, *same])
+                config = compose.single(hydra, config_name, args.overrides)
             if config is None:
-                same = [] if former is None else [f"hydra.sweep.dir={quoted(former)}"]
-                return self._sweep(hydra, config_name, [*args.overrides, *same])
-            with self._directory(*compose.directory_of(config.hydra.run)) as directory:
+                return self._sweep(hydra, config_name, args.overrides)
+            with self._directory(config, *compose.directory_of(config.hydra.run)) as directory:
                 config.hydra.run.dir = str(directory)
                 compose.run(hydra, config, config_name, self.job)
         return self._summary
@@ -89,23 +85,23 @@ class Controller:
             directory = directory or HydraConfig.get().runtime.output_dir
         elif directory is None:
             directory, fresh = datetime.now().strftime("outputs/%Y-%m-%d/%H-%M-%S"), True
-        if (former := self._note.former_directory()) is not None:
-            directory, fresh, config["ckpt_path"] = former, False, "auto"
-        with self._directory(Path(directory).absolute(), fresh) as made:
+        with self._directory(config, Path(directory).absolute(), fresh) as made:
             hydra = {} if HydraConfig.initialized() else {"config.yaml": OmegaConf.to_yaml(config)}
-            return self._launch(Job(resolve(config), made, hydra, overrides, last=self._leaves))
+            return self._launch(Job(resolve(config), made, hydra, overrides, last=self._leaves, base=self._base))
 
     @contextmanager
-    def _directory(self, path: Path, fresh: bool) -> Iterator[Path]:
-        """Yield the directory, made; nothing is left of a run that never began."""
-        there, missing = path.exists(), first_missing(path)
-        made = make_directory(path, fresh)
-        self._note.write(made)
+    def _directory(self, config: DictConfig, path: Path, fresh: bool) -> Iterator[Path]:
+        """Yield the directory, made, or that of the earlier start; nothing is left of a run that never began."""
+        timeout_s = OmegaConf.select(config, "launcher.timeout_s")
+        bound = timeout_s if isinstance(timeout_s, int | float) else 60.0  # it is refused later
+        if former := self.resources.former_directory(bound, fresh):
+            path, fresh, self._resumes = Path(former), False, True
+        directory, *made = make_directory(path, fresh)
+        self._base = str(directory)
         try:
-            yield made
+            yield directory
         except BaseException:
-            if made != path or not there:
-                remove_empty(made, made if missing == path else missing)
+            remove_empty(made)
             raise
 
     def job(self, config: DictConfig) -> float | None:
@@ -117,12 +113,15 @@ class Controller:
             {"config.yaml": OmegaConf.to_yaml(config), **compose.record()},
             compose.overrides_of_job(),
             last=self._leaves and HydraConfig.get().mode is RunMode.RUN,
+            base=self._base,
         )
         self._summary = self._launch(job)
         objective: float | None = self._summary["objective"]
         return objective
 
     def _launch(self, job: Job) -> Summary:
+        if self._resumes:
+            job = job.resumed()
         request = Request.of(job.config)
         if request.run.ckpt_path is None:
             refuse_used(job.directory, resumed=False)
@@ -140,7 +139,8 @@ class Controller:
 
     def _sweep(self, hydra: "Hydra", config_name: str, overrides: Sequence[str]) -> list[Summary]:
         """Run one job for each combination; however it ends, print the table of the jobs."""
-        with self._directory(*compose.sweep_directory(hydra, config_name, overrides)) as directory:
+        config = compose.for_sweep(hydra, config_name, overrides)
+        with self._directory(config, *compose.directory_of(config.hydra.sweep)) as directory:
             try:
                 compose.multirun(hydra, config_name, overrides, str(directory), self.sweep_job)
             except _SweepStopped as stop:
@@ -201,7 +201,6 @@ class Controller:
     def close(self, exit_code: int) -> None:
         """End what was started for the run; the followers exit with this code."""
         Controller.ended = True
-        self._note.end(exit_code)
         self.resources.close(exit_code)
 
 

@@ -7,7 +7,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,7 +30,7 @@ from ddp_recipes.reporting.figures.split import draw_split
 from ddp_recipes.reporting.hparams import hyper_parameters, overridden
 from ddp_recipes.reporting.logs import FAILURE, Console, LogFile, handling
 from ddp_recipes.reporting.progress import Progress, make_progress, number, table
-from ddp_recipes.reporting.run_directory import RunDirectory, Summary, write_summary
+from ddp_recipes.reporting.run_directory import RunDirectory, Summary, recording, write_summary
 from ddp_recipes.runtime.control import Control, ForwardHandler
 from ddp_recipes.runtime.digest import digest
 from ddp_recipes.runtime.files import write_aside
@@ -87,6 +87,7 @@ class Output:
             return
         quick = bool(self.request.trainer.fast_dev_run)
         self.directory.record(self.job.config, self.job.hydra)
+        write_summary(self.directory.path, self.facts(None))  # "running", whatever an earlier start came to
         self.progress = make_progress(self.request.trainer.progress, sys.stdout)
         self._stack.callback(self.progress.stop)
         self.hold(handling(LogFile(self.directory.path, self.control)))
@@ -131,12 +132,14 @@ class Output:
             return
         if cause is not None:
             logging.getLogger(FAILURE).error("%s", cause.rstrip())
-        write_summary(self.directory.path, summary)
-        self.logger.finish(summary["status"])
+        with nullcontext() if summary["status"] == "finished" else recording():
+            write_summary(self.directory.path, summary)
+            self.logger.finish(summary["status"])
         if cause is None:
             numbers = {name: value for name, value in summary["metrics"].items() if not name.startswith("train/")}
             params = hyper_parameters(self.job.config) | {"world_size": summary["world_size"]}
             self.logger.hparams(params, numbers or summary["metrics"], chosen=overridden(self.job.overrides))
+            self.logger.flush()
             table(f"{summary['status']} in {summary['wall_time_s']:.1f} s", self._end_rows(summary), sys.stdout)
 
     def wait_for_save(self) -> None:
@@ -150,7 +153,8 @@ class Output:
 
     def close(self) -> None:
         """Close files and remove the log handlers."""
-        self._stack.close()
+        with recording():
+            self._stack.close()
         if self.directory is not None:
             self.directory.close()
 

@@ -15,6 +15,7 @@ from ddp_recipes.build.output import make_output
 from ddp_recipes.build.recipe import Recipe, make_recipe
 from ddp_recipes.build.run import join, make_run, make_stop_controller
 from ddp_recipes.checkpointing.export import write_weights
+from ddp_recipes.checkpointing.writing import disk_failure
 from ddp_recipes.errors import Preempted, RecipeError, RequestError, RunFailed
 from ddp_recipes.output import Output
 from ddp_recipes.reporting.run_directory import RunDirectory, Summary, write_trace
@@ -241,6 +242,8 @@ WORK: dict[str, Callable[[Recipe, Output], None]] = {
 
 def fail(recipe: Recipe, control: Control, output: Output, error: BaseException) -> NoReturn:
     """Record a failure for the other ranks and in the run directory, and raise the error to show."""
+    if not isinstance(error, RecipeError):
+        error = disk_failure(error, recipe.job.directory) or error
     own = isinstance(error, RecipeError)  # whose message is enough; anything else needs its traceback
     remedy = None if own else recipe.strategy.explain(error, recipe.task)
     if not own and remedy is None and (line := advice(error, recipe.job.config)) is not None:

@@ -223,10 +223,11 @@ def test_a_second_run_under_torchrun_is_refused(here: Path) -> None:
 
 def test_a_default_directory_that_is_taken_gets_a_number(here: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
-        made = list(pool.map(make_directory, itertools.repeat(here / "outputs" / "now", 24), itertools.repeat(True)))
+        every = list(pool.map(make_directory, itertools.repeat(here / "outputs" / "now", 24), itertools.repeat(True)))
+    made = [directory for directory, *_ in every]
     assert len(set(made)) == 24
     assert {path.name for path in made} == {"now", *(f"now_{number}" for number in range(1, 24))}
-    assert make_directory(here / "outputs" / "now", fresh=False) == here / "outputs" / "now"
+    assert make_directory(here / "outputs" / "now", fresh=False) == [here / "outputs" / "now"]
 
 
 def test_runs_of_one_second_get_directories_of_their_own(here: Path) -> None:

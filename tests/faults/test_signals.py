@@ -79,6 +79,31 @@ def test_one_signal_to_the_launcher_saves_and_ends(number: Signals, folder: Path
     stopped_at(folder / "run")
 
 
+def test_a_signal_in_a_slow_validation_is_answered_there_and_the_validation_comes_again(folder: Path) -> None:
+    overrides = [
+        *RUN,
+        "trainer.max_steps=40",
+        "data.val_samples=2000",
+        "data.val_batch_size=20",
+        "trainer.val_check_interval=10",
+    ]
+    overrides += ["model._target_=own_models.SlowToValidate", "callbacks=ema", "callbacks.ema.decay=0.9"]
+    with started(folder, *overrides, ranks(2), "+model.sleep_s=0.3") as run:  # a quarter of a minute for each
+        until((folder / "validates_1").exists, START_S, "no validation")
+        run.signal(SIGTERM)
+        ended = run.end(GONE_S)
+    assert (ended.status, stopped_at(folder / "run")) == (75, 10), ended.err
+    assert "val/loss" not in summary(folder / "run")["metrics"]
+    for directory in ("run", "undisturbed"):
+        resumed = ran(folder, *overrides, ranks(2), "+model.sleep_s=0", "ckpt_path=auto", f"hydra.run.dir={directory}")
+        assert resumed.status == 0, resumed.err
+    said, expected = summary(folder / "run"), summary(folder / "undisturbed")
+    assert (said["global_step"], said["weights_sha256"]) == (40, expected["weights_sha256"])
+    assert said["metrics"]["val/loss"] == expected["metrics"]["val/loss"]
+    log = (folder / "run" / "train.log").read_text()
+    assert [log.count(f"step {step}  val/loss") for step in (10, 20, 30, 40)] == [1, 1, 1, 1]
+
+
 def test_a_signal_to_every_process_at_once_saves_and_ends(folder: Path) -> None:
     with started(folder, *DISTURBED, ranks(2)) as run:
         until_saved(run, folder / "run")

@@ -31,6 +31,20 @@ class Slow(Toy):
         return super().forward(x)
 
 
+class SlowToValidate(Toy):
+    """Takes its time for each batch of a validation, and says when it has begun with one."""
+
+    def __init__(self, sleep_s: float, **sizes: Any) -> None:
+        super().__init__(**sizes)
+        self.sleep_s = sleep_s
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training and self.sleep_s:
+            Path(f"validates_{RANK}").touch()
+            time.sleep(self.sleep_s)
+        return super().forward(x)
+
+
 class OneByOne(Dataset[tuple[Tensor, Tensor]]):
     """Random samples for data workers."""
 

@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import sysconfig
@@ -136,6 +137,13 @@ def ran(
     """Run ``train.py`` to its end, with the arguments of :func:`started`."""
     with started(folder, *overrides, command=command, environ=environ) as run:
         return run.end()
+
+
+def free_port() -> int:
+    """Return a port that is free on loopback."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+    return port
 
 
 def kill(pid: int, number: signal.Signals) -> None:

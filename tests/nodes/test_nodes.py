@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from helpers.processes import OWN_MODELS
+
 pytestmark = pytest.mark.spawn
 
 TINY = [
@@ -99,16 +101,24 @@ class Nodes:
         nnodes: str = "2",
         options: tuple[str, ...] = (),
         interface: str = "eth0",
+        host: int = 1,
+        joins: bool = False,
     ) -> None:
-        """Start torchrun with one rank on a node, in a folder that the nodes share."""
+        """Start torchrun with one rank on a node, in a folder that the nodes share; they meet at the ``host``."""
         command = [
             *("ip", "netns", "exec", self.names[node - 1], sys.executable, "-m", "torch.distributed.run"),
-            *(f"--nnodes={nnodes}", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-endpoint=10.77.0.1:29400"),
+            *(
+                f"--nnodes={nnodes}",
+                "--nproc-per-node=1",
+                "--rdzv-backend=c10d",
+                f"--rdzv-endpoint=10.77.0.{host}:29400",
+            ),
             *("--rdzv-id=test", f"--local-addr=10.77.0.{node}"),
-            *(f"--rdzv-conf=is_host={int(node == 1)},last_call_timeout=3", *options),
+            *(f"--rdzv-conf=is_host={int(node == host)},last_call_timeout=3", *options),
             *("-m", "ddp_recipes", *overrides),
         ]
-        environ = {**os.environ, "GLOO_SOCKET_IFNAME": interface}
+        # Without the last one torch's own agents lose each other when a node joins.
+        environ = {**os.environ, "GLOO_SOCKET_IFNAME": interface, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": str(int(joins))}
         with (self.folder / f"node_{node}.log").open("ab") as log:
             process = subprocess.Popen(command, cwd=self.folder, env=environ, stdout=log, stderr=subprocess.STDOUT)
         self.processes.append(process)
@@ -262,7 +272,10 @@ def test_the_other_node_ends_when_one_is_killed(nodes: Nodes, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_an_elastic_run_goes_on_with_the_node_that_is_left(nodes: Nodes, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_an_elastic_run_goes_on_with_the_node_that_is_left(
+    number: signal.Signals, nodes: Nodes, tmp_path: Path
+) -> None:
     overrides = [*ENDLESS, "trainer.max_steps=4000", "checkpoint.save_top_k=-1"]
     for node in (1, 2):
         nodes.torchrun(node, *overrides, nnodes="1:2", options=("--max-restarts=3",))
@@ -270,10 +283,31 @@ def test_an_elastic_run_goes_on_with_the_node_that_is_left(nodes: Nodes, tmp_pat
     while not (found := list(tmp_path.glob("outputs/*/*/checkpoints/step_*.pt"))) and time.monotonic() < deadline:
         time.sleep(0.05)
     directory = found[0].parents[1]
-    for pid in nodes.pids(2):
-        os.kill(pid, signal.SIGKILL)
+    for pid in nodes.pids(2) if number == signal.SIGKILL else [nodes.processes[1].pid]:  # its torchrun alone
+        os.kill(pid, number)
     assert nodes.wait(150)[0] == 0, nodes.said(1)
     assert [path.name for path in tmp_path.glob("outputs/*/*")] == [directory.name]
     summary = json.loads((directory / "summary.json").read_text())
     assert (summary["status"], summary["world_size"], summary["global_step"]) == ("finished", 1, 4000)
     assert summary["samples_seen"] == 4000 * 16
+
+
+@pytest.mark.slow
+def test_a_node_that_joins_and_becomes_the_first_goes_on_in_the_directory_of_the_others(
+    nodes: Nodes, tmp_path: Path
+) -> None:
+    shutil.copy(OWN_MODELS, tmp_path)
+    slow = ["model._target_=own_models.Slow", "+model.sleep_s=0.02", "trainer.num_sanity_val_steps=0"]
+    overrides = [*ENDLESS, *slow, "trainer.max_steps=1000"]
+    nodes.torchrun(2, *overrides, nnodes="1:2", host=2, joins=True)
+    deadline = time.monotonic() + 90
+    while not (found := list(tmp_path.glob("outputs/*/*/checkpoints/step_*.pt"))) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    directory = found[0].parents[1]
+    nodes.torchrun(1, *overrides, nnodes="1:2", host=2, joins=True)  # the lower address: rank 0 is on this node now
+    assert nodes.wait(150) == [0, 0], nodes.said(1) + nodes.said(2)
+    assert [path.name for path in tmp_path.glob("outputs/*/*")] == [directory.name]
+    summary = json.loads((directory / "summary.json").read_text())
+    assert (summary["status"], summary["world_size"], summary["global_step"]) == ("finished", 2, 1000)
+    assert summary["samples_seen"] == 1000 * 16
+    assert re.search(r"steps +1,000, from [1-9]", nodes.said(1)), nodes.said(1)

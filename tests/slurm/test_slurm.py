@@ -1,14 +1,16 @@
 """Runs on a real Slurm of two nodes: joined with srun, submitted with launcher=slurm, preempted, swept."""
 
 import os
+import shlex
 import shutil
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from helpers.processes import OWN_MODELS, Ended, ran, started, summary, until, until_saved
+from helpers.processes import OWN_MODELS, TRAIN, Ended, ran, started, summary, until, until_saved
 
 from .conftest import Cluster
 
@@ -85,6 +87,16 @@ def test_an_allocation_with_other_tasks_than_asked_for_is_refused_once(slurm: Cl
     assert ended.err.count(f"{asked}, but Slurm started this step with --ntasks-per-node=1") == 1
     assert "Traceback" not in ended.err
     assert not (folder / "run").exists()
+
+
+def test_the_tasks_of_a_job_array_get_a_directory_each(slurm: Cluster, folder: Path) -> None:
+    command = shlex.join(["srun", sys.executable, TRAIN, *TINY, "hydra.run.dir=outputs/${now:%Y}"])
+    script = ["sbatch", "--parsable", "--array=0-1", f"--chdir={folder}", "--output=array_%a.log", "--wrap", command]
+    job = slurm.command(*script)
+    until(lambda: not slurm.command("squeue", "--noheader"), END_S, "the array does not end")
+    printed = "\n".join(path.read_text() for path in folder.glob("array_*.log"))
+    directories = sorted((folder / "outputs").iterdir())
+    assert [summary(path)["status"] for path in directories] == ["finished"] * 2, f"{job}\n{printed}"
 
 
 # --- launcher=slurm --------------------------------------------------------------------------------------------------
@@ -223,6 +235,33 @@ def test_without_sbatch_it_says_where_to_run_it(folder: Path) -> None:
     assert ended.status == 2
     assert "launcher=slurm needs sbatch and srun, which are not on the PATH" in ended.err
     assert not (folder / "run").exists()
+
+
+def test_the_directory_of_a_queued_job_is_refused_and_left_as_it_is(slurm: Cluster, folder: Path) -> None:
+    held = ("+launcher.sbatch.hold=true", "launcher.wait=false", "hydra.run.dir=run")
+    done(ran(folder, *TINY, *SUBMIT, *held, environ=slurm.environ))
+    job, before = job_of(folder / "run"), sorted((folder / "run").rglob("*"))
+    for other in ("strategy.sync_batchnorm=true", "launcher.partition=gpus", "launcher.wait=false"):
+        ended = ran(folder, *TINY, *SUBMIT, other, "hydra.run.dir=run", environ=slurm.environ)
+        assert ended.status == 2
+        assert f"belongs to Slurm job {job}, whose state is: pending" in ended.err
+        assert sorted((folder / "run").rglob("*")) == before
+    slurm.command("scontrol", "release", job)
+    until(lambda: slurm.state(job)["JobState"] == "COMPLETED", END_S, "the job did not complete")
+    assert summary(folder / "run")["status"] == "finished"
+
+
+def test_of_two_submissions_to_one_directory_one_is_refused_and_the_other_finishes(
+    slurm: Cluster, folder: Path
+) -> None:
+    submitted = [*TINY, *SUBMIT, "hydra.run.dir=run"]
+    start = partial(started, folder, *submitted, environ=slurm.environ)
+    with start() as one, start() as two:
+        both = sorted([one.end(), two.end()], key=lambda ended: ended.status)
+    assert [ended.status for ended in both] == [0, 2], both
+    assert "choose another hydra.run.dir" in both[1].err
+    assert "Traceback" not in both[1].err
+    assert summary(folder / "run")["status"] == "finished"
 
 
 # --- Hydra's own launcher for Slurm ----------------------------------------------------------------------------------

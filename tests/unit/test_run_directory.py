@@ -9,9 +9,9 @@ import pytest
 from ddp_recipes.errors import RequestError
 from ddp_recipes.reporting.run_directory import (
     RunDirectory,
-    first_missing,
     leave_failure,
     leave_summary,
+    make_directory,
     refuse_used,
     remove_empty,
     write_summary,
@@ -48,15 +48,16 @@ def test_a_directory_has_one_writer_at_a_time(tmp_path: Path) -> None:
 
 def test_only_what_was_made_and_stayed_empty_is_removed(tmp_path: Path) -> None:
     run = tmp_path / "outputs" / "today" / "now"
-    missing = first_missing(run)
-    run.mkdir(parents=True)
-    remove_empty(run, missing)
+    _, *made = make_directory(run, fresh=False)
+    assert made == [run, run.parent, run.parents[1]]
+    assert make_directory(run, fresh=False) == [run]  # a second one has made nothing, and removes nothing
+    remove_empty(made)
     assert not (tmp_path / "outputs").exists()
     assert tmp_path.exists()
 
-    run.mkdir(parents=True)
+    _, *made = make_directory(run, fresh=True)
     (tmp_path / "outputs" / "kept.txt").touch()
-    remove_empty(run, missing)
+    remove_empty(made)
     assert (tmp_path / "outputs" / "kept.txt").exists()
     assert not (tmp_path / "outputs" / "today").exists()
 

@@ -1,6 +1,8 @@
 """The writer interface behind which a checkpoint becomes a file, and what is said where it cannot be written."""
 
+import errno
 import io
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -49,6 +51,20 @@ def unwritable(path: Path, size: int) -> Iterator[None]:
             f"{path} could not be written: {reason_of(error)}. It needs about {size:,} bytes; "
             f"free on that disk: {shutil.disk_usage(there).free:,}. Earlier checkpoints are untouched."
         ) from error
+
+
+def disk_failure(error: BaseException, directory: Path) -> RecipeError | None:
+    """Return the error to show where writing anything else into the run directory failed for want of a disk."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            path, free = os.fsdecode(cause.filename or directory), shutil.disk_usage(directory).free
+            return RecipeError(
+                f"{path} could not be written: {cause.strerror}. Free on that disk: {free:,} bytes. Make room "
+                f"(df -h and df -i show it), and go on with the same hydra.run.dir and ckpt_path=auto."
+            )
+        cause = cause.__cause__ or cause.__context__
+    return None
 
 
 def size_of(content: Any) -> int:

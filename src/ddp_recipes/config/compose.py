@@ -160,15 +160,14 @@ def directory_of(node: DictConfig) -> tuple[Path, bool]:
     return Path(node.dir).absolute(), "${now:" in str(written["dir"])
 
 
-def sweep_directory(hydra: Hydra, config_name: str, overrides: Sequence[str]) -> tuple[Path, bool]:
-    """Return ``hydra.sweep.dir`` of a multirun: the time in it is now; and whether its name follows the clock.
+def for_sweep(hydra: Hydra, config_name: str, overrides: Sequence[str]) -> DictConfig:
+    """Return the config of a multirun: the time in ``hydra.sweep.dir`` is now.
 
     Raises:
         RequestError: as in :func:`compose`.
     """
     with translated(hydra, config_name, overrides):
-        config = compose(hydra, config_name, [*overrides, "hydra.mode=MULTIRUN"], RunMode.MULTIRUN)
-        return directory_of(config.hydra.sweep)
+        return compose(hydra, config_name, [*overrides, "hydra.mode=MULTIRUN"], RunMode.MULTIRUN)
 
 
 def multirun(hydra: Hydra, config_name: str, overrides: Sequence[str], directory: str, task: Task) -> None:

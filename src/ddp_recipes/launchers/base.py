@@ -1,11 +1,13 @@
 """What a launcher is: made from its settings, it has the ranks of a job run and returns rank 0's summary."""
 
+import os
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from ddp_recipes.config.settings import LauncherSettings
 from ddp_recipes.errors import RequestError
+from ddp_recipes.launchers.elastic import RestartNote
 from ddp_recipes.launchers.fork_server import ForkServer
 from ddp_recipes.reporting.run_directory import Summary
 from ddp_recipes.runtime.job import Job
@@ -23,10 +25,12 @@ class Resources:
     Attributes:
         world: its place among ranks that something else started; ``None`` if it was started alone.
         server: forks local ranks; it loads torch while the config is composed.
+        note: what torchrun's next start needs.
     """
 
     world: World | None = None
     server: ForkServer = field(default_factory=ForkServer)
+    note: RestartNote = field(default_factory=lambda: RestartNote(os.environ))
 
     @cached_property
     def channel(self) -> "Channel":
@@ -35,7 +39,19 @@ class Resources:
             from ddp_recipes.launchers.channel import Channel
 
         assert self.world is not None
-        return Channel(self.world)
+        return Channel(self.world, self.note)
+
+    def former_directory(self, timeout_s: float, fresh: bool) -> str:
+        """Return the directory in which torchrun started this run before, on any node; empty if it did not.
+
+        Raises:
+            RequestError: it did, but the directory is lost, and a ``fresh`` one would be taken.
+        """
+        if fresh:
+            self.note.refuse_lost()
+        if not self.note.on or self.world is None or self.world.nnodes == 1:
+            return self.note.read()
+        return self.channel.former_directory(timeout_s)  # torchrun may have made another node the first
 
     def refuse_started_ranks(self, name: str) -> None:
         """Refuse a launcher that starts processes of its own in each of several that are running already."""

@@ -9,6 +9,8 @@ import uuid
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 from ddp_recipes import rank
 from ddp_recipes.errors import (
@@ -19,10 +21,11 @@ from ddp_recipes.errors import (
     did_not_arrive,
     exited_without_report,
 )
+from ddp_recipes.launchers.elastic import RestartNote
 from ddp_recipes.launchers.peers import Peers
 from ddp_recipes.launchers.reports import Death, decide
 from ddp_recipes.launchers.store import TIMEOUT, agent_holds_store, at_address
-from ddp_recipes.reporting.run_directory import Summary
+from ddp_recipes.reporting.run_directory import Summary, leave_failure_of_rank_0
 from ddp_recipes.runtime.job import Job
 from ddp_recipes.runtime.messages import Messages
 from ddp_recipes.runtime.world import World
@@ -40,8 +43,9 @@ class Channel:
     all else is kept.
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, note: RestartNote) -> None:
         self.world = world
+        self._note = note
         self.root = at_address(world, os.environ)
         self._generation: Messages | None = None
         self._next = 0
@@ -56,6 +60,15 @@ class Channel:
 
     # --- rank 0
 
+    def former_directory(self, timeout_s: float) -> str:
+        """Return the directory of an earlier start that some node has noted; empty if none has."""
+        try:
+            self._meet(timeout_s)
+        except RunFailed as error:
+            raise self._explained(error, None) from None
+        others = (self.messages.get(f"here/{follower}") for follower in range(1, self.world.world_size))
+        return next(filter(None, (self._note.read(), *others)), "")
+
     def lead(self, job: Job) -> Summary:
         """Post a job and run it as rank 0; with one rank, a plain run."""
         try:
@@ -63,7 +76,7 @@ class Channel:
             number = self._post(job.to_json(with_main=False))
             return self._run(job, number)
         except RunFailed as error:
-            raise self._explained(error, job) from None
+            raise self._explained(error, job.directory) from None
         except RuntimeError:
             if not (exited := self._peers.exited()):
                 raise
@@ -118,9 +131,12 @@ class Channel:
             if message.startswith("stop "):
                 self.messages.set(f"stopped/{self.world.rank}", "")
                 return int(message.removeprefix("stop ")) or int(failed)  # rank 0 may have finished before
-            failed = not self._run_as_follower(replace(Job.from_json(message), main=""), self._next - 1)
+            job = replace(Job.from_json(message), main="")
+            failed = not self._run_as_follower(job, self._next - 1)
             if failed:
                 gc.collect()  # closes this rank's connections: the others, waiting in a collective, notice now
+        if failed:
+            leave_failure_of_rank_0(job.directory, job.overrides, exited_without_report([0], self.world.world_size))
         return 1
 
     def _arrive(self) -> None:
@@ -131,7 +147,7 @@ class Channel:
         if generation is None:
             raise RunFailed(did_not_arrive([0], self.world.world_size, TIMEOUT.total_seconds()))
         self._enter(generation)
-        self.messages.set(f"here/{self.world.rank}", "")
+        self.messages.set(f"here/{self.world.rank}", self._note.read())
 
     def _receive(self, seconds: float | None) -> str | None:
         """Return the next message, or ``None`` if there will be none, or none in so many seconds."""
@@ -157,7 +173,7 @@ class Channel:
         except (RequestError, Preempted):
             pass  # rank 0 prints it
         except RunFailed as error:
-            print(f"[rank {self.world.rank}] {self._explained(error, job)}", file=sys.stderr, flush=True)
+            print(f"[rank {self.world.rank}] {self._explained(error, job.directory)}", file=sys.stderr, flush=True)
             return False
         except Exception as error:
             text = str(error) if isinstance(error, RecipeError) else traceback.format_exc()
@@ -176,13 +192,18 @@ class Channel:
 
     def _run(self, job: Job, number: int) -> Summary:
         messages = self.messages.under(f"run/{number}") if self.world.world_size > 1 else None
-        return rank.run(job, self.world, messages, self._peers.exited)
+        return rank.run(job, self.world, messages, self._peers.exited, partial(self._begun, job))
 
-    def _explained(self, error: RunFailed, job: Job) -> RunFailed:
+    def _begun(self, job: Job) -> None:
+        """Note the directory, once on each node: no rank has refused to begin there."""
+        if self.world.local_rank == 0:
+            self._note.write(job.base)
+
+    def _explained(self, error: RunFailed, directory: Path | None) -> RunFailed:
         """End unresponsive ranks; return the error, with those named whose process has exited."""
         self._unresponsive = error.unresponsive
         exited = sorted({*error.unresponsive} & {*self._peers.exited()})
-        self._peers.end(error.unresponsive, job)
+        self._peers.end(error.unresponsive, directory)
         if not exited or (message := exited_without_report(exited, self.world.world_size)) in str(error):
             return error
         return RunFailed(f"{error}\n{message}", rank=error.rank, unresponsive=error.unresponsive)

@@ -1,37 +1,46 @@
-"""What a torchrun that restarts its workers needs: the directory in which the run resumes. Loads no torch."""
+"""What a torchrun that starts its workers again needs: the directory in which the run goes on. Loads no torch."""
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from ddp_recipes.errors import RequestError
+from ddp_recipes.reporting.run_directory import write_text
+
 
 class RestartNote:
-    """A small file in the current folder, while a torchrun with ``--max-restarts`` is at work.
+    """The run directory, noted in the folder that this node's torchrun made for its own logs.
 
-    Each start of the workers composes anew, and would choose another directory: the time is in its name. The first
-    start writes its directory, a restart takes it, and the end of the run removes the file. That of another torchrun
-    (its agent is another process, and this is its first start) does not count.
+    Each start of the workers composes anew, and would choose another directory: the time is in its name. Torchrun
+    starts them again after a failure, after a signal to one of them, and when a node joins or is lost. The folder is
+    this torchrun's alone, and lasts as long as it does: no other run finds the note there.
     """
 
-    def __init__(self, environ: Mapping[str, str], folder: Path) -> None:
-        most, done = (int(environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("MAX_RESTARTS", "RESTART_COUNT"))
-        self._on, self._restarted, self._last = most > 0, done > 0, done >= most
-        self._path = folder / f".torchrun_{environ.get('TORCHELASTIC_RUN_ID', 'none')}"
-        self._agent = f"{os.uname().nodename} {os.getppid()}"
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self.on = "TORCHELASTIC_RUN_ID" in environ
+        self._restarts = int(environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+        # <folder>/attempt_<restarts>/<local rank>/error.json; any other place may not be this run's alone
+        attempt = Path(environ.get("TORCHELASTIC_ERROR_FILE", "")).parent.parent
+        kept = self.on and attempt.name == f"attempt_{self._restarts}"
+        self._path = attempt.parent / "run_directory" if kept else None
 
-    def former_directory(self) -> str | None:
-        """Return the directory of the start before this one, or ``None`` if this is the first."""
-        if not self._on or not self._path.exists():
-            return None
-        agent, directory = self._path.read_text(encoding="utf-8").splitlines()
-        return directory if self._restarted or agent == self._agent else None
+    def read(self) -> str:
+        """Return the directory of an earlier start; empty if none began."""
+        return self._path.read_text(encoding="utf-8") if self._path is not None and self._path.exists() else ""
 
-    def write(self, directory: Path) -> None:
-        """Write the directory of this start."""
-        if self._on:
-            self._path.write_text(f"{self._agent}\n{directory}\n", encoding="utf-8")
+    def write(self, directory: str) -> None:
+        """Note the directory of this start, which has begun."""
+        if self._path is not None:
+            write_text(self._path, directory)
 
-    def end(self, exit_code: int) -> None:
-        """Remove the file if this exit code is not followed by a restart."""
-        if self._on and (exit_code != 1 or self._last):
-            self._path.unlink(missing_ok=True)
+    def refuse_lost(self) -> None:
+        """Refuse to begin anew where torchrun starts the run again and keeps no folder.
+
+        Raises:
+            RequestError: says how to go on with the run.
+        """
+        if self._restarts and self._path is None:
+            raise RequestError(
+                f"torchrun starts this run again (restart {self._restarts}), and where it began is not known: torchrun "
+                f"keeps no logs (--log-dir), beside which that is noted. Give the run a directory of its own: "
+                f"hydra.run.dir=outputs/mine ckpt_path=auto, with which every start goes on there."
+            )

@@ -11,7 +11,6 @@ from ddp_recipes.errors import RunFailed
 from ddp_recipes.launchers import stacks
 from ddp_recipes.launchers.store import agent_holds_store
 from ddp_recipes.reporting.run_directory import leave_trace
-from ddp_recipes.runtime.job import Job
 from ddp_recipes.runtime.messages import Messages
 from ddp_recipes.runtime.process import state
 from ddp_recipes.runtime.world import World
@@ -39,7 +38,7 @@ class Peers:
         first = self.world.rank - self.world.local_rank
         return sorted({*range(first, first + self.world.local_world_size)} - self._running().keys())
 
-    def end(self, ranks: Sequence[int], job: Job) -> None:
+    def end(self, ranks: Sequence[int], directory: Path | None) -> None:
         """Write the stacks of these ranks, and kill them, those of this node that still run.
 
         The agent would first send SIGTERM, which a stopped process does not take, and then wait half a minute.
@@ -48,7 +47,9 @@ class Peers:
         for rank in running.keys() & {*ranks} - {self.world.rank}:
             pid = running[rank]
             with suppress(OSError), open(f"/proc/{pid}/fd/{self._file_of(rank)}", "rb") as file:
-                leave_trace(job.directory, rank, stacks.request({pid: file})[pid])
+                text = stacks.request({pid: file})[pid]
+                if directory is not None:
+                    leave_trace(directory, rank, text)
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 

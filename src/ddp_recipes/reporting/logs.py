@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ddp_recipes.errors import printable
 from ddp_recipes.reporting.progress import Progress
+from ddp_recipes.reporting.run_directory import recording
 from ddp_recipes.runtime.control import Control
 
 FAILURE = "ddp_recipes.failure"  # the logger of what ended a run: whoever started the ranks shows it on the terminal
@@ -29,12 +30,22 @@ class LogFile(logging.FileHandler):
         self.control = control
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._write_received()
+        with recording(self.baseFilename):
+            self._write_received()
         super().emit(record)
 
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Say that a line is not in the file, where the disk takes no more."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            return super().handleError(record)
+        with recording(self.baseFilename):
+            raise error
+
     def close(self) -> None:
-        self._write_received()
-        super().close()
+        with recording(self.baseFilename):
+            self._write_received()
+            super().close()
 
     def _write_received(self) -> None:
         for line in self.control.received_logs():

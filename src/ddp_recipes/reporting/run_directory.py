@@ -8,7 +8,9 @@ import math
 import os
 import shutil
 import stat
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,17 +40,7 @@ class RunDirectory:
         path.mkdir(parents=True, exist_ok=True)
         _refuse_links(path)
         self.path = path
-        self._lock = os.open(path, os.O_RDONLY)  # a lock on the folder itself leaves no file, and ends with the process
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in LACKING:
-                log.warning("%s cannot be locked (%s): see to it that one run alone uses it.", path, error.strerror)
-            else:
-                os.close(self._lock)
-                raise RequestError(
-                    f"{path} is in use by a run that is still going. Wait for it, or choose another hydra.run.dir."
-                ) from None
+        self._lock = _lock(path)
         shutil.rmtree(path / "ranks", ignore_errors=True)  # of an earlier start that failed
 
     def record(self, config: Mapping[str, Any], hydra: Mapping[str, str]) -> None:
@@ -92,8 +84,51 @@ def refuse_others(path: Path) -> None:
         )
 
 
-def make_directory(path: Path, fresh: bool) -> Path:
-    """Make the directory of a run or a sweep, and return it; a ``fresh`` one that is taken gets ``_1``, ``_2``, ….
+def _lock(path: Path) -> int:
+    """Return the lock of a directory, made if need be: on the folder itself, so it leaves no file and ends with us.
+
+    Raises:
+        RequestError: another process has it.
+    """
+    while True:
+        path.mkdir(parents=True, exist_ok=True)
+        lock = os.open(path, os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(lock), os.stat(path)):
+                return lock
+        except FileNotFoundError:  # who made it has removed it meanwhile
+            pass
+        except OSError as error:
+            if error.errno in LACKING:
+                log.warning("%s cannot be locked (%s): see to it that one run alone uses it.", path, error.strerror)
+                return lock
+            os.close(lock)
+            raise RequestError(
+                f"{path} is in use by a run that is still going. Wait for it, or choose another hydra.run.dir."
+            ) from None
+        os.close(lock)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock of a run directory, which the run in it has as long as it goes.
+
+    Raises:
+        RequestError: another process has it.
+    """
+    lock = _lock(path)
+    try:
+        yield
+    finally:
+        os.close(lock)
+
+
+def make_directory(path: Path, fresh: bool) -> list[Path]:
+    """Make the directory of a run or a sweep; a ``fresh`` one that is taken gets ``_1``, ``_2``, ….
+
+    Returns:
+        It, and what was made for it: itself and parents, if they were not there, the innermost first.
 
     Raises:
         RequestError: it cannot be made, or not be written to.
@@ -101,16 +136,23 @@ def make_directory(path: Path, fresh: bool) -> Path:
     if (stranger := planted(path)) is not None:
         raise RequestError(f"{path} leads through {stranger}. Give a directory in a folder that is yours alone.")
     reason: str | None = None
-    for number in range(1000 if fresh else 1):
-        candidate = path.with_name(f"{path.name}_{number}") if number else path
+    for number in range(1000):
+        candidate = path.with_name(f"{path.name}_{number}") if fresh and number else path
+        made: list[Path] = []
         try:
-            candidate.mkdir(parents=True, exist_ok=not fresh)
-            if os.access(candidate, os.W_OK | os.X_OK):
-                return candidate
-            reason = os.strerror(errno.EACCES)
+            for folder in reversed([each for each in (candidate, *candidate.parents) if not each.exists()]):
+                folder.mkdir()
+                made.insert(0, folder)
+            if fresh and candidate not in made:
+                continue
+            if os.access(candidate, os.W_OK | os.X_OK) and candidate.is_dir():
+                return [candidate, *made]
+            reason = os.strerror(errno.EACCES if candidate.is_dir() else errno.ENOTDIR)
+            break
         except OSError as error:
+            remove_empty(made)
             reason = error.strerror
-            if not isinstance(error, (FileExistsError, FileNotFoundError)):  # the latter: another run removed a parent
+            if not isinstance(error, (FileExistsError, FileNotFoundError)):  # another run made or removed a part of it
                 break
     raise RequestError(
         f"{path} cannot be the run directory: {reason}. Start from a folder that can be written to, or give another "
@@ -144,7 +186,7 @@ def _finite(value: Any) -> Any:
 
 
 def read_summary(directory: Path) -> Summary | None:
-    """Return a run's summary; ``None`` if the run has not ended, or what is there is no summary."""
+    """Return a run's summary, "running" if it has not ended; ``None`` if what is there is no summary."""
     try:
         found = json.loads((directory / "summary.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -161,18 +203,26 @@ def _is_number(value: object) -> bool:
     return value is None or (isinstance(value, int | float) and abs(value) < 1e300)
 
 
+@contextmanager
+def recording(what: str = "A log") -> Iterator[None]:
+    """Write a record of how a run ended where that can be written: it must not take the place of why the run ended."""
+    try:
+        yield
+    except OSError as error:
+        path = os.fsdecode(error.filename or what)
+        print(f"{path} was not written: {error.strerror}.", file=sys.stderr, flush=True)
+
+
+@recording()
 def leave_summary(directory: Path, error: str, overrides: Sequence[str], known_better: bool = False) -> None:
     """Write that a run failed if rank 0 has not: it was the one that died, or the run never began.
 
     Args:
         known_better: rank 0 saw no more than a consequence (a broken connection): ``error`` replaces what it wrote.
     """
-    path, begun = directory / "summary.json", directory / "config.yaml"
-    written = path.exists() and (not begun.exists() or path.stat().st_mtime_ns >= begun.stat().st_mtime_ns)
-    if directory.is_dir() and not written:
-        write_summary(directory, {"status": "failed", "error": error, "overrides": list(overrides)})
-    elif known_better:
-        write_summary(directory, {**(read_summary(directory) or {}), "status": "failed", "error": error})
+    written = read_summary(directory) or {"overrides": list(overrides)}
+    if directory.is_dir() and (known_better or written.get("status", "running") == "running"):
+        write_summary(directory, {**written, "status": "failed", "error": error})
 
 
 def leave_failure(directory: Path, overrides: Sequence[str], error: str, known_better: bool = False) -> None:
@@ -181,6 +231,14 @@ def leave_failure(directory: Path, overrides: Sequence[str], error: str, known_b
         leave_summary(directory, error, overrides, known_better)
 
 
+def leave_failure_of_rank_0(directory: Path, overrides: Sequence[str], error: str) -> None:
+    """Write that a run failed if its rank 0 no longer can: as long as it lives, it holds the lock of the directory."""
+    if (directory / "config.yaml").exists():
+        with suppress(RequestError), locked(directory):
+            leave_summary(directory, error, overrides)
+
+
+@recording()
 def write_trace(directory: Path, rank: int, text: str) -> None:
     """Write a rank's traceback to ``ranks/``."""
     folder = directory / "ranks"
@@ -199,21 +257,12 @@ def write_text(path: Path, text: str, durable: bool = True) -> None:
     write_aside(path, lambda file: file.write(text.encode()), durable=durable)
 
 
-def remove_empty(path: Path, first_missing: Path) -> None:
-    """Remove a directory that nothing was written to, and its parents up to the first one that did not exist."""
-    if path.is_dir() and [inside.name for inside in path.iterdir()] == ["multirun.yaml"]:
-        (path / "multirun.yaml").unlink()  # Hydra's record of a sweep of which no job began
-    while path.is_relative_to(first_missing):
+def remove_empty(made: Sequence[Path]) -> None:
+    """Remove directories that this process made, the innermost first, as far as nothing was written to them."""
+    for path in made:
+        if [inside.name for inside in path.iterdir()] == ["multirun.yaml"]:
+            (path / "multirun.yaml").unlink()  # Hydra's record of a sweep of which no job began
         try:
             path.rmdir()
         except OSError:
             return
-        path = path.parent
-
-
-def first_missing(path: Path) -> Path:
-    """Return the topmost part of a path that does not exist yet (the path itself if it does)."""
-    missing = path
-    while not missing.parent.exists():
-        missing = missing.parent
-    return missing

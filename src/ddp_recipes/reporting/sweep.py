@@ -31,7 +31,11 @@ def summaries(sweep_directory: Path) -> list[Summary]:
     """Return those of the jobs that have ended, in the order of their numbers, each with its ``run_directory``."""
     directories = sorted(sweep_directory.iterdir(), key=lambda path: (len(path.name), path.name))
     found = [(directory, read_summary(directory)) for directory in directories if directory.is_dir()]
-    return [{"run_directory": str(directory), **summary} for directory, summary in found if summary is not None]
+    return [
+        {"run_directory": str(directory), **summary}
+        for directory, summary in found
+        if summary is not None and summary["status"] != "running"
+    ]
 
 
 def report(sweep_directory: Path, stream: TextIO) -> None:

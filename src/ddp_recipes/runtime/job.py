@@ -23,6 +23,7 @@ class Job:
         overrides: of the command line, or of the sweep.
         last: whether the processes that run it exit with it: then they ignore the signals that request that, once each.
         main: what the config names of the ``__main__`` that it comes from, where that is another process's.
+        base: the directory that was made for it, or for the sweep that it is of.
     """
 
     config: Mapping[str, Any]
@@ -31,13 +32,22 @@ class Job:
     overrides: Sequence[str] = ()
     last: bool = False
     main: str = ""
+    base: str = ""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Job.from_json, (self.to_json(),)
 
-    def resumed(self) -> "Job":
-        """Return the job as it resumes from its last checkpoint, or starts again if there is none."""
-        return replace(self, config={**self.config, "ckpt_path": "auto"})
+    def resumed(self, main: bool = True) -> "Job":
+        """Return the job as it goes on in its directory: from the last checkpoint there or, without one, as requested.
+
+        Args:
+            main: whether this is the one process that may clear the directory for a run that begins there again.
+        """
+        if next((self.directory / "checkpoints").glob("step_*.pt"), None) is not None:
+            return replace(self, config={**self.config, "ckpt_path": "auto"})
+        if main:
+            (self.directory / "config.yaml").unlink(missing_ok=True)  # what marks a directory as used
+        return self
 
     def to_json(self, with_main: bool = True) -> str:
         """Return the job as one line of text, for another process; ``with_main`` unless that runs the same program."""

@@ -50,6 +50,8 @@ class Length:
 def reason_to_stop(run: Run) -> str | None:
     """Return why the run is over before its next step, or ``None``."""
     at, limits = run.cursor, run.trainer
+    if run.unfinished is not None:
+        return "signal"
     if limits.max_epochs is not None and at.epoch >= limits.max_epochs:
         return "finished"
     if limits.max_steps is not None and at.step >= limits.max_steps:

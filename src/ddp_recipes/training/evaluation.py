@@ -1,14 +1,14 @@
 """The loss and metrics of a data set, every sample counted once."""
 
 import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from ddp_recipes._compat.collectives import OnCollective
-from ddp_recipes.data.loader import Loader
+from ddp_recipes.data.loader import Batch, Loader
 from ddp_recipes.errors import RequestError, nearest
 from ddp_recipes.runtime.phases import phase
 from ddp_recipes.strategies import Strategy
@@ -16,16 +16,23 @@ from ddp_recipes.tasks import Task
 from ddp_recipes.training.metrics import Matrices, computed, log_matrices
 from ddp_recipes.training.precision import Precision
 from ddp_recipes.training.state import Metrics, Run
+from ddp_recipes.training.stopping import ValidationStopped
 
 log = logging.getLogger(__name__)
 
 
-def validate(run: Run) -> None:
-    """Evaluate on the validation sets, log it, and tell the callbacks."""
+def validate(run: Run) -> bool:
+    """Evaluate on the validation sets, log it, and tell the callbacks; return whether no signal stopped it."""
     for callback in run.callbacks.values():
         callback.on_validation_start(run.cursor.step)
     matrices: Matrices = {}
-    metrics = evaluate(run.task, run.val, run.strategy, run.precision, matrices)
+    try:
+        metrics = evaluate(
+            run.task, run.val, run.strategy, run.precision, matrices, run.stop_controller.check_validation
+        )
+    except ValidationStopped:
+        _end_validation(run)
+        return False
     check_monitor(run, {**run.metrics, **metrics})
     run.metrics.update(metrics)
     run.logger.scalars(metrics, run.cursor.step)
@@ -34,6 +41,11 @@ def validate(run: Run) -> None:
     log.info("epoch %d  step %d  %s", run.cursor.epoch, run.cursor.step, shown)
     for callback in run.callbacks.values():
         callback.on_validation(run.cursor.step, run.metrics)
+    _end_validation(run)
+    return True
+
+
+def _end_validation(run: Run) -> None:
     for callback in run.callbacks.values():
         callback.on_validation_end(run.cursor.step)
     run.task.train()
@@ -45,6 +57,7 @@ def evaluate(
     strategy: Strategy,
     precision: Precision,
     matrices: Matrices | None = None,
+    before_batch: Callable[[int], None] = lambda batch: None,
 ) -> Metrics:
     """Return the loss and metrics of data sets, every sample of each counted once at any world size.
 
@@ -53,25 +66,43 @@ def evaluate(
     Args:
         loaders: by what their metrics' names begin with: ``val``, or ``val/clean`` and ``val/noisy``.
         matrices: gets the metrics that are matrices, for a picture.
+        before_batch: called at the same places on every rank, with the batch's number over all data sets.
     """
     strategy.sync_buffers(task)
     task.eval()
     metrics: Metrics = {}
+    done = 0
     for number, (prefix, loader) in enumerate(loaders.items()):
         task.start_evaluation(prefix.partition("/")[0], number)
-        metrics |= _evaluate(task, loader, strategy, prefix, precision, {} if matrices is None else matrices)
+        batches = _announced(loader, done, before_batch)
+        metrics |= _evaluate(task, loader, batches, strategy, prefix, precision, {} if matrices is None else matrices)
+        done += len(loader)
     return task.end_evaluation(next(iter(loaders)).partition("/")[0], metrics)
 
 
+def _announced(loader: Loader, done: int, before_batch: Callable[[int], None]) -> Iterator[Batch]:
+    """Yield the batches, each announced once, before its first shard."""
+    for batch in loader.batches(epoch=0):
+        if batch.shard == loader.shards[0]:
+            before_batch(done + batch.number)
+        yield batch
+
+
 def _evaluate(
-    task: Task, loader: Loader, strategy: Strategy, prefix: str, precision: Precision, matrices: Matrices
+    task: Task,
+    loader: Loader,
+    batches: Iterable[Batch],
+    strategy: Strategy,
+    prefix: str,
+    precision: Precision,
+    matrices: Matrices,
 ) -> Metrics:
     for metric in task.stateful_metrics.values():
         metric.reset()
     step = task.test_step if prefix.startswith("test") else task.validation_step
     sums: dict[str, Tensor] = {}  # name -> for each shard the sum over samples and their number, [shards, 2], float64
     with phase("validation"), torch.no_grad(), precision.forward():
-        for batch in loader.batches(epoch=0):
+        for batch in batches:
             if batch.num_samples == 0 and sums:
                 continue
             output = step(batch.data)

@@ -20,6 +20,11 @@ def fit(run: Run) -> str:
     """
     every = run.trainer.log_every_n_steps
     rate = Rate(run.cursor.samples_seen)
+    if run.unfinished is not None:  # by a signal in the validation after the checkpoint's step
+        run.saved_step = -1
+        for callback in run.callbacks.values():
+            callback.on_epoch_start(run.unfinished.epoch)
+        end_step(run, run.unfinished)
     run.clock.start()
     while (reason := reason_to_stop(run)) is None:
         epoch = run.cursor.epoch
@@ -40,27 +45,35 @@ def fit(run: Run) -> str:
             for callback in run.callbacks.values():
                 callback.on_step(run.cursor.step)
             run.checkpointer.busy(0)  # an async_save that failed ends the run here
-            measured = validation_due(run, before)
-            if measured:
-                validate(run)
-            if run.cursor.epoch > epoch:
-                for callback in run.callbacks.values():
-                    callback.on_epoch_end(epoch)
-            for schedule in run.schedules:
-                if schedule.monitor is not None:
-                    over = run.cursor.epoch > epoch
-                    batch = len(run.train) if over else run.cursor.batch
-                    schedule.tick(batch, epoch + 1 if over else None, run.metrics)
-            if save_due(run, before, measured):
-                save(run, measured)
-            if measured or run.saved_step == run.cursor.step:
-                run.clock.start()  # neither belongs to the next step
+            end_step(run, before)
         if reason is not None:
             break
     if run.saved_step != run.cursor.step and run.cursor.step > 0:
         save(run, measured=False)
     run.checkpointer.busy(None)
     return reason
+
+
+def end_step(run: Run, before: Cursor) -> None:
+    """Validate and save where that is due; a signal in the validation leaves both to the resumed run."""
+    run.unfinished = before
+    measured = validation_due(run, before)
+    if measured and not validate(run):
+        return
+    over = run.cursor.epoch > before.epoch
+    if over:
+        for callback in run.callbacks.values():
+            callback.on_epoch_end(before.epoch)
+    for schedule in run.schedules:
+        if schedule.monitor is not None:
+            batch = len(run.train) if over else run.cursor.batch
+            schedule.tick(batch, run.cursor.epoch if over else None, run.metrics)
+    run.unfinished = None
+    if save_due(run, before, measured):
+        save(run, measured)
+    if measured or run.saved_step == run.cursor.step:
+        run.clock.start()  # neither belongs to the next step
+        run.stop_controller.steps.begin(run.cursor.step, ahead=False)
 
 
 def advance(run: Run, samples: int) -> Cursor:

@@ -83,6 +83,7 @@ class Run:
     checkpointer: Checkpointer = field(default_factory=Checkpointer)
     callbacks: Mapping[str, Callback] = field(default_factory=dict)  # by their names in the config
     cursor: Cursor = Cursor()  # noqa: RUF009 (a tuple)
+    unfinished: Cursor | None = None  # where the last step began, if what follows a step is still to be done
     metrics: Metrics = field(default_factory=dict)  # the latest of each
     samples_before: int = 0  # seen by earlier starts
     saved_step: int = -1
@@ -107,6 +108,7 @@ def gather_state(run: Run) -> State:
         "precision": run.precision.state(),
         "callbacks": {name: callback.state() for name, callback in run.callbacks.items()},
         "cursor": run.cursor._asdict(),
+        "unfinished": None if run.unfinished is None else run.unfinished._asdict(),
         "metrics": dict(run.metrics),
         "seed": run.seed,
         "global_batch_size": run.train.plan.global_batch_size,
@@ -155,6 +157,8 @@ def restore(run: Run, state: State) -> list[str]:
         schedule.scheduler.load_state_dict(saved)
     run.precision.load_state(state["precision"])
     run.cursor = Cursor(**state["cursor"])
+    if state.get("unfinished") is not None:
+        run.unfinished = Cursor(**state["unfinished"])
     run.samples_before = run.cursor.samples_seen
     run.metrics.update(state["metrics"])
     run.saved_step = run.good_step = run.cursor.step

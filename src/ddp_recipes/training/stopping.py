@@ -14,11 +14,47 @@ from ddp_recipes.runtime.world import World
 _AGREE_EVERY_S = 1.0
 
 
+class Pace:
+    """How many steps, or batches of a validation, there are between two exchanges: about a second's, the same on ranks.
+
+    Attributes:
+        due: the step or batch at which ranks exchange next.
+    """
+
+    def __init__(self) -> None:
+        self.due = 0
+        self._interval = 1
+        self._former: tuple[int, float] | None = None  # step and time of the last exchange
+
+    def begin(self, step: int, ahead: bool) -> None:
+        """Forget what was done since the last exchange; the next one is now, or about a second ahead."""
+        self.due = step + self._interval if ahead else step
+        self._former = (step, time.monotonic()) if ahead else None
+
+    def interval(self, step: int) -> int:
+        """Return the number of steps until the next exchange, by how long they took since the last one."""
+        now = time.monotonic()
+        former, self._former = self._former, (step, now)
+        if former is None or step == former[0]:
+            return self._interval
+        seconds_a_step = (now - former[1]) / (step - former[0])
+        return max(1, min(int(_AGREE_EVERY_S / seconds_a_step), 8 * (step - former[0])))
+
+    def go_on(self, step: int, interval: int) -> None:
+        """Take rank 0's interval."""
+        self._interval, self.due = interval, step + interval
+
+
+class ValidationStopped(Exception):
+    """Ends a validation, on every rank before the same batch: a signal stops the run."""
+
+
 class StopController:
     """Decides on one step at which all ranks stop, without a collective in every step.
 
     Signals only set a flag. Ranks exchange flags about once a second: each exchange also carries, from rank 0, the
     number of steps until the next one, so that all ranks hold it at the same step. One process looks at every step.
+    So do validations, by their batches, and what takes long between steps is followed by an exchange.
 
     Use it as a context manager: handlers are in place inside (in the main thread only), and put back after.
     """
@@ -31,26 +67,38 @@ class StopController:
         self.device = device
         self.deadline = None if max_time is None else time.monotonic() + max_time
         self.cause = ""  # of a stop by a signal: which one it was
+        self.steps, self.batches = Pace(), Pace()
         self._signal: signal.Signals | None = None
         self._interrupts = 0
-        self._next = 0
-        self._checked: tuple[int, float] | None = None  # step and time of the last exchange
         self._former: dict[int, object] = {}
 
     def reason(self, step: int) -> str | None:
         """Return ``"signal"`` or ``"max_time"`` if the run stops at this step, the same on every rank."""
-        if step < self._next:
+        return self._exchange(step, self.steps)
+
+    def check_validation(self, batch: int) -> None:
+        """Look before a batch of a validation, by its number over all data sets.
+
+        Raises:
+            ValidationStopped: a signal stops the run.
+        """
+        if batch == 0:
+            self.batches.begin(0, ahead=True)
+        if self._exchange(batch, self.batches) == "signal":
+            raise ValidationStopped
+
+    def _exchange(self, step: int, pace: Pace) -> str | None:
+        if step < pace.due:
             return None
         signalled = self._signal is not None
         late = self.deadline is not None and time.monotonic() >= self.deadline
         self.cause = "" if self._signal is None else self._signal.name
         if self.world.world_size > 1:
-            interval = self._interval(step)
             flags = torch.tensor(
                 [
                     *(self._signal == number for number in ASKS_TO_STOP),
                     self.world.is_main and late,
-                    interval if self.world.is_main else 0,
+                    pace.interval(step) if self.world.is_main else 0,
                 ],
                 dtype=torch.int64,
                 device=self.device,
@@ -60,16 +108,8 @@ class StopController:
             signalled, late = bool(taken), lates > 0
             if taken and not self.cause:
                 self.cause = f"{taken[0]} to another rank"
-            self._next = step + interval
+            pace.go_on(step, interval)
         return "signal" if signalled else "max_time" if late else None
-
-    def _interval(self, step: int) -> int:
-        now = time.monotonic()
-        former, self._checked = self._checked, (step, now)
-        if former is None or step == former[0]:
-            return 1
-        seconds_a_step = (now - former[1]) / (step - former[0])
-        return max(1, min(int(_AGREE_EVERY_S / seconds_a_step), 8 * (step - former[0])))
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._signal = self._signal or signal.Signals(number)

@@ -4,7 +4,6 @@ Slurm's files and the job's id are in ``slurm/`` in the run directory. So are th
 and without Slurm's accounting, and outlives a job that starts again.
 """
 
-import contextlib
 import io
 import os
 import re
@@ -13,7 +12,9 @@ import shlex
 import shutil
 import sys
 import time
+from contextlib import redirect_stderr, suppress
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,7 +27,7 @@ from ddp_recipes.launchers.reports import Death, Outcome, decide
 from ddp_recipes.launchers.slurm.settings import SlurmSettings
 from ddp_recipes.launchers.slurm.state import State
 from ddp_recipes.launchers.slurm.task import STARTED_AGAIN, Attempt, Task, read_reports
-from ddp_recipes.reporting.run_directory import Summary, refuse_others, write_text
+from ddp_recipes.reporting.run_directory import Summary, locked, refuse_others, write_text
 from ddp_recipes.runtime.job import Job
 
 SHORTEST_POLL_S, LONGEST_POLL_S = 0.5, 10.0  # Slurm's controller is shared: the longer nothing changes, the rarer
@@ -66,8 +67,7 @@ class SlurmLauncher:
         self.resources.refuse_started_ranks("slurm")
         refuse_others(job.directory)
         settings, folder = self.settings, job.directory / "slurm"
-        number = _submit(job, settings, _tasks_per_node(Request.of(job.config), settings), folder)
-        write_text(folder / "job_id", f"{number}\n")
+        number, made = _submit(job, settings, _tasks_per_node(Request.of(job.config), settings), folder)
         print(f"Slurm job {number}, in {job.directory}", flush=True)
         where = f"squeue -j {number} shows it, what it prints is in {folder}, and scancel {number} ends it."
         if not settings.wait:
@@ -82,8 +82,9 @@ class SlurmLauncher:
         try:
             return _outcome(number, state, folder).conclude(job)
         except RequestError:
-            if not (job.directory / "config.yaml").exists():
-                shutil.rmtree(folder, ignore_errors=True)  # refused runs leave nothing
+            with suppress(RequestError), locked(job.directory):  # refused runs leave nothing
+                if made and _job_in(folder) == number and not (job.directory / "config.yaml").exists():
+                    shutil.rmtree(folder)
             raise
 
 
@@ -106,21 +107,53 @@ def _tasks_per_node(request: Request, settings: SlurmSettings) -> int:
     return count
 
 
-def _submit(job: Job, settings: SlurmSettings, tasks_per_node: int, folder: Path) -> str:
-    """Submit the job; return its number."""
-    try:
-        import submitit
-    except ImportError:
-        raise RequestError(
-            "launcher=slurm needs submitit, which is not installed: pip install 'ddp-recipes[slurm]'."
-        ) from None
+def _submit(job: Job, settings: SlurmSettings, tasks_per_node: int, folder: Path) -> tuple[str, bool]:
+    """Submit the job, in a directory that no other one has; return its number, and whether that made the folder."""
+    if find_spec("submitit") is None:
+        raise RequestError("launcher=slurm needs submitit, which is not installed: pip install 'ddp-recipes[slurm]'.")
     if shutil.which("sbatch") is None or shutil.which("srun") is None:
         raise RequestError(
             "launcher=slurm needs sbatch and srun, which are not on the PATH. Run it on a login node of the cluster "
             "(or load its Slurm module), or use launcher=local on this machine."
         )
     options = _sbatch_options(settings)
-    existed = folder.exists()
+    with locked(job.directory):
+        _refuse_queued(folder)
+        existed = folder.exists()
+        try:
+            number = _sbatch(job, settings, tasks_per_node, folder, options)
+        except Exception:
+            if not existed:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+        write_text(folder / "job_id", f"{number}\n")
+        return number, not existed
+
+
+def _job_in(folder: Path) -> str:
+    """Return the number of the job that was submitted last from here; empty if there is none."""
+    path = folder / "job_id"
+    return path.read_text(encoding="utf-8").strip() if path.exists() else ""
+
+
+def _refuse_queued(folder: Path) -> None:
+    """Refuse the directory of a job that is still to run, or runs.
+
+    Raises:
+        RequestError: names it.
+    """
+    number = _job_in(folder)
+    if number and not (state := State.ask(number, State("not known"))).ended:
+        raise RequestError(
+            f"{folder.parent} belongs to Slurm job {number}, whose state is: {state}. Wait for it, end it (scancel "
+            f"{number}), or choose another hydra.run.dir."
+        )
+
+
+def _sbatch(job: Job, settings: SlurmSettings, tasks_per_node: int, folder: Path, options: dict[str, Any]) -> str:
+    """Have submitit write the job's files and call sbatch; return the job's number."""
+    import submitit
+
     try:
         python = f"{_IGNORES_USR1} {shlex.quote(sys.executable)}"
         executor = submitit.SlurmExecutor(folder=folder, max_num_timeout=0, python=python)
@@ -138,11 +171,9 @@ def _submit(job: Job, settings: SlurmSettings, tasks_per_node: int, folder: Path
         )
         task = Task(job, settings.requeue, tuple(os.path.abspath(path) for path in sys.path))
         os.environ.setdefault(keys.VARIABLE, secrets.token_hex(32))  # Slurm hands it down to the ranks, to nobody else
-        with contextlib.redirect_stderr(io.StringIO()):  # submitit prints what it raises, too
+        with redirect_stderr(io.StringIO()):  # submitit prints what it raises, too
             submitted = executor.submit(task)
     except (submitit.core.utils.FailedJobError, submitit.core.utils.FailedSubmissionError) as error:
-        if not existed:
-            shutil.rmtree(folder, ignore_errors=True)
         reasons = re.findall(r"^sbatch: (?:error: )?(.*)", str(error), re.MULTILINE)
         raise RequestError(
             f"sbatch refused the job: {'; '.join(reasons) or error}. Change launcher.partition, launcher.account, … or "

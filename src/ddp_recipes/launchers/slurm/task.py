@@ -11,7 +11,7 @@ from pathlib import Path
 from ddp_recipes.launchers import environment, worker
 from ddp_recipes.launchers.reports import RankReport
 from ddp_recipes.launchers.slurm.state import State, ask_slurm
-from ddp_recipes.reporting.run_directory import write_text
+from ddp_recipes.reporting.run_directory import leave_failure_of_rank_0, write_text
 from ddp_recipes.runtime.job import Job
 
 LINGER_S = 5.0  # a rank that failed stays so long for the others to report: Slurm ends them with it
@@ -39,7 +39,7 @@ class Task:
         restarts = int(os.environ.get("SLURM_RESTART_COUNT", 0))
         if restarts:
             print(f"{STARTED_AGAIN} {restarts}", file=sys.stderr, flush=True)
-        job = _resumed(self.job, world.is_main) if restarts else self.job
+        job = self.job.resumed(world.is_main) if restarts else self.job
         report = worker.run(job, world, None)
         folder, attempt = self.job.directory / "slurm", Attempt(os.environ["SLURM_JOB_ID"], restarts)
         write_report(folder, attempt, report)
@@ -52,6 +52,8 @@ class Task:
             if self.requeue:
                 _requeue(attempt.number)
         else:
+            if report.kind == "failed" and not world.is_main:
+                leave_failure_of_rank_0(job.directory, job.overrides, report.message.rstrip().rpartition("\n")[2])
             _linger(folder, attempt, world.world_size)
         sys.exit(report.exit_status)
 
@@ -62,17 +64,6 @@ class Attempt:
 
     number: str
     restarts: int
-
-
-def _resumed(job: Job, main: bool) -> Job:
-    """Return what a job that Slurm started again runs: it resumes from its last checkpoint, or begins anew."""
-    from ddp_recipes.checkpointing.files import find
-
-    if find("auto", job.directory):
-        return job.resumed()
-    if main:
-        (job.directory / "config.yaml").unlink(missing_ok=True)  # what marks a directory as used
-    return job
 
 
 def _requeue(number: str) -> None:
