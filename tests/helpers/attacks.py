@@ -8,7 +8,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -42,6 +42,15 @@ def listening(user: int) -> set[int]:
     """Return the ports that a user's processes listen on, as every user may see them."""
     lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     return {int(fields[1].split(":")[1], 16) for fields in lines if fields[3] == "0A" and int(fields[7]) == user}
+
+
+def ports_of(processes: Collection[int]) -> set[int]:
+    """Return the ports that processes listen on."""
+    files = [file for process in processes for file in Path(f"/proc/{process}/fd").iterdir()]
+    sockets = {os.readlink(file) for file in files if os.path.lexists(file)}
+    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    ours = [fields for fields in lines if f"socket:[{fields[9]}]" in sockets]
+    return {int(fields[1].split(":")[1], 16) for fields in ours if fields[3] == "0A"}
 
 
 def knock(victim: int, known: set[int], seen: Path) -> None:
