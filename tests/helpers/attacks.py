@@ -60,12 +60,12 @@ def knock(victim: int, known: set[int], seen: Path) -> None:
     while True:
         for port in listening(victim) - known:
             known.add(port)
+            seen.touch()
             for word in words:
                 with suppress(OSError):
                     connection = socket.create_connection(("127.0.0.1", port), timeout=0.2)
                     connection.sendall(word)
                     held.append(connection)
-                    seen.touch()
         time.sleep(0.001)
 
 
