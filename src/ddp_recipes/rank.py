@@ -32,7 +32,7 @@ from ddp_recipes.tools import batch_size, learning_rate, profiling
 from ddp_recipes.tools import dry_run as planning
 from ddp_recipes.tools import equivalence as check
 from ddp_recipes.training import loop
-from ddp_recipes.training.evaluation import check_monitor, evaluate, refusing_collectives
+from ddp_recipes.training.evaluation import check_monitor, evaluate, evaluated, refusing_collectives
 from ddp_recipes.training.metrics import Matrices, log_matrices
 from ddp_recipes.training.precision import make_precision
 from ddp_recipes.training.state import Run
@@ -204,7 +204,7 @@ def predict(recipe: Recipe, output: Output) -> None:
     indices: list[Tensor] = []
     outputs: list[Tensor] = []
     with torch.no_grad(), make_precision(recipe.trainer.precision, recipe.device.type).forward():
-        for batch in loader.batches(epoch=0):
+        for batch in evaluated(recipe.task, loader):
             if batch.num_samples and (output_of_batch := recipe.task.predict_step(batch.data)) is not None:
                 indices.append(loader.plan.indices(0, batch.number, batch.shard))
                 outputs.append(output_of_batch.float().cpu())  # of a pipeline in its last process

@@ -3,16 +3,18 @@
 import json
 import logging
 import os
+import random
 import resource
 import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
 from ddp_recipes import Callback
 from ddp_recipes.datasets import random_regression
@@ -47,6 +49,35 @@ class Wide(nn.Sequential):
             self.more = None
             resource.setrlimit(resource.RLIMIT_DATA, (allowed, allowed))
         return cast(Tensor, super().forward(inputs))
+
+
+class Drawing(Toy):
+    """Draws from NumPy and ``random``, in training and in evaluation."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        noise = torch.from_numpy(np.random.randn(len(input), 1)).float() * random.random()
+        return super().forward(input + 0.1 * noise)
+
+
+class DrawingLate(Drawing):
+    """Draws from its third batch on."""
+
+    def __init__(self, in_features: int, hidden_features: int, out_features: int) -> None:
+        super().__init__(in_features, hidden_features, out_features)
+        self.register_buffer("batches", torch.tensor(0))
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.training:
+            self.batches += 1
+        return super().forward(input) if self.batches > 2 else Toy.forward(self, input)
+
+
+def mixed(samples: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """Return a batch under mixup, as it is often written."""
+    inputs, targets = default_collate(samples)
+    weight, others = np.random.beta(0.4, 0.4), torch.randperm(len(inputs))
+    weight = weight if random.random() < 0.9 else 1.0
+    return [weight * each + (1 - weight) * each[others] for each in (inputs, targets)]
 
 
 class Norm(nn.Sequential):

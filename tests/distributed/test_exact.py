@@ -71,6 +71,14 @@ RECIPES = {
         "optimizer.weight_decay=0.1",
     ],
     "buffers of all kinds": ["data.num_samples=61", "model._target_=exact_parts.Keeping"],
+    "numpy and random in the model and the collate function, validation too": [
+        "data.num_samples=53",
+        "model._target_=own_parts.Drawing",
+        "data.collate_fn=own_parts.mixed",
+        "data.train._target_=own_parts.OneByOne",
+        "data.val._target_=own_parts.OneByOne",
+        "data.num_workers=1",
+    ],
     "random transform, workers, early stopping": [
         "data.num_samples=48",
         "data.train._target_=own_parts.OneByOne",

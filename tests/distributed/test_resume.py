@@ -25,6 +25,12 @@ Run = Callable[..., Summary]
 SAVING = ["data.num_samples=61", "trainer.max_epochs=3", "checkpoint.every_n_steps=1", "checkpoint.save_top_k=-1"]
 MODELS = Path(__file__).parent
 
+DRAWING = [
+    "model._target_=own_parts.Drawing",
+    "data.collate_fn=own_parts.mixed",
+    "data.train._target_=own_parts.OneByOne",
+    "data.val._target_=own_parts.OneByOne",
+]
 TRAINING = {
     "sgd with momentum": [],
     "adamw, cosine": ["optimizer=adamw", "scheduler=cosine"],
@@ -40,6 +46,9 @@ TRAINING = {
     "async_save": ["checkpoint.async_save=true"],
     "sample by sample": ["model._target_=own_parts.Dropout", "data.train._target_=own_parts.OneByOne"],
     "workers": ["model._target_=own_parts.Dropout", "data.train._target_=own_parts.OneByOne", "data.num_workers=2"],
+    "numpy and random in the model and the collate function": DRAWING,
+    "numpy and random in the model from the third step on": ["model._target_=own_parts.DrawingLate"],
+    "numpy, random, workers": [*DRAWING, "data.num_workers=2"],
     "all together": [
         "model._target_=own_parts.Dropout",
         "data.train._target_=own_parts.OneByOne",
@@ -63,7 +72,12 @@ def stops(checkpoints: Path) -> Iterator[Path]:
 @pytest.mark.parametrize(
     ("name", "world_size"),
     slow_but(
-        [("dropout, accumulation, clipping", 2), ("async_save", 1)],
+        [
+            ("dropout, accumulation, clipping", 2),
+            ("async_save", 1),
+            ("numpy, random, workers", 2),
+            ("numpy and random in the model from the third step on", 1),
+        ],
         [*((name, size) for name in TRAINING for size in (1, 2)), ("all together", 3), ("batch norm", 3)],
     ),
 )

@@ -1,7 +1,10 @@
 """A signal stops a run with one checkpoint at one step, and what goes on from there ends with the same bits."""
 
+import os
+import pty
+import sys
 from pathlib import Path
-from signal import SIGINT, SIGSTOP, SIGTERM, SIGUSR1, Signals
+from signal import SIGHUP, SIGINT, SIGSTOP, SIGTERM, SIGUSR1, Signals
 
 import pytest
 
@@ -68,7 +71,7 @@ def test_a_run_that_was_told_to_stop_goes_on_to_the_weights_of_an_undisturbed_on
         assert said[name] == expected[name]
 
 
-@pytest.mark.parametrize("number", [SIGINT, SIGUSR1])
+@pytest.mark.parametrize("number", [SIGINT, SIGUSR1, SIGHUP])
 def test_one_signal_to_the_launcher_saves_and_ends(number: Signals, folder: Path) -> None:
     with started(folder, *DISTURBED, ranks(2)) as run:
         until_saved(run, folder / "run")
@@ -102,6 +105,29 @@ def test_a_signal_in_a_slow_validation_is_answered_there_and_the_validation_come
     assert said["metrics"]["val/loss"] == expected["metrics"]["val/loss"]
     log = (folder / "run" / "train.log").read_text()
     assert [log.count(f"step {step}  val/loss") for step in (10, 20, 30, 40)] == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_terminal_that_is_closed_stops_a_run_after_a_checkpoint(processes: int, folder: Path) -> None:
+    keyboard, screen = pty.openpty()
+    with started(folder, *DISTURBED, ranks(processes), terminal=screen) as run:
+        os.close(screen)
+        until_saved(run, folder / "run")
+        os.close(keyboard)
+        ended = run.end(GONE_S)
+    assert ended.status == 75
+    stopped_at(folder / "run")
+
+
+def test_nohup_keeps_a_run_going(folder: Path) -> None:
+    command = ["nohup", sys.executable]
+    with started(folder, *DISTURBED, ranks(2), "trainer.max_steps=60", command=command) as run:
+        until_saved(run, folder / "run")
+        for pid in run.pids():
+            kill(pid, SIGHUP)
+        ended = run.end()
+    assert ended.status == 0, ended.err
+    assert summary(folder / "run")["status"] == "finished"
 
 
 def test_a_signal_to_every_process_at_once_saves_and_ends(folder: Path) -> None:

@@ -1,5 +1,6 @@
 """A rank that no longer responds, stopped or dead, is named in time, and others do not wait for it."""
 
+import re
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,6 +14,7 @@ from helpers.processes import (
     ENDLESS,
     FAULTY,
     GONE_S,
+    ONE_BY_ONE,
     SMALL,
     START_S,
     TORCHRUN,
@@ -66,6 +68,19 @@ def test_a_stopped_rank_is_named_and_leaves_its_stack(command: list[str] | None,
         # Every rank's Python stack is there: where the one waited, and where the other one was stopped.
         for number in (0, 1):
             assert "loop.py" in (folder / f"run_{rank}" / "ranks" / f"rank_{number}.txt").read_text()
+
+
+def test_a_data_worker_that_hangs_is_named_where_there_is_one_rank(folder: Path) -> None:
+    overrides = [*ENDLESS, *ONE_BY_ONE, "strategy=single", "data.num_workers=2", "launcher.timeout_s=3"]
+    with started(folder, *overrides) as run:
+        until_saved(run, folder / "run")
+        worker = min(pid for pid in run.pids() if pid != run.process.pid)
+        kill(worker, SIGSTOP)
+        ended = run.end(3 + GONE_S)
+    assert ended.status == 1
+    assert re.search(rf"Data worker \d \(process {worker}\) of data.train gave no batch within", ended.err)
+    assert "did not respond" not in ended.err
+    assert summary(folder / "run")["status"] == "failed"
 
 
 def test_a_rank_that_is_stopped_while_it_starts_is_named(folder: Path) -> None:

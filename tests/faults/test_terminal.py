@@ -7,6 +7,7 @@ import pty
 import re
 import socket
 import struct
+import sys
 import termios
 import uuid
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from signal import SIGKILL
 import pytest
 
 from helpers import processes
-from helpers.processes import GONE_S, START_S, TORCHRUN, TWO, Run, kill, ran, started, until, until_saved
+from helpers.processes import GONE_S, START_S, TORCHRUN, TWO, Run, kill, ran, started, summary, until, until_saved
 
 pytestmark = [pytest.mark.spawn, pytest.mark.slow]
 
@@ -172,3 +173,13 @@ def listening(pids: set[int]) -> set[str]:
                 raw = b"".join(words[at : at + 4][::-1] for at in range(0, len(words), 4))
                 addresses.add(socket.inet_ntop(family, raw))
     return addresses
+
+
+@pytest.mark.parametrize("overrides", [["launcher.nproc_per_node=1"], [TWO], ["--cfg", "job"]])
+def test_a_run_goes_on_when_its_reader_does_not(overrides: list[str], folder: Path) -> None:
+    command = ["bash", "-c", 'set -o pipefail; "$@" | head -1', "bash", sys.executable]
+    ended = ran(folder, *processes.SMALL, *overrides, command=command)
+    assert (ended.status, ended.err) == (0, "")
+    assert ended.out.count("\n") == 1
+    if "--cfg" not in overrides:
+        assert summary(folder / "run")["status"] == "finished"

@@ -208,6 +208,7 @@ REFUSED = {
     "option that sbatch does not know": ("+launcher.sbatch.nonsense=1", "unrecognized option '--nonsense=1'"),
     "partition that is not there": ("launcher.partition=gpus", "invalid partition specified: gpus"),
     "option that has a key": ("+launcher.sbatch.nodes=2", "Use launcher.nnodes"),
+    "directory that Slurm would rename": ("hydra.run.dir=run%j", "/run%j: Slurm fills in"),
     "unknown key": ("launcher.nodes=2", "Did you mean 'launcher.nnodes'?"),
     "no time left to train": ("launcher.signal_s=3600", "launcher.time_min=60"),
     "restarts here": ("launcher.max_restarts=1", "launcher.requeue=true"),
@@ -222,11 +223,11 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_wrong_request_is_refused_before_anything_is_queued(slurm: Cluster, folder: Path, case: str) -> None:
     overrides, message = REFUSED[case]
-    ended = ran(folder, *TINY, *SUBMIT, *overrides.split(), "hydra.run.dir=run", environ=slurm.environ)
+    ended = ran(folder, *TINY, *SUBMIT, "hydra.run.dir=run", *overrides.split(), environ=slurm.environ)
     assert ended.status == 2
     assert message in ended.err
     assert len(ended.err.strip().splitlines()) == 1
-    assert not (folder / "run").exists()
+    assert not list(folder.glob("run*"))
     assert slurm.command("squeue", "--noheader") == ""
 
 

@@ -86,8 +86,9 @@ def test_a_sweep_ends_with_a_table_of_its_jobs_also_as_csv(tmp_path: Path) -> No
 
 def test_a_failed_job_is_named_with_its_reason_and_the_others_finish(tmp_path: Path) -> None:
     overrides = noted(tmp_path, "+model.fail_at=0.2", "optimizer.lr=0.1,0.2,0.3")
-    printed = sweep(tmp_path, *ALONE, *overrides, status=1)
+    printed = sweep(tmp_path, *ALONE, *overrides, "hydra.sweep.subdir=rates/${hydra.job.num}", status=1)
     assert [row["status"] for row in table(tmp_path)] == ["finished", "failed", "finished"]
+    assert [row["directory"] for row in table(tmp_path)] == ["rates/0", "rates/1", "rates/2"]
     assert "this job was told to fail" in table(tmp_path)[1]["error"]
     assert printed.count("RuntimeError: this job was told to fail") >= 1
 

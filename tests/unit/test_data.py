@@ -1,6 +1,11 @@
 """Loaders: whole batches or sample by sample, the same samples on any number of ranks and workers."""
 
+import multiprocessing
+import os
 import random
+import signal
+import subprocess
+import sys
 import threading
 import traceback
 from collections.abc import Iterator
@@ -17,7 +22,7 @@ from ddp_recipes.data.batch_plan import BatchPlan
 from ddp_recipes.data.collate import collate, to_device
 from ddp_recipes.data.loader import Batch, Loader, size_of
 from ddp_recipes.datasets import InMemory, ScaleAndNormalize, digits, fake_images
-from ddp_recipes.errors import RequestError
+from ddp_recipes.errors import RequestError, RunFailed
 
 CPU = torch.device("cpu")
 
@@ -149,6 +154,33 @@ def test_random_transforms_draw_the_same_whoever_loads_a_sample() -> None:
     assert drawn(world=2, workers=0, batch=16) == expected
     other = drawn(world=1, workers=0, epoch=1)
     assert all(other[number] != values for number, values in expected.items()), "another epoch draws anew"
+
+
+ON_FOUR_THREADS = """
+import torch
+from ddp_recipes.data.batch_plan import BatchPlan
+from ddp_recipes.data.loader import Loader
+
+class Sums(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return torch.rand(1 << 20, generator=torch.Generator().manual_seed(index)).sum()
+
+torch.set_num_threads(4)
+for workers in (0, 1):
+    loader = Loader(Sums(), BatchPlan(8, 8), torch.device("cpu"), num_workers=workers)
+    print([batch.data.tolist() for batch in loader.batches(0)], torch.get_num_threads())
+    loader.close()
+"""
+
+
+def test_samples_that_sum_are_the_same_in_a_worker_and_in_the_rank() -> None:
+    output = subprocess.run([sys.executable, "-c", ON_FOUR_THREADS], check=True, capture_output=True, text=True).stdout
+    in_rank, in_worker = output.splitlines()
+    assert in_rank == in_worker
+    assert in_rank.endswith("]] 4"), "the rank's own threads are as they were"
 
 
 def test_loading_leaves_the_generators_alone() -> None:
@@ -317,6 +349,26 @@ def test_a_sample_that_fails_is_named(dataset: Any, workers: int) -> None:
     batches.close()
     told = "".join(traceback.format_exception(raised.value)).strip().splitlines()[-1]
     assert told == f"ValueError of sample 17 of data, a {type(dataset).__name__} of 23: no such picture"
+
+
+@pytest.mark.parametrize("epochs", [0, 1], ids=["in an epoch", "before an epoch"])
+def test_data_workers_may_be_slow_and_may_not_hang(epochs: int) -> None:
+    """Longer than the looks at the time in between, not as long as the timeout; also while they begin a new epoch."""
+    found = Loader(OneByOne(digits("val")), BatchPlan(60, 2), CPU, num_workers=1, timeout_s=4.0)
+    for epoch in range(epochs):
+        list(found.batches(epoch))
+    batches = found.batches(epochs)
+    first = [] if epochs else [next(batches)]
+    (worker,) = multiprocessing.active_children()
+    assert worker.pid is not None
+    os.kill(worker.pid, signal.SIGSTOP)
+    threading.Timer(2.5, os.kill, [worker.pid, signal.SIGCONT]).start()
+    assert len([*first, *batches]) == 30
+    list(zip(range(3), found.batches(2), strict=False))
+    os.kill(worker.pid, signal.SIGSTOP)
+    with pytest.raises(RunFailed, match=r"ata worker .*of data gave no batch within launcher.timeout_s=4 seconds"):
+        list(found.batches(3))
+    found.close()
 
 
 def test_a_collate_function_is_called_or_refused() -> None:

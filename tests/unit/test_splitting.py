@@ -169,6 +169,23 @@ class Tied(nn.Module):
         return output
 
 
+class TiedByValue(nn.Module):
+    """Its head is its embedding, then come parameters that no module is called with; its flow depends on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(8, 6)
+        self.encoder = nn.TransformerEncoderLayer(6, 2, 8, batch_first=True)
+        self.head = nn.Linear(6, 8, bias=False)
+        self.head.weight = self.embedding.weight
+        self.biases = nn.ParameterList([nn.Parameter(torch.zeros(8))])
+
+    def forward(self, words: Tensor) -> Tensor:
+        hidden = self.encoder(self.embedding(words)).mean(dim=1)
+        output: Tensor = self.head(hidden if hidden.sum() > 0 else -hidden) + self.biases[0]
+        return output
+
+
 class ByValue(Residual):
     """Its flow depends on values."""
 
@@ -684,8 +701,9 @@ def test_what_cannot_be_cut_is_refused(give: Callable[..., Any], inputs: list[An
         (resnet18, ["layer33"], ["ResNet has no layer33. Did you mean 'layer3'?", "ResNet has conv1, bn1, relu,"]),
         (resnet18, ["layer3", "layer2"], ["stages follow the order of the model", "model.split=[layer2, layer3]"]),
         (resnet18, ["layer2", "layer2"], ["each with blocks of its own: model.split=[layer2]"]),
-        (resnet18, ["conv1"], ["the stage before conv1 has no parameters"]),
-        (resnet18, ["relu", "layer1"], ["the stage that begins at relu has no parameters"]),
+        (resnet18, ["conv1"], ["the stage before conv1 has no module that is called and has parameters"]),
+        (resnet18, ["relu", "layer1"], ["the stage that begins at relu has no module"]),
+        (TiedByValue, ["biases"], ["the stage that begins at biases has no module"]),
         (resnet18, ["layer1.1.conv2"], ["add_.Tensor in the forward of layer1.1 ", "no stage begin inside layer1.1"]),
         (Residual, ["b"], ["aten.add.Tensor in the forward of the model mixes tensors of stage 0 and stage 1"]),
         (Residual, ["b"], ["Let no stage begin at b, or leave the choice to model.split=auto"]),
@@ -693,12 +711,14 @@ def test_what_cannot_be_cut_is_refused(give: Callable[..., Any], inputs: list[An
         (Tied, ["head"], ["embedding.weight and head.weight are one parameter, in stages 0 and 1"]),
         (Residual, 5, ["model.num_devices=5, but Residual can be cut into 4 stage(s) at most"]),
         (Residual, 4, ["3 stage(s) at most", "aten.add.Tensor in the forward of the model", "Use model.num_devices=3"]),
+        (TiedByValue, 2, ["1 stage(s) at most", "embedding.weight and head.weight are one parameter"]),
         (Tied, 3, ["2 stage(s) at most", "embedding.weight and head.weight are one parameter, and so in one stage"]),
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
 )
 def test_what_cannot_be_is_refused(make: Callable[[], nn.Module], where: int | list[str], parts: list[str]) -> None:
-    inputs = {resnet18: IMAGES, Tied: torch.zeros(4, 3, dtype=torch.int64)}.get(make, VECTORS)
+    words = torch.zeros(4, 3, dtype=torch.int64)
+    inputs = {resnet18: IMAGES, Tied: words, TiedByValue: words}.get(make, VECTORS)
     with pytest.raises(RequestError) as refusal:
         split(make(), inputs, where)
     for part in parts:

@@ -1,5 +1,6 @@
 """The processes of a ``DataLoader``."""
 
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -14,3 +15,16 @@ def shut_down(loader: "DataLoader[Any] | None") -> None:
     end = getattr(getattr(loader, "_iterator", None), "_shutdown_workers", None)
     if end is not None:
         end()
+
+
+def workers_of(iterator: Any) -> tuple[list[BaseProcess], int]:
+    """Return the data workers of a loader's iterator, and the number of that from which the next batch is to come.
+
+    Its ``_workers``, ``_task_info`` and ``_rcvd_idx``.
+    """
+    return list(getattr(iterator, "_workers", ())), iterator._task_info.get(iterator._rcvd_idx, (0,))[0]
+
+
+def persistent(loader: "DataLoader[Any]") -> Any:
+    """Return the iterator that a loader with persistent workers keeps, ``DataLoader._iterator``, or ``None``."""
+    return getattr(loader, "_iterator", None)

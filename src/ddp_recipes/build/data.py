@@ -35,6 +35,7 @@ def make_loaders(
     evaluation_shards: BatchShards,
     replicas_a_shard: int,
     device: torch.device,
+    timeout_s: float,
     own: Mapping[str, Any] | None = None,
 ) -> dict[str, Loader]:
     """Return the loaders that a mode needs, by split, of several sets of one split by ``val/<name>``.
@@ -46,6 +47,7 @@ def make_loaders(
         shards: those of each global batch that this rank trains on.
         evaluation_shards: those of any other split.
         replicas_a_shard: replicas that share one; ``batch_size`` is for each of them.
+        timeout_s: for a batch from data workers.
         own: ``DataLoader`` objects that the task brings, by split, instead of the sets of the config.
 
     Raises:
@@ -84,6 +86,7 @@ def make_loaders(
             shards if name == "train" else evaluation_shards,
             replicas_a_shard,
             device,
+            timeout_s,
         )
         for name, node in nodes.items()
     }
@@ -119,6 +122,7 @@ def _make_loader(
     shards: BatchShards,
     replicas_a_shard: int,
     device: torch.device,
+    timeout_s: float,
 ) -> Loader:
     dataset, settings, collate_fn = source
     split = split_of(name)
@@ -153,6 +157,7 @@ def _make_loader(
         collate_fn=collate_fn if settings.collate_fn is None else _function(settings.collate_fn, "data.collate_fn"),
         persistent_workers=settings.persistent_workers,
         prefetch_factor=settings.prefetch_factor,
+        timeout_s=timeout_s,
         name=f"data.{name.replace('/', '.')}",
     )
 

@@ -148,10 +148,12 @@ def make_recipe(job: Job, world: World, control: Control) -> Recipe:
         request.strategy.evaluation_shards(devices.world),
         strategy.replicas(devices.own[0].type),
         devices.own[0],
+        request.launcher.timeout_s,
     )
     loaders: dict[str, Loader] = {}
     node = config["data"].get("datamodule") or {}
     brings = "datamodule" in config["data"]
+    seed_everything(request.run.seed)  # a data set may draw what it holds
     if not brings:
         loaders |= control.first_on_node(load_data) if config["data"].get("download", False) else load_data()
     seed_everything(request.run.seed)

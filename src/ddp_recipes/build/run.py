@@ -9,6 +9,7 @@ from ddp_recipes.config.settings import seconds
 from ddp_recipes.runtime.doors import closed_after
 from ddp_recipes.runtime.process import loading
 from ddp_recipes.runtime.reach import check_ways
+from ddp_recipes.runtime.seeding import Generators
 from ddp_recipes.strategies import Strategy
 from ddp_recipes.training.clock import make_clock
 from ddp_recipes.training.non_finite import NonFiniteGuard
@@ -53,6 +54,7 @@ def make_run(recipe: Recipe, stop_controller: StopController, strategy: Strategy
         optimizers, schedules = make_optimizers_and_schedules(
             recipe.job.config, task, precision, recipe.total_steps, recipe.length.total_epochs, recipe.job.overrides
         )
+    fixed_shards = recipe.request.strategy.fixed_shards
     every = min(recipe.trainer.log_every_n_steps, max(1, recipe.total_steps or recipe.trainer.log_every_n_steps))
     run = Run(
         world=recipe.world,
@@ -70,7 +72,8 @@ def make_run(recipe: Recipe, stop_controller: StopController, strategy: Strategy
         checkpoint=recipe.checkpoint,
         monitor=recipe.monitor,
         seed=recipe.request.run.seed,
-        shards=recipe.request.strategy.fixed_shards,
+        generators=Generators(recipe.request.run.seed, devices, recipe.world.rank, drawn=fixed_shards is not None),
+        shards=fixed_shards,
         stop_controller=stop_controller,
         guard=NonFiniteGuard(recipe.world, strategy.sum, recipe.device),
         clock=make_clock(devices[-1]),

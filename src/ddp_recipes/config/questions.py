@@ -2,7 +2,6 @@
 
 import os
 import re
-import sys
 from argparse import ArgumentParser, Namespace
 
 from ddp_recipes.config.compose import session
@@ -41,8 +40,5 @@ def answer(parser: ArgumentParser, args: Namespace, config_path: str, config_nam
                 hydra.show_cfg(config_name, overrides, args.cfg, args.package, args.resolve)
             else:
                 hydra.show_info(args.info, config_name, args.overrides)
-            sys.stdout.flush()
         except ValueError as error:  # there is no completion for this shell
             raise RequestError(f"{error}") from None
-        except BrokenPipeError:  # of head, say, which has read enough
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

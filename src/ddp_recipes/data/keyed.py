@@ -1,10 +1,12 @@
-"""Samples fetched one by one, each with random numbers of its own."""
+"""Samples fetched one by one, and batches made of them, each with random numbers of its own."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch.utils.data import Dataset
 
+from ddp_recipes.data.collate import collate
 from ddp_recipes.runtime.seeding import key, rng_states, seeded
 
 
@@ -21,16 +23,31 @@ class KeyedDataset(Dataset[Any]):
 
     A ``__getitems__`` of the data set fetches a batch at once as long as it draws nothing: what it gives is then what
     each sample by itself would be. Where it draws, samples are fetched again, each with numbers of its own.
+
+    Args:
+        collate_fn: makes a batch of samples, with random numbers keyed by (seed, epoch, first sample).
     """
 
-    def __init__(self, dataset: Any, seed: int, name: str = "data") -> None:
-        self.dataset, self.seed, self.name = dataset, seed, name
+    def __init__(self, dataset: Any, seed: int, name: str, collate_fn: Callable[[list[Any]], Any]) -> None:
+        self.dataset, self.seed, self.name, self.collate_fn = dataset, seed, name, collate_fn
         self._at_once = callable(getattr(dataset, "__getitems__", None))
 
-    def __getitems__(self, draws: Sequence[Draw]) -> list[Any]:
-        if self._at_once and (samples := self._fetched_at_once(draws)) is not None:
-            return samples
-        return [self._sample(draw) for draw in draws]
+    def __getitems__(self, draws: Sequence[Draw]) -> Any:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # as in a data worker: sums on several threads have other bits
+        try:
+            return self._batch(draws)
+        finally:
+            torch.set_num_threads(threads)
+
+    def _batch(self, draws: Sequence[Draw]) -> Any:
+        samples = self._fetched_at_once(draws) if self._at_once else None
+        if samples is None:
+            samples = [self._sample(draw) for draw in draws]
+        if self.collate_fn is collate:
+            return collate(samples)
+        with seeded(key(self.seed, draws[0].epoch, draws[0].number, 0)):  # not what the first sample has drawn
+            return self.collate_fn(samples)
 
     def _fetched_at_once(self, draws: Sequence[Draw]) -> list[Any] | None:
         with seeded(key(self.seed, *draws[0][1:])):

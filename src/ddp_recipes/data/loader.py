@@ -1,5 +1,7 @@
 """Data sets to batches on one rank: whole batches where the set allows it, a DataLoader where it does not."""
 
+import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -7,15 +9,17 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from ddp_recipes._compat.data_workers import shut_down
+from ddp_recipes._compat.data_workers import persistent, shut_down, workers_of
 from ddp_recipes.data.batch_plan import BatchPlan
 from ddp_recipes.data.collate import collate, to_device
 from ddp_recipes.data.keyed import Draw, KeyedDataset
 from ddp_recipes.data.prefetch import Prefetcher
 from ddp_recipes.datasets.memory import InMemory
 from ddp_recipes.datasets.transforms import is_known
-from ddp_recipes.errors import RequestError
-from ddp_recipes.runtime.process import die_with_parent
+from ddp_recipes.errors import RequestError, RunFailed
+from ddp_recipes.runtime.process import die_with_parent, state
+
+LOOK_S = 1.0  # between looks at the time, while data workers are waited for
 
 
 class Batch(NamedTuple):
@@ -40,6 +44,7 @@ class Loader:
         num_workers: and what follows, as in ``DataLoader``, for samples that are fetched one by one.
         collate_fn: makes a batch of samples; torch's own for ``None``.
         persistent_workers: ``None``: where there are workers.
+        timeout_s: the run ends where data workers give no batch for longer.
         name: of the data set in messages.
 
     Raises:
@@ -58,6 +63,7 @@ class Loader:
         collate_fn: Callable[[list[Any]], Any] | None = None,
         persistent_workers: bool | None = None,
         prefetch_factor: int | None = None,
+        timeout_s: float = 1800.0,
         name: str = "data",
     ) -> None:
         if plan.num_batches == 0:
@@ -67,12 +73,13 @@ class Loader:
                 f"data.batch_size, data.drop_last=false, or a higher trainer.limit_*_batches."
             )
         self.dataset, self.plan, self.device, self.shards = dataset, plan, device, shards
-        self.collate_fn, self.name = collate_fn or collate, name
+        self.collate_fn, self.name, self.timeout_s = collate_fn or collate, name, timeout_s
         self._options: dict[str, Any] = {"pin_memory": pin_memory, "collate_fn": collate_fn, "name": name}
         self._workers: dict[str, Any] = {
             "num_workers": num_workers,
             "persistent_workers": persistent_workers,
             "prefetch_factor": prefetch_factor,
+            "timeout_s": timeout_s,
         }
         self.fetch = _whole_batch_fetch(dataset)
         self.pin_memory = pin_memory and device.type == "cuda"
@@ -86,12 +93,12 @@ class Loader:
             )
         if self.fetch is None:
             self._one_by_one = DataLoader(
-                KeyedDataset(dataset, plan.seed, name),
+                KeyedDataset(dataset, plan.seed, name, self.collate_fn),
                 batch_sampler=self._sampler,
                 generator=torch.Generator(),  # its iterators draw from it, which must not shift what a step draws from
                 num_workers=num_workers,
                 pin_memory=self.pin_memory,
-                collate_fn=self.collate_fn,
+                collate_fn=_as_it_is,
                 persistent_workers=num_workers > 0 if persistent_workers is None else persistent_workers,
                 prefetch_factor=prefetch_factor,
                 worker_init_fn=_die_with_rank,
@@ -122,10 +129,46 @@ class Loader:
     def _loaded(self, epoch: int, start: int) -> Iterator[Any]:
         """Yield what is in each batch, in the sampler's order."""
         if self._one_by_one is not None:
-            return iter(self._one_by_one)
+            one_by_one = self._one_by_one
+            return self._in_time(one_by_one) if one_by_one.num_workers else iter(one_by_one)
         if self._prefetcher is not None and len(self.shards) == 1:
             return self._prefetched(self._prefetcher, epoch, start)
         return map(self.fetch, (self._sampler.indices(epoch, number, shard) for number, shard in self._sampler.turns()))
+
+    def _in_time(self, loader: "DataLoader[Any]") -> Iterator[Any]:
+        """Yield the same, and end the run where data workers hang: alone, a rank has nobody else to miss it."""
+        asked, over, hung = time.monotonic(), threading.Event(), ""
+        batches = persistent(loader)
+
+        def watch() -> None:  # a thread: to take a batch of a stopped worker waits inside of torch, for ever
+            nonlocal hung
+            while not over.wait(LOOK_S):
+                if batches is not None and time.monotonic() > asked + self.timeout_s:
+                    workers, awaited = workers_of(batches)
+                    alive = [(number, each.pid) for number, each in enumerate(workers) if each.is_alive() and each.pid]
+                    stopped = [number for number, process in alive if state(process)[0] in "Tt"]
+                    number = (stopped or [awaited])[0]
+                    hung = f"Data worker {number} (process {workers[number].pid})"
+                    for worker in workers:
+                        worker.kill()  # which ends the wait
+                    return
+
+        threading.Thread(target=watch, name="data workers", daemon=True).start()
+        try:
+            batches = iter(loader)
+            for batch in batches:
+                asked = float("inf")
+                yield batch
+                asked = time.monotonic()
+        except Exception:
+            if not hung:
+                raise
+            raise RunFailed(
+                f"{hung} of {self.name} gave no batch within launcher.timeout_s={self.timeout_s:g} seconds: stopped, "
+                f"stuck or cut off from its files. If it only needs longer, raise launcher.timeout_s."
+            ) from None
+        finally:
+            over.set()
 
     def _prefetched(self, prefetcher: Prefetcher, epoch: int, start: int) -> Iterator[Any]:
         """Yield the same; the last batch, which may be smaller, is fetched by itself."""
@@ -164,8 +207,8 @@ class Loader:
         """Return the first sample as a batch of one, on the device: for the model graph and for size checks."""
         if self.fetch is not None:
             return to_device(self.fetch(torch.zeros(1, dtype=torch.int64)), self.device)
-        samples = KeyedDataset(self.dataset, self.plan.seed, self.name).__getitems__([Draw(0, 0, 0)])
-        return to_device(self.collate_fn(samples), self.device)
+        keyed = KeyedDataset(self.dataset, self.plan.seed, self.name, self.collate_fn)
+        return to_device(keyed.__getitems__([Draw(0, 0, 0)]), self.device)
 
 
 def size_of(dataset: Any) -> int:
@@ -228,6 +271,11 @@ class _PlanSampler:
 
 def _not_empty(indices: torch.Tensor) -> torch.Tensor:
     return indices if len(indices) else torch.zeros(1, dtype=torch.int64)
+
+
+def _as_it_is(batch: Any) -> Any:
+    """Collate what the data set has collated already, since it knows what a batch's random numbers are keyed by."""
+    return batch
 
 
 def _die_with_rank(number: int) -> None:

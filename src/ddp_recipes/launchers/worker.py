@@ -13,7 +13,7 @@ from typing import IO, NoReturn
 from ddp_recipes.launchers.reports import RankReport
 from ddp_recipes.launchers.stacks import write_on_request
 from ddp_recipes.runtime.job import ASKS_TO_STOP, Job
-from ddp_recipes.runtime.process import die_with_parent, ignore, leave, loading, set_name
+from ddp_recipes.runtime.process import die_with_parent, ignore, leave, loading, outlive_readers, set_name
 from ddp_recipes.runtime.world import World
 
 MEET = timedelta(minutes=5)  # for rank 0 to load torch
@@ -29,6 +29,7 @@ def work(lifeline: int, reports: int, stacks: int, meeting: int) -> NoReturn:
         meeting: file that the ranks' store is in.
     """
     die_with_parent()
+    outlive_readers()
     world = World(*(int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")))
     set_name(f"rank {world.rank}")
     write_on_request(stacks)

@@ -7,7 +7,7 @@ from torch import nn
 
 from ddp_recipes.errors import RequestError
 from ddp_recipes.model_parallel.dry_run import Costs
-from ddp_recipes.model_parallel.placement import Conflict, has_state, is_called, is_cut, ties
+from ddp_recipes.model_parallel.placement import Conflict, has_state, is_called, is_cut, own_weights, ties
 
 
 def balanced(
@@ -21,7 +21,7 @@ def balanced(
     modules = dict(model.named_modules())
     names = list(modules)
     cost = [0.0, *accumulate(costs.fraction([name]) for name in names)]
-    weights = [0, *accumulate(len(list(module.parameters(recurse=False))) for module in modules.values())]
+    weights = [0, *accumulate(len(own_weights(name, module)) for name, module in modules.items())]
     banned: set[str] = set()  # names at which no stage begins
     reason = ""
     for owners in ties(model):

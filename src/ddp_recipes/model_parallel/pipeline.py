@@ -18,7 +18,7 @@ from ddp_recipes.model_parallel.cut import Cut, Handover
 from ddp_recipes.model_parallel.fake import without_data
 from ddp_recipes.model_parallel.layout import META, Layout, keep_own
 from ddp_recipes.model_parallel.micro_batches import micro_batches_of
-from ddp_recipes.runtime.seeding import key, seed_step
+from ddp_recipes.runtime.seeding import key, restored, seed_step
 from ddp_recipes.tasks import StepOutput, Task
 
 MAX_FORMS = 16  # of batches (shapes of tensors), for which buffers are kept
@@ -111,7 +111,7 @@ class Pipeline:
         kind = self.device.type
         self._autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         cuda = [self.device] if kind == "cuda" else []
-        with torch.random.fork_rng(devices=cuda), torch.autocast(kind, enabled=False):
+        with restored(), torch.random.fork_rng(devices=cuda), torch.autocast(kind, enabled=False):
             yield
 
     @contextmanager

@@ -64,6 +64,11 @@ def has_state(module: nn.Module) -> bool:
     return next(chain(module.parameters(), module.buffers()), None) is not None
 
 
+def own_weights(name: str, module: nn.Module) -> list[nn.Parameter]:
+    """Return a module's own parameters, if it can be the block of a stage: not the model itself, nor a container."""
+    return list(module.parameters(recurse=False)) if name and is_called(module) else []
+
+
 def ties(model: nn.Module) -> Iterator[list[tuple[str, nn.Module]]]:
     """Yield the owners of each parameter that several modules have: the parameter's name and the module."""
     owners: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}

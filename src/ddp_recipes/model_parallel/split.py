@@ -10,7 +10,17 @@ from torch import nn
 from ddp_recipes.errors import RequestError, nearest
 from ddp_recipes.model_parallel.balance import balanced
 from ddp_recipes.model_parallel.dry_run import Costs, DryRun
-from ddp_recipes.model_parallel.placement import Conflict, blocks_of, connect, is_cut, place, put, stages_of, ties
+from ddp_recipes.model_parallel.placement import (
+    Conflict,
+    blocks_of,
+    connect,
+    is_cut,
+    own_weights,
+    place,
+    put,
+    stages_of,
+    ties,
+)
 from ddp_recipes.tasks import Task
 
 
@@ -119,11 +129,13 @@ def _check(model: nn.Module, names: Sequence[str]) -> None:
             f"[{', '.join(ordered)}]."
         )
     stages = stages_of(model, names)
-    owning = {stage for module, stage in stages.items() if list(module.parameters(recurse=False))}
+    owning = {stages[module] for name, module in model.named_modules() if own_weights(name, module)}
     for number in range(len(names) + 1):
         if number not in owning:
             begin = f"before {names[0]}" if number == 0 else f"that begins at {names[number - 1]}"
-            raise RequestError(f"{given}: the stage {begin} has no parameters. Let each stage have some.")
+            raise RequestError(
+                f"{given}: the stage {begin} has no module that is called and has parameters. Let each stage have one."
+            )
     for owners in ties(model):
         held = {stages[module]: name for name, module in owners}
         if len(held) > 1:

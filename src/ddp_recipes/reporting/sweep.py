@@ -1,6 +1,7 @@
 """One table of a sweep's jobs, read from their directories."""
 
 import csv
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
@@ -29,26 +30,32 @@ def finished_before(directory: Path, overrides: Sequence[str]) -> Summary | None
 
 def summaries(sweep_directory: Path) -> list[Summary]:
     """Return those of the jobs that have ended, in the order of their numbers, each with its ``run_directory``."""
-    directories = sorted(sweep_directory.iterdir(), key=lambda path: (len(path.name), path.name))
-    found = [(directory, read_summary(directory)) for directory in directories if directory.is_dir()]
-    return [
-        {"run_directory": str(directory), **summary}
-        for directory, summary in found
-        if summary is not None and summary["status"] != "running"
-    ]
+    return [{"run_directory": str(directory), **summary} for directory, summary in _ended(sweep_directory)]
+
+
+def _ended(sweep_directory: Path) -> list[tuple[Path, Summary]]:
+    """Return the directories of jobs that have ended, at any depth (``hydra.sweep.subdir``), and their summaries."""
+    directories = []
+    for folder, inside, files in os.walk(sweep_directory):
+        if "summary.json" in files:
+            directories.append(Path(folder))
+            inside.clear()  # what else is there is the job's
+    directories.sort(key=lambda path: [(len(part), part) for part in path.parts])
+    found = [(directory, read_summary(directory)) for directory in directories]
+    return [(at, summary) for at, summary in found if summary is not None and summary["status"] != "running"]
 
 
 def report(sweep_directory: Path, stream: TextIO) -> None:
     """Write ``sweep.csv``, a row for each job that has ended, into the sweep's directory, and show it as a table."""
-    jobs = summaries(sweep_directory) if sweep_directory.is_dir() else []
+    jobs = _ended(sweep_directory)
     if not jobs:
         return
     shown = []
     with (sweep_directory / "sweep.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(["directory", "overrides", "status", "objective", "seconds", "error"])
-        for job in jobs:
-            name, overrides = Path(job["run_directory"]).name, " ".join(job.get("overrides", []))
+        for directory, job in jobs:
+            name, overrides = str(directory.relative_to(sweep_directory)), " ".join(job.get("overrides", []))
             status, objective, seconds, error = map(job.get, ("status", "objective", "wall_time_s", "error"))
             writer.writerow([name, overrides, status, objective, seconds, error])
             outcome = f"objective {objective:.6g}" if objective is not None else error or ""

@@ -9,7 +9,10 @@ from typing import Any
 
 from ddp_recipes.runtime.main_module import pack
 
-ASKS_TO_STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # after a checkpoint; whoever gets one
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)  # after a checkpoint; whoever gets one
+ASKS_TO_STOP = tuple(  # in this process: nohup has SIGHUP ignored, from the start
+    number for number in STOPPING if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
+)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Signals, names and exits of processes, by Linux and the interpreter."""
 
+import errno
 import gc
 import io
 import os
@@ -9,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from ddp_recipes._compat.interpreter import can_run_exit_handlers, join_threads, run_exit_handlers
 from ddp_recipes.errors import Preempted
@@ -50,6 +51,32 @@ def ignore_once(signals: Iterable[int]) -> None:
 
     for number in signals:
         signal.signal(number, let_pass)
+
+
+class _Stream(io.FileIO):
+    """A standard stream that drops what nobody can read any more."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):
+                raise
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self.fileno())
+            os.close(null)
+            return super().write(data)
+
+
+def outlive_readers() -> None:
+    """Go on when whoever reads what this process prints does not: ``| head``, a terminal that is closed."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if type(stream) is io.TextIOWrapper:
+            stream.flush()
+            raw = _Stream(stream.fileno(), "w", closefd=False)
+            kept = {each: getattr(stream, each) for each in ("encoding", "errors", "line_buffering", "write_through")}
+            setattr(sys, name, io.TextIOWrapper(raw if kept["write_through"] else io.BufferedWriter(raw), **kept))
 
 
 @contextmanager

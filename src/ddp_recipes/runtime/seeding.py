@@ -1,7 +1,7 @@
 """Keyed randomness: every random choice is a function of (seed, epoch, step, sample), never of rank or time."""
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
@@ -46,15 +46,67 @@ def _mix(state: Any, part: Any) -> Any:
     return state ^ (state >> 31)
 
 
-def seed_step(value: int, devices: Sequence[torch.device]) -> None:
-    """Seed torch's generators on the CPU and on the given CUDA devices: what dropout of this step draws from.
+def seed_step(value: int, devices: Iterable[torch.device]) -> None:
+    """Seed what a step may draw from: torch's generators on the CPU and on CUDA devices, ``random``, NumPy."""
+    _seed_torch(value, devices)
+    _seed_others(value)
 
-    It seeds those generators alone; ``torch.manual_seed`` visits every backend and costs several times as much.
-    """
+
+def _seed_torch(value: int, devices: Iterable[torch.device]) -> None:
+    """Seed these generators alone; ``torch.manual_seed`` visits every backend and costs several times as much."""
     torch.default_generator.manual_seed(value)
     for device in devices:
         if device.type == "cuda":
             torch.cuda.default_generators[device.index].manual_seed(value)
+
+
+def _seed_others(value: int) -> None:
+    random.seed(value)
+    np.random.seed(value >> 31)  # not the bits that torch takes for the same kind of generator
+
+
+class Generators:
+    """What a rank's steps draw from: torch's generators, ``random`` and NumPy, a function of the step and the shard.
+
+    The last two take 9 µs to seed, a twelfth of the smallest step, so that begins once a step has drawn from them.
+    Before, they follow a sequence that is keyed by rank and block of steps. Each step takes a number of it: if it is
+    not that of a twin, the step before has drawn.
+
+    Attributes:
+        drawn: whether some step did; a checkpoint has to keep it.
+    """
+
+    def __init__(self, seed: int, devices: Sequence[torch.device], rank: int, drawn: bool) -> None:
+        self.seed, self.devices, self.rank, self.drawn = seed, devices, rank, drawn
+        self._random, self._numpy = random.Random(), np.random.RandomState()
+
+    def begin(self, step: int, shard: int) -> None:
+        """Seed a shard of a step."""
+        value = step_key(self.seed, step, shard)
+        _seed_torch(value, self.devices)
+        if not self.drawn:
+            self.check()
+            if step % _STEPS == 0:
+                self.settle(step)
+        if self.drawn:
+            _seed_others(value)
+
+    def check(self) -> None:
+        """Note whether something has drawn from ``random`` or NumPy since :meth:`settle` or the last step began."""
+        if random.random() != self._random.random() or np.random.random_sample() != self._numpy.random_sample():
+            self.drawn = True
+
+    def settle(self, step: int) -> None:
+        """Leave ``random`` and NumPy as they are before a step, for whatever else has seeded them."""
+        if self.drawn:
+            return
+        block, number = divmod(step, _STEPS)
+        value = key(self.seed, self.rank, block, 0)
+        _seed_others(value)
+        self._random.seed(value)
+        self._numpy.seed(value >> 31)
+        for _ in range(1, number):
+            self.check()
 
 
 def seed_everything(value: int) -> None:
@@ -71,15 +123,22 @@ def rng_states() -> tuple[object, ...]:
 
 
 @contextmanager
-def seeded(value: int) -> Iterator[None]:
-    """Seed the CPU generators that transforms use (torch, ``random``, NumPy); the former states come back after."""
+def restored() -> Iterator[None]:
+    """Leave the CPU generators (torch, ``random``, NumPy) in the states in which they were."""
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    torch.default_generator.manual_seed(value)
-    random.seed(value)
-    np.random.seed(value & 0xFFFFFFFF)
     try:
         yield
     finally:
         torch.set_rng_state(states[0])
         random.setstate(states[1])
         np.random.set_state(states[2])
+
+
+@contextmanager
+def seeded(value: int) -> Iterator[None]:
+    """Seed the CPU generators that transforms use (torch, ``random``, NumPy); the former states come back after."""
+    with restored():
+        torch.default_generator.manual_seed(value)
+        random.seed(value)
+        np.random.seed(value & 0xFFFFFFFF)
+        yield

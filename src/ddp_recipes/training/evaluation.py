@@ -11,6 +11,7 @@ from ddp_recipes._compat.collectives import OnCollective
 from ddp_recipes.data.loader import Batch, Loader
 from ddp_recipes.errors import RequestError, nearest
 from ddp_recipes.runtime.phases import phase
+from ddp_recipes.runtime.seeding import key, seed_step
 from ddp_recipes.strategies import Strategy
 from ddp_recipes.tasks import Task
 from ddp_recipes.training.metrics import Matrices, computed, log_matrices
@@ -74,15 +75,15 @@ def evaluate(
     done = 0
     for number, (prefix, loader) in enumerate(loaders.items()):
         task.start_evaluation(prefix.partition("/")[0], number)
-        batches = _announced(loader, done, before_batch)
+        batches = _announced(task, loader, done, before_batch)
         metrics |= _evaluate(task, loader, batches, strategy, prefix, precision, {} if matrices is None else matrices)
         done += len(loader)
     return task.end_evaluation(next(iter(loaders)).partition("/")[0], metrics)
 
 
-def _announced(loader: Loader, done: int, before_batch: Callable[[int], None]) -> Iterator[Batch]:
+def _announced(task: Task, loader: Loader, done: int, before_batch: Callable[[int], None]) -> Iterator[Batch]:
     """Yield the batches, each announced once, before its first shard."""
-    for batch in loader.batches(epoch=0):
+    for batch in evaluated(task, loader):
         if batch.shard == loader.shards[0]:
             before_batch(done + batch.number)
         yield batch
@@ -122,6 +123,14 @@ def _evaluate(
     counted = zip(sums, totals.tolist(), strict=True)
     metrics = {task.metric_name(prefix, name): total / count for name, (total, count) in counted if count}
     return metrics | computed(task, prefix, matrices)
+
+
+def evaluated(task: Task, loader: Loader) -> Iterator[Batch]:
+    """Yield the batches of a data set that is not trained on, each with random numbers of its own."""
+    devices = {parameter.device for parameter in task.parameters()}
+    for batch in loader.batches(epoch=0):
+        seed_step(key(loader.plan.seed, 0, batch.number, batch.shard), devices)
+        yield batch
 
 
 @contextmanager

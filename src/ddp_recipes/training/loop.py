@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from ddp_recipes.runtime.phases import phase
+from ddp_recipes.runtime.seeding import key, seed_step
 from ddp_recipes.training.cadence import reason_to_stop, save_due, validation_due
 from ddp_recipes.training.clock import Rate
 from ddp_recipes.training.evaluation import validate
@@ -28,8 +29,10 @@ def fit(run: Run) -> str:
     run.clock.start()
     while (reason := reason_to_stop(run)) is None:
         epoch = run.cursor.epoch
+        seed_step(key(run.seed, epoch, 0, 0, 0), run.devices)  # what callbacks draw
         for callback in run.callbacks.values():
             callback.on_epoch_start(epoch)
+        run.generators.settle(run.cursor.step)
         batches = run.train.batches(epoch, run.cursor.batch, run.trainer.accumulate_grad_batches)
         while run.cursor.epoch == epoch and (reason := reason_to_stop(run)) is None:
             before = run.cursor
@@ -60,6 +63,8 @@ def end_step(run: Run, before: Cursor) -> None:
     measured = validation_due(run, before)
     if measured and not validate(run):
         return
+    if measured:
+        run.generators.settle(run.cursor.step)
     over = run.cursor.epoch > before.epoch
     if over:
         for callback in run.callbacks.values():

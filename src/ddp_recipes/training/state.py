@@ -16,6 +16,7 @@ from ddp_recipes.data.loader import Batch, Loader
 from ddp_recipes.errors import RequestError
 from ddp_recipes.loggers import Logger
 from ddp_recipes.reporting.progress import Progress
+from ddp_recipes.runtime.seeding import Generators
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies import Strategy
 from ddp_recipes.strategies.base import Wrapped
@@ -74,6 +75,7 @@ class Run:
     checkpoint: CheckpointSettings
     monitor: str
     seed: int
+    generators: Generators
     shards: int | None  # of a batch, where the strategy fixes their number
     stop_controller: StopController
     guard: NonFiniteGuard
@@ -97,6 +99,8 @@ class Run:
 
 def gather_state(run: Run) -> State:
     """Return all that a resume needs: weights, optimizer, scheduler, scaler, callbacks and the cursor."""
+    run.generators.check()
+    run.generators.settle(run.cursor.step)
     state = {
         "model": run.strategy.weights(run.task),
         "optimizer": run.strategy.optimizer_state(run.optimizer),
@@ -111,6 +115,7 @@ def gather_state(run: Run) -> State:
         "unfinished": None if run.unfinished is None else run.unfinished._asdict(),
         "metrics": dict(run.metrics),
         "seed": run.seed,
+        "drawn": run.guard.of_ranks(run.generators.drawn),
         "global_batch_size": run.train.plan.global_batch_size,
         "world_size": run.world.world_size,
         "shards": run.shards,
@@ -159,6 +164,8 @@ def restore(run: Run, state: State) -> list[str]:
     run.cursor = Cursor(**state["cursor"])
     if state.get("unfinished") is not None:
         run.unfinished = Cursor(**state["unfinished"])
+    drawn = state.get("drawn", [])
+    run.generators.drawn |= bool(drawn[run.world.rank] if len(drawn) == run.world.world_size else any(drawn))
     run.samples_before = run.cursor.samples_seen
     run.metrics.update(state["metrics"])
     run.saved_step = run.good_step = run.cursor.step

@@ -8,7 +8,7 @@ from types import FrameType, TracebackType
 
 import torch
 
-from ddp_recipes.runtime.job import ASKS_TO_STOP
+from ddp_recipes.runtime.job import ASKS_TO_STOP, STOPPING
 from ddp_recipes.runtime.world import World
 
 _AGREE_EVERY_S = 1.0
@@ -96,7 +96,7 @@ class StopController:
         if self.world.world_size > 1:
             flags = torch.tensor(
                 [
-                    *(self._signal == number for number in ASKS_TO_STOP),
+                    *(self._signal == number for number in STOPPING),
                     self.world.is_main and late,
                     pace.interval(step) if self.world.is_main else 0,
                 ],
@@ -104,7 +104,7 @@ class StopController:
                 device=self.device,
             )
             *ranks, lates, interval = self.total(flags[None]).tolist()
-            taken = [number.name for number, count in zip(ASKS_TO_STOP, ranks, strict=True) if count]
+            taken = [number.name for number, count in zip(STOPPING, ranks, strict=True) if count]
             signalled, late = bool(taken), lates > 0
             if taken and not self.cause:
                 self.cause = f"{taken[0]} to another rank"

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from ddp_recipes.data.loader import Batch
 from ddp_recipes.runtime.fast_paths import zero_grad
 from ddp_recipes.runtime.phases import ALL_REDUCE, phase
-from ddp_recipes.runtime.seeding import seed_step, step_key
 from ddp_recipes.training.non_finite import Losses
 from ddp_recipes.training.state import Run, Update
 
@@ -50,7 +49,7 @@ def micro_batches(run: Run, batches: Iterator[Batch], numbers: range, samples: i
     at, plan, strategy = run.cursor, run.train.plan, run.strategy
     run.task.position.step = at.step + 1
     for place, shard in enumerate(run.train.shards):
-        seed_step(step_key(run.seed, at.step, shard), run.devices)
+        run.generators.begin(at.step, shard)
         with strategy.batch_shard(sum(plan.size(number, shard) for number in numbers) / samples):
             for number in numbers:
                 with phase("data"):

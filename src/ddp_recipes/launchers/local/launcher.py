@@ -25,7 +25,7 @@ from ddp_recipes.runtime.world import World
 
 AFTER_FAILURE_S = 3.0  # for the other ranks to end by themselves, and for rank 0 to write its summary
 AFTER_INTERRUPT_S = 6.0  # for a checkpoint after Ctrl-C
-AFTER_TERM_S = 25.0  # for a checkpoint after SIGTERM or SIGUSR1, within a scheduler's usual 30 s
+AFTER_TERM_S = 25.0  # for a checkpoint after another signal, within a scheduler's usual 30 s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +129,7 @@ def _keep_stacks(job: Job, ranks: Sequence[Rank]) -> None:
 
 @contextmanager
 def _signals_caught(last: bool) -> Iterator[list[str]]:
-    """Collect SIGINT, SIGTERM and SIGUSR1, by name and in order, instead of dying of them; in the main thread only.
+    """Collect the signals that request a stop, by name and in order, instead of dying of them; in the main thread only.
 
     After the ``last`` job the process is about to exit, and they are ignored.
     """

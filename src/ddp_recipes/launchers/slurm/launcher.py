@@ -67,6 +67,11 @@ class SlurmLauncher:
         self.resources.refuse_started_ranks("slurm")
         refuse_others(job.directory)
         settings, folder = self.settings, job.directory / "slurm"
+        if "%" in str(job.directory):
+            raise RequestError(
+                f"{job.directory}: Slurm fills in %-patterns in the names of its files, so nobody would find them. "
+                f"Choose a hydra.run.dir (of a sweep: hydra.sweep.dir, hydra.sweep.subdir) without %."
+            )
         number, made = _submit(job, settings, _tasks_per_node(Request.of(job.config), settings), folder)
         print(f"Slurm job {number}, in {job.directory}", flush=True)
         where = f"squeue -j {number} shows it, what it prints is in {folder}, and scancel {number} ends it."
