@@ -151,6 +151,16 @@ def test_a_message_takes_the_readers_key(writer: bytes, reader: bytes, tmp_path:
         Messages(store, reader).first("verdict", "mine")
 
 
+def test_who_says_that_a_rank_failed_has_to_have_the_key(tmp_path: Path) -> None:
+    store = FileStore(str(tmp_path / "store"))
+    Messages(store, b"key").set("failed/1", "")
+    for name, text in (("failed/2", ""), ("failed/3", ":"), ("failed/4", store.get("failed/1").decode())):
+        store.set(name, text)
+    names = [f"failed/{rank}" for rank in range(5)]
+    assert Messages(store, b"key").there(*names) == ["failed/1"]
+    assert Messages(store, b"key").claimed(*names) == names[1:]
+
+
 @pytest.mark.parametrize("text", ["", ":", "\udcff:x", "0" * 32 + ":x", "no digest", "x" * 100_000])
 def test_junk_is_no_message(text: str, tmp_path: Path) -> None:
     store = FileStore(str(tmp_path / "store"))

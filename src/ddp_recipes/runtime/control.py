@@ -227,7 +227,7 @@ class Control:
         lines: list[str] = []
         if self.messages is None:
             return lines
-        for name in self.messages.there(*(self._next_line(rank) for rank in self._read)):
+        for name in self.messages.claimed(*(self._next_line(rank) for rank in self._read)):
             rank = int(name.split("/")[1])
             try:
                 for _ in range(MOST_LINES):

@@ -71,7 +71,13 @@ class Messages:
         return self._verify(name, self.call(partial(self.store.compare_set, name, "", mine), mine.encode()).decode())
 
     def there(self, *names: str) -> list[str]:
-        """Return which of these are there, unread."""
+        """Return which of these are there, written with the key."""
+        nothing: dict[str, bytes] = {}
+        found = self.call(lambda: {name: self.store.get(name) for name in names if self.store.check([name])}, nothing)
+        return [name for name, text in found.items() if self._is_proven(name, text.decode(errors="replace"))]
+
+    def claimed(self, *names: str) -> list[str]:
+        """Return which of these are there, whoever wrote them."""
         return self.call(lambda: [name for name in names if self.store.check([name])], [])
 
     def call(self, call: Callable[[], T], otherwise: T, seconds: float = CALL_S) -> T:
@@ -96,14 +102,17 @@ class Messages:
         return f"{self._digest(name, text)}:{text}"
 
     def _verify(self, name: str, signed: str) -> str:
-        digest, _, text = signed.partition(":")
-        if not hmac.compare_digest(digest.encode(), self._digest(name, text).encode()):
+        if not self._is_proven(name, signed):
             raise RunFailed(
                 f"The message {self._scope}/{name} in the store where ranks meet was not written with this rank's key. "
                 f"Either ranks have different keys (DDP_RECIPES_KEY or ~/.ddp_recipes_key, the same for every rank, or "
                 f"none), or somebody else writes to the store."
             )
-        return text
+        return signed.partition(":")[2]
+
+    def _is_proven(self, name: str, signed: str) -> bool:
+        digest, _, text = signed.partition(":")
+        return hmac.compare_digest(digest.encode(), self._digest(name, text).encode())
 
     def _digest(self, name: str, text: str) -> str:
         if not self._key:
