@@ -34,7 +34,7 @@ def balanced(
         ends = [0, *(names.index(name) for name in places if name in modules and name not in banned), len(names)]
         found = _cut(ends, stages, cost, weights)
         if found is None:
-            most = len({weights[end] for end in ends}) - 1
+            most = max(1, len({weights[end] for end in ends}) - 1)
             raise RequestError(
                 f"{key}={stages}, but {type(model).__name__} can be cut into {most} stage(s) at most that "
                 f"have parameters.{reason} Use {key}={most}."

@@ -101,7 +101,7 @@ def _supervise(job: Job, ranks: Sequence[Rank], signals: Sequence[str]) -> Outco
         failed = deaths or any(report.kind != "summary" for report in reports.values())
         if failed and deadline == float("inf"):
             deadline = time.monotonic() + AFTER_FAILURE_S
-        elif reports:  # all ranks have come to their end: what is left is to close files
+        elif reports and not failed:  # all ranks have come to their end: what is left is to close files
             closed = min(closed, time.monotonic() + timeout_s)
         unresponsive = {number for report in reports.values() for number in report.unresponsive}
         awaited = [rank for rank in ranks if rank.process.returncode is None and rank.number not in unresponsive]
