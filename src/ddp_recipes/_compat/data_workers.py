@@ -9,10 +9,10 @@ from torch.utils.data import DataLoader
 def shut_down(loader: "DataLoader[Any] | None") -> None:
     """End the persistent data workers of a loader now, if it has any.
 
-    ``DataLoader._iterator`` and its ``_shutdown_workers``. Without them they end with the loader, which is the public
+    Their iterator's ``_shutdown_workers``. Without them they end with the loader, which is the public
     way, and takes up to five seconds each at the interpreter's end.
     """
-    end = getattr(getattr(loader, "_iterator", None), "_shutdown_workers", None)
+    end = getattr(persistent(loader), "_shutdown_workers", None)
     if end is not None:
         end()
 
@@ -25,6 +25,6 @@ def workers_of(iterator: Any) -> tuple[list[BaseProcess], int]:
     return list(getattr(iterator, "_workers", ())), iterator._task_info.get(iterator._rcvd_idx, (0,))[0]
 
 
-def persistent(loader: "DataLoader[Any]") -> Any:
+def persistent(loader: "DataLoader[Any] | None") -> Any:
     """Return the iterator that a loader with persistent workers keeps, ``DataLoader._iterator``, or ``None``."""
     return getattr(loader, "_iterator", None)

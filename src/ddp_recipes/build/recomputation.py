@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from fnmatch import fnmatchcase
 from functools import cache, partial
 from typing import Any
 
@@ -11,8 +10,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ddp_recipes._compat.modules import buffers_of
-from ddp_recipes.build.parameters import LISTS
-from ddp_recipes.errors import RequestError, nearest
+from ddp_recipes.build.parameters import LISTS, matched
+from ddp_recipes.errors import RequestError
 
 
 def recompute(model: nn.Module, chosen: bool | str | Sequence[str]) -> None:
@@ -58,15 +57,7 @@ def named(model: nn.Module, patterns: str | Sequence[str]) -> list[str]:
         RequestError: a pattern matches nothing; the nearest names are offered.
     """
     names = [name for name, _ in model.named_modules() if name]
-    found: dict[str, None] = {}
-    for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        mine = [name for name in names if fnmatchcase(name, pattern)]
-        if not mine:
-            raise RequestError(
-                f"model.activation_checkpointing: {pattern} matches no module. It is matched with whole names, as a "
-                f"shell's patterns are.{nearest(pattern, names)} The first names: {', '.join(names[:4])}."
-            )
-        found |= dict.fromkeys(mine)
+    found = matched(patterns, names, "model.activation_checkpointing", "module")
     return [name for name in found if not any(_is_in(name, other) for other in found)]
 
 

@@ -4,6 +4,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -214,11 +215,14 @@ def _below(packages: Sequence[str]) -> list[str]:
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
-    return any(re.fullmatch(_expression(pattern), name) for pattern in patterns)
+    return _expression(tuple(patterns)).fullmatch(name) is not None
 
 
-def _expression(pattern: str) -> str:
-    return re.escape(pattern).replace(r"\*\*", ".*").replace(r"\*", "[^.]*")
+@lru_cache
+def _expression(patterns: tuple[str, ...]) -> re.Pattern[str]:
+    """Return what matches any of them."""
+    each = (re.escape(pattern).replace(r"\*\*", ".*").replace(r"\*", "[^.]*") for pattern in patterns)
+    return re.compile("|".join(each))
 
 
 def _identity(found: Any) -> str:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ddp_recipes.errors import RequestError
 from ddp_recipes.lightning.hooks import OF_STEP, SILENT
+from ddp_recipes.strategies.base import by_rank
 from ddp_recipes.tasks.task import is_stateful
 from ddp_recipes.training.evaluation import refused_collective
 from ddp_recipes.training.update import clip_to
@@ -124,9 +125,7 @@ class Services:
             uneven = [name for name, loader in around.loaders.items() if name != "train" and not loader.is_even]
             if uneven:
                 raise refused_collective("self.all_gather", uneven[0], around.loaders[uneven[0]])
-        every = value.new_zeros(1, around.world.world_size, *value.shape)
-        every[0, around.world.rank] = value
-        return around.sum(every)
+        return by_rank(value, around.world, around.sum)
 
 
 def size_of(batch: Any) -> int:

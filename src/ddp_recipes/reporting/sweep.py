@@ -25,7 +25,7 @@ def finished_before(directory: Path, overrides: Sequence[str]) -> Summary | None
             f"{directory} holds a job of another sweep: {' '.join(summary['overrides'])}. This one is: "
             f"{' '.join(overrides)}. Use another hydra.sweep.dir."
         )
-    return summary if summary.get("status") == "finished" else None
+    return summary if summary["status"] == "finished" else None
 
 
 def summaries(sweep_directory: Path) -> list[Summary]:

@@ -1,6 +1,6 @@
 """The protocol of strategies, and what most of them have in common."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -187,6 +187,13 @@ class Whole(Plain):
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """It is all here."""
         return optimizer.state_dict()
+
+
+def by_rank(value: Tensor, world: World, total: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return every rank's value, [...] to [ranks, ...], by a strategy's sum. A collective."""
+    every = value.new_zeros(1, world.world_size, *value.shape)
+    every[0, world.rank] = value
+    return total(every)
 
 
 def batch_norms(task: nn.Module) -> list[str]:

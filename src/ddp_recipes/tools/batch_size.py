@@ -19,6 +19,7 @@ from ddp_recipes.data.batch_plan import BatchPlan
 from ddp_recipes.errors import RequestError, RunFailed
 from ddp_recipes.output import Output
 from ddp_recipes.strategies import Single
+from ddp_recipes.strategies.base import by_rank
 from ddp_recipes.tools.learning_rate import stepped
 from ddp_recipes.training.state import Cursor, Run
 
@@ -68,15 +69,16 @@ def tune(recipe: Recipe, output: Output) -> None:
     log.info("A step takes %d samples, by %d ranks.", plan.global_batch_size * passes, world.world_size)
     trials: list[Trial] = []
     for batch, count in ways(plan, passes, plan.num_shards * several):
-        seconds = torch.zeros(1, world.world_size, dtype=torch.float64, device=recipe.device)
-        seconds[0, world.rank] = step_seconds(run, batch, count, recipe.request.run.tune_steps or 4)
-        slowest = recipe.strategy.sum(seconds).tolist()
+        mine = step_seconds(run, batch, count, recipe.request.run.tune_steps or 4)
+        seconds = by_rank(
+            torch.tensor(mine, dtype=torch.float64, device=recipe.device), world, recipe.strategy.sum
+        ).tolist()
         way = overrides(recipe, batch, count)
-        if without := [str(rank) for rank, value in enumerate(slowest) if math.isinf(value)]:
+        if without := [str(rank) for rank, value in enumerate(seconds) if math.isinf(value)]:
             log.info("%s: out of memory on rank %s", way, ", ".join(without))
             continue
-        trials.append(Trial(batch, count, max(slowest)))
-        log.info("%s: %.4g s a step", way, max(slowest))
+        trials.append(Trial(batch, count, max(seconds)))
+        log.info("%s: %.4g s a step", way, max(seconds))
         if trials[-1].seconds > TOO_SLOW * min(trial.seconds for trial in trials):
             break
     del kept

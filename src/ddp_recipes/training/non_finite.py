@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ddp_recipes.errors import RunFailed
 from ddp_recipes.runtime.world import World
+from ddp_recipes.strategies.base import by_rank
 
 Losses = list[tuple[Tensor, int]]  # of a shard's micro-batches: mean over the samples, on the device, and num_samples
 
@@ -61,7 +62,7 @@ class NonFiniteGuard:
         counts = self.total(torch.tensor([list(map(int, bad.values()))], device=self.device)).tolist()
         names = [name for name, count in zip(bad, counts, strict=True) if count]
         listed = f"{', '.join(names[:3])}{', …' if len(names) > 3 else ''}"
-        by_rank = self.of_ranks(sum(bad.values()))
+        by_rank = self._of_ranks(sum(bad.values()))
         self._end(f"After step {step} the model's weights ({listed}) are non-finite", saved, by_rank)
 
     def _end(self, what: str, saved: int, by_rank: list[int]) -> NoReturn:
@@ -69,7 +70,7 @@ class NonFiniteGuard:
         mine = next(
             (at for at, losses in self._losses if not all(loss.isfinite() for shard in losses for loss, _ in shard)), 0
         )
-        first = self.of_ranks(mine)
+        first = self._of_ranks(mine)
         began = min((step for step in first if step), default=0)
         ranks = [rank for rank, step in enumerate(first) if step == began] if began else []
         culprits = ranks or [rank for rank, bad in enumerate(by_rank) if bad]
@@ -82,12 +83,9 @@ class NonFiniteGuard:
             rank=culprits[0],
         )
 
-    def of_ranks(self, value: int) -> list[int]:
-        """Return every rank's value, in rank order. A collective."""
-        values = torch.zeros(1, self.world.world_size, dtype=torch.int64, device=self.device)
-        values[0, self.world.rank] = value
-        of_ranks: list[int] = self.total(values).tolist()
-        return of_ranks
+    def _of_ranks(self, value: int) -> list[int]:
+        found: list[int] = by_rank(torch.tensor(value, device=self.device), self.world, self.total).tolist()
+        return found
 
 
 def non_finite_weights(task: nn.Module) -> dict[str, bool]:

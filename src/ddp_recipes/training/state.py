@@ -19,7 +19,7 @@ from ddp_recipes.reporting.progress import Progress
 from ddp_recipes.runtime.seeding import Generators
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies import Strategy
-from ddp_recipes.strategies.base import Wrapped
+from ddp_recipes.strategies.base import Wrapped, by_rank
 from ddp_recipes.tasks import Schedule, Task
 from ddp_recipes.training.clock import Clock
 from ddp_recipes.training.non_finite import Losses, NonFiniteGuard
@@ -115,7 +115,9 @@ def gather_state(run: Run) -> State:
         "unfinished": None if run.unfinished is None else run.unfinished._asdict(),
         "metrics": dict(run.metrics),
         "seed": run.seed,
-        "drawn": run.guard.of_ranks(run.generators.drawn),
+        "drawn": by_rank(
+            torch.tensor(int(run.generators.drawn), device=run.devices[0]), run.world, run.strategy.sum
+        ).tolist(),
         "global_batch_size": run.train.plan.global_batch_size,
         "world_size": run.world.world_size,
         "shards": run.shards,

@@ -37,10 +37,8 @@ class SlurmSettings(LauncherSettings):
             )
 
         lines = {"partition": self.partition, "account": self.account}
-        for name, line in {
-            **lines,
-            **{f"sbatch.{name}": f"{name}={value}" for name, value in self.sbatch.items()},
-        }.items():
+        lines |= {f"sbatch.{name}": f"{name}={value}" for name, value in self.sbatch.items()}
+        for name, line in lines.items():
             if not str(line).isprintable():  # the next line of the job's script would be a command
                 raise RequestError(f"launcher.{name}={line!r} is not one line of printable text, as Slurm needs it.")
 
