@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import IO
 
 from torch.distributed import TCPStore
 
@@ -53,14 +54,14 @@ def ports_of(processes: Collection[int]) -> set[int]:
     return {int(fields[1].split(":")[1], 16) for fields in ours if fields[3] == "0A"}
 
 
-def knock(victim: int, known: set[int], seen: Path) -> None:
-    """Connect to every port that opens: idle, with junk, and with each number that gloo may wait for."""
+def knock(victim: int, known: set[int], seen: IO[str]) -> None:
+    """Connect to every port that opens, and write it down: idle, with junk, and with each number gloo may wait for."""
     words = [b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 4096, *(struct.pack("<q", number) for number in range(24))]
     held: list[socket.socket] = []
     while True:
         for port in listening(victim) - known:
             known.add(port)
-            seen.touch()
+            print(port, file=seen, flush=True)
             for word in words:
                 with suppress(OSError):
                     connection = socket.create_connection(("127.0.0.1", port), timeout=0.2)
@@ -69,9 +70,9 @@ def knock(victim: int, known: set[int], seen: Path) -> None:
         time.sleep(0.001)
 
 
-def flood(ports: set[int], processes: list[int], tried: Path) -> None:
-    """Connect a hundred times to each port, and stay; open what the processes have open, and note what opened."""
-    held, opened = [], []
+def flood(ports: set[int], processes: list[int], opened: IO[str]) -> None:
+    """Connect a hundred times to each port, and stay; open what the processes have open, and write down what opened."""
+    held = []
     for port in ports:
         for _ in range(100):
             connection = socket.socket()
@@ -81,8 +82,8 @@ def flood(ports: set[int], processes: list[int], tried: Path) -> None:
     for process in processes:
         for number in range(64):
             with suppress(OSError), open(f"/proc/{process}/fd/{number}", "rb"):
-                opened.append(f"{process}/fd/{number}")
-    tried.write_text("\n".join(opened))
+                print(f"{process}/fd/{number}", file=opened)
+    print("end", file=opened, flush=True)
     time.sleep(600)
 
 

@@ -21,14 +21,12 @@ def test_strangers_at_every_port_change_nothing(ranks: int, stranger: int, folde
     undisturbed = ran(folder, *SMALL, *own, "hydra.run.dir=undisturbed")
     assert undisturbed.status == 0, undisturbed.err
     expected = summary(folder / "undisturbed")["weights_sha256"]
-    folder.chmod(0o777)  # for what the stranger leaves there as a sign
-    for parent in folder.parents[:3]:
-        parent.chmod(parent.stat().st_mode | 0o055)
     known = listening(os.geteuid())
-    with as_user(stranger, partial(knock, os.geteuid(), known, folder / "knocked")):
+    knocked = folder / "knocked"
+    with knocked.open("w") as seen, as_user(stranger, partial(knock, os.geteuid(), known, seen)):
         began = time.monotonic()
         ended = ran(folder, *SMALL, *own)
-    assert (folder / "knocked").exists(), "the stranger found no port: then this test shows nothing"
+    assert knocked.read_text(), "the stranger found no port: then this test shows nothing"
     assert time.monotonic() - began < START_S
     if ended.status == 0:
         assert summary(folder / "run")["weights_sha256"] == expected
@@ -39,19 +37,17 @@ def test_strangers_at_every_port_change_nothing(ranks: int, stranger: int, folde
 def test_a_run_in_training_is_closed_to_strangers(stranger: int, folder: Path) -> None:
     with started(folder, *ENDLESS, TWO, "launcher.timeout_s=10") as run:
         until_saved(run, folder / "run")
-        folder.chmod(0o777)
-        for parent in folder.parents[:3]:
-            parent.chmod(parent.stat().st_mode | 0o055)
         ranks = [run.rank(number) for number in (0, 1)]
         open_files = [len(list(Path(f"/proc/{pid}/fd").iterdir())) for pid in ranks]
         ports = ports_of(ranks)
         assert ports, "no port is open: then this test shows nothing"
-        with as_user(stranger, partial(flood, ports, ranks, folder / "flooded")):
-            until((folder / "flooded").exists, START_S, "no flood")
+        flooded = folder / "flooded"
+        with flooded.open("w") as opened, as_user(stranger, partial(flood, ports, ranks, opened)):
+            until(flooded.read_text, START_S, "no flood")
             last = folder / "run" / "checkpoints" / "last.pt"
             before = last.stat().st_mtime_ns
             until(lambda: last.stat().st_mtime_ns > before, START_S, "it trains no more")
-            assert (folder / "flooded").read_text() == ""  # what the stranger could open
+            assert flooded.read_text() == "end\n", "the stranger could open files of the ranks"
             assert [len(list(Path(f"/proc/{pid}/fd").iterdir())) for pid in ranks] < [
                 count + 20 for count in open_files
             ]

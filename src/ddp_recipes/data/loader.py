@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -163,6 +164,10 @@ class Loader:
         except Exception:
             if not hung:
                 raise
+            # What broke may be a connection of a worker that is still dying, of which torch's handler tells once more.
+            with suppress(RuntimeError):
+                for worker in workers_of(batches)[0]:
+                    worker.join(1.0)  # one that is cut off from its files may not die
             raise RunFailed(
                 f"{hung} of {self.name} gave no batch within launcher.timeout_s={self.timeout_s:g} seconds: stopped, "
                 f"stuck or cut off from its files. If it only needs longer, raise launcher.timeout_s."

@@ -24,7 +24,7 @@ class Peers:
         self._messages: Messages | None = None
         self._stacks = tempfile.TemporaryFile()  # noqa: SIM115
         if agent_holds_store():  # anything else that starts ranks may want SIGUSR2 for itself
-            stacks.write_on_request(self._stacks.fileno())
+            stacks.write_at_death(self._stacks.fileno())
 
     def introduce(self, messages: Messages) -> None:
         """Publish where this rank writes its stacks."""

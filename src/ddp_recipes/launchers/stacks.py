@@ -1,4 +1,4 @@
-"""The Python stacks of processes that no longer respond, which they write on SIGUSR2."""
+"""The Python stacks of processes that no longer respond, which they write on SIGUSR2, before they die of it."""
 
 import faulthandler
 import os
@@ -8,26 +8,35 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import IO
 
+from ddp_recipes.runtime.process import state
+
 ANSWER_S = 1.0
 
 
-def write_on_request(file: int) -> None:
-    """Have this process write the stacks of all its threads to a file descriptor whenever it gets SIGUSR2."""
-    faulthandler.register(signal.SIGUSR2, file, all_threads=True)
+def write_at_death(file: int) -> None:
+    """Have this process write the stacks of all its threads to a file descriptor, and die, when it gets SIGUSR2."""
+    faulthandler.register(signal.SIGUSR2, file, all_threads=True, chain=True)  # on to the default, which is to die
 
 
 def request(processes: Mapping[int, IO[bytes]]) -> dict[int, str]:
-    """Request the stacks of processes; return what is in the file of each a second later at most.
+    """End processes; return what is in the file of each once they are dead, a second later at most.
 
-    A stopped process is continued for that: it takes no signal before.
+    A stopped process is continued for that, since it takes no signal before, and comes to nothing else.
     """
     for pid in processes:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGUSR2)
             os.kill(pid, signal.SIGCONT)
     deadline = time.monotonic() + ANSWER_S
-    while time.monotonic() < deadline and not all(os.fstat(file.fileno()).st_size for file in processes.values()):
+    while any(map(_is_alive, processes)) and time.monotonic() < deadline:
         time.sleep(0.02)
     for file in processes.values():
         file.seek(0)
     return {pid: file.read().decode(errors="replace") for pid, file in processes.items()}
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return state(pid)[0] not in "ZX"
+    except OSError:  # somebody has taken note of its death
+        return False

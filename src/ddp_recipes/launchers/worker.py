@@ -7,11 +7,10 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from typing import IO, NoReturn
 
 from ddp_recipes.launchers.reports import RankReport
-from ddp_recipes.launchers.stacks import write_on_request
+from ddp_recipes.launchers.stacks import write_at_death
 from ddp_recipes.runtime.job import ASKS_TO_STOP, Job
 from ddp_recipes.runtime.process import die_with_parent, ignore, leave, loading, outlive_readers, set_name
 from ddp_recipes.runtime.world import World
@@ -25,19 +24,19 @@ def work(lifeline: int, reports: int, stacks: int, meeting: int) -> NoReturn:
     Args:
         lifeline: pipe that brings the job, one line; its end is the launcher's end.
         reports: pipe for the report, one line.
-        stacks: file for the Python stacks that SIGUSR2 requests.
+        stacks: file for the Python stacks when SIGUSR2 ends it.
         meeting: file that the ranks' store is in.
     """
     die_with_parent()
     outlive_readers()
     world = World(*(int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")))
     set_name(f"rank {world.rank}")
-    write_on_request(stacks)
+    write_at_death(stacks)
     pipe = os.fdopen(lifeline, "rb")
     job = replace(Job.from_json(pipe.readline().decode()), last=True)
     threading.Thread(target=_die_with_launcher, args=[pipe], daemon=True).start()
     with os.fdopen(reports, "w", buffering=1) as file:
-        report = run(job, world, meeting, lambda place: print(json.dumps({"place": place}), file=file))
+        report = run(job, world, meeting, lambda: print(json.dumps({"joined": True}), file=file))
         ignore(ASKS_TO_STOP)  # the run has ended
         sys.stdout.flush()
         sys.stderr.flush()
@@ -45,13 +44,13 @@ def work(lifeline: int, reports: int, stacks: int, meeting: int) -> NoReturn:
     leave(report.exit_status)
 
 
-def run(job: Job, world: World, meeting: int | None, at: Callable[[str], None] = lambda place: None) -> RankReport:
+def run(job: Job, world: World, meeting: int | None, joined: Callable[[], None] = lambda: None) -> RankReport:
     """Run the job as one of its ranks; return how it ended.
 
     Args:
         meeting: file, of no name, that the ranks have in common and meet in; without one they meet at
             ``MASTER_ADDR:MASTER_PORT``, and a key proves who they are.
-        at: called when this rank has ``joined`` the others.
+        joined: called once this rank has joined the others.
     """
     try:
         with loading():  # the first import of torch: errors in it are reported, too
@@ -59,7 +58,7 @@ def run(job: Job, world: World, meeting: int | None, at: Callable[[str], None] =
             from ddp_recipes.launchers.store import at_address, in_file
 
         messages = at_address(world, os.environ, MEET) if meeting is None else in_file(meeting)
-        return RankReport.of_summary(world.rank, rank.run(job, world, messages, joined=partial(at, "joined")))
+        return RankReport.of_summary(world.rank, rank.run(job, world, messages, joined=joined))
     except BaseException as error:
         return RankReport.of_error(world.rank, error)
 

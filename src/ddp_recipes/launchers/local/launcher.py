@@ -107,24 +107,23 @@ def _supervise(job: Job, ranks: Sequence[Rank], signals: Sequence[str]) -> Outco
         awaited = [rank for rank in ranks if rank.process.returncode is None and rank.number not in unresponsive]
         if not awaited or time.monotonic() > min(deadline, closed):
             break
-    _keep_stacks(job, ranks)
-    deaths = _deaths(ranks, outlives)  # one more may have died meanwhile
-    killed = [rank.number for rank in ranks if rank.report is None and rank.death is None]
-    return decide(reports, deaths, killed=killed, signals=signals)
+    stuck = [rank for rank in ranks if rank.report is None and rank.process.poll() is None]
+    deaths = _deaths(ranks, outlives)
+    _end_with_stacks(job, stuck)
+    return decide(reports, deaths, killed=[rank.number for rank in stuck], signals=signals)
 
 
 def _deaths(ranks: Sequence[Rank], outlives: Callable[[int], bool]) -> list[Death]:
     """Return the deaths that end the run."""
     deaths = [(rank, rank.death) for rank in ranks]
-    return [death for rank, death in deaths if death and not (rank.place == "joined" and outlives(rank.number))]
+    return [death for rank, death in deaths if death and not (rank.joined and outlives(rank.number))]
 
 
-def _keep_stacks(job: Job, ranks: Sequence[Rank]) -> None:
-    """Write to ``ranks/`` the stacks of the ranks that are about to be killed."""
-    running = [rank for rank in ranks if rank.process.poll() is None and rank.report is None]
-    stuck = {rank.process.pid: rank for rank in running if rank.process.pid is not None}
-    for pid, text in stacks.request({pid: rank.stacks for pid, rank in stuck.items()}).items():
-        leave_trace(job.directory, stuck[pid].number, text)
+def _end_with_stacks(job: Job, stuck: Sequence[Rank]) -> None:
+    """End ranks that hang, and write their stacks to ``ranks/``."""
+    by_process = {rank.process.pid: rank for rank in stuck if rank.process.pid is not None}
+    for pid, text in stacks.request({pid: rank.stacks for pid, rank in by_process.items()}).items():
+        leave_trace(job.directory, by_process[pid].number, text)
 
 
 @contextmanager

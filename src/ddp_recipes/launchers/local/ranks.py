@@ -26,8 +26,8 @@ class Rank:
     process: subprocess.Popen[bytes] | ForkedRank
     lifeline: IO[bytes]  # brings the job; its end is the end of this process
     reports: IO[bytes]
-    stacks: IO[bytes]  # where it writes its Python stacks on SIGUSR2
-    place: str = ""  # "joined" once it has joined the others
+    stacks: IO[bytes]  # where it writes its Python stacks when SIGUSR2 ends it
+    joined: bool = False  # whether it has joined the others
     report: RankReport | None = None  # at its end
 
     @property
@@ -96,8 +96,8 @@ def _start_process(fds: list[int], environ: dict[str, str]) -> subprocess.Popen[
     )
 
 
-def incoming(ranks: Sequence[Rank]) -> Iterator[Rank | None]:
-    """Read reports as they come; yield the rank each time, and ``None`` at least ten times a second.
+def incoming(ranks: Sequence[Rank]) -> Iterator[None]:
+    """Read reports as they come; yield each time, and at least ten times a second.
 
     Exit codes are read before reports: a rank that has one sends no more.
     """
@@ -113,13 +113,13 @@ def incoming(ranks: Sequence[Rank]) -> Iterator[Rank | None]:
                 text = rank.reports.read(1 << 20)
                 *lines, texts[rank.number] = (texts[rank.number] + text).split(b"\n")
                 for line in map(bytes.decode, lines):
-                    if place := json.loads(line).get("place"):
-                        rank.place = place
+                    if json.loads(line).get("joined"):
+                        rank.joined = True
                     else:
                         rank.report = RankReport.from_json(line)
-                    yield rank
+                    yield
                 if not text:
                     selector.unregister(rank.reports)
             if not selector.get_map():
                 time.sleep(0.01)
-            yield None
+            yield
