@@ -159,7 +159,7 @@ def check_validation(run: Run, recipe: Recipe) -> None:
     if not run.val or steps == 0:
         return
     loaders = run.val if steps < 0 else {name: loader.limited(steps) for name, loader in run.val.items()}
-    with refusing_collectives(run.task, run.val if run.world.world_size > 1 else {}):
+    with refusing_collectives(run.task, run.val if run.world.world_size > 1 and not run.strategy.lockstep else {}):
         metrics = evaluate(run.task, loaders, run.strategy, run.precision)
     if run.task.names_metrics and recipe.request.checkpoint.monitor in (None, "auto") and run.monitor not in metrics:
         recipe.warnings.append(f"checkpoint.monitor=auto is train/loss, for {run.monitor} is not measured.")
@@ -205,7 +205,10 @@ def predict(recipe: Recipe, output: Output) -> None:
     outputs: list[Tensor] = []
     with torch.no_grad(), make_precision(recipe.trainer.precision, recipe.device.type).forward():
         for batch in evaluated(recipe.task, loader):
-            if batch.num_samples and (output_of_batch := recipe.task.predict_step(batch.data)) is not None:
+            if not batch.num_samples and not recipe.strategy.lockstep:
+                continue
+            output_of_batch = recipe.task.predict_step(batch.data)
+            if batch.num_samples and output_of_batch is not None:
                 indices.append(loader.plan.indices(0, batch.number, batch.shard))
                 outputs.append(output_of_batch.float().cpu())  # of a pipeline in its last process
     recipe.task.end_evaluation("predict", {})
@@ -269,7 +272,7 @@ def fail(recipe: Recipe, control: Control, output: Output, error: BaseException)
     if output.opened:
         write_trace(recipe.job.directory, recipe.world.rank, text)
     last = cause.strip().splitlines()[-1]
-    whole = recipe.request.strategy.pipeline is None  # else others would have to be asked, which may be dead
+    whole = recipe.request.strategy.whole_model  # else others would have to be asked, which may be dead
     weights = recipe.task.weights() if whole else None
     output.finish(output.facts(weights) | {"status": "failed", "error": f"rank {rank}: {last}"}, cause)
     if rank != recipe.world.rank:

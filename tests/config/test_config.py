@@ -117,7 +117,7 @@ def assert_learns(recipe: Recipe) -> None:
         assert output.weight == (2 if first.num_samples else 1)
         if split == "train":
             output.loss.backward()
-            optimizers, schedules = make_optimizers_and_schedules(recipe.job.config, recipe.task, "32-true", 10, 10)
+            optimizers, schedules = make_optimizers_and_schedules(recipe.job.config, recipe.task, True, 10, 10)
             optimizers[0].step()
             schedules[0].scheduler.step()
     assert all(parameter.grad is not None for parameter in recipe.task.parameters())

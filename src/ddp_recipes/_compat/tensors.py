@@ -15,6 +15,11 @@ def storage_key(tensor: Tensor) -> int:
     return key
 
 
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a ``DTensor``, as it lies in memory; any other tensor is whole. Loads no DTensor."""
+    return tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[attr-defined]
+
+
 def copy_each(into: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     """Copy tensors into others, in one kernel where there is ``torch._foreach_copy_``."""
     if hasattr(torch, "_foreach_copy_"):

@@ -12,20 +12,20 @@ from ddp_recipes.errors import RequestError, not_one_of
 from ddp_recipes.tasks import Schedule, Task
 
 
-def make_optimizer(config: Mapping[str, Any], task: Task, precision: str) -> torch.optim.Optimizer:
+def make_optimizer(config: Mapping[str, Any], task: Task, may_fuse: bool) -> torch.optim.Optimizer:
     """Return a new optimizer for a task: the module's own, where it has one, else the config's.
 
     Args:
-        precision: as ``trainer.precision``.
+        may_fuse: whether it may update all parameters in one kernel, where the config leaves that open.
     """
     own = task.configure_optimizers()
-    return _of_config(config, task, precision) if own is None else own.optimizers[0]
+    return _of_config(config, task, may_fuse) if own is None else own.optimizers[0]
 
 
 def make_optimizers_and_schedules(
     config: Mapping[str, Any],
     task: Task,
-    precision: str,
+    may_fuse: bool,
     steps: int | None,
     epochs: int | None,
     overrides: Sequence[str] = (),
@@ -33,6 +33,7 @@ def make_optimizers_and_schedules(
     """Return optimizers and schedules: the module's own, where it is one of Lightning's, else the config's, one each.
 
     Args:
+        may_fuse: as of :func:`make_optimizer`.
         steps: optimizer steps of the whole run, in so many ``epochs``; ``None`` if only time limits it.
         overrides: of the command line.
 
@@ -53,19 +54,19 @@ def make_optimizers_and_schedules(
             f"optimizer.groups and optimizer.layer_decay are for the config's optimizer, and "
             f"{type(task.model).__name__} brings its own, by configure_optimizers. Leave them out."
         )
-    optimizers = [_of_config(config, task, precision)] if own is None else own.optimizers
+    optimizers = [_of_config(config, task, may_fuse)] if own is None else own.optimizers
     if own is not None and own.schedules:
         return optimizers, own.schedules
     return optimizers, [_make_schedule(config, optimizers[0], steps, epochs)]
 
 
-def _of_config(config: Mapping[str, Any], task: Task, precision: str) -> torch.optim.Optimizer:
+def _of_config(config: Mapping[str, Any], task: Task, may_fuse: bool) -> torch.optim.Optimizer:
     """Return the config's optimizer, of one kernel for all parameters where it may be.
 
     What takes a model first, as timm's ``create_optimizer_v2``, gets the model.
     """
     node, without = config["optimizer"], ["groups", "layer_decay"]
-    fused: dict[str, Any] = {"fused": True} if _may_fuse(node, task, precision) else {}
+    fused: dict[str, Any] = {"fused": True} if may_fuse and _has_fused(node, task) else {}
     taken = [*parameters_of(str(node["_target_"]), "optimizer")] if "_target_" in node else []
     if taken and taken[0].startswith("model"):
         without = [key for key in without if key not in taken or node.get(key) is None]  # timm has a layer_decay
@@ -84,11 +85,10 @@ def _of_config(config: Mapping[str, Any], task: Task, precision: str) -> torch.o
     return optimizer
 
 
-def _may_fuse(node: Mapping[str, Any], task: Task, precision: str) -> bool:
-    """Whether the optimizer is one of torch's that may update all parameters in one kernel and the config lets it.
+def _has_fused(node: Mapping[str, Any], task: Task) -> bool:
+    """Whether the optimizer is one of torch's that can update all parameters in one kernel, and the config lets it.
 
-    Not with 16-mixed: where the very first step is skipped, torch's fused SGD goes on from uninitialised momentum.
-    Nor Adagrad on a GPU: in torch 2.10 its fused step is for the CPU alone.
+    Not Adagrad on a GPU: in torch 2.10 its fused step is for the CPU alone.
     """
     on_cpu = all(parameter.is_cpu for parameter in task.parameters())
     return (
@@ -96,7 +96,6 @@ def _may_fuse(node: Mapping[str, Any], task: Task, precision: str) -> bool:
         and not node.get("foreach")
         and str(node.get("_target_")).startswith("torch.optim.")
         and "fused" in parameters_of(node["_target_"], "optimizer")
-        and precision != "16-mixed"
         and (on_cpu or node["_target_"].rpartition(".")[2] != "Adagrad")
         and all(parameter.is_floating_point() for parameter in task.parameters())
     )

@@ -1,40 +1,16 @@
 """Which parameters a pattern means: what is frozen, and the parameter groups of an optimizer."""
 
 from collections.abc import Mapping, Sequence
-from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
 
 from ddp_recipes.errors import RequestError, nearest
+from ddp_recipes.model_parallel.blocks import LISTS, matched
 from ddp_recipes.tasks import Task
 from ddp_recipes.tasks.task import outside
 
-LISTS = (nn.Sequential, nn.ModuleList)  # whose elements are layers
 REST = "rest"  # the group of what no pattern matches
-
-
-def matched(patterns: str | Sequence[str], names: Sequence[str], key: str, kind: str = "parameter") -> list[str]:
-    """Return the names that a pattern matches, as a shell's does (``*`` is also for dots), or that lie in a module.
-
-    Args:
-        kind: of what the names are, for messages.
-
-    Raises:
-        RequestError: a pattern matches nothing; the nearest names are offered.
-    """
-    found: dict[str, None] = {}
-    for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        mine = [name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")]
-        if not mine:
-            parts = [name.rsplit(".", dots)[0] for name in names for dots in range(name.count(".") + 1)]
-            raise RequestError(
-                f"{key}: {pattern} matches no {kind}. It is matched with whole names, as a shell's patterns are, "
-                f"and a module's name means all in it.{nearest(pattern, dict.fromkeys(parts))} The first names: "
-                f"{', '.join(names[:4])}."
-            )
-        found |= dict.fromkeys(mine)
-    return list(found)
 
 
 def freeze(model: nn.Module, patterns: str | Sequence[str]) -> None:

@@ -95,6 +95,17 @@ class Recipe:
         return self.checkpoint.monitor
 
     @property
+    def may_fuse(self) -> bool:
+        """Whether an optimizer may be fused, where the config leaves that open.
+
+        Not with 16-mixed: where the very first step is skipped, torch's fused SGD goes on from uninitialised momentum.
+        Nor where the same bits are promised on any number of ranks, on the CPU: its fused kernels compute the last
+        few numbers of a tensor otherwise than the others, so that the bits depend on where it is cut.
+        """
+        exact = self.request.strategy.fixed_shards is not None and self.device.type == "cpu"
+        return self.trainer.precision != "16-mixed" and not exact
+
+    @property
     def steps_per_epoch(self) -> int:
         """Optimizer steps in the first epoch."""
         return self.length.steps_in(1)

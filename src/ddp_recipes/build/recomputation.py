@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ddp_recipes._compat.modules import buffers_of
-from ddp_recipes.build.parameters import LISTS, matched
 from ddp_recipes.errors import RequestError
+from ddp_recipes.model_parallel.blocks import named, repeated
 
 
 def recompute(model: nn.Module, chosen: bool | str | Sequence[str]) -> None:
@@ -25,7 +25,7 @@ def recompute(model: nn.Module, chosen: bool | str | Sequence[str]) -> None:
     Raises:
         RequestError: there is no such block.
     """
-    names = repeated(model) if isinstance(chosen, bool) else named(model, chosen)
+    names = repeated(model) if isinstance(chosen, bool) else named(model, chosen, "model.activation_checkpointing")
     if not names:
         raise RequestError(
             f"model.activation_checkpointing=true takes the elements of nn.Sequential and nn.ModuleList, and "
@@ -36,33 +36,6 @@ def recompute(model: nn.Module, chosen: bool | str | Sequence[str]) -> None:
         block = model.get_submodule(name)
         kind: Any = type(block)
         block.__class__ = _recomputed(kind)
-
-
-def repeated(model: nn.Module) -> list[str]:
-    """Return the names of the elements, with parameters, of the outermost lists of blocks."""
-    lists = [name for name, module in model.named_modules() if isinstance(module, LISTS)]
-    outermost = [name for name in lists if not any(_is_in(name, other) for other in lists)]
-    return [
-        f"{name}.{child}" if name else child
-        for name in outermost
-        for child, block in model.get_submodule(name).named_children()
-        if next(block.parameters(), None) is not None
-    ]
-
-
-def named(model: nn.Module, patterns: str | Sequence[str]) -> list[str]:
-    """Return the names of the modules that patterns match, without those inside of others.
-
-    Raises:
-        RequestError: a pattern matches nothing; the nearest names are offered.
-    """
-    names = [name for name, _ in model.named_modules() if name]
-    found = matched(patterns, names, "model.activation_checkpointing", "module")
-    return [name for name in found if not any(_is_in(name, other) for other in found)]
-
-
-def _is_in(name: str, other: str) -> bool:
-    return name != other and (not other or name.startswith(f"{other}."))
 
 
 @cache

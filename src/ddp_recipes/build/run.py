@@ -49,10 +49,17 @@ def make_run(recipe: Recipe, stop_controller: StopController, strategy: Strategy
     strategy, devices, task = strategy or recipe.strategy, recipe.devices.own, recipe.task
     recipe.load_weights()
     strategy.shard(task, devices)
-    precision = recipe.trainer.precision
     with loading():  # an optimizer that is not torch's own may bring its compiler
-        optimizers, schedules = make_optimizers_and_schedules(
-            recipe.job.config, task, precision, recipe.total_steps, recipe.length.total_epochs, recipe.job.overrides
+        optimizers, schedules = strategy.make_optimizers(
+            task,
+            lambda: make_optimizers_and_schedules(
+                recipe.job.config,
+                task,
+                recipe.may_fuse,
+                recipe.total_steps,
+                recipe.length.total_epochs,
+                recipe.job.overrides,
+            ),
         )
     fixed_shards = recipe.request.strategy.fixed_shards
     every = min(recipe.trainer.log_every_n_steps, max(1, recipe.total_steps or recipe.trainer.log_every_n_steps))
@@ -65,7 +72,7 @@ def make_run(recipe: Recipe, stop_controller: StopController, strategy: Strategy
         devices=devices,
         optimizers=optimizers,
         schedules=schedules,
-        precision=make_precision(precision, recipe.device.type),
+        precision=make_precision(recipe.trainer.precision, recipe.device.type),
         train=recipe.loaders["train"],
         val=recipe.val,
         trainer=replace(recipe.trainer, log_every_n_steps=every),

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 class BatchShards:
     """The shards of each global batch that a rank computes, one after the other: ``count`` of ``total`` from ``first``.
 
-    Ranks of one replica (the stages of a pipeline) have the same shards.
+    Ranks of one replica (the stages of a pipeline) have the same shards. Where a rank has several, ranks take turns:
+    what they have done at any time are the first ones.
     """
 
     first: int
@@ -41,7 +42,7 @@ class BatchShards:
     @property
     def numbers(self) -> range:
         """The shards of this rank."""
-        return range(self.first, self.first + self.count)
+        return range(self.first, self.first + self.count * self.readers, self.readers)
 
 
 @dataclass(frozen=True)
@@ -178,6 +179,11 @@ class StrategySettings:
     def pipeline(self) -> PipelineShape | None:
         """The stages that a replica's processes hold; ``None`` where each process holds the whole model."""
         return None
+
+    @property
+    def whole_model(self) -> bool:
+        """Whether a process holds the whole model, and can run and save it without the others."""
+        return self.pipeline is None
 
     # --- refusals and remedies
 

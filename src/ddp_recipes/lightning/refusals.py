@@ -30,7 +30,7 @@ def refuse_surroundings(owner: str, own: Collection[str], manual: bool, around: 
         )
     world = around.world
     shards = [strategy.batch_shards(replace(world, rank=rank)) for rank in range(world.world_size)]
-    if strategy.pipeline is not None or any(each.first >= each.total for each in shards):
+    if not strategy.whole_model or any(each.first >= each.total for each in shards):
         raise RequestError(
             f"task=lightning runs {owner} as a whole on each rank, and with strategy={strategy.name} some ranks do not "
             f"have it or do not train on batches. Choose another strategy."

@@ -13,11 +13,14 @@ if TYPE_CHECKING:
     from ddp_recipes.strategies.ddp_pipeline.strategy import DDPPipeline
     from ddp_recipes.strategies.dp.settings import DataParallelSettings
     from ddp_recipes.strategies.dp.strategy import DataParallel
+    from ddp_recipes.strategies.fsdp.settings import FSDPSettings
+    from ddp_recipes.strategies.fsdp.strategy import FSDP
     from ddp_recipes.strategies.single.settings import SingleSettings
     from ddp_recipes.strategies.single.strategy import Single
 
 __all__ = [
     "DDP",
+    "FSDP",
     "DDPExact",
     "DDPExactSettings",
     "DDPPipeline",
@@ -25,6 +28,7 @@ __all__ = [
     "DDPSettings",
     "DataParallel",
     "DataParallelSettings",
+    "FSDPSettings",
     "Single",
     "SingleSettings",
     "Strategy",
@@ -37,6 +41,7 @@ _FOLDER = {
     "DDPExact": "ddp_exact",
     "DDPPipeline": "ddp_pipeline",
     "DataParallel": "dp",
+    "FSDP": "fsdp",
     "Single": "single",
 }
 

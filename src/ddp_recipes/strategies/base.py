@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,8 @@ from ddp_recipes.config.parallelism import StrategySettings
 from ddp_recipes.runtime.phases import phase
 from ddp_recipes.runtime.world import World
 from ddp_recipes.tasks import StepOutput, Task
+
+T = TypeVar("T", bound=Sequence[Any])
 
 
 class Wrapped(Protocol):
@@ -63,6 +65,7 @@ class Strategy(Protocol):
     settings: StrategySettings  # what it means for the shape of a run
     divisor: int  # gradients come out divided by it: where ranks' are averaged, the number of ranks
     takes_empty: bool  # whether a shard without a sample has to be run as well, on one that does not count
+    lockstep: bool  # whether all ranks run the model together, so that the same goes for an evaluation
     starts: Sequence[str]  # the blocks at which the 2nd, 3rd, … stage of a pipeline begins
     shares_memory: bool  # ranks exchange gradients in memory, not by the backend; known once the task is wrapped
 
@@ -83,6 +86,13 @@ class Strategy(Protocol):
 
     def shard(self, task: Task, devices: Sequence[torch.device]) -> None:
         """Leave this rank what it holds of the task, once its weights are loaded. Called before any step."""
+
+    def make_optimizers(self, task: Task, make: Callable[[], T]) -> T:
+        """Return what ``make()`` makes, optimizers first, while the task's parameters are those that this rank updates.
+
+        Raises:
+            RequestError: an optimizer cannot update them.
+        """
 
     def wrap(self, task: Task, devices: Sequence[torch.device]) -> Wrapped:
         """Return the task as training steps run it, on this replica's devices."""
@@ -140,6 +150,7 @@ class Plain:
 
     starts: Sequence[str] = ()
     takes_empty = False
+    lockstep = False
     shares_memory = False
 
     def replicas(self, device_type: str) -> int:
@@ -148,6 +159,10 @@ class Plain:
 
     def check(self, task: Task, devices: Sequence[torch.device]) -> None:
         """Nothing can be wrong."""
+
+    def make_optimizers(self, task: Task, make: Callable[[], T]) -> T:
+        """They are the task's own."""
+        return make()
 
     def batch_shard(self, weight: float) -> AbstractContextManager[Any]:
         """There is one a rank."""

@@ -105,6 +105,9 @@ def _evaluate(
     with phase("validation"), torch.no_grad(), precision.forward():
         for batch in batches:
             if batch.num_samples == 0 and sums:
+                if strategy.lockstep:  # the others wait for this rank in the model
+                    with _unmeasured(task):
+                        step(batch.data)
                 continue
             output = step(batch.data)
             values = {"loss": output.loss, **output.metrics}
@@ -118,11 +121,21 @@ def _evaluate(
                 pair = torch.stack([summed, torch.full_like(summed, weight)]).to(loader.device)
                 if name not in sums:
                     sums[name] = pair.new_zeros(len(loader.shards), 2)
-                sums[name][batch.shard - loader.shards[0]].add_(pair)
+                sums[name][loader.shards.index(batch.shard)].add_(pair)
     totals = strategy.sum(torch.stack(list(sums.values()), dim=1))
     counted = zip(sums, totals.tolist(), strict=True)
     metrics = {task.metric_name(prefix, name): total / count for name, (total, count) in counted if count}
     return metrics | computed(task, prefix, matrices)
+
+
+@contextmanager
+def _unmeasured(task: Task) -> Iterator[None]:
+    """Leave the metrics as they are."""
+    metrics, task.metrics = task.metrics, {}
+    try:
+        yield
+    finally:
+        task.metrics = metrics
 
 
 def evaluated(task: Task, loader: Loader) -> Iterator[Batch]:

@@ -9,6 +9,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
+from ddp_recipes._compat.tensors import local
 from ddp_recipes.errors import RunFailed
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import by_rank
@@ -94,11 +95,12 @@ def non_finite_weights(task: nn.Module) -> dict[str, bool]:
     A parameter must be finite. A buffer must not be NaN; attention masks are made of infinities. What has no data is
     held by another rank.
     """
-    tensors = dict(task.named_parameters()) | dict(task.named_buffers())
+    parameters = dict(task.named_parameters())
+    tensors = {name: local(each) for name, each in [*parameters.items(), *task.named_buffers()]}
     # A sum is finite only if all of its terms are, and takes a tenth of the time of a look at each.
     sums = _numbers({name: _sum(tensor) for name, tensor in tensors.items() if _may_be_non_finite(tensor)})
     suspects = [name for name, total in sums.items() if not cmath.isfinite(total)]
-    bad = _numbers({name: _is_non_finite(tensors[name]) for name in suspects})
+    bad = _numbers({name: _is_non_finite(tensors[name], name in parameters) for name in suspects})
     return {name.removeprefix("model."): bool(bad.get(name, False)) for name in tensors}
 
 
@@ -106,8 +108,8 @@ def _may_be_non_finite(tensor: Tensor) -> bool:
     return not tensor.is_meta and (tensor.is_floating_point() or tensor.is_complex())
 
 
-def _is_non_finite(tensor: Tensor) -> Tensor:
-    return ~tensor.isfinite().all() if isinstance(tensor, nn.Parameter) else tensor.isnan().any()
+def _is_non_finite(tensor: Tensor, is_parameter: bool) -> Tensor:
+    return ~tensor.isfinite().all() if is_parameter else tensor.isnan().any()
 
 
 def _sum(tensor: Tensor) -> Tensor:

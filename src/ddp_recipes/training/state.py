@@ -28,6 +28,11 @@ from ddp_recipes.training.stopping import StopController
 
 Metrics = dict[str, float]
 
+_KERNELS = (
+    "fused",
+    "foreach",
+)  # options of an optimizer that are this run's own, whatever the checkpoint was made with
+
 
 class Cursor(NamedTuple):
     """Where a run is. Order and randomness follow from it and the seed, so nothing else needs to be restored."""
@@ -158,7 +163,10 @@ def restore(run: Run, state: State) -> list[str]:
             )
     warnings += _replaced(groups, saved_groups)
     for optimizer, saved in zip(run.optimizers, optimizers, strict=True):
+        kernels = [{key: group[key] for key in _KERNELS if key in group} for group in optimizer.param_groups]
         run.strategy.load_optimizer_state(optimizer, saved)
+        for of_group, own in zip(optimizer.param_groups, kernels, strict=True):
+            of_group.update(own)
     for schedule, saved in zip(run.schedules, schedulers, strict=True):
         warnings += _rescheduled(schedule.scheduler, saved)
         schedule.scheduler.load_state_dict(saved)
@@ -217,7 +225,7 @@ def _replaced(groups: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, 
         scheduled = {"lr"} if "initial_lr" in was else set()
         if "max_momentum" in was:
             scheduled |= {"momentum", "betas"}
-        names = [name for name in now if name in was and name not in {"params", "fused", "foreach", *scheduled}]
+        names = [name for name in now if name in was and name not in {"params", *_KERNELS, *scheduled}]
         changed = {name.removeprefix("initial_"): (now[name], was[name]) for name in names if now[name] != was[name]}
         of_group = f" of parameter group {number}" if len(groups) > 1 else ""
         found += [

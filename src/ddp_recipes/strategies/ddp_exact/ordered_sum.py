@@ -33,14 +33,16 @@ class OrderedSum:
 
     Args:
         module: what has the gradients and buffers. Parameters that need no gradient are left out for good.
-        shards: how many of them each rank computes. Rank r has those from r * shards on.
+        shards: how many of them each rank computes. Ranks take turns: the first ``world_size`` shards are the first of
+            each rank.
+        gradients: whether to add them, too, or only what becomes of the buffers.
     """
 
-    def __init__(self, module: nn.Module, world: World, shards: int) -> None:
+    def __init__(self, module: nn.Module, world: World, shards: int, gradients: bool = True) -> None:
         self.world = world
         self.shards = shards
         self.done = 0  # shards of this step
-        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        parameters = [parameter for parameter in module.parameters() if gradients and parameter.requires_grad]
         buffers = _Buffer.all_of(module)
         moving = [buffer for buffer in buffers if buffer.tensor.is_floating_point()]
         others = [buffer for buffer in buffers if not buffer.tensor.is_floating_point()]
@@ -223,9 +225,9 @@ class _Rows:
         if self.world.world_size > 1:
             self._wait()
             self.slice.fill_(-0.0)
-            for rank in range(self.world.world_size):
-                for rows in self.received:
-                    for row in rows[rank]:
+            for rows in self.received:
+                for of_ranks in rows.transpose(0, 1):
+                    for row in of_ranks:
                         self.slice.add_(row)
             dist.all_gather_into_tensor(self.total.flat, self.slice)
         if self.unused and self.world.world_size > 1:  # only then: on a GPU this waits

@@ -4,51 +4,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ddp_recipes.config.keys import Count
-from ddp_recipes.config.parallelism import BatchShards, StrategySettings
-from ddp_recipes.errors import RequestError
-from ddp_recipes.runtime.world import World
+from ddp_recipes.strategies.fixed_shards import FixedShardsSettings
 
 
 @dataclass(frozen=True, kw_only=True)
-class DDPExactSettings(StrategySettings):
-    """As many processes as divide the shards.
-
-    Attributes:
-        shards: of a global batch, each a replica in its own right: with its own randomness and its own batch-norm
-            statistics. The world size must divide them.
-        num_threads: threads of torch's CPU kernels in each rank; ``None`` leaves it to the environment.
-    """
+class DDPExactSettings(FixedShardsSettings):
+    """Always a fixed number of shards."""
 
     name: ClassVar[str] = "ddp_exact"
 
     shards: Count = 12
-    num_threads: Count | None = 1
-
-    def check_world_size(self, world_size: int) -> None:
-        """Refuse a number of processes that does not divide the shards; list those that do."""
-        super().check_world_size(world_size)
-        if self.shards % world_size:
-            sizes = ", ".join(str(size) for size in range(1, self.shards + 1) if self.shards % size == 0)
-            raise RequestError(
-                f"strategy.shards={self.shards} cannot be dealt evenly to {world_size} processes. Use {sizes} "
-                f"processes (launcher.nproc_per_node), or other shards, which then give other weights."
-            )
-
-    def batch_shards(self, world: World) -> BatchShards:
-        """Return this rank's shards of the fixed number."""
-        self.check_world_size(world.world_size)
-        count = self.shards // world.world_size
-        return BatchShards(world.rank * count, count, self.shards)
-
-    @property
-    def fixed_shards(self) -> int:
-        """They are the same at any world size."""
-        return self.shards
-
-    def check_resume(self, path: object, shards: int | None) -> None:
-        """Refuse a checkpoint of other shards."""
-        if shards is not None and shards != self.shards:
-            raise RequestError(
-                f"{path} was trained in {shards} shards, this run has {self.shards}: it would not end with the same "
-                f"weights. Set strategy.shards={shards}, or resume.strict=false to go on all the same."
-            )

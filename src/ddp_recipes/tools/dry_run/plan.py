@@ -86,7 +86,7 @@ def run_step(recipe: Recipe) -> ReplicaStep | PipelineSteps:
             torch.device("cpu") if on_cpu else torch.device("cuda", 0),
             pipeline,
             recipe.world,
-            partial(make_optimizer, recipe.job.config, precision=recipe.trainer.precision),
+            partial(make_optimizer, recipe.job.config, may_fuse=recipe.may_fuse),
             batches,
             recipe.trainer.precision,
         )
@@ -100,7 +100,7 @@ def run_step(recipe: Recipe) -> ReplicaStep | PipelineSteps:
         devices,
         recipe.strategy,
         recipe.world,
-        partial(make_optimizer, recipe.job.config, precision=recipe.trainer.precision),
+        partial(make_optimizer, recipe.job.config, may_fuse=recipe.may_fuse),
         batches,
         recipe.trainer.precision,
         whole=whole and recipe.request.num_devices > 1,

@@ -1,0 +1,60 @@
+"""The blocks of a model: those that repeat, and those that patterns name."""
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from ddp_recipes.errors import RequestError, nearest
+
+LISTS = (nn.Sequential, nn.ModuleList)  # whose elements are layers
+
+
+def repeated(model: nn.Module) -> list[str]:
+    """Return the names of the elements, with parameters, of the outermost lists of blocks."""
+    lists = [name for name, module in model.named_modules() if isinstance(module, LISTS)]
+    outermost = [name for name in lists if not any(_is_in(name, other) for other in lists)]
+    return [
+        f"{name}.{child}" if name else child
+        for name in outermost
+        for child, block in model.get_submodule(name).named_children()
+        if next(block.parameters(), None) is not None
+    ]
+
+
+def named(model: nn.Module, patterns: str | Sequence[str], key: str) -> list[str]:
+    """Return the names of the modules that patterns match, without those inside of others.
+
+    Raises:
+        RequestError: a pattern matches nothing; the nearest names are offered.
+    """
+    names = [name for name, _ in model.named_modules() if name]
+    found = matched(patterns, names, key, "module")
+    return [name for name in found if not any(_is_in(name, other) for other in found)]
+
+
+def _is_in(name: str, other: str) -> bool:
+    return name != other and (not other or name.startswith(f"{other}."))
+
+
+def matched(patterns: str | Sequence[str], names: Sequence[str], key: str, kind: str = "parameter") -> list[str]:
+    """Return the names that a pattern matches, as a shell's does (``*`` is also for dots), or that lie in a module.
+
+    Args:
+        kind: of what the names are, for messages.
+
+    Raises:
+        RequestError: a pattern matches nothing; the nearest names are offered.
+    """
+    found: dict[str, None] = {}
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        mine = [name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")]
+        if not mine:
+            parts = [name.rsplit(".", dots)[0] for name in names for dots in range(name.count(".") + 1)]
+            raise RequestError(
+                f"{key}: {pattern} matches no {kind}. It is matched with whole names, as a shell's patterns are, "
+                f"and a module's name means all in it.{nearest(pattern, dict.fromkeys(parts))} The first names: "
+                f"{', '.join(names[:4])}."
+            )
+        found |= dict.fromkeys(mine)
+    return list(found)

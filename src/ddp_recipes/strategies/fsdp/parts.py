@@ -1,0 +1,78 @@
+"""Each rank's part of the model's parameters, and how the whole comes of parts."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ddp_recipes._compat.tensors import local
+
+
+@dataclass
+class Part:
+    """What this rank updates of a parameter.
+
+    Attributes:
+        whole: the parameter as FSDP2 has it, a ``DTensor``.
+        own: the rows that are here, a plain parameter in the same memory: for optimizers, whose fused kernels take no
+            ``DTensor``.
+    """
+
+    whole: nn.Parameter
+    own: nn.Parameter
+
+    @classmethod
+    def of(cls, parameter: nn.Parameter) -> "Part":
+        """Return this rank's part of a parameter."""
+        return cls(parameter, nn.Parameter(local(parameter), requires_grad=parameter.requires_grad))
+
+    def take_gradient(self) -> None:
+        """Hand the gradient over to the optimizer's parameter."""
+        self.own.data = local(self.whole)  # which FSDP2 may put elsewhere, at the first step
+        self.own.grad = None if self.whole.grad is None else local(self.whole.grad)
+        self.whole.grad = None
+
+
+def own_rows(whole: Tensor, rank: int, ranks: int) -> Tensor:
+    """Return a rank's part of a tensor, as ``torch.chunk`` deals rows."""
+    each = -(-len(whole) // ranks)
+    return whole[min(rank * each, len(whole)) : min((rank + 1) * each, len(whole))]
+
+
+def joined(own: Tensor, shape: Sequence[int], group: dist.ProcessGroup) -> Tensor | None:
+    """Return the whole of all ranks' parts on the first rank of a group, ``None`` elsewhere. A collective."""
+    each = -(-shape[0] // group.size())
+    padded = own.new_zeros(each, *shape[1:])
+    padded[: len(own)] = own
+    parts = [torch.empty_like(padded) for _ in range(group.size())] if group.rank() == 0 else None
+    dist.gather(padded, parts, group=group, group_dst=0)
+    return None if parts is None else torch.cat(parts)[: shape[0]]
+
+
+def norms(own: Sequence[Tensor], sizes: Sequence[Sequence[int]], group: dist.ProcessGroup) -> Tensor:
+    """Return the norm of each whole tensor, [tensors], to the bit as of one that is in one place. A collective.
+
+    Each is put together on one rank, in turns.
+
+    Args:
+        own: this rank's rows of them, of shapes ``sizes`` as wholes.
+    """
+    rank, ranks = group.rank(), group.size()
+    found = own[0].new_zeros(-(-len(own) // ranks) * ranks)
+    for start in range(0, len(own), ranks):
+        mine = start + rank
+        sent = [each.reshape(-1) for each in own[start : start + ranks]]
+        sent += [own[0].new_empty(0)] * (ranks - len(sent))
+        shape = sizes[mine] if mine < len(own) else [0]
+        rows = [len(own_rows(own[0].new_empty(shape[0], 0), each, ranks)) for each in range(ranks)]
+        of_row = torch.Size(shape[1:]).numel()
+        received = own[0].new_empty(shape[0] * of_row)
+        dist.all_to_all_single(
+            received, torch.cat(sent), [each * of_row for each in rows], list(map(len, sent)), group=group
+        )
+        if mine < len(own):
+            found[mine] = torch.linalg.vector_norm(received.view(*shape))
+    dist.all_reduce(found, group=group)
+    return found[: len(own)]

@@ -1,0 +1,55 @@
+"""What ``strategy=fsdp`` means for the shape of a run."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from ddp_recipes.config.keys import Count
+from ddp_recipes.errors import RequestError
+from ddp_recipes.strategies.fixed_shards import FixedShardsSettings
+
+if TYPE_CHECKING:
+    from ddp_recipes.config.request import Request
+
+
+@dataclass(frozen=True, kw_only=True)
+class FSDPSettings(FixedShardsSettings):
+    """One replica of the model, held by all processes together.
+
+    Attributes:
+        wrap: ``auto``, the elements of the model's lists of blocks, or patterns of modules' names. What is in none of
+            them is gathered as one more block.
+        level: what is dealt to the ranks. 3: parameters, gradients and optimizer state; 2: parameters are whole from
+            forward to backward; 1: through all passes of a step, and so are gradients unless ``shards`` gives an order.
+    """
+
+    name: ClassVar[str] = "fsdp"
+
+    wrap: str | list[str] = "auto"
+    level: Count = 3
+
+    def __post_init__(self) -> None:
+        if self.level not in (1, 2, 3):
+            raise RequestError(f"strategy.level={self.level} is not known. Allowed: 3, 2, 1.")
+
+    @property
+    def whole_model(self) -> bool:
+        """Each process has a part."""
+        return False
+
+    def check(self, request: "Request") -> None:
+        """Refuse other ways to cut a model or a batch, and a loss that is scaled."""
+        for key, value, without in (
+            ("model.num_devices", request.model.num_devices, 1),
+            ("model.micro_batches", request.model.micro_batches, 1),
+            ("tune", request.run.tune, None),
+        ):
+            if value not in (without, None):
+                raise RequestError(
+                    f"{key}={value} does not go with strategy=fsdp, whose ranks hold the model together. Leave it "
+                    f"out, or choose strategy=ddp."
+                )
+        if request.trainer.precision == "16-mixed":
+            raise RequestError(
+                "trainer.precision=16-mixed scales the loss by gradients that are whole, and with strategy=fsdp each "
+                "rank has a part of them. Use bf16-mixed, which needs no scale, or 32-true."
+            )

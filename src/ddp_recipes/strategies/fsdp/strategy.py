@@ -1,0 +1,273 @@
+"""torch's FSDP2, ``fully_shard``."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from inspect import unwrap
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import Store
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from ddp_recipes._compat.tensors import local
+from ddp_recipes.errors import RequestError
+from ddp_recipes.model_parallel.blocks import named, repeated
+from ddp_recipes.runtime.world import World
+from ddp_recipes.strategies.base import Passes, T, Whole, Wrapped
+from ddp_recipes.strategies.ddp_exact.ordered_sum import OrderedSum
+from ddp_recipes.strategies.fsdp.ordered import OrderedReduceScatter
+from ddp_recipes.strategies.fsdp.parts import Part, joined, norms, own_rows
+from ddp_recipes.strategies.fsdp.settings import FSDPSettings
+from ddp_recipes.strategies.group import Group, sum_in_turns
+from ddp_recipes.tasks import Task
+
+# They update each element by itself; others look at whole tensors, of which no rank has one.
+_ELEMENTWISE = (
+    *(torch.optim.SGD, torch.optim.ASGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam),
+    *(torch.optim.RAdam, torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.Rprop),
+)
+
+
+class FSDP(Whole, Group):
+    """Each rank holds a part of every parameter, of its gradient and of its optimizer state (ZeRO, Rajbhandari et al.).
+
+    With ``shards`` gradients are added in the order of the shards: what comes out are the bits of ``ddp_exact`` with as
+    many, at any world size.
+    """
+
+    Settings = FSDPSettings
+    settings: FSDPSettings
+    divisor = 1
+    lockstep = True
+
+    def __init__(self, settings: FSDPSettings | None = None) -> None:
+        self.settings = settings or FSDPSettings()
+        self.parts: dict[int, Part] = {}  # by the id of what an optimizer updates
+        self.blocks: list[FSDPModule] = []  # the model first
+        self.ordered: list[OrderedReduceScatter] = []
+        self.buffers: OrderedSum | None = None
+        self.passes = 0  # shards of this step that have begun
+
+    @property
+    def takes_empty(self) -> bool:  # type: ignore[override]
+        """The others wait for this rank in the model."""
+        return self.world.world_size > 1
+
+    def check(self, task: Task, devices: Sequence[torch.device]) -> None:
+        """Refuse a model that cannot be dealt, and parameters beside it."""
+        super().check(task, devices)
+        blocks = self._blocks(task.model)
+        beside = [name for name, _ in task.named_parameters() if not name.startswith("model.")]
+        if beside:
+            raise RequestError(
+                f"strategy=fsdp deals the parameters of the model, and the task has others beside it: "
+                f"{', '.join(beside[:4])}. Put them into the model, or choose strategy=ddp."
+            )
+        for name, parameter in task.model.named_parameters():
+            if parameter.dim() == 0:
+                raise RequestError(
+                    f"strategy=fsdp deals the rows of a parameter, and {name} is a single number. Make it of shape "
+                    f"[1], or choose strategy=ddp."
+                )
+        owners: dict[nn.Parameter, tuple[str, str]] = {}
+        for name, parameter in task.model.named_parameters(remove_duplicate=False):
+            block = next((each for each in blocks if name.startswith(f"{each}.")), "the model")
+            other, first = owners.setdefault(parameter, (block, name))
+            if other != block:
+                raise RequestError(
+                    f"{first} and {name} are one parameter, of two blocks ({other}, {block}) that strategy=fsdp "
+                    f"gathers one after the other. Choose strategy.wrap so that both are in one block, or in none."
+                )
+
+    def _blocks(self, model: nn.Module) -> list[str]:
+        """Return the names of the modules that are gathered by themselves."""
+        if self.settings.wrap != "auto":
+            return named(model, self.settings.wrap, "strategy.wrap")
+        if found := [name for name in repeated(model) if callable(getattr(model.get_submodule(name), "forward", None))]:
+            return found
+        raise RequestError(
+            f"strategy.wrap=auto takes the elements of nn.Sequential and nn.ModuleList, and {type(model).__name__} has "
+            f"none with parameters. Name its blocks: strategy.wrap="
+            f"[{','.join(name for name, _ in model.named_children())}]."
+        )
+
+    def setup(
+        self, world: World, store: Store | None, backend: str, timeout: timedelta, init_method: str | None
+    ) -> None:
+        """Join the process group, and set the number of threads: sums within an operation depend on it."""
+        if self.settings.shards is not None and self.settings.num_threads is not None:
+            torch.set_num_threads(self.settings.num_threads)
+        super().setup(world, store, backend, timeout, init_method)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks that hold the model together."""
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+
+    def shard(self, task: Task, devices: Sequence[torch.device]) -> None:
+        """Leave this rank its rows of each parameter; the model gathers those of a block before it runs."""
+        model, level = task.model, self.settings.level
+        mesh = DeviceMesh.from_group(self.group, devices[0].type)
+        names = self._blocks(model)
+        for name in names:
+            fully_shard(model.get_submodule(name), mesh=mesh, reshard_after_forward=level == 3)
+        fully_shard(model, mesh=mesh, reshard_after_forward=False)  # it is needed first in backward
+        self.blocks = [cast(FSDPModule, each) for each in (model, *map(model.get_submodule, names))]
+        for name, block in zip(["the model", *names], self.blocks, strict=True):
+            block.set_gradient_divide_factor(1.0)  # losses are weighted
+            block.set_force_sum_reduction_for_comms(True)
+            if self.settings.shards is not None and self.world.world_size > 1:
+                self.ordered.append(OrderedReduceScatter(name, None))
+                block.set_custom_reduce_scatter(self.ordered[-1])
+
+    def make_optimizers(self, task: Task, make: Callable[[], T]) -> T:
+        """Have them made of this rank's rows; refuse those that look at whole tensors."""
+        places = [
+            (module, name, parameter)
+            for module in task.modules()
+            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
+        ]
+        parts = {parameter: Part.of(parameter) for _, _, parameter in places}
+        for module, name, parameter in places:
+            setattr(module, name, parts[parameter].own)
+        try:
+            made = make()
+        finally:
+            for module, name, parameter in places:
+                setattr(module, name, parameter)
+        for optimizer in made[0]:
+            if unwrap(type(optimizer).step) not in {unwrap(each.step) for each in _ELEMENTWISE}:
+                raise RequestError(
+                    f"With strategy=fsdp an optimizer updates a rank's rows of each parameter, and "
+                    f"{type(optimizer).__name__} may look at all of it. Known to look at each number by itself: "
+                    f"{', '.join(each.__name__ for each in _ELEMENTWISE)} of torch.optim."
+                )
+            on_cpu = next(iter(parts.values())).own.is_cpu
+            if (
+                self.settings.shards is not None
+                and on_cpu
+                and any(each.get("fused") for each in optimizer.param_groups)
+            ):
+                raise RequestError(
+                    "optimizer.fused=true on the CPU computes the last few numbers of a tensor otherwise than the "
+                    "others, so bits depend on how a parameter is dealt. Leave it out, or strategy.shards."
+                )
+        self.parts = {id(part.own): part for part in parts.values()}
+        return made
+
+    def wrap(self, task: Task, devices: Sequence[torch.device]) -> Wrapped:
+        """Return the task itself: its model has been changed in place."""
+        if self.settings.shards is not None:
+            count = self.settings.batch_shards(self.world).count
+            self.buffers = OrderedSum(task, self.world, count, gradients=False)
+        self.task = task
+        return cast(Wrapped, task)
+
+    @contextmanager
+    def batch_shard(self, weight: float) -> Iterator[None]:
+        """Let what the shard's backward adds up begin in a tensor of its own: the total goes on in order."""
+        self.passes += 1
+        for each in self.ordered:
+            each.counts = weight > 0
+        if self.ordered:
+            for part in self.parts.values():
+                part.whole.grad = None
+        if self.buffers is None:
+            yield
+            return
+        self.buffers.begin()
+        yield
+        self.buffers.take(weight)
+
+    def training_step(self, module: Wrapped, batch: Any, weight: float, last: bool, precision: Passes) -> Tensor:
+        """Run the task, then backward, which exchanges gradients with the last pass of a shard."""
+        model, level = self.blocks[0], self.settings.level
+        over = last and self.passes == self.settings.batch_shards(self.world).count
+        model.set_requires_gradient_sync(over if level == 1 and not self.ordered else last)
+        model.set_is_last_backward(over)
+        if level == 1:
+            model.set_reshard_after_backward(over)
+        return super().training_step(module, batch, weight, last, precision)
+
+    def reduce(self) -> None:
+        """Hand over the gradients; they are reduced in backward."""
+        self.passes = 0
+        for each in self.ordered:
+            each.total = None
+        for part in self.parts.values():
+            part.take_gradient()
+        if self.buffers is not None:
+            self.buffers.reduce()
+        else:
+            self.sync_buffers(self.task)  # as DDP does
+
+    def norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Add up the norms of whole gradients, or the squares of all parts."""
+        if self.world.world_size == 1:
+            return super().norm(gradients)
+        if self.settings.shards is None:
+            squared = nn.utils.get_total_norm(gradients).double().square()
+            dist.all_reduce(squared, group=self.group)
+            return squared.sqrt().float()
+        sizes = {id(part.own.grad): part.whole.shape for part in self.parts.values()}
+        found = norms(gradients, [sizes[id(gradient)] for gradient in gradients], self.group)
+        return nn.utils.get_total_norm([found])
+
+    def weights(self, task: Task) -> dict[str, Tensor]:
+        """Gather one parameter after the other on rank 0."""
+        return {name: self._on_rank_0(value) for name, value in task.weights().items()}
+
+    def _on_rank_0(self, value: Tensor) -> Tensor:
+        own = local(value) if isinstance(value, Tensor) else value
+        if own is value:
+            return value
+        whole = joined(own, value.shape, self.group)
+        return own if whole is None else whole
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Gather one tensor after the other on rank 0."""
+        return self._of_each(optimizer, optimizer.state_dict(), self._gathered)
+
+    def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        """Take this rank's rows of each tensor."""
+        optimizer.load_state_dict(self._of_each(optimizer, state, self._own))
+
+    def _of_each(
+        self, optimizer: torch.optim.Optimizer, state: dict[str, Any], change: Callable[[Tensor, Part], Any]
+    ) -> dict[str, Any]:
+        """Return an optimizer's state, its tensors changed."""
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        changed = {
+            number: {
+                name: change(value, self.parts[id(parameters[number])]) if isinstance(value, Tensor) else value
+                for name, value in of_one.items()
+            }
+            for number, of_one in state["state"].items()
+        }
+        return {**state, "state": changed}
+
+    def _gathered(self, value: Tensor, part: Part) -> Tensor:
+        if value.shape != part.own.shape:  # a count of steps
+            return value
+        whole = joined(value, part.whole.shape, self.group)
+        return value if whole is None else whole
+
+    def _own(self, value: Tensor, part: Part) -> Tensor:
+        if value.shape != part.whole.shape:
+            return value
+        return own_rows(value, self.group.rank(), self.group.size()).clone()
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Add the rows of all ranks, in the order of the shards where they have one."""
+        return super().sum(values) if self.settings.shards is None else sum_in_turns(values, self.world)
+
+    def sync_buffers(self, task: Task) -> None:
+        """Give every rank rank 0's, unless they are the same after each step."""
+        if self.buffers is None and self.world.world_size > 1:
+            for buffer in task.buffers():
+                dist.broadcast(buffer, src=0)
