@@ -1,5 +1,7 @@
 """Models whose gradients and buffers are awkward to add up."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -74,3 +76,10 @@ class HeadScaled(Toy):
 
 def _ranks() -> int:
     return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+
+
+class Normed(torch.optim.SGD):
+    """Steps by another method than torch's own."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from ddp_recipes._compat.tensors import local, rows_here
 from ddp_recipes.callbacks.base import Callback
 from ddp_recipes.errors import RequestError
 from ddp_recipes.tasks.task import outside
@@ -51,7 +52,9 @@ class EMA(Callback):
     def on_start(self, directory: Path | None, task: nn.Module) -> None:
         """Put the trained weights of a checkpoint in their place: the task has the averages from it."""
         if self.begun:
-            self.averages = {name: self.trained[name].to(each, copy=True) for name, each in self._parameters().items()}
+            held = {outside(name): each for name, each in task.named_parameters() if not each.is_meta}
+            mine = {name: rows_here(self.trained[name], each) for name, each in held.items()}
+            self.averages = {name: mine[name].to(each, copy=True) for name, each in self._parameters().items()}
             self.swapped, self.trained = True, {}
             self._swap(False)
 
@@ -99,9 +102,9 @@ class EMA(Callback):
         """Take them, until the run starts."""
         self.begun, self.trained = bool(state), state
 
-    def _parameters(self) -> dict[str, nn.Parameter]:
-        """Return the parameters that this rank holds."""
-        return {outside(name): each for name, each in self.run.task.named_parameters() if not each.is_meta}
+    def _parameters(self) -> dict[str, Tensor]:
+        """Return the parameters that this rank holds, or its rows of them."""
+        return {outside(name): local(each) for name, each in self.run.task.named_parameters() if not each.is_meta}
 
     @torch.no_grad()
     def _swap(self, swapped: bool) -> None:

@@ -18,7 +18,7 @@ from ddp_recipes.data.prefetch import Prefetcher
 from ddp_recipes.datasets.memory import InMemory
 from ddp_recipes.datasets.transforms import is_known
 from ddp_recipes.errors import RequestError, RunFailed
-from ddp_recipes.runtime.process import die_with_parent, state
+from ddp_recipes.runtime.process import die_with_parent, garbage_left, state
 
 LOOK_S = 1.0  # between looks at the time, while data workers are waited for
 
@@ -156,7 +156,8 @@ class Loader:
 
         threading.Thread(target=watch, name="data workers", daemon=True).start()
         try:
-            batches = iter(loader)
+            with garbage_left():
+                batches = iter(loader)
             for batch in batches:
                 asked = float("inf")
                 yield batch

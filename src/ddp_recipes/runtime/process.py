@@ -120,3 +120,16 @@ def _prctl(option: int, argument: int | bytes) -> None:
     import ctypes
 
     ctypes.CDLL(None).prctl(option, argument)
+
+
+@contextmanager
+def garbage_left() -> Iterator[None]:
+    """Leave to this process what it no longer needs: in one that is forked meanwhile nothing of it is destroyed.
+
+    A process group there has lost its threads, and waits for them.
+    """
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

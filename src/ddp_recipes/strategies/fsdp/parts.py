@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_recipes._compat.tensors import local
+from ddp_recipes._compat.tensors import local, rows_of_rank
 
 
 @dataclass
@@ -35,12 +35,6 @@ class Part:
         self.whole.grad = None
 
 
-def own_rows(whole: Tensor, rank: int, ranks: int) -> Tensor:
-    """Return a rank's part of a tensor, as ``torch.chunk`` deals rows."""
-    each = -(-len(whole) // ranks)
-    return whole[min(rank * each, len(whole)) : min((rank + 1) * each, len(whole))]
-
-
 def joined(own: Tensor, shape: Sequence[int], group: dist.ProcessGroup) -> Tensor | None:
     """Return the whole of all ranks' parts on the first rank of a group, ``None`` elsewhere. A collective."""
     each = -(-shape[0] // group.size())
@@ -66,7 +60,7 @@ def norms(own: Sequence[Tensor], sizes: Sequence[Sequence[int]], group: dist.Pro
         sent = [each.reshape(-1) for each in own[start : start + ranks]]
         sent += [own[0].new_empty(0)] * (ranks - len(sent))
         shape = sizes[mine] if mine < len(own) else [0]
-        rows = [len(own_rows(own[0].new_empty(shape[0], 0), each, ranks)) for each in range(ranks)]
+        rows = [len(rows_of_rank(own[0].new_empty(shape[0], 0), each, ranks)) for each in range(ranks)]
         of_row = torch.Size(shape[1:]).numel()
         received = own[0].new_empty(shape[0] * of_row)
         dist.all_to_all_single(

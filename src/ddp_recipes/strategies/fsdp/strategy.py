@@ -13,14 +13,14 @@ from torch.distributed import Store
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from ddp_recipes._compat.tensors import local
+from ddp_recipes._compat.tensors import local, rows_here
 from ddp_recipes.errors import RequestError
 from ddp_recipes.model_parallel.blocks import named, repeated
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import Passes, T, Whole, Wrapped
 from ddp_recipes.strategies.ddp_exact.ordered_sum import OrderedSum
 from ddp_recipes.strategies.fsdp.ordered import OrderedReduceScatter
-from ddp_recipes.strategies.fsdp.parts import Part, joined, norms, own_rows
+from ddp_recipes.strategies.fsdp.parts import Part, joined, norms
 from ddp_recipes.strategies.fsdp.settings import FSDPSettings
 from ddp_recipes.strategies.group import Group, sum_in_turns
 from ddp_recipes.tasks import Task
@@ -118,12 +118,19 @@ class FSDP(Whole, Group):
             fully_shard(model.get_submodule(name), mesh=mesh, reshard_after_forward=level == 3)
         fully_shard(model, mesh=mesh, reshard_after_forward=False)  # it is needed first in backward
         self.blocks = [cast(FSDPModule, each) for each in (model, *map(model.get_submodule, names))]
+        model.register_forward_hook(self._give_back)
         for name, block in zip(["the model", *names], self.blocks, strict=True):
             block.set_gradient_divide_factor(1.0)  # losses are weighted
             block.set_force_sum_reduction_for_comms(True)
             if self.settings.shards is not None and self.world.world_size > 1:
                 self.ordered.append(OrderedReduceScatter(name, None))
                 block.set_custom_reduce_scatter(self.ordered[-1])
+
+    def _give_back(self, *_: Any) -> None:
+        """Give back what an evaluation gathered: no backward follows that does, and weights may change."""
+        if not torch.is_grad_enabled():
+            for block in self.blocks:
+                block.reshard()
 
     def make_optimizers(self, task: Task, make: Callable[[], T]) -> T:
         """Have them made of this rank's rows; refuse those that look at whole tensors."""
@@ -260,7 +267,7 @@ class FSDP(Whole, Group):
     def _own(self, value: Tensor, part: Part) -> Tensor:
         if value.shape != part.whole.shape:
             return value
-        return own_rows(value, self.group.rank(), self.group.size()).clone()
+        return rows_here(value, part.whole).clone()
 
     def sum(self, values: Tensor) -> Tensor:
         """Add the rows of all ranks, in the order of the shards where they have one."""

@@ -1,0 +1,170 @@
+"""``strategy=fsdp``: the bits of ``ddp_exact``, each rank with a part of the model."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ddp_recipes.errors import RequestError
+from ddp_recipes.reporting.run_directory import Summary
+from ddp_recipes.testing import make_job, run_recipe
+from helpers.exact import QUIET, RECIPES, all_on_ranks
+
+Run = Callable[..., Summary]
+Weights = Callable[[Summary], dict[str, Any]]
+
+FSDP = ["strategy=fsdp", "strategy.shards=12"]
+TOY = "strategy.wrap=[net1,net2]"
+TAKEN = {
+    "dropout, momentum, clipping, fewer samples than shards at the end": [],
+    "adamw, bf16-mixed, accumulation, a last group of which most parts have nothing": [TOY],
+    "batch norm, accumulation": [],
+    "buffers of all kinds": [TOY],
+    "numpy and random in the model and the collate function, validation too": [TOY],
+    "random transform, workers, early stopping": [TOY],
+}
+LEVELS = {1: 3, 2: 1, 3: 2, 4: 3, 6: 2}  # what is dealt, at each world size
+
+
+@pytest.fixture(scope="module")
+def summaries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, Summary]]:
+    """What each recipe left at each world size; at 0 with ``ddp_exact``."""
+    folder = tmp_path_factory.mktemp("fsdp")
+    found: dict[str, dict[int, Summary]] = {name: {} for name in TAKEN}
+    for size in (0, *LEVELS):
+        own = ["strategy=ddp_exact"] if size == 0 else [*FSDP, f"strategy.level={LEVELS[size]}"]
+        jobs = {
+            name: replace(
+                make_job([*QUIET, *own, *RECIPES[name], *(TAKEN[name] if size else [])]),
+                directory=folder / f"{name[:4]}_{size}",
+            )
+            for name in TAKEN
+        }
+        for name, summary in all_on_ranks(jobs, max(1, size)).items():
+            found[name][size] = summary
+    return found
+
+
+@pytest.mark.parametrize("name", TAKEN)
+@pytest.mark.slow
+def test_any_number_of_ranks_and_level_gives_the_bits_of_ddp_exact(
+    name: str, summaries: dict[str, dict[int, Summary]]
+) -> None:
+    exact = summaries[name][0]
+    for size in LEVELS:
+        summary = summaries[name][size]
+        assert summary["world_size"] == size
+        assert summary["weights_sha256"] == exact["weights_sha256"], f"{size} ranks"
+        for metric in ("train/loss", "train/lr", "train/grad_norm", "train/epoch", "val/loss", "val/mae"):
+            assert summary["metrics"][metric] == exact["metrics"][metric], f"{metric} on {size} ranks"
+        for count in ("global_step", "epoch", "samples_seen"):
+            assert summary[count] == exact[count]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch's own, while it compiles such a model
+@pytest.mark.parametrize(
+    "own",
+    [
+        ["model.activation_checkpointing=true"],
+        ["callbacks=ema"],
+        pytest.param(["trainer.compile=true"], marks=pytest.mark.slow),
+    ],
+)
+def test_a_transformer_with_a_tied_embedding_has_them_too(own: list[str], tmp_path: Path) -> None:
+    (tmp_path / "words.txt").write_text("to be or not to be, that is the question; " * 60)
+    small = [
+        *("data=text", f"data.path={tmp_path / 'words.txt'}", "data.context=16", "data.val_fraction=0.2"),
+        *("data.global_batch_size=12", "model=gpt", "model.layers=2", "model.width=12", "model.heads=2"),
+        *(
+            "model.dropout=0.1",
+            "optimizer=adamw",
+            "trainer.max_steps=6",
+            "trainer.val_check_interval=6",
+            "trainer.log_every_n_steps=1",
+        ),
+        *("trainer.gradient_clip_val=0.5", "trainer.precision=bf16-mixed", "trainer.progress=false"),
+        *("launcher.device=cpu", "logger=none", *own),
+    ]
+    exact = run_recipe([*small, "strategy=ddp_exact", "strategy.shards=4"], 1, tmp_path / "exact")
+    for size in (1, 2, 4):
+        fsdp = run_recipe([*small, *FSDP, "strategy.shards=4"], size, tmp_path / f"fsdp_{size}")
+        assert fsdp["weights_sha256"] == exact["weights_sha256"], f"{size} ranks"
+        assert fsdp["metrics"]["val/loss"] == exact["metrics"]["val/loss"]
+
+
+# --- from one strategy to another ------------------------------------------------------------------------------------
+
+
+def test_a_run_goes_on_at_any_other_world_size_and_strategy(tmp_path: Path, run: Run) -> None:
+    overrides = [
+        *QUIET,
+        "checkpoint=default",
+        "data.num_samples=89",
+        "model._target_=own_parts.Dropout",
+        "optimizer=adamw",
+        "scheduler=cosine",
+        "scheduler.T_max=12",
+        "trainer.max_epochs=3",
+        "trainer.gradient_clip_val=0.5",
+        "ckpt_path=auto",
+    ]
+    exact = ["strategy=ddp_exact"]
+    whole = run(*overrides, *exact)
+    for own, size, steps in [(FSDP, 2, 2), (exact, 3, 5), (FSDP, 3, 8), (FSDP, 1, 10), (FSDP, 4, 11), (exact, 1, 12)]:
+        limit = f"trainer.max_steps={steps}"
+        moved = run(*overrides, *own, limit, world_size=size, directory=tmp_path / "moved")
+        assert (moved["world_size"], moved["global_step"]) == (size, steps)
+    assert moved["weights_sha256"] == whole["weights_sha256"]
+    assert moved["metrics"]["val/loss"] == whole["metrics"]["val/loss"]
+
+
+def test_without_shards_it_learns_what_ddp_learns(run: Run, weights: Weights) -> None:
+    overrides = [*QUIET, "checkpoint=default", "data.num_samples=61", "model._target_=own_parts.Dropout"]
+    overrides += ["trainer.accumulate_grad_batches=2", "trainer.gradient_clip_val=0.1", "data.val_samples=7"]
+    ddp = run(*overrides, "strategy=ddp", world_size=2)
+    for level in (3, 2, 1):
+        fsdp = run(*overrides, "strategy=fsdp", f"strategy.level={level}", world_size=2)
+        torch.testing.assert_close(weights(fsdp), weights(ddp), rtol=0, atol=1e-6)
+        for metric in ("train/loss", "train/grad_norm", "val/loss", "val/mae"):
+            assert fsdp["metrics"][metric] == pytest.approx(ddp["metrics"][metric], rel=1e-4)
+
+
+def test_predictions_and_evaluation_do_not_depend_on_the_number_of_ranks(run: Run, tmp_path: Path) -> None:
+    small = [*QUIET, "checkpoint=default", "model._target_=own_parts.Norm", *FSDP]
+    trained = run(*small, "data.num_samples=24", "data.batch_size=3", "trainer.max_epochs=1")["last_checkpoint"]
+    predicted, losses = [], []
+    for size in (1, 3):
+        folder = tmp_path / f"predicted_{size}"
+        run(*small, "mode=predict", f"ckpt_path={trained}", world_size=size, directory=folder)
+        predicted.append(torch.load(folder / "predictions.pt", weights_only=True))
+        tested = run(
+            *small, "mode=validate", f"ckpt_path={trained}", world_size=size, directory=tmp_path / f"val_{size}"
+        )
+        losses.append(tested["metrics"])
+    assert predicted[0].shape == (21, 5)
+    assert torch.equal(*predicted)
+    assert losses[0] == losses[1]
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([], r"strategy.wrap=auto takes the elements of nn.Sequential and nn.ModuleList, and Toy has none"),
+        (["strategy.wrap=[nett1]"], r"strategy.wrap: nett1 matches no module.* Did you mean 'net1'"),
+        (["strategy.level=4", TOY], r"strategy.level=4 is not known. Allowed: 3, 2, 1"),
+        (["strategy.shards=7", TOY], r"strategy.shards=7 cannot be dealt evenly to 2 processes"),
+        (["trainer.precision=16-mixed", TOY], r"16-mixed scales the loss by gradients that are whole"),
+        (["model.num_devices=2", TOY], r"model.num_devices=2 does not go with strategy=fsdp"),
+        (["optimizer._target_=exact_parts.Normed", TOY], r"Normed may look at all of it"),
+        (["strategy.shards=2", "optimizer.fused=true", TOY], r"bits depend on how a parameter is dealt"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(overrides: list[str], message: str, run: Run) -> None:
+    with pytest.raises(RequestError, match=message):
+        run(*QUIET, "strategy=fsdp", *overrides, world_size=2)
