@@ -27,6 +27,7 @@ TAKEN = {
     "random transform, workers, early stopping": [TOY],
 }
 LEVELS = {1: 3, 2: 1, 3: 2, 4: 3, 6: 2}  # what is dealt, at each world size
+REPLICAS = {4: 2, 6: 3}
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +36,8 @@ def summaries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, S
     folder = tmp_path_factory.mktemp("fsdp")
     found: dict[str, dict[int, Summary]] = {name: {} for name in TAKEN}
     for size in (0, *LEVELS):
-        own = ["strategy=ddp_exact"] if size == 0 else [*FSDP, f"strategy.level={LEVELS[size]}"]
+        dealt = [f"strategy.level={LEVELS.get(size)}", f"strategy.replicas={REPLICAS.get(size, 1)}"]
+        own = ["strategy=ddp_exact"] if size == 0 else [*FSDP, *dealt]
         jobs = {
             name: replace(
                 make_job([*QUIET, *own, *RECIPES[name], *(TAKEN[name] if size else [])]),
@@ -122,11 +124,12 @@ def test_a_run_goes_on_at_any_other_world_size_and_strategy(tmp_path: Path, run:
 
 
 def test_without_shards_it_learns_what_ddp_learns(run: Run, weights: Weights) -> None:
-    overrides = [*QUIET, "checkpoint=default", "data.num_samples=61", "model._target_=own_parts.Dropout"]
+    overrides = [*QUIET, "checkpoint=default", "data.num_samples=61", "data.batch_size=2"]
     overrides += ["trainer.accumulate_grad_batches=2", "trainer.gradient_clip_val=0.1", "data.val_samples=7"]
     ddp = run(*overrides, "strategy=ddp", world_size=2)
-    for level in (3, 2, 1):
-        fsdp = run(*overrides, "strategy=fsdp", f"strategy.level={level}", world_size=2)
+    for own, size in ((["strategy.level=3"], 2), (["strategy.level=1"], 2), (["strategy.replicas=2"], 4)):
+        batch = f"data.batch_size={4 // size}"
+        fsdp = run(*overrides, "strategy=fsdp", TOY, *own, batch, world_size=size)
         torch.testing.assert_close(weights(fsdp), weights(ddp), rtol=0, atol=1e-6)
         for metric in ("train/loss", "train/grad_norm", "val/loss", "val/mae"):
             assert fsdp["metrics"][metric] == pytest.approx(ddp["metrics"][metric], rel=1e-4)
@@ -158,6 +161,7 @@ def test_predictions_and_evaluation_do_not_depend_on_the_number_of_ranks(run: Ru
         ([], r"strategy.wrap=auto takes the elements of nn.Sequential and nn.ModuleList, and Toy has none"),
         (["strategy.wrap=[nett1]"], r"strategy.wrap: nett1 matches no module.* Did you mean 'net1'"),
         (["strategy.level=4", TOY], r"strategy.level=4 is not known. Allowed: 3, 2, 1"),
+        (["strategy.replicas=2", TOY], r"strategy.replicas=2 share the processes evenly, two or more each"),
         (["strategy.shards=7", TOY], r"strategy.shards=7 cannot be dealt evenly to 2 processes"),
         (["trainer.precision=16-mixed", TOY], r"16-mixed scales the loss by gradients that are whole"),
         (["model.num_devices=2", TOY], r"model.num_devices=2 does not go with strategy=fsdp"),

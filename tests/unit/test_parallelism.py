@@ -12,7 +12,7 @@ from ddp_recipes.config.parallelism import BatchShards, StrategySettings, strate
 from ddp_recipes.errors import RequestError
 from ddp_recipes.runtime.world import World
 
-SHIPPED = ("Single", "DataParallel", "DDP", "DDPExact", "DDPPipeline")
+SHIPPED = ("Single", "DataParallel", "DDP", "DDPExact", "DDPPipeline", "FSDP")
 
 
 def settings(name: str, **keys: Any) -> StrategySettings:
@@ -52,6 +52,7 @@ def test_keys_of_a_strategy_are_checked(name: str, keys: dict[str, Any], message
         ("DDP", {}, [1, 2, 7], []),
         ("DDP", {"processes": 3}, [3], [1, 2]),
         ("DDPExact", {}, [1, 2, 3, 4, 6, 12], [5, 8]),
+        ("FSDP", {"replicas": 3}, [6, 9], [1, 3, 4]),
         ("DDPPipeline", {}, [2, 4], [1, 3]),
         ("DDPPipeline", {"stages": 4, "schedule": "interleaved_1f1b"}, [2, 4], [1, 3]),
     ],
@@ -70,7 +71,9 @@ def test_world_sizes_of_a_strategy(name: str, keys: dict[str, Any], allowed: lis
     [
         ("Single", {}, [BatchShards(0, 1, 1)]),
         ("DDP", {}, [BatchShards(rank, 1, 4) for rank in range(4)]),
-        ("DDPExact", {}, [BatchShards(3 * rank, 3, 12) for rank in range(4)]),
+        ("DDPExact", {}, [BatchShards(rank, 3, 12) for rank in range(4)]),
+        ("FSDP", {}, [BatchShards(rank, 1, 4) for rank in range(4)]),
+        ("FSDP", {"shards": 8, "replicas": 2}, [BatchShards(rank, 2, 8) for rank in range(4)]),
         ("DDPPipeline", {}, [BatchShards(rank // 2, 1, 2) for rank in range(4)]),
     ],
 )

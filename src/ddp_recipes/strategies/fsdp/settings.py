@@ -13,9 +13,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class FSDPSettings(FixedShardsSettings):
-    """One replica of the model, held by all processes together.
+    """Replicas of the model, each held by several processes together.
 
     Attributes:
+        replicas: how many; the model is dealt to the processes of each of them.
         wrap: ``auto``, the elements of the model's lists of blocks, or patterns of modules' names. What is in none of
             them is gathered as one more block.
         level: what is dealt to the ranks. 3: parameters, gradients and optimizer state; 2: parameters are whole from
@@ -24,12 +25,25 @@ class FSDPSettings(FixedShardsSettings):
 
     name: ClassVar[str] = "fsdp"
 
+    replicas: Count = 1
     wrap: str | list[str] = "auto"
     level: Count = 3
 
     def __post_init__(self) -> None:
         if self.level not in (1, 2, 3):
             raise RequestError(f"strategy.level={self.level} is not known. Allowed: 3, 2, 1.")
+
+    def check_world_size(self, world_size: int) -> None:
+        """Refuse a number of processes that the replicas cannot share, too."""
+        super().check_world_size(world_size)
+        each, left = divmod(world_size, self.replicas)
+        if self.replicas > 1 and (left or each < 2):
+            r = self.replicas
+            raise RequestError(
+                f"strategy.replicas={r} share the processes evenly, two or more each, and there are {world_size}. Use "
+                f"{2 * r}, {3 * r}, {4 * r}, … processes (launcher.nproc_per_node), or strategy=ddp, whose processes "
+                f"have a replica each."
+            )
 
     @property
     def whole_model(self) -> bool:

@@ -50,6 +50,8 @@ class FSDP(Whole, Group):
         self.blocks: list[FSDPModule] = []  # the model first
         self.ordered: list[OrderedReduceScatter] = []
         self.buffers: OrderedSum | None = None
+        self.group: dist.ProcessGroup  # ranks that hold a replica together
+        self.others: dist.ProcessGroup | None = None  # ranks that hold the same part of other replicas
         self.passes = 0  # shards of this step that have begun
 
     @property
@@ -102,17 +104,27 @@ class FSDP(Whole, Group):
         if self.settings.shards is not None and self.settings.num_threads is not None:
             torch.set_num_threads(self.settings.num_threads)
         super().setup(world, store, backend, timeout, init_method)
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        """The ranks that hold the model together."""
         assert dist.group.WORLD is not None
-        return dist.group.WORLD
+        self.group = dist.group.WORLD
+        if self.settings.replicas > 1:
+            rows = torch.arange(world.world_size).view(self.settings.replicas, -1)
+            # Groups of our own: a device mesh gives those that it makes torch's timeout, not the launcher's.
+            groups: Any = [
+                dist.new_subgroups_by_enumeration(each.tolist(), timeout=timeout)[0] for each in (rows, rows.T)
+            ]
+            self.group, self.others = groups
+
+    def _mesh(self, kind: str) -> DeviceMesh:
+        """Return the ranks that the model is dealt to, and the replicas whose gradients FSDP2 adds."""
+        if self.others is None or self.settings.shards is not None:
+            return DeviceMesh.from_group(self.group, kind)
+        rows = torch.arange(self.world.world_size).view(self.settings.replicas, -1)
+        return DeviceMesh.from_group([self.others, self.group], kind, rows, mesh_dim_names=("replicas", "shards"))
 
     def shard(self, task: Task, devices: Sequence[torch.device]) -> None:
         """Leave this rank its rows of each parameter; the model gathers those of a block before it runs."""
         model, level = task.model, self.settings.level
-        mesh = DeviceMesh.from_group(self.group, devices[0].type)
+        mesh = self._mesh(devices[0].type)
         names = self._blocks(model)
         for name in names:
             fully_shard(model.get_submodule(name), mesh=mesh, reshard_after_forward=level == 3)
@@ -123,7 +135,7 @@ class FSDP(Whole, Group):
             block.set_gradient_divide_factor(1.0)  # losses are weighted
             block.set_force_sum_reduction_for_comms(True)
             if self.settings.shards is not None and self.world.world_size > 1:
-                self.ordered.append(OrderedReduceScatter(name, None))
+                self.ordered.append(OrderedReduceScatter(name, self.others))
                 block.set_custom_reduce_scatter(self.ordered[-1])
 
     def _give_back(self, *_: Any) -> None:
@@ -233,7 +245,12 @@ class FSDP(Whole, Group):
         own = local(value) if isinstance(value, Tensor) else value
         if own is value:
             return value
-        whole = joined(own, value.shape, self.group)
+        return self._joined(own, value)
+
+    def _joined(self, own: Tensor, like: Tensor) -> Tensor:
+        """Return on rank 0 the whole of what all ranks have, elsewhere their own."""
+        first = self.world.rank < self.group.size()  # of the first replica
+        whole = joined(own, like.shape, self.group) if first else None
         return own if whole is None else whole
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -261,8 +278,7 @@ class FSDP(Whole, Group):
     def _gathered(self, value: Tensor, part: Part) -> Tensor:
         if value.shape != part.own.shape:  # a count of steps
             return value
-        whole = joined(value, part.whole.shape, self.group)
-        return value if whole is None else whole
+        return self._joined(value, part.whole)
 
     def _own(self, value: Tensor, part: Part) -> Tensor:
         if value.shape != part.whole.shape:
