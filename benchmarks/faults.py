@@ -24,6 +24,8 @@ from benchmarks.campaign.play import Player, cut_off
 from benchmarks.campaign.report import Entry
 from benchmarks.campaign.script import KINDS, MODES, RECIPES, SIZES, Script, draw
 
+EXACT = {"ddp_exact": ["strategy=ddp_exact"], "fsdp": ["strategy=fsdp", "strategy.shards=12"]}
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a campaign; return 0 if every run went as promised, else 1."""
@@ -51,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     entries: list[Entry] = []
     pool = ThreadPoolExecutor(options.jobs)
     try:
-        campaign = Campaign(folder, options.strategy, 1 if options.strategy == "ddp_exact" else options.sizes[0])
+        campaign = Campaign(folder, options.strategy, options.sizes[0])
         left = [script for script, record in zip(scripts, wanted, strict=True) if record not in done]
         for future in [pool.submit(campaign.play, script) for script in left]:
             entries.append(future.result())
@@ -108,14 +110,15 @@ class Campaign:
     """Plays scripts, each in a folder of its own, which is kept if not all was as promised.
 
     Args:
-        strategy: of every run.
-        size: ranks of the undisturbed runs.
+        strategy: of every run. The undisturbed ones have ``ddp_exact`` on one rank, if its bits are promised.
+        size: ranks of the undisturbed runs else.
     """
 
     def __init__(self, folder: Path, strategy: str, size: int) -> None:
         self.folder = folder
-        self.strategy = f"strategy={strategy}"
-        self.references = {name: self._reference(name, size) for name in RECIPES}
+        self.strategy = EXACT.get(strategy, [f"strategy={strategy}"])
+        of_reference = (EXACT["ddp_exact"], 1) if strategy in EXACT else (self.strategy, size)
+        self.references = {name: self._reference(name, *of_reference) for name in RECIPES}
 
     def play(self, script: Script) -> Entry:
         """Play a script and judge it."""
@@ -129,10 +132,10 @@ class Campaign:
             shutil.rmtree(folder)
         return entry
 
-    def _reference(self, recipe: str, size: int) -> Reference:
+    def _reference(self, recipe: str, strategy: Sequence[str], size: int) -> Reference:
         """Run a recipe undisturbed."""
         script = Script("local", 0, 0, recipe, faults=(), world_sizes=(size,), max_restarts=0, timeout_s=60)
-        player = Player(script, self.folder / f"reference_{recipe}", self.strategy)
+        player = Player(script, self.folder / f"reference_{recipe}", strategy)
         played = player.play()
         if not played.finished:
             raise SystemExit(f"The undisturbed run of {recipe} failed:\n{played.starts[0].text}")

@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.campaign import files
@@ -31,10 +31,10 @@ class Player:
     """Plays one script in a folder.
 
     Args:
-        strategy: the override that chooses it.
+        strategy: the overrides that choose it.
     """
 
-    def __init__(self, script: Script, folder: Path, strategy: str) -> None:
+    def __init__(self, script: Script, folder: Path, strategy: Sequence[str]) -> None:
         self.script = script
         self.folder = folder
         self.directory = folder / "disk" / "run"
@@ -44,7 +44,7 @@ class Player:
         self.overrides = [
             *COMMON,
             *RECIPES[script.recipe].overrides,
-            strategy,
+            *strategy,
             f"launcher.timeout_s={script.timeout_s}",
             f"hydra.run.dir={self.directory}",
             "ckpt_path=auto",

@@ -94,7 +94,7 @@ class FSDP(Whole, Group):
         raise RequestError(
             f"strategy.wrap=auto takes the elements of nn.Sequential and nn.ModuleList, and {type(model).__name__} has "
             f"none with parameters. Name its blocks: strategy.wrap="
-            f"[{','.join(name for name, _ in model.named_children())}]."
+            f"[{','.join(name for name, each in model.named_children() if [*each.parameters()])}]."
         )
 
     def setup(
@@ -132,6 +132,7 @@ class FSDP(Whole, Group):
         self.blocks = [cast(FSDPModule, each) for each in (model, *map(model.get_submodule, names))]
         model.register_forward_hook(self._give_back)
         for name, block in zip(["the model", *names], self.blocks, strict=True):
+            type(block).__name__ = type(block).__name__.removeprefix("FSDP")  # messages name the user's class
             block.set_gradient_divide_factor(1.0)  # losses are weighted
             block.set_force_sum_reduction_for_comms(True)
             if self.settings.shards is not None and self.world.world_size > 1:
