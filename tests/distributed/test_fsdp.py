@@ -165,6 +165,8 @@ def test_predictions_and_evaluation_do_not_depend_on_the_number_of_ranks(run: Ru
         (["strategy.shards=7", TOY], r"strategy.shards=7 cannot be dealt evenly to 2 processes"),
         (["trainer.precision=16-mixed", TOY], r"16-mixed scales the loss by gradients that are whole"),
         (["model.num_devices=2", TOY], r"model.num_devices=2 does not go with strategy=fsdp"),
+        (["check=equivalence", TOY], r"check=equivalence does not go with strategy=fsdp"),
+        (["plan=true", TOY], r"plan=true does not know what strategy=fsdp exchanges"),
         (["optimizer._target_=exact_parts.Normed", TOY], r"Normed may look at all of it"),
         (["strategy.shards=2", "optimizer.fused=true", TOY], r"bits depend on how a parameter is dealt"),
     ],

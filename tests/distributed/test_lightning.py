@@ -87,6 +87,7 @@ def test_mode_test_runs_the_test_step(run: Run) -> None:
         ("Loaders", LIGHTNING, "The DataLoader for train has the sampler Sorted, whose order is not known"),
         ("Loaders", [], "Loaders brings train_dataloader, and data is another data set. Choose data=lightning"),
         ("Halved", ["strategy=ddp_pipeline"], "runs Halved as a whole on each rank, and with strategy=ddp_pipeline"),
+        ("Halved", ["strategy=fsdp", "strategy.wrap=net1"], "as a whole on each rank, and with strategy=fsdp"),
         ("Valid", ["mode=test", "data.test=${data.val}", "model._target_=lightning_parts.Untested"], "mode=test runs"),
     ],
 )
