@@ -83,3 +83,19 @@ class Normed(torch.optim.SGD):
 
     def step(self, closure: Any = None) -> Any:
         return super().step(closure)
+
+
+class Tied(Toy):
+    """Has one parameter in two layers."""
+
+    def __init__(self, in_features: int, hidden_features: int, out_features: int) -> None:
+        super().__init__(in_features, hidden_features, out_features)
+        self.net2.weight = self.net1.weight
+
+
+class Scaled(Toy):
+    """Has a parameter that is a number."""
+
+    def __init__(self, in_features: int, hidden_features: int, out_features: int) -> None:
+        super().__init__(in_features, hidden_features, out_features)
+        self.scale = nn.Parameter(torch.tensor(1.0))

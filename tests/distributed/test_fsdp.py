@@ -22,6 +22,7 @@ TAKEN = {
     "dropout, momentum, clipping, fewer samples than shards at the end": [],
     "adamw, bf16-mixed, accumulation, a last group of which most parts have nothing": [TOY],
     "batch norm, accumulation": [],
+    "a layer that nothing uses, weight decay": [TOY],
     "buffers of all kinds": [TOY],
     "numpy and random in the model and the collate function, validation too": [TOY],
     "random transform, workers, early stopping": [TOY],
@@ -167,6 +168,8 @@ def test_predictions_and_evaluation_do_not_depend_on_the_number_of_ranks(run: Ru
         (["model.num_devices=2", TOY], r"model.num_devices=2 does not go with strategy=fsdp"),
         (["check=equivalence", TOY], r"check=equivalence does not go with strategy=fsdp"),
         (["plan=true", TOY], r"plan=true does not know what strategy=fsdp exchanges"),
+        (["model._target_=exact_parts.Tied", TOY], r"net1.weight and net2.weight are one parameter, of two blocks"),
+        (["model._target_=exact_parts.Scaled", TOY], r"scale is a single number. Make it of shape \[1\]"),
         (["optimizer._target_=exact_parts.Normed", TOY], r"Normed may look at all of it"),
         (["strategy.shards=2", "optimizer.fused=true", TOY], r"bits depend on how a parameter is dealt"),
     ],
@@ -174,3 +177,10 @@ def test_predictions_and_evaluation_do_not_depend_on_the_number_of_ranks(run: Ru
 def test_what_cannot_be_is_refused_by_name(overrides: list[str], message: str, run: Run) -> None:
     with pytest.raises(RequestError, match=message):
         run(*QUIET, "strategy=fsdp", *overrides, world_size=2)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_layer_that_only_some_shards_use_ends_the_run_by_name(world_size: int, run: Run) -> None:
+    model = ["data.num_samples=61", "model._target_=exact_parts.Sometimes", TOY]
+    with pytest.raises(Exception, match=r"Some shards of a batch use rare.bias, rare.weight of the model, and others"):
+        run(*QUIET, *FSDP, *model, world_size=world_size)

@@ -55,6 +55,11 @@ RECIPES = {
         "model._target_=exact_parts.Sometimes",
         "optimizer.weight_decay=0.1",
     ],
+    "a layer that nothing uses, weight decay": [
+        "data.num_samples=61",
+        "model._target_=own_parts.Spare",
+        "optimizer.weight_decay=0.1",
+    ],
     "buffers of all kinds": ["data.num_samples=61", "model._target_=exact_parts.Keeping"],
     "numpy and random in the model and the collate function, validation too": [
         "data.num_samples=53",

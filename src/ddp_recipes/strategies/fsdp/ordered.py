@@ -7,7 +7,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_recipes._compat.fsdp import ReduceScatter
-from ddp_recipes.errors import RunFailed
 
 
 class OrderedReduceScatter(ReduceScatter):  # type: ignore[misc]
@@ -17,12 +16,10 @@ class OrderedReduceScatter(ReduceScatter):  # type: ignore[misc]
     it as it is: that is what a shard without a sample counts.
 
     Args:
-        block: its name, for messages.
         replicas: the ranks that have the same part in other replicas; ``None`` where there is one.
     """
 
-    def __init__(self, block: str, replicas: dist.ProcessGroup | None) -> None:
-        self.block = block
+    def __init__(self, replicas: dist.ProcessGroup | None) -> None:
         self.replicas = replicas
         self.total: Tensor | None = None
         self.counts = True  # whether this rank's shard has a sample
@@ -34,11 +31,7 @@ class OrderedReduceScatter(ReduceScatter):  # type: ignore[misc]
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        """Send each rank its part of ``input_tensor``; leave the total in ``output_tensor``.
-
-        Raises:
-            RunFailed: another shard had gradients of other parameters.
-        """
+        """Send each rank its part of ``input_tensor``; leave the total in ``output_tensor``."""
         if not self.counts:
             input_tensor.fill_(-0.0)
         received = torch.empty_like(input_tensor)
@@ -50,11 +43,6 @@ class OrderedReduceScatter(ReduceScatter):  # type: ignore[misc]
         first, *rows = received.view(-1, len(output_tensor))
         if self.total is None:
             output_tensor.copy_(first)
-        elif self.total.shape != output_tensor.shape:
-            raise RunFailed(
-                f"One shard of a batch has gradients of other parameters of {self.block} than another, and "
-                f"strategy=fsdp adds those of all. Use each parameter for every sample, or strategy=ddp_exact."
-            )
         else:
             torch.add(self.total, first, out=output_tensor)
         for row in rows:

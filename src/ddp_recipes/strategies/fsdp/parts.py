@@ -15,23 +15,25 @@ class Part:
     """What this rank updates of a parameter.
 
     Attributes:
+        name: the parameter's.
         whole: the parameter as FSDP2 has it, a ``DTensor``.
         own: the rows that are here, a plain parameter in the same memory: for optimizers, whose fused kernels take no
             ``DTensor``.
     """
 
+    name: str
     whole: nn.Parameter
     own: nn.Parameter
 
     @classmethod
-    def of(cls, parameter: nn.Parameter) -> "Part":
+    def of(cls, name: str, parameter: nn.Parameter) -> "Part":
         """Return this rank's part of a parameter."""
-        return cls(parameter, nn.Parameter(local(parameter), requires_grad=parameter.requires_grad))
+        return cls(name, parameter, nn.Parameter(local(parameter), requires_grad=parameter.requires_grad))
 
-    def take_gradient(self) -> None:
-        """Hand the gradient over to the optimizer's parameter."""
+    def take_gradient(self, used: bool) -> None:
+        """Hand the gradient over to the optimizer's parameter, if the model ``used`` it."""
         self.own.data = local(self.whole)  # which FSDP2 may put elsewhere, at the first step
-        self.own.grad = None if self.whole.grad is None else local(self.whole.grad)
+        self.own.grad = local(self.whole.grad) if used and self.whole.grad is not None else None
         self.whole.grad = None
 
 

@@ -1,7 +1,7 @@
 """torch's FSDP2, ``fully_shard``."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from inspect import unwrap
 from typing import Any, cast
@@ -15,13 +15,14 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from ddp_recipes._compat.tensors import local, rows_here
 from ddp_recipes.errors import RequestError
-from ddp_recipes.model_parallel.blocks import named, repeated
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import Passes, T, Whole, Wrapped
 from ddp_recipes.strategies.ddp_exact.ordered_sum import OrderedSum
+from ddp_recipes.strategies.fsdp.blocks import blocks_of, refuse_parameters
 from ddp_recipes.strategies.fsdp.ordered import OrderedReduceScatter
 from ddp_recipes.strategies.fsdp.parts import Part, joined, norms
 from ddp_recipes.strategies.fsdp.settings import FSDPSettings
+from ddp_recipes.strategies.fsdp.usage import Usage
 from ddp_recipes.strategies.group import Group, sum_in_turns
 from ddp_recipes.tasks import Task
 
@@ -53,6 +54,7 @@ class FSDP(Whole, Group):
         self.group: dist.ProcessGroup  # ranks that hold a replica together
         self.others: dist.ProcessGroup | None = None  # ranks that hold the same part of other replicas
         self.passes = 0  # shards of this step that have begun
+        self.usage = Usage()
 
     @property
     def takes_empty(self) -> bool:  # type: ignore[override]
@@ -62,40 +64,7 @@ class FSDP(Whole, Group):
     def check(self, task: Task, devices: Sequence[torch.device]) -> None:
         """Refuse a model that cannot be dealt, and parameters beside it."""
         super().check(task, devices)
-        blocks = self._blocks(task.model)
-        beside = [name for name, _ in task.named_parameters() if not name.startswith("model.")]
-        if beside:
-            raise RequestError(
-                f"strategy=fsdp deals the parameters of the model, and the task has others beside it: "
-                f"{', '.join(beside[:4])}. Put them into the model, or choose strategy=ddp."
-            )
-        for name, parameter in task.model.named_parameters():
-            if parameter.dim() == 0:
-                raise RequestError(
-                    f"strategy=fsdp deals the rows of a parameter, and {name} is a single number. Make it of shape "
-                    f"[1], or choose strategy=ddp."
-                )
-        owners: dict[nn.Parameter, tuple[str, str]] = {}
-        for name, parameter in task.model.named_parameters(remove_duplicate=False):
-            block = next((each for each in blocks if name.startswith(f"{each}.")), "the model")
-            other, first = owners.setdefault(parameter, (block, name))
-            if other != block:
-                raise RequestError(
-                    f"{first} and {name} are one parameter, of two blocks ({other}, {block}) that strategy=fsdp "
-                    f"gathers one after the other. Choose strategy.wrap so that both are in one block, or in none."
-                )
-
-    def _blocks(self, model: nn.Module) -> list[str]:
-        """Return the names of the modules that are gathered by themselves."""
-        if self.settings.wrap != "auto":
-            return named(model, self.settings.wrap, "strategy.wrap")
-        if found := [name for name in repeated(model) if callable(getattr(model.get_submodule(name), "forward", None))]:
-            return found
-        raise RequestError(
-            f"strategy.wrap=auto takes the elements of nn.Sequential and nn.ModuleList, and {type(model).__name__} has "
-            f"none with parameters. Name its blocks: strategy.wrap="
-            f"[{','.join(name for name, each in model.named_children() if [*each.parameters()])}]."
-        )
+        refuse_parameters(task, blocks_of(task.model, self.settings.wrap))
 
     def setup(
         self, world: World, store: Store | None, backend: str, timeout: timedelta, init_method: str | None
@@ -125,18 +94,20 @@ class FSDP(Whole, Group):
         """Leave this rank its rows of each parameter; the model gathers those of a block before it runs."""
         model, level = task.model, self.settings.level
         mesh = self._mesh(devices[0].type)
-        names = self._blocks(model)
+        names = blocks_of(model, self.settings.wrap)
         for name in names:
             fully_shard(model.get_submodule(name), mesh=mesh, reshard_after_forward=level == 3)
         fully_shard(model, mesh=mesh, reshard_after_forward=False)  # it is needed first in backward
         self.blocks = [cast(FSDPModule, each) for each in (model, *map(model.get_submodule, names))]
         model.register_forward_hook(self._give_back)
-        for name, block in zip(["the model", *names], self.blocks, strict=True):
+        for block in self.blocks:
             type(block).__name__ = type(block).__name__.removeprefix("FSDP")  # messages name the user's class
             block.set_gradient_divide_factor(1.0)  # losses are weighted
             block.set_force_sum_reduction_for_comms(True)
+            if hasattr(block, "set_reduce_scatter_unused_params"):  # from torch 2.15 on; else ranks would send less
+                block.set_reduce_scatter_unused_params(True)
             if self.settings.shards is not None and self.world.world_size > 1:
-                self.ordered.append(OrderedReduceScatter(name, self.others))
+                self.ordered.append(OrderedReduceScatter(self.others))
                 block.set_custom_reduce_scatter(self.ordered[-1])
 
     def _give_back(self, *_: Any) -> None:
@@ -152,7 +123,8 @@ class FSDP(Whole, Group):
             for module in task.modules()
             for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
         ]
-        parts = {parameter: Part.of(parameter) for _, _, parameter in places}
+        named_ = {parameter: name for name, parameter in task.model.named_parameters()}
+        parts = {parameter: Part.of(name, parameter) for parameter, name in named_.items()}
         for module, name, parameter in places:
             setattr(module, name, parts[parameter].own)
         try:
@@ -185,7 +157,15 @@ class FSDP(Whole, Group):
         if self.settings.shards is not None:
             count = self.settings.batch_shards(self.world).count
             self.buffers = OrderedSum(task, self.world, count, gradients=False)
-        self.task = task
+        self.task, self.device = task, devices[0]
+        names = {id(part.whole): part.name for part in self.parts.values()}
+        for block in self.blocks:
+            whole = {id(each): names[id(each)] for each in cast(nn.Module, block).parameters()}
+            block.unshard()
+            for name, parameter in zip(whole.values(), cast(nn.Module, block).parameters(), strict=True):
+                if parameter.requires_grad and local(parameter) is parameter:  # not of a block inside
+                    self.usage.watch(name, parameter)
+            block.reshard()
         return cast(Wrapped, task)
 
     @contextmanager
@@ -197,12 +177,13 @@ class FSDP(Whole, Group):
         if self.ordered:
             for part in self.parts.values():
                 part.whole.grad = None
-        if self.buffers is None:
+        with self.usage.of_shard() if weight else nullcontext():
+            if self.buffers is None:
+                yield
+                return
+            self.buffers.begin()
             yield
-            return
-        self.buffers.begin()
-        yield
-        self.buffers.take(weight)
+            self.buffers.take(weight)
 
     def training_step(self, module: Wrapped, batch: Any, weight: float, last: bool, precision: Passes) -> Tensor:
         """Run the task, then backward, which exchanges gradients with the last pass of a shard."""
@@ -219,8 +200,9 @@ class FSDP(Whole, Group):
         self.passes = 0
         for each in self.ordered:
             each.total = None
+        self.usage.agree(self.device)
         for part in self.parts.values():
-            part.take_gradient()
+            part.take_gradient(part.name in (self.usage.always or ()))
         if self.buffers is not None:
             self.buffers.reduce()
         else:
