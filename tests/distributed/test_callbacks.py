@@ -63,6 +63,7 @@ SHAPES = {
     ),
     "16-mixed": (1, ["trainer.precision=16-mixed"]),
     "ddp_exact": (2, ["strategy=ddp_exact", "data.global_batch_size=16"]),
+    "fsdp": (2, ["strategy=fsdp", "strategy.wrap=[net1,net2]", "data.global_batch_size=16"]),
     "ddp_pipeline": (2, ["strategy=ddp_pipeline"]),
     "ddp_pipeline, two replicas": (4, ["strategy=ddp_pipeline"]),
     "parameter_server": (4, ["strategy=parameter_server", "strategy.servers=2"]),

@@ -139,12 +139,8 @@ class FSDP(Whole, Group):
                     f"{type(optimizer).__name__} may look at all of it. Known to look at each number by itself: "
                     f"{', '.join(each.__name__ for each in _ELEMENTWISE)} of torch.optim."
                 )
-            on_cpu = next(iter(parts.values())).own.is_cpu
-            if (
-                self.settings.shards is not None
-                and on_cpu
-                and any(each.get("fused") for each in optimizer.param_groups)
-            ):
+            fused = any(group.get("fused") for group in optimizer.param_groups)
+            if fused and self.settings.shards is not None and next(iter(named_)).is_cpu:
                 raise RequestError(
                     "optimizer.fused=true on the CPU computes the last few numbers of a tensor otherwise than the "
                     "others, so bits depend on how a parameter is dealt. Leave it out, or strategy.shards."
