@@ -153,6 +153,14 @@ def test_predictions_and_evaluation_do_not_depend_on_the_number_of_ranks(run: Ru
     assert losses[0] == losses[1]
 
 
+@pytest.mark.parametrize("own", [[], ["strategy.shards=4"], ["trainer.accumulate_grad_batches=2"]])
+def test_it_does_what_one_process_does(own: list[str], run: Run) -> None:
+    checked = ["check=equivalence", "data.num_samples=60", "data.batch_size=4", "trainer.gradient_clip_val=0.1", *own]
+    metrics = run(*QUIET, "strategy=fsdp", TOY, *checked, world_size=2)["metrics"]
+    assert 0 < metrics["check/gradient"] < 1e-5
+    assert metrics["check/parameter"] < 1e-5
+
+
 # --- what is refused -------------------------------------------------------------------------------------------------
 
 
@@ -166,7 +174,7 @@ def test_predictions_and_evaluation_do_not_depend_on_the_number_of_ranks(run: Ru
         (["strategy.shards=7", TOY], r"strategy.shards=7 cannot be dealt evenly to 2 processes"),
         (["trainer.precision=16-mixed", TOY], r"16-mixed scales the loss by gradients that are whole"),
         (["model.num_devices=2", TOY], r"model.num_devices=2 does not go with strategy=fsdp"),
-        (["check=equivalence", TOY], r"check=equivalence does not go with strategy=fsdp"),
+        (["tune=lr", TOY], r"tune=lr does not go with strategy=fsdp"),
         (["plan=true", TOY], r"plan=true does not know what strategy=fsdp exchanges"),
         (["model._target_=exact_parts.Tied", TOY], r"net1.weight and net2.weight are one parameter, of two blocks"),
         (["model._target_=exact_parts.Scaled", TOY], r"scale is a single number. Make it of shape \[1\]"),

@@ -20,6 +20,11 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[attr-defined]
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """Return a ``DTensor`` put together, on every rank; any other tensor is whole. A collective."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
 def rows_of_rank(whole: Tensor, rank: int, ranks: int) -> Tensor:
     """Return a rank's rows of a tensor, as ``torch.chunk`` and ``DTensor`` deal them."""
     each = -(-len(whole) // ranks)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_recipes._compat.modules import Dropout
+from ddp_recipes._compat.tensors import local, rows_here, whole
 from ddp_recipes.build.recipe import Recipe, make_recipe
 from ddp_recipes.build.run import make_run, make_stop_controller
 from ddp_recipes.errors import RequestError, RunFailed
@@ -34,9 +35,9 @@ Tensors = dict[str, Tensor]
 def equivalence(recipe: Recipe, output: Output) -> None:
     """Train with the recipe's strategy and, beside it on every rank, with ``strategy=single``; compare at each step.
 
-    Gradients are compared once they are reduced, before they are clipped; then the reference gets the same ones, so
-    that rounding does not add up. Parameters and buffers are compared after the optimizer's step. Dropout is off in
-    both: its masks differ between ranks.
+    A rank compares what it has of the model. Gradients are compared once they are reduced, before they are clipped;
+    then the reference gets the same ones, so that rounding does not add up. Parameters and buffers are compared after
+    the optimizer's step. Dropout is off in both: its masks differ between ranks.
 
     Raises:
         RequestError: no step is left to compare.
@@ -65,10 +66,13 @@ def equivalence(recipe: Recipe, output: Output) -> None:
         with one_process(group):
             single = next(its)
         for kind in mine:
-            comparison.add(start + number // 2 + 1, kind, mine[kind], single[kind])
+            here = {name: rows_here(each, mine[kind][name]) for name, each in single[kind].items()}
+            comparison.add(
+                start + number // 2 + 1, kind, {name: local(each) for name, each in mine[kind].items()}, here
+            )
         if "gradient" in mine:
             for one, other in zip(pair[0].task.parameters(), pair[1].task.parameters(), strict=True):
-                other.grad = None if one.grad is None else one.grad.clone()
+                other.grad = None if one.grad is None else whole(one.grad).clone()
     gathered = recipe.strategy.gather((comparison.largest, comparison.first))
     largest, first = recipe.control.of_main("differences", lambda: of_all_ranks(gathered or ()))
     output.metrics = {f"check/{kind}": size for kind, size in largest.items()}

@@ -31,10 +31,10 @@ class Part:
         return cls(name, parameter, nn.Parameter(local(parameter), requires_grad=parameter.requires_grad))
 
     def take_gradient(self, used: bool) -> None:
-        """Hand the gradient over to the optimizer's parameter, if the model ``used`` it."""
+        """Give the optimizer's parameter the gradient, too, if the model ``used`` it."""
         self.own.data = local(self.whole)  # which FSDP2 may put elsewhere, at the first step
         self.own.grad = local(self.whole.grad) if used and self.whole.grad is not None else None
-        self.whole.grad = None
+        self.whole.grad = self.whole.grad if used else None
 
 
 def joined(own: Tensor, shape: Sequence[int], group: dist.ProcessGroup) -> Tensor | None:

@@ -56,7 +56,6 @@ class FSDPSettings(FixedShardsSettings):
             ("model.num_devices", request.model.num_devices, 1),
             ("model.micro_batches", request.model.micro_batches, 1),
             ("tune", request.run.tune, None),
-            ("check", request.run.check, None),
         ):
             if value not in (without, None):
                 raise RequestError(

@@ -166,11 +166,11 @@ class FSDP(Whole, Group):
 
     @contextmanager
     def batch_shard(self, weight: float) -> Iterator[None]:
-        """Let what the shard's backward adds up begin in a tensor of its own: the total goes on in order."""
+        """Let what the shard's backward adds up begin in a tensor of its own where a total goes on in order."""
         self.passes += 1
         for each in self.ordered:
             each.counts = weight > 0
-        if self.ordered:
+        if self.ordered or self.passes == 1:  # else torch adds to what is there
             for part in self.parts.values():
                 part.whole.grad = None
         with self.usage.of_shard() if weight else nullcontext():
