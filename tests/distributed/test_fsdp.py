@@ -1,5 +1,7 @@
 """``strategy=fsdp``: the bits of ``ddp_exact``, each rank with a part of the model."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +29,7 @@ TAKEN = {
     "numpy and random in the model and the collate function, validation too": [TOY],
     "random transform, workers, early stopping": [TOY],
 }
-LEVELS = {1: 3, 2: 1, 3: 2, 4: 3, 6: 2}  # what is dealt, at each world size
+LEVELS = {1: 1, 2: 1, 3: 2, 4: 3, 6: 2}  # what is dealt, at each world size
 REPLICAS = {4: 2, 6: 3}
 
 
@@ -96,6 +98,17 @@ def test_a_transformer_with_a_tied_embedding_has_them_too(own: list[str], tmp_pa
         fsdp = run_recipe([*small, *FSDP, "strategy.shards=4"], size, tmp_path / f"fsdp_{size}")
         assert fsdp["weights_sha256"] == exact["weights_sha256"], f"{size} ranks"
         assert fsdp["metrics"]["val/loss"] == exact["metrics"]["val/loss"]
+
+
+@pytest.mark.slow
+@pytest.mark.spawn
+def test_a_part_of_the_table_of_hashes() -> None:
+    """Of all strategies and levels, with replicas, after a resume of another strategy."""
+    command = [sys.executable, "-m", "benchmarks.hashes", "--ranks=4"]
+    printed = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert printed.returncode == 0, printed.stdout + printed.stderr
+    _, _, *rows = printed.stdout.strip().splitlines()
+    assert len(rows) == 5
 
 
 # --- from one strategy to another ------------------------------------------------------------------------------------

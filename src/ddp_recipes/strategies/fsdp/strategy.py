@@ -185,7 +185,7 @@ class FSDP(Whole, Group):
         """Run the task, then backward, which exchanges gradients with the last pass of a shard."""
         model, level = self.blocks[0], self.settings.level
         over = last and self.passes == self.settings.batch_shards(self.world).count
-        model.set_requires_gradient_sync(over if level == 1 and not self.ordered else last)
+        model.set_requires_gradient_sync(over if level == 1 and self.settings.shards is None else last)
         model.set_is_last_backward(over)
         if level == 1:
             model.set_reshard_after_backward(over)
