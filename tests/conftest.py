@@ -118,7 +118,7 @@ def run(tmp_path: Path) -> Callable[..., Summary]:
 def python() -> Iterator[str]:
     """A program like ``python`` that has loaded torch already: for commands of which only the outcome is tested."""
     with warm_python() as program:
-        yield str(program)
+        yield program
 
 
 # --- data ------------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ arguments, environment, folder, open files and exit status of a process of its o
 import array
 import fcntl
 import gc
+import importlib
 import json
 import os
 import runpy
@@ -59,8 +60,8 @@ os._exit(status)
 
 
 @contextmanager
-def warm_python() -> Iterator[Path]:
-    """Yield the path of a program ``python``, which others may not use."""
+def warm_python(*modules: str) -> Iterator[str]:
+    """Yield the path of a program ``python``, which other users cannot run, with these modules loaded, too."""
     with tempfile.TemporaryDirectory() as folder:
         program, address = Path(folder, "python"), f"{folder}/socket"
         program.write_text(CLIENT.format(python=sys.executable, address=address))
@@ -69,13 +70,13 @@ def warm_python() -> Iterator[Path]:
             listener.bind(address)
             listener.listen(64)
             server = subprocess.Popen(
-                [sys.executable, __file__, str(listener.fileno())],
+                [sys.executable, __file__, str(listener.fileno()), *modules],
                 pass_fds=[listener.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
             )
         try:
-            yield program
+            yield str(program)
         finally:
             server.kill()
             server.wait()
@@ -166,5 +167,7 @@ def execute(arguments: list[str]) -> None:
 
 if __name__ == "__main__":
     del sys.path[0]
+    for name in sys.argv[2:]:
+        importlib.import_module(name)
     gc.freeze()  # so that collections in the forks do not copy all these pages
     serve(socket.socket(fileno=int(sys.argv[1])))
