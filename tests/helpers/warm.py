@@ -27,7 +27,7 @@ from typing import NoReturn
 
 import torch
 
-from ddp_recipes.runtime.process import leave
+from ddp_recipes.runtime.process import die_with_parent, leave
 from ddp_recipes.testing import make_job  # noqa: F401, with all that a rank needs
 
 MAX_FDS = 64
@@ -74,6 +74,7 @@ def warm_python(*modules: str) -> Iterator[str]:
                 pass_fds=[listener.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
+                process_group=0,  # Ctrl-C at the terminal is not for it
             )
         try:
             yield str(program)
@@ -166,6 +167,7 @@ def execute(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    die_with_parent()
     del sys.path[0]
     for name in sys.argv[2:]:
         importlib.import_module(name)
