@@ -15,8 +15,9 @@ help: ## say what there is
 train: $(VENV)/installed ## train on real data; ARGS="model=toy_mp trainer.max_epochs=5" adds overrides
 	$(BIN)/python train.py $(ARGS)
 
-# Four files at a time: some tests compute while others wait.
-PYTEST := $(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder
+# Four files at a time: some tests compute while others wait. Bytecode is kept, also where the environment says otherwise:
+# tests start hundreds of processes, and each one would compile this package again.
+PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder
 
 test: $(VENV)/installed-dev ## run the quick tests, some of every kind; ARGS="tests/unit" adds options of pytest
 	$(PYTEST) -m "not slow" $(ARGS)

@@ -15,6 +15,7 @@ import torch
 from ddp_recipes.reporting.run_directory import Summary
 from ddp_recipes.testing import run_recipe
 from helpers.recipes import QUICK
+from helpers.warm import warm_python
 
 ROOT = Path(__file__).parents[1]
 BOUND_S = 15  # for a process that was told to end
@@ -111,6 +112,13 @@ def run(tmp_path: Path) -> Callable[..., Summary]:
         return run_recipe([*QUICK, *overrides], world_size, directory, **options)
 
     return quick
+
+
+@pytest.fixture(scope="session")
+def python() -> Iterator[str]:
+    """A program like ``python`` that has loaded torch already: for commands of which only the outcome is tested."""
+    with warm_python() as program:
+        yield program
 
 
 # --- data ------------------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 import itertools
 import json
 import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -194,11 +193,11 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_an_application_s_own_main_runs_in_its_own_directories(here: Path) -> None:
+def test_an_application_s_own_main_runs_in_its_own_directories(here: Path, python: str) -> None:
     write(here / "app.py", APPLICATION)
     write(here / "conf" / "app.yaml", "defaults: [train, _self_]\nmine: 3\nhydra: {output_subdir: .hydra}\n")
     sweep = ["-m", *QUICK[:-3], "hydra.sweep.dir=sweep", "launcher.nproc_per_node=2", "seed=1,2"]
-    done = subprocess.run([sys.executable, "app.py", *sweep], cwd=here, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([python, "app.py", *sweep], cwd=here, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     for job in "01":
         summary = json.loads((here / "sweep" / job / "summary.json").read_text())
@@ -283,9 +282,9 @@ except ddp_recipes.RequestError as error:
 
 @pytest.mark.slow
 @pytest.mark.spawn
-def test_classes_of_a_script_reach_other_processes(here: Path) -> None:
+def test_classes_of_a_script_reach_other_processes(here: Path, python: str) -> None:
     write(here / "script.py", SCRIPT)
-    done = subprocess.run([sys.executable, "script.py"], cwd=here, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([python, "script.py"], cwd=here, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert [line for line in lines if line.endswith(" finished")] == ["1 finished", "2 finished", "2 finished"]

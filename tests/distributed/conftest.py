@@ -1,7 +1,10 @@
 """Parts of a user's own for runs on forked ranks, and what a run left behind."""
 
 import json
+import warnings
 from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +12,17 @@ import pytest
 
 from ddp_recipes.checkpointing.files import load
 from ddp_recipes.reporting.run_directory import Summary
+from helpers.recipes import OFTEN_USED
+
+
+@pytest.fixture(scope="session", autouse=True)
+def loads_once() -> None:
+    """Load what takes a forked rank half a second to two, for it need not where this process has."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in OFTEN_USED:
+            if find_spec(name) is not None:
+                import_module(name)
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""The commands themselves, in processes that import everything anew."""
+"""The commands themselves."""
 
 import json
 import os
@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.spawn, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
 TRAIN = str(ROOT / "train.py")
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 TINY = [
     "data=random",
     "data.num_samples=64",
@@ -38,10 +38,10 @@ class Witness(Callback):
 
 
 def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run Python with these arguments; it must succeed."""
+    """Run a command; it must succeed."""
     outside = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
     env = {name: value for name, value in os.environ.items() if name not in outside}
-    done = subprocess.run([sys.executable, *arguments], cwd=cwd, env=env, capture_output=True, text=True, timeout=180)
+    done = subprocess.run(arguments, cwd=cwd, env=env, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done
 
@@ -80,10 +80,10 @@ def assert_swept(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def local(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def local(tmp_path_factory: pytest.TempPathFactory, python: str) -> tuple[Path, str]:
     """The folder in which train.py ran once by itself, and what it printed."""
     folder = tmp_path_factory.mktemp("local")
-    done = command(TRAIN, "strategy=ddp", "model=toy_mp", *TINY, cwd=folder)
+    done = command(python, TRAIN, "strategy=ddp", "model=toy_mp", *TINY, cwd=folder)
     assert "Traceback" not in done.stderr
     return folder, done.stdout
 
@@ -108,7 +108,7 @@ def test_torchrun_makes_the_run_that_the_local_launcher_makes(local: tuple[Path,
     assert one["metrics"]["val/loss"] == other["metrics"]["val/loss"]
 
 
-def test_sweep_returns_its_objectives(tmp_path: Path) -> None:
+def test_sweep_returns_its_objectives(tmp_path: Path, python: str) -> None:
     """``ddp_recipes.run`` returns a summary for each job, and Hydra gets the monitored metric of each."""
     (tmp_path / "witness.py").write_text(WITNESS)
     overrides = [*SWEEP, "+hydra.callbacks.witness._target_=witness.Witness"]
@@ -116,7 +116,7 @@ def test_sweep_returns_its_objectives(tmp_path: Path) -> None:
         f"import json, ddp_recipes\nsummaries = ddp_recipes.run({overrides!r})\n"
         "open('summaries.json', 'w').write(json.dumps(summaries))\n"
     )
-    command("study.py", cwd=tmp_path)
+    command(python, "study.py", cwd=tmp_path)
     assert_swept(tmp_path)
     summaries = json.loads((tmp_path / "summaries.json").read_text())
     objectives = [json.loads(line) for line in (tmp_path / "objectives.jsonl").read_text().splitlines()]
@@ -130,7 +130,7 @@ def test_sweep_under_torchrun(tmp_path: Path) -> None:
     assert_swept(tmp_path)
 
 
-def test_own_module_from_another_folder(tmp_path: Path) -> None:
+def test_own_module_from_another_folder(tmp_path: Path, python: str) -> None:
     (tmp_path / "mine.py").write_text(
         "import torch\n\nclass Mine(torch.nn.Linear):\n"
         "    def __init__(self, ins, outs):\n        super().__init__(ins, outs)\n"
@@ -139,12 +139,14 @@ def test_own_module_from_another_folder(tmp_path: Path) -> None:
     (tmp_path / "my_conf" / "model" / "mine.yaml").write_text(
         "_target_: mine.Mine\nins: ${data.in_features}\nouts: ${data.out_features}\n"
     )
-    command("-m", "ddp_recipes", "--config-dir", "my_conf", "model=mine", "hydra.run.dir=here", *TINY, cwd=tmp_path)
+    command(
+        python, "-m", "ddp_recipes", "--config-dir", "my_conf", "model=mine", "hydra.run.dir=here", *TINY, cwd=tmp_path
+    )
     assert_complete(tmp_path / "here")
     assert "_target_: mine.Mine" in (tmp_path / "here" / "config.yaml").read_text()
 
 
-def test_run_from_python_with_one_process_and_what_it_refuses(tmp_path: Path) -> None:
+def test_run_from_python_with_one_process_and_what_it_refuses(tmp_path: Path, python: str) -> None:
     code = f"""
 import os, ddp_recipes
 summary = ddp_recipes.run(["strategy=single", "model=toy", "hydra.run.dir=here", *{TINY!r}])
@@ -157,12 +159,12 @@ except ddp_recipes.RequestError as error:
 else:
     raise AssertionError("model=toi was taken")
 """
-    command("-c", code, cwd=tmp_path)
+    command(python, "-c", code, cwd=tmp_path)
     assert_complete(tmp_path / "here", world_size=1)
     assert sorted(os.listdir(tmp_path)) == ["here"]
 
 
-def test_a_question_is_answered_and_nothing_written(tmp_path: Path) -> None:
-    done = command(TRAIN, "--cfg", "job", "model=toy_mp", "data=random", cwd=tmp_path)
+def test_a_question_is_answered_and_nothing_written(tmp_path: Path, python: str) -> None:
+    done = command(python, TRAIN, "--cfg", "job", "model=toy_mp", "data=random", cwd=tmp_path)
     assert "_target_: ddp_recipes.models.ToyMP" in done.stdout
     assert not list(tmp_path.iterdir())

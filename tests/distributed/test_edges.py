@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -148,26 +147,26 @@ YAML = {
 }
 
 
-def command(folder: Path, files: Mapping[str, str], *overrides: str) -> subprocess.CompletedProcess[str]:
+def command(python: str, folder: Path, files: Mapping[str, str], *overrides: str) -> subprocess.CompletedProcess[str]:
     """Run in a folder, with these files in its ``conf``."""
     for name, text in files.items():
         (folder / "conf" / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / "conf" / name).write_text(text)
-    call = [sys.executable, "-m", "ddp_recipes", "--config-dir", "conf", *overrides]
+    call = [python, "-m", "ddp_recipes", "--config-dir", "conf", *overrides]
     return subprocess.run(call, cwd=folder, capture_output=True, text=True, timeout=120)
 
 
-def test_own_yaml_wins_over_a_shipped_one_of_its_name(tmp_path: Path) -> None:
+def test_own_yaml_wins_over_a_shipped_one_of_its_name(tmp_path: Path, python: str) -> None:
     run = [*QUICK, "trainer.max_epochs=1", "hydra.run.dir=run"]
-    done = command(tmp_path, dict([YAML["shadowed"]]), *run)
+    done = command(python, tmp_path, dict([YAML["shadowed"]]), *run)
     assert done.returncode == 0, done.stderr
     assert "Linear, " in done.stdout
 
 
 @pytest.mark.slow
-def test_hydra_mode_of_a_yaml_is_a_sweep(tmp_path: Path) -> None:
+def test_hydra_mode_of_a_yaml_is_a_sweep(tmp_path: Path, python: str) -> None:
     run = ["--config-name", "swept", *QUICK, "trainer.max_epochs=1", "hydra.sweep.dir=sweep"]
-    done = command(tmp_path, dict([YAML["sweep"]]), *run)
+    done = command(python, tmp_path, dict([YAML["sweep"]]), *run)
     assert done.returncode == 0, done.stderr
     assert [summary_of(tmp_path / "sweep" / job)["status"] for job in "01"] == ["finished", "finished"]
 

@@ -3,11 +3,14 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from helpers.warm import warm_python
 
 HERE = Path(__file__).parent
 CASES = ["Classifier", "Autoencoder", "Adversaries", "FineTuned", "Language", "Two"]
@@ -25,20 +28,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("projects")
 
 
-def trained(who: str, folder: Path) -> Found:
-    """Return metrics and weights of each project: by Lightning, or by us at so many ranks."""
-    file = folder / f"{who}.json"
-    if not file.exists():
-        command = [sys.executable, str(HERE / "lightning_reference.py"), who, str(folder)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=folder)
-        assert done.returncode == 0, done.stderr[-3000:]
-    found: Found = json.loads(file.read_text())
-    return found
+@pytest.fixture(scope="module")
+def trained(folder: Path) -> Iterator[Callable[[str], Found]]:
+    """Return metrics and weights of each project: by Lightning, or by us at so many ranks. Each is trained once."""
+    with warm_python("lightning") as python:
+
+        def once(who: str) -> Found:
+            file = folder / f"{who}.json"
+            if not file.exists():
+                command = [python, str(HERE / "lightning_reference.py"), who, str(folder)]
+                done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=folder)
+                assert done.returncode == 0, done.stderr[-3000:]
+            found: Found = json.loads(file.read_text())
+            return found
+
+        yield once
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_project_gives_the_numbers_of_lightning(name: str, folder: Path) -> None:
-    theirs, ours = trained("lightning", folder)[name], trained("1", folder)[name]
+def test_a_project_gives_the_numbers_of_lightning(name: str, trained: Callable[[str], Found]) -> None:
+    theirs, ours = trained("lightning")[name], trained("1")[name]
     own = {key: value for key, value in ours["metrics"].items() if key in theirs["metrics"]}
     assert own == pytest.approx(theirs["metrics"], abs=1e-6)
     assert ours["weights"].keys() == theirs["weights"].keys()
@@ -47,8 +56,8 @@ def test_a_project_gives_the_numbers_of_lightning(name: str, folder: Path) -> No
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_two_ranks_give_the_numbers_of_one(name: str, folder: Path) -> None:
-    one, two = trained("1", folder)[name], trained("2", folder)[name]
+def test_two_ranks_give_the_numbers_of_one(name: str, trained: Callable[[str], Found]) -> None:
+    one, two = trained("1")[name], trained("2")[name]
     ignored = {"train/samples_per_second"}
     assert {k: v for k, v in two["metrics"].items() if k not in ignored} == pytest.approx(
         {k: v for k, v in one["metrics"].items() if k not in ignored}, abs=1e-5
@@ -58,8 +67,8 @@ def test_two_ranks_give_the_numbers_of_one(name: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["Classifier", "Autoencoder"])
-def test_a_resume_within_an_epoch_gives_the_numbers_of_all_of_it(name: str, folder: Path) -> None:
-    whole, resumed = trained("1", folder)[name]["metrics"], trained("resumed", folder)[name]["metrics"]
+def test_a_resume_within_an_epoch_gives_the_numbers_of_all_of_it(name: str, trained: Callable[[str], Found]) -> None:
+    whole, resumed = trained("1")[name]["metrics"], trained("resumed")[name]["metrics"]
     left_out = ("samples_per_second", "best", "test")  # the module resets its best when training starts
     for key, value in whole.items():
         if not any(part in key for part in left_out):
@@ -67,15 +76,15 @@ def test_a_resume_within_an_epoch_gives_the_numbers_of_all_of_it(name: str, fold
 
 
 @pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
-def test_hooks_are_called_in_the_order_of_lightning(stage: str, folder: Path) -> None:
-    trained("lightning", folder)
-    trained("1", folder)
+def test_hooks_are_called_in_the_order_of_lightning(stage: str, trained: Callable[[str], Found], folder: Path) -> None:
+    trained("lightning")
+    trained("1")
     ours, theirs = ((folder / f"calls_{who}" / f"{stage}.txt").read_text() for who in ("ours", "lightning"))
     assert ours == theirs
 
 
-def test_data_are_prepared_and_cleared_up_once_a_run(folder: Path) -> None:
-    trained("2", folder)
+def test_data_are_prepared_and_cleared_up_once_a_run(trained: Callable[[str], Found], folder: Path) -> None:
+    trained("2")
     runs = [path for path in folder.glob("*_2") if not path.name.startswith("Two")]
     assert (folder / "prepared").read_text().split() == ["once", "done"] * len(runs)
 

@@ -37,9 +37,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_own_launcher_runs_a_job_as_local_does(folder: Path) -> None:
+def test_own_launcher_runs_a_job_as_local_does(folder: Path, python: str) -> None:
     for name, launcher in {"own": [NICE, NO_NICER], "local": ["launcher=local"]}.items():
-        done = ran(folder, *TINY, *launcher, "seed=7", f"hydra.run.dir={name}")
+        done = ran(python, folder, *TINY, *launcher, "seed=7", f"hydra.run.dir={name}")
         assert done.returncode == 0, done.stderr
     own, local = (json.loads((folder / name / "summary.json").read_text()) for name in ("own", "local"))
     assert (own["status"], own["world_size"]) == ("finished", 2)
@@ -59,10 +59,12 @@ def test_own_launcher_runs_a_job_as_local_does(folder: Path) -> None:
     ],
     ids=["raises", "exits"],
 )
-def test_own_launcher_names_the_rank_that_failed(folder: Path, what: str, printed: list[str], error: str) -> None:
+def test_own_launcher_names_the_rank_that_failed(
+    folder: Path, python: str, what: str, printed: list[str], error: str
+) -> None:
     (folder / "faulty.py").write_text(FAULTY.format(what=what))
     model = ["model=linear", "model._target_=faulty.Faulty"]
-    done = ran(folder, *TINY, NICE, NO_NICER, *model)
+    done = ran(python, folder, *TINY, NICE, NO_NICER, *model)
     assert done.returncode == 1
     assert set(printed) <= set(done.stderr.splitlines())
     summary = json.loads((folder / "run" / "summary.json").read_text())
@@ -117,8 +119,8 @@ init_method: null
     [KEYS, pytest.param("defaults: [auto, _self_]\n", marks=pytest.mark.slow)],
     ids=["alone", "on top of auto"],
 )
-def test_own_yaml_chooses_a_launcher_by_its_name(folder: Path, keys: str) -> None:
+def test_own_yaml_chooses_a_launcher_by_its_name(folder: Path, python: str, keys: str) -> None:
     (folder / "my_conf" / "launcher" / "named.yaml").write_text(f"{keys}name: local\n")
-    done = ran(folder, *TINY, "launcher=named")
+    done = ran(python, folder, *TINY, "launcher=named")
     assert done.returncode == 0, done.stderr
     assert json.loads((folder / "run" / "summary.json").read_text())["world_size"] == 2

@@ -2,7 +2,6 @@
 
 import csv
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -56,10 +55,10 @@ def own(tmp_path: Path) -> Path:
     return folder
 
 
-def command(own: Path, *overrides: str) -> "subprocess.CompletedProcess[str]":
+def command(python: str, own: Path, *overrides: str) -> "subprocess.CompletedProcess[str]":
     """Run the command line in a folder, with what is there."""
     quick = ["data=random", "data.num_samples=16", "model=toy", "trainer.max_epochs=1", "launcher.device=cpu"]
-    line = [sys.executable, "-m", "ddp_recipes", "--config-dir", "conf", *quick, "hydra.run.dir=run", *overrides]
+    line = [python, "-m", "ddp_recipes", "--config-dir", "conf", *quick, "hydra.run.dir=run", *overrides]
     return subprocess.run(line, cwd=own, capture_output=True, text=True, timeout=120)
 
 
@@ -120,15 +119,15 @@ def test_csv_has_each_step_once_after_a_kill(where: str, run: Run, tmp_path: Pat
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_own_logger_by_command_alone_or_with_ours(world_size: int, own: Path) -> None:
-    single = command(own, "logger=lines", "logger.prefix=alone", f"launcher.nproc_per_node={world_size}")
+def test_own_logger_by_command_alone_or_with_ours(world_size: int, own: Path, python: str) -> None:
+    single = command(python, own, "logger=lines", "logger.prefix=alone", f"launcher.nproc_per_node={world_size}")
     assert single.returncode == 0, single.stderr
     assert folders_of(own / "run") == {"lines"}
     assert "see it with" in single.stdout
     assert "cat run/lines/lines.txt" in single.stdout
     assert "tensorboard" not in single.stdout
     assert set((own / "run" / "lines" / "lines.txt").read_text().split()) & {"alone", "1"} <= {"alone", "1"}
-    both = command(own, "logger=[csv,lines]", "logger.lines.prefix=both", "hydra.run.dir=both")
+    both = command(python, own, "logger=[csv,lines]", "logger.lines.prefix=both", "hydra.run.dir=both")
     assert both.returncode == 0, both.stderr
     assert folders_of(own / "both") == {"csv", "lines"}
     assert (own / "both" / "lines" / "lines.txt").read_text().startswith("both")
@@ -136,11 +135,13 @@ def test_own_logger_by_command_alone_or_with_ours(world_size: int, own: Path) ->
 
 
 @pytest.mark.parametrize(("experiment", "folders"), [("table", {"csv"}), ("several", {"csv", "lines"})])
-def test_loggers_of_an_experiment(experiment: str, folders: set[str], own: Path) -> None:
-    done = command(own, f"experiment={experiment}", "strategy=single")
+def test_loggers_of_an_experiment(experiment: str, folders: set[str], own: Path, python: str) -> None:
+    done = command(python, own, f"experiment={experiment}", "strategy=single")
     assert done.returncode == 0, done.stderr
     assert folders_of(own / "run") == folders
-    done = command(own, f"experiment={experiment}", "strategy=single", "logger=[lines,tensorboard]", "hydra.run.dir=b")
+    done = command(
+        python, own, f"experiment={experiment}", "strategy=single", "logger=[lines,tensorboard]", "hydra.run.dir=b"
+    )
     assert done.returncode == 0, done.stderr
     assert folders_of(own / "b") == {"lines", "tensorboard"}
 
@@ -159,9 +160,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_wrong_logger_is_refused_before_the_run(case: str, own: Path) -> None:
+def test_wrong_logger_is_refused_before_the_run(case: str, own: Path, python: str) -> None:
     overrides, message = REFUSED[case]
-    done = command(own, "strategy=single", *overrides)
+    done = command(python, own, "strategy=single", *overrides)
     assert done.returncode == 2, done.stdout + done.stderr
     assert message in done.stderr
     assert "Traceback" not in done.stderr

@@ -20,25 +20,25 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def summary(folder: Path, name: str, *overrides: str) -> dict[str, Any]:
-    done = ran(folder, *TINY, f"hydra.run.dir={name}", *overrides)
+def summary(python: str, folder: Path, name: str, *overrides: str) -> dict[str, Any]:
+    done = ran(python, folder, *TINY, f"hydra.run.dir={name}", *overrides)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads((folder / name / "summary.json").read_text())
     return found
 
 
-def test_local_sgd_that_averages_each_step_is_ddp(folder: Path) -> None:
+def test_local_sgd_that_averages_each_step_is_ddp(folder: Path, python: str) -> None:
     each = ["launcher.nproc_per_node=2", "optimizer.momentum=0"]
-    local = summary(folder, "local", "strategy=local_sgd", "strategy.every=1", *each)
-    ddp = summary(folder, "ddp", "strategy=ddp", *each)
+    local = summary(python, folder, "local", "strategy=local_sgd", "strategy.every=1", *each)
+    ddp = summary(python, folder, "ddp", "strategy=ddp", *each)
     assert (local["strategy"], local["world_size"]) == ("local_sgd", 2)
     assert local["metrics"]["val/loss"] == pytest.approx(ddp["metrics"]["val/loss"], rel=1e-5)
 
 
 @pytest.mark.slow
-def test_local_sgd_averages_every_few_steps(folder: Path) -> None:
-    rarely = summary(folder, "rarely", "strategy=local_sgd", "strategy.every=100", "launcher.nproc_per_node=2")
-    often = summary(folder, "often", "strategy=local_sgd", "strategy.every=1", "launcher.nproc_per_node=2")
+def test_local_sgd_averages_every_few_steps(folder: Path, python: str) -> None:
+    rarely = summary(python, folder, "rarely", "strategy=local_sgd", "strategy.every=100", "launcher.nproc_per_node=2")
+    often = summary(python, folder, "often", "strategy=local_sgd", "strategy.every=1", "launcher.nproc_per_node=2")
     assert rarely["weights_sha256"] != often["weights_sha256"]
 
 

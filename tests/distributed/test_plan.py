@@ -286,14 +286,17 @@ def test_a_pipeline_does_and_holds_what_its_plan_says(
     assert planned["exchange"]["all_reduced_bytes"] == max(noted["all_reduced"][-1] for noted in notes)
 
 
+MEASURED = [
+    (["strategy.stages=3", "strategy.micro_batches=8"], 3),
+    (["strategy.schedule=gpipe"], 4),
+    ([*INTERLEAVED, "strategy.micro_batches=16"], 2),
+    (["trainer.accumulate_grad_batches=2", "trainer.precision=bf16-mixed"], 2),
+]
+
+
 @pytest.mark.parametrize(
     ("overrides", "world_size"),
-    [
-        (["strategy.stages=3", "strategy.micro_batches=8"], 3),
-        (["strategy.schedule=gpipe"], 4),
-        ([*INTERLEAVED, "strategy.micro_batches=16"], 2),
-        (["trainer.accumulate_grad_batches=2", "trainer.precision=bf16-mixed"], 2),
-    ],
+    slow_but(MEASURED[:1], MEASURED),
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_a_step_of_a_pipeline_takes_what_a_real_one_takes(

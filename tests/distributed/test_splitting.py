@@ -11,6 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from ddp_recipes.errors import RequestError
 from ddp_recipes.reporting.run_directory import Summary
+from helpers.marks import slow_but
 
 Run = Callable[..., Summary]
 Weights = Callable[[Summary], dict[str, Any]]
@@ -68,7 +69,7 @@ def test_a_model_that_places_itself_takes_micro_batches(run: Run, weights: Weigh
 UNEVEN = ["model._target_=own_blocks.Uneven", "~model.hidden_features"]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", slow_but([2], [1, 2]))
 def test_a_timed_split_leaves_the_weights(world_size: int, run: Run) -> None:
     """Rank 0 times, and all ranks cut there; weights, batch order and random numbers are what they would have been."""
     whole = run(*UNEVEN, world_size=world_size)

@@ -37,7 +37,7 @@ with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
     server.terminate()
 sys.exit(not serves)
 """
-MODULE = '#!/bin/sh\nexec "{python}" {module} "$@"\n'
+MODULE = '#!/bin/sh\nexec "{python}" -m {module} "$@"\n'
 
 
 @dataclass(frozen=True)
@@ -92,19 +92,19 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def environ(tmp_path: Path) -> dict[str, str]:
+def environ(tmp_path: Path, python: str) -> dict[str, str]:
     """An activated environment, whatever the one that runs this test is called."""
     programs = tmp_path / "bin"
     programs.mkdir()
     texts = {
-        "python": MODULE.format(python=sys.executable, module=""),
-        "ddp-recipes": MODULE.format(python=sys.executable, module="-m ddp_recipes"),
-        "torchrun": MODULE.format(python=sys.executable, module="-m torch.distributed.run"),
+        "ddp-recipes": MODULE.format(python=python, module="ddp_recipes"),
+        "torchrun": MODULE.format(python=sys.executable, module="torch.distributed.run"),
         "tensorboard": TENSORBOARD.format(python=sys.executable),
     }
     for name, text in texts.items():
         (programs / name).write_text(text)
         (programs / name).chmod(stat.S_IRWXU)
+    (programs / "python").symlink_to(python)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

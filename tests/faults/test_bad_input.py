@@ -83,10 +83,10 @@ REFUSED_BY_A_RANK: dict[str, tuple[list[str], list[str]]] = {
 
 
 @pytest.fixture(scope="module")
-def first_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def first_run(tmp_path_factory: pytest.TempPathFactory, python: str) -> Path:
     """Return the directory of a finished run."""
     folder = tmp_path_factory.mktemp("first")
-    ended = ran(folder, *SHORT, f"hydra.run.dir={folder / 'run'}")
+    ended = ran(folder, *SHORT, f"hydra.run.dir={folder / 'run'}", command=[python])
     assert ended.status == 0, ended.err
     return folder / "run"
 
@@ -99,10 +99,12 @@ def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def refused(folder: Path, *overrides: str, parts: list[str], environ: dict[str, str] | None = None) -> Ended:
+def refused(
+    python: str, folder: Path, *overrides: str, parts: list[str], environ: dict[str, str] | None = None
+) -> Ended:
     """Run, and see that the request is refused in the way that the contract says."""
     before = files_in(folder)
-    ended = ran(folder, *overrides, environ=environ)
+    ended = ran(folder, *overrides, command=[python], environ=environ)
     assert ended.status == 2, ended
     assert ended.out == ""
     for part in parts:
@@ -135,9 +137,9 @@ def files_in(folder: Path) -> dict[Path, bytes | None]:
 
 @pytest.mark.spawn
 @pytest.mark.parametrize("case", REFUSED_BEFORE_ANY_RANK)
-def test_a_wrong_request_is_refused_before_any_rank_starts(case: str, folder: Path) -> None:
+def test_a_wrong_request_is_refused_before_any_rank_starts(case: str, folder: Path, python: str) -> None:
     overrides, parts = REFUSED_BEFORE_ANY_RANK[case]
-    refused(folder, *overrides, parts=parts)
+    refused(python, folder, *overrides, parts=parts)
 
 
 @pytest.mark.parametrize("case", REFUSED_BY_A_RANK)
@@ -151,15 +153,15 @@ def test_what_only_a_rank_can_see_is_refused_alike(case: str, here: Path, capfd:
 @pytest.mark.spawn
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["no MNIST", "unknown target", "negative learning rate", "no last checkpoint"])
-def test_two_ranks_refuse_with_one_voice(case: str, folder: Path) -> None:
+def test_two_ranks_refuse_with_one_voice(case: str, folder: Path, python: str) -> None:
     overrides, parts = REFUSED_BY_A_RANK[case]
-    refused(folder, TWO, *overrides, parts=parts)
+    refused(python, folder, TWO, *overrides, parts=parts)
 
 
 @pytest.mark.spawn
-def test_fewer_samples_than_replicas_are_refused(folder: Path) -> None:
+def test_fewer_samples_than_replicas_are_refused(folder: Path, python: str) -> None:
     parts = ["data.global_batch_size=1", "2 replicas", "at least 2"]
-    refused(folder, TWO, "data.global_batch_size=1", parts=parts)
+    refused(python, folder, TWO, "data.global_batch_size=1", parts=parts)
 
 
 @pytest.mark.spawn
@@ -223,11 +225,11 @@ def test_an_empty_folder_is_refused_as_a_checkpoint(here: Path) -> None:
 @pytest.mark.spawn
 @pytest.mark.parametrize("extra", [[], ["mode=validate"]], ids=["fit", "validate"])
 def test_a_directory_that_holds_a_run_is_refused_and_left_as_it_is(
-    extra: list[str], folder: Path, first_run: Path
+    extra: list[str], folder: Path, first_run: Path, python: str
 ) -> None:
     shutil.copytree(first_run, folder / "run")
     parts = ["already holds a run", "ckpt_path=auto", "hydra.run.dir"]
-    refused(folder, *SHORT, *extra, f"hydra.run.dir={folder / 'run'}", parts=parts)
+    refused(python, folder, *SHORT, *extra, f"hydra.run.dir={folder / 'run'}", parts=parts)
 
 
 @pytest.mark.spawn
@@ -247,13 +249,15 @@ def test_a_directory_that_holds_a_run_is_refused_and_left_as_it_is(
     ],
     ids=["half", "one", "beyond the size", "no number"],
 )
-def test_rank_variables_that_make_no_rank_are_refused(environ: dict[str, str], parts: list[str], folder: Path) -> None:
-    refused(folder, environ=environ, parts=parts)
+def test_rank_variables_that_make_no_rank_are_refused(
+    environ: dict[str, str], parts: list[str], folder: Path, python: str
+) -> None:
+    refused(python, folder, environ=environ, parts=parts)
 
 
 @pytest.mark.spawn
-def test_a_sweep_with_an_unknown_option_is_refused_and_writes_nothing(folder: Path) -> None:
-    refused(folder, "-m", "model=mlp,mpl", parts=["model=mpl", "Did you mean 'mlp'?"])
+def test_a_sweep_with_an_unknown_option_is_refused_and_writes_nothing(folder: Path, python: str) -> None:
+    refused(python, folder, "-m", "model=mlp,mpl", parts=["model=mpl", "Did you mean 'mlp'?"])
 
 
 def test_replicas_that_span_devices_follow_from_the_gpus_there_are() -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 CAMPAIGN = Path(__file__).parents[2] / "benchmarks" / "faults.py"
-# With this seed every kind of fault is done to one of the runs at least, and few of them take more than two starts.
-SHORT = ["--runs=14,6", "--seed=11656", "--mode=both", "--most=2", "--sizes=1,2"]
+# With this seed every kind of fault is done to one of the runs at least, at as little cost as many seeds allow.
+SHORT = ["--runs=9,3", "--seed=1874", "--mode=both", "--most=3", "--sizes=1,2"]
 
 
 @pytest.mark.slow
@@ -21,7 +21,7 @@ def test_runs_that_are_disturbed_at_random_all_finish_as_if_they_had_not_been(tm
     )
     assert record.exists(), ended.stdout + ended.stderr
     verdicts = [run["verdict"] for run in json.loads(record.read_text())["runs"]]
-    assert len(verdicts) == 20
+    assert len(verdicts) == 12
     flaws = [verdict["flaws"] for verdict in verdicts]
     assert all(verdict["finished"] for verdict in verdicts), flaws
     assert all(verdict["identical"] for verdict in verdicts), flaws

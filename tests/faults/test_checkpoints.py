@@ -5,9 +5,9 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from signal import SIGKILL, SIGSTOP, SIGTERM, Signals
+from signal import SIGKILL, SIGSTOP, SIGTERM
 
 import pytest
 
@@ -240,20 +240,23 @@ def test_nobody_times_out_over_a_slow_save_and_a_signal_in_it_ends_the_run_after
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("number", [SIGSTOP, SIGKILL])
-def test_a_rank_0_that_is_gone_in_a_save_ends_the_run(number: Signals, folder: Path) -> None:
-    with started(folder, *RUN) as run:
-        until_saved(run, folder / "run")
-        with tampered(run.rank(0), folder / "strace.log", "fsync:delay_enter=300s:when=1") as log:
-            until_it_saves(log)
-            kill(run.rank(0), number)
-            if number == SIGSTOP:  # from which strace may wake it up when it lets go, while a kill waits for that
-                run.process.wait(TIMEOUT_S + GONE_S)
-        ended = run.end(TIMEOUT_S + GONE_S)
-    assert ended.status == 1
-    if number == SIGSTOP:
-        assert f"Rank 0 of 2 did not respond within launcher.timeout_s={TIMEOUT_S} seconds" in ended.err
-    else:
-        assert "was killed by SIGKILL" in ended.err
-    state = load_first(newest_first(folder / "run" / "checkpoints"))[1]
-    assert state["cursor"]["step"] % 5 == 0
+def test_a_rank_0_that_is_gone_in_a_save_ends_the_run(folder: Path) -> None:
+    words = {
+        SIGKILL: "was killed by SIGKILL",
+        SIGSTOP: f"Rank 0 of 2 did not respond within launcher.timeout_s={TIMEOUT_S} seconds",
+    }
+    with ExitStack() as stack:  # they start side by side
+        runs = [stack.enter_context(started(folder, *RUN, f"hydra.run.dir=run_{number:d}")) for number in words]
+        for (number, expected), run in zip(words.items(), runs, strict=True):
+            directory = folder / f"run_{number:d}"
+            until_saved(run, directory)
+            with tampered(run.rank(0), folder / f"{number:d}.log", "fsync:delay_enter=300s:when=1") as log:
+                until_it_saves(log)
+                kill(run.rank(0), number)
+                if number == SIGSTOP:  # from which strace may wake it up when it lets go, while a kill waits for that
+                    run.process.wait(TIMEOUT_S + GONE_S)
+            ended = run.end(TIMEOUT_S + GONE_S)
+            assert ended.status == 1
+            assert expected in ended.err
+            state = load_first(newest_first(directory / "checkpoints"))[1]
+            assert state["cursor"]["step"] % 5 == 0

@@ -36,9 +36,9 @@ def unpack(page: str, folder: Path) -> None:
         (folder / name).write_text(text)
 
 
-def ran(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+def ran(python: str, folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     """Run ``python -m ddp_recipes`` with the groups of the page."""
-    command = [sys.executable, "-m", "ddp_recipes", "--config-dir=my_conf", *overrides]
+    command = [python, "-m", "ddp_recipes", "--config-dir=my_conf", *overrides]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
 
 

@@ -11,3 +11,6 @@ QUICK = (
     "logger=none",
     "launcher.device=cpu",
 )
+
+# What parts of many recipes import, which takes long.
+OFTEN_USED = ("torch.distributed.pipelining", "torchmetrics", "torchvision")

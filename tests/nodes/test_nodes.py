@@ -181,7 +181,7 @@ def wait_until_no_rank_is_left(nodes: Nodes, node: int, seconds: float) -> float
     ("strategy", "devices_per_replica"), [("ddp", 1), pytest.param("ddp_pipeline", 2, marks=pytest.mark.slow)]
 )
 def test_two_nodes_make_one_run_with_the_weights_of_a_local_one(
-    strategy: str, devices_per_replica: int, nodes: Nodes, tmp_path: Path
+    strategy: str, devices_per_replica: int, nodes: Nodes, tmp_path: Path, python: str
 ) -> None:
     overrides = [*TINY, "trainer.max_epochs=2", f"strategy={strategy}"]
     for node in (1, 2):
@@ -192,7 +192,7 @@ def test_two_nodes_make_one_run_with_the_weights_of_a_local_one(
     assert (summary["world_size"], summary["nnodes"], summary["status"]) == (2, 2, "finished")
     assert summary["devices_per_replica"] == devices_per_replica
 
-    local = [sys.executable, "-m", "ddp_recipes", *overrides, f"hydra.run.dir={tmp_path / 'local'}"]
+    local = [python, "-m", "ddp_recipes", *overrides, f"hydra.run.dir={tmp_path / 'local'}"]
     subprocess.run(local, cwd=tmp_path, check=True, capture_output=True, timeout=120)
     here = json.loads((tmp_path / "local" / "summary.json").read_text())
     assert here["weights_sha256"] == summary["weights_sha256"]

@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,28 +12,27 @@ from ddp_recipes.project import init
 QUICK = ["trainer.max_epochs=1", "data.train.num_samples=64", "launcher.device=cpu", "logger=none"]
 
 
-def python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *arguments], cwd=folder, capture_output=True, text=True, timeout=120)
-
-
 @pytest.mark.slow
-def test_a_new_project_trains_sweeps_and_tests(tmp_path: Path) -> None:
-    done = python(tmp_path, "-m", "ddp_recipes", "init", "my-first")
+def test_a_new_project_trains_sweeps_and_tests(tmp_path: Path, python: str) -> None:
+    def ran(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([python, *arguments], cwd=folder, capture_output=True, text=True, timeout=120)
+
+    done = ran(tmp_path, "-m", "ddp_recipes", "init", "my-first")
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("\n  cd my-first\n  python train.py\nREADME.md there says what comes next.\n")
     folder = tmp_path / "my-first"
     assert all("my_project" not in path.read_text() for path in folder.rglob("*") if path.is_file())
     assert (folder / "my_first" / "model.py").exists()
-    done = python(folder, "train.py", *QUICK, "hydra.run.dir=run", "experiment=wide")
+    done = ran(folder, "train.py", *QUICK, "hydra.run.dir=run", "experiment=wide")
     assert done.returncode == 0, done.stderr
     summary = json.loads((folder / "run" / "summary.json").read_text())
     assert (summary["status"], summary["world_size"]) == ("finished", 2)
     ours = ["-m", "ddp_recipes", "--config-dir", "conf", "--config-name", "config"]
-    done = python(folder, *ours, "-m", *QUICK, "hydra.sweep.dir=sweep", "optimizer.lr=0.1,0.01")
+    done = ran(folder, *ours, "-m", *QUICK, "hydra.sweep.dir=sweep", "optimizer.lr=0.1,0.01")
     assert done.returncode == 0, done.stderr
     for job in "01":
         assert json.loads((folder / "sweep" / job / "summary.json").read_text())["status"] == "finished"
-    done = python(folder, "-m", "pytest", "-q", "-p", "no:cacheprovider")
+    done = ran(folder, "-m", "pytest", "-q", "-p", "no:cacheprovider")
     assert done.returncode == 0, done.stdout
     assert "1 passed" in done.stdout
 

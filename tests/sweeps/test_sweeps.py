@@ -2,9 +2,8 @@
 
 import csv
 import json
-import os
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -48,12 +47,17 @@ class Noted(torch.nn.Linear):
 """
 
 
-def sweep(folder: Path, *overrides: str, status: int = 0) -> str:
-    """Run a sweep into ``folder/sweep``; return what it printed."""
-    command = [sys.executable, "-m", "ddp_recipes", "-m", f"hydra.sweep.dir={folder / 'sweep'}", *overrides]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240, env=dict(os.environ))
-    assert done.returncode == status, done.stdout + done.stderr
-    return done.stdout + done.stderr
+@pytest.fixture
+def sweep(tmp_path: Path, python: str) -> Callable[..., str]:
+    """Run a sweep into ``tmp_path/sweep`` and return what it printed: ``sweep(*overrides, status=0)``."""
+
+    def run(*overrides: str, status: int = 0) -> str:
+        command = [python, "-m", "ddp_recipes", "-m", f"hydra.sweep.dir={tmp_path / 'sweep'}", *overrides]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+        assert done.returncode == status, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    return run
 
 
 def noted(folder: Path, *more: str) -> list[str]:
@@ -73,8 +77,8 @@ def table(folder: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_a_sweep_ends_with_a_table_of_its_jobs_also_as_csv(tmp_path: Path) -> None:
-    printed = sweep(tmp_path, *ALONE, "model=toy", "optimizer.lr=0.1,0.01")
+def test_a_sweep_ends_with_a_table_of_its_jobs_also_as_csv(tmp_path: Path, sweep: Callable[..., str]) -> None:
+    printed = sweep(*ALONE, "model=toy", "optimizer.lr=0.1,0.01")
     rows = table(tmp_path)
     assert [row["status"] for row in rows] == ["finished", "finished"]
     assert ["optimizer.lr=0.1" in row["overrides"] for row in rows] == [True, False]
@@ -84,28 +88,28 @@ def test_a_sweep_ends_with_a_table_of_its_jobs_also_as_csv(tmp_path: Path) -> No
         assert f"objective {float(row['objective']):.6g}" in printed
 
 
-def test_a_failed_job_is_named_with_its_reason_and_the_others_finish(tmp_path: Path) -> None:
+def test_a_failed_job_is_named_with_its_reason_and_the_others_finish(tmp_path: Path, sweep: Callable[..., str]) -> None:
     overrides = noted(tmp_path, "+model.fail_at=0.2", "optimizer.lr=0.1,0.2,0.3")
-    printed = sweep(tmp_path, *ALONE, *overrides, "hydra.sweep.subdir=rates/${hydra.job.num}", status=1)
+    printed = sweep(*ALONE, *overrides, "hydra.sweep.subdir=rates/${hydra.job.num}", status=1)
     assert [row["status"] for row in table(tmp_path)] == ["finished", "failed", "finished"]
     assert [row["directory"] for row in table(tmp_path)] == ["rates/0", "rates/1", "rates/2"]
     assert "this job was told to fail" in table(tmp_path)[1]["error"]
     assert printed.count("RuntimeError: this job was told to fail") >= 1
 
 
-def test_on_failure_stop_starts_no_further_job(tmp_path: Path) -> None:
+def test_on_failure_stop_starts_no_further_job(tmp_path: Path, sweep: Callable[..., str]) -> None:
     overrides = noted(tmp_path, "+model.fail_at=0.2", "optimizer.lr=0.1,0.2,0.3", "sweep.on_failure=stop")
-    sweep(tmp_path, *ALONE, *overrides, status=1)
+    sweep(*ALONE, *overrides, status=1)
     assert [row["status"] for row in table(tmp_path)] == ["finished", "failed"]
 
 
 @pytest.mark.slow
-def test_a_sweep_called_again_runs_only_what_did_not_finish(tmp_path: Path) -> None:
+def test_a_sweep_called_again_runs_only_what_did_not_finish(tmp_path: Path, sweep: Callable[..., str]) -> None:
     first = noted(tmp_path, "+model.fail_at=0.2", "optimizer.lr=0.1,0.2")
-    sweep(tmp_path, *ALONE, *first, status=1)
+    sweep(*ALONE, *first, status=1)
     before = summary(tmp_path, 0)
     (tmp_path / "noted.py").write_text(MODEL.replace("if lr == fail_at", "if False"))
-    sweep(tmp_path, *ALONE, *first)
+    sweep(*ALONE, *first)
     assert [row["status"] for row in table(tmp_path)] == ["finished", "finished"]
     assert summary(tmp_path, 0) == before
     begun = [line.split()[2] for line in (tmp_path / "notes.txt").read_text().splitlines() if line.startswith("begin")]
@@ -113,25 +117,27 @@ def test_a_sweep_called_again_runs_only_what_did_not_finish(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_another_sweep_in_the_same_folder_is_refused_and_the_first_is_kept(tmp_path: Path) -> None:
-    sweep(tmp_path, *ALONE, "model=toy", "optimizer.lr=0.1,0.2")
+def test_another_sweep_in_the_same_folder_is_refused_and_the_first_is_kept(
+    tmp_path: Path, sweep: Callable[..., str]
+) -> None:
+    sweep(*ALONE, "model=toy", "optimizer.lr=0.1,0.2")
     before = summary(tmp_path, 0)
-    printed = sweep(tmp_path, *ALONE, "model=toy", "optimizer.lr=0.3,0.4", status=2)
+    printed = sweep(*ALONE, "model=toy", "optimizer.lr=0.3,0.4", status=2)
     assert "holds a job of another sweep" in printed
     assert summary(tmp_path, 0) == before
 
 
-def test_a_value_of_a_sweep_may_list_several_loggers(tmp_path: Path) -> None:
+def test_a_value_of_a_sweep_may_list_several_loggers(tmp_path: Path, sweep: Callable[..., str]) -> None:
     alone = [one for one in ALONE if one != "logger=none"]
-    sweep(tmp_path, *alone, "model=linear", "logger=csv,[tensorboard,csv]")
+    sweep(*alone, "model=linear", "logger=csv,[tensorboard,csv]")
     folders = [{each.name for each in (tmp_path / "sweep" / job).iterdir()} for job in ("0", "1")]
     assert [folder & {"csv", "tensorboard"} for folder in folders] == [{"csv"}, {"csv", "tensorboard"}]
 
 
 @pytest.mark.parametrize("kind", [["-m", "optimizer.lr=0.1,0.2"], []], ids=["sweep", "run"])
-def test_a_wrong_key_of_sweep_is_refused_before_anything_starts(kind: list[str], tmp_path: Path) -> None:
+def test_a_wrong_key_of_sweep_is_refused_before_anything_starts(kind: list[str], tmp_path: Path, python: str) -> None:
     for wrong, message in (("sweep.on_failure=stopp", "Did you mean 'stop'?"), ("+sweep.on_fail=stop", "is not a key")):
-        command = [sys.executable, "-m", "ddp_recipes", *kind, *ALONE, wrong]
+        command = [python, "-m", "ddp_recipes", *kind, *ALONE, wrong]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
         assert (done.returncode, done.stdout) == (2, "")
         assert message in done.stderr
@@ -139,30 +145,30 @@ def test_a_wrong_key_of_sweep_is_refused_before_anything_starts(kind: list[str],
 
 
 @pytest.mark.slow
-def test_joblib_runs_whole_multi_process_jobs_side_by_side(tmp_path: Path) -> None:
+def test_joblib_runs_whole_multi_process_jobs_side_by_side(tmp_path: Path, sweep: Callable[..., str]) -> None:
     joblib = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
     with plugin("hydra_joblib_launcher", tmp_path, *joblib, "+x=1,2"):
-        sweep(tmp_path, *TINY, *joblib, "model=toy", "optimizer.lr=0.1,0.01", "launcher.nproc_per_node=2")
+        sweep(*TINY, *joblib, "model=toy", "optimizer.lr=0.1,0.01", "launcher.nproc_per_node=2")
     assert [row["status"] for row in table(tmp_path)] == ["finished", "finished"]
     assert [summary(tmp_path, job)["world_size"] for job in (0, 1)] == [2, 2]
 
 
 @pytest.mark.slow
-def test_optuna_gets_rank_0s_objective(tmp_path: Path) -> None:
+def test_optuna_gets_rank_0s_objective(tmp_path: Path, sweep: Callable[..., str]) -> None:
     optuna = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "hydra.sweeper.n_jobs=1"]
     with plugin("hydra_optuna_sweeper", tmp_path, *optuna, "+x=interval(0,1)"):
-        sweep(tmp_path, *TINY, *optuna, "model=toy", "optimizer.lr=interval(0.001,0.1)", "launcher.nproc_per_node=2")
+        sweep(*TINY, *optuna, "model=toy", "optimizer.lr=interval(0.001,0.1)", "launcher.nproc_per_node=2")
     best = (tmp_path / "sweep" / "optimization_results.yaml").read_text()
     objectives = [float(row["objective"]) for row in table(tmp_path)]
     assert f"best_value: {min(objectives)}" in best
 
 
 @pytest.mark.slow
-def test_optuna_follows_the_direction_of_the_metric(tmp_path: Path) -> None:
+def test_optuna_follows_the_direction_of_the_metric(tmp_path: Path, sweep: Callable[..., str]) -> None:
     optuna = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "hydra.sweeper.n_jobs=1"]
     with plugin("hydra_optuna_sweeper", tmp_path, *optuna, "+x=interval(0,1)"):
         digits = [*ALONE[3:], *optuna, "data=digits", "model=linear", "checkpoint.monitor=val/accuracy"]
-        printed = sweep(tmp_path, *digits, "optimizer.lr=interval(0.00001,0.1)")
+        printed = sweep(*digits, "optimizer.lr=interval(0.00001,0.1)")
     assert "hydra.sweeper.direction=maximize, for checkpoint.monitor=val/accuracy is better that way." in printed
     best = (tmp_path / "sweep" / "optimization_results.yaml").read_text()
     assert f"best_value: {max(float(row['objective']) for row in table(tmp_path))}" in best
@@ -170,18 +176,20 @@ def test_optuna_follows_the_direction_of_the_metric(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("slots", [1, 2])
-def test_devices_runs_as_many_jobs_at_once_as_there_are_slots(tmp_path: Path, slots: int) -> None:
+def test_devices_runs_as_many_jobs_at_once_as_there_are_slots(
+    tmp_path: Path, sweep: Callable[..., str], slots: int
+) -> None:
     overrides = noted(tmp_path, "optimizer.lr=0.1,0.2")
-    sweep(tmp_path, *ALONE, *overrides, "hydra/launcher=devices", f"hydra.launcher.slots={slots}")
+    sweep(*ALONE, *overrides, "hydra/launcher=devices", f"hydra.launcher.slots={slots}")
     assert [row["status"] for row in table(tmp_path)] == ["finished", "finished"]
     kinds = [line.split()[0] for line in sorted((tmp_path / "notes.txt").read_text().splitlines(), key=_time)]
     at_once = max(kinds[:n].count("begin") - kinds[:n].count("end") for n in range(1, len(kinds) + 1))
     assert at_once <= slots
 
 
-def test_devices_refuses_a_job_that_never_fits(tmp_path: Path) -> None:
+def test_devices_refuses_a_job_that_never_fits(tmp_path: Path, sweep: Callable[..., str]) -> None:
     wide = ["hydra/launcher=devices", "hydra.launcher.slots=1", "launcher.nproc_per_node=2", "model=toy,toy_mp"]
-    assert "needs 2 devices, and 1 are available." in sweep(tmp_path, *TINY, *wide, status=2)
+    assert "needs 2 devices, and 1 are available." in sweep(*TINY, *wide, status=2)
 
 
 def _time(line: str) -> float:

@@ -1,0 +1,175 @@
+"""A Python that has loaded torch before it is started, for tests of what commands do, not of how a process begins.
+
+A server loads torch once, and forks for each start, which saves two seconds of a core. What is started there has the
+arguments, environment, folder, open files and exit status of a process of its own, and so has what it starts by
+``sys.executable``: the server of the local launcher. Its parent is another one, so it is not for torchrun.
+"""
+
+import array
+import fcntl
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import traceback
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from ddp_recipes.runtime.process import die_with_parent, leave
+from ddp_recipes.testing import make_job  # noqa: F401, with all that a rank needs
+
+MAX_FDS = 64
+ABOVE = 512  # all file descriptors that a program inherits
+
+# What stands in the place of `python`: requests a fork, passes signals on, and ends as the fork does.
+CLIENT = """\
+#!{python} -IS
+import array, json, os, signal, socket, sys
+opened = [int(name) for name in os.listdir("/proc/self/fd")]
+inherited = [fd for fd in opened if os.path.exists(f"/proc/self/fd/{{fd}}") and os.get_inheritable(fd)]
+request = os.memfd_create("request")
+started = dict(argv=sys.argv, environ=dict(os.environ), folder=os.getcwd(), fds=inherited)
+os.write(request, json.dumps(started).encode())
+channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+channel.connect({address!r})
+fds = array.array("i", [request, *inherited])
+channel.sendmsg([b"start"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
+process = int(channel.recv(64))
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+    if signal.getsignal(number) != signal.SIG_IGN:
+        signal.signal(number, lambda number, frame: os.kill(process, number))
+status = int(channel.recv(64) or -signal.SIGKILL)
+if status < 0:
+    if -status != signal.SIGKILL:
+        signal.signal(-status, signal.SIG_DFL)
+    os.kill(os.getpid(), -status)
+os._exit(status)
+"""
+
+
+@contextmanager
+def warm_python(*modules: str) -> Iterator[str]:
+    """Yield the path of a program ``python``, which other users cannot run, with these modules loaded, too."""
+    with tempfile.TemporaryDirectory() as folder:
+        program, address = Path(folder, "python"), f"{folder}/socket"
+        program.write_text(CLIENT.format(python=sys.executable, address=address))
+        program.chmod(0o700)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(address)
+            listener.listen(64)
+            server = subprocess.Popen(
+                [sys.executable, __file__, str(listener.fileno()), *modules],
+                pass_fds=[listener.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                process_group=0,  # Ctrl-C at the terminal is not for it
+            )
+        try:
+            yield str(program)
+        finally:
+            server.kill()
+            server.wait()
+
+
+def serve(listener: socket.socket) -> None:
+    """Fork for each program that connects, until this is killed."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those who attend
+    while True:
+        channel = listener.accept()[0]
+        if os.fork() == 0:
+            listener.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            attend(channel)
+        channel.close()
+
+
+def attend(channel: socket.socket) -> NoReturn:
+    """Start what a program requests, and report its id and its end; kill it if the program ends before."""
+    size = array.array("i").itemsize
+    _, messages, _, _ = channel.recvmsg(64, socket.CMSG_SPACE(MAX_FDS * size))
+    request, *fds = array.array("i", messages[0][2])
+    process = os.fork()
+    if process == 0:
+        channel.close()
+        become(request, fds)
+    for fd in (request, *fds):
+        os.close(fd)
+    channel.send(str(process).encode())
+    ended = os.pidfd_open(process)
+    if ended not in select.select([channel, ended], [], [])[0]:
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+    with suppress(BrokenPipeError):
+        channel.send(str(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])).encode())
+    os._exit(0)
+
+
+def become(request: int, fds: list[int]) -> NoReturn:
+    """Turn this fork into what ``python`` would be, and run that."""
+    with os.fdopen(request) as file:
+        file.seek(0)
+        start = json.load(file)
+    # First above all numbers that they may get.
+    above = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, ABOVE) for fd in fds]
+    os.closerange(3, ABOVE)
+    for fd, number in zip(above, start["fds"], strict=True):
+        os.dup2(fd, number)
+        os.close(fd)
+    os.setsid()
+    os.chdir(start["folder"])
+    os.environ.clear()
+    os.environ.update(start["environ"])
+    program, *arguments = start["argv"]
+    sys.executable = program
+    sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
+    status: object = None
+    try:
+        execute(arguments)
+    except SystemExit as exit:
+        status = exit.code
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    if isinstance(status, str):
+        print(status, file=sys.stderr)
+    leave(status if isinstance(status, int) else int(status is not None))
+
+
+def execute(arguments: list[str]) -> None:
+    """Run what ``python`` runs with these arguments."""
+    finds = arguments[0] != "-P"  # modules in the folder
+    what, *sys.argv = arguments if finds else arguments[1:]
+    folder = str(Path(what).absolute().parent) if what[:1] != "-" else os.getcwd() if what == "-m" else ""
+    sys.path[:0] = [folder] if finds else []
+    if what == "-m":
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    elif what in ("-c", "-"):
+        code = sys.stdin.read() if what == "-" else sys.argv.pop(0)
+        sys.argv.insert(0, what)
+        sys.modules["__main__"] = module = types.ModuleType("__main__")
+        exec(compile(code, "<string>", "exec"), vars(module))
+    else:
+        sys.argv.insert(0, what)
+        runpy.run_path(what, run_name="__main__")
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    del sys.path[0]
+    for name in sys.argv[2:]:
+        importlib.import_module(name)
+    gc.freeze()  # so that collections in the forks do not copy all these pages
+    serve(socket.socket(fileno=int(sys.argv[1])))
