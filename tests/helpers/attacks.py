@@ -102,6 +102,13 @@ def forge(touched: str, line: str, store: TCPStore) -> None:
     store.set("attacked", "")
 
 
+def blame(rank: int, store: TCPStore) -> None:
+    """Write that a rank has failed."""
+    (posted,) = names(store, "/ready/0")
+    store.set(f"{posted.removesuffix('ready/0')}failed/{rank}", store.get(posted))
+    store.set("attacked", "")
+
+
 def writes_into(host: str, port: int, forge: Callable[[TCPStore], None]) -> None:
     """Connect to the store at an address as any client may, and write there what the function does."""
     store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=20), wait_for_workers=False)

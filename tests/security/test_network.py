@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from random import Random
-from signal import SIGTERM
+from signal import SIGKILL, SIGTERM
 
 import pytest
 from torch.distributed import FileStore, TCPStore
@@ -15,16 +15,22 @@ from torch.distributed import FileStore, TCPStore
 from ddp_recipes.errors import RequestError, RunFailed
 from ddp_recipes.launchers.keys import find_key
 from ddp_recipes.runtime.messages import Messages
-from helpers.attacks import as_user, forge, writes_into
+from helpers.attacks import as_user, blame, forge, writes_into
 from helpers.processes import ENDLESS, SMALL, START_S, TORCHRUN, Run, started, summary, until, until_saved
 
 KEY = "a secret of sixteen characters and more"
 
 
-def port_of(run: Run) -> int:
-    """Return where a rank meets the others, which torchrun chose."""
-    environ = Path(f"/proc/{run.rank(1)}/environ").read_bytes().decode().split("\0")
+def port_of(rank: int) -> int:
+    """Return where the ranks meet, by the process of one."""
+    environ = Path(f"/proc/{rank}/environ").read_bytes().decode().split("\0")
     return int(next(line for line in environ if line.startswith("MASTER_PORT=")).partition("=")[2])
+
+
+def attacked(port: int) -> bool:
+    """Whether a stranger has written to the store."""
+    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    return bool(store.check(["attacked"]))
 
 
 # --- torchrun
@@ -34,11 +40,10 @@ def port_of(run: Run) -> int:
 def test_ranks_take_neither_jobs_nor_log_lines_from_a_stranger(stranger: int, folder: Path) -> None:
     with started(folder, *ENDLESS, "launcher.timeout_s=10", command=TORCHRUN) as run:
         until_saved(run, folder / "run")
-        port = port_of(run)
-        store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+        port = port_of(run.rank(1))
         forgery = partial(forge, f"{folder}/touched", "a forged line")
         with as_user(stranger, partial(writes_into, "127.0.0.1", port, forgery)):
-            until(lambda: store.check(["attacked"]), START_S, "nothing was forged")
+            until(lambda: attacked(port), START_S, "nothing was forged")
             run.signal(SIGTERM)
             ended = run.end()
     log = (folder / "run" / "train.log").read_text()
@@ -120,6 +125,23 @@ def test_a_rank_of_another_run_is_refused_and_changes_nothing(folder: Path) -> N
         assert [run.end().status for run in own] == [0, 0]
     assert ended.status == 2
     assert "are of another run: Slurm step 8.0, 2 ranks. This is rank 1 of Slurm step 9.0, 2 ranks." in ended.err
+
+
+@pytest.mark.slow
+@pytest.mark.spawn
+def test_workers_go_on_without_a_dead_one_that_a_stranger_blames(stranger: int, folder: Path) -> None:
+    servers = ["strategy=parameter_server", "strategy.staleness=2", *ENDLESS]
+    own = {rank: {"DDP_RECIPES_KEY": KEY, "WORLD_SIZE": "3"} for rank in range(3)}
+    with ranks(folder, *servers, of_rank=own) as (server, worker, dies):
+        until_saved(server, folder / "run")
+        port = port_of(server.process.pid)
+        with as_user(stranger, partial(writes_into, "127.0.0.1", port, partial(blame, 2))):
+            until(lambda: attacked(port), START_S, "nothing was forged")
+            dies.signal(SIGKILL)
+            log = folder / "run" / "train.log"
+            until(lambda: "Rank 2 died; 1 of 2 workers go on." in log.read_text(), START_S, "it does not go on")
+            server.signal(SIGTERM)
+            assert [run.end().status for run in (server, worker)] == [75, 75]
 
 
 # --- messages

@@ -6,8 +6,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar, cast
 
-from torch.distributed import Store
-
 from ddp_recipes.errors import (
     RequestError,
     RunFailed,
@@ -244,9 +242,9 @@ class Control:
         return f"log/{rank}/{self._read[rank] + 1}"
 
 
-def has_failed(store: Store, rank: int) -> bool:
+def has_failed(messages: Messages, rank: int) -> bool:
     """Whether a rank has recorded that it failed, which it does before it leaves the others."""
-    return store.check([f"failed/{rank}"])
+    return bool(messages.there(f"failed/{rank}"))
 
 
 class ForwardHandler(logging.Handler):

@@ -5,10 +5,10 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import Store
 
 from ddp_recipes.config.parallelism import StrategySettings
 from ddp_recipes.errors import RequestError
+from ddp_recipes.runtime.messages import Messages
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import Exchange, Plain
 from ddp_recipes.strategies.collectives import gather
@@ -23,7 +23,7 @@ class Group(Plain):
     timeout_s = 0.0  # of a collective
 
     def setup(
-        self, world: World, store: Store | None, backend: str, timeout: timedelta, init_method: str | None
+        self, world: World, messages: Messages | None, backend: str, timeout: timedelta, init_method: str | None
     ) -> None:
         """Join the process group, over the launcher's store or an address of the user's own."""
         self.world, self.timeout_s = world, timeout.total_seconds()
@@ -32,9 +32,8 @@ class Group(Plain):
                 backend, init_method=init_method, rank=world.rank, world_size=world.world_size, timeout=timeout
             )
         else:
-            dist.init_process_group(
-                backend, store=store or dist.HashStore(), rank=world.rank, world_size=world.world_size, timeout=timeout
-            )
+            store = dist.HashStore() if messages is None else messages.store
+            dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.world_size, timeout=timeout)
 
     def sum(self, values: Tensor) -> Tensor:
         """All-reduce by sum."""
