@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ddp_recipes.callbacks import Callback
+from ddp_recipes.loggers import Logger
 from ddp_recipes.models import Toy
 
 RANK = int(os.environ.get("RANK", "0"))
@@ -87,6 +88,14 @@ class Sleeper(Callback):
         Path(f"ended_{RANK}").touch()
         if self.rank == RANK:
             time.sleep(600)
+
+
+class NeverCloses(Logger):
+    """Sleeps when it is closed, once training is over on all ranks."""
+
+    def close(self) -> None:
+        Path("closes").touch()
+        time.sleep(600)
 
 
 class Loud(Slow):
