@@ -109,6 +109,13 @@ def blame(rank: int, store: TCPStore) -> None:
     store.set("attacked", "")
 
 
+def get_between(store: TCPStore) -> None:
+    """Write an address, for gloo to connect to, in place of rank 1."""
+    (posted,) = names(store, "/cpu//0/0")
+    store.set(f"{posted.removesuffix('0')}1", store.get(posted))
+    store.set("attacked", "")
+
+
 def writes_into(host: str, port: int, forge: Callable[[TCPStore], None]) -> None:
     """Connect to the store at an address as any client may, and write there what the function does."""
     store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=20), wait_for_workers=False)

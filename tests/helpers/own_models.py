@@ -1,6 +1,7 @@
 """A user's own models, each with one fault. Tests copy this file to the folder that a run is started from."""
 
 import ctypes
+import fcntl
 import logging
 import os
 import signal
@@ -16,6 +17,7 @@ from torch.utils.data import Dataset
 from ddp_recipes.callbacks import Callback
 from ddp_recipes.loggers import Logger
 from ddp_recipes.models import Toy
+from ddp_recipes.strategies import DDP, DDPSettings
 
 RANK = int(os.environ.get("RANK", "0"))
 
@@ -104,6 +106,61 @@ class Loud(Slow):
     def forward(self, x: Tensor) -> Tensor:
         logging.getLogger(__name__).warning("another batch")
         return super().forward(x)
+
+
+def stop_with_the_store() -> None:
+    """Stop rank 1 as if it had just locked the file that the ranks meet in, for one of its messages."""
+    if RANK != 1:
+        return
+    files = [path for path in Path("/proc/self/fd").iterdir() if os.path.lexists(path)]
+    meeting = next(path for path in files if os.readlink(path).startswith("/memfd:ddp_recipes"))
+    fcntl.flock(os.open(meeting, os.O_RDWR), fcntl.LOCK_EX)
+    Path("stopped").touch()
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+class StopsWhileMade(Toy):
+    """Is stopped with the store before ranks have agreed."""
+
+    def __init__(self, **sizes: Any) -> None:
+        super().__init__(**sizes)
+        stop_with_the_store()
+
+
+class StopsWhileJoining(DDP):
+    """Is stopped with the store before it joins the process group."""
+
+    def setup(self, *arguments: Any) -> None:
+        stop_with_the_store()
+        super().setup(*arguments)
+
+
+class StopsWhileJoiningSettings(DDPSettings):
+    """As those of DDP."""
+
+    name = "stops_while_joining"
+
+
+class JoinsLate(DDP):
+    """Has rank 1 join the process group once a file is there."""
+
+    def setup(self, *arguments: Any) -> None:
+        while RANK == 1 and not Path("attacked").exists():
+            time.sleep(0.01)
+        super().setup(*arguments)
+
+
+class JoinsLateSettings(DDPSettings):
+    """As those of DDP."""
+
+    name = "joins_late"
+
+
+class StopsWhileTraining(Callback):
+    """Is stopped with the store at the end of an epoch."""
+
+    def on_epoch_end(self, epoch: int) -> None:
+        stop_with_the_store()
 
 
 class Faulty(Toy):

@@ -1,6 +1,7 @@
 """A stranger at the store of torchrun or of ranks that meet at an address, which asks nobody who they are."""
 
 import json
+import re
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -15,7 +16,7 @@ from torch.distributed import FileStore, TCPStore
 from ddp_recipes.errors import RequestError, RunFailed
 from ddp_recipes.launchers.keys import find_key
 from ddp_recipes.runtime.messages import Messages
-from helpers.attacks import as_user, blame, forge, writes_into
+from helpers.attacks import as_user, blame, forge, get_between, writes_into
 from helpers.processes import ENDLESS, SMALL, START_S, TORCHRUN, Run, started, summary, until, until_saved
 
 KEY = "a secret of sixteen characters and more"
@@ -51,6 +52,21 @@ def test_ranks_take_neither_jobs_nor_log_lines_from_a_stranger(stranger: int, fo
     assert "rank 1: a line is left out. The message" in log
     assert not (folder / "touched").exists()
     assert summary(folder / "run")["status"] == "preempted"
+
+
+@pytest.mark.slow
+@pytest.mark.spawn
+def test_ranks_take_no_address_from_a_stranger(stranger: int, folder: Path) -> None:
+    joins = ["strategy._target_=own_models.JoinsLate", "launcher.timeout_s=20"]
+    with started(folder, *SMALL, *joins, command=TORCHRUN) as run:
+        until(lambda: "1" in run.pids().values(), START_S, "no rank 1")
+        port = port_of(run.rank(1))
+        with as_user(stranger, partial(writes_into, "127.0.0.1", port, get_between)):
+            until(lambda: attacked(port), START_S, "nothing was forged")
+            (folder / "attacked").touch()
+            ended = run.end()
+    assert ended.status == 1
+    assert re.search(r"The message \S.*/group/\S+/1 in the store where ranks meet was not written with", ended.err)
 
 
 # --- ranks that meet at an address

@@ -6,9 +6,10 @@ from signal import SIGTERM
 
 import pytest
 
-from helpers.processes import ENDLESS, START_S, Run, started, until, until_saved
+from helpers.processes import ENDLESS, GONE_S, SMALL, START_S, Run, started, until, until_saved
 
 pytestmark = [pytest.mark.spawn]
+T = 3
 
 
 def meeting(process: int) -> Path:
@@ -19,6 +20,25 @@ def meeting(process: int) -> Path:
 
 def size(run: Run) -> int:
     return meeting(run.rank(1)).stat().st_size
+
+
+STOPS = {
+    "while made": ["model._target_=own_models.StopsWhileMade"],
+    "while joining": ["strategy._target_=own_models.StopsWhileJoining"],
+    "while training": ["+callbacks.stops._target_=own_models.StopsWhileTraining"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+@pytest.mark.parametrize("when", STOPS)
+def test_a_rank_that_is_stopped_with_the_store_is_named(when: str, folder: Path) -> None:
+    """It is stopped as it writes a message: the others cannot read or write any."""
+    with started(folder, *SMALL, *STOPS[when], "launcher.nproc_per_node=3", f"launcher.timeout_s={T}") as run:
+        until(lambda: (folder / "stopped").exists() or run.process.poll() is not None, START_S, "nothing is stopped")
+        ended = run.end(T + 5 + GONE_S)
+    assert ended.status == 1
+    assert "Rank 1 of 3 did not" in ended.err
 
 
 @pytest.mark.slow

@@ -5,14 +5,22 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import Store
 
 from ddp_recipes.config.parallelism import StrategySettings
 from ddp_recipes.errors import RequestError
-from ddp_recipes.runtime.messages import Messages
+from ddp_recipes.runtime.messages import Messages, SignedStore
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import Exchange, Plain
 from ddp_recipes.strategies.collectives import gather
 from ddp_recipes.tasks import Task
+
+
+def make_store(messages: Messages | None, backend: str, timeout: timedelta) -> Store:
+    """Return the store in which a backend of torch's finds the ranks."""
+    if messages is None:
+        return dist.HashStore()
+    return SignedStore(messages.under("group"), timeout) if backend == "gloo" else messages.store
 
 
 class Group(Plain):
@@ -32,8 +40,11 @@ class Group(Plain):
                 backend, init_method=init_method, rank=world.rank, world_size=world.world_size, timeout=timeout
             )
         else:
-            store = dist.HashStore() if messages is None else messages.store
-            dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.world_size, timeout=timeout)
+            # torch keeps no reference to what Python has made of a store
+            self.store = make_store(messages, backend, timeout)
+            dist.init_process_group(
+                backend, store=self.store, rank=world.rank, world_size=world.world_size, timeout=timeout
+            )
 
     def sum(self, values: Tensor) -> Tensor:
         """All-reduce by sum."""
