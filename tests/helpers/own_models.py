@@ -100,6 +100,36 @@ class NeverCloses(Logger):
         time.sleep(600)
 
 
+def hold() -> None:
+    """Have rank 0 say that it waits, and wait until another file is there."""
+    if RANK == 0:
+        Path("held").touch()
+        while not Path("attacked").exists():
+            time.sleep(0.01)
+
+
+class HeldWhileMade(Toy):
+    """Is made once it may go on."""
+
+    def __init__(self, **sizes: Any) -> None:
+        super().__init__(**sizes)
+        hold()
+
+
+class HeldInSave(Callback):
+    """Waits as a checkpoint is saved."""
+
+    def on_save_start(self, step: int) -> None:
+        hold()
+
+
+class HeldAtEnd(Callback):
+    """Waits once training is over."""
+
+    def on_end(self) -> None:
+        hold()
+
+
 class Loud(Slow):
     """Logs a warning for each batch."""
 

@@ -16,8 +16,8 @@ from torch.distributed import FileStore, TCPStore
 from ddp_recipes.errors import RequestError, RunFailed
 from ddp_recipes.launchers.keys import find_key
 from ddp_recipes.runtime.messages import Messages
-from helpers.attacks import as_user, blame, forge, get_between, writes_into
-from helpers.processes import ENDLESS, SMALL, START_S, TORCHRUN, Run, started, summary, until, until_saved
+from helpers.attacks import as_user, blame, forge, get_between, scribble, writes_into
+from helpers.processes import ENDLESS, SMALL, START_S, TORCHRUN, TWO, Run, ran, started, summary, until, until_saved
 
 KEY = "a secret of sixteen characters and more"
 
@@ -52,6 +52,67 @@ def test_ranks_take_neither_jobs_nor_log_lines_from_a_stranger(stranger: int, fo
     assert "rank 1: a line is left out. The message" in log
     assert not (folder / "touched").exists()
     assert summary(folder / "run")["status"] == "preempted"
+
+
+# What a run is held in; what a stranger writes meanwhile; which message is refused: none if the run goes on as it was.
+PHASES = {
+    "the start": (
+        ["model._target_=own_models.HeldWhileMade"],
+        {"run/0/ready/0": '["ready", "", {}]', "run/0/verdict": '["refused", "go away", []]'},
+        "ready",
+    ),
+    "a save": (
+        ["+callbacks.held._target_=own_models.HeldInSave", "checkpoint.every_n_steps=5"],
+        {"run/0/log/1/1": "a forged line", "run/0/failed/1": "x", "run/0/failure": '[1, "forged"]'},
+        None,
+    ),
+    "the end": (
+        ["+callbacks.held._target_=own_models.HeldAtEnd"],
+        {"run/0/ended/0": "x", "run/0/ended/1": "x", "run/0/left/0": "x"},
+        "ended",
+    ),
+    "a sweep": (
+        ["+callbacks.held._target_=own_models.HeldAtEnd", "-m", "seed=42,43", "hydra.sweep.dir=."],
+        {"message/1": ""},
+        "message/1",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the digest of the weights of a run that nobody attacks."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    assert ran(folder, *SMALL, TWO).status == 0
+    digest: str = summary(folder / "run")["weights_sha256"]
+    return digest
+
+
+@pytest.mark.slow
+@pytest.mark.spawn
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_stranger_changes_nothing_in(phase: str, stranger: int, folder: Path, undisturbed: str) -> None:
+    held, forged, refused = PHASES[phase]
+    with started(folder, *SMALL, *held, "launcher.timeout_s=20", command=TORCHRUN) as run:
+        until(lambda: (folder / "held").exists() or run.process.poll() is not None, START_S, "it does not begin")
+        port = port_of(run.rank(1))
+        forgery = partial(scribble, f"{folder}/elsewhere", forged, refused is None)
+        with as_user(stranger, partial(writes_into, "127.0.0.1", port, forgery)):
+            until(lambda: attacked(port), START_S, "nothing was forged")
+            (folder / "attacked").touch()
+            ended = run.end()
+    assert not (folder / "elsewhere").exists()
+    directory = folder / ("0" if phase == "a sweep" else "run")
+    if refused is None:
+        assert ended.status == 0, ended.err
+        log = (directory / "train.log").read_text()
+        assert "forged" not in log
+        assert "rank 1: a line is left out. The message" in log
+    elif ended.status or phase != "a sweep":  # in which rank 0 may have written its own next job over the forged one
+        assert ended.status == 1
+        assert re.search(rf"The message \S.*/{refused}\S* in the store where ranks meet was not written", ended.err)
+    if refused in (None, "message/1"):
+        assert summary(directory)["weights_sha256"] == undisturbed
 
 
 @pytest.mark.slow
