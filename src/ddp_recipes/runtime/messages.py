@@ -152,10 +152,6 @@ class SignedStore(Store):
         for key in keys:
             self._wait(key, timeout or self._timeout)
 
-    def check(self, keys: Sequence[str]) -> bool:
-        """Whether all are there."""
-        return len(self._messages.there(*keys)) == len(keys)
-
     def _wait(self, key: str, timeout: timedelta) -> bytes:
         value = self._messages.get(key, timeout.total_seconds())
         if value is None:
