@@ -218,7 +218,7 @@ def test_the_launcher_refuses_it_before_it_starts_anything(gpus: int, asked: str
 def test_the_number_of_threads_is_set() -> None:
     def threads(world: World, store: Store | None) -> int:
         strategy = DDPExact(DDPExactSettings(num_threads=2))
-        strategy.setup(world, store, "gloo", timedelta(seconds=60), None)
+        strategy.setup(world, None if store is None else Messages(store), "gloo", timedelta(seconds=60), None)
         strategy.teardown()
         return torch.get_num_threads()
 

@@ -190,11 +190,14 @@ def mortal(rank: int, signal: int = SIGKILL) -> list[str]:
 
 
 @pytest.mark.spawn
-def test_dead_worker_is_named_and_the_others_go_on(folder: Path) -> None:
-    ended = ran(folder, *ASYNCHRONOUS, *mortal(rank=2), "launcher.nproc_per_node=4")
+@pytest.mark.parametrize("servers", slow_but([1], [1, 2]))
+def test_dead_worker_is_named_and_the_others_go_on(servers: int, folder: Path) -> None:
+    processes = [f"strategy.servers={servers}", f"launcher.nproc_per_node={servers + 3}"]
+    ended = ran(folder, *ASYNCHRONOUS, *mortal(rank=servers + 1), *processes)
     assert ended.status == 0, ended.err
     log = (folder / "run" / "train.log").read_text()
-    assert log.count("Rank 2 died; 2 of 3 workers go on. Lost with it, out of 3 shards of each batch: 1 of step") == 1
+    died = f"Rank {servers + 1} died; 2 of 3 workers go on. Lost with it, out of 3 shards of each batch: 1 of step"
+    assert log.count(died) == servers
     done = summary(folder / "run")
     assert (done["status"], done["global_step"], done["samples_seen"]) == ("finished", 3 * 17, 3 * 200)
     assert not (folder / "run" / "ranks").exists()

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed import Store
 
 from ddp_recipes.reporting.run_directory import Summary
+from ddp_recipes.runtime.messages import Messages
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.ddp import shared_memory
 from ddp_recipes.strategies.ddp.shared_memory import SharedMemory, join
@@ -32,7 +33,7 @@ def met(world: World, store: Store | None, work: Callable[[SharedMemory], Any], 
     from datetime import timedelta
 
     group = Meeting()
-    group.setup(world, store, "gloo", timedelta(seconds=60), None)
+    group.setup(world, None if store is None else Messages(store), "gloo", timedelta(seconds=60), None)
     try:
         shared = join(world, timeout_s)
         assert shared is not None

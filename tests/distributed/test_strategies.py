@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_recipes.errors import RequestError, RunFailed
 from ddp_recipes.models import Toy
 from ddp_recipes.reporting.run_directory import Summary
+from ddp_recipes.runtime.messages import Messages
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies import DDP, DDPSettings
 from ddp_recipes.tasks import Task
@@ -32,7 +33,7 @@ def wrapped(world: World, store: Store | None, **options: Any) -> dict[str, Any]
     from datetime import timedelta
 
     strategy = DDP(DDPSettings(**options))
-    strategy.setup(world, store, "gloo", timedelta(seconds=60), None)
+    strategy.setup(world, None if store is None else Messages(store), "gloo", timedelta(seconds=60), None)
     try:
         module = strategy.wrap(Task(Toy(), nn.MSELoss()), [CPU])
         assert isinstance(module, DistributedDataParallel)

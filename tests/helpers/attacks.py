@@ -8,7 +8,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -99,6 +99,38 @@ def forge(touched: str, line: str, store: TCPStore) -> None:
         store.set(f"{prefix}run/0/log/1/{number}", line)
         store.set(f"{prefix}run/0/log/1/{number + 5}", f"{signature}:{line}")
     store.add(f"{prefix}run/0/log/count", 10**9)
+    store.set("attacked", "")
+
+
+def scribble(elsewhere: str, forged: Mapping[str, str], over_all: bool, store: TCPStore) -> None:
+    """Write over all that the ranks of a run have written; and what they are about to write, with a digest of theirs.
+
+    A job that is forged would touch a file, and has its run directory there.
+    """
+    (posted,) = names(store, "/message/0")
+    signature, _, text = store.get(posted).decode().partition(":")
+    job = json.loads(text)
+    job["directory"] = job["config"]["model"]["self"] = elsewhere
+    job["config"]["model"]["_target_"] = "pathlib.Path.touch"
+    for key in store.list_keys():
+        if over_all and key.lstrip("/").startswith("ddp_recipes"):
+            store.set(key.removeprefix("/"), f"{signature}:junk")
+    for name, forgery in forged.items():
+        store.set(f"{posted.removesuffix('message/0')}{name}", f"{signature}:{forgery or json.dumps(job)}")
+    store.set("attacked", "")
+
+
+def blame(rank: int, store: TCPStore) -> None:
+    """Write that a rank has failed."""
+    (posted,) = names(store, "/ready/0")
+    store.set(f"{posted.removesuffix('ready/0')}failed/{rank}", store.get(posted))
+    store.set("attacked", "")
+
+
+def get_between(store: TCPStore) -> None:
+    """Write an address, for gloo to connect to, in place of rank 1."""
+    (posted,) = names(store, "/cpu//0/0")
+    store.set(f"{posted.removesuffix('0')}1", store.get(posted))
     store.set("attacked", "")
 
 

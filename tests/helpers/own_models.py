@@ -1,6 +1,7 @@
 """A user's own models, each with one fault. Tests copy this file to the folder that a run is started from."""
 
 import ctypes
+import fcntl
 import logging
 import os
 import signal
@@ -14,7 +15,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ddp_recipes.callbacks import Callback
+from ddp_recipes.loggers import Logger
 from ddp_recipes.models import Toy
+from ddp_recipes.strategies import DDP, DDPSettings
 
 RANK = int(os.environ.get("RANK", "0"))
 
@@ -89,12 +92,105 @@ class Sleeper(Callback):
             time.sleep(600)
 
 
+class NeverCloses(Logger):
+    """Sleeps when it is closed, once training is over on all ranks."""
+
+    def close(self) -> None:
+        Path("closes").touch()
+        time.sleep(600)
+
+
+def hold() -> None:
+    """Have rank 0 say that it waits, and wait until another file is there."""
+    if RANK == 0:
+        Path("held").touch()
+        while not Path("attacked").exists():
+            time.sleep(0.01)
+
+
+class HeldWhileMade(Toy):
+    """Is made once it may go on."""
+
+    def __init__(self, **sizes: Any) -> None:
+        super().__init__(**sizes)
+        hold()
+
+
+class HeldInSave(Callback):
+    """Waits as a checkpoint is saved."""
+
+    def on_save_start(self, step: int) -> None:
+        hold()
+
+
+class HeldAtEnd(Callback):
+    """Waits once training is over."""
+
+    def on_end(self) -> None:
+        hold()
+
+
 class Loud(Slow):
     """Logs a warning for each batch."""
 
     def forward(self, x: Tensor) -> Tensor:
         logging.getLogger(__name__).warning("another batch")
         return super().forward(x)
+
+
+def stop_with_the_store() -> None:
+    """Stop rank 1 as if it had just locked the file that the ranks meet in, for one of its messages."""
+    if RANK != 1:
+        return
+    files = [path for path in Path("/proc/self/fd").iterdir() if os.path.lexists(path)]
+    meeting = next(path for path in files if os.readlink(path).startswith("/memfd:ddp_recipes"))
+    fcntl.flock(os.open(meeting, os.O_RDWR), fcntl.LOCK_EX)
+    Path("stopped").touch()
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+class StopsWhileMade(Toy):
+    """Is stopped with the store before ranks have agreed."""
+
+    def __init__(self, **sizes: Any) -> None:
+        super().__init__(**sizes)
+        stop_with_the_store()
+
+
+class StopsWhileJoining(DDP):
+    """Is stopped with the store before it joins the process group."""
+
+    def setup(self, *arguments: Any) -> None:
+        stop_with_the_store()
+        super().setup(*arguments)
+
+
+class StopsWhileJoiningSettings(DDPSettings):
+    """As those of DDP."""
+
+    name = "stops_while_joining"
+
+
+class JoinsLate(DDP):
+    """Has rank 1 join the process group once a file is there."""
+
+    def setup(self, *arguments: Any) -> None:
+        while RANK == 1 and not Path("attacked").exists():
+            time.sleep(0.01)
+        super().setup(*arguments)
+
+
+class JoinsLateSettings(DDPSettings):
+    """As those of DDP."""
+
+    name = "joins_late"
+
+
+class StopsWhileTraining(Callback):
+    """Is stopped with the store at the end of an epoch."""
+
+    def on_epoch_end(self, epoch: int) -> None:
+        stop_with_the_store()
 
 
 class Faulty(Toy):

@@ -1,13 +1,14 @@
 """A stranger at the store of torchrun or of ranks that meet at an address, which asks nobody who they are."""
 
 import json
+import re
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from random import Random
-from signal import SIGTERM
+from signal import SIGKILL, SIGTERM
 
 import pytest
 from torch.distributed import FileStore, TCPStore
@@ -15,16 +16,22 @@ from torch.distributed import FileStore, TCPStore
 from ddp_recipes.errors import RequestError, RunFailed
 from ddp_recipes.launchers.keys import find_key
 from ddp_recipes.runtime.messages import Messages
-from helpers.attacks import as_user, forge, writes_into
-from helpers.processes import ENDLESS, SMALL, START_S, TORCHRUN, Run, started, summary, until, until_saved
+from helpers.attacks import as_user, blame, forge, get_between, scribble, writes_into
+from helpers.processes import ENDLESS, SMALL, START_S, TORCHRUN, TWO, Run, ran, started, summary, until, until_saved
 
 KEY = "a secret of sixteen characters and more"
 
 
-def port_of(run: Run) -> int:
-    """Return where a rank meets the others, which torchrun chose."""
-    environ = Path(f"/proc/{run.rank(1)}/environ").read_bytes().decode().split("\0")
+def port_of(rank: int) -> int:
+    """Return where the ranks meet, by the process of one."""
+    environ = Path(f"/proc/{rank}/environ").read_bytes().decode().split("\0")
     return int(next(line for line in environ if line.startswith("MASTER_PORT=")).partition("=")[2])
+
+
+def attacked(port: int) -> bool:
+    """Whether a stranger has written to the store."""
+    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    return bool(store.check(["attacked"]))
 
 
 # --- torchrun
@@ -34,11 +41,10 @@ def port_of(run: Run) -> int:
 def test_ranks_take_neither_jobs_nor_log_lines_from_a_stranger(stranger: int, folder: Path) -> None:
     with started(folder, *ENDLESS, "launcher.timeout_s=10", command=TORCHRUN) as run:
         until_saved(run, folder / "run")
-        port = port_of(run)
-        store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+        port = port_of(run.rank(1))
         forgery = partial(forge, f"{folder}/touched", "a forged line")
         with as_user(stranger, partial(writes_into, "127.0.0.1", port, forgery)):
-            until(lambda: store.check(["attacked"]), START_S, "nothing was forged")
+            until(lambda: attacked(port), START_S, "nothing was forged")
             run.signal(SIGTERM)
             ended = run.end()
     log = (folder / "run" / "train.log").read_text()
@@ -46,6 +52,82 @@ def test_ranks_take_neither_jobs_nor_log_lines_from_a_stranger(stranger: int, fo
     assert "rank 1: a line is left out. The message" in log
     assert not (folder / "touched").exists()
     assert summary(folder / "run")["status"] == "preempted"
+
+
+# What a run is held in; what a stranger writes meanwhile; which message is refused: none if the run goes on as it was.
+PHASES = {
+    "the start": (
+        ["model._target_=own_models.HeldWhileMade"],
+        {"run/0/ready/0": '["ready", "", {}]', "run/0/verdict": '["refused", "go away", []]'},
+        "ready",
+    ),
+    "a save": (
+        ["+callbacks.held._target_=own_models.HeldInSave", "checkpoint.every_n_steps=5"],
+        {"run/0/log/1/1": "a forged line", "run/0/failed/1": "x", "run/0/failure": '[1, "forged"]'},
+        None,
+    ),
+    "the end": (
+        ["+callbacks.held._target_=own_models.HeldAtEnd"],
+        {"run/0/ended/0": "x", "run/0/ended/1": "x", "run/0/left/0": "x"},
+        "ended",
+    ),
+    "a sweep": (
+        ["+callbacks.held._target_=own_models.HeldAtEnd", "-m", "seed=42,43", "hydra.sweep.dir=."],
+        {"message/1": ""},
+        "message/1",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the digest of the weights of a run that nobody attacks."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    assert ran(folder, *SMALL, TWO).status == 0
+    digest: str = summary(folder / "run")["weights_sha256"]
+    return digest
+
+
+@pytest.mark.slow
+@pytest.mark.spawn
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_stranger_changes_nothing_in(phase: str, stranger: int, folder: Path, undisturbed: str) -> None:
+    held, forged, refused = PHASES[phase]
+    with started(folder, *SMALL, *held, "launcher.timeout_s=20", command=TORCHRUN) as run:
+        until(lambda: (folder / "held").exists() or run.process.poll() is not None, START_S, "it does not begin")
+        port = port_of(run.rank(1))
+        forgery = partial(scribble, f"{folder}/elsewhere", forged, refused is None)
+        with as_user(stranger, partial(writes_into, "127.0.0.1", port, forgery)):
+            until(lambda: attacked(port), START_S, "nothing was forged")
+            (folder / "attacked").touch()
+            ended = run.end()
+    assert not (folder / "elsewhere").exists()
+    directory = folder / ("0" if phase == "a sweep" else "run")
+    if refused is None:
+        assert ended.status == 0, ended.err
+        log = (directory / "train.log").read_text()
+        assert "forged" not in log
+        assert "rank 1: a line is left out. The message" in log
+    elif ended.status or phase != "a sweep":  # in which rank 0 may have written its own next job over the forged one
+        assert ended.status == 1
+        assert re.search(rf"The message \S.*/{refused}\S* in the store where ranks meet was not written", ended.err)
+    if refused in (None, "message/1"):
+        assert summary(directory)["weights_sha256"] == undisturbed
+
+
+@pytest.mark.slow
+@pytest.mark.spawn
+def test_ranks_take_no_address_from_a_stranger(stranger: int, folder: Path) -> None:
+    joins = ["strategy._target_=own_models.JoinsLate", "launcher.timeout_s=20"]
+    with started(folder, *SMALL, *joins, command=TORCHRUN) as run:
+        until(lambda: "1" in run.pids().values(), START_S, "no rank 1")
+        port = port_of(run.rank(1))
+        with as_user(stranger, partial(writes_into, "127.0.0.1", port, get_between)):
+            until(lambda: attacked(port), START_S, "nothing was forged")
+            (folder / "attacked").touch()
+            ended = run.end()
+    assert ended.status == 1
+    assert re.search(r"The message \S.*/group/\S+/1 in the store where ranks meet was not written with", ended.err)
 
 
 # --- ranks that meet at an address
@@ -120,6 +202,23 @@ def test_a_rank_of_another_run_is_refused_and_changes_nothing(folder: Path) -> N
         assert [run.end().status for run in own] == [0, 0]
     assert ended.status == 2
     assert "are of another run: Slurm step 8.0, 2 ranks. This is rank 1 of Slurm step 9.0, 2 ranks." in ended.err
+
+
+@pytest.mark.slow
+@pytest.mark.spawn
+def test_workers_go_on_without_a_dead_one_that_a_stranger_blames(stranger: int, folder: Path) -> None:
+    servers = ["strategy=parameter_server", "strategy.staleness=2", *ENDLESS]
+    own = {rank: {"DDP_RECIPES_KEY": KEY, "WORLD_SIZE": "3"} for rank in range(3)}
+    with ranks(folder, *servers, of_rank=own) as (server, worker, dies):
+        until_saved(server, folder / "run")
+        port = port_of(server.process.pid)
+        with as_user(stranger, partial(writes_into, "127.0.0.1", port, partial(blame, 2))):
+            until(lambda: attacked(port), START_S, "nothing was forged")
+            dies.signal(SIGKILL)
+            log = folder / "run" / "train.log"
+            until(lambda: "Rank 2 died; 1 of 2 workers go on." in log.read_text(), START_S, "it does not go on")
+            server.signal(SIGTERM)
+            assert [run.end().status for run in (server, worker)] == [75, 75]
 
 
 # --- messages

@@ -42,6 +42,23 @@ def test_a_rank_that_hangs_after_the_last_step_is_named(rank: int, command: list
         assert summary(folder / "run")["status"] == "failed"
 
 
+@pytest.mark.parametrize("command", [None, TORCHRUN], ids=["local", "torchrun"])
+def test_a_rank_0_that_hangs_while_it_closes_is_named(command: list[str] | None, folder: Path) -> None:
+    own = [f"launcher.timeout_s={T}", "logger=none", "logger._target_=own_models.NeverCloses"]
+    with started(folder, *SMALL, *own, *([] if command else [TWO]), command=command) as run:
+        until(lambda: (folder / "closes").exists() or run.process.poll() is not None, START_S, "it trains for ever")
+        ended = run.end(T + 5 + GONE_S)
+    message = "Rank 0 did not respond and was killed."
+    if command:
+        message = f"Rank 0 of 2 did not come to its end within launcher.timeout_s={T} seconds of the others"
+    assert ended.status == 1
+    assert message in ended.err
+    done = summary(folder / "run")
+    assert done["status"] == "failed"
+    assert message in done["error"]
+    assert "in close" in (folder / "run" / "ranks" / "rank_0.txt").read_text()
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_is_stopped_while_the_other_one_logs_is_named(rank: int, folder: Path) -> None:
     loud = [*ENDLESS, "model._target_=own_models.Loud", f"launcher.timeout_s={T}"]

@@ -25,9 +25,9 @@ def join(recipe: Recipe) -> None:
     timeout = timedelta(seconds=launcher.timeout_s)
     if recipe.devices.backend == "gloo":
         check_ways(recipe.control)
-    store = None if recipe.control.messages is None else recipe.control.messages.store
     with closed_after() as recipe.control.strangers:
-        recipe.strategy.setup(recipe.world, store, recipe.devices.backend, timeout, launcher.init_method)
+        messages = recipe.control.messages
+        recipe.strategy.setup(recipe.world, messages, recipe.devices.backend, timeout, launcher.init_method)
 
 
 def make_stop_controller(recipe: Recipe) -> StopController:

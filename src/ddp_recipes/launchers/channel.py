@@ -19,6 +19,7 @@ from ddp_recipes.errors import (
     RequestError,
     RunFailed,
     did_not_arrive,
+    did_not_end,
     exited_without_report,
 )
 from ddp_recipes.launchers.elastic import RestartNote
@@ -26,8 +27,9 @@ from ddp_recipes.launchers.peers import Peers
 from ddp_recipes.launchers.reports import Death, decide
 from ddp_recipes.launchers.store import TIMEOUT, agent_holds_store, at_address
 from ddp_recipes.reporting.run_directory import Summary, leave_failure_of_rank_0
-from ddp_recipes.runtime.job import Job
+from ddp_recipes.runtime.job import ASKS_TO_STOP, Job
 from ddp_recipes.runtime.messages import Messages
+from ddp_recipes.runtime.process import ignore
 from ddp_recipes.runtime.world import World
 
 MEET_TO_STOP_S = 10.0  # for followers that still import torch when there is nothing to do
@@ -74,7 +76,10 @@ class Channel:
         try:
             self._meet(float(job.config["launcher"]["timeout_s"]))
             number = self._post(job.to_json(with_main=False))
-            return self._run(job, number)
+            try:
+                return self._run(job, number)
+            finally:
+                self.messages.set(f"left/{number}", "")
         except RunFailed as error:
             raise self._explained(error, job.directory) from None
         except RuntimeError:
@@ -125,9 +130,12 @@ class Channel:
         self._arrive()
         failed = False
         while not self._unresponsive:
-            message = self._receive(AFTER_FAILURE_S if failed else None)
+            message = self._receive(f"message/{self._next}", AFTER_FAILURE_S if failed else None)
             if message is None:
+                if 0 in self._peers.exited():
+                    print(exited_without_report([0], self.world.world_size), file=sys.stderr, flush=True)
                 break
+            self._next += 1
             if message.startswith("stop "):
                 self.messages.set(f"stopped/{self.world.rank}", "")
                 return int(message.removeprefix("stop ")) or int(failed)  # rank 0 may have finished before
@@ -149,29 +157,23 @@ class Channel:
         self._enter(generation)
         self.messages.set(f"here/{self.world.rank}", self._note.read())
 
-    def _receive(self, seconds: float | None) -> str | None:
-        """Return the next message, or ``None`` if there will be none, or none in so many seconds."""
+    def _receive(self, name: str, seconds: float | None) -> str | None:
+        """Return a message of rank 0's, or ``None`` if there will be none, or none in so many seconds."""
         deadline = None if seconds is None else time.monotonic() + seconds
-        name = f"message/{self._next}"
         exited = False  # rank 0; what it had posted is there
         while deadline is None or time.monotonic() < deadline:
             if (message := self.messages.get(name, 1.0)) is not None:
-                self._next += 1
                 return message
-            if self.messages.lost:
+            if self.messages.lost or exited:
                 return None  # the store has ended, and rank 0 with it
-            if exited:
-                print(exited_without_report([0], self.world.world_size), file=sys.stderr, flush=True)
-                return None
             exited = 0 in self._peers.exited()  # the store may be torchrun's, which outlives it
         return None
 
     def _run_as_follower(self, job: Job, number: int) -> bool:
         """Run a job; print why it failed, and return whether it did not."""
         try:
-            self._run(job, number)
-        except (RequestError, Preempted):
-            pass  # rank 0 prints it
+            with suppress(RequestError, Preempted):  # rank 0 prints it
+                self._run(job, number)
         except RunFailed as error:
             print(f"[rank {self.world.rank}] {self._explained(error, job.directory)}", file=sys.stderr, flush=True)
             return False
@@ -181,6 +183,13 @@ class Channel:
                 self._unresponsive = exited
                 text = f"{text}{exited_without_report(exited, self.world.world_size)}"
             print(f"Rank {self.world.rank} failed:\n{text}", file=sys.stderr, flush=True)
+            return False
+        timeout_s = float(job.config["launcher"]["timeout_s"])
+        if self._receive(f"left/{number}", timeout_s) is None:  # what rank 0 closes may be a user's own
+            hangs = RunFailed(did_not_end([0], self.world.world_size, timeout_s), unresponsive=[0])
+            ignore(ASKS_TO_STOP)  # torchrun's agent sends one once rank 0 is dead, before that is written
+            print(f"[rank {self.world.rank}] {self._explained(hangs, job.directory)}", file=sys.stderr, flush=True)
+            leave_failure_of_rank_0(job.directory, job.overrides, str(hangs), known_better=True)
             return False
         return True
 

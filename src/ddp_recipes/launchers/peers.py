@@ -3,6 +3,7 @@
 import os
 import signal
 import tempfile
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +15,8 @@ from ddp_recipes.reporting.run_directory import leave_trace
 from ddp_recipes.runtime.messages import Messages
 from ddp_recipes.runtime.process import state
 from ddp_recipes.runtime.world import World
+
+DEAD_S = 5.0  # for a killed rank to be dead, and to hold no lock any more
 
 
 class Peers:
@@ -44,7 +47,8 @@ class Peers:
         The agent would first send SIGTERM, which a stopped process does not take, and then wait half a minute.
         """
         running = self._running() if agent_holds_store() else {}
-        for rank in running.keys() & {*ranks} - {self.world.rank}:
+        ends = running.keys() & {*ranks} - {self.world.rank}
+        for rank in ends:
             pid = running[rank]
             with suppress(OSError), open(f"/proc/{pid}/fd/{self._file_of(rank)}", "rb") as file:
                 text = stacks.request({pid: file})[pid]
@@ -52,6 +56,9 @@ class Peers:
                     leave_trace(directory, rank, text)
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        deadline = time.monotonic() + DEAD_S
+        while any(_has_threads(running[rank]) for rank in ends) and time.monotonic() < deadline:
+            time.sleep(0.02)
 
     def _file_of(self, rank: int) -> str:
         """Return the file descriptor of a rank's stacks; empty if it never came so far."""
@@ -69,3 +76,11 @@ class Peers:
                     pairs = (folder / "environ").read_bytes().split(b"\0")
                     found |= {int(pair[5:]): int(folder.name) for pair in pairs if pair.startswith(b"RANK=")}
         return found
+
+
+def _has_threads(process: int) -> bool:
+    """Whether a process still runs, or one of its threads does: until the last one has ended its files are open."""
+    try:
+        return state(process)[0] not in "ZX" or len(os.listdir(f"/proc/{process}/task")) > 1
+    except OSError:
+        return False

@@ -231,11 +231,11 @@ def leave_failure(directory: Path, overrides: Sequence[str], error: str, known_b
         leave_summary(directory, error, overrides, known_better)
 
 
-def leave_failure_of_rank_0(directory: Path, overrides: Sequence[str], error: str) -> None:
+def leave_failure_of_rank_0(directory: Path, overrides: Sequence[str], error: str, known_better: bool = False) -> None:
     """Write that a run failed if its rank 0 no longer can: as long as it lives, it holds the lock of the directory."""
     if (directory / "config.yaml").exists():
         with suppress(RequestError), locked(directory):
-            leave_summary(directory, error, overrides)
+            leave_summary(directory, error, overrides, known_better)
 
 
 @recording()

@@ -6,8 +6,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar, cast
 
-from torch.distributed import Store
-
 from ddp_recipes.errors import (
     RequestError,
     RunFailed,
@@ -66,7 +64,8 @@ class Control:
             self._wait("ready/0", self.timeout_s, 0)
             kind, text, ranks = json.loads(self._wait("verdict", self.timeout_s + VERDICT_S, 0))
         except TimeoutError:
-            kind, text, ranks = "missing", self._absent([0]), [0]
+            ranks = self._silent([0])
+            kind, text = "missing", self._absent(ranks)
         if kind == "ready":
             return
         self._stay_until_read({*range(self.world.world_size)} - {*(ranks if kind == "missing" else ())})
@@ -96,6 +95,7 @@ class Control:
                 if theirs.get(name) != value
             ]
         if missing:
+            missing = self._silent(missing)
             return "missing", self._absent(missing), missing
         if differing:
             listed = "\n  ".join(differing[:8])
@@ -111,6 +111,14 @@ class Control:
         deadline = time.monotonic() + STAY_S
         while self.world.is_main and len(self.messages.there(*names)) < len(names) and time.monotonic() < deadline:
             time.sleep(0.02)
+
+    def _silent(self, ranks: Iterable[int]) -> list[int]:
+        """Return which ranks kept this one waiting for these: where the store does not respond, those that have it."""
+        assert self.messages is not None
+        if not self.messages.lost:
+            return sorted(ranks)
+        # It is in a file that one has locked, or rank 0's: then nothing is known of the others.
+        return self.messages.holders() or ([0] if not self.world.is_main else sorted({*ranks} - {0}))
 
     def _absent(self, ranks: Iterable[int]) -> str:
         """Return the message on ranks that did not respond."""
@@ -213,8 +221,7 @@ class Control:
         while others and not self.messages.lost and time.monotonic() < deadline:
             others -= {int(name.split("/")[1]) for name in self.messages.there(*(f"failed/{rank}" for rank in others))}
             time.sleep(0.05)
-        # The store is rank 0's, or on its node: where it does not respond, nothing is known of the others.
-        return [0] if self.messages.lost and not self.world.is_main else sorted(others)
+        return self._silent(others)
 
     def send_log(self, line: str) -> None:
         """Send a line to rank 0's log."""
@@ -244,9 +251,9 @@ class Control:
         return f"log/{rank}/{self._read[rank] + 1}"
 
 
-def has_failed(store: Store, rank: int) -> bool:
+def has_failed(messages: Messages, rank: int) -> bool:
     """Whether a rank has recorded that it failed, which it does before it leaves the others."""
-    return store.check([f"failed/{rank}"])
+    return bool(messages.there(f"failed/{rank}"))
 
 
 class ForwardHandler(logging.Handler):

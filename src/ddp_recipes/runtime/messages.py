@@ -2,7 +2,7 @@
 
 import hmac
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -28,16 +28,25 @@ class Messages:
 
     Args:
         private: whether nobody but the ranks has the store.
+        holders: returns the ranks that keep the store from the others, as far as that can be known.
     """
 
-    def __init__(self, store: Store, key: bytes = b"", scope: str = "", private: bool = False) -> None:
+    def __init__(
+        self,
+        store: Store,
+        key: bytes = b"",
+        scope: str = "",
+        private: bool = False,
+        holders: Callable[[], list[int]] = list,
+    ) -> None:
         self.store, self.lost = store, False
         self.proven = bool(key) or private
+        self.holders = holders
         self._key, self._scope = key, scope
 
     def under(self, name: str) -> "Messages":
         """Return the messages of a part, which may still be had where others are lost."""
-        return Messages(PrefixStore(name, self.store), self._key, f"{self._scope}/{name}", self.proven)
+        return Messages(PrefixStore(name, self.store), self._key, f"{self._scope}/{name}", self.proven, self.holders)
 
     def set(self, name: str, text: str) -> None:
         """Write a message."""
@@ -118,3 +127,33 @@ class Messages:
         if not self._key:
             return ""
         return blake2b(f"{self._scope}/{name}\n{text}".encode(), key=self._key, digest_size=16).hexdigest()
+
+
+class SignedStore(Store):
+    """What torch writes to the store where ranks connect, their addresses, as messages: signed, and read in time.
+
+    In a file a rank that is stopped in the midst of a call keeps it from the others, for which torch has no timeout.
+    """
+
+    def __init__(self, messages: Messages, timeout: timedelta) -> None:
+        super().__init__()
+        self._messages, self._timeout = messages, timeout
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Write a value."""
+        self._messages.set(key, value if isinstance(value, str) else value.decode("latin-1"))
+
+    def get(self, key: str) -> bytes:
+        """Wait for a value, and return it."""
+        return self._wait(key, self._timeout)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Wait until all are there."""
+        for key in keys:
+            self._wait(key, timeout or self._timeout)
+
+    def _wait(self, key: str, timeout: timedelta) -> bytes:
+        value = self._messages.get(key, timeout.total_seconds())
+        if value is None:
+            raise RuntimeError(f"Timed out after {timeout.total_seconds():g} seconds: no {key} in the store.")
+        return value.encode("latin-1")

@@ -8,10 +8,10 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import Store
 
 from ddp_recipes._compat.modules import BatchNorm
 from ddp_recipes.config.parallelism import StrategySettings
+from ddp_recipes.runtime.messages import Messages
 from ddp_recipes.runtime.phases import phase
 from ddp_recipes.runtime.world import World
 from ddp_recipes.tasks import StepOutput, Task
@@ -80,7 +80,7 @@ class Strategy(Protocol):
         """
 
     def setup(
-        self, world: World, store: Store | None, backend: str, timeout: timedelta, init_method: str | None
+        self, world: World, messages: Messages | None, backend: str, timeout: timedelta, init_method: str | None
     ) -> None:
         """Join the other ranks. A collective: every rank calls it."""
 

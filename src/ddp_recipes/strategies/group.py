@@ -9,10 +9,18 @@ from torch.distributed import Store
 
 from ddp_recipes.config.parallelism import StrategySettings
 from ddp_recipes.errors import RequestError
+from ddp_recipes.runtime.messages import Messages, SignedStore
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import Exchange, Plain
 from ddp_recipes.strategies.collectives import gather
 from ddp_recipes.tasks import Task
+
+
+def make_store(messages: Messages | None, backend: str, timeout: timedelta) -> Store:
+    """Return the store in which a backend of torch's finds the ranks."""
+    if messages is None:
+        return dist.HashStore()
+    return SignedStore(messages.under("group"), timeout) if backend == "gloo" else messages.store
 
 
 class Group(Plain):
@@ -23,7 +31,7 @@ class Group(Plain):
     timeout_s = 0.0  # of a collective
 
     def setup(
-        self, world: World, store: Store | None, backend: str, timeout: timedelta, init_method: str | None
+        self, world: World, messages: Messages | None, backend: str, timeout: timedelta, init_method: str | None
     ) -> None:
         """Join the process group, over the launcher's store or an address of the user's own."""
         self.world, self.timeout_s = world, timeout.total_seconds()
@@ -32,8 +40,10 @@ class Group(Plain):
                 backend, init_method=init_method, rank=world.rank, world_size=world.world_size, timeout=timeout
             )
         else:
+            # torch keeps no reference to what Python has made of a store
+            self.store = make_store(messages, backend, timeout)
             dist.init_process_group(
-                backend, store=store or dist.HashStore(), rank=world.rank, world_size=world.world_size, timeout=timeout
+                backend, store=self.store, rank=world.rank, world_size=world.world_size, timeout=timeout
             )
 
     def sum(self, values: Tensor) -> Tensor:

@@ -7,9 +7,9 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import Store
 
 from ddp_recipes.errors import RequestError
+from ddp_recipes.runtime.messages import Messages
 from ddp_recipes.runtime.phases import ALL_REDUCE, phase
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import Exchange, Whole, Wrapped
@@ -45,12 +45,12 @@ class DDPExact(Whole, Group):
                 )
 
     def setup(
-        self, world: World, store: Store | None, backend: str, timeout: timedelta, init_method: str | None
+        self, world: World, messages: Messages | None, backend: str, timeout: timedelta, init_method: str | None
     ) -> None:
         """Join the process group, and set the number of threads: sums within an operation depend on it."""
         if self.settings.num_threads is not None:
             torch.set_num_threads(self.settings.num_threads)
-        super().setup(world, store, backend, timeout, init_method)
+        super().setup(world, messages, backend, timeout, init_method)
 
     def wrap(self, task: Task, devices: Sequence[torch.device]) -> Wrapped:
         """Return the task itself: its gradients are taken after backward."""

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import Store
 from torch.distributed.device_mesh import DeviceMesh
 
 from ddp_recipes.errors import RequestError
 from ddp_recipes.model_parallel.layout import Layout
 from ddp_recipes.model_parallel.pipeline import Pipeline, joined
+from ddp_recipes.runtime.messages import Messages
 from ddp_recipes.runtime.phases import phase
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import Passes, Wrapped
@@ -54,10 +54,10 @@ class DDPPipeline(Group):
         return Layout(self.starts, self.processes, self.world.rank % self.processes)
 
     def setup(
-        self, world: World, store: Store | None, backend: str, timeout: timedelta, init_method: str | None
+        self, world: World, messages: Messages | None, backend: str, timeout: timedelta, init_method: str | None
     ) -> None:
         """Join the process group, and make one of each replica and one of each stage."""
-        super().setup(world, store, backend, timeout, init_method)
+        super().setup(world, messages, backend, timeout, init_method)
         ranks = torch.arange(world.world_size).view(-1, self.processes)
         # Groups of our own: a device mesh gives those that it makes torch's timeout, not the launcher's.
         rows = (ranks.T.tolist(), ranks.tolist())

@@ -9,12 +9,12 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import Store
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from ddp_recipes._compat.tensors import local, rows_here
 from ddp_recipes.errors import RequestError
+from ddp_recipes.runtime.messages import Messages
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import Passes, T, Whole, Wrapped
 from ddp_recipes.strategies.ddp_exact.ordered_sum import OrderedSum
@@ -67,12 +67,12 @@ class FSDP(Whole, Group):
         refuse_parameters(task, blocks_of(task.model, self.settings.wrap))
 
     def setup(
-        self, world: World, store: Store | None, backend: str, timeout: timedelta, init_method: str | None
+        self, world: World, messages: Messages | None, backend: str, timeout: timedelta, init_method: str | None
     ) -> None:
         """Join the process group, and set the number of threads: sums within an operation depend on it."""
         if self.settings.shards is not None and self.settings.num_threads is not None:
             torch.set_num_threads(self.settings.num_threads)
-        super().setup(world, store, backend, timeout, init_method)
+        super().setup(world, messages, backend, timeout, init_method)
         assert dist.group.WORLD is not None
         self.group = dist.group.WORLD
         if self.settings.replicas > 1:

@@ -6,7 +6,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-ASK, WEIGHTS, GRADIENTS, SUM = range(4)  # tags: a message of one kind does not wait for those of another
+# Tags: a message of one kind does not wait for those of another. DEAL plus a worker's rank is about that worker.
+ASK, WEIGHTS, GRADIENTS, SUM, DEAL = range(5)
+ANY = -1  # in place of a shard: whichever is free
 _ALIGNED = 16  # bytes, so that any dtype can begin there
 
 

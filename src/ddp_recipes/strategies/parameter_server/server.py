@@ -2,18 +2,23 @@
 
 import logging
 from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
+from functools import partial
+from itertools import count
 from queue import Empty, SimpleQueue
 from threading import Thread
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import Store
 
 from ddp_recipes.errors import RunFailed
 from ddp_recipes.runtime.control import has_failed
-from ddp_recipes.strategies.parameter_server.messages import ASK, GRADIENTS, WEIGHTS, Push, Served
+from ddp_recipes.runtime.messages import Messages
+from ddp_recipes.runtime.world import World
+from ddp_recipes.strategies.parameter_server.messages import ANY, ASK, DEAL, GRADIENTS, WEIGHTS, Push, Served
 
 log = logging.getLogger(__name__)
 
@@ -28,17 +33,17 @@ class Server:
 
     Args:
         workers: their ranks; a step has as many shards.
-        store: where ranks record failures.
-        claims: where a worker claims a shard, if they are not dealt beforehand.
+        messages: where ranks record failures.
     """
 
     def __init__(
-        self, workers: range, staleness: int, store: Store, claims: Store, served: Served, timeout_s: float
+        self, world: World, workers: range, staleness: int, messages: Messages, served: Served, timeout_s: float
     ) -> None:
         self.living = list(workers)
-        self._shards, self._staleness, self._timeout_s = len(workers), staleness, timeout_s
-        self._store, self._claims, self._served = store, claims, served
-        self._inbox: SimpleQueue[tuple[int, int, Push | None]] = SimpleQueue()  # worker, shard, its gradients
+        self._world, self._shards, self._staleness, self._timeout_s = world, len(workers), staleness, timeout_s
+        self._messages, self._served = messages, served
+        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()  # what the main thread is to do
+        self._free = count()  # the first server deals shards that have not been dealt beforehand
         self._asking: dict[int, int] = {}  # worker -> the shard that it wants weights for
         self._arrived: deque[tuple[int, Push | None]] = deque()  # done, but not yet in a step; None: lost
         self._first, self._done = 0, set[int]()  # the first shard that is not done; those after it that are
@@ -50,16 +55,28 @@ class Server:
 
     def _take_in(self, worker: int) -> None:
         """Wait for a worker's messages: it asks for weights, then sends gradients, and so on until it exits."""
-        try:
+        shard = torch.tensor([-1])  # the last one that is the worker's
+        with suppress(RuntimeError, ValueError):  # its connection is closed, or this rank has left the group
             while True:
-                shard = torch.empty(1, dtype=torch.int64)
-                _receive(shard, worker, ASK)
-                self._inbox.put((worker, int(shard), None))
+                asked = torch.empty_like(shard)
+                _receive(asked, worker, ASK)
+                if int(asked) == ANY:
+                    shard = torch.tensor([next(self._free)])
+                    dist.send(shard, worker, tag=DEAL)
+                    continue
+                shard = asked
+                self._inbox.put(partial(self._asking.__setitem__, worker, int(shard)))
                 push = Push(self._served)
                 _receive(push.message, worker, GRADIENTS)
-                self._inbox.put((worker, int(shard), push))
-        except (RuntimeError, ValueError):  # its connection is closed, or this rank has left the group
-            self._inbox.put((worker, -1, None))
+                self._inbox.put(partial(self._finish, int(shard), push))
+        with suppress(RuntimeError, ValueError):  # the first server alone knows what it had dealt
+            if self._world.is_main:
+                self._inbox.put(partial(self._leave_out, worker, int(shard)))
+                for server in range(1, self._world.world_size - self._shards):
+                    dist.send(shard, server, tag=DEAL + worker)
+            else:
+                _receive(shard, 0, DEAL + worker)
+                self._inbox.put(partial(self._leave_out, worker, int(shard)))
 
     def collect(self) -> list[tuple[int, Push]]:
         """Return the gradients of the next step, by shard: of as many as a step has, whichever are here first.
@@ -72,10 +89,8 @@ class Server:
             for worker, shard in list(self._asking.items()):
                 if shard // self._shards - self._first // self._shards <= self._staleness:
                     del self._asking[worker]
-                    try:
+                    with suppress(RuntimeError):  # it died, and its thread says so
                         dist.send(weights, worker, tag=WEIGHTS)
-                    except RuntimeError:
-                        self.go_on_without(worker)
             self._wait()
         step = sorted(self._arrived.popleft() for _ in range(self._shards))
         return [(shard, push) for shard, push in step if push is not None]
@@ -83,7 +98,7 @@ class Server:
     def _wait(self) -> None:
         """Wait for a message."""
         try:
-            worker, shard, push = self._inbox.get(timeout=self._timeout_s)
+            act = self._inbox.get(timeout=self._timeout_s)
         except Empty:
             owing = [worker for worker in self.living if worker not in self._asking]
             raise RunFailed(
@@ -91,12 +106,7 @@ class Server:
                 f"{', '.join(map(str, owing))}.",
                 unresponsive=owing,
             ) from None
-        if push is not None:
-            self._finish(shard, push)
-        elif shard >= 0:
-            self._asking[worker] = shard
-        else:
-            self.go_on_without(worker)
+        act()
 
     def _finish(self, shard: int, push: Push | None) -> None:
         self._arrived.append((shard, push))
@@ -106,24 +116,23 @@ class Server:
             self._first += 1
 
     def go_on_without(self, worker: int) -> None:
-        """Leave out a worker that died, and say what is lost with it.
+        """Wait until a worker that died is left out; raise what :meth:`_leave_out` raises."""
+        while worker in self.living:
+            self._wait()
+
+    def _leave_out(self, worker: int, shard: int) -> None:
+        """Leave out a worker that died, and say what is lost with it: the shard, unless that is done.
 
         Raises:
             RuntimeError: the run ends with the worker.
             RunFailed: it was the last one.
         """
-        if worker not in self.living:
-            return
-        if not self._staleness or has_failed(self._store, worker):
+        if not self._staleness or has_failed(self._messages, worker):
             raise RuntimeError(f"Connection closed by rank {worker}.")
         self.living.remove(worker)
         self._asking.pop(worker, None)
-        lost, shard = [], self._first
-        while self._claims.check([str(shard)]):  # they are claimed in their order
-            if shard not in self._done and self._claims.get(str(shard)) == str(worker).encode():
-                lost.append(shard)
-            shard += 1
-        for shard in lost:
+        lost = shard >= self._first and shard not in self._done
+        if lost:
             self._finish(shard, None)
         if not self.living:
             raise RunFailed(f"Rank {worker} died, the last worker.", rank=worker)
@@ -133,7 +142,7 @@ class Server:
             len(self.living),
             self._shards,
             self._shards,
-            ", ".join(f"1 of step {shard // self._shards + 1} since the start" for shard in lost) or "none",
+            f"1 of step {shard // self._shards + 1} since the start" if lost else "none",
         )
 
 

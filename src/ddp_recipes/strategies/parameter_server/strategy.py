@@ -8,16 +8,27 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import Store
 
 from ddp_recipes._compat.messages import timed_out
 from ddp_recipes.errors import RequestError
+from ddp_recipes.runtime.messages import Messages
 from ddp_recipes.runtime.phases import ALL_REDUCE, phase
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import Passes, Whole, Wrapped
 from ddp_recipes.strategies.collectives import gather
 from ddp_recipes.strategies.group import Group
-from ddp_recipes.strategies.parameter_server.messages import ASK, GRADIENTS, SUM, WEIGHTS, Push, Served, copy, deal
+from ddp_recipes.strategies.parameter_server.messages import (
+    ANY,
+    ASK,
+    DEAL,
+    GRADIENTS,
+    SUM,
+    WEIGHTS,
+    Push,
+    Served,
+    copy,
+    deal,
+)
 from ddp_recipes.strategies.parameter_server.server import Server
 from ddp_recipes.strategies.parameter_server.settings import ParameterServerSettings
 from ddp_recipes.tasks import Task
@@ -39,7 +50,7 @@ class ParameterServer(Whole, Group):
         self.served: list[Served] = []  # by server
         self.pushes: list[Push] = []  # of this rank to each server, if it works
         self.working = False  # on the shard that the loop is at
-        self.at, self.forgotten = 0, 0  # shards of all workers that the loop has come by; whose claims are deleted
+        self.at, self.mine = 0, -1  # the shard, of those of all workers, that the loop is at; the one dealt to this one
 
     @property
     def workers(self) -> range:
@@ -67,7 +78,7 @@ class ParameterServer(Whole, Group):
             )
 
     def setup(
-        self, world: World, store: Store | None, backend: str, timeout: timedelta, init_method: str | None
+        self, world: World, messages: Messages | None, backend: str, timeout: timedelta, init_method: str | None
     ) -> None:
         """Join the process group; servers, whose death ends the run, have one of their own as well."""
         if backend != "gloo":
@@ -75,9 +86,9 @@ class ParameterServer(Whole, Group):
                 f"launcher.backend={backend} does not go with strategy=parameter_server: ranks send each other single "
                 f"messages. Use launcher.backend=gloo."
             )
-        super().setup(world, store, backend, timeout, init_method)
-        assert store is not None  # there are several processes
-        self.store, self.claims = store, dist.PrefixStore("claims", store)
+        super().setup(world, messages, backend, timeout, init_method)
+        assert messages is not None  # there are several processes
+        self.messages = messages
         self.servers = cast(dist.ProcessGroup, dist.new_group(list(range(self.settings.servers))))
 
     def shard(self, task: Task, devices: Sequence[torch.device]) -> None:
@@ -87,7 +98,7 @@ class ParameterServer(Whole, Group):
             self.pushes = [Push(served) for served in self.served]
             return
         served, staleness = self.served[self.world.rank], self.settings.staleness
-        self.server = Server(self.workers, staleness, self.store, self.claims, served, self.timeout_s)
+        self.server = Server(self.world, self.workers, staleness, self.messages, served, self.timeout_s)
 
     def wrap(self, task: Task, devices: Sequence[torch.device]) -> Wrapped:
         """Return the task itself."""
@@ -106,8 +117,11 @@ class ParameterServer(Whole, Group):
         """Get weights and send gradients, for a shard that falls to this worker."""
         shard, self.working = self.at, True
         if self.settings.asynchronous:
-            mine = str(self.world.rank)
-            self.working = self.claims.compare_set(str(shard), "", mine) == mine.encode()
+            if self.mine < shard:
+                dist.send(torch.tensor([ANY]), 0, tag=ASK)
+                dist.recv(dealt := torch.empty(1, dtype=torch.int64), 0, tag=DEAL)
+                self.mine = int(dealt)
+            self.working = self.mine == shard
             self.at += 1
         else:
             shard += self.workers.index(self.world.rank)
@@ -136,7 +150,7 @@ class ParameterServer(Whole, Group):
         """Average the gradients of the next step, on the servers."""
         if self.server is None:
             return
-        served, self.at = self.served[self.world.rank], self.at + len(self.workers)
+        served = self.served[self.world.rank]
         pushes = self.server.collect()
         weight = sum(push.weight for _, push in pushes)
         for at, parameter in enumerate(served.parameters):
@@ -173,9 +187,6 @@ class ParameterServer(Whole, Group):
                     total += value
             for rank in self._others():
                 self._exchange(dist.send, total, rank, SUM)
-            while self.settings.asynchronous and self.forgotten < self.at:  # the loop of every rank has come by these
-                self.claims.delete_key(str(self.forgotten))
-                self.forgotten += 1
         else:
             dist.send(total, 0, tag=SUM)
             dist.recv(total, 0, tag=SUM)

@@ -6,9 +6,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed import Store
 
 from ddp_recipes.config.parallelism import StrategySettings
+from ddp_recipes.runtime.messages import Messages
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import Exchange, Whole, Wrapped
 from ddp_recipes.strategies.single.settings import SingleSettings
@@ -25,7 +25,7 @@ class Single(Whole):
         self.settings = settings or SingleSettings()
 
     def setup(
-        self, world: World, store: Store | None, backend: str, timeout: timedelta, init_method: str | None
+        self, world: World, messages: Messages | None, backend: str, timeout: timedelta, init_method: str | None
     ) -> None:
         """There is nobody to join."""
 
