@@ -25,6 +25,7 @@ TAKEN = {
     "adamw, bf16-mixed, accumulation, a last group of which most parts have nothing": [TOY],
     "batch norm, accumulation": [],
     "a layer that nothing uses, weight decay": [TOY],
+    "keeping buffers, accumulation, a last batch of which most shards have nothing": [TOY],
     "buffers of all kinds": [TOY],
     "numpy and random in the model and the collate function, validation too": [TOY],
     "random transform, workers, early stopping": [TOY],

@@ -60,6 +60,11 @@ RECIPES = {
         "model._target_=own_parts.Spare",
         "optimizer.weight_decay=0.1",
     ],
+    "keeping buffers, accumulation, a last batch of which most shards have nothing": [
+        "data.num_samples=77",
+        "model._target_=exact_parts.Keeping",
+        "trainer.accumulate_grad_batches=2",
+    ],
     "buffers of all kinds": ["data.num_samples=61", "model._target_=exact_parts.Keeping"],
     "numpy and random in the model and the collate function, validation too": [
         "data.num_samples=53",

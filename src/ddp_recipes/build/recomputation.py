@@ -1,7 +1,7 @@
 """Blocks whose activations are computed again in backward instead of kept: ``model.activation_checkpointing``."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import cache, partial
 from typing import Any
 
@@ -9,9 +9,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ddp_recipes._compat.modules import buffers_of
 from ddp_recipes.errors import RequestError
-from ddp_recipes.model_parallel.blocks import named, repeated
+from ddp_recipes.model_parallel.blocks import named, on_copies, repeated
 
 
 def recompute(model: nn.Module, chosen: bool | str | Sequence[str]) -> None:
@@ -52,18 +51,4 @@ def _recomputed(base: Any) -> Any:
 
 
 def _contexts(block: nn.Module) -> tuple[Any, Any]:
-    return nullcontext(), _on_copies(block)
-
-
-@contextmanager
-def _on_copies(block: nn.Module) -> Iterator[None]:
-    """Let a block move copies of its buffers: the forward pass has moved them already."""
-    places = [(buffers_of(module), name) for module in block.modules() for name in buffers_of(module)]
-    kept = [owner[name] for owner, name in places]
-    for (owner, name), buffer in zip(places, kept, strict=True):
-        owner[name] = None if buffer is None else buffer.clone()
-    try:
-        yield
-    finally:
-        for (owner, name), buffer in zip(places, kept, strict=True):
-            owner[name] = buffer
+    return nullcontext(), on_copies(block)

@@ -1,10 +1,12 @@
 """The blocks of a model: those that repeat, and those that patterns name."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 
 from torch import nn
 
+from ddp_recipes._compat.modules import buffers_of
 from ddp_recipes.errors import RequestError, nearest
 
 LISTS = (nn.Sequential, nn.ModuleList)  # whose elements are layers
@@ -58,3 +60,17 @@ def matched(patterns: str | Sequence[str], names: Sequence[str], key: str, kind:
             )
         found |= dict.fromkeys(mine)
     return list(found)
+
+
+@contextmanager
+def on_copies(block: nn.Module) -> Iterator[None]:
+    """Let a block move copies of its buffers, in a pass that does not count."""
+    places = [(buffers_of(module), name) for module in block.modules() for name in buffers_of(module)]
+    kept = [owner[name] for owner, name in places]
+    for (owner, name), buffer in zip(places, kept, strict=True):
+        owner[name] = None if buffer is None else buffer.clone()
+    try:
+        yield
+    finally:
+        for (owner, name), buffer in zip(places, kept, strict=True):
+            owner[name] = buffer

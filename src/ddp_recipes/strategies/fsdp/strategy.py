@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from ddp_recipes._compat.tensors import local, rows_here
 from ddp_recipes.errors import RequestError
+from ddp_recipes.model_parallel.blocks import on_copies
 from ddp_recipes.runtime.messages import Messages
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import Passes, T, Whole, Wrapped
@@ -44,6 +45,7 @@ class FSDP(Whole, Group):
     settings: FSDPSettings
     divisor = 1
     lockstep = True
+    takes_empty = True  # the others wait for this rank in the model, and a shard ends with its last batch
 
     def __init__(self, settings: FSDPSettings | None = None) -> None:
         self.settings = settings or FSDPSettings()
@@ -55,11 +57,6 @@ class FSDP(Whole, Group):
         self.others: dist.ProcessGroup | None = None  # ranks that hold the same part of other replicas
         self.passes = 0  # shards of this step that have begun
         self.usage = Usage()
-
-    @property
-    def takes_empty(self) -> bool:  # type: ignore[override]
-        """The others wait for this rank in the model."""
-        return self.world.world_size > 1
 
     def check(self, task: Task, devices: Sequence[torch.device]) -> None:
         """Refuse a model that cannot be dealt, and parameters beside it."""
@@ -189,7 +186,8 @@ class FSDP(Whole, Group):
         model.set_is_last_backward(over)
         if level == 1:
             model.set_reshard_after_backward(over)
-        return super().training_step(module, batch, weight, last, precision)
+        with nullcontext() if weight else on_copies(self.task):
+            return super().training_step(module, batch, weight, last, precision)
 
     def reduce(self) -> None:
         """Hand over the gradients; they are reduced in backward."""
