@@ -6,12 +6,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_recipes._compat.fsdp import ReduceScatter
 
-
-class OrderedReduceScatter(ReduceScatter):  # type: ignore[misc]
+class OrderedReduceScatter:
     """The running total of this rank's part of a block's gradients, over the shards of a step.
 
+    Has the methods that ``FSDPModule.set_custom_reduce_scatter`` asks for; their base class has no public name.
     Ranks take turns, so what they send at one time are shards that follow each other. -0.0 added to any number leaves
     it as it is: that is what a shard without a sample counts.
 

@@ -105,7 +105,7 @@ class FSDP(Whole, Group):
                 block.set_reduce_scatter_unused_params(True)
             if self.settings.shards is not None and self.world.world_size > 1:
                 self.ordered.append(OrderedReduceScatter(self.others))
-                block.set_custom_reduce_scatter(self.ordered[-1])
+                block.set_custom_reduce_scatter(cast(Any, self.ordered[-1]))
 
     def _give_back(self, *_: Any) -> None:
         """Give back what an evaluation gathered: no backward follows that does, and weights may change."""
