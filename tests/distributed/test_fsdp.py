@@ -72,14 +72,16 @@ def test_any_number_of_ranks_and_level_gives_the_bits_of_ddp_exact(
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch's own, while it compiles such a model
 @pytest.mark.parametrize(
-    "own",
+    ("own", "sizes"),
     [
-        ["model.activation_checkpointing=true"],
-        ["callbacks=ema"],
-        pytest.param(["trainer.compile=true"], marks=pytest.mark.slow),
+        (["model.activation_checkpointing=true"], (1, 2, 4)),
+        (["callbacks=ema"], (1, 2, 4)),
+        pytest.param(["trainer.compile=true", "model.layers=1"], (2,), marks=pytest.mark.slow),  # compiling takes long
     ],
 )
-def test_a_transformer_with_a_tied_embedding_has_them_too(own: list[str], tmp_path: Path) -> None:
+def test_a_transformer_with_a_tied_embedding_has_them_too(
+    own: list[str], sizes: tuple[int, ...], tmp_path: Path
+) -> None:
     (tmp_path / "words.txt").write_text("to be or not to be, that is the question; " * 60)
     small = [
         *("data=text", f"data.path={tmp_path / 'words.txt'}", "data.context=16", "data.val_fraction=0.2"),
@@ -95,7 +97,7 @@ def test_a_transformer_with_a_tied_embedding_has_them_too(own: list[str], tmp_pa
         *("launcher.device=cpu", "logger=none", *own),
     ]
     exact = run_recipe([*small, "strategy=ddp_exact", "strategy.shards=4"], 1, tmp_path / "exact")
-    for size in (1, 2, 4):
+    for size in sizes:
         fsdp = run_recipe([*small, *FSDP, "strategy.shards=4"], size, tmp_path / f"fsdp_{size}")
         assert fsdp["weights_sha256"] == exact["weights_sha256"], f"{size} ranks"
         assert fsdp["metrics"]["val/loss"] == exact["metrics"]["val/loss"]
