@@ -3,12 +3,14 @@
 import logging
 import platform
 import re
+import secrets
 import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeVar
@@ -19,7 +21,7 @@ from torch import Tensor
 
 from ddp_recipes._version import __version__
 from ddp_recipes.checkpointing.files import State
-from ddp_recipes.checkpointing.manager import FileCheckpointer
+from ddp_recipes.checkpointing.sharded import Writers, make_checkpointer
 from ddp_recipes.config.parallelism import PipelineShape
 from ddp_recipes.config.request import Request
 from ddp_recipes.loggers import Logger
@@ -82,6 +84,8 @@ class Output:
         """Begin to write; a training ``run`` gets its logger, progress and checkpointer."""
         self.opened = True
         self.run = run
+        if run is not None:
+            self._make_checkpointer(run)
         if self.directory is None:
             self.hold(handling(ForwardHandler(self.control)))
             return
@@ -110,12 +114,8 @@ class Output:
         if run is None:
             return
         run.logger, run.progress = self.logger, self.progress
-        if self.request.checkpoint.enabled and not quick:
-            alone = self.world.world_size == 1
-            folder = self.job.directory / "checkpoints"
-            run.checkpointer = FileCheckpointer(folder, run.checkpoint, background=not alone)
-            if self.state is not None:
-                run.checkpointer.load_state(self.state["checkpointer"], run.cursor.step)
+        if self.state is not None:
+            run.checkpointer.load_state(self.state["checkpointer"], run.cursor.step)
         if self.logs_graph and not quick:
             sample = run.train.sample()
             if isinstance(sample, (tuple, list)):
@@ -124,6 +124,16 @@ class Output:
             else:
                 log.warning("The graph is not written: a batch is a %s, not inputs and targets.", type(sample).__name__)
         self.progress.start(self.total_steps, run.cursor.step, run.train.plan.global_batch_size)
+
+    def _make_checkpointer(self, run: Run) -> None:
+        """Give a training run what writes its checkpoints, on the ranks that do."""
+        if not self.request.checkpoint.enabled or self.request.trainer.fast_dev_run:
+            return
+        folder, writers = self.job.directory / "checkpoints", None
+        if self.strategy.writers:
+            start = self.control.of_main("name of this start", partial(secrets.token_hex, 4))
+            writers = Writers(self.world.rank, self.strategy.writers, start)
+        run.checkpointer = make_checkpointer(folder, run.checkpoint, self.world, writers)
 
     def finish(self, summary: Summary, cause: str | None = None) -> None:
         """Write the summary; show where things are and what came out, or why it failed."""

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from ddp_recipes.checkpointing.files import load
+from ddp_recipes.checkpointing.parts import put_together
 from ddp_recipes.reporting.run_directory import Summary
 from helpers.recipes import OFTEN_USED
 
@@ -36,7 +37,7 @@ def weights() -> Callable[[Summary], dict[str, Any]]:
     """Return the weights in the last checkpoint of a run."""
 
     def of(summary: Summary) -> dict[str, Any]:
-        model: dict[str, Any] = load(Path(summary["run_directory"]) / "checkpoints" / "last.pt")["model"]
+        model: dict[str, Any] = put_together(load(Path(summary["run_directory"]) / "checkpoints" / "last.pt")["model"])
         return model
 
     return of

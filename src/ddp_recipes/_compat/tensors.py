@@ -25,18 +25,6 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def rows_of_rank(whole: Tensor, rank: int, ranks: int) -> Tensor:
-    """Return a rank's rows of a tensor, as ``torch.chunk`` and ``DTensor`` deal them."""
-    each = -(-len(whole) // ranks)
-    return whole[min(rank * each, len(whole)) : min((rank + 1) * each, len(whole))]
-
-
-def rows_here(whole: Tensor, like: Tensor) -> Tensor:
-    """Return of a whole tensor what this rank has of another one of its shape: all, unless that is a ``DTensor``."""
-    mesh = getattr(like, "device_mesh", None)
-    return whole if mesh is None else rows_of_rank(whole, mesh.get_local_rank(-1), mesh.size(-1))
-
-
 def copy_each(into: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     """Copy tensors into others, in one kernel where there is ``torch._foreach_copy_``."""
     if hasattr(torch, "_foreach_copy_"):

@@ -17,6 +17,7 @@ from ddp_recipes.build.model import make_task
 from ddp_recipes.build.resume import load_state
 from ddp_recipes.callbacks import Callback
 from ddp_recipes.checkpointing.files import State
+from ddp_recipes.checkpointing.parts import put_together
 from ddp_recipes.checkpointing.weights import matching
 from ddp_recipes.config.monitor import resolved
 from ddp_recipes.config.request import Request, visible_gpus
@@ -128,7 +129,7 @@ class Recipe:
         """Load the weights of the checkpoint, if there is one; return the step they are from."""
         if self.state is None:
             return 0
-        self.task.load_weights(self.state["model"])
+        self.task.load_weights(put_together(self.state["model"]))
         step: int = self.state["cursor"]["step"]
         return step
 
@@ -216,7 +217,7 @@ def make_recipe(job: Job, world: World, control: Control) -> Recipe:
         built.warnings.append(
             f"checkpoint.monitor=auto is {checkpoint.monitor}, of the first of {', '.join(list(loaders)[1:])}."
         )
-    path, state, warnings = load_state(request, job.directory, built.task.weights(), loaders.get("train"))
+    path, state, warnings = load_state(request, job.directory, built.task.weights(), loaders.get("train"), control)
     if request.run.weights_from is not None and state is None:
         found, warnings = matching(request.run.weights_from, built.task.weights())
         built.task.load_weights({**built.task.weights(), **found})

@@ -6,19 +6,22 @@ from pathlib import Path
 from torch import Tensor
 
 from ddp_recipes.checkpointing.files import State, check_weights, find, load_first
+from ddp_recipes.checkpointing.parts import put_together
 from ddp_recipes.config.request import Request
 from ddp_recipes.data.loader import Loader
 from ddp_recipes.errors import RequestError
+from ddp_recipes.runtime.control import Control
 
 
 def load_state(
-    request: Request, directory: Path, weights: Mapping[str, Tensor], train: Loader | None
+    request: Request, directory: Path, weights: Mapping[str, Tensor], train: Loader | None, control: Control
 ) -> tuple[Path | None, State | None, list[str]]:
     """Return the checkpoint to start from: its path, its state, and warnings; no path and no state for a fresh start.
 
     Args:
         directory: the run's own.
         weights: the model's, whose names and shapes must match.
+        control: shares the work of verification among ranks.
         train: the loader that goes on from the state's cursor; ``None`` where nothing is trained.
 
     Raises:
@@ -36,12 +39,15 @@ def load_state(
             return None, None, []
         return None, None, [f"mode={request.run.mode} without ckpt_path: the weights are the model's initial ones."]
     try:
-        path, state, warnings = load_first(paths)
+        path, state, warnings = load_first(paths, control.shared)
     except RequestError:
         if (newer := find(request.run.ckpt_path, directory)) == paths:
             raise
-        path, state, warnings = load_first(newer)  # a run that goes on there has deleted what was the newest
+        # A run that goes on there has deleted what was the newest.
+        path, state, warnings = load_first(newer, control.shared)
     check_weights(path, state["model"], weights)
+    if request.strategy.whole_model:
+        state = put_together(state)
     if train is not None:
         warnings = [*warnings, *_fit_cursor(path, state, request, train)]
     return path, state, warnings

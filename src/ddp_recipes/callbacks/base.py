@@ -11,6 +11,7 @@ from ddp_recipes.config.parallelism import StrategySettings
 from ddp_recipes.config.settings import TrainerSettings
 from ddp_recipes.data.loader import Loader
 from ddp_recipes.loggers import Logger
+from ddp_recipes.runtime.rows import OwnRows
 from ddp_recipes.runtime.world import World
 from ddp_recipes.tasks import Task
 
@@ -37,8 +38,10 @@ class Replicas(Protocol):
     def gather(self, value: Any) -> list[Any] | None:
         """Return every rank's value in rank order on rank 0, ``None`` elsewhere. A collective."""
 
-    def weights(self, task: Task) -> dict[str, Tensor]:
-        """Return the weights of the whole model, under their names, on rank 0. A collective."""
+    writers: int
+
+    def saved_weights(self, task: Task) -> Mapping[str, Tensor | OwnRows]:
+        """Return the weights that this rank saves, under their names. A collective."""
 
 
 class Running(Protocol):

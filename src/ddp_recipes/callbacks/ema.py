@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from ddp_recipes._compat.tensors import local, rows_here
+from ddp_recipes._compat.tensors import local
 from ddp_recipes.callbacks.base import Callback
 from ddp_recipes.errors import RequestError
+from ddp_recipes.runtime.rows import copied, rows_here
 from ddp_recipes.tasks.task import outside
 
 
@@ -39,7 +40,7 @@ class EMA(Callback):
         self.update = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
         self.begun, self.swapped = False, False
         self.averages: dict[str, Tensor] = {}  # of this rank's parameters; while swapped, the weights that are trained
-        self.trained: Mapping[str, Tensor] = {}  # the whole model's weights, from a checkpoint or for one
+        self.trained: Mapping[str, Any] = {}  # the whole model's weights, from a checkpoint or for one
 
     def check(self) -> None:
         """Refuse a second one: only one of them can be the model."""
@@ -79,10 +80,10 @@ class EMA(Callback):
     def on_save_start(self, step: int) -> None:
         """Keep the weights for :meth:`state`, on rank 0, and save the averages as the model."""
         if self.begun:
-            weights = self.run.strategy.weights(self.run.task)
-            if self.run.world.is_main:
-                names = [outside(name) for name, _ in self.run.task.named_parameters()]
-                self.trained = {name: weights[name].detach().to("cpu", copy=True) for name in names}
+            weights = self.run.strategy.saved_weights(self.run.task)
+            names = [outside(name) for name, _ in self.run.task.named_parameters()]
+            if self.run.world.is_main or self.run.strategy.writers:
+                self.trained = {name: copied(weights[name]) for name in names}
         self._swap(True)
 
     def on_save(self, step: int) -> None:

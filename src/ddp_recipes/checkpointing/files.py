@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ddp_recipes.checkpointing import parts
 from ddp_recipes.checkpointing.writing import reason_of
 from ddp_recipes.errors import RequestError
 
@@ -30,7 +31,7 @@ _KINDS: dict[str, type] = {
 
 def content_of(state: State) -> State:
     """Return what a file holds of a state; refuse what is neither tensor nor plain data, as it could not be read."""
-    _refuse_what_is_not_plain(state)
+    parts.taken_apart(state)
     return {"format": FORMAT, **state}
 
 
@@ -45,10 +46,13 @@ class DamagedCheckpoint(RequestError):
         return f"{self.path} is damaged or no checkpoint: {self.reason}. {_hint(self.path.parent)}"
 
 
-def load(path: Path) -> State:
+def load(path: Path, verify: parts.Verify = parts.verify_here) -> State:
     """Return the state in a checkpoint, verified: tensors and plain data only, nothing in it is run.
 
-    It has a ``checksum``, too, which copies of a file have in common.
+    It has a ``checksum``, too, which copies of a file have in common. What ranks had rows of is a ``Source``.
+
+    Args:
+        verify: as :func:`ddp_recipes.checkpointing.parts.load`.
 
     Raises:
         DamagedCheckpoint: it is damaged, or no checkpoint of ours.
@@ -57,6 +61,8 @@ def load(path: Path) -> State:
     if path.exists() and not path.is_file():  # to open a pipe would wait for ever
         raise DamagedCheckpoint(path, "it is no regular file")
     try:
+        if parts.is_index(path):
+            return _checked(path, parts.load(path, verify), parts.FORMAT)
         refuse_inflated(path)
         with zipfile.ZipFile(path) as archive:  # torch does not look at its checksums
             if record := archive.testzip():
@@ -65,21 +71,28 @@ def load(path: Path) -> State:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise RequestError(f"There is no checkpoint {path}. {_hint(path.parent)}") from None
-    except DamagedCheckpoint:
+    except RequestError:
         raise
+    except parts.DamagedParts as error:
+        raise DamagedCheckpoint(path, str(error)) from None
     except Exception as error:  # a damaged file can fail in any way in the unpickler
         raise DamagedCheckpoint(
             path, f"it cannot be read, or holds more than tensors and plain data ({reason_of(error)})"
         ) from error
+    return {**_checked(path, state, FORMAT), "checksum": checksum}
+
+
+def _checked(path: Path, state: Any, newest: int) -> State:
+    """Return what is in a file, if a run of ours wrote it so."""
     if not isinstance(state, dict) or type(state.get("format")) is not int:
         raise DamagedCheckpoint(path, "it has not the format of ddp_recipes")
-    if state["format"] > FORMAT:
+    if state["format"] > newest:
         raise RequestError(
-            f"{path} has format {state['format']}, this version reads up to {FORMAT}: update ddp_recipes."
+            f"{path} has format {state['format']}, this version reads up to {newest}: update ddp_recipes."
         )
     if (misfit := _misfit(state)) is not None:
         raise DamagedCheckpoint(path, misfit)
-    return {**state, "checksum": checksum}
+    return state
 
 
 def refuse_inflated(path: Path) -> None:
@@ -100,7 +113,8 @@ def _misfit(state: State) -> str | None:
     if not isinstance(weights, dict):
         return "it has no weights"
     for name, value in weights.items():
-        if not isinstance(name, str) or not (isinstance(value, torch.Tensor) or name.endswith("_extra_state")):
+        is_tensor = isinstance(value, (torch.Tensor, parts.Stored))
+        if not isinstance(name, str) or not (is_tensor or name.endswith("_extra_state")):
             return f"its weight {name} is a {type(value).__name__}, no tensor"
     counts = ("epoch", "batch", "step", "samples_seen")
     if not isinstance(cursor, dict) or any(type(cursor.get(name, 0)) is not int for name in counts):
@@ -111,7 +125,7 @@ def _misfit(state: State) -> str | None:
     return None
 
 
-def load_first(paths: Sequence[Path]) -> tuple[Path, State, list[str]]:
+def load_first(paths: Sequence[Path], verify: parts.Verify = parts.verify_here) -> tuple[Path, State, list[str]]:
     """Return the path and state of the first checkpoint that is whole, and warnings about the others.
 
     Raises:
@@ -121,7 +135,7 @@ def load_first(paths: Sequence[Path]) -> tuple[Path, State, list[str]]:
     damaged: dict[Path, DamagedCheckpoint] = {}
     for path in paths:
         try:
-            state = load(path)
+            state = load(path, verify)
             break
         except DamagedCheckpoint as error:
             damaged[path] = error
@@ -133,7 +147,7 @@ def load_first(paths: Sequence[Path]) -> tuple[Path, State, list[str]]:
     last = paths[-1]
     if last.name == LAST and path != last:
         with suppress(DamagedCheckpoint):
-            newer = load(last)
+            newer = load(last, verify)
             if newer.get("cursor", {}).get("step", 0) > state.get("cursor", {}).get("step", 0):
                 return last, newer, [f"The file that {last} was a second name of is deleted; that name is used."]
     return path, state, [f"{bad} is damaged: {error.reason}. {path} is used instead." for bad, error in damaged.items()]
@@ -225,13 +239,3 @@ def _hint(directory: Path) -> str:
         f"No complete checkpoint is in {directory}. last and best are of this run's own directory: give the other "
         f"run's hydra.run.dir, to go on in it, or ckpt_path=<its directory>."
     )
-
-
-def _refuse_what_is_not_plain(content: Any) -> None:
-    if isinstance(content, (list, tuple, dict)):
-        for value in (*content, *content.values()) if isinstance(content, dict) else content:
-            _refuse_what_is_not_plain(value)
-    elif not (content is None or isinstance(content, (torch.Tensor, bool, int, float, str))):
-        raise TypeError(
-            f"{type(content).__name__} cannot be in a checkpoint: use tensors, numbers, text, lists and dicts."
-        )

@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from functools import partial
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_recipes.checkpointing.files import BEST, LAST, State, content_of, step_files
+from ddp_recipes.checkpointing.parts import abandoned, folder_of
 from ddp_recipes.checkpointing.staging import StagingWriter as DefaultWriter  # or PlainWriter, from writing
 from ddp_recipes.checkpointing.writing import Writer, size_of, unwritable
 from ddp_recipes.config.settings import CheckpointSettings
@@ -47,6 +48,9 @@ class Checkpointer:
         """
         return False
 
+    def others_are_done(self) -> None:
+        """Note that no other rank is busy; called on a rank that is."""
+
     def state(self) -> State:
         """Return what a resume needs."""
         return {}
@@ -55,46 +59,27 @@ class Checkpointer:
         """Restore what :meth:`state` returned when ``step`` was saved."""
 
 
-class FileCheckpointer(Checkpointer):
-    """Writes ``step_<8 digits>.pt``, keeps the best k and the newest two, points ``last.pt`` and ``best.pt`` at them.
+class Background(Checkpointer):
+    """Writes on a thread.
 
-    The two names are hard links, so they cannot dangle and cost no space. Of the newest two the one before is there in
-    case the newest is damaged.
-
-    With ``async_save`` a snapshot is written on a thread from the end of the next step on: no step is slowed by both.
-
-    Args:
-        background: whether :meth:`save` only begins to write without that, too: the state must not change then.
+    With ``async_save`` a snapshot is written from the end of the next step on: no step is slowed by both.
     """
 
-    def __init__(self, directory: Path, settings: CheckpointSettings, background: bool = False) -> None:
+    def __init__(self, directory: Path, settings: CheckpointSettings) -> None:
         self.directory, self.settings = directory, settings
-        self.values: dict[int, float] = {}  # step -> monitored value, of the files that are kept for it
-        self._writer: Writer = DefaultWriter()
         self._thread = ThreadPoolExecutor(1, "checkpoint", _lower_priority if settings.async_save else None)
-        self._background = background or settings.async_save
         self._polled = threading.Event()  # whether :meth:`busy` was called since the snapshot
         self._pending: Future[None] | None = None
 
-    def save(self, state: State, step: int, value: float | None) -> None:
-        """Write a checkpoint, or begin to. At most one save is under way: this waits for the one before.
-
-        Raises:
-            RecipeError: this save, or the one before, failed; names the path and the bytes needed.
-        """
-        self.busy(None)
-        if value is not None and not math.isnan(value):
-            self.values[step] = value
-        kept = self._best_steps({step, *step_files(self.directory)})
-        self.values = {kept_step: self.values[kept_step] for kept_step in kept}
-        content = content_of({**state, "checkpointer": self.state()})
-        staged = self._writer.stage(content, snapshot=self.settings.async_save)
+    def _begin(self, write: Callable[[], None]) -> None:
+        """Write on the thread from now on."""
         self._polled.clear()
-        commit = partial(self._commit, staged, size_of(content), step, kept)
-        if self._background:
-            self._pending = self._thread.submit(commit)
-        else:
-            commit()
+        self._pending = self._thread.submit(self._after_a_step, write)
+
+    def _after_a_step(self, write: Callable[[], None]) -> None:
+        if self.settings.async_save:
+            self._polled.wait(MAX_WAIT_S)
+        write()
 
     def busy(self, seconds: float | None) -> bool:
         """Wait so long for a save that is under way; return whether it still is."""
@@ -107,10 +92,51 @@ class FileCheckpointer(Checkpointer):
         done.result()
         return False
 
+
+class FileCheckpointer(Background):
+    """Writes ``step_<8 digits>.pt``, keeps the best k and the newest two, points ``last.pt`` and ``best.pt`` at them.
+
+    The two names are hard links, so they cannot dangle and cost no space. Of the newest two the one before is there in
+    case the newest is damaged.
+
+    Args:
+        background: whether :meth:`save` only begins to write without ``async_save``, too: the state must not change
+            then.
+    """
+
+    def __init__(self, directory: Path, settings: CheckpointSettings, background: bool = False) -> None:
+        super().__init__(directory, settings)
+        self.values: dict[int, float] = {}  # step -> monitored value, of the files that are kept for it
+        self._writer: Writer = DefaultWriter()
+        self._background = background or settings.async_save
+        self._swept = False
+
+    def save(self, state: State, step: int, value: float | None) -> None:
+        """Write a checkpoint, or begin to. At most one save is under way: this waits for the one before.
+
+        Raises:
+            RecipeError: this save, or the one before, failed; names the path and the bytes needed.
+        """
+        self.busy(None)
+        kept = self._kept(step, value)
+        content = content_of({**state, "checkpointer": self.state()})
+        staged = self._writer.stage(content, snapshot=self.settings.async_save)
+        commit = partial(self._commit, staged, size_of(content), step, kept)
+        if self._background:
+            self._begin(commit)
+        else:
+            commit()
+
+    def _kept(self, step: int, value: float | None) -> list[int]:
+        """Return the steps of the files that are to be kept for their values, best first, with a new one's."""
+        if value is not None and not math.isnan(value):
+            self.values[step] = value
+        kept = self._best_steps({step, *step_files(self.directory)})
+        self.values = {kept_step: self.values[kept_step] for kept_step in kept}
+        return kept
+
     def _commit(self, staged: Save, size: int, step: int, kept: list[int]) -> None:
         """Write and link, then prune: at any instant the newest complete checkpoint is on disk."""
-        if self.settings.async_save:
-            self._polled.wait(MAX_WAIT_S)
         path = self._path(step)
         with unwritable(path, size):
             write_aside(path, staged, partial(self._link, step, kept))
@@ -142,12 +168,22 @@ class FileCheckpointer(Checkpointer):
         """Delete what is not to be kept, and what a save that was killed left incomplete."""
         for incomplete in self.directory.glob(".*.part"):
             incomplete.unlink()
+        if not self._swept:
+            self._swept = True
+            for folder in abandoned(self.directory):
+                shutil.rmtree(folder)
         if self.settings.save_top_k < 0:
             return
         found = sorted(each for each in step_files(self.directory) if each <= step)
         newest = found[-2:] if self.settings.save_last or not kept else []
         for each in {*found} - {*kept, *newest}:
-            self._path(each).unlink()
+            self._delete(self._path(each))
+
+    def _delete(self, path: Path) -> None:
+        folder = folder_of(path)
+        path.unlink()
+        if folder is not None:
+            shutil.rmtree(folder)
 
     def state(self) -> State:
         """Return the monitored values of the kept files."""

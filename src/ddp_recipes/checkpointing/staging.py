@@ -11,17 +11,17 @@ import mmap
 import os
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from struct import pack_into, unpack_from
 from typing import Any, BinaryIO
 
 import torch
 from torch.serialization import get_crc32_options, set_crc32_options
 
+from ddp_recipes.checkpointing.tensors_file import BLOCK
 from ddp_recipes.checkpointing.writing import size_of
 from ddp_recipes.runtime.files import Save
 
-BLOCK = 4 << 20  # bytes, a multiple of the disk's own blocks: direct writes have to be
 DIRECT = getattr(os, "O_DIRECT", 0)
 
 
@@ -49,6 +49,35 @@ class StagingWriter:
         finally:
             set_crc32_options(checksums)
         return self._snapshot.write_to
+
+
+class PieceWriter:
+    """Writes files that come in pieces, and keeps the memory of its snapshot from file to file."""
+
+    def __init__(self) -> None:
+        self._snapshot = _Snapshot()
+
+    def stage(self, pieces: Iterable[memoryview], size: int, snapshot: bool) -> Callable[[BinaryIO], tuple[int, int]]:
+        """Return what writes the pieces to a new file, of about ``size`` bytes, and returns its size and CRC-32.
+
+        After a ``snapshot`` what the pieces are of may change before that.
+        """
+        if snapshot:
+            self._snapshot.clear(size)
+            for piece in pieces:
+                self._snapshot.write(piece)
+            pieces = self._snapshot.blocks()
+
+        def write(file: BinaryIO) -> tuple[int, int]:
+            blocks, written, checksum = _Blocks(file), 0, 0
+            for piece in pieces:
+                checksum = zlib.crc32(piece, checksum)
+                blocks.write(piece)
+                written += len(piece)
+            blocks.finish()
+            return written, checksum
+
+        return write
 
 
 class _Blocks(io.RawIOBase, BinaryIO):
@@ -115,6 +144,12 @@ class _Snapshot(io.RawIOBase, BinaryIO):
         buffer[: len(found)] = found
         self._position += len(found)
         return len(found)
+
+    def blocks(self) -> Iterator[memoryview]:
+        """Yield the content."""
+        content = memoryview(self._memory)[: self._end]
+        for at in range(0, self._end, BLOCK):
+            yield content[at : at + BLOCK]
 
     def write_to(self, file: BinaryIO) -> None:
         """Write the file, each block as soon as the checksums in it are there.

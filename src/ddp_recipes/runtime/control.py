@@ -3,7 +3,7 @@
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from ddp_recipes.errors import (
@@ -40,7 +40,7 @@ class Control:
         self.timeout_s = timeout_s
         self._exited = exited
         self.strangers = set[int]()  # other users who connected to this rank while ranks met
-        self._sent = 0
+        self._sent = self._shared = 0
         self._read = dict.fromkeys(range(1, world.world_size), 0)  # lines of each rank's log
 
     def agree(self, error: Exception | None, facts: Mapping[str, str]) -> None:
@@ -185,6 +185,23 @@ class Control:
     def of_main(self, name: str, make: Callable[[], T]) -> T:
         """Return on every rank what ``make()`` returns on rank 0, plain data; raise if it failed there."""
         return self._of_rank(0, name, make, f"Rank 0 could not give the others its {name}; see its message.")
+
+    def shared(self, checks: Sequence[Callable[[], str | None]]) -> list[str | None]:
+        """Return on every rank what each of these returns, one after the other on some rank."""
+        if self.messages is None:
+            return [check() for check in checks]
+        self._shared += 1
+        name, ranks = f"shared/{self._shared}", self.world.world_size
+        self.tell(name, [check() for check in checks[self.world.rank :: ranks]])
+        found = []
+        for rank in range(ranks):
+            while self.messages.get(f"{name}/{rank}", LOOK_S) is None and not self.messages.lost:
+                if self.messages.there(f"ready/{rank}"):  # it has something else to say of this start
+                    raise RequestError(json.loads(self._wait(f"ready/{rank}", self.timeout_s, rank))[1])
+                if rank in self._exited():
+                    break
+            found.append(self.told(name, rank))
+        return [found[number % ranks][number // ranks] for number in range(len(checks))]
 
     def _of_rank(self, rank: int, name: str, make: Callable[[], T], failed: str) -> T:
         if self.messages is None:

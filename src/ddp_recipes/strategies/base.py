@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from ddp_recipes._compat.modules import BatchNorm
 from ddp_recipes.config.parallelism import StrategySettings
 from ddp_recipes.runtime.messages import Messages
 from ddp_recipes.runtime.phases import phase
+from ddp_recipes.runtime.rows import OwnRows
 from ddp_recipes.runtime.world import World
 from ddp_recipes.tasks import StepOutput, Task
 
@@ -67,6 +68,7 @@ class Strategy(Protocol):
     takes_empty: bool  # whether a shard without a sample has to be run as well, on one that does not count
     lockstep: bool  # whether all ranks run the model together, so that the same goes for an evaluation
     starts: Sequence[str]  # the blocks at which the 2nd, 3rd, … stage of a pipeline begins
+    writers: int  # how many ranks, from rank 0 on, save what they have of the model; 0: rank 0 saves all of it
     shares_memory: bool  # ranks exchange gradients in memory, not by the backend; known once the task is wrapped
 
     def replicas(self, device_type: str) -> int:
@@ -116,8 +118,11 @@ class Strategy(Protocol):
     def weights(self, task: Task) -> dict[str, Tensor]:
         """Return the weights of the whole model, under their names, on rank 0. A collective."""
 
+    def saved_weights(self, task: Task) -> Mapping[str, Tensor | OwnRows]:
+        """Return what this rank saves of them: where :attr:`writers` is set its rows, else :meth:`weights`."""
+
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return the state of the whole model's optimizer on rank 0. A collective."""
+        """Return the state of the whole model's optimizer on rank 0, or what this rank saves of it. A collective."""
 
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         """Restore what :meth:`optimizer_state` returned, of whatever strategy, as far as this rank holds it."""
@@ -152,6 +157,7 @@ class Plain:
     takes_empty = False
     lockstep = False
     shares_memory = False
+    writers = 0
 
     def replicas(self, device_type: str) -> int:
         """One a process."""
@@ -163,6 +169,10 @@ class Plain:
     def make_optimizers(self, task: Task, make: Callable[[], T]) -> T:
         """They are the task's own."""
         return make()
+
+    def saved_weights(self, task: Task) -> Mapping[str, Tensor | OwnRows]:
+        """All on rank 0."""
+        return cast(Strategy, self).weights(task)
 
     def batch_shard(self, weight: float) -> AbstractContextManager[Any]:
         """There is one a rank."""

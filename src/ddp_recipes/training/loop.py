@@ -9,7 +9,7 @@ from ddp_recipes.training.cadence import reason_to_stop, save_due, validation_du
 from ddp_recipes.training.clock import Rate
 from ddp_recipes.training.evaluation import validate
 from ddp_recipes.training.metrics import train_metrics
-from ddp_recipes.training.saving import save
+from ddp_recipes.training.saving import await_writer, save
 from ddp_recipes.training.state import Cursor, Run, Update
 
 
@@ -53,7 +53,7 @@ def fit(run: Run) -> str:
             break
     if run.saved_step != run.cursor.step and run.cursor.step > 0:
         save(run, measured=False)
-    run.checkpointer.busy(None)
+    await_writer(run, {})
     return reason
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint of the whole run: all ranks gather it, rank 0 writes it, and none times out meanwhile."""
+"""A checkpoint of the whole run: all ranks gather it, one or several write it, and none times out meanwhile."""
 
 from collections.abc import Mapping
 
@@ -36,14 +36,17 @@ def save(run: Run, measured: bool) -> None:
 
 
 def await_writer(run: Run, bad: Mapping[str, bool]) -> None:
-    """Wait on all ranks until rank 0 has written, however long it takes: it joins a collective now and then meanwhile.
+    """Wait on all ranks until all have written, however long it takes: they join a collective now and then meanwhile.
 
-    So none times out because of a slow disk, and one does if rank 0 is dead or stopped. All learn at the same time
+    So none times out because of a slow disk, and one does if another is dead or stopped. All learn at the same time
     whether some rank has non-finite weights.
     """
     writing = 1
     while writing:
         mine = [[int(run.checkpointer.busy(HEARTBEAT_S)), sum(bad.values())]]
+        busy = mine[0][0]
         writing, bad_anywhere = run.strategy.sum(torch.tensor(mine, device=run.devices[0])).tolist()
+        if writing == busy == 1:
+            run.checkpointer.others_are_done()
         if bad_anywhere:
             run.guard.fail_for_weights(run.cursor.step, bad, run.good_step)

@@ -107,7 +107,7 @@ def gather_state(run: Run) -> State:
     run.generators.check()
     run.generators.settle(run.cursor.step)
     state = {
-        "model": run.strategy.weights(run.task),
+        "model": run.strategy.saved_weights(run.task),
         "optimizer": run.strategy.optimizer_state(run.optimizer),
         "optimizer_class": _classes(run.optimizers),
         "schedule": _kinds(run.schedules),

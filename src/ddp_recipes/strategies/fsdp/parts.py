@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_recipes._compat.tensors import local, rows_of_rank
+from ddp_recipes._compat.tensors import local
+from ddp_recipes.runtime.rows import OwnRows, span
 
 
 @dataclass
@@ -37,6 +38,15 @@ class Part:
         self.whole.grad = self.whole.grad if used else None
 
 
+def own_rows(values: Tensor, whole: Tensor) -> Tensor | OwnRows:
+    """Return what this rank has of a tensor that is dealt, or is dealt as ``whole``; any other one as it is."""
+    mesh = getattr(whole, "device_mesh", None)
+    if mesh is None:
+        return values
+    start, _ = span(whole.shape[0], mesh.get_local_rank(-1), mesh.size(-1))
+    return OwnRows(values.detach(), start, whole.shape)
+
+
 def joined(own: Tensor, shape: Sequence[int], group: dist.ProcessGroup) -> Tensor | None:
     """Return the whole of all ranks' parts on the first rank of a group, ``None`` elsewhere. A collective."""
     each = -(-shape[0] // group.size())
@@ -62,7 +72,7 @@ def norms(own: Sequence[Tensor], sizes: Sequence[Sequence[int]], group: dist.Pro
         sent = [each.reshape(-1) for each in own[start : start + ranks]]
         sent += [own[0].new_empty(0)] * (ranks - len(sent))
         shape = sizes[mine] if mine < len(own) else [0]
-        rows = [len(rows_of_rank(own[0].new_empty(shape[0], 0), each, ranks)) for each in range(ranks)]
+        rows = [stop - start for start, stop in (span(shape[0], each, ranks) for each in range(ranks))]
         of_row = torch.Size(shape[1:]).numel()
         received = own[0].new_empty(shape[0] * of_row)
         dist.all_to_all_single(

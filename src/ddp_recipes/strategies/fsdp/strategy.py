@@ -12,16 +12,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from ddp_recipes._compat.tensors import local, rows_here
+from ddp_recipes._compat.tensors import local
 from ddp_recipes.errors import RequestError
 from ddp_recipes.model_parallel.blocks import on_copies
 from ddp_recipes.runtime.messages import Messages
+from ddp_recipes.runtime.rows import OwnRows, Source, rows_here
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import Passes, T, Whole, Wrapped
 from ddp_recipes.strategies.ddp_exact.ordered_sum import OrderedSum
 from ddp_recipes.strategies.fsdp.blocks import blocks_of, refuse_parameters
 from ddp_recipes.strategies.fsdp.ordered import OrderedReduceScatter
-from ddp_recipes.strategies.fsdp.parts import Part, joined, norms
+from ddp_recipes.strategies.fsdp.parts import Part, joined, norms, own_rows
 from ddp_recipes.strategies.fsdp.settings import FSDPSettings
 from ddp_recipes.strategies.fsdp.usage import Usage
 from ddp_recipes.strategies.group import Group, sum_in_turns
@@ -79,6 +80,7 @@ class FSDP(Whole, Group):
                 dist.new_subgroups_by_enumeration(each.tolist(), timeout=timeout)[0] for each in (rows, rows.T)
             ]
             self.group, self.others = groups
+        self.writers = self.group.size()  # those of the first replica
 
     def _mesh(self, kind: str) -> DeviceMesh:
         """Return the ranks that the model is dealt to, and the replicas whose gradients FSDP2 adds."""
@@ -224,6 +226,10 @@ class FSDP(Whole, Group):
             return value
         return self._joined(own, value)
 
+    def saved_weights(self, task: Task) -> dict[str, Tensor | OwnRows]:
+        """Return this rank's rows of parameters, and buffers."""
+        return {name: own_rows(local(value), value) for name, value in task.weights().items()}
+
     def _joined(self, own: Tensor, like: Tensor) -> Tensor:
         """Return on rank 0 the whole of what all ranks have, elsewhere their own."""
         first = self.world.rank < self.group.size()  # of the first replica
@@ -231,34 +237,32 @@ class FSDP(Whole, Group):
         return own if whole is None else whole
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Gather one tensor after the other on rank 0."""
-        return self._of_each(optimizer, optimizer.state_dict(), self._gathered)
+        """Return this rank's rows of each tensor, and what is not dealt, as a count of steps."""
+        return self._of_each(optimizer, optimizer.state_dict(), self._saved)
 
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         """Take this rank's rows of each tensor."""
         optimizer.load_state_dict(self._of_each(optimizer, state, self._own))
 
     def _of_each(
-        self, optimizer: torch.optim.Optimizer, state: dict[str, Any], change: Callable[[Tensor, Part], Any]
+        self, optimizer: torch.optim.Optimizer, state: dict[str, Any], change: Callable[[Any, Part], Any]
     ) -> dict[str, Any]:
         """Return an optimizer's state, its tensors changed."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         changed = {
             number: {
-                name: change(value, self.parts[id(parameters[number])]) if isinstance(value, Tensor) else value
+                name: change(value, self.parts[id(parameters[number])]) if hasattr(value, "shape") else value
                 for name, value in of_one.items()
             }
             for number, of_one in state["state"].items()
         }
         return {**state, "state": changed}
 
-    def _gathered(self, value: Tensor, part: Part) -> Tensor:
-        if value.shape != part.own.shape:  # a count of steps
-            return value
-        return self._joined(value, part.whole)
+    def _saved(self, value: Tensor, part: Part) -> Tensor | OwnRows:
+        return own_rows(value, part.whole) if value.shape == part.own.shape else value
 
-    def _own(self, value: Tensor, part: Part) -> Tensor:
-        if value.shape != part.whole.shape:
+    def _own(self, value: Tensor | Source, part: Part) -> Tensor:
+        if isinstance(value, Tensor) and value.shape != part.whole.shape:
             return value
         return rows_here(value, part.whole).clone()
 

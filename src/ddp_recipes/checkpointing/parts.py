@@ -1,0 +1,250 @@
+"""A checkpoint in parts: a safetensors file from each rank, and an index in JSON, without which they are worth nothing.
+
+The index has the name of a checkpoint, ``step_<8 digits>.pt``; its parts are in a folder beside it, whose name has a
+part that differs from start to start: no save writes into the files of another one. Nothing is pickled.
+"""
+
+import json
+import re
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddp_recipes.checkpointing.tensors_file import BLOCK, DTYPES, NAMES
+from ddp_recipes.runtime.rows import OwnRows, whole_of
+
+FORMAT = 3
+FOLDER = re.compile(r"step_\d{8,}-[0-9a-f]{8}")
+Verify = Callable[[Sequence[Callable[[], str | None]]], Sequence[str | None]]
+
+
+class DamagedParts(ValueError):
+    """What is wrong with an index or with a part."""
+
+
+def file_of(rank: int, ranks: int) -> str:
+    """Return the name of a rank's part."""
+    return f"rank_{rank}_of_{ranks}.safetensors"
+
+
+def taken_apart(state: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor], dict[str, OwnRows]]:
+    """Return a state as JSON, the tensors that it names, and the rows.
+
+    Raises:
+        TypeError: it holds more than tensors and plain data.
+    """
+    tensors: dict[str, Tensor] = {}
+    rows: dict[str, OwnRows] = {}
+    known: dict[tuple[int, torch.Size], str] = {}  # a tied weight is written once
+
+    def plain(value: Any, name: str) -> Any:
+        if isinstance(value, OwnRows):
+            name = known.setdefault((value.values.data_ptr(), value.shape), name) if len(value.values) else name
+            rows[name] = value
+            return {"rows": name}
+        if isinstance(value, Tensor):
+            tensors[name] = value
+            return {"tensor": name}
+        if isinstance(value, dict):
+            return {"dict": [[plain(key, name), plain(inside, _below(name, key))] for key, inside in value.items()]}
+        if isinstance(value, (list, tuple)):
+            items = [plain(inside, _below(name, number)) for number, inside in enumerate(value)]
+            return items if isinstance(value, list) else {"tuple": items}
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return value
+        raise TypeError(
+            f"{type(value).__name__} cannot be in a checkpoint: use tensors, numbers, text, lists and dicts."
+        )
+
+    return plain(dict(state), ""), tensors, rows
+
+
+def _below(name: str, key: object) -> str:
+    return f"{name}[{key!r}]" if not isinstance(key, str) else f"{name}/{key}" if name else key
+
+
+@dataclass(frozen=True)
+class Part:
+    """One file of a checkpoint.
+
+    Attributes:
+        file: its name in the checkpoint's folder.
+        rank: that wrote it.
+        size: in bytes.
+        checksum: its CRC-32.
+        rows: for each tensor of which it has rows, the first and the one after the last.
+    """
+
+    file: str
+    rank: int
+    size: int
+    checksum: int
+    rows: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+
+    def damage(self, folder: Path) -> str | None:
+        """Return what is wrong with the file, ``None`` if nothing is: reads all of it."""
+        who = f"its part {folder.name}/{self.file}, which rank {self.rank} wrote,"
+        try:
+            size = (folder / self.file).stat().st_size
+            if size != self.size:
+                return f"{who} has {size:,} bytes, not {self.size:,}"
+            found, block = 0, memoryview(bytearray(BLOCK))
+            with (folder / self.file).open("rb", buffering=0) as file:
+                while count := file.readinto(block):
+                    found = zlib.crc32(block[:count], found)
+        except OSError as error:
+            return f"{who} is missing" if isinstance(error, FileNotFoundError) else f"{who}: {error.strerror}"
+        return None if found == self.checksum else f"{who} does not match its checksum"
+
+
+def index(folder: str, tree: Any, rows: Mapping[str, OwnRows], parts: Sequence[Part]) -> bytes:
+    """Return the index of a checkpoint, whose parts are all there."""
+    content = {
+        "format": FORMAT,
+        "folder": folder,
+        "parts": [[part.file, part.rank, part.size, part.checksum] for part in parts],
+        "rows": {
+            name: {
+                "dtype": NAMES[own.values.dtype],
+                "shape": [*own.shape],
+                "at": [[number, *part.rows[name]] for number, part in enumerate(parts) if name in part.rows],
+            }
+            for name, own in rows.items()
+        },
+        "state": tree,
+    }
+    return json.dumps({"checksum": _checksum(content), "content": content}).encode()
+
+
+def _checksum(content: Any) -> str:
+    return f"{zlib.crc32(json.dumps(content).encode()):08x}"
+
+
+@dataclass
+class _Files:
+    """The parts of a checkpoint, opened when they are first read."""
+
+    paths: Sequence[Path]
+    _opened: dict[int, Any] = field(default_factory=dict)
+
+    def __getitem__(self, number: int) -> Any:
+        if number not in self._opened:
+            from safetensors import safe_open
+
+            self._opened[number] = safe_open(self.paths[number], "pt")
+        return self._opened[number]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor whose rows are in the parts of a checkpoint."""
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    at: Sequence[tuple[int, int, int]]  # number of the part, the first of its rows, and the one after the last
+    files: _Files
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Read rows."""
+        found = torch.empty(stop - start, *self.shape[1:], dtype=self.dtype)
+        for part, first, end in self.at:
+            low, high = max(start, first), min(stop, end)
+            if low < high:
+                found[low - start : high - start] = self.files[part].get_slice(self.name)[low - first : high - first]
+        return found
+
+
+def is_index(path: Path) -> bool:
+    """Whether a file is an index: a zip file begins otherwise."""
+    with path.open("rb") as file:
+        return file.read(1) == b"{"
+
+
+def folder_of(path: Path) -> Path | None:
+    """Return the folder with the parts of a checkpoint; ``None`` where it is a file of its own, or damaged."""
+    try:
+        return path.parent / str(_content(path)["folder"]) if is_index(path) else None
+    except DamagedParts:
+        return None
+
+
+def abandoned(directory: Path) -> list[Path]:
+    """Return the folders in which a save that was killed left parts, or a deletion: no index names them."""
+    found = [path for path in directory.iterdir() if FOLDER.fullmatch(path.name)]
+    indices = [path for path in directory.glob("*.pt*") if found and path.is_file() and is_index(path)]
+    folders = [folder_of(path) for path in indices]
+    return [] if None in folders else [path for path in found if path not in folders]  # a damaged one may name any
+
+
+def _content(path: Path) -> dict[str, Any]:
+    try:
+        file = json.loads(path.read_bytes())
+        content: dict[str, Any] = file["content"]
+        right = file["checksum"] == _checksum(content)
+        if right and FOLDER.fullmatch(content["folder"]) is None:
+            raise DamagedParts("it names no folder of a checkpoint")
+    except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise DamagedParts(f"it is no whole index of a checkpoint in parts ({type(error).__name__})") from None
+    if not right:
+        raise DamagedParts("its content does not match its checksum")
+    return content
+
+
+def load(path: Path, verify: Verify) -> dict[str, Any]:
+    """Return the state that an index describes: tensors, and :class:`Stored` where ranks had rows.
+
+    Args:
+        verify: calls each of the given functions once, on some rank, and returns what they return on every rank.
+
+    Raises:
+        DamagedParts: what is wrong with the index or with a part.
+    """
+    content = _content(path)
+    if content["format"] > FORMAT:
+        return {"format": content["format"]}
+    folder = path.parent / content["folder"]
+    parts = [Part(*each) for each in content["parts"]]
+    if any(part.file != file_of(part.rank, len(parts)) for part in parts):
+        raise DamagedParts("it names files that are no parts of it")
+    if problems := [each for each in verify([partial(part.damage, folder) for part in parts]) if each]:
+        raise DamagedParts("; ".join(problems))
+    files = _Files([folder / part.file for part in parts])
+
+    def restored(value: Any) -> Any:
+        if isinstance(value, list):
+            return [restored(inside) for inside in value]
+        if not isinstance(value, dict):
+            return value
+        ((kind, inside),) = value.items()
+        if kind == "dict":
+            return {restored(key): restored(of_key) for key, of_key in inside}
+        if kind == "tuple":
+            return tuple(restored(each) for each in inside)
+        if kind == "tensor":
+            return files[0].get_tensor(inside).clone()
+        row = content["rows"][inside]
+        return Stored(inside, torch.Size(row["shape"]), DTYPES[row["dtype"]], row["at"], files)
+
+    state: dict[str, Any] = restored(content["state"])
+    return {"format": content["format"], **state, "checksum": _checksum(content)}
+
+
+def verify_here(checks: Sequence[Callable[[], str | None]]) -> list[str | None]:
+    """Verify all parts in this process."""
+    return [check() for check in checks]
+
+
+def put_together(value: Any) -> Any:
+    """Return a state with whole tensors in the place of those in files."""
+    if isinstance(value, dict):
+        return {key: put_together(inside) for key, inside in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(put_together(inside) for inside in value)
+    return whole_of(value) if isinstance(value, Stored) else value

@@ -1,0 +1,61 @@
+"""safetensors files, written as they come: no more than a block is held."""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddp_recipes.runtime.rows import Source
+
+BLOCK = 4 << 20  # bytes, a multiple of the disk's own blocks: direct writes have to be
+NAMES = {  # https://github.com/huggingface/safetensors#format
+    **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
+    **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"},
+    **{torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.bool: "BOOL", torch.complex64: "C64"},
+    **{torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64"},
+}
+DTYPES = {name: dtype for dtype, name in NAMES.items()}
+
+
+def size_in_file(value: Tensor | Source) -> int:
+    """Return the bytes that a tensor takes."""
+    return value.shape.numel() * value.dtype.itemsize
+
+
+def stream(tensors: Mapping[str, Tensor | Source]) -> Iterator[memoryview]:
+    """Yield a safetensors file with these tensors piece by piece: the header first, then what is in them.
+
+    Raises:
+        TypeError: the format has no word for a dtype.
+    """
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))  # so each is aligned
+    end = 0
+    for name in names:
+        value = tensors[name]
+        if value.dtype not in NAMES:
+            raise TypeError(f"{name} is of {value.dtype}, for which safetensors has no name.")
+        begin, end = end, end + size_in_file(value)
+        header[name] = {"dtype": NAMES[value.dtype], "shape": [*value.shape], "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    yield memoryview(len(text).to_bytes(8, "little") + text)
+    for name in names:
+        for piece in _pieces(tensors[name]):
+            flat: Any = piece.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            content = memoryview(flat)
+            for at in range(0, len(content), BLOCK):
+                yield content[at : at + BLOCK]
+
+
+def _pieces(value: Tensor | Source) -> Iterator[Tensor]:
+    """Yield a tensor, or rows of it that are not in memory yet."""
+    if isinstance(value, Tensor):
+        yield value
+        return
+    rows = value.shape[0]
+    each = max(1, BLOCK * rows // max(1, size_in_file(value)))
+    for start in range(0, rows, each):
+        yield value.rows(start, min(start + each, rows))
