@@ -227,7 +227,8 @@ def export(recipe: Recipe, output: Output) -> None:
     recipe.load_weights()
     output.open(None)
     if recipe.world.is_main:
-        write_weights(recipe.job.directory / "model.safetensors", recipe.task.weights())
+        weights = recipe.task.weights() if recipe.state is None else recipe.state["model"]
+        write_weights(recipe.job.directory / "model.safetensors", weights)
 
 
 WORK: dict[str, Callable[[Recipe, Output], None]] = {

@@ -46,7 +46,7 @@ def load_state(
         # A run that goes on there has deleted what was the newest.
         path, state, warnings = load_first(newer, control.shared)
     check_weights(path, state["model"], weights)
-    if request.strategy.whole_model:
+    if request.strategy.whole_model and request.run.mode != "export":  # which needs no more than pieces
         state = put_together(state)
     if train is not None:
         warnings = [*warnings, *_fit_cursor(path, state, request, train)]

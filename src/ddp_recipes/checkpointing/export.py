@@ -3,12 +3,13 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from ddp_recipes.checkpointing.files import find, load_first
+from ddp_recipes.checkpointing.tensors_file import size_in_file, stream
 from ddp_recipes.checkpointing.writing import unwritable
 from ddp_recipes.runtime.files import write_aside
+from ddp_recipes.runtime.rows import Source
 
 
 def export(ckpt_path: str | Path, file: str | Path = "model.safetensors") -> Path:
@@ -28,16 +29,8 @@ def export(ckpt_path: str | Path, file: str | Path = "model.safetensors") -> Pat
     return Path(file)
 
 
-def write_weights(file: Path, weights: Mapping[str, Tensor]) -> None:
-    """Write weights as safetensors; what a task holds beside its model (``task.…``) is left out."""
-    from safetensors.torch import save
-
-    # Each tensor gets memory of its own: the format has no word for two names of one tensor.
-    tensors = {
-        name: value.detach().cpu().clone(memory_format=torch.contiguous_format)
-        for name, value in weights.items()
-        if not name.startswith("task.")
-    }
-    content = save(tensors, metadata={"format": "pt"})
-    with unwritable(file, len(content)):
-        write_aside(file, lambda out: out.write(content))
+def write_weights(file: Path, weights: Mapping[str, Tensor | Source]) -> None:
+    """Write weights as safetensors, piece by piece; what a task holds beside its model (``task.…``) is left out."""
+    tensors = {name: value for name, value in weights.items() if not name.startswith("task.")}
+    with unwritable(file, sum(map(size_in_file, tensors.values()))):
+        write_aside(file, lambda out: out.writelines(stream(tensors)))

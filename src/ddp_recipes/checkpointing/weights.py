@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ddp_recipes.checkpointing.files import find, load, load_first, refuse_inflated
+from ddp_recipes.checkpointing.parts import is_index, put_together
 from ddp_recipes.checkpointing.writing import reason_of
 from ddp_recipes.errors import RequestError
 
@@ -69,7 +70,7 @@ def _read(path: Path) -> Mapping[str, Tensor]:
     """Return the tensors in a file, or in the newest checkpoint of a run directory."""
     if path.is_dir():
         _, state, _ = load_first(find(str(path), Path.cwd()))
-        return _tensors(path, state["model"])
+        return _tensors(path, put_together(state["model"]))
     if path.suffix == ".safetensors":
         from safetensors.torch import load_file
 
@@ -77,6 +78,8 @@ def _read(path: Path) -> Mapping[str, Tensor]:
             return load_file(path)
         except Exception as error:  # a class of its own, which it does not export
             raise RequestError(f"weights_from={path} is no whole safetensors file: {error}.") from None
+    if is_index(path):
+        return _tensors(path, put_together(load(path)["model"]))
     try:
         refuse_inflated(path)
         content = torch.load(path, map_location="cpu", weights_only=True)
