@@ -41,9 +41,9 @@ def plain(state: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in state.items() if name not in ("format", "checksum")}
 
 
-def checkpointer(folder: Path, *, background: bool = False, **changes: Any) -> FileCheckpointer:
-    """Return a saver with the default settings, but for what is given."""
-    settings: dict[str, Any] = {
+def settings(**changes: Any) -> CheckpointSettings:
+    """Return the default settings, but for what is given."""
+    defaults: dict[str, Any] = {
         "enabled": True,
         "every_n_steps": None,
         "every_n_epochs": None,
@@ -53,7 +53,12 @@ def checkpointer(folder: Path, *, background: bool = False, **changes: Any) -> F
         "save_last": True,
         "async_save": False,
     }
-    return FileCheckpointer(folder, CheckpointSettings(**settings | changes), background)
+    return CheckpointSettings(**defaults | changes)
+
+
+def checkpointer(folder: Path, *, background: bool = False, **changes: Any) -> FileCheckpointer:
+    """Return a saver with the default settings, but for what is given."""
+    return FileCheckpointer(folder, settings(**changes), background)
 
 
 def steps_in(folder: Path) -> list[int]:

@@ -217,23 +217,25 @@ def load(path: Path, verify: Verify) -> dict[str, Any]:
         raise DamagedParts("; ".join(problems))
     files = _Files([folder / part.file for part in parts])
 
-    def restored(value: Any) -> Any:
-        if isinstance(value, list):
-            return [restored(inside) for inside in value]
-        if not isinstance(value, dict):
-            return value
-        ((kind, inside),) = value.items()
-        if kind == "dict":
-            return {restored(key): restored(of_key) for key, of_key in inside}
-        if kind == "tuple":
-            return tuple(restored(each) for each in inside)
-        if kind == "tensor":
-            return files[0].get_tensor(inside).clone()
-        row = content["rows"][inside]
-        return Stored(inside, torch.Size(row["shape"]), DTYPES[row["dtype"]], row["at"], files)
-
-    state: dict[str, Any] = restored(content["state"])
+    state: dict[str, Any] = _restored(content["state"], content["rows"], files)
     return {"format": content["format"], **state, "checksum": _checksum(content)}
+
+
+def _restored(value: Any, rows: Mapping[str, Any], files: _Files) -> Any:
+    """Return what :func:`taken_apart` made into JSON."""
+    if isinstance(value, list):
+        return [_restored(inside, rows, files) for inside in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, inside),) = value.items()
+    if kind == "dict":
+        return {_restored(key, rows, files): _restored(of_key, rows, files) for key, of_key in inside}
+    if kind == "tuple":
+        return tuple(_restored(inside, rows, files))
+    if kind == "tensor":
+        return files[0].get_tensor(inside).clone()
+    row = rows[inside]
+    return Stored(inside, torch.Size(row["shape"]), DTYPES[row["dtype"]], row["at"], files)
 
 
 def verify_here(checks: Sequence[Callable[[], str | None]]) -> list[str | None]:

@@ -67,7 +67,8 @@ class PartWriter:
         path = self._writers.files(self._directory, step)[self._writers.rank]
         held = {name: own.values for name, own in rows.items() if len(own.values)}
         size = sum(map(size_in_file, (*tensors.values(), *held.values())))
-        _refuse_full(path, sum(own.shape.numel() * own.values.dtype.itemsize for own in rows.values()))
+        with unwritable(path, size):
+            _refuse_full(path, sum(own.shape.numel() * own.values.dtype.itemsize for own in rows.values()))
         write = self._pieces.stage(stream({**tensors, **held}), size, snapshot)
         spans = {name: [rows[name].start, rows[name].start + len(values)] for name, values in held.items()}
 

@@ -1,0 +1,250 @@
+"""Checkpoints in parts: complete or absent, whatever is missing of them, and the same whole by whoever reads it."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import ddp_recipes
+from ddp_recipes.checkpointing.files import load, load_first, newest_first
+from ddp_recipes.checkpointing.manager import Checkpointer
+from ddp_recipes.checkpointing.parts import put_together
+from ddp_recipes.checkpointing.sharded import Writers, make_checkpointer
+from ddp_recipes.errors import RecipeError, RequestError
+from ddp_recipes.runtime.digest import digest
+from ddp_recipes.runtime.rows import OwnRows, span
+from ddp_recipes.runtime.world import World
+from helpers.checkpoints import mounted, plain, settings, state_of, steps_in
+
+RANKS = 3
+
+
+def dealt(state: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
+    """Return a rank's part of a state: rows of the larger tensors."""
+
+    def part(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: part(inside) for name, inside in value.items()}
+        if isinstance(value, torch.Tensor) and value.dim() == 2:
+            start, stop = span(len(value), rank, ranks)
+            return OwnRows(value[start:stop], start, value.shape)
+        return value
+
+    found: dict[str, Any] = part(state)
+    return found
+
+
+class Team:
+    """The checkpointers of all ranks of a start, which save as the loop has them."""
+
+    def __init__(self, folder: Path, ranks: int = RANKS, start: str = "0000abcd", **changes: Any) -> None:
+        self.ranks = ranks
+        self.each: list[Checkpointer] = [
+            make_checkpointer(folder, settings(**changes), World(rank, ranks, rank, ranks), Writers(rank, ranks, start))
+            for rank in range(ranks)
+        ]
+
+    def begin(self, state: dict[str, Any], value: float | None = None, without: tuple[int, ...] = ()) -> None:
+        """Begin to save on all ranks but some."""
+        for rank, checkpointer in enumerate(self.each):
+            if rank not in without:
+                checkpointer.save(dealt(state, rank, self.ranks), state["cursor"]["step"], value)
+
+    def busy(self) -> bool:
+        """Whether some rank still is, once what they do by themselves is done."""
+        for checkpointer in self.each[1:]:
+            checkpointer.busy(None)
+        return self.each[0].busy(None)
+
+    def save(self, state: dict[str, Any], value: float | None = None) -> None:
+        """Save on all ranks."""
+        self.begin(state, value)
+        while self.busy():
+            pass
+
+
+def saved(folder: Path, steps: int = 2, **changes: Any) -> Team:
+    """Return a team that has saved so many checkpoints of different weights."""
+    team = Team(folder, **changes)
+    for step in range(1, steps + 1):
+        team.save(state_of(step, size=7))
+    return team
+
+
+def parts_of(folder: Path, step: int) -> list[Path]:
+    return sorted(folder.glob(f"step_{step:08d}-*/*.safetensors"))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 9])  # of 7 rows: of 9 ranks some have none
+def test_what_ranks_save_is_read_as_one(ranks: int, tmp_path: Path) -> None:
+    team = Team(tmp_path, ranks)
+    team.save(state_of(1, size=7))
+    content = load(tmp_path / "last.pt")
+    checkpointer = content.pop("checkpointer")
+    assert digest(plain(put_together(content))) == digest(state_of(1, size=7))
+    assert checkpointer == {"values": {}}
+    expected = state_of(1, size=7)["model"]["weight"]
+    torch.testing.assert_close(content["model"]["weight"].rows(2, 6), expected[2:6], rtol=0, atol=0)
+    assert team.each[0].last == tmp_path / "last.pt"
+    assert [path.name for path in tmp_path.glob("step_*-*/*.json")] == []
+
+
+def test_nothing_is_pickled_and_others_can_read_it(tmp_path: Path) -> None:
+    saved(tmp_path, 1)
+    for path in tmp_path.rglob("*"):
+        if path.is_file():
+            begin = path.read_bytes()[:2]
+            assert begin[:1] != b"\x80"  # the opcode that a pickle begins with
+            assert begin != b"PK"
+    content = json.loads((tmp_path / "step_00000001.pt").read_text())["content"]
+    parts = [load_file(path) for path in parts_of(tmp_path, 1)]
+    assert [name for name, *_ in content["parts"]] == [path.name for path in parts_of(tmp_path, 1)]
+    whole = torch.cat([part["model/weight"] for part in parts])
+    torch.testing.assert_close(whole, state_of(1, size=7)["model"]["weight"], rtol=0, atol=0)
+    assert parts[0]["model/half"].dtype == torch.bfloat16
+
+
+def test_a_weight_of_two_names_is_written_once(tmp_path: Path) -> None:
+    state = state_of(1, size=1000)
+    before = Team(tmp_path / "one")
+    before.save(state)
+    state["model"]["tied"] = state["model"]["weight"]
+    Team(tmp_path / "two").save(state)
+    sizes = [sum(path.stat().st_size for path in parts_of(tmp_path / name, 1)) for name in ("one", "two")]
+    assert sizes[0] == sizes[1]
+    weights = put_together(load(tmp_path / "two" / "last.pt")["model"])
+    torch.testing.assert_close(weights["tied"], weights["weight"], rtol=0, atol=0)
+
+
+def flip(path: Path, at: int = -2) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "missing": (lambda folder: parts_of(folder, 2)[1].unlink(), "rank_1_of_3.safetensors, which rank 1 wrote, is miss"),
+    "cut": (
+        lambda folder: parts_of(folder, 2)[2].write_bytes(parts_of(folder, 2)[2].read_bytes()[:-1]),
+        "rank_2_of_3.safetensors, which rank 2 wrote, has",
+    ),
+    "one bit": (
+        lambda folder: flip(parts_of(folder, 2)[0]),
+        "rank_0_of_3.safetensors, which rank 0 wrote, does not match its checksum",
+    ),
+    "of another checkpoint": (
+        lambda folder: shutil.copy(parts_of(folder, 1)[1], parts_of(folder, 2)[1]),
+        "rank_1_of_3.safetensors, which rank 1 wrote, does not match its checksum",
+    ),
+    "index cut": (
+        lambda folder: (folder / "step_00000002.pt").write_bytes((folder / "step_00000002.pt").read_bytes()[:-5]),
+        "it is no whole index",
+    ),
+    "index, one bit": (lambda folder: flip(folder / "step_00000002.pt", 70), "checksum|no whole index"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_one_is_named_and_the_one_before_is_used(kind: str, tmp_path: Path) -> None:
+    damage, reason = DAMAGE[kind]
+    saved(tmp_path)
+    damage(tmp_path)
+    with pytest.raises(RequestError, match=reason):
+        load(tmp_path / "step_00000002.pt")
+    with pytest.raises(RequestError, match=reason):
+        ddp_recipes.export(tmp_path / "step_00000002.pt", tmp_path / "out.safetensors")
+    path, state, warnings = load_first(newest_first(tmp_path))
+    assert (path.name, state["cursor"]["step"]) == ("step_00000001.pt", 1)
+    assert "step_00000002.pt is damaged" in warnings[0]
+
+
+@pytest.mark.parametrize(
+    "without", [pytest.param((0,), id="0"), pytest.param((1,), id="1"), pytest.param((1, 2), id="all others")]
+)
+def test_without_every_part_there_is_none_and_the_next_start_sweeps_up(
+    without: tuple[int, ...], tmp_path: Path
+) -> None:
+    team = saved(tmp_path, 1)
+    team.begin(state_of(2, size=7), without=without)
+    for _ in range(5):
+        team.busy()
+    assert (steps_in(tmp_path), len(parts_of(tmp_path, 2))) == ([1], RANKS - len(without))
+    assert load(tmp_path / "last.pt")["cursor"]["step"] == 1
+    later = Team(tmp_path, start="00001234")
+    later.save(state_of(2, size=7))
+    assert (steps_in(tmp_path), {path.parent.name for path in parts_of(tmp_path, 2)}) == (
+        [1, 2],
+        {"step_00000002-00001234"},
+    )
+
+
+def test_parts_are_kept_and_deleted_with_their_checkpoint_whoever_does_it(tmp_path: Path) -> None:
+    team = Team(tmp_path)
+    for step, value in ((1, 0.5), (2, 0.3), (3, 0.4), (4, 0.6)):
+        team.save(state_of(step, size=7), value)
+    assert steps_in(tmp_path) == [2, 3, 4]
+    assert {path.name[:13] for path in tmp_path.glob("step_*-*")} == {f"step_{step:08d}" for step in (2, 3, 4)}
+    assert load(tmp_path / "best.pt")["cursor"]["step"] == 2
+    alone = make_checkpointer(tmp_path, settings(), World(), None)  # goes on without parts
+    alone.load_state(load(tmp_path / "last.pt")["checkpointer"], 4)
+    for step in (5, 6):
+        alone.save(state_of(step, size=7), step, 0.2)
+    assert steps_in(tmp_path) == [5, 6]
+    assert not [*tmp_path.glob("step_*-*")]
+
+
+def test_async_save_writes_the_state_as_it_was_when_asked(tmp_path: Path) -> None:
+    team, state = Team(tmp_path, async_save=True), state_of(3, size=7)
+    expected = digest(state)
+    team.begin(state)
+    for tensor in state["model"].values():
+        tensor.zero_()  # training goes on
+    while team.busy():
+        pass
+    written = put_together(load(tmp_path / "last.pt"))
+    assert digest({name: written[name] for name in state}) == expected
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    with mounted(tmp_path / "small", "1m") as folder:
+        yield folder
+
+
+def test_where_there_is_no_room_nothing_is_written(small_disk: Path) -> None:
+    folder = small_disk / "checkpoints"
+    team = Team(folder)
+    team.save(state_of(1, size=8_000))
+    for checkpointer in team.each:
+        with pytest.raises(
+            RecipeError, match=r"is not written: it needs about 1,200,000 bytes; free on that disk: "
+        ) as error:
+            checkpointer.save(dealt(state_of(2, size=100_000), 0, RANKS), 2, None)
+        assert error.value.exit_status == 1
+    assert parts_of(folder, 2) == []
+    assert load(folder / "last.pt")["cursor"]["step"] == 1
+    team = Team(folder, start="00000002")
+    team.save(state_of(2, size=8_000))
+    assert steps_in(folder) == [1, 2]
+    assert len([*folder.glob("step_*-*")]) == 2
+
+
+def test_an_index_leads_nowhere_else(tmp_path: Path) -> None:
+    saved(tmp_path, 1)
+    path = tmp_path / "step_00000001.pt"
+    for name, value in (("folder", "../step_00000001-0000abcd"), ("parts", [["../x", 0, 1, 2]])):
+        content = json.loads(path.read_text())["content"] | {name: value}
+        path.write_bytes(_index(content))
+        with pytest.raises(RequestError, match="it names"):
+            load(path)
+
+
+def _index(content: dict[str, Any]) -> bytes:
+    import zlib
+
+    return json.dumps({"checksum": f"{zlib.crc32(json.dumps(content).encode()):08x}", "content": content}).encode()
