@@ -6,7 +6,6 @@ from pathlib import Path
 from torch import Tensor
 
 from ddp_recipes.checkpointing.files import State, check_weights, find, load_first
-from ddp_recipes.checkpointing.parts import put_together
 from ddp_recipes.config.request import Request
 from ddp_recipes.data.loader import Loader
 from ddp_recipes.errors import RequestError
@@ -46,8 +45,6 @@ def load_state(
         # A run that goes on there has deleted what was the newest.
         path, state, warnings = load_first(newer, control.shared)
     check_weights(path, state["model"], weights)
-    if request.strategy.whole_model and request.run.mode != "export":  # which needs no more than pieces
-        state = put_together(state)
     if train is not None:
         warnings = [*warnings, *_fit_cursor(path, state, request, train)]
     return path, state, warnings

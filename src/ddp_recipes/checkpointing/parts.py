@@ -244,9 +244,13 @@ def verify_here(checks: Sequence[Callable[[], str | None]]) -> list[str | None]:
 
 
 def put_together(value: Any) -> Any:
-    """Return a state with whole tensors in the place of those in files."""
+    """Return a state with whole tensors in the place of those in files; what has none is returned as it is."""
+    if isinstance(value, Stored):
+        return whole_of(value)
     if isinstance(value, dict):
-        return {key: put_together(inside) for key, inside in value.items()}
+        found = {key: put_together(inside) for key, inside in value.items()}
+        return found if any(found[key] is not value[key] for key in value) else value
     if isinstance(value, (list, tuple)):
-        return type(value)(put_together(inside) for inside in value)
-    return whole_of(value) if isinstance(value, Stored) else value
+        items = type(value)(map(put_together, value))
+        return items if any(new is not old for new, old in zip(items, value, strict=True)) else value
+    return value

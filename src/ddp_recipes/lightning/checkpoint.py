@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from ddp_recipes.checkpointing.parts import put_together
 from ddp_recipes.errors import RequestError
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ def entries(task: LightningTask, state: Mapping[str, Any]) -> dict[str, Any]:
 
 def restore(task: LightningTask, state: Mapping[str, Any]) -> None:
     """Give a checkpoint to the hooks that read it."""
+    state = put_together(state)
     task.hooks("on_load_checkpoint", state)
     if (datamodule := task.trainer.datamodule) is not None and _DATAMODULE in state:
         task.data_hooks.of_module("on_load_checkpoint", state)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_recipes._compat.modules import BatchNorm
+from ddp_recipes.checkpointing.parts import put_together
 from ddp_recipes.config.parallelism import StrategySettings
 from ddp_recipes.runtime.messages import Messages
 from ddp_recipes.runtime.phases import phase
@@ -180,7 +181,7 @@ class Plain:
 
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         """Take it all: what belongs to other ranks has no data here."""
-        optimizer.load_state_dict(state)
+        optimizer.load_state_dict(put_together(state))
 
     def explain(self, error: BaseException, task: Task) -> str | None:
         """torch's own message says it."""

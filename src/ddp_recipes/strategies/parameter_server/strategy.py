@@ -221,7 +221,7 @@ class ParameterServer(Whole, Group):
         mine = set() if self.server is None else {id(each) for each in self.served[self.world.rank].parameters}
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         held = {at: value for at, value in state["state"].items() if id(parameters[at]) in mine}
-        optimizer.load_state_dict({**state, "state": held})
+        super().load_optimizer_state(optimizer, {**state, "state": held})
 
     def _others(self) -> list[int]:
         """Return the other servers and the living workers, for a server."""

@@ -1,0 +1,71 @@
+"""Checkpoints of a sharded model: any strategy goes on from them as from a whole one's, and the other way round."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddp_recipes.checkpointing.files import load
+from ddp_recipes.checkpointing.parts import put_together
+from ddp_recipes.reporting.run_directory import Summary
+from ddp_recipes.runtime.digest import digest
+from helpers.exact import QUIET
+
+Run = Callable[..., Summary]
+
+COMMON = [*QUIET, "checkpoint=default", "optimizer=adamw", "optimizer.lr=0.01", "data.num_samples=48"]
+COMMON += ["data.global_batch_size=12"]
+EXACT = ["strategy=ddp_exact", "strategy.shards=4"]
+FSDP = ["strategy=fsdp", "strategy.shards=4", "strategy.wrap=[net1,net2]"]
+OTHERS = {  # who goes on: overrides and processes
+    "single": (["strategy=single"], 1),
+    "ddp": (["strategy=ddp"], 2),
+    "ddp_exact": (EXACT, 2),
+    "ddp_pipeline": (["strategy=ddp_pipeline", "strategy.micro_batches=2"], 2),
+    "fsdp, unordered": (["strategy=fsdp", "strategy.wrap=[net1,net2]"], 2),
+    "fsdp, replicas": ([*FSDP, "strategy.replicas=2"], 4),
+}
+
+
+def content(directory: Path | str) -> dict[str, Any]:
+    """Return what the last checkpoint holds, but for what depends on how many ranks there were."""
+    state: dict[str, Any] = put_together(load(Path(directory) / "checkpoints" / "last.pt"))
+    return {name: state[name] for name in ("model", "optimizer", "scheduler", "callbacks", "cursor")}
+
+
+@pytest.fixture
+def both(run: Run) -> tuple[str, str]:
+    """The run directories of a whole and of a sharded model, after the same steps."""
+    limit = "trainer.max_steps=3"
+    whole = run(*COMMON, *EXACT, limit, "callbacks=ema", world_size=1)["run_directory"]
+    sharded = run(*COMMON, *FSDP, limit, "callbacks=ema", world_size=2)["run_directory"]
+    return whole, sharded
+
+
+def test_they_hold_the_same(both: tuple[str, str]) -> None:
+    whole, sharded = both
+    assert digest(content(sharded)) == digest(content(whole))
+    assert not [*Path(whole, "checkpoints").glob("step_*-*")]
+    assert [path.name for path in sorted(Path(sharded, "checkpoints").glob("step_*-*/*"))] == [
+        "rank_0_of_2.safetensors",
+        "rank_1_of_2.safetensors",
+    ]
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_all_go_on_from_one_as_from_the_other_and_back(name: str, both: tuple[str, str], run: Run) -> None:
+    own, size = OTHERS[name]
+
+    def go_on(directory: str, steps: int, own: list[str], ranks: int) -> Summary:
+        limits = [f"trainer.max_steps={steps}", "resume.strict=false"]
+        return run(*COMMON, *own, f"ckpt_path={directory}", *limits, world_size=ranks)
+
+    ends = []
+    for directory in both:
+        there = go_on(directory, 5, own, size)
+        back = [go_on(there["run_directory"], 6, EXACT, 1), go_on(there["run_directory"], 6, FSDP, 4)]
+        assert back[0]["weights_sha256"] == back[1]["weights_sha256"]
+        assert back[0]["global_step"] == 6
+        ends.append((digest(content(there["run_directory"])), back[0]["weights_sha256"]))
+    assert ends[0] == ends[1]
