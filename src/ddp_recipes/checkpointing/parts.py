@@ -8,6 +8,7 @@ import json
 import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -94,10 +95,14 @@ class Part:
             size = (folder / self.file).stat().st_size
             if size != self.size:
                 return f"{who} has {size:,} bytes, not {self.size:,}"
-            found, block = 0, memoryview(bytearray(BLOCK))
-            with (folder / self.file).open("rb", buffering=0) as file:
-                while count := file.readinto(block):
-                    found = zlib.crc32(block[:count], found)
+            blocks = [memoryview(bytearray(BLOCK)) for _ in range(2)]
+            # One thread reads a block while the other computes the checksum of the one before.
+            with (folder / self.file).open("rb", buffering=0) as file, ThreadPoolExecutor(1) as other:
+                checksum = other.submit(int)
+                while count := file.readinto(blocks[0]):
+                    checksum = other.submit(zlib.crc32, blocks[0][:count], checksum.result())
+                    blocks.reverse()
+                found = checksum.result()
         except OSError as error:
             return f"{who} is missing" if isinstance(error, FileNotFoundError) else f"{who}: {error.strerror}"
         return None if found == self.checksum else f"{who} does not match its checksum"

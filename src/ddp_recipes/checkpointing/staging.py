@@ -12,6 +12,7 @@ import os
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from struct import pack_into, unpack_from
 from typing import Any, BinaryIO
 
@@ -69,13 +70,15 @@ class PieceWriter:
             pieces = self._snapshot.blocks()
 
         def write(file: BinaryIO) -> tuple[int, int]:
-            blocks, written, checksum = _Blocks(file), 0, 0
-            for piece in pieces:
-                checksum = zlib.crc32(piece, checksum)
-                blocks.write(piece)
-                written += len(piece)
-            blocks.finish()
-            return written, checksum
+            blocks, written = _Blocks(file), 0
+            with ThreadPoolExecutor(1) as other:  # which computes the checksum of a piece while it is written
+                checksum = other.submit(int)
+                for piece in pieces:
+                    checksum = other.submit(zlib.crc32, piece, checksum.result())
+                    blocks.write(piece)
+                    written += len(piece)
+                blocks.finish()
+                return written, checksum.result()
 
         return write
 
