@@ -3,7 +3,6 @@
 import logging
 import platform
 import re
-import secrets
 import statistics
 import sys
 import time
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from ddp_recipes._version import __version__
 from ddp_recipes.checkpointing.files import State
-from ddp_recipes.checkpointing.sharded import Writers, make_checkpointer
+from ddp_recipes.checkpointing.sharded import Writers, begin, make_checkpointer
 from ddp_recipes.config.parallelism import PipelineShape
 from ddp_recipes.config.request import Request
 from ddp_recipes.loggers import Logger
@@ -131,8 +130,9 @@ class Output:
             return
         folder, writers = self.job.directory / "checkpoints", None
         if self.strategy.writers:
-            start = self.control.of_main("name of this start", partial(secrets.token_hex, 4))
+            start = self.control.of_main("name of this start", partial(begin, folder))
             writers = Writers(self.world.rank, self.strategy.writers, start)
+            writers.check(folder)
         run.checkpointer = make_checkpointer(folder, run.checkpoint, self.world, writers)
 
     def finish(self, summary: Summary, cause: str | None = None) -> None:

@@ -1,6 +1,7 @@
 """Checkpoints that several ranks write together, each the rows it has; see :mod:`ddp_recipes.checkpointing.parts`."""
 
 import json
+import secrets
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -47,6 +48,33 @@ class Writers:
         """Return the parts of a checkpoint, rank by rank."""
         folder = directory / f"step_{step:08d}-{self.start}"
         return [folder / file_of(rank, self.ranks) for rank in range(self.ranks)]
+
+    def check(self, directory: Path) -> None:
+        """See that this rank's checkpoints come to lie where rank 0's do.
+
+        Raises:
+            RecipeError: they do not.
+        """
+        deadline = time.monotonic() + VISIBLE_S
+        while not _mark(directory, self.start).exists():
+            if time.monotonic() > deadline:
+                raise RecipeError(
+                    f"Rank {self.rank} does not see {directory} as rank 0 does. Ranks write a sharded model's "
+                    f"checkpoint together: hydra.run.dir has to be on a file system that all nodes share."
+                )
+            time.sleep(LOOK_S)
+
+
+def begin(directory: Path) -> str:
+    """Return the name of a new start, after which :meth:`Writers.check` finds the folder of its checkpoints."""
+    start = secrets.token_hex(4)
+    directory.mkdir(parents=True, exist_ok=True)
+    _mark(directory, start).touch()
+    return start
+
+
+def _mark(directory: Path, start: str) -> Path:
+    return directory / f".{start}.part"  # the first save removes it
 
 
 class PartWriter:
@@ -144,9 +172,7 @@ class ShardedCheckpointer(FileCheckpointer):
         if missing := [path for path in self._awaited if not _note(path).exists()]:
             if self._alone_since is not None and time.monotonic() - self._alone_since > VISIBLE_S:
                 raise RecipeError(
-                    f"Rank 0 does not see what other ranks have written: {', '.join(map(str, missing[:4]))}. Ranks "
-                    f"write a sharded model's checkpoint together: hydra.run.dir has to be on a file system that all "
-                    f"nodes share."
+                    f"Rank 0 does not see what other ranks have written: {', '.join(map(str, missing[:4]))}."
                 )
             Event().wait(min(seconds or 0.0, LOOK_S))
             return True
