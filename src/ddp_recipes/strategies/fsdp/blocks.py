@@ -1,5 +1,6 @@
 """The blocks whose parameters are gathered together, and parameters that cannot be dealt."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 from torch import nn
@@ -8,9 +9,12 @@ from ddp_recipes.errors import RequestError
 from ddp_recipes.model_parallel.blocks import named, repeated
 from ddp_recipes.tasks import Task
 
+_WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)  # use parameters of modules in them without calling those
+_LISTS = (nn.ModuleList, nn.ModuleDict)  # have no forward before which their parameters could be gathered
 
-def blocks_of(model: nn.Module, wrap: str | Sequence[str]) -> list[str]:
-    """Return the names of the modules that are gathered by themselves.
+
+def blocks_of(model: nn.Module, wrap: str | int | Sequence[str]) -> list[str]:
+    """Return the names of the modules that are gathered by themselves, inner ones first.
 
     Args:
         wrap: as ``strategy.wrap``.
@@ -18,15 +22,60 @@ def blocks_of(model: nn.Module, wrap: str | Sequence[str]) -> list[str]:
     Raises:
         RequestError: there are none.
     """
+    if isinstance(wrap, int):
+        return _by_size(model, wrap)
     if wrap != "auto":
         return named(model, wrap, "strategy.wrap")
     if found := repeated(model):
         return found
     raise RequestError(
         f"strategy.wrap=auto takes the elements of nn.Sequential and nn.ModuleList, and {type(model).__name__} has "
-        f"none with parameters. Name its blocks: strategy.wrap="
-        f"[{','.join(name for name, each in model.named_children() if [*each.parameters()])}]."
+        f"none with parameters. {_remedy(model)}"
     )
+
+
+def _remedy(model: nn.Module) -> str:
+    names = [name for name, each in model.named_children() if [*each.parameters()]]
+    if not names:
+        return "It has no modules with parameters in it at all: choose strategy=ddp."
+    return f"Name its blocks: strategy.wrap=[{','.join(names)}]."
+
+
+def _by_size(model: nn.Module, least: int) -> list[str]:
+    """Return the modules that have ``least`` numbers or more in parameters that are in no block inside of them.
+
+    A parameter of several modules is in the block that has them all.
+    """
+    places = _places(model)
+    found: list[str] = []
+
+    def left_in(name: str, module: nn.Module) -> set[nn.Parameter]:
+        left = {*module.parameters(recurse=isinstance(module, _WHOLE))}
+        if not isinstance(module, _WHOLE):
+            left = left.union(*(left_in(f"{name}{child}.", each) for child, each in module.named_children()))
+        own = _places(module)
+        if not name or isinstance(module, _LISTS) or any(own[each] < places[each] for each in left):
+            return left
+        if sum(each.numel() for each in left) < least:
+            return left
+        found.append(name.removesuffix("."))
+        return set()
+
+    left_in("", model)
+    if not found:
+        sizes = {name: sum(each.numel() for each in module.parameters()) for name, module in model.named_modules()}
+        largest = max([name for name in sizes if name], key=sizes.__getitem__, default="")
+        most = f"its {largest} has {sizes[largest]}" if largest else "it has no modules in it"
+        raise RequestError(
+            f"strategy.wrap={least}: no module of {type(model).__name__} has so many numbers in parameters that it "
+            f"shares with no other one; {most}. Take fewer, or patterns of modules' names."
+        )
+    return found
+
+
+def _places(module: nn.Module) -> Counter[nn.Parameter]:
+    """Return how often each parameter is in a module."""
+    return Counter(each for _, each in module.named_parameters(remove_duplicate=False))
 
 
 def refuse_parameters(task: Task, blocks: Sequence[str]) -> None:

@@ -17,8 +17,8 @@ class FSDPSettings(FixedShardsSettings):
 
     Attributes:
         replicas: how many; the model is dealt to the processes of each of them.
-        wrap: ``auto``, the elements of the model's lists of blocks, or patterns of modules' names. What is in none of
-            them is gathered as one more block.
+        wrap: ``auto``, the elements of the model's lists of blocks; or patterns of modules' names; or the least numbers
+            that a module must have in parameters of no block inside it. What is in none is gathered as one more block.
         level: what is dealt to the ranks. 3: parameters, gradients and optimizer state; 2: parameters are whole from
             forward to backward; 1: through all passes of a step, and so are gradients unless ``shards`` gives an order.
     """
@@ -26,7 +26,7 @@ class FSDPSettings(FixedShardsSettings):
     name: ClassVar[str] = "fsdp"
 
     replicas: Count = 1
-    wrap: str | list[str] = "auto"
+    wrap: Count | str | list[str] = "auto"
     level: Count = 3
 
     def __post_init__(self) -> None:
