@@ -1,10 +1,12 @@
-"""What ``strategy=fsdp`` can be told: blocks by size."""
+"""What ``strategy=fsdp`` can be told: blocks by size, what they are gathered in."""
 
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
+from ddp_recipes.checkpointing.files import load
 from ddp_recipes.errors import RequestError
 from ddp_recipes.models import GPT
 from ddp_recipes.reporting.run_directory import Summary
@@ -55,6 +57,34 @@ def test_blocks_do_not_change_bits(gpt: list[str], tmp_path: Path) -> None:
         assert dealt["metrics"]["val/loss"] == exact["metrics"]["val/loss"]
 
 
+# --- what blocks are gathered in --------------------------------------------------------------------------------------
+
+HALF = "strategy.param_dtype=bfloat16"
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_param_dtype_gives_the_same_bits_on_any_number_of_ranks(precision: str, gpt: list[str], tmp_path: Path) -> None:
+    own = [*gpt, *FSDP, HALF, f"trainer.precision={precision}", "callbacks=ema", "trainer.accumulate_grad_batches=2"]
+    found = [run_recipe(own, size, tmp_path / f"{size}") for size in (1, 2, 3)]
+    assert len({each["weights_sha256"] for each in found}) == 1
+    assert len({each["metrics"]["val/loss"] for each in found}) == 1
+    state = load(tmp_path / "3" / "checkpoints" / "last.pt")
+    moments = [value for of_one in state["optimizer"]["state"].values() for value in of_one.values()]
+    assert {each.dtype for each in [*state["model"].values(), *moments]} == {torch.float32}
+    plain = run_recipe([*gpt, *FSDP, *own[-3:]], 2, tmp_path / "plain")
+    assert found[0]["metrics"]["val/loss"] == pytest.approx(plain["metrics"]["val/loss"], rel=0.01)
+    assert found[0]["weights_sha256"] != plain["weights_sha256"]
+
+
+def test_param_dtype_leaves_batch_norm_in_32_bits(run: Run) -> None:
+    own = [*QUIET, *FSDP, "data.num_samples=53", "data.batch_size=3", "model._target_=own_parts.Norm"]
+    whole = run(*own, "strategy.level=2")
+    half = [run(*own, HALF, world_size=size) for size in (1, 2, 3)]
+    assert len({each["weights_sha256"] for each in half}) == 1
+    assert half[0]["metrics"]["val/loss"] == pytest.approx(whole["metrics"]["val/loss"], rel=0.02)
+    assert half[0]["weights_sha256"] != whole["weights_sha256"]
+
+
 # --- what is refused -------------------------------------------------------------------------------------------------
 
 
@@ -62,6 +92,8 @@ def test_blocks_do_not_change_bits(gpt: list[str], tmp_path: Path) -> None:
     ("overrides", "message"),
     [
         (["strategy.wrap=1000"], r"strategy.wrap=1000: no module of Toy has so many numbers.* its net1 has"),
+        (["strategy.param_dtype=bfloat", TOY], r"=bfloat is not allowed. Allowed: bfloat16.* Did you mean 'bfloat16'"),
+        ([HALF, "check=equivalence", TOY], r"whose parameters are not rounded to strategy.param_dtype=bfloat16"),
         (["strategy.wrap=0"], r"strategy.wrap=0 is not allowed. Allowed: a whole number at least 1, or text"),
     ],
 )

@@ -10,6 +10,11 @@ BatchNorm: Any = getattr(
     nn.modules.batchnorm, "_BatchNorm", (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 )
 
+# ``nn.modules.batchnorm._NormBase``: what keeps running statistics, those and instance norms.
+NormBase: Any = getattr(
+    nn.modules.batchnorm, "_NormBase", (BatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+)
+
 # ``nn.modules.dropout._DropoutNd``, or the public classes that are made of it.
 Dropout: Any = getattr(
     nn.modules.dropout,

@@ -1,7 +1,7 @@
 """What ``strategy=fsdp`` means for the shape of a run."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ddp_recipes.config.keys import Count
 from ddp_recipes.errors import RequestError
@@ -28,6 +28,7 @@ class FSDPSettings(FixedShardsSettings):
     replicas: Count = 1
     wrap: Count | str | list[str] = "auto"
     level: Count = 3
+    param_dtype: Literal["bfloat16"] | None = None
 
     def __post_init__(self) -> None:
         if self.level not in (1, 2, 3):
@@ -62,6 +63,12 @@ class FSDPSettings(FixedShardsSettings):
                     f"{key}={value} does not go with strategy=fsdp, whose ranks hold the model together. Leave it "
                     f"out, or choose strategy=ddp."
                 )
+        if self.param_dtype is not None and request.run.check is not None and request.run.check_tolerance is None:
+            raise RequestError(
+                f"check={request.run.check} compares with strategy=single, whose parameters are not rounded to "
+                f"strategy.param_dtype={self.param_dtype}. Say how much they may differ (check_tolerance=0.03), or "
+                f"leave one of them out."
+            )
         if request.trainer.precision == "16-mixed":
             raise RequestError(
                 "trainer.precision=16-mixed scales the loss by gradients that are whole, and with strategy=fsdp each "

@@ -21,6 +21,7 @@ from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import Passes, T, Whole, Wrapped
 from ddp_recipes.strategies.ddp_exact.ordered_sum import OrderedSum
 from ddp_recipes.strategies.fsdp.blocks import blocks_of, refuse_parameters
+from ddp_recipes.strategies.fsdp.dtypes import policies_of
 from ddp_recipes.strategies.fsdp.ordered import OrderedReduceScatter
 from ddp_recipes.strategies.fsdp.parts import Part, joined, norms, own_rows
 from ddp_recipes.strategies.fsdp.settings import FSDPSettings
@@ -91,13 +92,12 @@ class FSDP(Whole, Group):
 
     def shard(self, task: Task, devices: Sequence[torch.device]) -> None:
         """Leave this rank its rows of each parameter; the model gathers those of a block before it runs."""
-        model, level = task.model, self.settings.level
-        mesh = self._mesh(devices[0].type)
-        names = blocks_of(model, self.settings.wrap)
-        for name in names:
-            fully_shard(model.get_submodule(name), mesh=mesh, reshard_after_forward=level == 3)
-        fully_shard(model, mesh=mesh, reshard_after_forward=False)  # it is needed first in backward
-        self.blocks = [cast(FSDPModule, each) for each in (model, *map(model.get_submodule, names))]
+        model, mesh = task.model, self._mesh(devices[0].type)
+        policies = policies_of(model, blocks_of(model, self.settings.wrap), self.settings.param_dtype)
+        for name, policy in policies.items():
+            block = model.get_submodule(name)
+            after = self.settings.level == 3 and block is not model  # which is needed first in backward
+            self.blocks.insert(0, fully_shard(block, mesh=mesh, reshard_after_forward=after, mp_policy=policy))
         model.register_forward_hook(self._give_back)
         for block in self.blocks:
             type(block).__name__ = type(block).__name__.removeprefix("FSDP")  # messages name the user's class
