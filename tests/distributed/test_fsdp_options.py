@@ -85,6 +85,14 @@ def test_param_dtype_leaves_batch_norm_in_32_bits(run: Run) -> None:
     assert half[0]["weights_sha256"] != whole["weights_sha256"]
 
 
+# --- on the CPU beside a GPU -----------------------------------------------------------------------------------------
+
+
+def test_offload_changes_nothing_on_the_cpu(run: Run) -> None:
+    own = [*QUIET, *FSDP, TOY, "data.num_samples=24", "trainer.max_epochs=1"]
+    assert len({run(*own, f"strategy.offload={on}", world_size=2)["weights_sha256"] for on in ("true", "false")}) == 1
+
+
 # --- what is refused -------------------------------------------------------------------------------------------------
 
 

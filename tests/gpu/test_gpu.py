@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -117,6 +118,49 @@ def test_the_profiler_counts_what_kernels_take(tmp_path: Path) -> None:
     assert all(kernels[name] > 0 for name in ("forward", "backward", "optimizer"))
     step = kernels.pop("step")
     assert sum(kernels.values()) == pytest.approx(step, abs=0.01)
+
+
+class NotePlaces(Callback):
+    """Notes where what an optimizer updates is, and its state, and what the GPU holds beside."""
+
+    places: ClassVar[set[str]] = set()
+    held = 0
+
+    def on_step(self, step: int) -> None:
+        optimizer = self.run.optimizer
+        tensors = [each for group in optimizer.param_groups for each in group["params"]]
+        moments = [each for of_one in optimizer.state.values() for each in of_one.values() if each.dim() > 0]
+        type(self).places = {each.device.type for each in [*tensors, *moments]}
+        type(self).held = torch.cuda.memory_allocated()
+
+
+@pytest.mark.parametrize("own", [[], ["strategy.shards=4"], ["strategy.param_dtype=bfloat16"]])
+def test_fsdp_offload_keeps_rows_on_the_cpu(tmp_path: Path, own: list[str]) -> None:
+    sys.modules.setdefault(__name__, sys.modules[NotePlaces.__module__])
+    overrides = [
+        *("model=mlp", "model.hidden_features=[1024,1024]", "strategy=fsdp", "optimizer=adamw", "callbacks=ema"),
+        *("trainer.gradient_clip_val=0.5", f"+callbacks.noted._target_={__name__}.NotePlaces", *own),
+    ]
+    held, losses = [], []
+    for offload, place in (("false", "cuda"), ("true", "cpu")):
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        summary = rank.run(job(tmp_path / place, *overrides, f"strategy.offload={offload}"), World(), None)
+        assert NotePlaces.places == {place}
+        held.append(NotePlaces.held - before)
+        losses.append(summary["metrics"]["val/loss"])
+    assert held[1] < held[0] / 2
+    assert losses[1] == pytest.approx(losses[0], rel=1e-2)
+
+
+@pytest.mark.spawn
+@pytest.mark.parametrize("own", [[], ["strategy.offload=true"]])
+def test_nccl_fsdp_over_all_gpus_by_command(tmp_path: Path, own: list[str]) -> None:
+    command = [sys.executable, "-m", "ddp_recipes", *TINY, "model=mlp", "strategy=fsdp", *own]
+    environ = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    clip = ["trainer.gradient_clip_val=0.5", f"hydra.run.dir={tmp_path / 'run'}"]
+    subprocess.run([*command, *clip], check=True, timeout=300, cwd=tmp_path, env=environ)
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "finished"
 
 
 @pytest.mark.spawn

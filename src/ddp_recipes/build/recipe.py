@@ -103,7 +103,8 @@ class Recipe:
         Nor where the same bits are promised on any number of ranks, on the CPU: its fused kernels compute the last
         few numbers of a tensor otherwise than the others, so that the bits depend on where it is cut.
         """
-        exact = self.request.strategy.fixed_shards is not None and self.device.type == "cpu"
+        on_cpu = all(parameter.is_cpu for parameter in self.task.parameters())
+        exact = self.request.strategy.fixed_shards is not None and on_cpu
         return self.trainer.precision != "16-mixed" and not exact
 
     @property

@@ -68,12 +68,11 @@ def equivalence(recipe: Recipe, output: Output) -> None:
             single = next(its)
         for kind in mine:
             here = {name: rows_here(each, mine[kind][name]) for name, each in single[kind].items()}
-            comparison.add(
-                start + number // 2 + 1, kind, {name: local(each) for name, each in mine[kind].items()}, here
-            )
+            ours_here = {name: local(each).to(here[name].device) for name, each in mine[kind].items()}
+            comparison.add(start + number // 2 + 1, kind, ours_here, here)
         if "gradient" in mine:
             for one, other in zip(pair[0].task.parameters(), pair[1].task.parameters(), strict=True):
-                other.grad = None if one.grad is None else whole(one.grad).clone()
+                other.grad = None if one.grad is None else whole(one.grad).to(other.device, copy=True)
     gathered = recipe.strategy.gather((comparison.largest, comparison.first))
     largest, first = recipe.control.of_main("differences", lambda: of_all_ranks(gathered or ()))
     output.metrics = {f"check/{kind}": size for kind, size in largest.items()}

@@ -21,6 +21,9 @@ class FSDPSettings(FixedShardsSettings):
             that a module must have in parameters of no block inside it. What is in none is gathered as one more block.
         level: what is dealt to the ranks. 3: parameters, gradients and optimizer state; 2: parameters are whole from
             forward to backward; 1: through all passes of a step, and so are gradients unless ``shards`` gives an order.
+        param_dtype: in which parameters are gathered, and the model computes; ``None``: their own. Rows stay what they
+            are where they are updated, and gradients are reduced in float32.
+        offload: whether a rank's rows, their gradients and optimizer state are on the CPU while a GPU runs the model.
     """
 
     name: ClassVar[str] = "fsdp"
@@ -29,6 +32,7 @@ class FSDPSettings(FixedShardsSettings):
     wrap: Count | str | list[str] = "auto"
     level: Count = 3
     param_dtype: Literal["bfloat16"] | None = None
+    offload: bool = False
 
     def __post_init__(self) -> None:
         if self.level not in (1, 2, 3):

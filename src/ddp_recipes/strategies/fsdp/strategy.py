@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from inspect import unwrap
 from typing import Any, cast
 
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
 from ddp_recipes._compat.tensors import local
 from ddp_recipes.errors import RequestError
@@ -71,6 +72,8 @@ class FSDP(Whole, Group):
         """Join the process group, and set the number of threads: sums within an operation depend on it."""
         if self.settings.shards is not None and self.settings.num_threads is not None:
             torch.set_num_threads(self.settings.num_threads)
+        if self.settings.offload and backend == "nccl":
+            backend = "cpu:gloo,cuda:nccl"  # for the rows of a rank, wherever they are
         super().setup(world, messages, backend, timeout, init_method)
         assert dist.group.WORLD is not None
         self.group = dist.group.WORLD
@@ -94,10 +97,11 @@ class FSDP(Whole, Group):
         """Leave this rank its rows of each parameter; the model gathers those of a block before it runs."""
         model, mesh = task.model, self._mesh(devices[0].type)
         policies = policies_of(model, blocks_of(model, self.settings.wrap), self.settings.param_dtype)
+        offload = CPUOffloadPolicy() if self.settings.offload and devices[0].type == "cuda" else OffloadPolicy()
+        shard = partial(fully_shard, mesh=mesh, offload_policy=offload)
         for name, policy in policies.items():
-            block = model.get_submodule(name)
-            after = self.settings.level == 3 and block is not model  # which is needed first in backward
-            self.blocks.insert(0, fully_shard(block, mesh=mesh, reshard_after_forward=after, mp_policy=policy))
+            after = self.settings.level == 3 and name != ""  # of the model, needed first in backward
+            self.blocks.insert(0, shard(model.get_submodule(name), reshard_after_forward=after, mp_policy=policy))
         model.register_forward_hook(self._give_back)
         for block in self.blocks:
             type(block).__name__ = type(block).__name__.removeprefix("FSDP")  # messages name the user's class
