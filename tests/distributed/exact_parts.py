@@ -78,6 +78,16 @@ def _ranks() -> int:
     return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
 
 
+class Steep(Toy):
+    """Has a first unit whose gradients are 1000 times too large: in 16 bits they overflow before the others do."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        hidden = self.net1(input.flatten(1))
+        steep = hidden[:, :1] * 1000 - (hidden[:, :1] * 999).detach()
+        output: Tensor = self.net2(self.relu(torch.cat([steep, hidden[:, 1:]], dim=1)))
+        return output
+
+
 class Normed(torch.optim.SGD):
     """Steps by another method than torch's own."""
 

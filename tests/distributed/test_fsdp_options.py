@@ -85,12 +85,39 @@ def test_param_dtype_leaves_batch_norm_in_32_bits(run: Run) -> None:
     assert half[0]["weights_sha256"] != whole["weights_sha256"]
 
 
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")  # torch's, of skipped steps
+@pytest.mark.parametrize("own", [[], ["strategy.param_dtype=float16"]])
+def test_a_loss_is_scaled_alike_on_all_ranks(own: list[str], run: Run) -> None:
+    """Gradients overflow on the rank that has the first rows, until the scale is small enough for them."""
+    common = [*QUIET, "checkpoint=default", "trainer.precision=16-mixed", "model._target_=exact_parts.Steep"]
+    common += ["data.num_samples=48", "trainer.max_epochs=3", "optimizer=adamw", "trainer.gradient_clip_val=0.1"]
+    found = [run(*common, *FSDP, TOY, *own, world_size=size) for size in (1, 2, 3)]
+    if not own:
+        found.append(run(*common, "strategy=ddp_exact", "strategy.shards=6"))
+    assert len({each["weights_sha256"] for each in found}) == 1
+    scales = [load(Path(each["last_checkpoint"]))["precision"]["scale"] for each in found]
+    assert len({*scales}) == 1
+    assert scales[0] < 2**16
+
+
 # --- on the CPU beside a GPU -----------------------------------------------------------------------------------------
 
 
 def test_offload_changes_nothing_on_the_cpu(run: Run) -> None:
     own = [*QUIET, *FSDP, TOY, "data.num_samples=24", "trainer.max_epochs=1"]
     assert len({run(*own, f"strategy.offload={on}", world_size=2)["weights_sha256"] for on in ("true", "false")}) == 1
+
+
+# --- a learning rate to begin with -----------------------------------------------------------------------------------
+
+
+def test_losses_by_learning_rate_are_those_of_ddp_exact(run: Run) -> None:
+    common = [*QUIET, "data.num_samples=240", "tune=lr", "tune_steps=20", "logger=csv", "optimizer=adamw"]
+    runs = [run(*common, "strategy=ddp_exact", "strategy.shards=6")]
+    runs += [run(*common, *FSDP, TOY, world_size=size) for size in (1, 3)]
+    curves = [(Path(each["run_directory"]) / "csv" / "metrics.csv").read_text() for each in runs]
+    assert curves[0].count("\n") > 15
+    assert curves[0] == curves[1] == curves[2]
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------
@@ -101,6 +128,7 @@ def test_offload_changes_nothing_on_the_cpu(run: Run) -> None:
     [
         (["strategy.wrap=1000"], r"strategy.wrap=1000: no module of Toy has so many numbers.* its net1 has"),
         (["strategy.param_dtype=bfloat", TOY], r"=bfloat is not allowed. Allowed: bfloat16.* Did you mean 'bfloat16'"),
+        (["strategy.param_dtype=float16", TOY], r"gradients in float16 need the loss scaled, as 16-mixed alone does"),
         ([HALF, "check=equivalence", TOY], r"whose parameters are not rounded to strategy.param_dtype=bfloat16"),
         (["strategy.wrap=0"], r"strategy.wrap=0 is not allowed. Allowed: a whole number at least 1, or text"),
     ],

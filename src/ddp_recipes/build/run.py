@@ -72,7 +72,7 @@ def make_run(recipe: Recipe, stop_controller: StopController, strategy: Strategy
         devices=devices,
         optimizers=optimizers,
         schedules=schedules,
-        precision=make_precision(recipe.trainer.precision, recipe.device.type),
+        precision=make_precision(recipe.trainer.precision, recipe.device.type, strategy.settings.whole_model),
         train=recipe.loaders["train"],
         val=recipe.val,
         trainer=replace(recipe.trainer, log_every_n_steps=every),

@@ -105,12 +105,13 @@ def tune(recipe: Recipe, output: Output) -> None:
 
 
 def refuse(recipe: Recipe) -> None:
-    """Refuse what does not accumulate passes as the loop does."""
+    """Refuse what does not accumulate passes as the loop does, or not in one process."""
     strategy = recipe.request.strategy
-    if strategy.pipeline is not None:
+    if not strategy.whole_model:
+        how = "cuts a pass into micro-batches over" if strategy.pipeline is not None else "runs one on"
         raise RequestError(
-            f"tune=batch_size tries passes of one process, and strategy={strategy.name} cuts a pass into micro-batches "
-            f"over several. Look with plan=true what each of them holds."
+            f"tune=batch_size tries passes of one process, until one is out of memory, and strategy={strategy.name} "
+            f"{how} several, which would wait for it. Look with plan=true what each of them holds."
         )
     if not recipe.task.accumulates:
         raise RequestError(

@@ -39,7 +39,9 @@ def tune(recipe: Recipe, output: Output) -> None:
             f"brings its own optimizer. Leave tune out, or set optimizer.lr above 0."
         )
     run = make_run(recipe, make_stop_controller(recipe))
-    run.optimizers = [make_optimizer(recipe.job.config, recipe.task, recipe.may_fuse)]  # no schedule began
+    (run.optimizers,) = recipe.strategy.make_optimizers(  # no schedule began
+        recipe.task, lambda: ([make_optimizer(recipe.job.config, recipe.task, recipe.may_fuse)],)
+    )
     run.schedules = []
     output.open(None)
     steps = recipe.request.run.tune_steps or 100

@@ -4,6 +4,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ddp_recipes.runtime.fast_paths import backward
@@ -79,8 +80,35 @@ class Float16(BFloat16):
         self.scaler.load_state_dict(state)
 
 
-def make_precision(name: str, device_type: str) -> Precision:
-    """Return the precision of that name: ``32-true``, ``bf16-mixed`` or ``16-mixed``."""
+class ShardedFloat16(Float16):
+    """The same where each rank has a part of the gradients: what overflows on one rank counts on all."""
+
+    def __init__(self, device_type: str) -> None:
+        super().__init__(device_type)
+        from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler  # takes long to load
+
+        self.scaler = ShardedGradScaler(device_type, process_group=dist.group.WORLD)
+        self.unscaled = False
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide gradients by the scale. A collective."""
+        super().unscale(optimizer)
+        self.unscaled = True
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Step unless a gradient overflowed anywhere. A collective."""
+        if not self.unscaled:  # a fused optimizer would do it by itself, and look at its own gradients alone
+            self.unscale(optimizer)
+        self.unscaled = False
+        super().step(optimizer)
+
+
+def make_precision(name: str, device_type: str, whole_model: bool = True) -> Precision:
+    """Return the precision of that name: ``32-true``, ``bf16-mixed`` or ``16-mixed``.
+
+    Args:
+        whole_model: whether each rank has the gradients of the whole model.
+    """
     if name == "32-true":
         return Precision()
-    return {"bf16-mixed": BFloat16, "16-mixed": Float16}[name](device_type)
+    return {"bf16-mixed": BFloat16, "16-mixed": Float16 if whole_model else ShardedFloat16}[name](device_type)

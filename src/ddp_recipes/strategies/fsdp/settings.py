@@ -31,7 +31,7 @@ class FSDPSettings(FixedShardsSettings):
     replicas: Count = 1
     wrap: Count | str | list[str] = "auto"
     level: Count = 3
-    param_dtype: Literal["bfloat16"] | None = None
+    param_dtype: Literal["bfloat16", "float16"] | None = None
     offload: bool = False
 
     def __post_init__(self) -> None:
@@ -60,7 +60,6 @@ class FSDPSettings(FixedShardsSettings):
         for key, value, without in (
             ("model.num_devices", request.model.num_devices, 1),
             ("model.micro_batches", request.model.micro_batches, 1),
-            ("tune", request.run.tune, None),
         ):
             if value not in (without, None):
                 raise RequestError(
@@ -73,8 +72,11 @@ class FSDPSettings(FixedShardsSettings):
                 f"strategy.param_dtype={self.param_dtype}. Say how much they may differ (check_tolerance=0.03), or "
                 f"leave one of them out."
             )
-        if request.trainer.precision == "16-mixed":
+        scaled = request.trainer.precision == "16-mixed"
+        if self.param_dtype is not None and scaled != (self.param_dtype == "float16"):
             raise RequestError(
-                "trainer.precision=16-mixed scales the loss by gradients that are whole, and with strategy=fsdp each "
-                "rank has a part of them. Use bf16-mixed, which needs no scale, or 32-true."
+                f"strategy.param_dtype={self.param_dtype} does not go with trainer.precision="
+                f"{request.trainer.precision}: gradients in float16 need the loss scaled, as 16-mixed alone does, and "
+                f"autocast to float16 would round what is in bfloat16 again. Take bfloat16 with bf16-mixed or 32-true, "
+                f"float16 with 16-mixed."
             )
