@@ -88,6 +88,64 @@ class Steep(Toy):
         return output
 
 
+class Spinning(Toy):
+    """Has complex parameters."""
+
+    def __init__(self, in_features: int, hidden_features: int, out_features: int) -> None:
+        super().__init__(in_features, hidden_features, out_features)
+        self.phases = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+
+
+class Eight(Toy):
+    """Trains parameters of 8 bits."""
+
+    def __init__(self, in_features: int, hidden_features: int, out_features: int) -> None:
+        super().__init__(in_features, hidden_features, out_features)
+        self.bits = nn.Parameter(torch.ones(3).to(torch.float8_e4m3fn))
+
+
+class Double(Toy):
+    """Has parameters of two types beside each other."""
+
+    def __init__(self, in_features: int, hidden_features: int, out_features: int) -> None:
+        super().__init__(in_features, hidden_features, out_features)
+        self.net1.bias = nn.Parameter(torch.zeros(hidden_features, dtype=torch.float64))
+
+
+class Apart(Toy):
+    """Places itself, half of it nowhere."""
+
+    def __init__(self, devices: list[torch.device], in_features: int, hidden_features: int, out_features: int) -> None:
+        super().__init__(in_features, hidden_features, out_features)
+        self.net2.to("meta")
+
+
+class Ready(nn.Sequential):
+    """Is wrapped for one process by its author."""
+
+    def __init__(self, in_features: int, hidden_features: int, out_features: int) -> None:
+        super().__init__(nn.DataParallel(Toy(in_features, hidden_features, out_features)))
+
+
+class Around(Toy):
+    """Takes a layer's parameters and leaves the layer out."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return nn.functional.linear(self.relu(self.net1(input.flatten(1))), self.net2.weight, self.net2.bias)
+
+
+class Shifted(Toy):
+    """Adds a buffer between two layers, of which one is in a block with it."""
+
+    def __init__(self, in_features: int, hidden_features: int, out_features: int) -> None:
+        super().__init__(in_features, hidden_features, out_features)
+        self.register_buffer("shift", torch.ones(hidden_features))
+
+    def forward(self, input: Tensor) -> Tensor:
+        output: Tensor = self.net2(self.relu(self.net1(input.flatten(1)) + self.shift))
+        return output
+
+
 class Normed(torch.optim.SGD):
     """Steps by another method than torch's own."""
 

@@ -130,9 +130,35 @@ def test_losses_by_learning_rate_are_those_of_ddp_exact(run: Run) -> None:
         (["strategy.param_dtype=bfloat", TOY], r"=bfloat is not allowed. Allowed: bfloat16.* Did you mean 'bfloat16'"),
         (["strategy.param_dtype=float16", TOY], r"gradients in float16 need the loss scaled, as 16-mixed alone does"),
         ([HALF, "check=equivalence", TOY], r"whose parameters are not rounded to strategy.param_dtype=bfloat16"),
+        (["model._target_=exact_parts.Spinning", TOY], r"phases is of complex64, and strategy=fsdp reduces gradients"),
+        (["model._target_=exact_parts.Eight", TOY], r"bits is of float8_e4m3fn, and .* of float32, bfloat16, float16"),
+        (
+            ["model._target_=exact_parts.Double", TOY],
+            r"net1.weight is of float32 and net1.bias of float64, both in one",
+        ),
+        (["model._target_=exact_parts.Apart", TOY], r"this one is on 2: net1.bias on cpu, net2.bias on meta"),
+        (["model._target_=exact_parts.Ready"], r"^0 is wrapped as DataParallel already, and strategy=fsdp deals the"),
+        (["strategy.wrap=[net3]"], r"strategy.wrap: net3 matches no module.* Did you mean 'net2'"),
+        (["model=linear"], r"Linear has none with parameters. It has no modules with parameters in it at all"),
+        (["strategy.shards=3", TOY], r"strategy.shards=3 cannot be dealt evenly to 2 processes. Use 1, 3 processes"),
         (["strategy.wrap=0"], r"strategy.wrap=0 is not allowed. Allowed: a whole number at least 1, or text"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(overrides: list[str], message: str, run: Run) -> None:
     with pytest.raises(RequestError, match=message):
         run(*QUIET, "strategy=fsdp", *overrides, world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        (["model._target_=exact_parts.Around", TOY], r"A module used parameters of another one without calling it"),
+        (
+            ["model._target_=exact_parts.Shifted", "strategy.wrap=[net1]", HALF],
+            r"meet a tensor of another one, such as",
+        ),
+    ],
+)
+def test_a_step_that_fails_says_what_fsdp_has_to_do_with_it(own: list[str], message: str, run: Run) -> None:
+    with pytest.raises(Exception, match=message):
+        run(*QUIET, "strategy=fsdp", *own, world_size=2)

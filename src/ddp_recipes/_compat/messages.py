@@ -28,6 +28,17 @@ def without_gradient(error: BaseException) -> list[int]:
     return [int(index) for index in found[1].split()] if found else []
 
 
+def uses_rows(error: BaseException) -> bool:
+    """Whether an operation got a ``DTensor`` beside a plain one: a parameter that is not gathered."""
+    return "got mixed torch.Tensor and DTensor" in str(error)
+
+
+def of_two_dtypes(error: BaseException) -> bool:
+    """Whether an operation got tensors of two types, as linear layers and convolutions say it."""
+    text = r"must have the same dtype|should be the same|expected scalar type|mixed dtype"
+    return isinstance(error, RuntimeError) and re.search(text, str(error)) is not None
+
+
 def refused_global(error: BaseException) -> str | None:
     """Return the class or function that ``torch.load(weights_only=True)`` refused: ``GLOBAL module.name``."""
     found = re.search(r"GLOBAL [\w.]+", str(error))

@@ -4,9 +4,11 @@ from collections import Counter
 from collections.abc import Sequence
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from ddp_recipes.errors import RequestError
 from ddp_recipes.model_parallel.blocks import named, repeated
+from ddp_recipes.strategies.fsdp.dtypes import refuse_dtypes
 from ddp_recipes.tasks import Task
 
 _WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)  # use parameters of modules in them without calling those
@@ -79,16 +81,29 @@ def _places(module: nn.Module) -> Counter[nn.Parameter]:
 
 
 def refuse_parameters(task: Task, blocks: Sequence[str]) -> None:
-    """Refuse parameters beside the model, of a single number, or of two blocks.
+    """Refuse a model that is wrapped, and parameters beside it, of a single number, of two blocks, on two devices.
 
     Raises:
         RequestError: names them.
     """
+    for name, module in task.model.named_modules():
+        if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel, FSDPModule)):
+            raise RequestError(
+                f"{name or 'The model'} is wrapped as {type(module).__name__} already, and strategy=fsdp deals the "
+                f"model itself. Give the module that is in it."
+            )
     beside = [name for name, _ in task.named_parameters() if not name.startswith("model.")]
     if beside:
         raise RequestError(
             f"strategy=fsdp deals the parameters of the model, and the task has others beside it: "
             f"{', '.join(beside[:4])}. Put them into the model, or choose strategy=ddp."
+        )
+    devices = {parameter.device: name for name, parameter in task.model.named_parameters()}
+    if len(devices) > 1:
+        places = ", ".join(f"{name} on {device}" for device, name in devices.items())
+        raise RequestError(
+            f"strategy=fsdp deals a model that is on one device, and this one is on {len(devices)}: {places}. Place "
+            f"it on the first of its devices."
         )
     owners: dict[nn.Parameter, tuple[str, str]] = {}
     for name, parameter in task.model.named_parameters(remove_duplicate=False):
@@ -104,3 +119,4 @@ def refuse_parameters(task: Task, blocks: Sequence[str]) -> None:
                 f"{first} and {name} are one parameter, of two blocks ({other}, {block}) that strategy=fsdp gathers "
                 f"one after the other. Choose strategy.wrap so that both are in one block, or in none."
             )
+    refuse_dtypes({parameter: owners[parameter] for parameter in task.model.parameters()})

@@ -22,7 +22,7 @@ from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import Passes, T, Whole, Wrapped
 from ddp_recipes.strategies.ddp_exact.ordered_sum import OrderedSum
 from ddp_recipes.strategies.fsdp.blocks import blocks_of, refuse_parameters
-from ddp_recipes.strategies.fsdp.dtypes import policies_of
+from ddp_recipes.strategies.fsdp.dtypes import explanation, policies_of
 from ddp_recipes.strategies.fsdp.ordered import OrderedReduceScatter
 from ddp_recipes.strategies.fsdp.parts import Part, joined, norms, own_rows
 from ddp_recipes.strategies.fsdp.settings import FSDPSettings
@@ -65,6 +65,10 @@ class FSDP(Whole, Group):
         """Refuse a model that cannot be dealt, and parameters beside it."""
         super().check(task, devices)
         refuse_parameters(task, blocks_of(task.model, self.settings.wrap))
+
+    def explain(self, error: BaseException, task: Task) -> str | None:
+        """Say what parameters that are not gathered, or of another dtype, come from."""
+        return explanation(error, self.settings.param_dtype)
 
     def setup(
         self, world: World, messages: Messages | None, backend: str, timeout: timedelta, init_method: str | None
