@@ -107,6 +107,48 @@ class Halved(Lit):
     """Has nothing of its own."""
 
 
+class Direct(Lit):
+    """Has a parameter beside its layers, which it calls by themselves."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.scale = nn.Parameter(torch.ones(5))
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
+        outputs = self.net2(self.relu(self.net1(batch[0].flatten(1)))) * self.scale
+        return {"loss": nn.functional.mse_loss(outputs, batch[1])}
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        outputs = self.net2(self.relu(self.net1(batch[0].flatten(1)))) * self.scale
+        self.log("val_loss", nn.functional.mse_loss(outputs, batch[1]))
+
+
+class Built(Direct):
+    """Makes its layers in configure_model."""
+
+    def __init__(self, in_features: int, hidden_features: int, out_features: int) -> None:
+        super().__init__(1, 1, 1)
+        self.sizes = in_features, hidden_features, out_features
+
+    def configure_model(self) -> None:
+        first, hidden, last = self.sizes
+        self.net1, self.net2 = nn.Linear(first, hidden), nn.Linear(hidden, last)
+
+
+class Freezing(Lit):
+    """Freezes a layer in its second epoch."""
+
+    def on_train_epoch_start(self) -> None:
+        self.net1.requires_grad_(self.trainer.current_epoch == 0)
+
+
+class Clipping(Lit):
+    """Clips by itself."""
+
+    def configure_gradient_clipping(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Would look at gradients."""
+
+
 class OnStep(Lit):
     """Asks for a point for each batch of a validation."""
 

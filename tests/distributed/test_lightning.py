@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from ddp_recipes import RequestError
+from ddp_recipes.errors import RunFailed
 from ddp_recipes.lightning.hooks import CALLED, REFUSED
 from ddp_recipes.reporting.run_directory import Summary
 from ddp_recipes.testing import run_recipe
@@ -34,6 +35,9 @@ def test_it_learns_and_measures_what_the_plain_module_does(world_size: int, run:
 
 
 LIGHTNING = ["data=lightning"]
+FSDP = ["strategy=fsdp", "strategy.wrap=[net1,net2]"]
+UNEVEN = ["strategy.shards=8", "data.batch_size=2", "data.num_samples=65"]
+COUNTER = "+callbacks.counted={_target_: lightning_parts.Counter, file: none}"
 
 
 def part(name: str) -> list[str]:
@@ -87,7 +91,10 @@ def test_mode_test_runs_the_test_step(run: Run) -> None:
         ("Loaders", LIGHTNING, "The DataLoader for train has the sampler Sorted, whose order is not known"),
         ("Loaders", [], "Loaders brings train_dataloader, and data is another data set. Choose data=lightning"),
         ("Halved", ["strategy=ddp_pipeline"], "runs Halved as a whole on each rank, and with strategy=ddp_pipeline"),
-        ("Halved", ["strategy=fsdp", "strategy.wrap=net1"], "as a whole on each rank, and with strategy=fsdp"),
+        ("Manual", FSDP, "With strategy=fsdp a rank has some rows of .* Manual may look at .*: manual optimization"),
+        ("Clipping", FSDP, "and Clipping may look at all of them: configure_gradient_clipping"),
+        ("Lit", [*FSDP, *UNEVEN], "last batch of train has too few samples for its 8 shards .65 in batches of 16"),
+        ("Lit", [*FSDP, COUNTER], "Counter is written for Lightning and may look at all weights, of which a rank"),
         ("Valid", ["mode=test", "data.test=${data.val}", "model._target_=lightning_parts.Untested"], "mode=test runs"),
     ],
 )
@@ -96,6 +103,25 @@ def test_what_cannot_be_done_is_refused_by_name(name: str, overrides: list[str],
     own += [] if overrides == LIGHTNING else ["data=random", "data.num_samples=64"]
     with pytest.raises(RequestError, match=message):
         run_recipe([*own, *part(name), "logger=none", *overrides], 2 if name == "Halved" else 1, tmp_path / "run")
+
+
+@pytest.mark.parametrize("name", ["Direct", "Built"])
+def test_a_module_that_ranks_hold_together_ends_as_one_that_each_has(name: str, run: Run) -> None:
+    common = [*part(name), "data.num_samples=72", "data.batch_size=2", "trainer.gradient_clip_val=0.1"]
+    common += ["trainer.log_every_n_steps=1", "data.val_samples=24"]
+    exact = run(*common, "strategy=ddp_exact", "strategy.shards=6")
+    found = [run(*common, *FSDP, "strategy.shards=6", world_size=size) for size in (1, 2, 3)]
+    for summary in found:
+        assert summary["weights_sha256"] == exact["weights_sha256"]
+        for metric in ("train/loss", "train/grad_norm", "val_loss"):
+            assert summary["metrics"][metric] == exact["metrics"][metric]
+    again = ["strategy.shards=6", "mode=validate", f"ckpt_path={found[-1]['run_directory']}"]
+    assert run(*common, *FSDP, *again, world_size=2)["metrics"]["val_loss"] == exact["metrics"]["val_loss"]
+
+
+def test_freezing_on_the_way_ends_a_run_whose_ranks_have_rows(run: Run) -> None:
+    with pytest.raises(RunFailed, match=r"Freezing or a callback of it freezes other parameters than at the start"):
+        run(*part("Freezing"), *FSDP, "data.val_samples=24")
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -182,7 +182,6 @@ def make_recipe(job: Job, world: World, control: Control) -> Recipe:
         compiled=trainer.compile,
     )
     strategy.starts = built.starts
-    strategy.check(built.task, devices.requested)
     callbacks = make_callbacks(config.get("callbacks") or {}, built.task)
     if request.run.work != mode and any(each.accumulation for each in callbacks.values()):
         raise RequestError(
@@ -206,6 +205,7 @@ def make_recipe(job: Job, world: World, control: Control) -> Recipe:
             brings_data=brings,
         )
     )
+    strategy.check(built.task, devices.requested)  # of a module that may have made its layers only now
     if brings:
         loaders |= load_data(own=built.task.dataloaders(mode))
     if mode == "fit" and not built.task.validates:

@@ -15,7 +15,7 @@ from ddp_recipes.lightning.callbacks import Wrapped, refuse_callback
 from ddp_recipes.lightning.events import Events
 from ddp_recipes.lightning.hooks import Hooks, refuse_data_hooks, refuse_hooks
 from ddp_recipes.lightning.log import Log
-from ddp_recipes.lightning.refusals import refuse_surroundings
+from ddp_recipes.lightning.refusals import refuse_rows, refuse_surroundings
 from ddp_recipes.lightning.services import Services, size_of
 from ddp_recipes.lightning.trainer import Trainer
 from ddp_recipes.tasks import OwnOptimizers, StepOutput, Surroundings, Task
@@ -144,6 +144,7 @@ class LightningTask(Task):
 
     def configure_optimizers(self) -> OwnOptimizers | None:
         """Return what the module configures; ``None`` without that."""
+        refuse_rows(type(self.model).__name__, self.hooks.callbacks, self.trainer.surroundings)
         return optimizers.of_module(self)
 
     def update(self, run: Run, batches: Iterator[Batch], measured: bool) -> Update:
@@ -190,6 +191,7 @@ class LightningTask(Task):
         stage = _STAGES[split]
         self.dataloader_idx, self.batch_idx = number, -1
         if number == 0:
+            refuse_rows(type(self.model).__name__, self.hooks.callbacks, self.trainer.surroundings)
             sanity = split == "val" and self.trainer.surroundings.mode == "fit" and not self.events.started
             self.trainer.stage = "sanity_check" if sanity else {"val": "validate"}.get(split, split)
             if sanity:

@@ -28,8 +28,9 @@ def entries(task: LightningTask, state: Mapping[str, Any]) -> dict[str, Any]:
         RequestError: a hook adds what could only be loaded by running code, or takes a key of ours.
     """
     module: Any = task.model
+    whole = all(isinstance(each, Tensor) for each in state["model"].values())  # else no rank has what Lightning reads
     checkpoint: dict[str, Any] = {
-        "state_dict": dict(state["model"]),
+        **({"state_dict": dict(state["model"])} if whole else {}),
         "hyper_parameters": _plain_only(dict(getattr(module, "hparams", {}))),
         "epoch": state["cursor"]["epoch"],
         "global_step": task.trainer.global_step,

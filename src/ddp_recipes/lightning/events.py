@@ -12,6 +12,7 @@ import torch
 
 from ddp_recipes._compat.torchmetrics_ import is_updated, load_state, state_of
 from ddp_recipes.callbacks import Callback
+from ddp_recipes.errors import RunFailed
 from ddp_recipes.lightning.update import ManualOptimizer
 from ddp_recipes.training.state import Run
 
@@ -57,6 +58,12 @@ class Events(Callback):
         """Wrap the task again if other parameters are trained afterwards: a wrapper knows those of its beginning."""
         before = self._frozen()
         yield
+        if self._frozen() != before and not self.run.strategy.settings.whole_model:
+            raise RunFailed(
+                f"{type(self.task.model).__name__} or a callback of it freezes other parameters than at the start, and "
+                f"with strategy={self.run.strategy.settings.name} what ranks exchange is settled then. Choose "
+                f"another strategy, or model.freeze."
+            )
         if self._frozen() != before and self.run.world.world_size > 1:
             self.run.module = self.run.strategy.wrap(self.task, self.run.devices)
 

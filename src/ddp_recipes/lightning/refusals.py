@@ -7,6 +7,10 @@ from ddp_recipes.errors import RequestError
 from ddp_recipes.tasks import Surroundings
 
 _STEPS = {"validate": "validation_step", "test": "test_step"}
+_OF_ALL = {  # hooks that are given gradients or weights, or an optimizer
+    *("backward", "configure_gradient_clipping", "on_after_backward", "on_before_optimizer_step"),
+    *("on_before_zero_grad", "on_load_checkpoint", "on_save_checkpoint", "optimizer_step"),
+}
 
 
 def refuse_surroundings(owner: str, own: Collection[str], manual: bool, around: Surroundings) -> None:
@@ -30,10 +34,16 @@ def refuse_surroundings(owner: str, own: Collection[str], manual: bool, around: 
         )
     world = around.world
     shards = [strategy.batch_shards(replace(world, rank=rank)) for rank in range(world.world_size)]
-    if not strategy.whole_model or any(each.first >= each.total for each in shards):
+    if strategy.pipeline is not None or any(each.first >= each.total for each in shards):
         raise RequestError(
             f"task=lightning runs {owner} as a whole on each rank, and with strategy={strategy.name} some ranks do not "
             f"have it or do not train on batches. Choose another strategy."
+        )
+    sees = [*(["manual optimization"] if manual else []), *sorted(_OF_ALL & {*own})]
+    if sees and not strategy.whole_model:
+        raise RequestError(
+            f"With strategy={strategy.name} a rank has some rows of each parameter and gradient, and {owner} may look "
+            f"at all of them: {', '.join(sees)}. Choose another strategy, or leave it to trainer.* and callbacks.*."
         )
     if trainer.precision == "16-mixed" and (by_itself := {"backward", "optimizer_step"} & {*own, *_manual(manual)}):
         raise RequestError(
@@ -51,6 +61,32 @@ def refuse_surroundings(owner: str, own: Collection[str], manual: bool, around: 
             f"trainer.gradient_clip_val would change nothing. Leave them out, and accumulate and clip "
             f"(self.clip_gradients) in training_step."
         )
+
+
+def refuse_rows(owner: str, callbacks: Collection[object], around: Surroundings) -> None:
+    """Refuse callbacks of Lightning and uneven data where a rank has rows of the weights; once both are known.
+
+    Ranks then run the module together, also a shard without a sample, which it would count.
+
+    Raises:
+        RequestError: names them.
+    """
+    if around.parallelism.whole_model:
+        return
+    for callback in callbacks:
+        raise RequestError(
+            f"{type(callback).__name__} is written for Lightning and may look at all weights, of which a rank has some "
+            f"rows with strategy={around.parallelism.name}. Use one of ours (callbacks=…), or another strategy."
+        )
+    for name, loader in around.loaders.items():
+        if not loader.is_even:
+            plan = loader.plan
+            raise RequestError(
+                f"With strategy={around.parallelism.name} all ranks run {owner} together, which logs and counts what "
+                f"it is given, and the last batch of {name} has too few samples for its {plan.num_shards} shards "
+                f"({plan.num_samples} in batches of {plan.global_batch_size}). Choose data.global_batch_size or "
+                f"data.val_batch_size so that each has one, or data.drop_last=true."
+            )
 
 
 def _manual(manual: bool) -> tuple[str, ...]:

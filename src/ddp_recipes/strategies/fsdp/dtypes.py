@@ -10,6 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from ddp_recipes._compat.messages import of_two_dtypes, uses_rows
 from ddp_recipes._compat.modules import NormBase
 from ddp_recipes.errors import RequestError
+from ddp_recipes.strategies.fsdp.steps import own_steps
 
 _REDUCED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # which backends add
 
@@ -17,8 +18,8 @@ _REDUCED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # whic
 def policies_of(model: nn.Module, blocks: Sequence[str], param_dtype: str | None) -> dict[str, MixedPrecisionPolicy]:
     """Return the policy of each block, inner ones first, and of the model, which is called "", last.
 
-    The model's outputs are of 32 bits, so a loss is. Norms with running statistics, which have 32 bits, stay as they
-    are, so they are blocks of their own.
+    The model's outputs are of 32 bits, so a loss is; a step of its own is given targets, which are not cast. Norms with
+    running statistics, which have 32 bits, stay as they are, so they are blocks of their own.
 
     Args:
         param_dtype: as ``strategy.param_dtype``.
@@ -30,7 +31,7 @@ def policies_of(model: nn.Module, blocks: Sequence[str], param_dtype: str | None
     return {
         **dict.fromkeys([*norms, *blocks], policy),
         **dict.fromkeys(norms, MixedPrecisionPolicy()),
-        "": replace(policy, output_dtype=torch.float32),
+        "": replace(policy, output_dtype=torch.float32, cast_forward_inputs=not own_steps(model)),
     }
 
 

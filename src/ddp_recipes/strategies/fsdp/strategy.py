@@ -26,6 +26,7 @@ from ddp_recipes.strategies.fsdp.dtypes import explanation, policies_of
 from ddp_recipes.strategies.fsdp.ordered import OrderedReduceScatter
 from ddp_recipes.strategies.fsdp.parts import Part, joined, norms, own_rows
 from ddp_recipes.strategies.fsdp.settings import FSDPSettings
+from ddp_recipes.strategies.fsdp.steps import gather_in_steps
 from ddp_recipes.strategies.fsdp.usage import Usage
 from ddp_recipes.strategies.group import Group, sum_in_turns
 from ddp_recipes.tasks import Task
@@ -107,6 +108,7 @@ class FSDP(Whole, Group):
             after = self.settings.level == 3 and name != ""  # of the model, needed first in backward
             self.blocks.insert(0, shard(model.get_submodule(name), reshard_after_forward=after, mp_policy=policy))
         model.register_forward_hook(self._give_back)
+        gather_in_steps(model, self._give_back)
         for block in self.blocks:
             type(block).__name__ = type(block).__name__.removeprefix("FSDP")  # messages name the user's class
             block.set_gradient_divide_factor(1.0)  # losses are weighted
