@@ -112,6 +112,18 @@ class Double(Toy):
         self.net1.bias = nn.Parameter(torch.zeros(hidden_features, dtype=torch.float64))
 
 
+class HalfOfIt(Toy):
+    """Has its first layer in 16 bits."""
+
+    def __init__(self, in_features: int, hidden_features: int, out_features: int) -> None:
+        super().__init__(in_features, hidden_features, out_features)
+        self.net1.to(torch.bfloat16)
+
+    def forward(self, input: Tensor) -> Tensor:
+        output: Tensor = self.net2(self.relu(self.net1(input.flatten(1).bfloat16())).float())
+        return output
+
+
 class Apart(Toy):
     """Places itself, half of it nowhere."""
 
@@ -125,6 +137,14 @@ class Ready(nn.Sequential):
 
     def __init__(self, in_features: int, hidden_features: int, out_features: int) -> None:
         super().__init__(nn.DataParallel(Toy(in_features, hidden_features, out_features)))
+
+
+class Listed(Toy):
+    """Has its layers in a list, too."""
+
+    def __init__(self, in_features: int, hidden_features: int, out_features: int) -> None:
+        super().__init__(in_features, hidden_features, out_features)
+        self.nets = nn.ModuleList([self.net1, self.net2])
 
 
 class Around(Toy):

@@ -85,6 +85,15 @@ def test_param_dtype_leaves_batch_norm_in_32_bits(run: Run) -> None:
     assert half[0]["weights_sha256"] != whole["weights_sha256"]
 
 
+def test_layers_of_two_dtypes_have_the_bits_of_ddp_exact(run: Run) -> None:
+    own = [*QUIET, "data.num_samples=24", "model._target_=exact_parts.HalfOfIt", "trainer.gradient_clip_val=0.1"]
+    exact = run(*own, "strategy=ddp_exact", "strategy.shards=6")
+    for size in (1, 3):
+        dealt = run(*own, *FSDP, TOY, world_size=size)
+        assert dealt["weights_sha256"] == exact["weights_sha256"]
+        assert dealt["metrics"]["train/grad_norm"] == exact["metrics"]["train/grad_norm"]
+
+
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")  # torch's, of skipped steps
 @pytest.mark.parametrize("own", [[], ["strategy.param_dtype=float16"]])
 def test_a_loss_is_scaled_alike_on_all_ranks(own: list[str], run: Run) -> None:
@@ -138,6 +147,7 @@ def test_losses_by_learning_rate_are_those_of_ddp_exact(run: Run) -> None:
         ),
         (["model._target_=exact_parts.Apart", TOY], r"this one is on 2: net1.bias on cpu, net2.bias on meta"),
         (["model._target_=exact_parts.Ready"], r"^0 is wrapped as DataParallel already, and strategy=fsdp deals the"),
+        (["model._target_=exact_parts.Listed", "strategy.wrap=[nets]"], r"nets is a ModuleList, .*wrap=\['nets\.\*'\]"),
         (["strategy.wrap=[net3]"], r"strategy.wrap: net3 matches no module.* Did you mean 'net2'"),
         (["model=linear"], r"Linear has none with parameters. It has no modules with parameters in it at all"),
         (["strategy.shards=3", TOY], r"strategy.shards=3 cannot be dealt evenly to 2 processes. Use 1, 3 processes"),

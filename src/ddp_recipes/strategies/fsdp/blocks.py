@@ -27,7 +27,14 @@ def blocks_of(model: nn.Module, wrap: str | int | Sequence[str]) -> list[str]:
     if isinstance(wrap, int):
         return _by_size(model, wrap)
     if wrap != "auto":
-        return named(model, wrap, "strategy.wrap")
+        found = named(model, wrap, "strategy.wrap")
+        for name in found:
+            if isinstance(model.get_submodule(name), _LISTS):
+                raise RequestError(
+                    f"strategy.wrap: {name} is a {type(model.get_submodule(name)).__name__}, which is never called "
+                    f"itself. Name its elements: strategy.wrap=['{name}.*']."
+                )
+        return found
     if found := repeated(model):
         return found
     raise RequestError(

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 import torch.distributed as dist
@@ -60,25 +61,26 @@ def joined(own: Tensor, shape: Sequence[int], group: dist.ProcessGroup) -> Tenso
 def norms(own: Sequence[Tensor], sizes: Sequence[Sequence[int]], group: dist.ProcessGroup) -> Tensor:
     """Return the norm of each whole tensor, [tensors], to the bit as of one that is in one place. A collective.
 
-    Each is put together on one rank, in turns.
+    Each is put together on one rank, in turns; as bytes, for they may be of several dtypes.
 
     Args:
         own: this rank's rows of them, of shapes ``sizes`` as wholes.
     """
     rank, ranks = group.rank(), group.size()
-    found = own[0].new_zeros(-(-len(own) // ranks) * ranks)
+    dtype = reduce(torch.promote_types, {each.dtype for each in own})
+    found = own[0].new_zeros(-(-len(own) // ranks) * ranks, dtype=dtype)
     for start in range(0, len(own), ranks):
         mine = start + rank
-        sent = [each.reshape(-1) for each in own[start : start + ranks]]
-        sent += [own[0].new_empty(0)] * (ranks - len(sent))
-        shape = sizes[mine] if mine < len(own) else [0]
+        sent = [each.reshape(-1).view(torch.uint8) for each in own[start : start + ranks]]
+        sent += [sent[0][:0]] * (ranks - len(sent))
+        like, shape = (own[mine], sizes[mine]) if mine < len(own) else (own[0], [0])
         rows = [stop - start for start, stop in (span(shape[0], each, ranks) for each in range(ranks))]
-        of_row = torch.Size(shape[1:]).numel()
-        received = own[0].new_empty(shape[0] * of_row)
+        of_row = torch.Size(shape[1:]).numel() * like.itemsize
+        received = sent[0].new_empty(shape[0] * of_row)
         dist.all_to_all_single(
             received, torch.cat(sent), [each * of_row for each in rows], list(map(len, sent)), group=group
         )
         if mine < len(own):
-            found[mine] = torch.linalg.vector_norm(received.view(*shape))
+            found[mine] = torch.linalg.vector_norm(received.view(like.dtype).view(*shape))
     dist.all_reduce(found, group=group)
     return found[: len(own)]
