@@ -190,7 +190,6 @@ def test_it_does_what_one_process_does(own: list[str], run: Run) -> None:
         (["strategy.shards=7", TOY], r"strategy.shards=7 cannot be dealt evenly to 2 processes"),
         (["model.num_devices=2", TOY], r"model.num_devices=2 does not go with strategy=fsdp"),
         (["tune=batch_size", TOY], r"tries passes of one process, .* and strategy=fsdp runs one on several, which"),
-        (["plan=true", TOY], r"plan=true does not know what strategy=fsdp exchanges"),
         (["model._target_=exact_parts.Tied", TOY], r"net1.weight and net2.weight are one parameter, of two blocks"),
         (["model._target_=exact_parts.Scaled", TOY], r"scale is a single number. Make it of shape \[1\]"),
         (["optimizer._target_=exact_parts.Normed", TOY], r"Normed may look at all of it"),

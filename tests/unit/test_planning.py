@@ -5,8 +5,10 @@ import pytest
 from ddp_recipes.data.batch_plan import BatchPlan
 from ddp_recipes.model_parallel.timeline import bubble, order, timeline
 from ddp_recipes.runtime.world import World
-from ddp_recipes.strategies.base import Exchange
+from ddp_recipes.strategies.base import Collective
 from ddp_recipes.tools.dry_run import counts
+
+ONCE = {"step": 1}
 
 PLANS = [
     BatchPlan(61, 8, 3),
@@ -52,14 +54,25 @@ def test_the_bubble_is_what_counting_turns_gives(stages: int, micro_batches: int
 
 
 def test_what_leaves_a_node_bounds_the_time() -> None:
-    exchange = Exchange(all_reduced=10**9)
     alone = World(world_size=1, local_world_size=1)
     node = World(world_size=8, local_world_size=8)
     nodes = World(world_size=32, local_world_size=8)
     for world, share in ((alone, 0.0), (node, 2 * 7 / 8), (nodes, 2 * 3 / 4)):
-        assert counts.link_seconds(counts.leaving(exchange, world), gbps=8.0) == pytest.approx(share)
-    exact = Exchange(scattered=12 * 10**9, gathered=10**9 // 8)
-    assert counts.sent(exact, node) == pytest.approx(12 * 10**9 * 7 / 8 + 7 / 8 * 10**9)
+        reduced = [Collective("all_reduced", 10**9, range(world.world_size))]
+        assert counts.link_seconds(counts.leaving(reduced, ONCE, world), gbps=8.0) == pytest.approx(share)
+    exact = [Collective("scattered", 12 * 10**9, range(8)), Collective("gathered", 10**9 // 8, range(8))]
+    assert counts.sent(exact, ONCE) == pytest.approx(12 * 10**9 * 7 / 8 + 7 / 8 * 10**9)
+
+
+def test_what_leaves_a_node_of_sharded_replicas() -> None:
+    """Four nodes of 8 ranks, a replica on each, gathers of each of 2 batches; then one on two nodes each."""
+    world, times = World(world_size=32, local_world_size=8), {"batch": 2, "step": 1}
+    for ranks, gathered, reduced in ((8, 0, 8 * 2 * 3 / 4), (16, 8 * 2 * 10, 8 * 2 * 1 / 2)):
+        within = [Collective("gathered", 10, range(ranks), "batch")]
+        across = [Collective("all_reduced", 1, range(0, 32, ranks))]
+        assert counts.leaving(within, times, world) == gathered
+        assert counts.leaving(across, times, world) == pytest.approx(reduced)
+        assert counts.sent(within, times) == 2 * 10 * (ranks - 1)
 
 
 def test_what_leaves_a_node_of_pipelines() -> None:

@@ -1,10 +1,10 @@
 """The protocol of strategies, and what most of them have in common."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Literal, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -38,27 +38,45 @@ class Passes(Protocol):
 
 
 @dataclass(frozen=True)
+class Collective:
+    """What a rank gives to a kind of collective, for a dry run.
+
+    Attributes:
+        bytes: each time; to a broadcast rank 0 gives them.
+        ranks: that take part where rank 0 does.
+        every: when it does: each batch, each optimizer step, or each step that clips by norm.
+    """
+
+    kind: Literal["all_reduced", "reduce_scattered", "scattered", "gathered", "broadcast"]
+    bytes: int
+    ranks: range
+    every: Literal["batch", "step", "norm"] = "step"
+
+
+def passes(accumulate: int) -> Sequence[AbstractContextManager[None]]:
+    """Return contexts of the batches of a step that a dry run runs: a third one would only repeat the second."""
+    return [nullcontext()] * min(accumulate, 2)
+
+
+@dataclass(frozen=True)
 class Exchange:
-    """How a strategy exchanges gradients in an optimizer step, for a dry run.
+    """What a strategy keeps and exchanges in an optimizer step, for a dry run.
 
     Attributes:
         held: tensors that a rank keeps from step to step beside weights and optimizer.
         places: where in them a gradient lies at the end of a step; empty where it is a tensor of its own.
         at_once: whether a gradient is put there as soon as it is known, or once all are.
-        all_reduced: bytes that each rank gives to an all-reduce.
-        scattered: bytes that each rank gives to an all-to-all; ``gathered`` those to an all-gather.
-        broadcast: bytes that rank 0 gives to a broadcast.
-        every_batch: whether it does so for each batch of an optimizer step, or once for all of them.
+        sent: what is exchanged.
+        parts: what a rank has and updates of parameters that it does not have as wholes.
+        passes: from the number of batches of a step, contexts of those to run; they do what the strategy would.
     """
 
     held: Sequence[Tensor] = ()
     places: Mapping[nn.Parameter, Tensor] = field(default_factory=dict)
     at_once: bool = True
-    all_reduced: int = 0
-    scattered: int = 0
-    gathered: int = 0
-    broadcast: int = 0
-    every_batch: bool = False
+    sent: Sequence[Collective] = ()
+    parts: Mapping[nn.Parameter, nn.Parameter] = field(default_factory=dict)
+    passes: Callable[[int], Sequence[AbstractContextManager[None]]] = passes
 
 
 class Strategy(Protocol):
@@ -220,6 +238,24 @@ def by_rank(value: Tensor, world: World, total: Callable[[Tensor], Tensor]) -> T
     every = value.new_zeros(1, world.world_size, *value.shape)
     every[0, world.rank] = value
     return total(every)
+
+
+@contextmanager
+def in_place(task: nn.Module, others: Mapping[nn.Parameter, nn.Parameter]) -> Iterator[None]:
+    """Let modules have other parameters for a while."""
+    places = [
+        (module, name, parameter)
+        for module in task.modules()
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
+        if parameter in others
+    ]
+    for module, name, parameter in places:
+        setattr(module, name, others[parameter])
+    try:
+        yield
+    finally:
+        for module, name, parameter in places:
+            setattr(module, name, parameter)
 
 
 def batch_norms(task: nn.Module) -> list[str]:

@@ -60,8 +60,8 @@ class Group(Plain):
     def exchange(self, task: Task, world: World) -> Exchange:
         """Refuse: each strategy has to say this for itself."""
         raise RequestError(
-            f"plan=true does not know what strategy={self.settings.name} exchanges. Use strategy=ddp, ddp_exact "
-            f"or single."
+            f"plan=true does not know what strategy={self.settings.name} exchanges. Use strategy=ddp, ddp_exact, "
+            f"fsdp or single."
         )
 
     def teardown(self) -> None:

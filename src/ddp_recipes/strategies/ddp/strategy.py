@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_recipes._compat.messages import without_gradient
 from ddp_recipes.errors import RequestError, nearest
 from ddp_recipes.runtime.world import World
-from ddp_recipes.strategies.base import Exchange, Passes, Whole, Wrapped, batch_norms
+from ddp_recipes.strategies.base import Collective, Exchange, Passes, Whole, Wrapped, batch_norms
 from ddp_recipes.strategies.ddp.settings import DDPSettings
 from ddp_recipes.strategies.ddp.shared_memory import SharedMemory, join
 from ddp_recipes.strategies.group import Group
@@ -124,12 +124,15 @@ class DDP(Whole, Group):
         sent = {"fp16": 2, "bf16": 2}.get(
             self.settings.comm_hook or ""
         )  # bytes of a number; PowerSGD begins with all of them
+        all_, sends_buffers = range(world.world_size), self._sends_buffers(task)
+        every: Literal["batch", "step"] = "batch" if self.options.get("static_graph") else "step"  # see accumulate
         return Exchange(
             held=held,
             places=places if self.options.get("gradient_as_bucket_view") else {},
-            all_reduced=sum(each.numel() * (sent or each.itemsize) for each in trained),
-            broadcast=sum(buffer.nbytes for buffer in task.buffers()) if self._sends_buffers(task) else 0,
-            every_batch=bool(self.options.get("static_graph")),  # see accumulate
+            sent=[
+                Collective("all_reduced", sum(each.numel() * (sent or each.itemsize) for each in trained), all_, every),
+                Collective("broadcast", sum(each.nbytes for each in task.buffers()) * sends_buffers, all_, every),
+            ],
         )
 
     def sum(self, values: Tensor) -> Tensor:

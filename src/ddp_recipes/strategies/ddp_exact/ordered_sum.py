@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ddp_recipes._compat.modules import buffers_of
 from ddp_recipes._compat.tensors import add_each, copy_each
 from ddp_recipes.runtime.world import World
-from ddp_recipes.strategies.base import Exchange
+from ddp_recipes.strategies.base import Collective, Exchange
 
 _ALIGNMENT = 64  # bytes: as torch aligns new tensors, so that kernels treat a view like one of those
 _TOGETHER = 1 << 19  # bytes: rows are sent several at a time up to this size, for each message has a price of its own
@@ -73,14 +73,18 @@ class OrderedSum:
         """Return what is kept and sent."""
         rows = [kind for kind in self.kinds if isinstance(kind, _Rows)]
         pairs = [pair for kind in rows for pair in zip(kind.parameters, kind.total.gradients, strict=True)]
-        alone = self.world.world_size == 1
+        all_, firsts = range(self.world.world_size), [kind for kind in self.kinds if isinstance(kind, _Firsts)]
         return Exchange(
             held=[tensor for kind in self.kinds for tensor in kind.held()],
             places={parameter: place for parameter, place in pairs if isinstance(parameter, nn.Parameter)},
             at_once=False,
-            scattered=0 if alone else sum(self.shards * kind.total.flat.nbytes for kind in rows),
-            gathered=0 if alone else sum(kind.slice.nbytes for kind in rows),
-            broadcast=0 if alone else sum(kind.first.nbytes for kind in self.kinds if isinstance(kind, _Firsts)),
+            sent=[
+                Collective("scattered", sum(self.shards * kind.total.flat.nbytes for kind in rows), all_),
+                Collective("gathered", sum(kind.slice.nbytes for kind in rows), all_),
+                Collective("broadcast", sum(kind.first.nbytes for kind in firsts), all_),
+            ]
+            if len(all_) > 1
+            else (),
         )
 
 

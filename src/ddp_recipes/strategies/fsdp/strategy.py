@@ -19,12 +19,13 @@ from ddp_recipes.model_parallel.blocks import on_copies
 from ddp_recipes.runtime.messages import Messages
 from ddp_recipes.runtime.rows import OwnRows, Source, rows_here
 from ddp_recipes.runtime.world import World
-from ddp_recipes.strategies.base import Passes, T, Whole, Wrapped
+from ddp_recipes.strategies.base import Exchange, Passes, T, Whole, Wrapped, in_place
 from ddp_recipes.strategies.ddp_exact.ordered_sum import OrderedSum
 from ddp_recipes.strategies.fsdp.blocks import blocks_of, refuse_parameters
 from ddp_recipes.strategies.fsdp.dtypes import explanation, policies_of
 from ddp_recipes.strategies.fsdp.ordered import OrderedReduceScatter
 from ddp_recipes.strategies.fsdp.parts import Part, joined, norms, own_rows
+from ddp_recipes.strategies.fsdp.plan import exchange_of
 from ddp_recipes.strategies.fsdp.settings import FSDPSettings
 from ddp_recipes.strategies.fsdp.steps import gather_in_steps
 from ddp_recipes.strategies.fsdp.usage import Usage
@@ -127,20 +128,10 @@ class FSDP(Whole, Group):
 
     def make_optimizers(self, task: Task, make: Callable[[], T]) -> T:
         """Have them made of this rank's rows; refuse those that look at whole tensors."""
-        places = [
-            (module, name, parameter)
-            for module in task.modules()
-            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
-        ]
         named_ = {parameter: name for name, parameter in task.model.named_parameters()}
         parts = {parameter: Part.of(name, parameter) for parameter, name in named_.items()}
-        for module, name, parameter in places:
-            setattr(module, name, parts[parameter].own)
-        try:
+        with in_place(task, {parameter: part.own for parameter, part in parts.items()}):
             made = make()
-        finally:
-            for module, name, parameter in places:
-                setattr(module, name, parameter)
         for optimizer in made[0]:
             if unwrap(type(optimizer).step) not in {unwrap(each.step) for each in _ELEMENTWISE}:
                 raise RequestError(
@@ -285,3 +276,7 @@ class FSDP(Whole, Group):
         if self.buffers is None and self.world.world_size > 1:
             for buffer in task.buffers():
                 dist.broadcast(buffer, src=0)
+
+    def exchange(self, task: Task, world: World) -> Exchange:
+        """Return a rank's rows, what it exchanges, and passes that gather and reduce without data."""
+        return exchange_of(self.settings, task, world)

@@ -103,9 +103,13 @@ def _outputs(node: Any) -> int:
 
 
 def _call(node: Any, gradients: list[Tensor | None]) -> tuple[Tensor | None, ...]:
-    run = node if callable(node) else node.apply  # a torch.autograd.Function of a user's own has apply
-    results = run(*gradients)
-    return results if isinstance(results, tuple) else (results,)
+    if callable(node):
+        results = node(*gradients)
+        return results if isinstance(results, tuple) else (results,)
+    results = node.apply(*gradients)  # a torch.autograd.Function of a user's own: for each argument, tensor or not
+    results = results if isinstance(results, tuple) else (results,)
+    needed = iter([each for each, needs in zip(results, node.needs_input_grad, strict=False) if needs])
+    return tuple(None if following is None else next(needed) for following, _ in node.next_functions)
 
 
 def _fitted(gradient: Tensor, node: Any, at: int) -> Tensor:

@@ -1,11 +1,11 @@
 """Samples, steps and bytes of a run, computed from what the run itself would use."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ddp_recipes.data.batch_plan import BatchPlan
 from ddp_recipes.runtime.world import World
-from ddp_recipes.strategies.base import Exchange
+from ddp_recipes.strategies.base import Collective
 
 
 def samples_of(plan: BatchPlan, shard: int) -> int:
@@ -30,27 +30,29 @@ def batches_of(steps: int, batches_an_epoch: int, accumulate: int) -> int:
     return epochs * batches_an_epoch + rest * accumulate
 
 
-def sent(exchange: Exchange, world: World) -> int:
-    """Return the bytes that a rank sends at least for one exchange of gradients.
+def sent(collectives: Sequence[Collective], times: Mapping[str, int]) -> int:
+    """Return the bytes that a rank sends at least in an optimizer step.
 
     An all-reduce of S bytes among n takes 2 (n - 1) / n S from each (Patarasuk and Yuan, "Bandwidth optimal all-reduce
-    algorithms for clusters of workstations", 2009); an all-to-all of S bytes (n - 1) / n S; an all-gather of S bytes
-    each (n - 1) S. The buffers that rank 0 broadcasts are left out.
+    algorithms for clusters of workstations", 2009); a reduce-scatter or an all-to-all of S bytes (n - 1) / n S; an
+    all-gather of S bytes each (n - 1) S. The buffers that rank 0 broadcasts are left out.
     """
-    n = world.world_size
-    return round(
-        2 * (n - 1) / n * exchange.all_reduced + (n - 1) / n * exchange.scattered + (n - 1) * exchange.gathered
-    )
+    return round(sum(times[each.every] * each.bytes * _factor(each.kind, len(each.ranks)) for each in collectives))
 
 
-def leaving(exchange: Exchange, world: World) -> float:
-    """Return the bytes that one exchange of gradients has leave each node at least, or each rank of a single node."""
-    n, ranks = (world.nnodes, world.local_world_size) if world.nnodes > 1 else (world.world_size, 1)
-    return (
-        2 * (n - 1) / n * exchange.all_reduced
-        + ranks * (n - 1) / n * exchange.scattered
-        + ranks * (n - 1) * exchange.gathered
-    )
+def leaving(collectives: Sequence[Collective], times: Mapping[str, int], world: World) -> float:
+    """Return the bytes that an optimizer step has leave each node at least, or each rank of a single node."""
+    sharing, found = world.local_world_size if world.nnodes > 1 else 1, 0.0  # ranks that share a link
+    for each in collectives:
+        links = len({rank // sharing for rank in each.ranks})
+        givers = sharing if each.kind != "all_reduced" else sharing * links / len(each.ranks)  # one of a group
+        found += times[each.every] * each.bytes * _factor(each.kind, links) * givers
+    return found
+
+
+def _factor(kind: str, n: int) -> float:
+    """Return how often what one of ``n`` gives to a collective leaves it."""
+    return {"all_reduced": 2 * (n - 1) / n, "gathered": n - 1, "broadcast": 0}.get(kind, (n - 1) / n)
 
 
 def leaving_of_pipelines(reduced: Sequence[int], passed: Sequence[tuple[int, int]], world: World, ranks: int) -> int:

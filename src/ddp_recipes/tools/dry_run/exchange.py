@@ -1,27 +1,31 @@
 """What ranks send each other in an optimizer step."""
 
-from typing import Any
+from collections import Counter
+from typing import Any, get_args
 
 from ddp_recipes.build.recipe import Recipe
+from ddp_recipes.strategies.base import Collective
 from ddp_recipes.tools.dry_run import counts
 from ddp_recipes.tools.dry_run.memory import ReplicaStep
 from ddp_recipes.tools.dry_run.pipeline import PipelineSteps
+
+KINDS = get_args(Collective.__annotations__["kind"])
 
 
 def exchange_of(recipe: Recipe, step: ReplicaStep | PipelineSteps) -> dict[str, Any]:
     """Return what a rank gives to others; where ranks differ, the most that one gives."""
     if isinstance(step, PipelineSteps):
         return _of_pipelines(recipe, step)
-    exchange, world = step.exchange, recipe.world
-    times = recipe.trainer.accumulate_grad_batches if exchange.every_batch else 1
+    sent, trainer, given = step.exchange.sent, recipe.trainer, Counter[str]()
+    clips = trainer.gradient_clip_val is not None and trainer.gradient_clip_algorithm == "norm"
+    times = {"batch": trainer.accumulate_grad_batches, "step": 1, "norm": int(clips)}
+    for each in sent:
+        given[each.kind] += times[each.every] * each.bytes
     return {
-        "all_reduced_bytes": times * exchange.all_reduced,
-        "scattered_bytes": times * exchange.scattered,
-        "gathered_bytes": times * exchange.gathered,
-        "broadcast_bytes": times * exchange.broadcast,
+        **{f"{kind}_bytes": given[kind] for kind in KINDS},
         "passed_bytes": 0,
-        "sent_bytes_a_rank": times * counts.sent(exchange, world),
-        "at_least_seconds": _seconds(recipe, times * counts.leaving(exchange, world)),
+        "sent_bytes_a_rank": counts.sent(sent, times),
+        "at_least_seconds": _seconds(recipe, counts.leaving(sent, times, recipe.world)),
     }
 
 
@@ -32,10 +36,8 @@ def _of_pipelines(recipe: Recipe, step: PipelineSteps) -> dict[str, Any]:
     link = world.local_world_size if world.nnodes > 1 else 1
     known = step.passed is not None
     return {
+        **dict.fromkeys((f"{kind}_bytes" for kind in KINDS), 0),
         "all_reduced_bytes": max(reduced),
-        "scattered_bytes": 0,
-        "gathered_bytes": 0,
-        "broadcast_bytes": 0,
         "passed_bytes": counts.leaving_of_pipelines([0] * len(reduced), passed, world, 1) if known else None,
         "sent_bytes_a_rank": counts.leaving_of_pipelines(reduced, passed, world, 1),
         "at_least_seconds": _seconds(recipe, counts.leaving_of_pipelines(reduced, passed, world, link)),

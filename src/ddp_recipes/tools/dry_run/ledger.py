@@ -45,6 +45,10 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.there[device] += size
             self.peak[device] = max(self.peak[device], self.there[device])
 
+    def leave_out(self, tensors: Iterable[Tensor]) -> None:
+        """Count no memory for tensors: they stand for others, which are not there all the time."""
+        self._known |= {storage_key(tensor): weakref.ref(tensor.untyped_storage()) for tensor in tensors}
+
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

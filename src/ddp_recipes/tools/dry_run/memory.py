@@ -22,7 +22,7 @@ from ddp_recipes.model_parallel.fake import fake_batch, new_mode, without_data
 from ddp_recipes.model_parallel.placement import connect, disconnect
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies import Strategy
-from ddp_recipes.strategies.base import Exchange
+from ddp_recipes.strategies.base import Exchange, in_place
 from ddp_recipes.tasks import Task
 from ddp_recipes.tools.dry_run.backward import backward, roots_of
 from ddp_recipes.tools.dry_run.ledger import Bytes, Ledger, Saved, bytes_of, storages
@@ -116,14 +116,17 @@ class Step:
         self.precision = DTYPES[precision]
         self.task.train()
         self.trained = {
-            name: each for name, each in task.named_parameters() if each.requires_grad and each.device in devices
+            name: exchange.parts.get(each, each)
+            for name, each in task.named_parameters()
+            if each.requires_grad and each.device in devices
         }
-        state = (*task.parameters(), *task.buffers())
-        self.own = set(storages(state))
+        self.weights = [*(exchange.parts.get(each, each) for each in task.parameters()), *task.buffers()]
+        self.own = set(storages((*task.parameters(), *task.buffers())))
         self.known: set[int] = set()  # those and a batch: what is no activation
         self.ledger = Ledger(ROUNDED[devices[0].type])
-        self.ledger.add((*state, *exchange.held))
-        with mode, torch.enable_grad():
+        self.ledger.add((*self.weights, *exchange.held))
+        self.ledger.leave_out(exchange.parts)
+        with mode, torch.enable_grad(), in_place(task, exchange.parts):
             self.optimizer = make_optimizer(task)
             as_on(self.optimizer, devices[0].type)
 
@@ -141,13 +144,14 @@ class Step:
 
     def _steps(self, batches: Batches) -> None:
         """Run an optimizer step and a validation step, as they are once the optimizer has its state."""
-        micros = min(batches.accumulate, 2)  # a third one would only repeat the second
-        for micro in range(micros):
+        passes = self.exchange.passes(batches.accumulate)
+        for number, each in enumerate(passes):
             batch = fake_batch(*batches.train, self.devices[0])
             self.batch = bytes_of(tree_leaves(batch))
             self.known.clear()
             self.known.update(self.own, storages(tree_leaves(batch)))
-            self._forward_backward(batch, first=micro == 0, last=micro == micros - 1)
+            with each:
+                self._forward_backward(batch, first=number == 0, last=number == len(passes) - 1)
         self._put()
         self.unused = [name.removeprefix("model.") for name, each in self.trained.items() if each.grad is None]
         gradients = [each.grad for each in self.trained.values() if each.grad is not None]
@@ -215,7 +219,7 @@ class Step:
 
     def memory(self) -> list[DeviceMemory]:
         """Return what each device holds."""
-        weights = bytes_of((*self.task.parameters(), *self.task.buffers()))
+        weights = bytes_of(self.weights)
         state = bytes_of(tree_leaves(list(self.optimizer.state.values())))
         return [
             DeviceMemory(
@@ -255,7 +259,7 @@ class ReplicaStep(Step):
         precision: str,
         whole: bool = False,
     ) -> None:
-        self.whole = whole
+        self.whole, self.make_optimizer = whole, make_optimizer
         mode = new_mode()
         copied = without_data(task, starts, devices, mode)
         disconnect(copied.model)
@@ -266,5 +270,10 @@ class ReplicaStep(Step):
         self.run(batches)
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint has of model and optimizer."""
+        """Return what a checkpoint has of model and optimizer: also of what other ranks have."""
+        if self.exchange.parts:
+            with self.mode:
+                self.optimizer = self.make_optimizer(self.task)
+                self.trained = {name: each for name, each in self.task.named_parameters() if each.requires_grad}
+                self._step_without_running()
         return {"model": self.task.weights(), "optimizer": self.optimizer.state_dict()}

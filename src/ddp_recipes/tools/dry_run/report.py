@@ -74,6 +74,7 @@ def exchanged(exchange: dict[str, Any]) -> str:
     """Say what ranks send each other."""
     kinds = {
         "all_reduced": "all-reduce",
+        "reduce_scattered": "reduce-scatter",
         "scattered": "all-to-all",
         "gathered": "all-gather",
         "broadcast": "broadcast",

@@ -1,0 +1,256 @@
+"""What a rank keeps and exchanges, for a dry run: parameters come and go there as ``fully_shard`` has them do."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from ddp_recipes._compat.pytree import tree_leaves, tree_map_only
+from ddp_recipes.runtime.world import World
+from ddp_recipes.strategies.base import Collective, Exchange
+from ddp_recipes.strategies.ddp_exact.ordered_sum import OrderedSum
+from ddp_recipes.strategies.fsdp.blocks import blocks_of
+from ddp_recipes.strategies.fsdp.settings import FSDPSettings
+from ddp_recipes.tasks import Task
+
+
+def exchange_of(settings: FSDPSettings, task: Task, world: World) -> Exchange:
+    """Return what rank 0 keeps and sends, and passes that gather and reduce on tensors without data.
+
+    The task's own parameters stand for wholes, which take no memory but while they are gathered.
+    """
+    model, ranks = task.model, world.world_size // settings.replicas
+    names, seen = blocks_of(model, settings.wrap), set[Parameter]()
+    blocks = []
+    for module in (*map(model.get_submodule, names), model):  # the model has what is in no block
+        blocks.append(_Block(module, [each for each in module.parameters() if each not in seen], ranks))
+        seen |= {*module.parameters()}
+    count = settings.batch_shards(world).count
+    buffers = Exchange()
+    if settings.shards is not None:
+        buffers = OrderedSum(task, world, count, gradients=False).exchange()
+    elif world.world_size > 1:
+        sizes = [each.nbytes for each in task.buffers()]
+        buffers = Exchange(sent=[Collective("broadcast", sum(sizes), range(world.world_size))])
+    return Exchange(
+        held=buffers.held,
+        sent=[*buffers.sent, *_sent(settings, blocks, world, count)],
+        parts={whole: own for each in blocks for whole, own in each.parts.items()},
+        passes=_Passes(settings, blocks, world, count),
+    )
+
+
+def _sent(settings: FSDPSettings, blocks: Sequence["_Block"], world: World, count: int) -> Iterator[Collective]:
+    """Yield what is sent of parameters and gradients, ``count`` shards a step."""
+    ranks = blocks[0].ranks
+    group, others = range(ranks), range(0, world.world_size, ranks)  # of a replica; with the same rows
+    if world.world_size == 1:
+        return
+    *inner, root = [each.part for each in blocks]
+    gathered = root + (2 if settings.level == 3 else 1) * sum(inner)  # again in backward
+    if settings.level == 1:
+        yield Collective("gathered", gathered, group, "step")
+    else:
+        yield Collective("gathered", count * gathered, group, "batch")
+    reduced = sum(each.trained for each in blocks)
+    if settings.shards is None:
+        yield Collective("reduce_scattered", ranks * reduced, group)
+        if settings.replicas > 1:
+            yield Collective("all_reduced", reduced, others)
+    else:
+        yield Collective("scattered", count * ranks * reduced, group)
+        yield Collective("scattered", reduced, group, "norm")
+        if settings.replicas > 1:
+            yield Collective("gathered", count * ranks * reduced, others)
+
+
+class _Block:
+    """Parameters that are gathered together.
+
+    Attributes:
+        parts: rank 0's rows of each parameter, the most that a rank has.
+        part: bytes of a rank's rows, padded to as many on each; ``trained`` those of them that have gradients.
+        buffer: rows of all ranks as they arrive; ``whole`` are parameters made of them.
+        gradient: the rows that were reduced last.
+    """
+
+    def __init__(self, module: nn.Module, parameters: Sequence[Parameter], ranks: int) -> None:
+        self.module, self.ranks = module, ranks
+        self.parts: dict[Parameter, Parameter] = {}
+        self.part = self.trained = 0
+        for each in parameters:
+            padded = each.new_empty(-(-len(each) // ranks), *each.shape[1:])
+            self.parts[each] = Parameter(padded[: len(each)], each.requires_grad)
+            self.part += padded.nbytes
+            self.trained += padded.nbytes * each.requires_grad
+        self.buffer: Tensor | None = None
+        self.whole: list[Tensor] = []
+        self.gradient: Tensor | None = None
+
+    def gather(self) -> None:
+        """Receive the rows of all ranks."""
+        if not self.whole and self.buffer is None and self.parts:
+            self.buffer = self._bytes(self.ranks * self.part if self.ranks > 1 else 0)
+            self._copied(self.buffer)
+
+    def take(self) -> Tensor | None:
+        """Make parameters of what was received; return that."""
+        received, self.buffer = self.buffer, None
+        if received is not None:
+            self.whole = [torch.empty_like(each) for each in self.parts]
+        return received
+
+    def give_back(self) -> None:
+        """Free the parameters."""
+        self.whole = []
+
+    def reduce(self, ordered: bool, replicas: int) -> Tensor:
+        """Reduce gradients to this rank's rows; return what was sent."""
+        sent = self._bytes(self.ranks * self.trained)
+        for whole in self.parts:
+            whole.grad = None
+        reduced = next(iter(self.parts)).new_empty(self.trained // next(iter(self.parts)).itemsize)
+        if ordered:
+            received = [torch.empty_like(sent)]
+            if replicas > 1:
+                received.append(self._bytes(replicas * len(sent)))
+                self._copied(received[-1])
+        else:
+            self._copied(sent)
+        at = 0
+        for own in self.parts.values():
+            if own.requires_grad:
+                if own.grad is None:  # else it is added to what there is
+                    own.grad = reduced[at : at + own.numel()].view(own.shape)
+                    self.gradient = reduced
+                at += own.untyped_storage().nbytes() // own.itemsize
+        return sent
+
+    def _copied(self, tensor: Tensor) -> None:
+        """Gloo gathers and reduces in memory of its own."""
+        if tensor.is_cpu and self.ranks > 1:
+            torch.empty_like(tensor)
+
+    def _bytes(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, device=next(iter(self.parts)).device)
+
+
+class _Passes:
+    """What FSDP2 does in the passes of a step: gather, prefetch, reduce and give back, at hooks of the model."""
+
+    def __init__(self, settings: FSDPSettings, blocks: Sequence[_Block], world: World, count: int) -> None:
+        self.settings, self.blocks, self.count = settings, blocks, count
+        self.root = blocks[-1]
+        self.ordered = settings.shards is not None and world.world_size > 1
+        self.reduces = self.gives_back = self.in_backward = False
+        self.run: list[_Block] = []  # blocks of this pass whose forward is done
+        self.reduced: set[_Block] = set()  # whose backward is
+        self.received: Tensor | None = None  # kept until the next block has received its own
+        self.sent: Tensor | None = None  # likewise
+        for block in blocks:
+            before = cast(Any, partial(self._before_forward, block))
+            block.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+            block.module.register_forward_hook(partial(self._after_forward, block))
+
+    def __call__(self, accumulate: int) -> Sequence[AbstractContextManager[None]]:
+        """Return contexts of the passes: two batches of two shards, where there are more."""
+        shards, batches = min(self.count, 2), min(accumulate, 2)
+        return [
+            self._pass(shard, batch, batch == batches - 1, (shard, batch) == (shards - 1, batches - 1))
+            for shard in range(shards)
+            for batch in range(batches)
+        ]
+
+    @contextmanager
+    def _pass(self, shard: int, batch: int, last: bool, over: bool) -> Iterator[None]:
+        """Run a batch of a shard, which may be its ``last`` one and that of the step."""
+        level = self.settings.level
+        self.reduces = over if level == 1 and self.settings.shards is None else last
+        self.gives_back = level > 1 or over
+        if batch == 0 and (self.ordered or shard == 0):
+            for block in self.blocks:
+                for own in block.parts.values():
+                    own.grad = None
+                if shard == 0:
+                    block.gradient = None
+        yield
+        for block in (self.root, *self.blocks[:-1]):
+            self._after_backward(block)  # of blocks whose inputs need no gradient
+        self.run, self.reduced, self.in_backward = [], set(), False
+        if over:
+            self.sent = None
+
+    def _before_forward(
+        self, block: _Block, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        block.gather()
+        if self.in_backward:  # activations are computed again
+            block.take()
+            return args, kwargs
+        if block.buffer is not None:
+            self.received = None
+            self.received = block.take()
+        marked: tuple[tuple[Any, ...], dict[str, Any]] = _at((args, kwargs), partial(self._after_backward, block))
+        return marked
+
+    def _after_forward(self, block: _Block, _: nn.Module, __: Any, output: Any) -> Any:
+        if self.in_backward:
+            return output
+        self.run.append(block)
+        if self.settings.level == 3 and block is not self.root:
+            block.give_back()
+        if block is self.root:
+            self.received = None
+            if not torch.is_grad_enabled():
+                self.run = []
+                for each in self.blocks:
+                    each.give_back()
+        return _at(output, partial(self._before_backward, block))
+
+    def _before_backward(self, block: _Block) -> None:
+        self.in_backward = True
+        block.gather()
+        block.take()
+        if before := self.run[: self.run.index(block)]:
+            before[-1].gather()
+
+    def _after_backward(self, block: _Block) -> None:
+        if block in self.reduced:
+            return
+        self.reduced.add(block)
+        if self.gives_back:
+            block.give_back()
+        if self.reduces:
+            self.sent = None
+            if block.trained:
+                self.sent = block.reduce(self.ordered, self.settings.replicas)
+
+
+class _At(torch.autograd.Function):
+    """Calls something once backward has the gradients of tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Return the tensors."""
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Call it; hand on the gradients."""
+        ctx.call()
+        return None, *gradients
+
+
+def _at(values: Any, call: Callable[[], None]) -> Any:
+    """Return the same values, with a call in backward once it has the gradients of all tensors among them."""
+    tensors = [each for each in tree_leaves(values) if isinstance(each, Tensor) and each.requires_grad]
+    if not tensors or not torch.is_grad_enabled():
+        return values
+    marked = iter(_At.apply(call, *tensors))
+    return tree_map_only(Tensor, lambda each: next(marked) if each.requires_grad else each, values)
