@@ -201,6 +201,13 @@ class StrategySettings:
             RequestError: with what to do instead.
         """
 
+    def with_less_memory(self) -> Mapping[str, Mapping[str, Any]]:
+        """Return keys of the strategy with which a rank may take less memory, by the overrides that set them.
+
+        With a ``_target_`` they are all keys of another strategy. A dry run that does not fit tries them.
+        """
+        return {}
+
     @property
     def synchronises_batch_norm(self) -> bool:
         """Whether batch norm takes its statistics from all replicas."""

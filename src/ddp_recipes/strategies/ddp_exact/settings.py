@@ -1,7 +1,7 @@
 """What ``strategy=ddp_exact`` means for the shape of a run."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ddp_recipes.config.keys import Count
 from ddp_recipes.strategies.fixed_shards import FixedShardsSettings
@@ -14,3 +14,8 @@ class DDPExactSettings(FixedShardsSettings):
     name: ClassVar[str] = "ddp_exact"
 
     shards: Count = 12
+
+    def with_less_memory(self) -> dict[str, dict[str, Any]]:
+        """Return the strategy that deals the model to the ranks, with the same bits."""
+        keys = {"_target_": "ddp_recipes.strategies.FSDP", "shards": self.shards, "num_threads": self.num_threads}
+        return {f"strategy=fsdp strategy.shards={self.shards}": keys}

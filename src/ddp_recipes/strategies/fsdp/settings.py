@@ -1,7 +1,7 @@
 """What ``strategy=fsdp`` means for the shape of a run."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ddp_recipes.config.keys import Count
 from ddp_recipes.errors import RequestError
@@ -49,6 +49,10 @@ class FSDPSettings(FixedShardsSettings):
                 f"{2 * r}, {3 * r}, {4 * r}, … processes (launcher.nproc_per_node), or strategy=ddp, whose processes "
                 f"have a replica each."
             )
+
+    def with_less_memory(self) -> dict[str, dict[str, Any]]:
+        """Return levels at which more is dealt."""
+        return {f"strategy.level={level}": {"level": level} for level in range(self.level + 1, 4)}
 
     @property
     def whole_model(self) -> bool:

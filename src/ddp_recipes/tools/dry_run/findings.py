@@ -89,19 +89,26 @@ def memory_does_not_fit(recipe: Recipe, planned: dict[str, Any]) -> str | None:
     """Find memory that is not there."""
     if planned.get("fits") is not False:
         return None
-    k = planned["devices_per_replica"]
-    key, smallest = "model.num_devices", planned.get("smallest_k")
-    if (pipeline := recipe.request.strategy.pipeline) is not None:
-        key, smallest = pipeline.stages_key, planned["smallest_stages"]
+    k, pipeline = planned["devices_per_replica"], recipe.request.strategy.pipeline
     there = planned["cluster"]["gpu_memory_bytes"] * (k if planned["memory_of_replica"] else 1)
     needed = max(each["peak"] for each in planned["memory"])
     text = f"A step takes {in_words(needed)} of a device that has {in_words(there)}."
     if planned["memory_of_replica"]:
         text = f"A step takes {in_words(needed)} in all of the {k} devices of a replica, which have {in_words(there)}."
-    if smallest is not None:
-        return f"{text} It fits with {key}={smallest}, the smallest number that it fits with."
-    none = "devices that a node has" if key == "model.num_devices" else "stages that there are GPUs for"
+    with_ = [f"{each['overrides']} ({in_words(each['peak'])})" for each in planned["would_fit"]]
+    if pipeline is not None or (recipe.request.strategy.whole_model and recipe.devices.type == "cuda"):
+        key = "model.num_devices" if pipeline is None else pipeline.stages_key
+        smallest = planned["smallest_k" if pipeline is None else "smallest_stages"]
+        none = "devices that a node has" if pipeline is None else "stages that there are GPUs for"
+        if smallest is not None:
+            text += f" It fits with {key}={smallest}, the smallest number that it fits with."
+        else:
+            text += f" No number of {none} makes it fit."
+        if smallest is not None and not with_:
+            return text
+    if with_:
+        return f"{text} It fits with {', or with '.join(with_)}."
     return (
-        f"{text} No number of {none} makes it fit. Use a smaller data.batch_size, "
-        f"trainer.precision=bf16-mixed, or GPUs with more memory."
+        f"{text} Neither another strategy or level, nor activation checkpointing, nor smaller batches do. Use "
+        f"trainer.precision=bf16-mixed, more devices, or GPUs with more memory."
     )

@@ -4,26 +4,21 @@ import json
 import logging
 import sys
 from dataclasses import asdict, replace
-from functools import partial
 from typing import Any
 
 import torch
 
-from ddp_recipes.build.optimizer import make_optimizer
-from ddp_recipes.build.recipe import Recipe, make_recipe
+from ddp_recipes.build.recipe import Recipe
 from ddp_recipes.config.request import Layout
-from ddp_recipes.errors import RequestError
 from ddp_recipes.model_parallel.timeline import bubble, order, timeline
 from ddp_recipes.output import Output, cells_of
 from ddp_recipes.reporting.progress import table
 from ddp_recipes.reporting.run_directory import write_text
-from ddp_recipes.runtime.world import World
 from ddp_recipes.tools.dry_run import counts
 from ddp_recipes.tools.dry_run.checkpoint import checkpoint_bytes
 from ddp_recipes.tools.dry_run.exchange import exchange_of
 from ddp_recipes.tools.dry_run.findings import findings
-from ddp_recipes.tools.dry_run.memory import Batches, ReplicaStep
-from ddp_recipes.tools.dry_run.pipeline import PipelineSteps
+from ddp_recipes.tools.dry_run.fitting import fit, run_step
 from ddp_recipes.tools.dry_run.report import rows
 
 log = logging.getLogger(__name__)
@@ -63,48 +58,6 @@ def make_plan(recipe: Recipe) -> Plan:
     }
     fits = fit(recipe, step, capacity) if capacity is not None else {}
     return {**planned, **fits, "findings": findings(recipe, step, {**planned, **fits})}
-
-
-def run_step(recipe: Recipe) -> ReplicaStep | PipelineSteps:
-    """Run a step of the recipe without data, on the devices of one replica.
-
-    A model that places itself knows no devices but those it was made for, and the CPU has one memory for each process:
-    then all that a process has is on one device.
-    """
-    train = recipe.loaders["train"]
-    batches = Batches(
-        (train.sample(), train.plan.size(0, 0)),
-        [(val.sample(), val.plan.size(0, 0)) for val in recipe.val.values()],
-        min(recipe.trainer.accumulate_grad_batches, len(train)),
-    )
-    starts = [stage.first for stage in recipe.stages[1:]]
-    on_cpu = recipe.devices.type == "cpu"
-    if (pipeline := recipe.request.strategy.pipeline) is not None:
-        return PipelineSteps(
-            recipe.task,
-            starts,
-            torch.device("cpu") if on_cpu else torch.device("cuda", 0),
-            pipeline,
-            recipe.world,
-            partial(make_optimizer, recipe.job.config, may_fuse=recipe.may_fuse),
-            batches,
-            recipe.trainer.precision,
-        )
-    devices = [torch.device("cuda", number) for number in range(len(starts) + 1)]
-    whole = on_cpu or (recipe.request.num_devices > 1 and not starts)
-    if whole:
-        starts, devices = [], [torch.device("cpu")]
-    return ReplicaStep(
-        recipe.task,
-        starts,
-        devices,
-        recipe.strategy,
-        recipe.world,
-        partial(make_optimizer, recipe.job.config, may_fuse=recipe.may_fuse),
-        batches,
-        recipe.trainer.precision,
-        whole=whole and recipe.request.num_devices > 1,
-    )
 
 
 def capacity_of(recipe: Recipe, layout: Layout) -> int | None:
@@ -192,46 +145,6 @@ def pipeline_of(recipe: Recipe) -> Plan | None:
         "micro_batches": micro_batches,
         "bubble": bubble(timeline(order("gpipe", k, k, micro_batches), k)),
     }
-
-
-def fit(recipe: Recipe, step: ReplicaStep | PipelineSteps, capacity: int) -> Plan:
-    """Return whether it fits; where not, with how many devices or stages a replica it does, if there are as many."""
-    smallest = "smallest_k" if recipe.request.strategy.pipeline is None else "smallest_stages"
-    if step.failure:
-        return {"fits": None, smallest: None}
-    fits = largest(step) <= capacity * (recipe.request.num_devices if step.whole else 1)
-    return {"fits": fits, smallest: None if fits else smallest_that_fits(recipe, step, capacity)}
-
-
-def largest(step: ReplicaStep | PipelineSteps) -> int:
-    """Return the peak of the fullest device."""
-    return max(each.peak for each in step.memory())
-
-
-def smallest_that_fits(recipe: Recipe, step: ReplicaStep | PipelineSteps, capacity: int) -> int | None:
-    """Try other numbers of devices, from one on, or of stages: the first that fits is the smallest."""
-    layout = recipe.devices.layout
-    assert layout is not None
-    config, pipeline, gpus = recipe.job.config, recipe.request.strategy.pipeline, layout.gpus
-    section, key, mine, most = "model", "num_devices", recipe.request.num_devices, gpus
-    if pipeline is not None:
-        section, key = pipeline.stages_key.split(".")
-        mine = pipeline.stages
-        most = layout.nnodes * max(gpus, 1) * pipeline.each
-    state = sum(each.state for each in step.memory())
-    for number in range(1, most + 1):
-        devices = number if pipeline is None else number // pipeline.each
-        if number == mine or state > devices * capacity:  # not even in equal parts
-            continue
-        changed = {**config, "model": {**config["model"], "split": None}}
-        changed[section] = {**changed[section], key: number}
-        try:
-            other = run_step(make_recipe(replace(recipe.job, config=changed), World(), recipe.control))
-        except RequestError:
-            continue  # it cannot be cut so, or so many are not there
-        if other.failure is None and largest(other) <= capacity:
-            return number
-    return None
 
 
 def as_text(planned: Plan) -> str:
