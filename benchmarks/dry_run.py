@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--allowed", type=float, default=0.1, help="relative error (default: %(default)s)")
     torch.set_num_threads(1)  # else a fork does not survive
     allowed, worst = parser.parse_args(argv).allowed, 0.0
-    print("| model | ranks | | peak, planned | real | error | sent a step, planned | real | error |")
+    print("| model | ranks | with | peak, planned | real | error | sent a step, planned | real | error |")
     print(f"|{' --- |' * 9}")
     with tempfile.TemporaryDirectory(prefix="dry_run_") as folder:
         (text := Path(folder) / "text.txt").write_text("to be, or not to be, that is the question: " * 400)

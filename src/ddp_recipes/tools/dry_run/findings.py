@@ -107,7 +107,7 @@ def memory_does_not_fit(recipe: Recipe, planned: dict[str, Any]) -> str | None:
         if smallest is not None and not with_:
             return text
     if with_:
-        return f"{text} It fits with {', or with '.join(with_)}."
+        return f"{text} It {'also ' * ('It fits' in text)}fits with {', or with '.join(with_)}."
     return (
         f"{text} Neither another strategy or level, nor activation checkpointing, nor smaller batches do. Use "
         f"trainer.precision=bf16-mixed, more devices, or GPUs with more memory."
