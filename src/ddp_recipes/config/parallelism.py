@@ -201,12 +201,13 @@ class StrategySettings:
             RequestError: with what to do instead.
         """
 
-    def with_less_memory(self) -> Mapping[str, Mapping[str, Any]]:
+    def with_less_memory(self) -> Sequence[Mapping[str, Mapping[str, Any]]]:
         """Return keys of the strategy with which a rank may take less memory, by the overrides that set them.
 
-        With a ``_target_`` they are all keys of another strategy. A dry run that does not fit tries them.
+        Of each kind those that change least come first; with a ``_target_`` they are all keys of another strategy. A
+        dry run that does not fit tries them: the first kind before changes of model and batch, the second one last.
         """
-        return {}
+        return ()
 
     @property
     def synchronises_batch_norm(self) -> bool:

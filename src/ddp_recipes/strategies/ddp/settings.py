@@ -68,9 +68,9 @@ class DDPSettings(StrategySettings):
         on_gpus = "" if device_type == "cuda" else ", on GPUs,"
         return f"With strategy.sync_batchnorm=true{on_gpus} ddp takes them from all."
 
-    def with_less_memory(self) -> dict[str, dict[str, Any]]:
+    def with_less_memory(self) -> list[dict[str, dict[str, Any]]]:
         """Return the strategy that deals the model to the ranks."""
-        return {"strategy=fsdp": {"_target_": "ddp_recipes.strategies.FSDP"}}
+        return [{"strategy=fsdp": {"_target_": "ddp_recipes.strategies.FSDP"}}]
 
     def unused_parameters(self) -> str:
         """Return what torch makes of them, by its options."""

@@ -25,10 +25,12 @@ def exchange_of(settings: FSDPSettings, task: Task, world: World) -> Exchange:
     """
     model, ranks = task.model, world.world_size // settings.replicas
     names, seen = blocks_of(model, settings.wrap), set[Parameter]()
+    param_dtype, offload = getattr(settings, "param_dtype", None), getattr(settings, "offload", False)
     blocks = []
     for module in (*map(model.get_submodule, names), model):  # the model has what is in no block
-        blocks.append(_Block(module, [each for each in module.parameters() if each not in seen], ranks))
-        seen |= {*module.parameters()}
+        own = [each for each in module.parameters() if each not in seen]
+        blocks.append(_Block(module, own, ranks, param_dtype, offload))
+        seen |= {*own}
     count = settings.batch_shards(world).count
     buffers = Exchange()
     if settings.shards is not None:
@@ -71,22 +73,30 @@ def _sent(settings: FSDPSettings, blocks: Sequence["_Block"], world: World, coun
 class _Block:
     """Parameters that are gathered together.
 
+    Args:
+        dtype: in which they are gathered, and computed with; ``None``: their own.
+        offload: whether a rank's rows are on the CPU.
+
     Attributes:
         parts: rank 0's rows of each parameter, the most that a rank has.
-        part: bytes of a rank's rows, padded to as many on each; ``trained`` those of them that have gradients.
+        part: bytes that a rank gives of its rows, padded to as many on each; ``trained`` those of their gradients.
         buffer: rows of all ranks as they arrive; ``whole`` are parameters made of them.
         gradient: the rows that were reduced last.
     """
 
-    def __init__(self, module: nn.Module, parameters: Sequence[Parameter], ranks: int) -> None:
-        self.module, self.ranks = module, ranks
+    def __init__(
+        self, module: nn.Module, parameters: Sequence[Parameter], ranks: int, dtype: str | None, offload: bool
+    ) -> None:
+        self.module, self.ranks, self.dtype = module, ranks, None if dtype is None else getattr(torch, dtype)
         self.parts: dict[Parameter, Parameter] = {}
+        self.copied = offload or dtype is not None  # before it is sent
         self.part = self.trained = 0
         for each in parameters:
-            padded = each.new_empty(-(-len(each) // ranks), *each.shape[1:])
+            padded = each.new_empty(-(-len(each) // ranks), *each.shape[1:], device="cpu" if offload else None)
             self.parts[each] = Parameter(padded[: len(each)], each.requires_grad)
-            self.part += padded.nbytes
             self.trained += padded.nbytes * each.requires_grad
+            each.data = each.data.to(self.dtype) if self.dtype is not None and each.is_floating_point() else each.data
+            self.part += padded.numel() * each.itemsize
         self.buffer: Tensor | None = None
         self.whole: list[Tensor] = []
         self.gradient: Tensor | None = None
@@ -94,7 +104,9 @@ class _Block:
     def gather(self) -> None:
         """Receive the rows of all ranks."""
         if not self.whole and self.buffer is None and self.parts:
+            given = self._bytes(self.part if self.copied else 0)
             self.buffer = self._bytes(self.ranks * self.part if self.ranks > 1 else 0)
+            del given
             self._copied(self.buffer)
 
     def take(self) -> Tensor | None:
@@ -113,7 +125,8 @@ class _Block:
         sent = self._bytes(self.ranks * self.trained)
         for whole in self.parts:
             whole.grad = None
-        reduced = next(iter(self.parts)).new_empty(self.trained // next(iter(self.parts)).itemsize)
+        own = next(each for each in self.parts.values() if each.requires_grad)
+        reduced = torch.empty(self.trained // own.itemsize, dtype=own.dtype, device=sent.device)
         if ordered:
             received = [torch.empty_like(sent)]
             if replicas > 1:
@@ -121,7 +134,7 @@ class _Block:
                 self._copied(received[-1])
         else:
             self._copied(sent)
-        at = 0
+        reduced, at = reduced.to(own.device), 0
         for own in self.parts.values():
             if own.requires_grad:
                 if own.grad is None:  # else it is added to what there is
@@ -188,6 +201,7 @@ class _Passes:
         self, block: _Block, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         block.gather()
+        args, kwargs = _to(block.dtype, (args, kwargs))
         if self.in_backward:  # activations are computed again
             block.take()
             return args, kwargs
@@ -198,6 +212,7 @@ class _Passes:
         return marked
 
     def _after_forward(self, block: _Block, _: nn.Module, __: Any, output: Any) -> Any:
+        output = _to(torch.float32 if block is self.root and block.dtype is not None else None, output)
         if self.in_backward:
             return output
         self.run.append(block)
@@ -228,6 +243,13 @@ class _Passes:
             self.sent = None
             if block.trained:
                 self.sent = block.reduce(self.ordered, self.settings.replicas)
+
+
+def _to(dtype: torch.dtype | None, values: Any) -> Any:
+    """Return the same values, floating-point tensors among them in another dtype."""
+    if dtype is None:
+        return values
+    return tree_map_only(Tensor, lambda each: each.to(dtype) if each.is_floating_point() else each, values)
 
 
 class _At(torch.autograd.Function):

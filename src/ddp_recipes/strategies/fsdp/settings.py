@@ -50,9 +50,10 @@ class FSDPSettings(FixedShardsSettings):
                 f"have a replica each."
             )
 
-    def with_less_memory(self) -> dict[str, dict[str, Any]]:
-        """Return levels at which more is dealt."""
-        return {f"strategy.level={level}": {"level": level} for level in range(self.level + 1, 4)}
+    def with_less_memory(self) -> list[dict[str, dict[str, Any]]]:
+        """Return levels at which more is dealt, and rows on the CPU."""
+        levels = {f"strategy.level={level}": {"level": level} for level in range(self.level + 1, 4)}
+        return [levels, {"strategy.offload=true": {"offload": True}}]
 
     @property
     def whole_model(self) -> bool:

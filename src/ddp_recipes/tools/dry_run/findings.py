@@ -109,6 +109,6 @@ def memory_does_not_fit(recipe: Recipe, planned: dict[str, Any]) -> str | None:
     if with_:
         return f"{text} It {'also ' * ('It fits' in text)}fits with {', or with '.join(with_)}."
     return (
-        f"{text} Neither another strategy or level, nor activation checkpointing, nor smaller batches do. Use "
-        f"trainer.precision=bf16-mixed, more devices, or GPUs with more memory."
+        f"{text} No other strategy or level, activation checkpointing, smaller batches or offload make it fit, nor all "
+        f"of them. Use trainer.precision=bf16-mixed, more devices, or GPUs with more memory."
     )

@@ -1,21 +1,24 @@
 """Whether a step fits a device, and what would make it fit: found by running other ones without data."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from math import inf
 from typing import Any
 
 import torch
 
 from ddp_recipes.build.optimizer import make_optimizer
 from ddp_recipes.build.recipe import Recipe, make_recipe
+from ddp_recipes.config.parallelism import strategy_settings
 from ddp_recipes.errors import RequestError
 from ddp_recipes.runtime.world import World
 from ddp_recipes.tools.dry_run.memory import Batches, ReplicaStep
 from ddp_recipes.tools.dry_run.pipeline import PipelineSteps
 
 Config = Mapping[str, Any]
-Changes = Iterator[tuple[str, Config]]  # overrides, and the config with them; those that change least first
+Change = tuple[str, Mapping[str, Mapping[str, Any]]]  # overrides, and keys of sections
+Kind = Callable[[Config], Iterable[Change]]  # those that change least first
 
 
 def fit(recipe: Recipe, step: ReplicaStep | PipelineSteps, capacity: int) -> dict[str, Any]:
@@ -50,9 +53,7 @@ def smallest_that_fits(recipe: Recipe, step: ReplicaStep | PipelineSteps, capaci
         devices = number if pipeline is None else number // pipeline.each
         if number == mine or state > devices * capacity:  # not even in equal parts
             continue
-        changed = {**config, "model": {**config["model"], "split": None}}
-        changed[section] = {**changed[section], key: number}
-        other = step_of(recipe, changed)
+        other = step_of(recipe, changed(config, [("", {"model": {"split": None}}), ("", {section: {key: number}})]))
         if other is not None and largest(other) <= capacity:
             return number
     return None
@@ -69,22 +70,43 @@ def step_of(recipe: Recipe, config: Config) -> ReplicaStep | PipelineSteps | Non
 
 def what_would_fit(recipe: Recipe, step: ReplicaStep | PipelineSteps, capacity: int) -> list[dict[str, Any]]:
     """Return overrides that make it fit, each with the peak: the first of each kind, or else several together."""
-    config, given = recipe.job.config, ""
-    found = with_validation(recipe, given, config, step, capacity)
-    for together in (False, True):
-        for kind in (strategies, recomputed, smaller_batches) if not found else ():
-            possible = None
-            for overrides, changed in kind(recipe, config):
-                if (other := step_of(recipe, changed)) is not None:
-                    possible = f"{given}{overrides}", changed
-                    if fits := with_validation(recipe, *possible, other, capacity):
-                        found += fits
-                        break
-            if together and possible is not None:
-                if found:
-                    break
-                given, config = f"{possible[0]} ", possible[1]
-    return found
+
+    def run(changes: Sequence[Change]) -> tuple[float, list[dict[str, Any]]]:
+        """Return the peak with changes, and what of them fits."""
+        config = changed(recipe.job.config, changes)
+        other = step_of(recipe, config)
+        given = " ".join(overrides for overrides, _ in changes)
+        return (inf, []) if other is None else (largest(other), with_validation(recipe, given, config, other, capacity))
+
+    if alone := with_validation(recipe, "", recipe.job.config, step, capacity):
+        return alone
+    kinds: list[Kind] = [partial(strategies, 0), recomputed, smaller_batches, partial(strategies, 1)]
+    fit = [next((found for each in kind(recipe.job.config) if (found := run([each])[1])), []) for kind in kinds]
+    if any(fit):
+        return [found for of_kind in fit for found in of_kind]
+    chosen: list[Change] = []
+    least: float = largest(step)
+    for kind in kinds:
+        before = list(chosen)
+        for each in kind(changed(recipe.job.config, before)):
+            peak, found = run([*before, each])
+            if found or peak < least:  # gradients of batches that are accumulated may take more than these
+                chosen, least = [*before, each], peak
+            if found:
+                for other in before:  # it may not be needed beside those that came later
+                    fewer = [one for one in chosen if one is not other]
+                    if less := run(fewer)[1]:
+                        chosen, found = fewer, less
+                return found
+    return []
+
+
+def changed(config: Config, changes: Sequence[Change]) -> Config:
+    """Return a config with other keys of some sections; with a ``_target_`` they are all keys."""
+    for _, sections in changes:
+        for name, keys in sections.items():
+            config = {**config, name: keys if "_target_" in keys else {**config[name], **keys}}
+    return config
 
 
 def with_validation(
@@ -95,31 +117,30 @@ def with_validation(
     while largest(step) > capacity and size > 1 and max(each.training for each in step.memory()) <= capacity:
         size //= 2
         overrides = f"{alone} data.val_batch_size={size}".strip()
-        step = step_of(recipe, {**config, "data": {**config["data"], "val_batch_size": size}}) or step
+        step = step_of(recipe, changed(config, [("", {"data": {"val_batch_size": size}})])) or step
     return [{"overrides": overrides, "peak": largest(step)}] if overrides and largest(step) <= capacity else []
 
 
-def strategies(recipe: Recipe, config: Config) -> Changes:
+def strategies(kind: int, config: Config) -> Iterator[Change]:
     """Yield what the strategy's settings know to take less."""
-    for overrides, keys in recipe.request.strategy.with_less_memory().items():
-        yield overrides, {**config, "strategy": keys if "_target_" in keys else {**config["strategy"], **keys}}
+    for choices in strategy_settings(config["strategy"]).with_less_memory()[kind : kind + 1]:
+        yield from ((overrides, {"strategy": keys}) for overrides, keys in choices.items())
 
 
-def recomputed(recipe: Recipe, config: Config) -> Changes:
+def recomputed(config: Config) -> Iterator[Change]:
     """Yield that activations are computed again."""
-    if not recipe.request.model.activation_checkpointing:
-        key = "activation_checkpointing"
-        yield f"model.{key}=true", {**config, "model": {**config["model"], key: True}}
+    if not config["model"].get("activation_checkpointing"):
+        yield "model.activation_checkpointing=true", {"model": {"activation_checkpointing": True}}
 
 
-def smaller_batches(recipe: Recipe, config: Config) -> Changes:
+def smaller_batches(config: Config) -> Iterator[Change]:
     """Yield smaller batches, more of them a step."""
-    data, trainer = config["data"], config["trainer"]
-    key = "batch_size" if data["global_batch_size"] is None else "global_batch_size"
-    for parts in (each for each in range(2, data[key] + 1) if data[key] % each == 0):
-        size, times = data[key] // parts, trainer["accumulate_grad_batches"] * parts
-        changed = {"data": {**data, key: size}, "trainer": {**trainer, "accumulate_grad_batches": times}}
-        yield f"data.{key}={size} trainer.accumulate_grad_batches={times}", {**config, **changed}
+    key = "batch_size" if config["data"]["global_batch_size"] is None else "global_batch_size"
+    whole, accumulate = config["data"][key], config["trainer"]["accumulate_grad_batches"]
+    for parts in (each for each in range(2, whole + 1) if whole % each == 0):
+        size, times = whole // parts, accumulate * parts
+        overrides = f"data.{key}={size} trainer.accumulate_grad_batches={times}"
+        yield overrides, {"data": {key: size}, "trainer": {"accumulate_grad_batches": times}}
 
 
 def run_step(recipe: Recipe) -> ReplicaStep | PipelineSteps:

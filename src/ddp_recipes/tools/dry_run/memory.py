@@ -273,6 +273,8 @@ class ReplicaStep(Step):
         """Return what a checkpoint has of model and optimizer: also of what other ranks have."""
         if self.exchange.parts:
             with self.mode:
+                for whole, own in self.exchange.parts.items():
+                    whole.data = whole.data.to(own)
                 self.optimizer = self.make_optimizer(self.task)
                 self.trained = {name: each for name, each in self.task.named_parameters() if each.requires_grad}
                 self._step_without_running()
