@@ -56,6 +56,7 @@ CASES: list[tuple[str, int, tuple[str, ...]]] = [
     ("gpt", 2, ("trainer.accumulate_grad_batches=3", "optimizer=adamw")),
     ("gpt", 2, ("strategy.level=1", "trainer.accumulate_grad_batches=3", "optimizer=adamw")),
     ("gpt", 2, ("trainer.precision=bf16-mixed", "optimizer=adamw")),
+    ("gpt", 2, ("model.dropout=0.1", "model.freeze=[embedding,blocks.0]")),
     ("gpt", 2, ("model.activation_checkpointing=true", "data.batch_size=16", "optimizer=adamw")),
     *(("larger gpt", size, ()) for size in (2, 4)),
     ("larger gpt", 4, ("model.activation_checkpointing=true", "trainer.precision=bf16-mixed")),
@@ -140,6 +141,7 @@ def real(job: Job, world: World, store: Store | None) -> dict[str, Any]:
     batches = run.train.batches(0, 0, run.trainer.accumulate_grad_batches)
 
     def step() -> None:
+        run.task.train()  # as an evaluation does not leave it
         forward_backward(run, batches)
         clip(run, False)
         run.optimizer.step()

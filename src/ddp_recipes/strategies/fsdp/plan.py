@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -38,11 +39,12 @@ def exchange_of(settings: FSDPSettings, task: Task, world: World) -> Exchange:
     elif world.world_size > 1:
         sizes = [each.nbytes for each in task.buffers()]
         buffers = Exchange(sent=[Collective("broadcast", sum(sizes), range(world.world_size))])
+    sent = [*_sent(settings, blocks, world, count), *buffers.sent]
     return Exchange(
         held=buffers.held,
-        sent=[*buffers.sent, *_sent(settings, blocks, world, count)],
+        sent=sent,
         parts={whole: own for each in blocks for whole, own in each.parts.items()},
-        passes=_Passes(settings, blocks, world, count),
+        passes=_Passes(settings, blocks, world, count, sent),
     )
 
 
@@ -53,11 +55,9 @@ def _sent(settings: FSDPSettings, blocks: Sequence["_Block"], world: World, coun
     if world.world_size == 1:
         return
     *inner, root = [each.part for each in blocks]
-    gathered = root + (2 if settings.level == 3 else 1) * sum(inner)  # again in backward
-    if settings.level == 1:
-        yield Collective("gathered", gathered, group, "step")
-    else:
-        yield Collective("gathered", count * gathered, group, "batch")
+    gathered = root + (2 if settings.level == 3 else 1) * sum(inner)  # again in backward, if a gradient gets there
+    once = settings.level == 1
+    yield Collective("gathered", gathered * (1 if once else count), group, "step" if once else "batch")
     reduced = sum(each.trained for each in blocks)
     if settings.shards is None:
         yield Collective("reduce_scattered", ranks * reduced, group)
@@ -80,7 +80,7 @@ class _Block:
     Attributes:
         parts: rank 0's rows of each parameter, the most that a rank has.
         part: bytes that a rank gives of its rows, padded to as many on each; ``trained`` those of their gradients.
-        buffer: rows of all ranks as they arrive; ``whole`` are parameters made of them.
+        buffer: rows of all ranks as they arrive, ``gathers`` times by now; ``whole`` are parameters made of them.
         gradient: the rows that were reduced last.
     """
 
@@ -90,7 +90,7 @@ class _Block:
         self.module, self.ranks, self.dtype = module, ranks, None if dtype is None else getattr(torch, dtype)
         self.parts: dict[Parameter, Parameter] = {}
         self.copied = offload or dtype is not None  # before it is sent
-        self.part = self.trained = 0
+        self.part = self.trained = self.gathers = 0
         for each in parameters:
             padded = each.new_empty(-(-len(each) // ranks), *each.shape[1:], device="cpu" if offload else None)
             self.parts[each] = Parameter(padded[: len(each)], each.requires_grad)
@@ -104,6 +104,7 @@ class _Block:
     def gather(self) -> None:
         """Receive the rows of all ranks."""
         if not self.whole and self.buffer is None and self.parts:
+            self.gathers += 1
             given = self._bytes(self.part if self.copied else 0)
             self.buffer = self._bytes(self.ranks * self.part if self.ranks > 1 else 0)
             del given
@@ -153,10 +154,16 @@ class _Block:
 
 
 class _Passes:
-    """What FSDP2 does in the passes of a step: gather, prefetch, reduce and give back, at hooks of the model."""
+    """What FSDP2 does in the passes of a step: gather, prefetch, reduce and give back, at hooks of the model.
 
-    def __init__(self, settings: FSDPSettings, blocks: Sequence[_Block], world: World, count: int) -> None:
-        self.settings, self.blocks, self.count = settings, blocks, count
+    Args:
+        given: the collectives of a step; what is gathered, the first of them, is what the first pass does gather.
+    """
+
+    def __init__(
+        self, settings: FSDPSettings, blocks: Sequence[_Block], world: World, count: int, given: list[Collective]
+    ) -> None:
+        self.settings, self.blocks, self.count, self.given = settings, blocks, count, given
         self.root = blocks[-1]
         self.ordered = settings.shards is not None and world.world_size > 1
         self.reduces = self.gives_back = self.in_backward = False
@@ -194,6 +201,9 @@ class _Passes:
         for block in (self.root, *self.blocks[:-1]):
             self._after_backward(block)  # of blocks whose inputs need no gradient
         self.run, self.reduced, self.in_backward = [], set(), False
+        if shard == batch == 0 and self.root.ranks > 1:
+            gathered = sum(each.part * each.gathers for each in self.blocks)
+            self.given[0] = replace(self.given[0], bytes=gathered * (1 if level == 1 else self.count))
         if over:
             self.sent = None
 
