@@ -3,19 +3,21 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from ddp_recipes._compat.pytree import tree_leaves, tree_map_only
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import Collective, Exchange
 from ddp_recipes.strategies.ddp_exact.ordered_sum import OrderedSum
 from ddp_recipes.strategies.fsdp.blocks import blocks_of
+from ddp_recipes.strategies.fsdp.dtypes import policies_of
 from ddp_recipes.strategies.fsdp.settings import FSDPSettings
+from ddp_recipes.strategies.fsdp.steps import own_steps
+from ddp_recipes.strategies.fsdp.without_data import Block, at_gradients, in_dtype
 from ddp_recipes.tasks import Task
 
 
@@ -25,12 +27,12 @@ def exchange_of(settings: FSDPSettings, task: Task, world: World) -> Exchange:
     The task's own parameters stand for wholes, which take no memory but while they are gathered.
     """
     model, ranks = task.model, world.world_size // settings.replicas
-    names, seen = blocks_of(model, settings.wrap), set[Parameter]()
-    param_dtype, offload = getattr(settings, "param_dtype", None), getattr(settings, "offload", False)
-    blocks = []
-    for module in (*map(model.get_submodule, names), model):  # the model has what is in no block
+    offload = settings.offload and any(each.is_cuda for each in model.parameters())
+    blocks, seen = [], set[Parameter]()
+    for name, policy in policies_of(model, blocks_of(model, settings.wrap), settings.param_dtype).items():
+        module = model.get_submodule(name)  # the last one is the model, which has what is in no block
         own = [each for each in module.parameters() if each not in seen]
-        blocks.append(_Block(module, own, ranks, param_dtype, offload))
+        blocks.append(Block(module, own, ranks, policy, offload))
         seen |= {*own}
     count = settings.batch_shards(world).count
     buffers = Exchange()
@@ -48,7 +50,7 @@ def exchange_of(settings: FSDPSettings, task: Task, world: World) -> Exchange:
     )
 
 
-def _sent(settings: FSDPSettings, blocks: Sequence["_Block"], world: World, count: int) -> Iterator[Collective]:
+def _sent(settings: FSDPSettings, blocks: Sequence[Block], world: World, count: int) -> Iterator[Collective]:
     """Yield what is sent of parameters and gradients, ``count`` shards a step."""
     ranks = blocks[0].ranks
     group, others = range(ranks), range(0, world.world_size, ranks)  # of a replica; with the same rows
@@ -70,89 +72,6 @@ def _sent(settings: FSDPSettings, blocks: Sequence["_Block"], world: World, coun
             yield Collective("gathered", count * ranks * reduced, others)
 
 
-class _Block:
-    """Parameters that are gathered together.
-
-    Args:
-        dtype: in which they are gathered, and computed with; ``None``: their own.
-        offload: whether a rank's rows are on the CPU.
-
-    Attributes:
-        parts: rank 0's rows of each parameter, the most that a rank has.
-        part: bytes that a rank gives of its rows, padded to as many on each; ``trained`` those of their gradients.
-        buffer: rows of all ranks as they arrive, ``gathers`` times by now; ``whole`` are parameters made of them.
-        gradient: the rows that were reduced last.
-    """
-
-    def __init__(
-        self, module: nn.Module, parameters: Sequence[Parameter], ranks: int, dtype: str | None, offload: bool
-    ) -> None:
-        self.module, self.ranks, self.dtype = module, ranks, None if dtype is None else getattr(torch, dtype)
-        self.parts: dict[Parameter, Parameter] = {}
-        self.copied = offload or dtype is not None  # before it is sent
-        self.part = self.trained = self.gathers = 0
-        for each in parameters:
-            padded = each.new_empty(-(-len(each) // ranks), *each.shape[1:], device="cpu" if offload else None)
-            self.parts[each] = Parameter(padded[: len(each)], each.requires_grad)
-            self.trained += padded.nbytes * each.requires_grad
-            each.data = each.data.to(self.dtype) if self.dtype is not None and each.is_floating_point() else each.data
-            self.part += padded.numel() * each.itemsize
-        self.buffer: Tensor | None = None
-        self.whole: list[Tensor] = []
-        self.gradient: Tensor | None = None
-
-    def gather(self) -> None:
-        """Receive the rows of all ranks."""
-        if not self.whole and self.buffer is None and self.parts:
-            self.gathers += 1
-            given = self._bytes(self.part if self.copied else 0)
-            self.buffer = self._bytes(self.ranks * self.part if self.ranks > 1 else 0)
-            del given
-            self._copied(self.buffer)
-
-    def take(self) -> Tensor | None:
-        """Make parameters of what was received; return that."""
-        received, self.buffer = self.buffer, None
-        if received is not None:
-            self.whole = [torch.empty_like(each) for each in self.parts]
-        return received
-
-    def give_back(self) -> None:
-        """Free the parameters."""
-        self.whole = []
-
-    def reduce(self, ordered: bool, replicas: int) -> Tensor:
-        """Reduce gradients to this rank's rows; return what was sent."""
-        sent = self._bytes(self.ranks * self.trained)
-        for whole in self.parts:
-            whole.grad = None
-        own = next(each for each in self.parts.values() if each.requires_grad)
-        reduced = torch.empty(self.trained // own.itemsize, dtype=own.dtype, device=sent.device)
-        if ordered:
-            received = [torch.empty_like(sent)]
-            if replicas > 1:
-                received.append(self._bytes(replicas * len(sent)))
-                self._copied(received[-1])
-        else:
-            self._copied(sent)
-        reduced, at = reduced.to(own.device), 0
-        for own in self.parts.values():
-            if own.requires_grad:
-                if own.grad is None:  # else it is added to what there is
-                    own.grad = reduced[at : at + own.numel()].view(own.shape)
-                    self.gradient = reduced
-                at += own.untyped_storage().nbytes() // own.itemsize
-        return sent
-
-    def _copied(self, tensor: Tensor) -> None:
-        """Gloo gathers and reduces in memory of its own."""
-        if tensor.is_cpu and self.ranks > 1:
-            torch.empty_like(tensor)
-
-    def _bytes(self, size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.uint8, device=next(iter(self.parts)).device)
-
-
 class _Passes:
     """What FSDP2 does in the passes of a step: gather, prefetch, reduce and give back, at hooks of the model.
 
@@ -161,20 +80,22 @@ class _Passes:
     """
 
     def __init__(
-        self, settings: FSDPSettings, blocks: Sequence[_Block], world: World, count: int, given: list[Collective]
+        self, settings: FSDPSettings, blocks: Sequence[Block], world: World, count: int, given: list[Collective]
     ) -> None:
         self.settings, self.blocks, self.count, self.given = settings, blocks, count, given
         self.root = blocks[-1]
         self.ordered = settings.shards is not None and world.world_size > 1
         self.reduces = self.gives_back = self.in_backward = False
-        self.run: list[_Block] = []  # blocks of this pass whose forward is done
-        self.reduced: set[_Block] = set()  # whose backward is
+        self.run: list[Block] = []  # blocks of this pass whose forward is done
+        self.reduced: set[Block] = set()  # whose backward is
         self.received: Tensor | None = None  # kept until the next block has received its own
         self.sent: Tensor | None = None  # likewise
         for block in blocks:
             before = cast(Any, partial(self._before_forward, block))
             block.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
             block.module.register_forward_hook(partial(self._after_forward, block))
+        for name in own_steps(self.root.module):  # which need not call the model itself
+            setattr(self.root.module, name, self._as_call(getattr(self.root.module, name)))
 
     def __call__(self, accumulate: int) -> Sequence[AbstractContextManager[None]]:
         """Return contexts of the passes: two batches of two shards, where there are more."""
@@ -207,22 +128,32 @@ class _Passes:
         if over:
             self.sent = None
 
+    def _as_call(self, own: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(own)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = self._before_forward(self.root, self.root.module, args, kwargs)
+            return self._after_forward(self.root, self.root.module, args, own(*args, **kwargs))
+
+        return step
+
     def _before_forward(
-        self, block: _Block, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, block: Block, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         block.gather()
-        args, kwargs = _to(block.dtype, (args, kwargs))
+        args, kwargs = in_dtype(block.policy.param_dtype if block.policy.cast_forward_inputs else None, (args, kwargs))
         if self.in_backward:  # activations are computed again
             block.take()
             return args, kwargs
         if block.buffer is not None:
             self.received = None
             self.received = block.take()
-        marked: tuple[tuple[Any, ...], dict[str, Any]] = _at((args, kwargs), partial(self._after_backward, block))
+        marked: tuple[tuple[Any, ...], dict[str, Any]] = at_gradients(
+            (args, kwargs), partial(self._after_backward, block)
+        )
         return marked
 
-    def _after_forward(self, block: _Block, _: nn.Module, __: Any, output: Any) -> Any:
-        output = _to(torch.float32 if block is self.root and block.dtype is not None else None, output)
+    def _after_forward(self, block: Block, _: nn.Module, __: Any, output: Any) -> Any:
+        output = in_dtype(block.policy.output_dtype, output)
         if self.in_backward:
             return output
         self.run.append(block)
@@ -234,16 +165,16 @@ class _Passes:
                 self.run = []
                 for each in self.blocks:
                     each.give_back()
-        return _at(output, partial(self._before_backward, block))
+        return at_gradients(output, partial(self._before_backward, block))
 
-    def _before_backward(self, block: _Block) -> None:
+    def _before_backward(self, block: Block) -> None:
         self.in_backward = True
         block.gather()
         block.take()
         if before := self.run[: self.run.index(block)]:
             before[-1].gather()
 
-    def _after_backward(self, block: _Block) -> None:
+    def _after_backward(self, block: Block) -> None:
         if block in self.reduced:
             return
         self.reduced.add(block)
@@ -253,36 +184,3 @@ class _Passes:
             self.sent = None
             if block.trained:
                 self.sent = block.reduce(self.ordered, self.settings.replicas)
-
-
-def _to(dtype: torch.dtype | None, values: Any) -> Any:
-    """Return the same values, floating-point tensors among them in another dtype."""
-    if dtype is None:
-        return values
-    return tree_map_only(Tensor, lambda each: each.to(dtype) if each.is_floating_point() else each, values)
-
-
-class _At(torch.autograd.Function):
-    """Calls something once backward has the gradients of tensors."""
-
-    @staticmethod
-    def forward(ctx: Any, call: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Return the tensors."""
-        ctx.call = call
-        ctx.set_materialize_grads(False)
-        return tensors
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Call it; hand on the gradients."""
-        ctx.call()
-        return None, *gradients
-
-
-def _at(values: Any, call: Callable[[], None]) -> Any:
-    """Return the same values, with a call in backward once it has the gradients of all tensors among them."""
-    tensors = [each for each in tree_leaves(values) if isinstance(each, Tensor) and each.requires_grad]
-    if not tensors or not torch.is_grad_enabled():
-        return values
-    marked = iter(_At.apply(call, *tensors))
-    return tree_map_only(Tensor, lambda each: next(marked) if each.requires_grad else each, values)
