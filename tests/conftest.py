@@ -77,23 +77,24 @@ def leaves_nothing_behind() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files come first, for one worker runs all of a file; those whose tests run alone come last."""
-    shared = {item.path for item in items if item.get_closest_marker("alone") is None}
-    items.sort(key=lambda item: (item.path not in shared, item.path.parent.name not in ("docs", "faults")))
+    """The longest files come first, for one worker runs all of a file; those whose tests run alone come last.
+
+    Raises:
+        UsageError: a file has tests of both kinds, whose worker would wait until all others have nothing left to do.
+    """
+    alone = {item.path for item in items if item.get_closest_marker("alone")}
+    if mixed := alone & {item.path for item in items if not item.get_closest_marker("alone")}:
+        names = ", ".join(str(path) for path in mixed)
+        raise pytest.UsageError(f"{names}: some tests are marked alone, others not. Give those files of their own.")
+    items.sort(key=lambda item: (item.path in alone, item.path.parent.name not in ("docs", "faults")))
 
 
 @pytest.fixture(autouse=True)
 def nothing_beside(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Run a test that is marked ``alone`` while no other one runs: what is shared or exclusive is a lock on a file.
-
-    Everyone passes a gate first, where one who wants to be alone keeps those behind from overtaking.
-    """
-    folder = tmp_path_factory.getbasetemp().parent
+    """Run a test that is marked ``alone`` once no other one runs: what is shared or exclusive is a lock on a file."""
     alone = request.node.get_closest_marker("alone") is not None
-    with (folder / "gate.lock").open("w") as gate, (folder / "room.lock").open("w") as room:
-        fcntl.flock(gate, fcntl.LOCK_EX)
+    with (tmp_path_factory.getbasetemp().parent / "room.lock").open("w") as room:
         fcntl.flock(room, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
-        fcntl.flock(gate, fcntl.LOCK_UN)
         yield
 
 

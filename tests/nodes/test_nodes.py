@@ -208,7 +208,6 @@ def test_a_sweep_over_two_nodes_makes_one_directory_a_job(nodes: Nodes, tmp_path
     assert {path.name for path in (tmp_path / "sweep").iterdir()} == {"0", "1", "multirun.yaml", "sweep.csv"}
 
 
-@pytest.mark.alone
 @pytest.mark.slow
 def test_both_sides_of_a_cut_link_end_soon_after_the_timeout(nodes: Nodes, tmp_path: Path) -> None:
     for node in (1, 2):
@@ -221,7 +220,6 @@ def test_both_sides_of_a_cut_link_end_soon_after_the_timeout(nodes: Nodes, tmp_p
     assert "did not respond within launcher.timeout_s" in nodes.said(1)
 
 
-@pytest.mark.alone
 def test_nodes_that_do_not_reach_each_other_are_named_with_their_addresses(nodes: Nodes, tmp_path: Path) -> None:
     nodes.add_interface_that_loses_packets()
     for node in (1, 2):

@@ -30,7 +30,6 @@ STOPS = {
 
 
 @pytest.mark.slow
-@pytest.mark.alone
 @pytest.mark.parametrize("when", STOPS)
 def test_a_rank_that_is_stopped_with_the_store_is_named(when: str, folder: Path) -> None:
     """It is stopped as it writes a message: the others cannot read or write any."""

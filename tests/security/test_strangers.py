@@ -1,0 +1,32 @@
+"""Another user of the machine, who connects to every port that opens: other tests' runs would meet him, too."""
+
+import os
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from helpers.attacks import as_user, knock, listening
+from helpers.processes import SMALL, START_S, ran, summary
+
+pytestmark = [pytest.mark.spawn, pytest.mark.alone]
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_strangers_at_every_port_change_nothing(ranks: int, stranger: int, folder: Path) -> None:
+    own = [f"launcher.nproc_per_node={ranks}", "launcher.timeout_s=20", "strategy.shared_memory=false"]
+    undisturbed = ran(folder, *SMALL, *own, "hydra.run.dir=undisturbed")
+    assert undisturbed.status == 0, undisturbed.err
+    expected = summary(folder / "undisturbed")["weights_sha256"]
+    known = listening(os.geteuid())
+    knocked = folder / "knocked"
+    with knocked.open("w") as seen, as_user(stranger, partial(knock, os.geteuid(), known, seen)):
+        began = time.monotonic()
+        ended = ran(folder, *SMALL, *own)
+    assert knocked.read_text(), "the stranger found no port: then this test shows nothing"
+    assert time.monotonic() - began < START_S
+    if ended.status == 0:
+        assert summary(folder / "run")["weights_sha256"] == expected
+    else:  # it was quicker than a rank
+        assert f"While the ranks met, user {stranger} of this machine connected to rank" in ended.err
