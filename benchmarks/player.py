@@ -57,13 +57,20 @@ class Player:
 
     Args:
         level: measures how far the model has come, between turns; rank 0's counts.
+        everywhere: whether it takes all ranks.
         wait: waits for the device, where it works on its own.
     """
 
     def __init__(
-        self, seat: Seat, rank: int, level: Callable[[], float] | None = None, wait: Callable[[], None] | None = None
+        self,
+        seat: Seat,
+        rank: int,
+        level: Callable[[], float] | None = None,
+        wait: Callable[[], None] | None = None,
+        everywhere: bool = False,
     ) -> None:
-        self.seat, self.rank, self.level, self.wait = seat, rank, level, wait
+        self.seat, self.rank, self.wait = seat, rank, wait
+        self.level = level if rank == 0 or everywhere else None
         self.extra: dict[str, Any] = {}  # goes with the next report
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(seat.address)
@@ -98,7 +105,7 @@ class Player:
             "cpu_seconds": time.process_time() - self._cpu,  # of all threads
             "stall": max(laps) - statistics.median(laps),
             "at": now,  # the same clock in every process
-            "level": self.level() if self.level is not None and self.rank == 0 else None,
+            "level": self.level() if self.level is not None else None,
             "peak": peak_memory(),
             "heavy": [name for name in HEAVY if name in sys.modules],
             **self.extra,

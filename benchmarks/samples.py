@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from ddp_recipes.datasets import InMemory, fake_images, mnist, random_regression
+from ddp_recipes.datasets import InMemory, fake_images, mnist, random_regression, text
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = "DDP_RECIPES_BENCH_DATA"  # where made-up MNIST files go if there are no real ones
 SEED = 42
+CONTEXT = 128  # bytes of a window of text
 
 Tensors = tuple[Tensor, Tensor]
 """Inputs ``[n, ...]``, as bytes where they are to be divided by 255, and targets ``[n, ...]``."""
@@ -48,6 +49,12 @@ def tokens(samples: int = 8192, length: int = 128) -> Tensors:
     """Return random sequences of tokens; the class of each is the last digit of its first token."""
     drawn = torch.randint(0, 1000, (samples, length), generator=torch.Generator().manual_seed(SEED))
     return drawn, drawn[:, 0] % 10
+
+
+def windows() -> Tensors:
+    """Return windows of the topics of Python's ``help()``, and what follows each of their bytes."""
+    dataset = text(None, CONTEXT, "train")
+    return dataset.fetch(torch.arange(len(dataset)))
 
 
 def mnist_files() -> Dataset[Any]:

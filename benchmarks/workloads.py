@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from benchmarks import samples
 from benchmarks.samples import ROOT, SEED, Tensors, scaled
-from ddp_recipes.models import MLP, Toy
+from ddp_recipes.models import GPT, MLP, Toy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +25,8 @@ class Workload:
         dataset: makes the data set as a tutorial has it, sample by sample; ``None``: ``tensors`` one by one.
         tensors: makes the same as tensors.
         lr, momentum: of SGD.
+        adam: AdamW in its place.
+        sharded: all ranks hold the model together, so all have to measure its loss.
         model_overrides, data_overrides: the same for ``train.py``.
         sizes: what a model takes and gives, for ``train.py`` with the data on a GPU.
         level_samples: so many of the first samples show how far the model has come.
@@ -42,6 +44,8 @@ class Workload:
     sizes: tuple[int, int] = (1, 10)
     level_samples: int = 1024
     bfloat16: bool = False
+    adam: bool = False
+    sharded: bool = False
 
     def make_model(self, device: torch.device) -> nn.Module:
         """Return the model on the device, with weights from the seed."""
@@ -54,6 +58,8 @@ class Workload:
 
     def make_optimizer(self, model: nn.Module, fused: bool | None = None) -> torch.optim.Optimizer:
         """Return the optimizer of a model."""
+        if self.adam:
+            return torch.optim.AdamW(model.parameters(), lr=self.lr, fused=fused)
         return torch.optim.SGD(model.parameters(), lr=self.lr, momentum=self.momentum, fused=fused)
 
     def forward(self, device: torch.device) -> AbstractContextManager[Any]:
@@ -91,9 +97,8 @@ class Workload:
             f"data.batch_size={self.batch_size}",
             "data.val=null",
             *self.model_overrides,
-            "optimizer=sgd",
+            *(["optimizer=adamw"] if self.adam else ["optimizer=sgd", f"optimizer.momentum={self.momentum}"]),
             f"optimizer.lr={self.lr}",
-            f"optimizer.momentum={self.momentum}",
             f"trainer.precision={precision}",
             f"launcher.device={device}",
         ]
@@ -182,6 +187,31 @@ def transformer(epoch_batches: int | None) -> Workload:
     )
 
 
+class NextToken(nn.Module):
+    """The mean cross-entropy over the tokens that follow."""
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def gpt(layers: int, width: int, batch_size: int, epoch_batches: int | None) -> Workload:
+    """Return a decoder-only transformer on the topics of Python's ``help()``."""
+    sizes = {"layers": layers, "width": width, "heads": 4, "context": samples.CONTEXT}
+    return Workload(
+        batch_size=batch_size,
+        model=partial(GPT, **sizes),
+        tensors=samples.windows,
+        lr=1e-3,
+        momentum=0.0,
+        loss=NextToken(),
+        model_overrides=("model=gpt", *(f"model.{name}={size}" for name, size in sizes.items())),
+        data_overrides=("data=text", f"data.context={samples.CONTEXT}"),
+        level_samples=8,
+        adam=True,
+        sharded=True,
+    )
+
+
 WORKLOADS: dict[str, Callable[[int | None], Workload]] = {
     "toy": toy,
     "mnist": mnist,
@@ -190,6 +220,9 @@ WORKLOADS: dict[str, Callable[[int | None], Workload]] = {
     "resnet50": partial(images, "resnet50", 32, 2, 480, 1e-5),
     "resnet50_gpu": resnet50_gpu,
     "transformer": transformer,
+    # 1 and 10.8 million parameters.
+    "gpt_1m": partial(gpt, 5, 128, 4),
+    "gpt_10m": partial(gpt, 6, 384, 4),
 }
 
 

@@ -1,6 +1,9 @@
-"""Hugging Face Accelerate: the tutorial's loop, its objects handed to ``Accelerator.prepare``."""
+"""Hugging Face Accelerate: the tutorial's loop, its objects handed to ``Accelerator.prepare``.
 
-from accelerate import Accelerator
+A model that all ranks hold together gets its plugin for FSDP2, which it leaves out where there is no GPU.
+"""
+
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from torch.utils.data import DataLoader
 
 from benchmarks.competitors.place import Place
@@ -10,12 +13,21 @@ def main() -> None:
     """Train until the referee has seen enough."""
     place = Place.mine()
     seat, workload = place.seat, place.workload
-    accelerator = Accelerator(cpu=seat.device == "cpu", mixed_precision="bf16" if workload.bfloat16 else "no")
+    accelerator = Accelerator(
+        cpu=seat.device == "cpu",
+        mixed_precision="bf16" if workload.bfloat16 else "no",
+        fsdp_plugin=FullyShardedDataParallelPlugin(
+            fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Block"]
+        )
+        if workload.sharded
+        else None,
+    )
     model = workload.make_model(place.device)
     dataset = workload.make_dataset()
     loader = DataLoader(dataset, batch_size=workload.batch_size, shuffle=seat.shuffle)
     replica, optimizer, loader = accelerator.prepare(model, workload.make_optimizer(model), loader)
     player = place.player(model)
+    player.extra["way"] = type(replica).__name__
     going = player.begin()
     while going:
         for inputs, targets in loader:

@@ -1,14 +1,24 @@
-"""Lightning's ``Trainer``: with its defaults, with the loss logged and in the bar, and barebones."""
+"""Lightning's ``Trainer``: with its defaults, with the loss logged and in the bar, and barebones.
+
+With the option ``model_parallel`` or ``fsdp`` all ranks hold the model together, by the strategy of that name.
+"""
 
 from typing import Any
 
 import lightning
 import torch
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from benchmarks.competitors.place import Place
+from benchmarks.competitors.sharded import shard
 from benchmarks.player import Player
+
+SHARDED = {
+    "fsdp": lambda ranks: FSDPStrategy(),
+    "model_parallel": lambda ranks: ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1),
+}
 
 
 class Module(lightning.LightningModule):
@@ -18,6 +28,10 @@ class Module(lightning.LightningModule):
         super().__init__()
         self.place, self.logs = place, logs
         self.model: nn.Module = place.workload.make_model(place.device)
+
+    def configure_model(self) -> None:
+        if self.place.seat.option == "model_parallel":
+            shard(self.model, self.device_mesh["data_parallel"])
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         inputs, targets = batch
@@ -55,11 +69,11 @@ def main() -> None:
     trainer = lightning.Trainer(
         accelerator=seat.device,
         devices=seat.ranks,
-        strategy="ddp" if seat.ranks > 1 else "auto",
+        strategy=SHARDED[seat.option](seat.ranks) if workload.sharded else "ddp" if seat.ranks > 1 else "auto",
         precision="bf16-mixed" if workload.bfloat16 else "32-true",
         max_epochs=-1,
         default_root_dir=seat.directory,
-        barebones=seat.option == "barebones",
+        barebones=workload.sharded or seat.option == "barebones",
         callbacks=[TakeTurns(place)],
     )
     loader = DataLoader(workload.make_dataset(), batch_size=workload.batch_size, shuffle=seat.shuffle)

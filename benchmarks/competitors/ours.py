@@ -32,8 +32,9 @@ class TakeTurns(Callback):
         else:
             from benchmarks.competitors.place import waiting, workload_of
 
-            level = workload_of(self.seat).level(task.get_submodule("model"))
-            self.player = Player(self.seat, rank, level, waiting(next(task.parameters()).device))
+            workload, device = workload_of(self.seat), next(task.parameters()).device
+            level = workload.level(task.get_submodule("model"))
+            self.player = Player(self.seat, rank, level, waiting(device), everywhere=workload.sharded)
         if self.seat.option == "collectives":
             count_collectives(self.player)
         self.player.begin()

@@ -38,7 +38,9 @@ class Place:
 
     def player(self, model: nn.Module) -> Player:
         """Return the player; ``model`` is the bare one."""
-        return Player(self.seat, self.rank, self.workload.level(model), waiting(self.device))
+        return Player(
+            self.seat, self.rank, self.workload.level(model), waiting(self.device), everywhere=self.workload.sharded
+        )
 
 
 def workload_of(seat: Seat) -> Workload:
