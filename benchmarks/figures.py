@@ -15,24 +15,24 @@ Rows = Sequence[Mapping[str, Any]]
 
 def draw(path: Path) -> None:
     """Draw a results file into its folder: step times, and what else a run costs."""
-    if find_spec("matplotlib") is None:
-        print("matplotlib is not installed, so no figures are drawn; make bench installs it", file=sys.stderr)
-        return
     results = json.loads(path.read_text(encoding="utf-8"))
     rows = [row for group in results.values() for row in group["rows"]]
     machine = next(iter(results.values()))["machine"]
     where = f"{machine.get('gpu') or machine['processor']}, {machine['cores']} cores, torch {machine['torch']}"
     ratios = [row for row in rows if row["name"].endswith(" / tutorial")]
-    _draw(path.with_name(f"{path.stem}-steps.png"), ratios, f"Time against the tutorial's loop (1). {where}")
+    draw_rows(path.with_name(f"{path.stem}-steps.png"), ratios, f"Time against the tutorial's loop (1). {where}")
     titles = ("start to first step", "peak memory", "checkpoint")
     costs = [row for row in rows if row["title"].startswith(titles) and row["unit"] and " - " not in row["name"]]
-    _draw(path.with_name(f"{path.stem}-costs.png"), costs, f"What else a run costs. {where}")
+    draw_rows(path.with_name(f"{path.stem}-costs.png"), costs, f"What else a run costs. {where}")
 
 
-def _draw(path: Path, rows: Rows, caption: str) -> None:
+def draw_rows(path: Path, rows: Rows, caption: str) -> None:
     """Draw a panel of bars for each title; whiskers show the spread."""
     titles = list(dict.fromkeys(row["title"] for row in rows))
     if not titles:
+        return
+    if find_spec("matplotlib") is None:
+        print("matplotlib is not installed, so no figures are drawn; make bench installs it", file=sys.stderr)
         return
     import matplotlib
 

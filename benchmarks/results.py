@@ -83,6 +83,11 @@ class Row:
         )
 
 
+def row_of(plain: Mapping[str, Any]) -> Row:
+    """Return a row of a results file."""
+    return Row(plain["title"], plain["name"], Spread(**plain["figure"]), plain["goal"], plain["unit"])
+
+
 @dataclass(frozen=True)
 class Group:
     """What one part of the benchmark gives: rows, and every turn for who wants to look."""

@@ -1,17 +1,28 @@
-"""What ``strategy=fsdp`` costs a step, beside ``fully_shard`` by hand and what peers have: ``python -m benchmarks.sharding``.
+"""What ``strategy=fsdp`` costs, beside ``fully_shard`` by hand and what peers have: ``python -m benchmarks.sharding``.
+
+Measures steps, the memory of a rank (``sharded_memory.py``) and checkpoints (``sharded_checkpoints.py``). Leaves
+``results/sharding.json``, with every turn, ``.md``, to be read, and ``.png``.
 """
 
 import argparse
+import json
+import shlex
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
+import torch
+
+from benchmarks import sharded_checkpoints, sharded_memory
 from benchmarks.competitor import Failed
 from benchmarks.competitors import ours
+from benchmarks.figures import draw_rows
+from benchmarks.hashes import quiet
 from benchmarks.player import Seat
-from benchmarks.results import Group, Row, Settings, in_ranks, raw_turns, table, write
+from benchmarks.results import Group, Row, Settings, in_ranks, raw_turns, row_of, table, write
 from benchmarks.samples import ROOT
 from benchmarks.steps import ratio, step_time
 from benchmarks.turns import Entry, Session, module, session
@@ -29,7 +40,7 @@ GOALS = {
     (OURS, ACCELERATE): 1.0,
 }
 STEPS = {"gpt_1m": {2: 10, 4: 5}, "gpt_10m": {2: 2, 4: 1}}  # of a turn, by number of ranks
-ROUNDS = 9
+ROUNDS, QUICK_ROUNDS = 9, 3
 SAME = 1e-3  # losses after a turn may differ by
 
 
@@ -40,7 +51,9 @@ def speed(settings: Settings) -> Group:
     for workload, steps in STEPS.items():
         for ranks in settings.ranks:
             title = f"{workload}, {in_ranks(ranks)}"
-            turns = session(entries(workload, ranks, settings), steps[ranks], 3 if settings.quick else ROUNDS, warm_up=3)
+            turns = session(
+                entries(workload, ranks, settings), steps[ranks], 3 if settings.quick else ROUNDS, warm_up=3
+            )
             check_losses(title, turns)
             rows += [
                 Row(title, f"{name} / {other}", ratio([turns], name, other), goal)
@@ -71,14 +84,14 @@ def check_losses(title: str, turns: Session) -> None:
 def entries(workload: str, ranks: int, settings: Settings) -> list[Entry]:
     """Return who takes part."""
     seat = Seat("", workload=workload, ranks=ranks, device=settings.device, shuffle=False)
-    quiet = ("checkpoint=none", "logger=none", "trainer.progress=false", "strategy=fsdp")
-    half = f"data.batch_size={get(workload).batch_size // 2}"
+    own = ("checkpoint=none", "logger=none", "trainer.progress=false", "strategy=fsdp")
+    halves = (f"strategy.shards={2 * ranks}", f"data.batch_size={get(workload).batch_size // 2}")
     found = [
         Entry(replace(seat, name=HAND), module("sharded")),
-        Entry(replace(seat, name=OURS), ours.with_overrides(*quiet), joins=False),
-        Entry(replace(seat, name=EXACT), ours.with_overrides(*quiet, f"strategy.shards={ranks}"), joins=False),
+        Entry(replace(seat, name=OURS), ours.with_overrides(*own), joins=False),
+        Entry(replace(seat, name=EXACT), ours.with_overrides(*own, f"strategy.shards={ranks}"), joins=False),
         Entry(replace(seat, name=ACCUMULATED, option="accumulate"), module("sharded")),
-        Entry(replace(seat, name=HALVES), ours.with_overrides(*quiet, f"strategy.shards={2 * ranks}", half), joins=False),
+        Entry(replace(seat, name=HALVES), ours.with_overrides(*own, *halves), joins=False),
     ]
     if settings.peers and find_spec("lightning"):
         found.append(Entry(replace(seat, name=LIGHTNING, option="model_parallel"), module("lightning_")))
@@ -87,10 +100,63 @@ def entries(workload: str, ranks: int, settings: Settings) -> list[Entry]:
     return found
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
+PARTS: dict[str, Callable[[Settings], Group]] = {
+    "speed": speed,
+    "memory": sharded_memory.measure,
+    "checkpoints": sharded_checkpoints.measure,
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure, print, write; return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.sharding", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer rounds, without the peers; writes nothing")
+    parser.add_argument("--only", default=",".join(PARTS), metavar="PARTS", help="some of %(default)s")
     parser.add_argument("--ranks", default="2,4", help="numbers of ranks (default: %(default)s)")
-    parser.add_argument("--quick", action="store_true", help="fewer rounds, without the peers")
-    options = parser.parse_args()
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", metavar="FOLDER")
+    options = parser.parse_args(argv)
+    torch.set_num_threads(1)  # or it could not fork
     settings = Settings(options.quick, tuple(map(int, options.ranks.split(","))), 1, "cpu", peers=not options.quick)
-    print(table(speed(settings).rows))
+    path = options.out / "sharding.json"
+    for name in options.only.split(","):
+        began = time.monotonic()
+        try:
+            group = PARTS[name](settings) if name == "speed" else quietly(PARTS[name], settings)
+        except Failed as error:
+            print(error, file=sys.stderr)
+            return 1
+        print(f"\n{name}, {time.monotonic() - began:.0f} s\n{table(group.rows)}", flush=True)
+        if not options.quick:
+            write(path, name, group, settings)
+    if not options.quick:
+        page(path, shlex.join(["python", "-m", "benchmarks.sharding", *argv]))
+    return 0
+
+
+def quietly(measure: Callable[[Settings], Group], settings: Settings) -> Group:
+    """Measure without what runs print."""
+    with quiet():
+        return measure(settings)
+
+
+def page(path: Path, command: str) -> None:
+    """Write a results file as tables, and as a picture."""
+    results = json.loads(path.read_text(encoding="utf-8"))
+    lines = ["# Sharding", ""]
+    for name, group in results.items():
+        there, rows = group["machine"], [row_of(each) for each in group["rows"]]
+        lines += [f"## {name.capitalize()}", ""]
+        lines += [f"`{command}`, {there['date']}, commit {there['commit']}, torch {there['torch']}, "]
+        lines[-1] += f"Lightning {there['lightning']}, Accelerate {there['accelerate']}, {there['cores']} cores."
+        lines += ["", "| what | figure | spread | goal | |", "| --- | ---: | ---: | ---: | --- |"]
+        for what, goal, figure, spread, verdict in (row.cells() for row in rows):
+            lines.append(f"| {what} | {figure} | {spread} | {goal} | {verdict} |")
+        lines.append("")
+    path.with_suffix(".md").write_text("\n".join(lines), encoding="utf-8")
+    shown = [row for group in results.values() for row in group["rows"] if row["unit"]]
+    there = next(iter(results.values()))["machine"]
+    draw_rows(path.with_suffix(".png"), shown, f"{there['processor']}, {there['cores']} cores, torch {there['torch']}")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

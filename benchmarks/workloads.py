@@ -196,15 +196,14 @@ class NextToken(nn.Module):
 
 def gpt(layers: int, width: int, batch_size: int, epoch_batches: int | None) -> Workload:
     """Return a decoder-only transformer on the topics of Python's ``help()``."""
-    sizes = {"layers": layers, "width": width, "heads": 4, "context": samples.CONTEXT}
     return Workload(
         batch_size=batch_size,
-        model=partial(GPT, **sizes),
+        model=partial(GPT, layers=layers, width=width, context=samples.CONTEXT),
         tensors=samples.windows,
         lr=1e-3,
         momentum=0.0,
         loss=NextToken(),
-        model_overrides=("model=gpt", *(f"model.{name}={size}" for name, size in sizes.items())),
+        model_overrides=("model=gpt", f"model.layers={layers}", f"model.width={width}"),
         data_overrides=("data=text", f"data.context={samples.CONTEXT}"),
         level_samples=8,
         adam=True,

@@ -17,7 +17,8 @@ def main() -> None:
     place = Place.mine()
     place.join()
     seat, workload = place.seat, place.workload
-    model = shard(workload.make_model(place.device))
+    model = workload.make_model(place.device)
+    sharded = shard(model)
     parts = HALVES if seat.option == "accumulate" else 1
     inputs, targets = (tensor.to(place.device) for tensor in workload.tensors())
     optimizer = workload.make_optimizer(model)
@@ -28,7 +29,7 @@ def main() -> None:
         for rows in torch.split(order, workload.batch_size):
             for part, of_part in enumerate(rows.chunk(parts), start=1):
                 if parts > 1:
-                    model.set_requires_gradient_sync(part == parts)
+                    sharded.set_requires_gradient_sync(part == parts)
                 with workload.forward(place.device):
                     outputs = model(inputs.index_select(0, of_part))
                     loss = workload.loss(outputs, targets.index_select(0, of_part))
