@@ -98,7 +98,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--mode", choices=[*MODES, "both"], default="both", help="who starts the ranks (default: %(default)s)")
     add("--only", type=int, metavar="NUMBER", help="play this run alone, show its output, and keep its folder")
     add("--jobs", type=int, default=1, help="runs at a time (default: %(default)s)")
-    add("--most", type=int, default=5, help="faults a run, at most (default: %(default)s)")
+    add("--most", type=int, default=5, help="faults a run, at most; 0: none (default: %(default)s)")
     add("--sizes", type=numbers, default=[*SIZES], help="world sizes to draw from, as in 1,2,2,4; each divides 12")
     add("--without", type=kinds, default=[], help=f"kinds of faults to leave out, of {', '.join(KINDS)}")
     add("--strategy", default="ddp_exact", help="with ddp, give one world size (default: %(default)s)")
@@ -116,7 +116,7 @@ class Campaign:
 
     def __init__(self, folder: Path, strategy: str, size: int) -> None:
         self.folder = folder
-        self.strategy = EXACT.get(strategy, [f"strategy={strategy}"])
+        self.strategy, self.in_parts = EXACT.get(strategy, [f"strategy={strategy}"]), strategy == "fsdp"
         of_reference = (EXACT["ddp_exact"], 1) if strategy in EXACT else (self.strategy, size)
         self.references = {name: self._reference(name, *of_reference) for name in RECIPES}
 
@@ -124,9 +124,9 @@ class Campaign:
         """Play a script and judge it."""
         began = time.monotonic()
         folder = self.folder / f"{script.mode}_{script.number}"
-        player = Player(script, folder, self.strategy)
+        player = Player(script, folder, self.strategy, self.in_parts)
         played = player.play()
-        verdict = judge(played, player.directory, self.references[script.recipe])
+        verdict = judge(played, player.directory, self.references[script.recipe], self.in_parts)
         entry = Entry(script, played, verdict, time.monotonic() - began)
         if entry.perfect:
             shutil.rmtree(folder)

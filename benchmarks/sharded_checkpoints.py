@@ -37,7 +37,7 @@ Spans = dict[str, list[tuple[float, float]]]
 
 spans: Spans = {}
 meeting: Barrier  # of the ranks that are forked
-mine: int  # the rank
+mine = 0  # this rank
 
 
 def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

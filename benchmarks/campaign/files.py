@@ -26,9 +26,61 @@ def checkpoints(directory: Path) -> list[Path]:
     return sorted((directory / "checkpoints").glob("step_*.pt"))
 
 
-def saving(directory: Path) -> bool:
-    """Whether a checkpoint is being written at this instant."""
-    return any((directory / "checkpoints").glob(".step_*.part"))
+def saving(folder: Path) -> bool:
+    """Whether a file ``step_*.pt`` is being written at this instant: a checkpoint, or the index of one."""
+    return any(folder.glob(".step_*.part"))
+
+
+def writing_parts(folder: Path) -> bool:
+    """Whether a rank is writing its part of a checkpoint."""
+    return any(folder.glob("step_*-*/.rank_*.part"))
+
+
+def noted(folder: Path) -> bool:
+    """Whether a rank has said that its part is there, and the index is not."""
+    return any(folder.glob("step_*-*/rank_*.json"))
+
+
+def pruning(folder: Path) -> bool:
+    """Whether parts are being deleted whose index is deleted already."""
+    steps = {path.stem for path in folder.glob("step_*.pt")}
+    return any(step < max(steps, default="") and step not in steps for step in map(_step, folder.glob("step_*-*")))
+
+
+def _step(folder: Path) -> str:
+    return folder.name.partition("-")[0]
+
+
+WHOLE, IN_PARTS = (saving,), (writing_parts, writing_parts, noted, saving, pruning)
+"""What there is to see of a save: of a checkpoint that is one file, and of one that ranks write together."""
+
+
+def files_of(checkpoint: Path) -> list[Path]:
+    """Return a checkpoint's file, and its parts."""
+    return [checkpoint, *sorted(checkpoint.parent.glob(f"{checkpoint.stem}-*/*.safetensors"))]
+
+
+def pickled(directory: Path) -> list[str]:
+    """Return the files of checkpoints in parts that hold pickles, or that JSON or safetensors alone cannot read.
+
+    What was damaged and laid aside may be anything else.
+    """
+    from safetensors.torch import load_file
+
+    folder, found = directory / "checkpoints", []
+    folders = []
+    for path in (each for each in folder.rglob("*") if each.is_file() and each.suffix != ".safetensors"):
+        content = path.read_bytes()
+        if content.startswith((b"\x80", b"PK")):  # a pickle's first opcode, the first letters of a zip file
+            found.append(path.name)
+        elif path in checkpoints(directory):
+            folders.append(folder / json.loads(content)["content"]["folder"])
+    for path in (each for folder in folders for each in folder.glob("*.safetensors")):
+        try:
+            load_file(path)
+        except Exception:
+            found.append(path.name)
+    return found
 
 
 def flip_byte(path: Path, share: float) -> None:
@@ -86,8 +138,11 @@ def damage(kind: str, directory: Path, share: float) -> tuple[str, int] | None:
     *_, before, newest = [None, None, *checkpoints(directory)]
     if before is None or newest is None:
         return None
-    DAMAGE[kind](newest, share)
-    return newest.name, int(before.stem.removeprefix("step_"))
+    harmed = files_of(newest)
+    number, share = divmod(share * len(harmed), 1)
+    path = harmed[int(number)]
+    DAMAGE[kind](path, share)
+    return str(path.relative_to(newest.parent)), int(before.stem.removeprefix("step_"))
 
 
 def points(directory: Path) -> Points:

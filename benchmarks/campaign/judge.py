@@ -40,6 +40,7 @@ class Verdict:
 
     Attributes:
         twice, missing, differing: points of TensorBoard.
+        pickled: files of checkpoints in parts that are neither JSON nor safetensors.
         lost, allowed: steps lost at each resume, and how many might have been.
         named, asked: causes that were named, of those that somebody was left to name.
         statuses_right, statuses: exit statuses that are as promised.
@@ -58,12 +59,13 @@ class Verdict:
     statuses_right: int = 0
     statuses: int = 0
     orphans: int = 0
+    pickled: int = 0
     gone_s: list[tuple[str, float]] = field(default_factory=list)
     flaws: list[str] = field(default_factory=list)
 
 
-def judge(played: Played, directory: Path, reference: Reference) -> Verdict:
-    """Return what is to be said of a run."""
+def judge(played: Played, directory: Path, reference: Reference, in_parts: bool = False) -> Verdict:
+    """Return what is to be said of a run, whose checkpoints may be ``in_parts``."""
     verdict = Verdict(played.finished, False)
     flaw = verdict.flaws.append
     for number, started in enumerate(played.starts):
@@ -92,6 +94,9 @@ def judge(played: Played, directory: Path, reference: Reference) -> Verdict:
         flaw("not finished")
         return verdict
     _judge_outcome(directory, reference, verdict)
+    if in_parts and (found := files.pickled(directory)):
+        verdict.pickled = len(found)
+        flaw(f"neither JSON nor safetensors: {', '.join(found)}")
     return verdict
 
 
@@ -177,7 +182,7 @@ def named(done: Done, played: Played) -> bool | None:
 def _damage_named(done: Done, played: Played) -> bool | None:
     """A damaged checkpoint has to be named, unless the byte was one of those between what is stored."""
     assert done.file is not None
-    if done.fault.kind not in ("flip_byte", "cut_short"):
+    if done.fault.kind not in ("flip_byte", "cut_short") and "/" not in done.file:  # the name is gone with the file
         return None
     later = [played.starts[number].text for number in range(done.start + 1, len(played.starts))]
     if any(done.file in line and "damaged" in line for text in later for line in text.splitlines()):

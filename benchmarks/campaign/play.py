@@ -32,13 +32,15 @@ class Player:
 
     Args:
         strategy: the overrides that choose it.
+        in_parts: whether ranks write checkpoints together.
     """
 
-    def __init__(self, script: Script, folder: Path, strategy: Sequence[str]) -> None:
+    def __init__(self, script: Script, folder: Path, strategy: Sequence[str], in_parts: bool = False) -> None:
         self.script = script
         self.folder = folder
         self.directory = folder / "disk" / "run"
         self.todo = deque(script.faults)
+        self.instants = files.IN_PARTS if in_parts else files.WHOLE
         self.before = 0  # lines of the journal that are about earlier ranks
         self.played = Played(script)
         self.overrides = [
@@ -131,8 +133,9 @@ class Player:
             return False
         if fault.place == "saving":
             last = self._step() + 2 * RECIPES[self.script.recipe].interval
-            _until(lambda: files.saving(self.directory) or self._step() > last, start, START_S, 0.0002)
-            done.saving = files.saving(self.directory)
+            folder, seen = self.directory / "checkpoints", self.instants[int(1e6 * fault.share) % len(self.instants)]
+            done.saving = _until(lambda: seen(folder) or self._step() > last, start, START_S, 0.0002) and seen(folder)
+            done.seen = seen.__name__ if done.saving else None
         elif fault.place != "starting":
             _until(lambda: False, start, fault.wait_s)
         if not start.running:

@@ -106,6 +106,11 @@ def _runs(runs: Sequence[Record]) -> list[list[str]]:
     rows.append(["most steps lost at once", *map(str, most)])
     count("resumes that lost more than they may", _too_much, verdicts)
     count("processes left", lambda verdict: verdict["orphans"], verdicts)
+    count(
+        "files of checkpoints in parts that are neither JSON nor safetensors",
+        lambda each: each.get("pickled", 0),
+        verdicts,
+    )
     share("true causes named", "named", "asked")
     share("exit statuses right", "statuses_right", "statuses")
     count("runs with all of it as promised", lambda verdict: not verdict["flaws"], verdicts)

@@ -199,7 +199,7 @@ def draw(
     """
     dice = random.Random(f"{seed} {mode} {number}")
     recipe = RECIPES[dice.choice(list(RECIPES))]
-    count = dice.randint(1, most)
+    count = dice.randint(1, most) if most else 0
     max_restarts = dice.choice((0, 0, count))
     kinds: list[str] = []
     for _ in range(count):
@@ -207,7 +207,7 @@ def draw(
         kinds.append(dice.choice([kind for kind in possible if kind not in without]))
     steps = sorted(dice.sample(range(2, STEPS - 1), count))
     faults = tuple(_fault(kind, step, dice) for kind, step in zip(kinds, steps, strict=True))
-    least = max(KINDS[kind].ranks for kind in kinds)
+    least = max((KINDS[kind].ranks for kind in kinds), default=1)
     fitting = [size for size in sizes if size >= least]
     return Script(
         mode=mode,

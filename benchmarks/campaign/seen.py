@@ -15,6 +15,7 @@ class Done:
         step: the last step that rank 0 had finished.
         rank, pid: whom it was done to.
         saving: whether a checkpoint was being written just before.
+        seen: what was seen of it.
         file: what was damaged.
         restarted: whether the launcher started all ranks again after it.
         gone_s: from the fault until every process was gone, where it was the last one in its start.
@@ -28,6 +29,7 @@ class Done:
     rank: int | None = None
     pid: int | None = None
     saving: bool | None = None
+    seen: str | None = None
     file: str | None = None
     restarted: bool = False
     gone_s: float | None = None
