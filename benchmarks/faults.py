@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     modes = MODES if options.mode == "both" else (options.mode,)
     runs_of = dict(zip(modes, options.runs * len(modes), strict=False))  # one number is for each mode
     numbers = range(max(runs_of.values())) if options.only is None else [options.only]
-    drawn = {"most": options.most, "sizes": options.sizes, "without": options.without}
+    drawn = {"most": options.most, "sizes": options.sizes, "without": options.without, "saves": options.saves}
     # Modes take turns, so that a campaign that is cut off has something to say on each.
     scripts = [
         draw(options.seed, mode, number, **drawn)
@@ -101,6 +101,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--most", type=int, default=5, help="faults a run, at most; 0: none (default: %(default)s)")
     add("--sizes", type=numbers, default=[*SIZES], help="world sizes to draw from, as in 1,2,2,4; each divides 12")
     add("--without", type=kinds, default=[], help=f"kinds of faults to leave out, of {', '.join(KINDS)}")
+    add("--saves", action="store_true", help="only faults in saves, and damage to what was saved")
     add("--strategy", default="ddp_exact", help="with ddp, give one world size (default: %(default)s)")
     add("--out", type=Path, help="json file for the record; runs that it has are not played again")
     return parser.parse_args(argv)

@@ -40,7 +40,7 @@ GOALS = {
     (OURS, ACCELERATE): 1.0,
 }
 STEPS = {"gpt_1m": {2: 10, 4: 5}, "gpt_10m": {2: 2, 4: 1}}  # of a turn, by number of ranks
-ROUNDS, QUICK_ROUNDS = 9, 3
+ROUNDS, QUICK_ROUNDS = 7, 3
 SAME = 1e-3  # losses after a turn may differ by
 
 

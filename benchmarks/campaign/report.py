@@ -4,6 +4,7 @@ import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,12 @@ from benchmarks.campaign.seen import Played
 from benchmarks.results import machine
 
 Record = dict[str, Any]
+SEEN = {
+    "writing_parts": "faults while a rank wrote its part",
+    "noted": "faults when parts were there, and no index",
+    "saving": "faults while rank 0 wrote the checkpoint, or its index",
+    "pruning": "faults while parts were deleted",
+}
 
 
 @dataclass
@@ -97,6 +104,9 @@ def _runs(runs: Sequence[Record]) -> list[list[str]]:
     count("runs", lambda run: 1, chosen)
     count("faults done", lambda run: len(run["done"]), chosen)
     count("starts", lambda run: len(run["starts"]), chosen)
+    for seen, words in SEEN.items():
+        if any(_of_save(seen, run) for run in runs):
+            count(words, partial(_of_save, seen), chosen)
     count("finished unaided", lambda verdict: verdict["finished"], verdicts)
     count("bit-identical to the undisturbed run of one process", lambda verdict: verdict["identical"], verdicts)
     count("TensorBoard points twice", lambda verdict: verdict["twice"], verdicts)
@@ -117,6 +127,10 @@ def _runs(runs: Sequence[Record]) -> list[list[str]]:
     medians = [statistics.median(run["seconds"] for run in found) for found in chosen.values()]
     rows.append(["time a run, median", *(f"{median:.0f} s" for median in medians)])
     return rows
+
+
+def _of_save(seen: str, run: Record) -> int:
+    return sum(done.get("seen") == seen for done in run["done"])
 
 
 def _too_much(verdict: Record) -> int:

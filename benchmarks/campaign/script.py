@@ -189,6 +189,7 @@ def draw(
     most: int = 5,
     sizes: Sequence[int] = SIZES,
     without: Collection[str] = (),
+    saves: bool = False,
 ) -> Script:
     """Return the script of a run.
 
@@ -196,7 +197,10 @@ def draw(
         most: faults, at most.
         sizes: world sizes to draw from.
         without: kinds of faults to leave out.
+        saves: only what falls into a save or damages what is saved.
     """
+    if saves:
+        without = {*without, *(name for name, kind in KINDS.items() if not {"saving", *BETWEEN} & {*kind.places})}
     dice = random.Random(f"{seed} {mode} {number}")
     recipe = RECIPES[dice.choice(list(RECIPES))]
     count = dice.randint(1, most) if most else 0
@@ -206,7 +210,7 @@ def draw(
         possible = _possible(recipe, mode, max_restarts > 0, kinds)
         kinds.append(dice.choice([kind for kind in possible if kind not in without]))
     steps = sorted(dice.sample(range(2, STEPS - 1), count))
-    faults = tuple(_fault(kind, step, dice) for kind, step in zip(kinds, steps, strict=True))
+    faults = tuple(_fault(kind, step, dice, saves) for kind, step in zip(kinds, steps, strict=True))
     least = max((KINDS[kind].ranks for kind in kinds), default=1)
     fitting = [size for size in sizes if size >= least]
     return Script(
@@ -234,8 +238,8 @@ def _possible(recipe: Recipe, mode: Mode, restarts: bool, before: list[str]) -> 
     ]
 
 
-def _fault(kind: str, step: int, dice: random.Random) -> Fault:
-    place = dice.choice(KINDS[kind].places)
+def _fault(kind: str, step: int, dice: random.Random, saves: bool) -> Fault:
+    place = dice.choice([each for each in KINDS[kind].places if not saves or each in ("saving", *BETWEEN)])
     early, late = place in ("starting", "making"), place == "ending"
     return Fault(
         kind=kind,

@@ -10,23 +10,27 @@ import pytest
 CAMPAIGN = Path(__file__).parents[2] / "benchmarks" / "faults.py"
 # With this seed every kind of fault is done to one of the runs at least, at as little cost as many seeds allow.
 SHORT = ["--runs=9,3", "--seed=1874", "--mode=both", "--most=3", "--sizes=1,2"]
+IN_PARTS = ["--strategy=fsdp", "--saves", "--runs=3", "--seed=2", "--mode=local", "--most=2", "--sizes=2,3", "--jobs=2"]
 
 
 @pytest.mark.slow
 @pytest.mark.spawn
-def test_runs_that_are_disturbed_at_random_all_finish_as_if_they_had_not_been(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("options", "runs"), [(SHORT, 12), (IN_PARTS, 3)], ids=["any fault", "sharded saves"])
+def test_runs_that_are_disturbed_at_random_all_finish_as_if_they_had_not_been(
+    options: list[str], runs: int, tmp_path: Path
+) -> None:
     record = tmp_path / "faults.json"
     ended = subprocess.run(
-        [sys.executable, str(CAMPAIGN), *SHORT, f"--out={record}"], capture_output=True, text=True, cwd=tmp_path
+        [sys.executable, str(CAMPAIGN), *options, f"--out={record}"], capture_output=True, text=True, cwd=tmp_path
     )
     assert record.exists(), ended.stdout + ended.stderr
     verdicts = [run["verdict"] for run in json.loads(record.read_text())["runs"]]
-    assert len(verdicts) == 12
+    assert len(verdicts) == runs
     flaws = [verdict["flaws"] for verdict in verdicts]
     assert all(verdict["finished"] for verdict in verdicts), flaws
     assert all(verdict["identical"] for verdict in verdicts), flaws
     # What takes how long, and who is named, is for the campaign to count: here other work may be on the machine.
-    for count in ("twice", "missing", "differing", "orphans"):
+    for count in ("twice", "missing", "differing", "orphans", "pickled"):
         assert not any(verdict[count] for verdict in verdicts), flaws
     for verdict in verdicts:
         assert all(lost <= allowed for lost, allowed in zip(verdict["lost"], verdict["allowed"], strict=True)), flaws
