@@ -103,7 +103,7 @@ def measure(settings: Settings) -> Group:
     """Measure saves and loads at each number of ranks."""
     rows: list[Row] = []
     raw = {}
-    for ranks in settings.ranks:
+    for ranks in sorted({1, *settings.ranks}):
         title = f"checkpoint, {in_ranks(ranks)}"
         found = raw[title] = seconds(ranks, QUICK_ROUNDS if settings.quick else ROUNDS)
         for ours, plain, goal in (("save", "write", SAVE_GOAL), ("load", "read", LOAD_GOAL)):

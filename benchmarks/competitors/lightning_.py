@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
 
 from benchmarks.competitors.place import Place
 from benchmarks.competitors.sharded import shard
@@ -75,8 +76,13 @@ def main() -> None:
         default_root_dir=seat.directory,
         barebones=workload.sharded or seat.option == "barebones",
         callbacks=[TakeTurns(place)],
+        use_distributed_sampler=seat.shuffle,  # its own shuffles in any case
     )
-    loader = DataLoader(workload.make_dataset(), batch_size=workload.batch_size, shuffle=seat.shuffle)
+    dataset = workload.make_dataset()
+    sampler: DistributedSampler[Any] | None = (
+        None if seat.shuffle else DistributedSampler(dataset, seat.ranks, place.rank, shuffle=False)
+    )
+    loader = DataLoader(dataset, batch_size=workload.batch_size, shuffle=seat.shuffle, sampler=sampler)
     trainer.fit(Module(place, logs=seat.option == "log"), loader)
 
 
