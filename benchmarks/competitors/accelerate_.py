@@ -27,7 +27,6 @@ def main() -> None:
     loader = DataLoader(dataset, batch_size=workload.batch_size, shuffle=seat.shuffle)
     replica, optimizer, loader = accelerator.prepare(model, workload.make_optimizer(model), loader)
     player = place.player(model)
-    player.extra["way"] = type(replica).__name__
     going = player.begin()
     while going:
         for inputs, targets in loader:
