@@ -117,7 +117,9 @@ def seconds(ranks: int, rounds: int) -> dict[str, list[float]]:
     """Return the seconds of each save, write, load and read, of the slowest rank."""
     global meeting
     meeting = multiprocessing.Barrier(ranks, timeout=LIMIT_S)
-    with tempfile.TemporaryDirectory(prefix="ddp_recipes_bench_", dir=ROOT) as folder:  # not where memory is a disk
+    outputs = ROOT / "outputs"  # not where memory is a disk
+    outputs.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="bench_", dir=outputs) as folder:
         common = (
             *("data=text", "data.context=32", "data.val=null", "data.batch_size=1", "model=gpt", *SIZES),
             *("optimizer=adamw", f"trainer.max_steps={rounds}", "checkpoint.every_n_steps=1", "trainer.progress=false"),
