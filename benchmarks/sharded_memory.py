@@ -54,6 +54,9 @@ WAYS = (
 )
 
 
+at_start = 0  # bytes that were resident when this rank had been forked
+
+
 class Peak(Callback):
     """Writes down the most memory that this process has resident in a step, once it has taken some."""
 
@@ -65,7 +68,7 @@ class Peak(Callback):
         if step == FIRST:
             Path("/proc/self/clear_refs").write_text("5")
         if step == LAST:
-            (self.folder / str(os.getpid())).write_text(str(peak_memory()))
+            (self.folder / str(os.getpid())).write_text(str(peak_memory() - at_start))
 
 
 def measure(settings: Settings) -> Group:
@@ -88,7 +91,7 @@ def measure(settings: Settings) -> Group:
 
 
 def resident(way: Way, ranks: int, width: int) -> int:
-    """Return the most that any rank has resident in a step."""
+    """Return the most that any rank has resident in a step, beyond what it was forked with."""
     with tempfile.TemporaryDirectory(prefix="ddp_recipes_bench_") as folder:
         sizes = (f"model.layers={LAYERS}", f"model.width={width}", f"model.heads={HEADS}")
         job = make_job(
@@ -102,6 +105,9 @@ def resident(way: Way, ranks: int, width: int) -> int:
         )
 
         def train(world: World, store: Store | None) -> None:
+            global at_start
+            Path("/proc/self/clear_refs").write_text("5")
+            at_start = peak_memory()
             os.environ["MALLOC_MMAP_THRESHOLD_"] = str(OWN_PAGES)  # so the run does not set the allocator up
             for name in (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD):
                 ctypes.CDLL(None).mallopt(name, OWN_PAGES)
