@@ -15,6 +15,11 @@ def storage_key(tensor: Tensor) -> int:
     return key
 
 
+def viewed(tensor: Tensor) -> Tensor | None:
+    """Return the tensor that another one is a view of, which it keeps: ``Tensor._base``."""
+    return tensor._base
+
+
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's part of a ``DTensor``, as it lies in memory; any other tensor is whole. Loads no DTensor."""
     return tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[attr-defined]

@@ -1,0 +1,152 @@
+"""Models made without the memory of their large tensors, whose values are computed later, one after the other."""
+
+import gc
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import swap_tensors
+
+from ddp_recipes._compat.dispatch import INSTEAD, DisableTorchFunction, OpOverload, TorchDispatchMode
+from ddp_recipes._compat.tensors import viewed
+from ddp_recipes.build.tape import Ref, Tape, Undeferrable
+
+M = TypeVar("M", bound=nn.Module)
+
+_TENSOR: Any = Tensor
+# What a constructor is shown of a tensor without memory: some of torch's own look, and leave such tensors as they are.
+_SHOWN = {_TENSOR.device.__get__: torch.device("cpu"), _TENSOR.is_meta.__get__: False, _TENSOR.is_cpu.__get__: True}
+# What goes to the memory by itself, or replaces it.
+_REFUSED = {
+    getattr(_TENSOR, name): f"Tensor.{name}"
+    for name in (
+        *("numpy", "tolist", "data_ptr", "storage", "untyped_storage", "_typed_storage", "share_memory_"),
+        *("set_", "resize_", "resize_as_", "__array__", "__dlpack__", "__reduce_ex__"),
+    )
+} | {_TENSOR.data.__set__: "Tensor.data = …"}
+
+
+class _Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Has a tape do what is dispatched."""
+
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.tape = tape
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with DisableTorchFunction():
+            return self.tape.apply(func, args, kwargs or {})
+
+
+class _Called(TorchFunctionMode):
+    """Shows tensors without memory as if they had it."""
+
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()
+        self.tape = tape
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if args and isinstance(args[0], Tensor) and self.tape.has(args[0]):
+            if func in _SHOWN:
+                return _SHOWN[func]
+            if func in _REFUSED and not any(isinstance(each, Tensor) and self.tape.has(each) for each in args[1:]):
+                raise self.tape.refuse(_REFUSED[func])
+            if func is Tensor.cpu:
+                return args[0]
+            if func is Tensor.to:  # in C++, which sees where it is
+                args = [_to_here(each) for each in args]
+                kwargs = {name: _to_here(each) for name, each in kwargs.items()}
+                return func(*args, **kwargs)
+        func = INSTEAD.get(func, func)
+        before = self.tape.wishes_meta
+        self.tape.wishes_meta = before or str(kwargs.get("device")) == "meta"
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self.tape.wishes_meta = before
+
+
+def _to_here(value: Any) -> Any:
+    """Return the device of tensors without memory where the CPU is meant."""
+    return torch.device("meta") if isinstance(value, (str, torch.device)) and str(value) == "cpu" else value
+
+
+@dataclass(frozen=True)
+class Initial:
+    """The values that a constructor gives a tensor, a ``Source``."""
+
+    tape: Tape
+    ref: Ref
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the whole."""
+        return torch.Size(self.ref.size)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its numbers."""
+        return self.ref.dtype
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Return rows of it; the whole is there for a moment."""
+        return self.ref.on(self.tape.replay({self.ref.number})[self.ref.number])[start:stop].clone()
+
+    def origin(self) -> list[Any]:
+        """Return what its values depend on, as plain data."""
+        return [list(self.ref.size), list(self.ref.stride), self.ref.offset, *self.tape.origin(self.ref.number)]
+
+
+def without_memory(make: Callable[[], M]) -> tuple[M, dict[str, Initial], list[str]]:
+    """Return what ``make`` makes, its large parameters and buffers on ``meta``, their values by name, and warnings.
+
+    All other tensors have their memory, and generators are left as ``make`` leaves them. Where something in it cannot
+    wait, all is made as it is.
+    """
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    tape = Tape()
+    try:
+        with _Called(tape), _Dispatched(tape):
+            made = make()
+        tape.recent.clear()
+        if tape.refused is not None:
+            raise Undeferrable(tape.refused)
+        named = [*made.named_parameters(remove_duplicate=False), *made.named_buffers(remove_duplicate=False)]
+        _give_memory(tape, {id(each) for _, tensor in named for each in (tensor, viewed(tensor))})
+        return made, {name: Initial(tape, tape.ref(tensor)) for name, tensor in named if tape.has(tensor)}, []
+    except Exception as error:  # any of torch's own that comes of a tensor without memory
+        reason = tape.refused or f"{type(error).__name__}: {error}"
+    torch.set_rng_state(states[0])
+    random.setstate(states[1])
+    np.random.set_state(states[2])
+    warning = f"Each rank makes the whole model first: its constructor needs the memory of tensors ({reason})."
+    return make(), {}, [warning]
+
+
+def _give_memory(tape: Tape, without: set[int]) -> None:
+    """Give all tensors that are there memory and values, but for some."""
+    if not _alive(tape, without):
+        return
+    gc.collect()
+    found = _alive(tape, without)
+    storages = tape.replay({tape.ref(tensor).number for tensor in found})
+    for tensor in found:
+        ref = tape.ref(tensor)
+        real = ref.on(storages[ref.number]).requires_grad_(tensor.requires_grad)
+        swap_tensors(tensor, nn.Parameter(real, tensor.requires_grad) if type(tensor) is nn.Parameter else real)  # type: ignore[no-untyped-call]
+
+
+def _alive(tape: Tape, without: set[int]) -> list[Tensor]:
+    return [
+        each
+        for each in gc.get_objects()
+        if issubclass(type(each), Tensor) and id(each) not in without and tape.has(each)
+    ]
