@@ -6,7 +6,7 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,7 +16,6 @@ from typing import TypeVar
 
 import torch
 from omegaconf import OmegaConf
-from torch import Tensor
 
 from ddp_recipes._version import __version__
 from ddp_recipes.checkpointing.files import State
@@ -33,7 +32,6 @@ from ddp_recipes.reporting.logs import FAILURE, Console, LogFile, handling
 from ddp_recipes.reporting.progress import Progress, make_progress, number, table
 from ddp_recipes.reporting.run_directory import RunDirectory, Summary, recording, write_summary
 from ddp_recipes.runtime.control import Control, ForwardHandler
-from ddp_recipes.runtime.digest import digest
 from ddp_recipes.runtime.files import write_aside
 from ddp_recipes.runtime.job import Job
 from ddp_recipes.runtime.world import World
@@ -168,11 +166,11 @@ class Output:
         if self.directory is not None:
             self.directory.close()
 
-    def facts(self, weights: Mapping[str, Tensor] | None) -> Summary:
+    def facts(self, weights_sha256: str | None) -> Summary:
         """Return what ``summary.json`` says of any run, however it ended.
 
         Args:
-            weights: the model's; ``None`` where this rank does not have them all.
+            weights_sha256: of the model's weights; ``None`` where this rank does not know it.
         """
         run, world = self.run, self.world
         cursor = Cursor(**(self.state or {}).get("cursor", {}))
@@ -207,7 +205,7 @@ class Output:
             "samples_per_second": rate,
             "step_time_ms": statistics.median(steps) * 1e3 if steps else None,
             "wall_time_s": time.time() - self._started,
-            "weights_sha256": digest(weights) if world.is_main and weights is not None else None,
+            "weights_sha256": weights_sha256,
             "run_directory": str(self.job.directory),
             "torch": torch.__version__,
             "ddp_recipes": __version__,

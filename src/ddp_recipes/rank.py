@@ -74,7 +74,7 @@ def run(
             join(recipe)
             joined()
         WORK[recipe.request.run.work](recipe, output)
-        summary = output.facts(recipe.strategy.weights(recipe.task)) | {"status": "finished"}
+        summary = output.facts(recipe.strategy.digest(recipe.task)) | {"status": "finished"}
         if not world.is_main:  # all that could still hang comes before its end, and rank 0's summary after all ends
             close(recipe, output)
         control.end(rank for rank in range(world.world_size) if not recipe.request.strategy.outlives(rank))
@@ -83,7 +83,7 @@ def run(
     except RequestError:
         raise
     except Preempted as error:
-        output.finish(output.facts(recipe.strategy.weights(recipe.task)) | {"status": "preempted", "error": str(error)})
+        output.finish(output.facts(recipe.strategy.digest(recipe.task)) | {"status": "preempted", "error": str(error)})
         raise
     except BaseException as error:
         fail(recipe, control, output, error)
@@ -125,7 +125,7 @@ def prepare(job: Job, world: World, control: Control) -> tuple[Recipe, RunDirect
         "version of ddp_recipes": __version__,
         "version of torch": torch.__version__,
         "digest of the config": digest(job.config)[:12],
-        "digest of the initial weights": digest(recipe.task.weights())[:12] if world.world_size > 1 else "",
+        "digest of the initial weights": digest(recipe.initial_weights())[:12] if world.world_size > 1 else "",
     }
     control.agree(None, facts)
     return recipe, directory
@@ -182,8 +182,7 @@ def stop_early(run: Run) -> NoReturn:
 
 def measure(recipe: Recipe, output: Output) -> None:
     """Evaluate without training: ``mode=validate`` and ``mode=test``."""
-    recipe.task.position.step = step = recipe.load_weights()
-    recipe.strategy.shard(recipe.task, recipe.devices.own)
+    recipe.task.position.step = step = recipe.load_weights(recipe.strategy)
     output.open(None)
     precision = make_precision(recipe.trainer.precision, recipe.device.type)
     matrices: Matrices = {}
@@ -195,8 +194,7 @@ def measure(recipe: Recipe, output: Output) -> None:
 def predict(recipe: Recipe, output: Output) -> None:
     """Write the outputs for every sample, in the data set's order, to ``predictions.pt``: a tensor [samples, ...]."""
     ((_, loader),) = recipe.loaders.items()
-    recipe.load_weights()
-    recipe.strategy.shard(recipe.task, recipe.devices.own)
+    recipe.load_weights(recipe.strategy)
     output.open(None)
     recipe.strategy.sync_buffers(recipe.task)
     recipe.task.eval()
@@ -224,7 +222,8 @@ def predict(recipe: Recipe, output: Output) -> None:
 
 def export(recipe: Recipe, output: Output) -> None:
     """Write the checkpoint's weights alone to ``model.safetensors``."""
-    recipe.load_weights()
+    if recipe.state is None:
+        recipe.load_weights()
     output.open(None)
     if recipe.world.is_main:
         weights = recipe.task.weights() if recipe.state is None else recipe.state["model"]
@@ -273,9 +272,10 @@ def fail(recipe: Recipe, control: Control, output: Output, error: BaseException)
     if output.opened:
         write_trace(recipe.job.directory, recipe.world.rank, text)
     last = cause.strip().splitlines()[-1]
-    whole = recipe.request.strategy.whole_model  # else others would have to be asked, which may be dead
-    weights = recipe.task.weights() if whole else None
-    output.finish(output.facts(weights) | {"status": "failed", "error": f"rank {rank}: {last}"}, cause)
+    # Of a part, others would have to be asked, which may be dead.
+    known = recipe.request.strategy.whole_model and recipe.world.is_main
+    weights_sha256 = digest(recipe.task.weights()) if known else None
+    output.finish(output.facts(weights_sha256) | {"status": "failed", "error": f"rank {rank}: {last}"}, cause)
     if rank != recipe.world.rank:
         raise RunFailed(f"Rank {rank} failed, so rank {recipe.world.rank} stopped: {last}", rank=rank) from error
     raise error

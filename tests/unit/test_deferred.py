@@ -49,7 +49,7 @@ class Shared(nn.Module):
         self.head.weight = self.embedding.weight
         self.register_buffer("mask", torch.tril(torch.ones(128, 128)).view(1, 1, 128, 128))
         self.register_buffer("kept", torch.full((100, 100), 2.0), persistent=False)
-        self.hidden = torch.randn(100, 100)
+        self.hidden = torch.randn(10000).view(100, 100)
         self.listed = [torch.zeros(5000), (torch.arange(5000.0),)]
         self.low = nn.Linear(100, 100).half()
         self.copied = copy.deepcopy(self.low).requires_grad_(False)

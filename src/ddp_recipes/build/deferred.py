@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import swap_tensors
 
@@ -133,20 +133,20 @@ def without_memory(make: Callable[[], M]) -> tuple[M, dict[str, Initial], list[s
 
 def _give_memory(tape: Tape, without: set[int]) -> None:
     """Give all tensors that are there memory and values, but for some."""
-    if not _alive(tape, without):
-        return
-    gc.collect()
-    found = _alive(tape, without)
-    storages = tape.replay({tape.ref(tensor).number for tensor in found})
-    for tensor in found:
-        ref = tape.ref(tensor)
-        real = ref.on(storages[ref.number]).requires_grad_(tensor.requires_grad)
-        swap_tensors(tensor, nn.Parameter(real, tensor.requires_grad) if type(tensor) is nn.Parameter else real)  # type: ignore[no-untyped-call]
+    if _alive(tape, without):
+        gc.collect()
+    storages: dict[int, UntypedStorage] = {}
+    while found := _alive(tape, without):
+        found = [each for each in found if viewed(each) is not None] or found  # what they view may be theirs alone
+        storages |= tape.replay({tape.ref(each).number for each in found} - storages.keys())
+        for each in found:
+            real = tape.ref(each).on(storages[tape.ref(each).number]).requires_grad_(each.requires_grad)
+            swap_tensors(  # type: ignore[no-untyped-call]
+                each, nn.Parameter(real, each.requires_grad) if type(each) is nn.Parameter else real
+            )
+        del found, each, real
 
 
 def _alive(tape: Tape, without: set[int]) -> list[Tensor]:
-    return [
-        each
-        for each in gc.get_objects()
-        if issubclass(type(each), Tensor) and id(each) not in without and tape.has(each)
-    ]
+    kinds = (each for each in gc.get_objects() if issubclass(type(each), Tensor))
+    return [each for each in kinds if id(each) not in without and tape.has(each)]

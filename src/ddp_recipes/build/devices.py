@@ -1,12 +1,15 @@
 """What a rank runs on: devices that are there, or in a dry run those that would be."""
 
+import os
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from ddp_recipes.config.request import Layout, Request
+from ddp_recipes.config.settings import TrainerSettings
 from ddp_recipes.errors import RequestError
+from ddp_recipes.runtime import fast_paths
 from ddp_recipes.runtime.world import World
 
 
@@ -77,3 +80,15 @@ def _backend(request: Request, kind: str) -> str:
     if request.launcher.backend != "auto":
         return request.launcher.backend
     return "nccl" if kind == "cuda" else "gloo"
+
+
+def set_torch_up(trainer: TrainerSettings, devices: Devices) -> None:
+    """Set what holds for all of torch in this process."""
+    fast_paths.enable(trainer.fast_paths)
+    if trainer.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
+    if trainer.deterministic != torch.are_deterministic_algorithms_enabled():  # the call loads the compiler
+        torch.use_deterministic_algorithms(trainer.deterministic)
+    torch.autograd.set_detect_anomaly(trainer.detect_anomaly)
+    if devices.own[0].type == "cpu":
+        fast_paths.keep_freed_memory()

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ddp_recipes.build.deferred import Initial, without_memory
 from ddp_recipes.build.devices import Devices
 from ddp_recipes.build.instantiate import make, parameters_of
 from ddp_recipes.build.parameters import freeze
@@ -17,6 +18,7 @@ from ddp_recipes.data.loader import Loader
 from ddp_recipes.errors import RequestError
 from ddp_recipes.model_parallel import DryRun, Stage, apart, in_micro_batches, split_model, timed
 from ddp_recipes.tasks import Task
+from ddp_recipes.tasks.task import outside
 from ddp_recipes.training.precision import Precision
 
 Times = Callable[[Callable[[], Mapping[str, int]]], Mapping[str, int]]
@@ -28,12 +30,14 @@ class BuiltTask:
 
     Attributes:
         stages: of a model that is split; ``starts`` the blocks at which those in other processes begin.
+        initial: values of those of its tensors that have no memory yet, by their names in :meth:`Task.weights`.
         warnings: for the log.
     """
 
     task: Task
     stages: list[Stage] = field(default_factory=list)
     starts: Sequence[str] = ()
+    initial: Mapping[str, Initial] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
 
@@ -49,6 +53,8 @@ def make_task(
     compiled: bool,
 ) -> BuiltTask:
     """Return the task with its model on the replica's devices, weights drawn from the seed on the CPU.
+
+    Where the strategy's settings say ``deferred``, large tensors stay without memory.
 
     Args:
         loader: gives a sample to try a split out on; ``None`` where no data are read: then nothing is split.
@@ -71,10 +77,17 @@ def make_task(
             f"without '_mp'."
         )
     runtime = {"devices": devices.own} if places_itself else {}
-    model = make(node, "model", without=[key.name for key in fields(ModelSettings)], **runtime)
-    if not isinstance(model, torch.nn.Module):
-        raise RequestError(f"model._target_={node['_target_']} made a {type(model).__name__}, which is no nn.Module.")
-    built = BuiltTask(make(config["task"], "task", model=model))
+
+    def made() -> Task:
+        model = make(node, "model", without=[key.name for key in fields(ModelSettings)], **runtime)
+        if not isinstance(model, torch.nn.Module):
+            raise RequestError(f"model._target_={target} made a {type(model).__name__}, which is no nn.Module.")
+        return make(config["task"], "task", model=model)  # type: ignore[no-any-return]
+
+    deferred = strategy.deferred and devices.layout is None
+    task, initial, warnings = without_memory(made) if deferred else (made(), {}, [])
+    model = task.model
+    built = BuiltTask(task, initial={outside(name): value for name, value in initial.items()}, warnings=warnings)
     if settings.activation_checkpointing:
         recompute(model, settings.activation_checkpointing)
     if settings.micro_batches > 1:
@@ -84,7 +97,7 @@ def make_task(
     elif (settings.num_devices > 1 or pipeline is not None) and loader is not None:
         dry_run = DryRun(built.task, step, loader.sample(), loader.plan.size(0, 0))
         _split(built, settings, strategy, devices, dry_run, precision, times)
-    else:
+    elif not initial:
         built.task.to(devices.own[0])
     if settings.freeze:
         freeze(model, settings.freeze)

@@ -1,6 +1,5 @@
 """The objects of one run on one rank; the other modules of this folder make them, with plain arguments."""
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -8,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ddp_recipes.build.data import make_loaders, split_of
-from ddp_recipes.build.devices import Devices, available_devices, dry_run_devices
+from ddp_recipes.build.deferred import Initial
+from ddp_recipes.build.devices import Devices, available_devices, dry_run_devices, set_torch_up
+from ddp_recipes.build.filling import fill
 from ddp_recipes.build.instantiate import locate, make
 from ddp_recipes.build.loggers import logger_sections
 from ddp_recipes.build.model import make_task
@@ -25,7 +27,6 @@ from ddp_recipes.config.settings import CheckpointSettings, TrainerSettings
 from ddp_recipes.data.loader import Loader
 from ddp_recipes.errors import RequestError
 from ddp_recipes.model_parallel import Stage
-from ddp_recipes.runtime import fast_paths
 from ddp_recipes.runtime.control import Control
 from ddp_recipes.runtime.job import Job
 from ddp_recipes.runtime.seeding import seed_everything
@@ -48,6 +49,8 @@ class Recipe:
         stages: of a model that is split.
         loggers: the config's sections, by their dotted names.
         checkpoint: its keys, ``auto`` resolved: which metric tells the best one, and which way.
+        initial: values of those of the task's tensors that have no memory yet.
+        weights: to start from, but for those of a checkpoint.
         checkpoint_path: what ``state`` was read from, if the run starts from a checkpoint.
         warnings: for the log, once there is one.
     """
@@ -60,6 +63,8 @@ class Recipe:
     strategy: Strategy
     loaders: Mapping[str, Loader]
     task: Task
+    initial: Mapping[str, Initial]
+    weights: Mapping[str, Tensor]
     stages: list[Stage]
     callbacks: Mapping[str, Callback]
     length: Length
@@ -126,13 +131,22 @@ class Recipe:
             or (self.checkpoint_path is not None and self.checkpoint_path.is_relative_to(self.job.directory))
         )
 
-    def load_weights(self) -> int:
-        """Load the weights of the checkpoint, if there is one; return the step they are from."""
-        if self.state is None:
-            return 0
-        self.task.load_weights(put_together(self.state["model"]))
-        step: int = self.state["cursor"]["step"]
-        return step
+    def initial_weights(self) -> dict[str, Any]:
+        """Return what a run without a checkpoint starts from: tensors, or what their values come of."""
+        origins = {name: each.origin() for name, each in self.initial.items()}
+        return {**self.task.weights(), **origins, **self.weights}
+
+    def load_weights(self, strategy: Strategy | None = None) -> int:
+        """Load the weights to start from, and have the strategy leave this rank its part; return their step."""
+        weights = self.weights if self.state is None else self.state["model"]
+        if weights and not self.initial:
+            self.task.load_weights({**self.task.weights(), **put_together(weights)})
+        if strategy is not None:
+            strategy.shard(self.task, self.devices.own)
+        if self.initial:
+            fill(self.task, self.initial, weights, self.device)
+        self.initial, self.weights = {}, {}  # some are large
+        return 0 if self.state is None else int(self.state["cursor"]["step"])
 
 
 def make_recipe(job: Job, world: World, control: Control) -> Recipe:
@@ -219,9 +233,9 @@ def make_recipe(job: Job, world: World, control: Control) -> Recipe:
             f"checkpoint.monitor=auto is {checkpoint.monitor}, of the first of {', '.join(list(loaders)[1:])}."
         )
     path, state, warnings = load_state(request, job.directory, built.task.weights(), loaders.get("train"), control)
+    weights: Mapping[str, Tensor] = {}
     if request.run.weights_from is not None and state is None:
-        found, warnings = matching(request.run.weights_from, built.task.weights())
-        built.task.load_weights({**built.task.weights(), **found})
+        weights, warnings = matching(request.run.weights_from, built.task.weights())
     return Recipe(
         job=job,
         request=request,
@@ -231,6 +245,8 @@ def make_recipe(job: Job, world: World, control: Control) -> Recipe:
         strategy=strategy,
         loaders=loaders,
         task=built.task,
+        initial=built.initial,
+        weights=weights,
         stages=built.stages,
         callbacks=callbacks,
         length=length,
@@ -260,18 +276,6 @@ def make_callbacks(nodes: Mapping[str, Any], task: Task) -> dict[str, Callback]:
             )
         callbacks[name] = callback
     return callbacks
-
-
-def set_torch_up(trainer: TrainerSettings, devices: Devices) -> None:
-    """Set what holds for all of torch in this process."""
-    fast_paths.enable(trainer.fast_paths)
-    if trainer.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
-    if trainer.deterministic != torch.are_deterministic_algorithms_enabled():  # the call loads the compiler
-        torch.use_deterministic_algorithms(trainer.deterministic)
-    torch.autograd.set_detect_anomaly(trainer.detect_anomaly)
-    if devices.own[0].type == "cpu":
-        fast_paths.keep_freed_memory()
 
 
 def monitored(request: Request, loaders: Mapping[str, Loader], task: Task) -> CheckpointSettings:

@@ -47,8 +47,7 @@ def make_run(recipe: Recipe, stop_controller: StopController, strategy: Strategy
         RequestError: optimizer or scheduler cannot be made.
     """
     strategy, devices, task = strategy or recipe.strategy, recipe.devices.own, recipe.task
-    recipe.load_weights()
-    strategy.shard(task, devices)
+    recipe.load_weights(strategy)
     with loading():  # an optimizer that is not torch's own may bring its compiler
         optimizers, schedules = strategy.make_optimizers(
             task,

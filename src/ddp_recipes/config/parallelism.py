@@ -185,6 +185,11 @@ class StrategySettings:
         """Whether a process holds the whole model, and can run and save it without the others."""
         return self.pipeline is None
 
+    @property
+    def deferred(self) -> bool:
+        """Whether the model is made without memory for its large tensors, which get it, and values, once sharded."""
+        return False
+
     # --- refusals and remedies
 
     def check(self, request: "Request") -> None:

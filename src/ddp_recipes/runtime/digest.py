@@ -9,7 +9,8 @@ import torch
 def digest(content: Any) -> str:
     """Return the hex SHA-256 of dicts (in key order), lists, tuples, numbers, text, ``None`` and tensors.
 
-    A tensor counts by dtype, shape and bytes; device, strides and sharing of storage do not.
+    A tensor counts by dtype, shape and bytes; device, strides and sharing of storage do not. What is large may be given
+    as a function that returns it, which is called when it is due.
 
     Raises:
         TypeError: something else is in it.
@@ -33,6 +34,8 @@ def _update(hasher: Any, content: Any) -> None:
         hasher.update(f"list:{len(content)}:".encode())
         for value in content:
             _update(hasher, value)
+    elif callable(content):
+        _update(hasher, content())
     elif content is None or isinstance(content, (bool, int, float, str)):
         text = repr(content)
         hasher.update(f"{type(content).__name__}:{len(text)}:{text}".encode())

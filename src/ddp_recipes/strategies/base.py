@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ddp_recipes._compat.modules import BatchNorm
 from ddp_recipes.checkpointing.parts import put_together
 from ddp_recipes.config.parallelism import StrategySettings
+from ddp_recipes.runtime.digest import digest
 from ddp_recipes.runtime.messages import Messages
 from ddp_recipes.runtime.phases import phase
 from ddp_recipes.runtime.rows import OwnRows
@@ -106,7 +107,10 @@ class Strategy(Protocol):
         """Join the other ranks. A collective: every rank calls it."""
 
     def shard(self, task: Task, devices: Sequence[torch.device]) -> None:
-        """Leave this rank what it holds of the task, once its weights are loaded. Called before any step."""
+        """Leave this rank what it holds of the task. Called before any step.
+
+        Its weights are loaded, or, where the settings say ``deferred``, on ``meta``: they are loaded next.
+        """
 
     def make_optimizers(self, task: Task, make: Callable[[], T]) -> T:
         """Return what ``make()`` makes, optimizers first, while the task's parameters are those that this rank updates.
@@ -139,6 +143,9 @@ class Strategy(Protocol):
 
     def saved_weights(self, task: Task) -> Mapping[str, Tensor | OwnRows]:
         """Return what this rank saves of them: where :attr:`writers` is set its rows, else :meth:`weights`."""
+
+    def digest(self, task: Task) -> str | None:
+        """Return the SHA-256 of the whole model's weights on rank 0. A collective."""
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return the state of the whole model's optimizer on rank 0, or what this rank saves of it. A collective."""
@@ -191,7 +198,7 @@ class Plain:
 
     def saved_weights(self, task: Task) -> Mapping[str, Tensor | OwnRows]:
         """All on rank 0."""
-        return cast(Strategy, self).weights(task)
+        return self.weights(task)
 
     def batch_shard(self, weight: float) -> AbstractContextManager[Any]:
         """There is one a rank."""
@@ -200,6 +207,14 @@ class Plain:
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         """Take it all: what belongs to other ranks has no data here."""
         optimizer.load_state_dict(put_together(state))
+
+    def weights(self, task: Task) -> dict[str, Tensor]:
+        """They are all here."""
+        return task.weights()
+
+    def digest(self, task: Task) -> str | None:
+        """Digest what is gathered."""
+        return digest(self.weights(task))
 
     def explain(self, error: BaseException, task: Task) -> str | None:
         """torch's own message says it."""
@@ -223,10 +238,6 @@ class Whole(Plain):
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """They are all here."""
         return nn.utils.get_total_norm(gradients)
-
-    def weights(self, task: Task) -> dict[str, Tensor]:
-        """They are all here."""
-        return task.weights()
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """It is all here."""

@@ -9,6 +9,7 @@ from torch.distributed import Store
 
 from ddp_recipes.config.parallelism import StrategySettings
 from ddp_recipes.errors import RequestError
+from ddp_recipes.runtime.digest import digest
 from ddp_recipes.runtime.messages import Messages, SignedStore
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import Exchange, Plain
@@ -52,6 +53,11 @@ class Group(Plain):
         if self.world.world_size > 1:
             dist.all_reduce(values)
         return values
+
+    def digest(self, task: Task) -> str | None:
+        """Digest what is gathered, on rank 0."""
+        weights = self.weights(task)
+        return digest(weights) if self.world.is_main else None
 
     def gather(self, value: Any) -> list[Any] | None:
         """Gather values on rank 0."""

@@ -53,9 +53,9 @@ def joined(own: Tensor, shape: Sequence[int], group: dist.ProcessGroup) -> Tenso
     each = -(-shape[0] // group.size())
     padded = own.new_zeros(each, *shape[1:])
     padded[: len(own)] = own
-    parts = [torch.empty_like(padded) for _ in range(group.size())] if group.rank() == 0 else None
-    dist.gather(padded, parts, group=group, group_dst=0)
-    return None if parts is None else torch.cat(parts)[: shape[0]]
+    whole = own.new_empty(group.size() * each, *shape[1:]) if group.rank() == 0 else None
+    dist.gather(padded, None if whole is None else list(torch.split(whole, each)), group=group, group_dst=0)
+    return None if whole is None else whole[: shape[0]]
 
 
 def norms(own: Sequence[Tensor], sizes: Sequence[Sequence[int]], group: dist.ProcessGroup) -> Tensor:

@@ -60,6 +60,11 @@ class FSDPSettings(FixedShardsSettings):
         """Each process has a part."""
         return False
 
+    @property
+    def deferred(self) -> bool:
+        """No process need have room for all of it."""
+        return True
+
     def check(self, request: "Request") -> None:
         """Refuse other ways to cut a model or a batch, and a loss that is scaled."""
         for key, value, without in (

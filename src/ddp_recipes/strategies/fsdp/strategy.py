@@ -16,6 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from ddp_recipes._compat.tensors import local
 from ddp_recipes.errors import RequestError
 from ddp_recipes.model_parallel.blocks import on_copies
+from ddp_recipes.runtime.digest import digest
 from ddp_recipes.runtime.messages import Messages
 from ddp_recipes.runtime.rows import OwnRows, Source, rows_here
 from ddp_recipes.runtime.world import World
@@ -220,6 +221,11 @@ class FSDP(Whole, Group):
     def weights(self, task: Task) -> dict[str, Tensor]:
         """Gather one parameter after the other on rank 0."""
         return {name: self._on_rank_0(value) for name, value in task.weights().items()}
+
+    def digest(self, task: Task) -> str | None:
+        """Gather one parameter at a time."""
+        found = digest({name: partial(self._on_rank_0, value) for name, value in task.weights().items()})
+        return found if self.world.is_main else None
 
     def _on_rank_0(self, value: Tensor) -> Tensor:
         own = local(value) if isinstance(value, Tensor) else value
