@@ -222,11 +222,10 @@ def predict(recipe: Recipe, output: Output) -> None:
 
 def export(recipe: Recipe, output: Output) -> None:
     """Write the checkpoint's weights alone to ``model.safetensors``."""
-    if recipe.state is None:
-        recipe.load_weights()
+    recipe.load_weights(recipe.strategy if recipe.initial else None)  # else all ranks would hold the whole model
     output.open(None)
+    weights = recipe.strategy.weights(recipe.task) if recipe.state is None else recipe.state["model"]
     if recipe.world.is_main:
-        weights = recipe.task.weights() if recipe.state is None else recipe.state["model"]
         write_weights(recipe.job.directory / "model.safetensors", weights)
 
 

@@ -191,8 +191,9 @@ class Tape:
 
     def _new(self, nbytes: int) -> int:
         """Return the number of another memory."""
-        self.storages.append(UntypedStorage(nbytes, device="meta"))  # type: ignore[no-untyped-call]
-        self.numbers[self.storages[-1]._cdata] = number = len(self.writers)
+        made = torch.empty(nbytes, dtype=torch.uint8, device="meta")
+        self.storages.append(made.untyped_storage())
+        self.numbers[storage_key(made)] = number = len(self.writers)
         self.writers.append([])
         return number
 
