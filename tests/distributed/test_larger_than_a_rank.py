@@ -1,5 +1,9 @@
 """A model that no rank holds whole: with ``strategy=fsdp`` it is made, filled, trained and evaluated in parts."""
 
+import ctypes
+import os
+import re
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,10 +12,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed import PrefixStore, Store
 from torch.nn import functional as F
 
+from ddp_recipes import rank
+from ddp_recipes.models.gpt import GPT
 from ddp_recipes.reporting.run_directory import Summary
-from ddp_recipes.testing import run_recipe
+from ddp_recipes.runtime.messages import Messages
+from ddp_recipes.runtime.world import World
+from ddp_recipes.testing import make_job, on_ranks, run_recipe
 
 Run = Callable[..., Summary]
 
@@ -102,3 +111,63 @@ def test_a_run_goes_on_and_is_what_one_process_computes(exact: Summary, run: Run
     assert moved["weights_sha256"] == whole["weights_sha256"]
     checked = run(*SMALL, "strategy=fsdp", "check=equivalence", "seed=4", "checkpoint=none", world_size=2)
     assert checked["metrics"]["check/parameter"] < 1e-5
+
+
+# --- under a limit ---------------------------------------------------------------------------------------------------
+
+LARGE = {"layers": 40, "width": 352, "heads": 2, "context": 8}
+
+
+def status(key: str) -> int:
+    """Return bytes of this process, as Linux counts them."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{key}:"))
+    return int(line.split()[1]) * 1024
+
+
+def under_limit(folder: Path, own: list[str], size: int, limit: int | None) -> list[dict[str, Any]]:
+    """Train on ranks that may use so many bytes more than they do after a run of a tiny model."""
+    (folder / "words.txt").write_text("to be or not to be, that is the question; " * 60)
+    common = [
+        *("data=text", f"data.path={folder / 'words.txt'}", "data.context=8", "data.global_batch_size=6", "model=gpt"),
+        *("optimizer=adamw", "trainer.max_steps=2", "trainer.limit_val_batches=1", "trainer.progress=false"),
+        *("launcher.device=cpu", "logger=none", "checkpoint=none", f"launcher.nproc_per_node={size}", *own),
+    ]
+    tiny = make_job([*common, "model.layers=1", "model.width=16", "model.heads=2"], folder / f"{own[0]}_tiny")
+    sizes = [f"model.{key}={value}" for key, value in LARGE.items() if key != "context"]
+    large = make_job([*common, *sizes], folder / f"{own[0]}_large")
+
+    def train(world: World, store: Store | None) -> dict[str, Any]:
+        os.environ["MALLOC_MMAP_THRESHOLD_"] = "262144"  # as if the process had been started so
+        for name, value in ((-3, 262144), (-1, 262144), (-8, 1)):  # with one arena: another takes 64 MiB of addresses
+            ctypes.CDLL(None).mallopt(name, value)
+        messages = [None if store is None else Messages(PrefixStore(str(at), store), private=True) for at in (0, 1)]
+        rank.run(tiny, world, messages[0])
+        before, resident = status("VmSize"), status("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        if limit is not None:
+            resource.setrlimit(resource.RLIMIT_AS, (before + limit, before + limit))
+        try:
+            summary = rank.run(large, world, messages[1])
+        except Exception as error:
+            return {"failed": str(error)}
+        peak = status("VmHWM") - resident
+        return {"sha256": summary["weights_sha256"], "loss": summary["metrics"]["train/loss"], "peak": peak}
+
+    return on_ranks(train, size, timeout_s=400)
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+def test_a_model_of_four_times_the_memory_of_a_rank_trains_on_six(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = GPT(**LARGE)  # type: ignore[arg-type]
+    state = 16 * sum(parameter.numel() for parameter in model.parameters())  # with gradients, and two numbers of AdamW
+    block = 4 * sum(parameter.numel() for parameter in model.blocks[0].parameters())
+    dealt = under_limit(tmp_path, FSDP, 6, state // 4)
+    assert not any("failed" in each for each in dealt), dealt
+    (whole,) = under_limit(tmp_path, EXACT, 1, None)
+    assert [dealt[0][key] for key in ("sha256", "loss")] == [whole[key] for key in ("sha256", "loss")]
+    assert whole["peak"] > state
+    assert max(each["peak"] for each in dealt) < state / 6 + 10 * block, dealt
+    for failed in under_limit(tmp_path, ["strategy=ddp"], 2, state // 4):
+        assert re.search("memory|can't start new thread", failed["failed"])

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_recipes._compat.tensors import local
+from ddp_recipes.runtime.fast_paths import freed_memory_given_back
 from ddp_recipes.runtime.rows import Source, rows_here
 from ddp_recipes.tasks import Task
 from ddp_recipes.tasks.task import outside
@@ -28,13 +29,14 @@ def fill(task: Task, initial: Mapping[str, Source], weights: Mapping[str, Any], 
         for name, tensor in (*own, *module.named_buffers(recurse=False, remove_duplicate=False)):
             tensors[id(tensor)] = tensor
             places.setdefault(id(tensor), []).append((module, name, outside(f"{prefix}.{name}".removeprefix("."))))
-    for key, tensor in tensors.items():
-        names = [name for *_, name in places[key]]
-        values = [given[name] for given in (initial, weights) for name in names if name in given]
-        filled = _filled(tensor, values[-1] if values else None, device)
-        if filled is not tensor:
-            for module, name, _ in places[key]:
-                setattr(module, name, filled)
+    with freed_memory_given_back():
+        for key, tensor in tensors.items():
+            names = [name for *_, name in places[key]]
+            values = [given[name] for given in (initial, weights) for name in names if name in given]
+            filled = _filled(tensor, values[-1] if values else None, device)
+            if filled is not tensor:
+                for module, name, _ in places[key]:
+                    setattr(module, name, filled)
     others = {name: weights[outside(name)] for name in task.state_dict() if outside(name) in weights}
     others = {name: value for name, value in others.items() if name.endswith("_extra_state")}
     task.load_state_dict(others, strict=False)  # after which FSDP2 looks at parameters again

@@ -7,7 +7,8 @@ and for tensors and optimizers not of torch's own classes, it is asked. ``benchm
 import inspect
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, wraps
 from typing import Any, TypeVar
 
@@ -95,12 +96,25 @@ def keep_freed_memory() -> None:
 
     Nothing changes where the environment sets glibc's allocator up, or the C library is another one.
     """
+    _set_allocator_up(-1, 32 << 20)  # never give back; and glibc allows no more
+
+
+@contextmanager
+def freed_memory_given_back() -> Iterator[None]:
+    """Give large memory back at once: what stays would come to lie in its place, and the next would take new memory."""
+    _set_allocator_up(128 << 10, 128 << 10)  # as when a process starts
+    try:
+        yield
+    finally:
+        keep_freed_memory()
+
+
+def _set_allocator_up(trim_threshold: int, mmap_threshold: int) -> None:
+    """Set how much free memory glibc keeps at its end, and what it takes from the system, and gives back, by itself."""
     import ctypes
 
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     set_up = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"} & os.environ.keys()
-    if not _enabled or mallopt is None or set_up:
-        return
-    trim_threshold, mmap_threshold = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
-    mallopt(trim_threshold, -1)  # never give back
-    mallopt(mmap_threshold, 32 << 20)  # take no less than this from the system for itself; glibc allows no more
+    if _enabled and mallopt is not None and not set_up:
+        mallopt(-1, trim_threshold)  # M_TRIM_THRESHOLD
+        mallopt(-3, mmap_threshold)  # M_MMAP_THRESHOLD
