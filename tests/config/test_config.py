@@ -107,6 +107,7 @@ def assert_learns(recipe: Recipe) -> None:
 
     A rank that computes no shard of a batch has one sample, which does not count.
     """
+    recipe.load_weights()
     for split, loader in recipe.loaders.items():
         first = next(loader.batches(0))
         inputs, targets = first.data
