@@ -29,11 +29,14 @@ def fill(task: Task, initial: Mapping[str, Source], weights: Mapping[str, Any], 
         for name, tensor in (*own, *module.named_buffers(recurse=False, remove_duplicate=False)):
             tensors[id(tensor)] = tensor
             places.setdefault(id(tensor), []).append((module, name, outside(f"{prefix}.{name}".removeprefix("."))))
+    dealt = [each for each in tensors.values() if hasattr(each, "device_mesh")]
+    home = next((each.device for each in dealt if not each.is_meta), device)  # rows may be elsewhere than what runs
     with freed_memory_given_back():
         for key, tensor in tensors.items():
             names = [name for *_, name in places[key]]
             values = [given[name] for given in (initial, weights) for name in names if name in given]
-            filled = _filled(tensor, values[-1] if values else None, device)
+            where = home if hasattr(tensor, "device_mesh") else device
+            filled = _filled(tensor, values[-1] if values else None, where)
             if filled is not tensor:
                 for module, name, _ in places[key]:
                     setattr(module, name, filled)

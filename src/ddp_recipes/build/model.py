@@ -9,6 +9,7 @@ import torch
 
 from ddp_recipes.build.deferred import Initial, without_memory
 from ddp_recipes.build.devices import Devices
+from ddp_recipes.build.filling import fill
 from ddp_recipes.build.instantiate import make, parameters_of
 from ddp_recipes.build.parameters import freeze
 from ddp_recipes.build.recomputation import recompute
@@ -86,6 +87,9 @@ def make_task(
 
     deferred = strategy.deferred and devices.layout is None
     task, initial, warnings = without_memory(made) if deferred else (made(), {}, [])
+    if initial and type(task).attach is not Task.attach:  # which may look at weights
+        fill(task, {outside(name): value for name, value in initial.items()}, {}, torch.device("cpu"))
+        initial = {}
     model = task.model
     built = BuiltTask(task, initial={outside(name): value for name, value in initial.items()}, warnings=warnings)
     if settings.activation_checkpointing:
