@@ -55,6 +55,8 @@ class _Called(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        devices = (each for each in (*args, *kwargs.values()) if isinstance(each, (str, torch.device)))
+        wished = any(str(each) == "meta" for each in devices)
         if args and isinstance(args[0], Tensor) and self.tape.has(args[0]):
             if func in _SHOWN:
                 return _SHOWN[func]
@@ -62,13 +64,15 @@ class _Called(TorchFunctionMode):
                 raise self.tape.refuse(_REFUSED[func])
             if func is Tensor.cpu:
                 return args[0]
+            if func is Tensor.to and wished:
+                raise self.tape.refuse("Tensor.to('meta')")
             if func is Tensor.to:  # in C++, which sees where it is
                 args = [_to_here(each) for each in args]
                 kwargs = {name: _to_here(each) for name, each in kwargs.items()}
                 return func(*args, **kwargs)
         func = INSTEAD.get(func, func)
         before = self.tape.wishes_meta
-        self.tape.wishes_meta = before or str(kwargs.get("device")) == "meta"
+        self.tape.wishes_meta = before or wished
         try:
             return func(*args, **kwargs)
         finally:
@@ -121,6 +125,8 @@ def without_memory(make: Callable[[], M]) -> tuple[M, dict[str, Initial], list[s
         if tape.refused is not None:
             raise Undeferrable(tape.refused)
         named = [*made.named_parameters(remove_duplicate=False), *made.named_buffers(remove_duplicate=False)]
+        if any(tensor.is_meta and not tape.has(tensor) for _, tensor in named):
+            raise Undeferrable("some are on meta by its own wish")
         _give_memory(tape, {id(each) for _, tensor in named for each in (tensor, viewed(tensor))})
         return made, {name: Initial(tape, tape.ref(tensor)) for name, tensor in named if tape.has(tensor)}, []
     except Exception as error:  # any of torch's own that comes of a tensor without memory

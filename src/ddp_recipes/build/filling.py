@@ -40,6 +40,7 @@ def fill(task: Task, initial: Mapping[str, Source], weights: Mapping[str, Any], 
             if filled is not tensor:
                 for module, name, _ in places[key]:
                     setattr(module, name, filled)
+    task.deferred = False
     others = {name: weights[outside(name)] for name in task.state_dict() if outside(name) in weights}
     others = {name: value for name, value in others.items() if name.endswith("_extra_state")}
     task.load_state_dict(others, strict=False)  # after which FSDP2 looks at parameters again

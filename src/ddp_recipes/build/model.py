@@ -90,6 +90,7 @@ def make_task(
     if initial and type(task).attach is not Task.attach:  # which may look at weights
         fill(task, {outside(name): value for name, value in initial.items()}, {}, torch.device("cpu"))
         initial = {}
+    task.deferred = bool(initial)
     model = task.model
     built = BuiltTask(task, initial={outside(name): value for name, value in initial.items()}, warnings=warnings)
     if settings.activation_checkpointing:

@@ -205,6 +205,7 @@ class Task(nn.Module):
     names_metrics = False  # whether what a step measures has names of its own, which are known once it ran
     validates = True  # whether there is something to measure on validation sets
 
+    deferred = False  # whether large tensors are on meta until they are filled
     accumulates = True  # whether an optimizer step may be one of several passes
 
     # Where a task takes optimizer steps by itself: as training.update.update does.

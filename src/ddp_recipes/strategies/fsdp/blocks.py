@@ -105,7 +105,8 @@ def refuse_parameters(task: Task, blocks: Sequence[str]) -> None:
             f"strategy=fsdp deals the parameters of the model, and the task has others beside it: "
             f"{', '.join(beside[:4])}. Put them into the model, or choose strategy=ddp."
         )
-    devices = {each.device: name for name, each in task.model.named_parameters() if not each.is_meta}
+    parameters = task.model.named_parameters()
+    devices = {each.device: name for name, each in parameters if not (task.deferred and each.is_meta)}
     if len(devices) > 1:
         places = ", ".join(f"{name} on {device}" for device, name in devices.items())
         raise RequestError(
