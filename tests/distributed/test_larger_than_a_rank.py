@@ -157,7 +157,6 @@ def under_limit(folder: Path, own: list[str], size: int, limit: int | None) -> l
 
 
 @pytest.mark.slow
-@pytest.mark.alone
 def test_a_model_of_four_times_the_memory_of_a_rank_trains_on_six(tmp_path: Path) -> None:
     with torch.device("meta"):
         model = GPT(**LARGE)  # type: ignore[arg-type]
