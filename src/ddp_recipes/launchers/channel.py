@@ -27,9 +27,8 @@ from ddp_recipes.launchers.peers import Peers
 from ddp_recipes.launchers.reports import Death, decide
 from ddp_recipes.launchers.store import TIMEOUT, agent_holds_store, at_address
 from ddp_recipes.reporting.run_directory import Summary, leave_failure_of_rank_0
-from ddp_recipes.runtime.job import ASKS_TO_STOP, Job
+from ddp_recipes.runtime.job import Job
 from ddp_recipes.runtime.messages import Messages
-from ddp_recipes.runtime.process import ignore
 from ddp_recipes.runtime.world import World
 
 MEET_TO_STOP_S = 10.0  # for followers that still import torch when there is nothing to do
@@ -187,7 +186,6 @@ class Channel:
         timeout_s = float(job.config["launcher"]["timeout_s"])
         if self._receive(f"left/{number}", timeout_s) is None:  # what rank 0 closes may be a user's own
             hangs = RunFailed(did_not_end([0], self.world.world_size, timeout_s), unresponsive=[0])
-            ignore(ASKS_TO_STOP)  # torchrun's agent sends one once rank 0 is dead, before that is written
             print(f"[rank {self.world.rank}] {self._explained(hangs, job.directory)}", file=sys.stderr, flush=True)
             leave_failure_of_rank_0(job.directory, job.overrides, str(hangs), known_better=True)
             return False

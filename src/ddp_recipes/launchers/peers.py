@@ -12,8 +12,9 @@ from ddp_recipes.errors import RunFailed
 from ddp_recipes.launchers import stacks
 from ddp_recipes.launchers.store import agent_holds_store
 from ddp_recipes.reporting.run_directory import leave_trace
+from ddp_recipes.runtime.job import ASKS_TO_STOP
 from ddp_recipes.runtime.messages import Messages
-from ddp_recipes.runtime.process import state
+from ddp_recipes.runtime.process import ignore, state
 from ddp_recipes.runtime.world import World
 
 DEAD_S = 5.0  # for a killed rank to be dead, and to hold no lock any more
@@ -44,10 +45,13 @@ class Peers:
     def end(self, ranks: Sequence[int], directory: Path | None) -> None:
         """Write the stacks of these ranks, and kill them, those of this node that still run.
 
-        The agent would first send SIGTERM, which a stopped process does not take, and then wait half a minute.
+        The agent would first send SIGTERM, which a stopped process does not take, and then wait half a minute. This
+        rank gets one once another is dead, before it has said why: from now on it is ignored.
         """
         running = self._running() if agent_holds_store() else {}
         ends = running.keys() & {*ranks} - {self.world.rank}
+        if ends:
+            ignore(ASKS_TO_STOP)
         for rank in ends:
             pid = running[rank]
             with suppress(OSError), open(f"/proc/{pid}/fd/{self._file_of(rank)}", "rb") as file:
