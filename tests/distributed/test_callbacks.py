@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ddp_recipes.checkpointing.files import load, newest_first
+from ddp_recipes.checkpointing.parts import put_together
 from ddp_recipes.errors import RequestError
 from ddp_recipes.reporting.run_directory import Summary
 from ddp_recipes.runtime.digest import digest
@@ -22,7 +23,7 @@ EMA = ["callbacks=ema", "callbacks.ema.decay=0.8"]
 def states(summary: Summary) -> dict[int, dict[str, Any]]:
     """Return the checkpoints of a run by their steps."""
     paths = newest_first(Path(summary["run_directory"]) / "checkpoints")
-    return {state["cursor"]["step"]: state for state in map(load, paths)}
+    return {state["cursor"]["step"]: state for state in map(put_together, map(load, paths))}
 
 
 def test_early_stopping_is_refused_where_its_metric_is_never_measured(run: Run) -> None:
