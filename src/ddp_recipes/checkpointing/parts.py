@@ -221,7 +221,7 @@ def _content(path: Path) -> dict[str, Any]:
         raise DamagedParts(f"it is no whole index of a checkpoint in parts ({type(error).__name__})") from None
     if not right:
         raise DamagedParts("its content does not match its checksum")
-    return content
+    return {**content, "checksum": file["checksum"]}
 
 
 def load(path: Path, verify: Verify) -> dict[str, Any]:
@@ -245,7 +245,7 @@ def load(path: Path, verify: Verify) -> dict[str, Any]:
     files = _Files([folder / part.file for part in parts])
 
     state: dict[str, Any] = _restored(content["state"], content["rows"], files)
-    return {"format": content["format"], **state, "checksum": _checksum(content)}
+    return {"format": content["format"], **state, "checksum": content["checksum"]}
 
 
 def _restored(value: Any, rows: Mapping[str, Any], files: _Files) -> Any:
