@@ -4,6 +4,7 @@ Torch must not have run on several threads before, which a fork does not survive
 ``conftest.py``.
 """
 
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -119,6 +120,8 @@ def _on_rank(
     meeting: int,
     pipe: Connection,
 ) -> None:
+    # A store that the parent left to collect would wait, in its destructor, for a thread that only the parent has.
+    gc.freeze()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     # A fork's first use of torch's thread pool replaces it, which two threads at once (autograd's) do not survive.
     torch.set_num_threads(torch.get_num_threads())

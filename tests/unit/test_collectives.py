@@ -1,5 +1,6 @@
 """What ranks exchange beside gradients: plain data and tensors, which nobody unpickles."""
 
+import gc
 import math
 import pickle
 from random import Random
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import TCPStore
 
 from ddp_recipes.errors import RunFailed
 from ddp_recipes.runtime.world import World
@@ -75,3 +77,12 @@ def test_ranks_gather_and_broadcast_values_of_any_size() -> None:
     first, *others = on_ranks(exchange, 3)
     assert first == ([(0, 0), (1, 5), (2, 10)], {"from": 1})
     assert others == [(None, {"from": 1})] * 2
+
+
+def test_a_forked_rank_collects_nothing_that_only_its_parent_can_end() -> None:
+    def leave_a_store_to_the_collector() -> None:
+        cycle: list[Any] = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
+        cycle.append(cycle)
+
+    leave_a_store_to_the_collector()
+    assert on_ranks(lambda world, store: gc.collect() >= 0, 2, timeout_s=20) == [True, True]
