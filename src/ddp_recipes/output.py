@@ -93,13 +93,14 @@ class Output:
         self._stack.callback(self.progress.stop)
         self.hold(handling(LogFile(self.directory.path, self.control)))
         self.hold(handling(Console(self.progress)))
-        table("ddp_recipes " + __version__, self._start_rows(), sys.stdout)
-        for warning in self.warnings:
-            log.warning("%s", warning)
+        if self.job.meeting is None:  # else the rank that is replaced has shown it
+            table("ddp_recipes " + __version__, self._start_rows(), sys.stdout)
+            for warning in self.warnings:
+                log.warning("%s", warning)
         if not quick:
             # What an earlier start logged after its checkpoint comes again.
             purge_step = run.cursor.step + 1 if run is not None and self.resumes_in_place else None
-            self.logger = self.make_logger(purge_step)
+            self.logger = self.make_logger((self.state or {}).get("purge_step", purge_step))
             self._stack.callback(self.logger.close)
             self.task.logger = self.logger
             self.logger.parameters(hyper_parameters(self.job.config) | {"world_size": self.world.world_size})
@@ -202,6 +203,8 @@ class Output:
             "best_checkpoint": None if best is None else str(best),
             "last_checkpoint": None if last is None else str(last),
             "samples_seen": cursor.samples_seen,
+            "ranks_replaced": 0 if run is None else run.replaced,
+            "seconds_lost": 0.0 if run is None else run.seconds_lost,
             "samples_per_second": rate,
             "step_time_ms": statistics.median(steps) * 1e3 if steps else None,
             "wall_time_s": time.time() - self._started,

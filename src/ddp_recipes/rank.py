@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ddp_recipes._compat.messages import timed_out
-from ddp_recipes._version import __version__
+from ddp_recipes.build import rejoin
 from ddp_recipes.build.output import make_output
 from ddp_recipes.build.recipe import Recipe, make_recipe
 from ddp_recipes.build.run import join, make_run, make_stop_controller
@@ -25,13 +25,13 @@ from ddp_recipes.runtime.digest import digest
 from ddp_recipes.runtime.files import write_aside
 from ddp_recipes.runtime.job import ASKS_TO_STOP, Job
 from ddp_recipes.runtime.main_module import unpack
+from ddp_recipes.runtime.meeting import Loss, Meeting
 from ddp_recipes.runtime.messages import Messages
 from ddp_recipes.runtime.process import ignore_once
 from ddp_recipes.runtime.world import World
 from ddp_recipes.tools import batch_size, learning_rate, profiling
 from ddp_recipes.tools import dry_run as planning
 from ddp_recipes.tools import equivalence as check
-from ddp_recipes.training import loop
 from ddp_recipes.training.evaluation import check_monitor, evaluate, evaluated, refusing_collectives
 from ddp_recipes.training.metrics import Matrices, log_matrices
 from ddp_recipes.training.precision import make_precision
@@ -52,6 +52,7 @@ def run(
     messages: Messages | None,
     exited: Callable[[], Iterable[int]] = tuple,
     joined: Callable[[], None] = lambda: None,
+    ask: Callable[[Loss], tuple[Meeting, Messages] | None] = lambda loss: None,
 ) -> Summary:
     """Run a job as one of its ranks; return the summary, which rank 0 also writes to ``summary.json``.
 
@@ -59,6 +60,7 @@ def run(
         messages: of the ranks of this very run; ``None`` with one process.
         exited: returns the ranks whose process is known to have exited, where no launcher watches them.
         joined: called once this rank has joined the others.
+        ask: tells the launcher of a loss; returns where to meet once lost ranks are replaced, or that they are not.
 
     Raises:
         RequestError: the job cannot be run; the same on every rank, and nothing was written.
@@ -66,13 +68,14 @@ def run(
         RunFailed: it failed on another rank, which is named.
         Exception: it failed on this rank.
     """
-    control = Control(world, messages, float(job.config["launcher"]["timeout_s"]), exited)
+    control = Control(world, messages, float(job.config["launcher"]["timeout_s"]), exited, joined, ask)
+    control.joins = job.meeting is not None
     recipe, directory = prepare(job, world, control)
     output = make_output(recipe, directory)
     try:
         if recipe.devices.layout is None:
             join(recipe)
-            joined()
+            control.joined()
         WORK[recipe.request.run.work](recipe, output)
         summary = output.facts(recipe.strategy.digest(recipe.task)) | {"status": "finished"}
         if not world.is_main:  # all that could still hang comes before its end, and rank 0's summary after all ends
@@ -120,22 +123,23 @@ def prepare(job: Job, world: World, control: Control) -> tuple[Recipe, RunDirect
         control.agree(error, {})
         raise
     state = recipe.state
-    facts = {
+    facts = rejoin.facts(recipe) | {
         "checkpoint": "none" if state is None else f"step {state['cursor']['step']}, checksum {state['checksum']}",
-        "version of ddp_recipes": __version__,
         "version of torch": torch.__version__,
-        "digest of the config": digest(job.config)[:12],
         "digest of the initial weights": digest(recipe.initial_weights())[:12] if world.world_size > 1 else "",
     }
-    control.agree(None, facts)
+    control.agree(None, facts if recipe.meeting is None else rejoin.facts(recipe))
     return recipe, directory
 
 
 def fit(recipe: Recipe, output: Output) -> None:
     """Train, from the start or from a checkpoint."""
+    if recipe.meeting is not None:
+        recipe.state = output.state = rejoin.receive(recipe, recipe.meeting)
     # Held to the very end: the second of two signals, the launcher's or one to every process, must not cut it short.
     run = make_run(recipe, output.hold(make_stop_controller(recipe)))
-    check_validation(run, recipe)
+    if recipe.meeting is None:
+        check_validation(run, recipe)
     for callback in run.callbacks.values():
         callback.check()
     output.open(run)
@@ -143,7 +147,7 @@ def fit(recipe: Recipe, output: Output) -> None:
     for callback in run.callbacks.values():
         callback.on_start(recipe.job.directory if recipe.world.is_main else None, recipe.task)
     try:
-        reason = loop.fit(run)
+        reason = rejoin.train(recipe, run)
     finally:
         for callback in run.callbacks.values():
             callback.on_end()

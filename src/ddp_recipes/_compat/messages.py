@@ -11,6 +11,14 @@ def timed_out(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and re.search(r"time(d )?.?out", str(error), re.IGNORECASE) is not None
 
 
+def lost_a_rank(error: BaseException) -> bool:
+    """Whether an error of a collective comes of another rank, which has exited, is stopped or was cut off."""
+    if type(error).__name__ == "DistBackendError":  # NCCL's
+        return True
+    text = r"third_party/gloo|gloo/transport|Connection (closed|reset|refused)|Broken pipe"
+    return timed_out(error) or (isinstance(error, RuntimeError) and re.search(text, str(error)) is not None)
+
+
 def out_of_memory(error: BaseException) -> bool:
     """Whether there was no memory for a tensor: on a GPU it has a type, which is not imported here; on a CPU none."""
     text = r"can't allocate memory|not enough memory|_STATUS_ALLOC_FAILED"

@@ -29,6 +29,7 @@ from ddp_recipes.errors import RequestError
 from ddp_recipes.model_parallel import Stage
 from ddp_recipes.runtime.control import Control
 from ddp_recipes.runtime.job import Job
+from ddp_recipes.runtime.meeting import Meeting
 from ddp_recipes.runtime.seeding import seed_everything
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies import Strategy
@@ -128,6 +129,7 @@ class Recipe:
         path = self.request.run.ckpt_path
         return self.mode == "fit" and (
             path == "auto"
+            or self.job.meeting is not None
             or (self.checkpoint_path is not None and self.checkpoint_path.is_relative_to(self.job.directory))
         )
 
@@ -135,6 +137,11 @@ class Recipe:
         """Return what a run without a checkpoint starts from: tensors, or what their values come of."""
         origins = {name: each.origin() for name, each in self.initial.items()}
         return {**self.task.weights(), **origins, **self.weights}
+
+    @property
+    def meeting(self) -> Meeting | None:
+        """Where this rank meets the others, if it takes the place of a lost one."""
+        return None if self.job.meeting is None else Meeting.of(self.job.meeting)
 
     def load_weights(self, strategy: Strategy | None = None) -> int:
         """Load the weights to start from, and have the strategy leave this rank its part; return their step."""
@@ -232,9 +239,13 @@ def make_recipe(job: Job, world: World, control: Control) -> Recipe:
         built.warnings.append(
             f"checkpoint.monitor=auto is {checkpoint.monitor}, of the first of {', '.join(list(loaders)[1:])}."
         )
-    path, state, warnings = load_state(request, job.directory, built.task.weights(), loaders.get("train"), control)
+    path: Path | None = None
+    state: State | None = None
+    warnings: list[str] = []
+    if job.meeting is None:  # else the others have the state
+        path, state, warnings = load_state(request, job.directory, built.task.weights(), loaders.get("train"), control)
     weights: Mapping[str, Tensor] = {}
-    if request.run.weights_from is not None and state is None:
+    if request.run.weights_from is not None and state is None and job.meeting is None:
         weights, warnings = matching(request.run.weights_from, built.task.weights())
     return Recipe(
         job=job,

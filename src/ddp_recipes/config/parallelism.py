@@ -186,6 +186,16 @@ class StrategySettings:
         return self.pipeline is None
 
     @property
+    def hands_over(self) -> bool:
+        """Whether each process has all that a new one needs to take the place of a lost one."""
+        return False
+
+    @property
+    def same_buffers(self) -> bool:
+        """Whether batch norms' statistics are the same on every process, not each one's own."""
+        return False
+
+    @property
     def deferred(self) -> bool:
         """Whether the model is made without memory for its large tensors, which get it, and values, once sharded."""
         return False

@@ -1,14 +1,12 @@
 """One rank of a job, in a process that was started for it."""
 
-import json
 import os
 import sys
-import threading
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
-from typing import IO, NoReturn
+from typing import NoReturn
 
+from ddp_recipes.launchers.lifeline import Lifeline
 from ddp_recipes.launchers.reports import RankReport
 from ddp_recipes.launchers.stacks import write_at_death
 from ddp_recipes.runtime.job import ASKS_TO_STOP, Job
@@ -22,8 +20,8 @@ def work(lifeline: int, reports: int, stacks: int, meeting: int) -> NoReturn:
     """Read a job, run it as a local rank, report how it ended, and exit.
 
     Args:
-        lifeline: pipe that brings the job, one line; its end is the launcher's end.
-        reports: pipe for the report, one line.
+        lifeline: pipe that brings the job, one line, then what the launcher says; its end is the launcher's end.
+        reports: pipe for what the rank says, and for the report, a line each.
         stacks: file for the Python stacks when SIGUSR2 ends it.
         meeting: file that the ranks' store is in.
     """
@@ -34,9 +32,8 @@ def work(lifeline: int, reports: int, stacks: int, meeting: int) -> NoReturn:
     write_at_death(stacks)
     pipe = os.fdopen(lifeline, "rb")
     job = replace(Job.from_json(pipe.readline().decode()), last=True)
-    threading.Thread(target=_die_with_launcher, args=[pipe], daemon=True).start()
     with os.fdopen(reports, "w", buffering=1) as file:
-        report = run(job, world, meeting, lambda: print(json.dumps({"joined": True}), file=file))
+        report = run(job, world, meeting, Lifeline(pipe, lambda line: print(line, file=file)))
         ignore(ASKS_TO_STOP)  # the run has ended
         sys.stdout.flush()
         sys.stderr.flush()
@@ -44,13 +41,13 @@ def work(lifeline: int, reports: int, stacks: int, meeting: int) -> NoReturn:
     leave(report.exit_status)
 
 
-def run(job: Job, world: World, meeting: int | None, joined: Callable[[], None] = lambda: None) -> RankReport:
+def run(job: Job, world: World, meeting: int | None, lifeline: Lifeline | None = None) -> RankReport:
     """Run the job as one of its ranks; return how it ended.
 
     Args:
         meeting: file, of no name, that the ranks have in common and meet in; without one they meet at
             ``MASTER_ADDR:MASTER_PORT``, and a key proves who they are.
-        joined: called once this rank has joined the others.
+        lifeline: to the launcher, where that is this process's parent.
     """
     try:
         with loading():  # the first import of torch: errors in it are reported, too
@@ -58,13 +55,9 @@ def run(job: Job, world: World, meeting: int | None, joined: Callable[[], None] 
             from ddp_recipes.launchers.store import at_address, in_file
 
         messages = at_address(world, os.environ, MEET) if meeting is None else in_file(meeting)
-        return RankReport.of_summary(world.rank, rank.run(job, world, messages, joined=joined))
+        if lifeline is None:
+            return RankReport.of_summary(world.rank, rank.run(job, world, messages))
+        told = lifeline.exited, lifeline.joined, lifeline.ask
+        return RankReport.of_summary(world.rank, rank.run(job, world, messages, *told))
     except BaseException as error:
         return RankReport.of_error(world.rank, error)
-
-
-def _die_with_launcher(pipe: IO[bytes]) -> None:
-    """Wait for the end of the lifeline, which is the end of the launcher, whatever ended it."""
-    while pipe.read(1):
-        pass
-    os._exit(1)

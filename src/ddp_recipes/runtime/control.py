@@ -13,6 +13,7 @@ from ddp_recipes.errors import (
     did_not_end,
     exited_without_report,
 )
+from ddp_recipes.runtime.meeting import Loss, Meeting
 from ddp_recipes.runtime.messages import Messages
 from ddp_recipes.runtime.world import World
 
@@ -30,18 +31,42 @@ class Control:
 
     Args:
         exited: returns the ranks whose process is known to have exited, which need not be waited for.
+        joined: called once this rank has joined the others.
+        ask: tells the launcher of a loss; returns where to meet once lost ranks are replaced, or that they are not.
     """
 
     def __init__(
-        self, world: World, messages: Messages | None, timeout_s: float, exited: Callable[[], Iterable[int]] = tuple
+        self,
+        world: World,
+        messages: Messages | None,
+        timeout_s: float,
+        exited: Callable[[], Iterable[int]] = tuple,
+        joined: Callable[[], None] = lambda: None,
+        ask: Callable[[Loss], tuple[Meeting, Messages] | None] = lambda loss: None,
     ) -> None:
         self.world = world
         self.messages = messages
         self.timeout_s = timeout_s
-        self._exited = exited
+        self._exited, self.joined, self._ask = exited, joined, ask
+        self.joins = False  # whether this rank takes the place of a lost one, and the others know what was agreed on
+        self._outcomes: dict[str, list[Any]] = {}  # of what one rank made for the others
         self.strangers = set[int]()  # other users who connected to this rank while ranks met
         self._sent = self._shared = 0
         self._read = dict.fromkeys(range(1, world.world_size), 0)  # lines of each rank's log
+
+    def meet_again(self, loss: Loss) -> Meeting | None:
+        """Tell the launcher that another rank is lost, and wait; return where the ranks meet, unless the run ends.
+
+        New ranks find there what all agreed on before.
+        """
+        if (found := self._ask(loss)) is None:
+            return None
+        meeting, self.messages = found
+        self._sent = self._shared = 0
+        self._read = dict.fromkeys(self._read, 0)
+        for name, outcome in self._outcomes.items():
+            self.messages.set(name, json.dumps(outcome))
+        return meeting
 
     def agree(self, error: Exception | None, facts: Mapping[str, str]) -> None:
         """Start together or not at all: every rank reports whether it is ready and with what; rank 0 compares.
@@ -206,7 +231,7 @@ class Control:
     def _of_rank(self, rank: int, name: str, make: Callable[[], T], failed: str) -> T:
         if self.messages is None:
             return make()
-        if self.world.rank == rank:
+        if self.world.rank == rank and not self.joins:
             outcome: list[Any] = []
             try:
                 outcome = [make()]
@@ -216,6 +241,7 @@ class Control:
             outcome = json.loads(self._wait(name, self.timeout_s, rank))
         if not outcome:
             raise RequestError(failed)
+        self._outcomes[name] = outcome
         return cast(T, outcome[0])
 
     def fail(self, text: str, culprit: int) -> tuple[int, str]:

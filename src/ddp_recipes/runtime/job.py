@@ -27,6 +27,7 @@ class Job:
         last: whether the processes that run it exit with it: then they ignore the signals that request that, once each.
         main: what the config names of the ``__main__`` that it comes from, where that is another process's.
         base: the directory that was made for it, or for the sweep that it is of.
+        meeting: where a rank that takes the place of a lost one meets the others, as JSON.
     """
 
     config: Mapping[str, Any]
@@ -36,6 +37,7 @@ class Job:
     last: bool = False
     main: str = ""
     base: str = ""
+    meeting: Mapping[str, Any] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Job.from_json, (self.to_json(),)

@@ -13,7 +13,8 @@ from ddp_recipes.build.run import make_run, make_stop_controller
 from ddp_recipes.errors import RequestError, RunFailed
 from ddp_recipes.output import Output
 from ddp_recipes.reporting.figures.learning_rates import draw_learning_rates
-from ddp_recipes.training.loop import advance, mean_loss
+from ddp_recipes.training.loop import advance
+from ddp_recipes.training.metrics import mean_loss
 from ddp_recipes.training.state import Run
 
 log = logging.getLogger(__name__)
@@ -93,4 +94,4 @@ def stepped(run: Run) -> Iterator[Tensor]:
         while run.cursor.epoch == epoch:
             update = run.update(run, batches, False)
             run.cursor = advance(run, update.samples)
-            yield mean_loss(run, update)
+            yield mean_loss(run, update.losses, update.samples)

@@ -1,5 +1,7 @@
 """The loop: forward, backward, clip, step, log, evaluate, save."""
 
+import logging
+
 import torch
 from torch import Tensor
 
@@ -8,9 +10,12 @@ from ddp_recipes.runtime.seeding import key, seed_step
 from ddp_recipes.training.cadence import reason_to_stop, save_due, validation_due
 from ddp_recipes.training.clock import Rate
 from ddp_recipes.training.evaluation import validate
-from ddp_recipes.training.metrics import train_metrics
+from ddp_recipes.training.handover import Recovery
+from ddp_recipes.training.metrics import mean_loss
 from ddp_recipes.training.saving import await_writer, save
 from ddp_recipes.training.state import Cursor, Run, Update
+
+log = logging.getLogger(__name__)
 
 
 def fit(run: Run) -> str:
@@ -26,6 +31,8 @@ def fit(run: Run) -> str:
         for callback in run.callbacks.values():
             callback.on_epoch_start(run.unfinished.epoch)
         end_step(run, run.unfinished)
+    elif run.unsaved:
+        save_step(run)
     run.clock.start()
     while (reason := reason_to_stop(run)) is None:
         epoch = run.cursor.epoch
@@ -36,11 +43,15 @@ def fit(run: Run) -> str:
         batches = run.train.batches(epoch, run.cursor.batch, run.trainer.accumulate_grad_batches)
         while run.cursor.epoch == epoch and (reason := reason_to_stop(run)) is None:
             before = run.cursor
+            if run.buffers is not None:
+                run.buffers.keep()
             logged = (before.step + 1) % every == 0
             update = run.update(run, batches, logged)
-            run.cursor = advance(run, update.samples)
+            run.cursor, run.unfinished = advance(run, update.samples), before
             run.guard.record(run.cursor.step, update.losses)
             run.clock.step()
+            if run.recovery is not None:
+                recovered(run, run.recovery)
             with phase("logging"):
                 run.progress.advance(run.cursor.step, run.cursor.epoch)
                 if logged:
@@ -59,7 +70,6 @@ def fit(run: Run) -> str:
 
 def end_step(run: Run, before: Cursor) -> None:
     """Validate and save where that is due; a signal in the validation leaves both to the resumed run."""
-    run.unfinished = before
     measured = validation_due(run, before)
     if measured and not validate(run):
         return
@@ -73,12 +83,26 @@ def end_step(run: Run, before: Cursor) -> None:
         if schedule.monitor is not None:
             batch = len(run.train) if over else run.cursor.batch
             schedule.tick(batch, run.cursor.epoch if over else None, run.metrics)
-    run.unfinished = None
-    if save_due(run, before, measured):
-        save(run, measured)
+    run.unfinished, run.measured, run.unsaved = None, measured, save_due(run, before, measured)
+    if run.unsaved:
+        save_step(run)
     if measured or run.saved_step == run.cursor.step:
         run.clock.start()  # neither belongs to the next step
         run.stop_controller.steps.begin(run.cursor.step, ahead=False)
+
+
+def recovered(run: Run, recovery: Recovery) -> None:
+    """Tell what the loss of ranks came to: the step that was cut off is done."""
+    for line in recovery.end(run):
+        if run.world.is_main:
+            log.warning("%s", line)
+        run.logger.text("ranks replaced", line)
+
+
+def save_step(run: Run) -> None:
+    """Save the checkpoint that is due after the last step."""
+    save(run, run.measured)
+    run.unsaved = False
 
 
 def advance(run: Run, samples: int) -> Cursor:
@@ -92,18 +116,12 @@ def advance(run: Run, samples: int) -> Cursor:
     return Cursor(at.epoch + 1, 0, at.step + 1, at.samples_seen + samples)
 
 
-def mean_loss(run: Run, update: Update) -> Tensor:
-    """Return the mean loss over a step's samples of all ranks. A collective."""
-    zero = torch.zeros((), dtype=torch.float64, device=run.devices[-1])
-    sums = [sum((loss.double() * count for loss, count in shard), zero) for shard in update.losses]
-    return run.strategy.sum(torch.stack(sums) / update.samples)
-
-
 def write_log(run: Run, update: Update, rate: Rate) -> None:
     """Log a step: the one place where a step waits for the device, and for the other ranks' losses."""
     measured: dict[str, Tensor] = {}
     if update.losses:
-        measured["train/loss"] = mean_loss(run, update)
+        mean = mean_loss(run, update.losses, update.samples) if update.loss is None else update.loss
+        measured["train/loss"] = mean
     if update.norm is not None:
         measured["train/grad_norm"] = update.norm.to(dtype=torch.float64, device=run.devices[-1])
     numbers = torch.stack(list(measured.values())).tolist() if measured else []  # the wait
@@ -115,7 +133,7 @@ def write_log(run: Run, update: Update, rate: Rate) -> None:
         "train/epoch": run.cursor.epoch + run.cursor.batch / len(run.train),
     }
     run.progress.metrics(values)
-    values |= train_metrics(run, update)
+    values |= update.metrics
     values = {name: value for name, value in values.items() if name not in run.task.logged}
     run.metrics.update(values)
     run.logger.scalars(values, run.cursor.step)

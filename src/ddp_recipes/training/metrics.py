@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -14,7 +14,8 @@ from ddp_recipes.loggers import Logger
 from ddp_recipes.reporting.figures.matrix import draw_matrix
 from ddp_recipes.tasks import Task
 from ddp_recipes.tasks.task import is_stateful
-from ddp_recipes.training.state import Metrics, Run, Update
+from ddp_recipes.training.non_finite import Losses
+from ddp_recipes.training.state import Metrics, Run
 
 Matrices = dict[str, Tensor]  # by the names of metrics
 
@@ -65,18 +66,28 @@ def log_matrices(matrices: Matrices, logger: Logger, is_main: bool) -> None:
             logger.image(name, draw_matrix(matrix.tolist(), name))
 
 
-def train_metrics(run: Run, update: Update) -> Metrics:
+def mean_loss(run: Run, losses: Sequence[Losses], samples: int) -> Tensor:
+    """Return the mean loss over a step's samples of all ranks, given those of this rank's shards. A collective."""
+    zero = torch.zeros((), dtype=torch.float64, device=run.devices[-1])
+    sums = [sum((loss.double() * count for loss, count in shard), zero) for shard in losses]
+    return run.strategy.sum(torch.stack(sums) / samples)
+
+
+def train_metrics(run: Run, losses: Sequence[Losses], samples: int, sums: Sequence[Mapping[str, Tensor]]) -> Metrics:
     """Return the task's metrics of the batch of a step, over all its samples. A collective where they are measured.
+
+    Args:
+        sums: of each metric, over the samples of each of this rank's shards; empty where they are not measured.
 
     Raises:
         RunFailed: the task's own step does not measure them.
     """
-    if not update.sums:
+    if not sums:
         return {}
     task = run.task
     names = [name for name, metric in task.metrics.items() if not is_stateful(metric)]
-    for losses, sums in zip(update.losses, update.sums, strict=True):
-        if sums.keys() != set(names) and any(size for _, size in losses):
+    for of_shard, measured in zip(losses, sums, strict=True):
+        if measured.keys() != set(names) and any(size for _, size in of_shard):
             raise RunFailed(
                 f"task.train_metrics=true, but {type(task).__name__}.training_step does not measure. Let it return "
                 f"self.training_output(outputs, targets), or leave task.train_metrics out."
@@ -84,7 +95,7 @@ def train_metrics(run: Run, update: Update) -> Metrics:
     found: Metrics = {}
     if names:
         zero = torch.zeros((), dtype=torch.float64, device=run.devices[-1])
-        rows = [torch.stack([sums.get(name, zero).to(zero) for name in names]) for sums in update.sums]
-        totals = run.strategy.sum(torch.stack(rows)) / update.samples
+        rows = [torch.stack([measured.get(name, zero).to(zero) for name in names]) for measured in sums]
+        totals = run.strategy.sum(torch.stack(rows)) / samples
         found = {f"train/{name}": value for name, value in zip(names, totals.tolist(), strict=True)}
     return found | computed(task, "train", {})

@@ -21,6 +21,8 @@ def save(run: Run, measured: bool) -> None:
         check_measured(run.monitor, run.metrics)
     fresh = measured or not run.val or run.monitor.startswith("train/")
     value = run.metrics.get(run.monitor) if fresh else None
+    if value is not None:
+        run.values[str(run.cursor.step)] = value
     bad = non_finite_weights(run.task)  # those that are trained, whatever callbacks put in their place
     for callback in run.callbacks.values():
         callback.on_save_start(run.cursor.step)

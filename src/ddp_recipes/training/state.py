@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import signature
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,9 @@ from ddp_recipes.training.clock import Clock
 from ddp_recipes.training.non_finite import Losses, NonFiniteGuard
 from ddp_recipes.training.precision import Precision
 from ddp_recipes.training.stopping import StopController
+
+if TYPE_CHECKING:
+    from ddp_recipes.training.handover import Buffers, Recovery
 
 Metrics = dict[str, float]
 
@@ -51,14 +54,16 @@ class Update(NamedTuple):
         samples: of all ranks.
         norm: of the gradient before it was clipped, if it was measured.
         lr: of the first parameter group, as the step took it.
-        sums: of each metric, over the samples of each of this rank's shards; empty where they are not measured.
+        loss: mean over the samples of all ranks, if it was measured.
+        metrics: of the batch, over the samples of all ranks; empty where they are not measured.
     """
 
     losses: Sequence[Losses]
     samples: int
     norm: Tensor | None
     lr: float
-    sums: Sequence[Mapping[str, Tensor]] = ()
+    loss: Tensor | None = None
+    metrics: Mapping[str, float] = {}
 
 
 @dataclass
@@ -93,6 +98,13 @@ class Run:
     unfinished: Cursor | None = None  # where the last step began, if what follows a step is still to be done
     metrics: Metrics = field(default_factory=dict)  # the latest of each
     samples_before: int = 0  # seen by earlier starts
+    buffers: "Buffers | None" = None  # as they were before a step, where lost ranks are replaced
+    recovery: "Recovery | None" = None  # from the loss of ranks, until the step that it cut off is done
+    replaced: int = 0  # ranks, in all
+    seconds_lost: float = 0.0  # by that
+    unsaved: bool = False  # whether a checkpoint that is due after the last step is still to be written
+    measured: bool = False  # whether the monitored metric belongs to the last step
+    values: dict[str, float] = field(default_factory=dict)  # of the monitored metric, by the step of a checkpoint
     saved_step: int = -1
     good_step: int = -1  # the same, where checkpoints are written
 
@@ -103,7 +115,14 @@ class Run:
 
 
 def gather_state(run: Run) -> State:
-    """Return all that a resume needs: weights, optimizer, scheduler, scaler, callbacks and the cursor."""
+    """Return all that a resume needs: weights, optimizer, scheduler, scaler, callbacks and the cursor. A collective."""
+    run.generators.check()
+    drawn = torch.tensor(int(run.generators.drawn), device=run.devices[0])
+    return local_state(run, by_rank(drawn, run.world, run.strategy.sum).tolist())
+
+
+def local_state(run: Run, drawn: Sequence[int]) -> State:
+    """Return the same given which ranks have drawn; of ranks that have the whole model no collective."""
     run.generators.check()
     run.generators.settle(run.cursor.step)
     state = {
@@ -120,9 +139,7 @@ def gather_state(run: Run) -> State:
         "unfinished": None if run.unfinished is None else run.unfinished._asdict(),
         "metrics": dict(run.metrics),
         "seed": run.seed,
-        "drawn": by_rank(
-            torch.tensor(int(run.generators.drawn), device=run.devices[0]), run.world, run.strategy.sum
-        ).tolist(),
+        "drawn": list(drawn),
         "global_batch_size": run.train.plan.global_batch_size,
         "world_size": run.world.world_size,
         "shards": run.shards,
@@ -178,6 +195,7 @@ def restore(run: Run, state: State) -> list[str]:
     run.generators.drawn |= bool(drawn[run.world.rank] if len(drawn) == run.world.world_size else any(drawn))
     run.samples_before = run.cursor.samples_seen
     run.metrics.update(state["metrics"])
+    run.values.update(state.get("checkpointer", {}).get("values", {}))
     run.saved_step = run.good_step = run.cursor.step
     return warnings
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from ddp_recipes.data.loader import Batch
 from ddp_recipes.runtime.fast_paths import zero_grad
 from ddp_recipes.runtime.phases import ALL_REDUCE, phase
+from ddp_recipes.training.metrics import mean_loss, train_metrics
 from ddp_recipes.training.non_finite import Losses
 from ddp_recipes.training.state import Run, Update
 
@@ -15,12 +16,15 @@ from ddp_recipes.training.state import Run, Update
 def update(run: Run, batches: Iterator[Batch], measured: bool) -> Update:
     """Take one optimizer step with the next of ``batches``; ``measured`` asks for the gradient's norm."""
     losses, samples, sums = forward_backward(run, batches, measured and run.task.train_metrics)
+    # Before the weights change, so that a rank that has changed them needs no other one for the rest of the step.
+    loss = mean_loss(run, losses, samples) if measured else None
+    metrics = train_metrics(run, losses, samples, sums)
     with phase("optimizer"):
         norm = clip(run, measured)
         lr = run.optimizer.param_groups[0]["lr"]
         run.precision.step(run.optimizer)
         zero_grad(run.optimizer)
-    return Update(losses, samples, norm, lr, sums)
+    return Update(losses, samples, norm, lr, loss, metrics)
 
 
 class MicroBatch(NamedTuple):

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 from typing import ClassVar, Literal
 
@@ -16,7 +17,8 @@ from ddp_recipes.config.settings import LauncherSettings
 from ddp_recipes.errors import RunFailed
 from ddp_recipes.launchers import stacks
 from ddp_recipes.launchers.base import Resources
-from ddp_recipes.launchers.local.ranks import Rank, incoming, start
+from ddp_recipes.launchers.local.ranks import Rank, Starter, incoming
+from ddp_recipes.launchers.local.replacement import Replacement
 from ddp_recipes.launchers.reports import Death, Outcome, as_rank_0, decide
 from ddp_recipes.reporting.run_directory import Summary, leave_trace
 from ddp_recipes.runtime.job import ASKS_TO_STOP, Job
@@ -50,21 +52,31 @@ class LocalLauncher:
         """Run a job and return rank 0's summary."""
         self.resources.refuse_started_ranks("local")
         processes, most = Request.of(job.config).processes(visible_gpus()), self.settings.max_restarts
-        if processes == 1 and not most:
+        if processes == 1 and not most + self.settings.replace_ranks:
             self.resources.server.close()
             return run_here(job)
         server = self.resources.server if self.settings.start_method == "forkserver" else None
-        restarts = 0
+        restarts, spare = 0, self.settings.replace_ranks
+        seen: set[str] = set()  # failures, which come again if they are not by chance
         with _signals_caught(job.last) as signals:
             while True:
                 try:
                     with ExitStack() as stack:  # ends ranks that hang once the failure is written
-                        return _supervise(job, start(job, processes, server, stack), signals).conclude(job)
+                        starter = Starter(job, processes, server, stack)
+                        hung = partial(_end_with_stacks, job)
+                        replacement = Replacement(starter, spare, self.settings.timeout_s, hung)
+                        return _supervise(job, starter.all(), signals, replacement).conclude(job)
                 except RunFailed as error:
-                    if signals or restarts == most:
+                    spare -= replacement.number
+                    if signals or (restarts == most and (spare <= 0 or str(error) in seen)):
                         raise
-                    restarts += 1
-                    line = f"Restart {restarts} of {most}, from the last checkpoint."
+                    seen.add(str(error))
+                    if restarts < most:
+                        restarts += 1
+                        line = f"Restart {restarts} of {most}, from the last checkpoint."
+                    else:
+                        spare -= 1
+                        line = "No rank has all that the lost one had: all start again, from the last checkpoint."
                     print(error, line, sep="\n", file=sys.stderr, flush=True)
                     job = job.resumed()
 
@@ -78,14 +90,15 @@ def run_here(job: Job) -> Summary:
         return rank.run(job, World(), None)
 
 
-def _supervise(job: Job, ranks: Sequence[Rank], signals: Sequence[str]) -> Outcome:
+def _supervise(job: Job, ranks: list[Rank], signals: Sequence[str], replacement: Replacement) -> Outcome:
     """Wait for the ranks, signal them, give the others a while if one of them fails; return what became of the run.
 
     Args:
         signals: names of those that this process gets, also while this waits.
     """
     timeout_s = float(job.config["launcher"]["timeout_s"])
-    outlives = strategy_settings(job.config["strategy"]).outlives
+    strategy = strategy_settings(job.config["strategy"])
+    outlives = strategy.outlives
     deadline = closed = float("inf")  # when all ranks have to have ended
     signalled = False
     for _ in incoming(ranks):
@@ -96,6 +109,8 @@ def _supervise(job: Job, ranks: Sequence[Rank], signals: Sequence[str]) -> Outco
             deadline = time.monotonic() + (AFTER_INTERRUPT_S if signals[0] == "SIGINT" else AFTER_TERM_S)
             for rank in ranks:
                 rank.process.send_signal(signal.SIGTERM)
+        if strategy.hands_over and replacement.most and not signals and replacement.goes_on(ranks):
+            continue
         reports = {rank.number: rank.report for rank in ranks if rank.report is not None}
         deaths = _deaths(ranks, outlives)
         failed = deaths or any(report.kind != "summary" for report in reports.values())

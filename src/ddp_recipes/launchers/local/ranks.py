@@ -16,9 +16,10 @@ from typing import IO
 from ddp_recipes.launchers.fork_server import ForkedRank, ForkServer, python_path
 from ddp_recipes.launchers.reports import Death, RankReport
 from ddp_recipes.runtime.job import Job
+from ddp_recipes.runtime.meeting import Loss
 
 
-@dataclass
+@dataclass(eq=False)
 class Rank:
     """A process and its reports."""
 
@@ -29,6 +30,39 @@ class Rank:
     stacks: IO[bytes]  # where it writes its Python stacks when SIGUSR2 ends it
     joined: bool = False  # whether it has joined the others
     report: RankReport | None = None  # at its end
+    loss: Loss | None = None  # why it waits to meet the others again
+    hung: bool = False  # whether it was killed because it did not respond
+    unread: bytes = b""  # the beginning of a line
+
+    @property
+    def lost(self) -> bool:
+        """Whether it trains no more, and not because all have come to the end."""
+        return self.death is not None or (self.report is not None and self.report.kind == "failed")
+
+    @property
+    def why(self) -> str:
+        """Why it is lost, in a line."""
+        if self.hung:
+            return f"Rank {self.number} did not respond and was killed."
+        if self.death is not None:
+            return self.death.message.splitlines()[0]
+        assert self.report is not None
+        return f"Rank {self.number} failed: {self.report.message.strip().splitlines()[-1]}"
+
+    def say(self, line: str) -> None:
+        """Send the rank a line."""
+        with suppress(BrokenPipeError, ValueError):  # it has exited already, which the launcher finds out
+            self.lifeline.write(line.encode() + b"\n")
+
+    def hear(self, line: str) -> None:
+        """Take a line that the rank sent."""
+        word = json.loads(line)
+        if word.get("joined"):
+            self.joined = True
+        elif "loss" in word:
+            self.loss = Loss(**{**word["loss"], "alone": tuple(word["loss"]["alone"])})
+        else:
+            self.report = RankReport.from_json(line)
 
     @property
     def death(self) -> Death | None:
@@ -51,13 +85,35 @@ class Rank:
         self.reports.close()
 
 
-def start(job: Job, processes: int, server: ForkServer | None, stack: ExitStack) -> list[Rank]:
-    """Start the ranks and give each the job; the stack ends them."""
-    text = job.to_json().encode() + b"\n"
-    meeting = stack.enter_context(os.fdopen(os.memfd_create("ddp_recipes")))  # no port, no path: ranks inherit it
-    threads = max(1, len(os.sched_getaffinity(0)) // processes)
-    ranks = []
-    for number in range(processes):
+@dataclass
+class Starter:
+    """Starts the ranks of a job, from the server if there is one; the stack ends them."""
+
+    job: Job
+    processes: int
+    server: ForkServer | None
+    stack: ExitStack
+
+    def meeting(self) -> IO[bytes]:
+        """Return a file for a store: no port, no path; ranks inherit it, or open it while this process has it."""
+        return self.stack.enter_context(os.fdopen(os.memfd_create("ddp_recipes"), "rb"))
+
+    def all(self) -> list[Rank]:
+        """Start all ranks."""
+        meeting = self.meeting()
+        ranks = [self._process(number, meeting) for number in range(self.processes)]
+        for rank in ranks:
+            rank.say(self.job.to_json())
+        return ranks
+
+    def one(self, number: int, meeting: IO[bytes], job: Job) -> Rank:
+        """Start one in the place of a lost one."""
+        rank = self._process(number, meeting)
+        rank.say(job.to_json())
+        return rank
+
+    def _process(self, number: int, meeting: IO[bytes]) -> Rank:
+        threads = max(1, len(os.sched_getaffinity(0)) // self.processes)
         environ = {
             "OMP_NUM_THREADS": str(threads),
             "GLOO_SOCKET_IFNAME": "lo",
@@ -66,23 +122,19 @@ def start(job: Job, processes: int, server: ForkServer | None, stack: ExitStack)
             **os.environ,
             "PYTHONPATH": python_path(),
             **{name: str(number) for name in ("RANK", "LOCAL_RANK")},
-            **{name: str(processes) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")},
+            **{name: str(self.processes) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")},
         }
         life, lifeline = os.pipe()
         reports, report = os.pipe()
-        stacks = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
+        stacks = self.stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
         fds = [life, report, stacks.fileno(), meeting.fileno()]
-        process = _start_process(fds, environ) if server is None else server.fork(fds, environ)
+        process = _start_process(fds, environ) if self.server is None else self.server.fork(fds, environ)
         os.close(life)
         os.close(report)
         pipes = os.fdopen(lifeline, "wb", buffering=0), os.fdopen(reports, "rb", buffering=0)
         rank = Rank(number, process, *pipes, stacks)
-        stack.callback(rank.end)
-        ranks.append(rank)
-    for rank in ranks:
-        with suppress(BrokenPipeError):  # it has exited already, which the launcher finds out
-            rank.lifeline.write(text)
-    return ranks
+        self.stack.callback(rank.end)
+        return rank
 
 
 def _start_process(fds: list[int], environ: dict[str, str]) -> subprocess.Popen[bytes]:
@@ -97,26 +149,24 @@ def _start_process(fds: list[int], environ: dict[str, str]) -> subprocess.Popen[
 
 
 def incoming(ranks: Sequence[Rank]) -> Iterator[None]:
-    """Read reports as they come; yield each time, and at least ten times a second.
+    """Read what ranks send as it comes; yield each time, and at least ten times a second.
 
-    Exit codes are read before reports: a rank that has one sends no more.
+    Exit codes are read before reports: a rank that has one sends no more. Others may take the place of ranks meanwhile.
     """
     with selectors.DefaultSelector() as selector:
-        for rank in ranks:
-            selector.register(rank.reports, selectors.EVENT_READ, rank)
-        texts = {rank.number: b"" for rank in ranks}
+        known: list[Rank] = []
         while True:
             for rank in ranks:
                 rank.process.poll()
+                if rank not in known:
+                    known.append(rank)
+                    selector.register(rank.reports, selectors.EVENT_READ, rank)
             for chosen, _ in selector.select(timeout=0.1) if selector.get_map() else ():
                 rank = chosen.data
                 text = rank.reports.read(1 << 20)
-                *lines, texts[rank.number] = (texts[rank.number] + text).split(b"\n")
+                *lines, rank.unread = (rank.unread + text).split(b"\n")
                 for line in map(bytes.decode, lines):
-                    if json.loads(line).get("joined"):
-                        rank.joined = True
-                    else:
-                        rank.report = RankReport.from_json(line)
+                    rank.hear(line)
                     yield
                 if not text:
                     selector.unregister(rank.reports)

@@ -63,6 +63,11 @@ class DDPSettings(StrategySettings):
                 f"statistics. Leave out one of them."
             )
 
+    @property
+    def hands_over(self) -> bool:
+        """Every process has the whole model."""
+        return True
+
     def batch_norm_remedy(self, device_type: str) -> str:
         """Return the key that has statistics taken from all ranks."""
         on_gpus = "" if device_type == "cuda" else ", on GPUs,"

@@ -15,6 +15,16 @@ class DDPExactSettings(FixedShardsSettings):
 
     shards: Count = 12
 
+    @property
+    def hands_over(self) -> bool:
+        """Every process has the whole model."""
+        return True
+
+    @property
+    def same_buffers(self) -> bool:
+        """They follow all shards."""
+        return True
+
     def with_less_memory(self) -> list[dict[str, dict[str, Any]]]:
         """Return the strategy that deals the model to the ranks, with the same bits."""
         keys = {"_target_": "ddp_recipes.strategies.FSDP", "shards": self.shards, "num_threads": self.num_threads}

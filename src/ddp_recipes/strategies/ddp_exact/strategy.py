@@ -80,5 +80,10 @@ class DDPExact(Whole, Group):
         """Return the rows of this rank's shards and their sum; a row is sent for each, then its own slice."""
         return OrderedSum(task, world, self.settings.batch_shards(world).count).exchange()
 
+    def teardown(self) -> None:
+        """Drop what is being sent as well, which keeps connections open."""
+        self.total = None
+        super().teardown()
+
     def sync_buffers(self, task: Task) -> None:
         """They are the same on every rank after each step."""

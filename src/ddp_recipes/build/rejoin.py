@@ -1,0 +1,98 @@
+"""A rank is lost in the midst of training: the others meet again, with a new one that gets the state of one of them."""
+
+import gc
+import traceback
+
+from ddp_recipes._compat.messages import lost_a_rank
+from ddp_recipes._version import __version__
+from ddp_recipes.build.recipe import Recipe
+from ddp_recipes.build.run import join
+from ddp_recipes.callbacks import Callback
+from ddp_recipes.checkpointing.files import State
+from ddp_recipes.errors import RequestError, RunFailed
+from ddp_recipes.loggers.points import Points
+from ddp_recipes.runtime.digest import digest
+from ddp_recipes.runtime.meeting import Loss, Meeting
+from ddp_recipes.strategies.base import batch_norms
+from ddp_recipes.strategies.collectives import broadcast
+from ddp_recipes.training import loop
+from ddp_recipes.training.handover import Buffers, catch_up, go_on, handed_over, progress_of, rewind
+from ddp_recipes.training.state import Run
+
+
+def train(recipe: Recipe, run: Run) -> str:
+    """Run the loop to its end, beyond the loss of ranks that the launcher replaces; return why it ended."""
+    if not may_go_on(recipe, run):
+        return loop.fit(run)
+    run.buffers, run.logger = Buffers(run.task), Points(run.logger)
+    if recipe.meeting is not None and recipe.state is not None:
+        go_on(run, recipe.state, recipe.meeting)
+    while True:
+        try:
+            return loop.fit(run)
+        except Exception as error:
+            if not lost_a_rank(error):
+                raise
+            cause = error
+        _meet_again(recipe, run, cause)
+
+
+def may_go_on(recipe: Recipe, run: Run) -> bool:
+    """Whether a rank's memory has all that a new one needs, and is whole whenever another rank is lost.
+
+    It is not where a task steps its optimizers itself, nor where a callback keeps the model elsewhere for a while.
+    """
+    aside = any(type(each).on_save_start is not Callback.on_save_start for each in run.callbacks.values())
+    launcher, strategy = recipe.request.launcher, recipe.request.strategy
+    return launcher.replace_ranks > 0 and strategy.hands_over and run.task.update is None and not aside
+
+
+def facts(recipe: Recipe) -> dict[str, str]:
+    """Return what has to be equal on the ranks that meet again."""
+    return {"version of ddp_recipes": __version__, "digest of the config": digest(recipe.job.config)[:12]}
+
+
+def _meet_again(recipe: Recipe, run: Run, error: Exception) -> None:
+    """Wait for the launcher's word, and go on with the others; raise the error where the run ends.
+
+    A rank that is lost meanwhile ends this attempt, and begins the next.
+    """
+    while True:
+        _leave(recipe, run, error)
+        loss = Loss(*progress_of(run), text="".join(traceback.format_exception(error)), alone=_alone(recipe))
+        if (meeting := recipe.control.meet_again(loss)) is None:
+            raise error
+        try:
+            recipe.control.agree(None, facts(recipe))
+            join(recipe)
+            recipe.control.joined()
+            state = broadcast(handed_over(run) if run.world.rank == meeting.source else None, meeting.source)
+            catch_up(run, state)
+            go_on(run, state, meeting)
+            run.module = run.strategy.wrap(run.task, run.devices)
+            return
+        except RequestError:
+            raise
+        except (RunFailed, RuntimeError) as another:
+            error = another
+
+
+def _leave(recipe: Recipe, run: Run, error: Exception) -> None:
+    """Close the connections to the others, who may be waiting for this rank, and forget what was under way."""
+    traceback.clear_frames(error.__traceback__)
+    rewind(run)
+    recipe.strategy.teardown()
+    gc.collect()  # what holds the group refers to itself
+
+
+def _alone(recipe: Recipe) -> tuple[int, ...]:
+    """Return rank 0 where its batch norm's statistics, which are saved, are not those of the other ranks."""
+    return () if recipe.request.strategy.same_buffers or not batch_norms(recipe.task) else (0,)
+
+
+def receive(recipe: Recipe, meeting: Meeting) -> State:
+    """Return the state with which this rank takes the place of a lost one. A collective."""
+    state: State = broadcast(None, meeting.source)
+    step, _ = state["run"]["points"]
+    purge_step = state["cursor"]["step"] + (step != state["cursor"]["step"])  # its points come again, from ``go_on``
+    return {**state, "checkpointer": {"values": state["run"]["values"]}, "purge_step": purge_step}

@@ -1,0 +1,119 @@
+"""Replaces lost ranks while the others keep their processes: who is lost, who has the state, where all meet again."""
+
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+
+from ddp_recipes.launchers.local.ranks import Rank, Starter
+from ddp_recipes.runtime.meeting import Meeting, Progress
+
+ANSWER_S = 5.0  # for a rank to notice the loss of another one, once a collective has timed out
+
+
+@dataclass
+class Replacement:
+    """Decides for a run whether ranks that are lost are replaced, and does it.
+
+    Attributes:
+        most: of ranks replaced in a run.
+        kill: ends ranks that hang, and keeps their stacks.
+        number: of those until now.
+    """
+
+    starter: Starter
+    most: int
+    timeout_s: float
+    kill: Callable[[Sequence[Rank]], None]
+    number: int = 0
+    _since: float | None = None  # when the loss was noticed
+    _over: bool = False  # whether the run ends
+    _told: set[int] = field(default_factory=set)  # lost ranks that the others know of
+    _errors: set[tuple[str, int]] = field(default_factory=set)  # of ranks that raised, with the step
+
+    def goes_on(self, ranks: list[Rank]) -> bool:
+        """Return whether the run goes on although ranks are lost; new ones may take their places in the list."""
+        lost, waiting = [rank for rank in ranks if rank.lost], [rank for rank in ranks if rank.loss is not None]
+        if self._over:
+            self._end(waiting)
+        if self._over or not (lost or waiting):
+            return False
+        self._since = self._since or time.time()
+        self._tell(ranks, lost)
+        others = [rank for rank in ranks if rank not in lost and rank not in waiting]
+        ended = any(rank.report is not None and not rank.lost for rank in ranks)
+        began = self.number > 0 or all(rank.joined for rank in ranks)
+        if ended or not began or not self._can(lost, waiting, others):
+            self._end(waiting)
+            return False
+        if not others:
+            self._meet(ranks, lost, waiting)
+        elif time.time() > self._since + ANSWER_S + (self.timeout_s if lost else 0):
+            for rank in others:
+                rank.hung = True
+            self.kill(others)
+        return True
+
+    def _tell(self, ranks: Sequence[Rank], lost: Sequence[Rank]) -> None:
+        """Tell the others which ranks they need not wait for."""
+        numbers = {rank.number for rank in lost}
+        if numbers - self._told:
+            self._told |= numbers
+            for rank in ranks:
+                if rank not in lost:
+                    rank.say(json.dumps({"exited": sorted(self._told)}))
+
+    def _can(self, lost: Sequence[Rank], waiting: Sequence[Rank], others: Sequence[Rank]) -> bool:
+        """Whether what is known so far leaves a way on."""
+        if self.number + max(1, len(lost)) > self.most or not (waiting or others):
+            return False
+        alone = {number for rank in waiting if rank.loss is not None for number in rank.loss.alone}
+        if alone & {rank.number for rank in lost}:
+            return False
+        if others:
+            return True
+        furthest = max(map(progress, waiting))
+        if any(rank.number in alone and progress(rank) < furthest for rank in waiting):
+            return False
+        raised = {(rank.report.message.strip().splitlines()[-1], furthest.step) for rank in lost if rank.report}
+        if raised & self._errors:
+            return False  # it would come again and again
+        self._errors |= raised
+        return True
+
+    def _meet(self, ranks: list[Rank], lost: Sequence[Rank], waiting: Sequence[Rank]) -> None:
+        """Start new ranks, and tell all where they meet."""
+        assert self._since is not None
+        self.number += max(1, len(lost))
+        file = self.starter.meeting()
+        meeting = asdict(
+            Meeting(
+                file=f"/proc/{os.getpid()}/fd/{file.fileno()}",
+                source=max(waiting, key=progress).number,
+                lost=tuple(rank.number for rank in lost),
+                why=tuple(rank.why for rank in lost),
+                since=self._since,
+                number=self.number,
+            )
+        )
+        for rank in lost:
+            rank.end()
+            ranks[rank.number] = self.starter.one(rank.number, file, replace(self.starter.job, meeting=meeting))
+        for rank in waiting:
+            rank.loss, rank.joined = None, False
+            rank.say(json.dumps({"meeting": meeting}))
+        self._since, self._told = None, set()
+
+    def _end(self, waiting: Sequence[Rank]) -> None:
+        """Have the ranks that wait fail, too."""
+        self._over = True
+        for rank in waiting:
+            rank.loss = None
+            rank.say(json.dumps({"meeting": None}))
+
+
+def progress(rank: Rank) -> Progress:
+    """Return how far a rank had come that waits."""
+    assert rank.loss is not None
+    return Progress(rank.loss.step, rank.loss.after)

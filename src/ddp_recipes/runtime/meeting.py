@@ -1,0 +1,63 @@
+"""A rank is lost while others train: what they say of it, and where they meet again. Loads no torch."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+
+class Progress(NamedTuple):
+    """How far a rank has come; the one that is furthest gives the others its state.
+
+    Attributes:
+        step: optimizer steps that are done.
+        after: how much of what follows a step is done: 0, 1 validation and schedules, 2 a checkpoint that was due, too.
+    """
+
+    step: int
+    after: int
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What a rank says that can no longer reach another one.
+
+    Attributes:
+        text: the error by which it noticed.
+        alone: ranks that have what no other rank has, and so can neither be replaced nor be behind.
+    """
+
+    step: int
+    after: int
+    text: str
+    alone: tuple[int, ...] = ()
+
+    def to_json(self) -> str:
+        """Return it as one line of text."""
+        return json.dumps({"loss": asdict(self)})
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the ranks meet again, and with whose state they go on.
+
+    Attributes:
+        file: of the store, as a path that any process of this user can open.
+        source: the rank whose state all go on with.
+        lost: ranks that are replaced.
+        why: how each was lost, a line each.
+        since: when that was noticed, in seconds since the epoch.
+        number: of ranks replaced in this run until now, with these.
+    """
+
+    file: str
+    source: int
+    lost: tuple[int, ...]
+    why: tuple[str, ...]
+    since: float
+    number: int
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> "Meeting":
+        """Return the meeting whose fields came as JSON."""
+        return cls(**{**values, "lost": tuple(values["lost"]), "why": tuple(values["why"])})

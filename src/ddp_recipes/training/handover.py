@@ -1,0 +1,110 @@
+"""What a rank hands over to one that takes the place of a lost rank: its state in memory, as a checkpoint has it."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ddp_recipes._compat.modules import buffers_of
+from ddp_recipes._compat.tensors import copy_each
+from ddp_recipes.checkpointing.files import State
+from ddp_recipes.loggers.points import Points
+from ddp_recipes.runtime.fast_paths import zero_grad
+from ddp_recipes.runtime.meeting import Meeting, Progress
+from ddp_recipes.training.state import Run, local_state, restore
+from ddp_recipes.training.stopping import Pace
+
+
+class Buffers:
+    """The buffers of a module as they were before a step: what a step that is cut off leaves in them does not count."""
+
+    def __init__(self, module: nn.Module) -> None:
+        every = [buffers_of(each) for each in module.modules()]
+        self._places = [(own, name) for own in every for name, tensor in own.items() if tensor is not None]
+        self._kept = [tensor.clone() for tensor in self._tensors()]
+
+    def _tensors(self) -> list[torch.Tensor]:
+        return [tensor.detach() for own, name in self._places if (tensor := own[name]) is not None]
+
+    def keep(self) -> None:
+        """Keep them as they are now."""
+        if self._kept:
+            copy_each(self._kept, self._tensors())
+
+    def put_back(self) -> None:
+        """Put them back as they were kept."""
+        if self._kept:
+            copy_each(self._tensors(), self._kept)
+
+
+def progress_of(run: Run) -> Progress:
+    """Return how far this rank has come."""
+    return Progress(run.cursor.step, 0 if run.unfinished is not None else 1 if run.unsaved else 2)
+
+
+def rewind(run: Run) -> None:
+    """Leave the run as it was after its last finished step, whatever was under way."""
+    if run.buffers is not None:
+        run.buffers.put_back()
+    for optimizer in run.optimizers:
+        zero_grad(optimizer)
+    run.task.train_sums = None
+    run.task.train()
+    run.module = run.task  # what the strategy made of it keeps its connections open
+    run.stop_controller.steps, run.stop_controller.batches = Pace(), Pace()
+
+
+def handed_over(run: Run) -> State:
+    """Return the state of this rank, and what of a run no checkpoint has."""
+    own = {
+        "after": progress_of(run).after,
+        "values": dict(run.values),
+        "unsaved": run.unsaved,
+        "measured": run.measured,
+        "saved_step": run.saved_step,
+        "good_step": run.good_step,
+        "samples_before": run.samples_before,
+        "points": run.logger.latest if isinstance(run.logger, Points) else (0, {}),
+        "replaced": run.replaced,
+        "seconds_lost": run.seconds_lost,
+    }
+    return {**local_state(run, [run.generators.drawn]), "run": own}
+
+
+def catch_up(run: Run, state: State) -> None:
+    """Take another rank's state unless this one has come as far."""
+    if progress_of(run) != (state["cursor"]["step"], state["run"]["after"]):
+        run.task.load_weights(state["model"])
+        run.unfinished = None
+        restore(run, state)
+
+
+def go_on(run: Run, state: State, meeting: Meeting) -> None:
+    """Go on from a state that this rank has now."""
+    own: dict[str, Any] = state["run"]
+    for name in ("values", "unsaved", "measured", "saved_step", "good_step", "samples_before"):
+        setattr(run, name, own[name])
+    if 0 in meeting.lost and run.saved_step == run.cursor.step:
+        run.unsaved = True  # it may have died before that was on disk
+    step, values = own["points"]
+    run.logger.scalars(values, step)
+    run.recovery = Recovery(meeting, own["replaced"], own["seconds_lost"])
+
+
+class Recovery:
+    """Tells what the loss of ranks came to, once the next step is done."""
+
+    def __init__(self, meeting: Meeting, replaced: int, seconds_lost: float) -> None:
+        self.meeting = meeting
+        self._replaced, self._seconds_lost = replaced, seconds_lost
+
+    def end(self, run: Run) -> Sequence[str]:
+        """Note it in the run; return the lines that say so."""
+        seconds = time.time() - self.meeting.since
+        run.replaced = self._replaced + len(self.meeting.lost)
+        run.seconds_lost = self._seconds_lost + seconds
+        run.recovery = None
+        cost = f"{seconds:.1f} s and step {run.cursor.step}, which was done again"
+        return [f"{why} Replaced, at the cost of {cost}." for why in self.meeting.why]
