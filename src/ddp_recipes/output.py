@@ -28,10 +28,10 @@ from ddp_recipes.model_parallel.timeline import Cell, bubble, order, timeline
 from ddp_recipes.reporting.figures.schedule import draw_schedule
 from ddp_recipes.reporting.figures.split import draw_split
 from ddp_recipes.reporting.hparams import hyper_parameters, overridden
-from ddp_recipes.reporting.logs import FAILURE, Console, LogFile, handling
+from ddp_recipes.reporting.logs import FAILURE, Console, ForwardHandler, LogFile, handling
 from ddp_recipes.reporting.progress import Progress, make_progress, number, table
 from ddp_recipes.reporting.run_directory import RunDirectory, Summary, recording, write_summary
-from ddp_recipes.runtime.control import Control, ForwardHandler
+from ddp_recipes.runtime.control import Control
 from ddp_recipes.runtime.files import write_aside
 from ddp_recipes.runtime.job import Job
 from ddp_recipes.runtime.world import World

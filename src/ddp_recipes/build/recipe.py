@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ddp_recipes.build.callbacks import make_callbacks
 from ddp_recipes.build.data import make_loaders, split_of
 from ddp_recipes.build.deferred import Initial
 from ddp_recipes.build.devices import Devices, available_devices, dry_run_devices, set_torch_up
@@ -267,26 +268,6 @@ def make_recipe(job: Job, world: World, control: Control) -> Recipe:
         state=state,
         warnings=[*built.warnings, *warnings],
     )
-
-
-def make_callbacks(nodes: Mapping[str, Any], task: Task) -> dict[str, Callback]:
-    """Return the callbacks of the config's section, by name; the task may know others than ours.
-
-    Raises:
-        RequestError: one cannot be made, or is no callback.
-    """
-    callbacks = {}
-    for name, node in nodes.items():
-        made = make(node, f"callbacks.{name}")
-        callback = made if isinstance(made, Callback) else task.callback(name, made)
-        if callback is None:
-            raise RequestError(
-                f"callbacks.{name} makes a {type(made).__name__}, which is no ddp_recipes.Callback. Derive its "
-                f"class from ddp_recipes.Callback and override the events that it needs. Callbacks of Lightning go "
-                f"with task=lightning."
-            )
-        callbacks[name] = callback
-    return callbacks
 
 
 def monitored(request: Request, loaders: Mapping[str, Loader], task: Task) -> CheckpointSettings:

@@ -21,6 +21,18 @@ class Plain(logging.Formatter):
         return printable(super().format(record))
 
 
+class ForwardHandler(logging.Handler):
+    """Sends warnings and errors of a rank that has no log of its own to rank 0."""
+
+    def __init__(self, control: Control) -> None:
+        super().__init__(logging.WARNING)
+        self.control = control
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Send the formatted record, which gets lost where the store does not answer."""
+        self.control.send_log(f"rank {self.control.world.rank}: {self.format(record)}")
+
+
 class LogFile(logging.FileHandler):
     """Write ``train.log``, with the lines that other ranks sent."""
 

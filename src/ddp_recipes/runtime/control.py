@@ -1,7 +1,6 @@
 """What ranks say outside of collectives, over the launcher's store: ready, failed, ended, and what to log."""
 
 import json
-import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
@@ -297,15 +296,3 @@ class Control:
 def has_failed(messages: Messages, rank: int) -> bool:
     """Whether a rank has recorded that it failed, which it does before it leaves the others."""
     return bool(messages.there(f"failed/{rank}"))
-
-
-class ForwardHandler(logging.Handler):
-    """Sends warnings and errors of a rank that has no log of its own to rank 0."""
-
-    def __init__(self, control: Control) -> None:
-        super().__init__(logging.WARNING)
-        self.control = control
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Send the formatted record, which gets lost where the store does not answer."""
-        self.control.send_log(f"rank {self.control.world.rank}: {self.format(record)}")

@@ -124,8 +124,9 @@ def _supervise(job: Job, ranks: list[Rank], signals: Sequence[str], replacement:
             break
     stuck = [rank for rank in ranks if rank.report is None and rank.process.poll() is None]
     deaths = _deaths(ranks, outlives)
+    stopped = [rank for rank in stuck if rank.stopped]  # the others have been waiting for these, and were about to fail
     _end_with_stacks(job, stuck)
-    return decide(reports, deaths, killed=[rank.number for rank in stuck], signals=signals)
+    return decide(reports, deaths, killed=[rank.number for rank in stopped or stuck], signals=signals)
 
 
 def _deaths(ranks: Sequence[Rank], outlives: Callable[[int], bool]) -> list[Death]:

@@ -17,6 +17,7 @@ from ddp_recipes.launchers.fork_server import ForkedRank, ForkServer, python_pat
 from ddp_recipes.launchers.reports import Death, RankReport
 from ddp_recipes.runtime.job import Job
 from ddp_recipes.runtime.meeting import Loss
+from ddp_recipes.runtime.process import state
 
 
 @dataclass(eq=False)
@@ -33,6 +34,13 @@ class Rank:
     loss: Loss | None = None  # why it waits to meet the others again
     hung: bool = False  # whether it was killed because it did not respond
     unread: bytes = b""  # the beginning of a line
+
+    @property
+    def stopped(self) -> bool:
+        """Whether its process runs, but gets no time: SIGSTOP, or a debugger."""
+        with suppress(OSError):  # it has exited meanwhile
+            return self.process.pid is not None and state(self.process.pid)[0] in "Tt"
+        return False
 
     @property
     def lost(self) -> bool:
