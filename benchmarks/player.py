@@ -28,6 +28,8 @@ class Seat:
         device: ``cpu`` or ``cuda``.
         shuffle: false: samples in the data set's order, so that all competitors see the same batches.
         epoch_steps: steps an epoch, where a measurement needs them to be few; ``None``: the workload's own.
+        max_steps: where a run ends that no referee ends.
+        save_every: steps from one checkpoint to the next, where a run is to resume.
         option: a variant of the competitor.
         directory: a folder of its own for what it writes.
     """
@@ -39,6 +41,8 @@ class Seat:
     device: str = "cpu"
     shuffle: bool = True
     epoch_steps: int | None = None
+    max_steps: int = 10**9
+    save_every: int = 0
     option: str = ""
     directory: str = ""
 

@@ -14,6 +14,7 @@ from typing import Any
 from benchmarks.samples import ROOT
 from benchmarks.turns import Session, Spread
 
+PACKAGES = {"torch": "torch", "lightning": "Lightning", "accelerate": "Accelerate", "torchft": "torchft"}
 OFF = 1.5  # times its goal: what "off by more than half" means
 
 
@@ -143,6 +144,25 @@ def write(path: Path, name: str, group: Group, settings: Settings) -> None:
     aside.replace(path)
 
 
+def page(path: Path, heading: str, command: str) -> dict[str, Any]:
+    """Write a results file as tables, to be read; return what is in it."""
+    results: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    lines = [f"# {heading}", ""]
+    for name, group in results.items():
+        there, rows = group["machine"], [row_of(each) for each in group["rows"]]
+        packages = [f"{package} {there[each]}" for each, package in PACKAGES.items() if there.get(each)]
+        lines += [f"## {name.capitalize()}", ""]
+        lines += [f"`{command}`, {there['date']}, commit {there['commit']}, {', '.join(packages)}, "]
+        lines[-1] += f"{there['cores']} cores."
+        lines += ["", "| what | figure | spread | goal | |", "| --- | ---: | ---: | ---: | --- |"]
+        for what, goal, figure, spread, verdict in (row.cells() for row in rows):
+            lines.append(f"| {what} | {figure} | {spread} | {goal} | {verdict} |")
+        lines.append("")
+        lines += [f"Left out: {each}: {why}.\n" for each, why in group["raw"].get("left out", {}).items()]
+    path.with_suffix(".md").write_text("\n".join(lines), encoding="utf-8")
+    return results
+
+
 def machine(device: str) -> dict[str, Any]:
     """Describe this machine, what was run on it, and when."""
     described: dict[str, Any] = {
@@ -155,7 +175,7 @@ def machine(device: str) -> dict[str, Any]:
         "commit": commit(),
         "date": time.strftime("%Y-%m-%d"),
     }
-    for package in ("torch", "lightning", "accelerate"):
+    for package in PACKAGES:
         try:
             described[package] = metadata.version(package)
         except metadata.PackageNotFoundError:

@@ -5,7 +5,6 @@ Measures steps, the memory of a rank (``sharded_memory.py``) and checkpoints (``
 """
 
 import argparse
-import json
 import shlex
 import sys
 import time
@@ -22,7 +21,7 @@ from benchmarks.competitors import ours
 from benchmarks.figures import draw_rows
 from benchmarks.hashes import quiet
 from benchmarks.player import Seat
-from benchmarks.results import Group, Row, Settings, in_ranks, raw_turns, row_of, table, write
+from benchmarks.results import Group, Row, Settings, in_ranks, page, raw_turns, table, write
 from benchmarks.samples import ROOT
 from benchmarks.steps import ratio, step_time
 from benchmarks.turns import Entry, Session, module, session
@@ -129,7 +128,7 @@ def main(argv: Sequence[str]) -> int:
         if not options.quick:
             write(path, name, group, settings)
     if not options.quick:
-        page(path, shlex.join(["python", "-m", "benchmarks.sharding", *argv]))
+        show(path, shlex.join(["python", "-m", "benchmarks.sharding", *argv]))
     return 0
 
 
@@ -139,20 +138,9 @@ def quietly(measure: Callable[[Settings], Group], settings: Settings) -> Group:
         return measure(settings)
 
 
-def page(path: Path, command: str) -> None:
+def show(path: Path, command: str) -> None:
     """Write a results file as tables, and as a picture."""
-    results = json.loads(path.read_text(encoding="utf-8"))
-    lines = ["# Sharding", ""]
-    for name, group in results.items():
-        there, rows = group["machine"], [row_of(each) for each in group["rows"]]
-        lines += [f"## {name.capitalize()}", ""]
-        lines += [f"`{command}`, {there['date']}, commit {there['commit']}, torch {there['torch']}, "]
-        lines[-1] += f"Lightning {there['lightning']}, Accelerate {there['accelerate']}, {there['cores']} cores."
-        lines += ["", "| what | figure | spread | goal | |", "| --- | ---: | ---: | ---: | --- |"]
-        for what, goal, figure, spread, verdict in (row.cells() for row in rows):
-            lines.append(f"| {what} | {figure} | {spread} | {goal} | {verdict} |")
-        lines.append("")
-    path.with_suffix(".md").write_text("\n".join(lines), encoding="utf-8")
+    results = page(path, "Sharding", command)
     shown = [row for group in results.values() for row in group["rows"] if row["unit"]]
     there = next(iter(results.values()))["machine"]
     draw_rows(path.with_suffix(".png"), shown, f"{there['processor']}, {there['cores']} cores, torch {there['torch']}")

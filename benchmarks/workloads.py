@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -157,6 +157,13 @@ def images(model: str, size: int, batch_size: int, count: int, lr: float, epoch_
     )
 
 
+def resnet18_500mb(epoch_batches: int | None) -> Workload:
+    """Return ResNet-18 on small images, with as much state as a larger model has."""
+    conf = f"--config-dir={ROOT / 'benchmarks' / 'conf'}"
+    small = images("resnet18", 32, 8, 1600, 1e-4, epoch_batches)
+    return replace(small, model=samples.WithTable, adam=True, model_overrides=(conf, "model=resnet18_500mb"))
+
+
 def resnet50_gpu(epoch_batches: int | None) -> Workload:
     """Return ResNet-50 at its usual size, in bfloat16 and channels-last order."""
     return Workload(
@@ -215,6 +222,7 @@ WORKLOADS: dict[str, Callable[[int | None], Workload]] = {
     "toy": toy,
     "mnist": mnist,
     "resnet18": partial(images, "resnet18", 64, 16, 1600, 0.01),
+    "resnet18_500mb": resnet18_500mb,
     # Short steps, for checkpoints: all that counts are its weights.
     "resnet50": partial(images, "resnet50", 32, 2, 480, 1e-5),
     "resnet50_gpu": resnet50_gpu,

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
+from benchmarks.competitors.journal import Journal
 from benchmarks.competitors.place import Place
 from benchmarks.competitors.sharded import shard
 from benchmarks.player import Player
@@ -61,6 +62,16 @@ class TakeTurns(lightning.Callback):
         assert self.player is not None
         if not self.player.step():
             trainer.should_stop = True
+
+
+class KeepJournal(lightning.Callback):
+    """Notes each step, for a run whose ranks are killed."""
+
+    def __init__(self, place: Place) -> None:
+        self.journal = Journal(place.seat, place.rank)
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.journal.step(trainer.global_step, module.model)
 
 
 def main() -> None:

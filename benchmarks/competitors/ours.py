@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.competitors.journal import Journal
 from benchmarks.player import Player, Seat
 from ddp_recipes.callbacks import Callback
 from ddp_recipes.strategies.ddp.shared_memory import SharedMemory
@@ -45,6 +46,19 @@ class TakeTurns(Callback):
         self.stop = not self.player.step()
 
 
+class KeepJournal(Callback):
+    """Notes each step, for a run whose ranks are killed."""
+
+    def on_start(self, directory: Path | None, task: torch.nn.Module) -> None:
+        """Open this rank's journal."""
+        self.task = task
+        self.journal = Journal(Seat.mine(), int(os.environ.get("RANK", "0")))
+
+    def on_step(self, step: int) -> None:
+        """Note the step."""
+        self.journal.step(step, self.task)
+
+
 def count_collectives(player: Player) -> None:
     """Count this process's calls of collectives, other than those inside DDP, from now on."""
     player.extra["collectives"] = 0
@@ -72,7 +86,7 @@ def command(seat: Seat, *overrides: str) -> list[str]:
         *workload_of(seat).overrides(seat.workload, seat.device, seat.shuffle),
         f"launcher.nproc_per_node={seat.ranks}",
         "trainer.max_epochs=null",
-        f"trainer.max_steps={10**9}",  # until the callback says so
+        f"trainer.max_steps={seat.max_steps}",  # or until the callback says so
         f"hydra.run.dir={seat.directory}/run",
         "+callbacks.turns._target_=benchmarks.competitors.ours.TakeTurns",
         *overrides,
