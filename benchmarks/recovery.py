@@ -48,8 +48,10 @@ STEPS_TO_END, KILL_AFTER = 60, 20
 
 def torchrun(seat: Seat) -> list[str]:
     """Return the command that starts Lightning's ranks, and starts all again when one is lost."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={seat.ranks}"]
-    return [*launch, f"--max-restarts={MANY}", "-m", "benchmarks.competitors.lightning_restarts"]
+    # Else ranks that are started again may find addresses of those before them (torch 2.15), and fail once more.
+    launch = ["env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", sys.executable, "-m", "torch.distributed.run"]
+    options = ["--standalone", f"--nproc-per-node={seat.ranks}", f"--max-restarts={MANY}"]
+    return [*launch, *options, "-m", "benchmarks.competitors.lightning_restarts"]
 
 
 PEERS: dict[str, tuple[str, str, Callable[[Seat], Sequence[str]]]] = {  # package, option, command; some are not quick

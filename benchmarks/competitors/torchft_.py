@@ -1,8 +1,8 @@
 """torchft: each rank is a replica group of its own, and a supervisor starts again which of them ends.
 
 It keeps to the defaults of torchft and of its example ``train_ddp.py``. Options: ``wait`` has the survivors wait for
-the lost replica, where by default they go on without it; ``heartbeat`` takes a replica for dead after one second without
-a heartbeat, not five.
+the lost replica, where by default they go on without it; ``heartbeat`` takes a replica for dead after one second
+without a heartbeat, not five.
 """
 
 # mypy: disable-error-code="import-untyped, import-not-found"
