@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -62,7 +62,19 @@ PEERS: dict[str, tuple[str, str, Callable[[Seat], Sequence[str]]]] = {  # packag
 }
 
 
-def entries(workload: str, settings: Settings, ranks: int, **of_seat: Any) -> tuple[list[Entry], dict[str, str]]:
+@dataclass(frozen=True)
+class Plan(Settings):
+    """What was asked for.
+
+    Attributes:
+        kills: of each run.
+    """
+
+    workloads: tuple[str, ...] = tuple(DELAY_S)
+    kills: int = KILLS
+
+
+def entries(workload: str, plan: Plan, ranks: int, **of_seat: Any) -> tuple[list[Entry], dict[str, str]]:
     """Return who takes part, and who does not and why."""
     seat = Seat("", workload=workload, ranks=ranks, save_every=SAVE_EVERY[workload], **of_seat)
     found = [own(replace(seat, name=RESTARTED), f"launcher.max_restarts={MANY}")]
@@ -74,7 +86,7 @@ def entries(workload: str, settings: Settings, ranks: int, **of_seat: Any) -> tu
     for name, (package, option, command) in PEERS.items():
         if find_spec(package) is None:
             missing[name] = f"{package} is not installed"
-        elif not (settings.quick and option):
+        elif not (plan.quick and option):
             found.append(Entry(replace(seat, name=name, option=option), command, joins=False))
     return found, missing
 
@@ -98,30 +110,24 @@ def replaces() -> bool:
     return KEY in OmegaConf.load(ROOT / "conf" / "launcher" / "auto.yaml")
 
 
-def kills(settings: Settings) -> Group:
+def kills(plan: Plan) -> Group:
     """Measure the time from a kill to the next step, for each size of state and number of ranks."""
     rows: list[Row] = []
     raw: dict[str, Any] = {}
-    for workload in ("toy",) if settings.quick else DELAY_S:
-        for ranks in (2,) if settings.quick else settings.ranks:
+    for workload in plan.workloads:
+        for ranks in plan.ranks:
             title = f"{workload}, {in_ranks(ranks)}"
-            taking_part, raw["left out"] = entries(workload, settings, ranks)
+            taking_part, raw["left out"] = entries(workload, plan, ranks)
             raw[title], survived = {}, {}
             for entry in taking_part:
                 name = entry.seat.name
-                count = QUICK_KILLS if settings.quick else KILLS
-                found, failed = kill_at_random(entry, count, DELAY_S[workload], SEED)
+                found, failed = kill_at_random(entry, plan.kills, DELAY_S[workload], SEED)
                 raw[title][name] = {"kills": [asdict(each) for each in found], "failed": failed}
-                print(f"{title}: {name}: {summary(found)}{''.join(f'; failed: {each}' for each in failed)}", flush=True)
+                print(f"{title}: {name}: {', '.join(f'{kill.next_s:.2f} s' for kill in found)}", *failed, flush=True)
                 if found:
                     survived[name] = found
             rows += rows_of(title, survived)
     return Group(rows, raw)
-
-
-def summary(found: Sequence[Kill]) -> str:
-    """Return what became of kills, in a line."""
-    return ", ".join(f"{kill.next_s:.2f} s" for kill in found)
 
 
 def rows_of(title: str, survived: Mapping[str, Sequence[Kill]]) -> list[Row]:
@@ -132,7 +138,7 @@ def rows_of(title: str, survived: Mapping[str, Sequence[Kill]]) -> list[Row]:
         for name, found in survived.items():
             if name != REPLACED:
                 against = Spread.of([[mine / kill.next_s for kill in found]])
-                rows.append(Row(title, f"{REPLACED} / {name}", against, GOAL_OF_PEERS))
+                rows.append(Row(title, f"{REPLACED} / {name}", against, GOAL_OF_PEERS if name in PEERS else None))
     for name, found in survived.items():
         goal = GOAL_S if (name, title) == (REPLACED, f"toy, {in_ranks(2)}") else None
         rows.append(Row(title, name, Spread.of([[kill.next_s for kill in found]]), goal, unit="s"))
@@ -142,13 +148,13 @@ def rows_of(title: str, survived: Mapping[str, Sequence[Kill]]) -> list[Row]:
     return rows
 
 
-def effective(settings: Settings) -> Group:
+def effective(plan: Plan) -> Group:
     """Measure what share of the time a kill every 20 s takes, at two ranks."""
     rows: list[Row] = []
     raw: dict[str, Any] = {}
-    for workload in DELAY_S:
+    for workload in plan.workloads:
         title = f"{workload}, {in_ranks(2)}, a kill every {EVERY_S:.0f} s"
-        taking_part, raw["left out"] = entries(workload, settings, 2)
+        taking_part, raw["left out"] = entries(workload, plan, 2)
         for entry in taking_part:
             name = entry.seat.name
             try:
@@ -156,15 +162,16 @@ def effective(settings: Settings) -> Group:
             except Failed as error:
                 raw["left out"][name] = told(error)
                 continue
+            print(f"{title}: {name}: {lost.median:.1f} % lost", flush=True)
             rows.append(Row(title, f"{name}: time lost", lost, GOAL_LOST if name == REPLACED else None, unit="%"))
     return Group(rows, raw)
 
 
-def weights(settings: Settings) -> Group:
+def weights(plan: Plan) -> Group:
     """Compare the weights at the end, and the batches that went into them, with those of an undisturbed run."""
     rows: list[Row] = []
     title = f"toy, {in_ranks(2)}, {STEPS_TO_END} steps, a kill after {KILL_AFTER}"
-    taking_part, missing = entries("toy", settings, 2, max_steps=STEPS_TO_END)
+    taking_part, missing = entries("toy", plan, 2, max_steps=STEPS_TO_END)
     for entry in taking_part:
         name = entry.seat.name
         try:
@@ -174,6 +181,7 @@ def weights(settings: Settings) -> Group:
             continue
         apart = max((undisturbed[each] - disturbed[each]).abs().max().item() for each in undisturbed)
         lost = 2 * STEPS_TO_END - batches
+        print(f"{title}: {name}: off by {apart:g}, {lost} batches lost", flush=True)
         goal = 0 if name in (RESTARTED, REPLACED) else None
         rows.append(Row(title, f"{name}: a weight is off by", Spread.of([[apart]]), goal))
         rows.append(Row(title, f"{name}: lost", Spread.of([[lost]]), goal, unit="batches"))
@@ -186,14 +194,14 @@ def told(error: Failed) -> str:
     return str(error).partition("\n")[0].rstrip(".")
 
 
-def steps(settings: Settings) -> Group:
+def steps(plan: Plan) -> Group:
     """Measure a step of a run that could replace a rank against one that could not, in turns."""
     if not replaces():
         return Group([], {"left out": {REPLACED: NO_KEY}})
     rows: list[Row] = []
     raw: dict[str, Any] = {}
     for workload, count in TURN_STEPS.items():
-        for ranks in settings.ranks:
+        for ranks in plan.ranks:
             title = f"{workload} step, {in_ranks(ranks)}"
             seat = Seat("", workload=workload, ranks=ranks)
             quiet = ("launcher=local", "checkpoint=none", "logger=none", "trainer.progress=false")
@@ -202,14 +210,14 @@ def steps(settings: Settings) -> Group:
                 Entry(replace(seat, name=name), ours.with_overrides(*overrides), joins=False)
                 for name, overrides in both.items()
             ]
-            turns = session(racing, count, QUICK_ROUNDS if settings.quick else ROUNDS, warm_up=count)
+            turns = session(racing, count, QUICK_ROUNDS if plan.quick else ROUNDS, warm_up=count)
             rows.append(Row(title, " / ".join(both), ratio([turns], *both), GOAL_STEP))
             rows += [Row(title, name, step_time([turns], name), unit="µs") for name in both]
             raw[title] = raw_turns([turns])
     return Group(rows, raw)
 
 
-PARTS: dict[str, Callable[[Settings], Group]] = {
+PARTS: dict[str, Callable[[Plan], Group]] = {
     "kills": kills,
     "effective": effective,
     "weights": weights,
@@ -224,16 +232,20 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--quick", action="store_true", help="few kills of the toy at 2 ranks; writes nothing")
     parser.add_argument("--only", metavar="PARTS", help=f"some of {','.join(PARTS)}")
     parser.add_argument("--ranks", default="2,4,8", help="numbers of ranks (default: %(default)s)")
+    parser.add_argument("--workloads", default=",".join(DELAY_S), help="what is trained (default: %(default)s)")
+    parser.add_argument("--kills", type=int, default=KILLS, help="of each run (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", metavar="FOLDER")
     options = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # what is measured must not outlive this
-    ranks = "2" if options.quick else options.ranks
-    settings = Settings(options.quick, tuple(map(int, ranks.split(","))), 1)
+    ranks = tuple(map(int, options.ranks.split(",")))
+    plan = Plan(options.quick, ranks, 1, workloads=tuple(options.workloads.split(",")), kills=options.kills)
+    if options.quick:
+        plan = replace(plan, ranks=(2,), workloads=("toy",), kills=QUICK_KILLS)
     path = options.out / "recovery.json"
     for name in options.only.split(",") if options.only else QUICK_PARTS if options.quick else PARTS:
         began = time.monotonic()
         try:
-            group = PARTS[name](settings)
+            group = PARTS[name](plan)
         except Failed as error:
             print(error, file=sys.stderr)
             return 1
@@ -241,7 +253,7 @@ def main(argv: Sequence[str]) -> int:
         for left_out, why in group.raw.get("left out", {}).items():
             print(f"{left_out} takes no part: {why}", flush=True)
         if not options.quick:
-            write(path, name, group, settings)
+            write(path, name, group, plan)
     if not options.quick:
         show(path, shlex.join(["python", "-m", "benchmarks.recovery", *argv]))
     return 0
