@@ -54,10 +54,15 @@ def torchrun(seat: Seat) -> list[str]:
     return [*launch, *options, "-m", "benchmarks.competitors.lightning_restarts"]
 
 
+def torchft(seat: Seat) -> list[str]:
+    """Return the command that starts torchft's replicas and what they need, without the lines that it prints a step."""
+    return ["env", "RUST_LOG=error", *module("torchft_")(seat)]
+
+
 PEERS: dict[str, tuple[str, str, Callable[[Seat], Sequence[str]]]] = {  # package, option, command; some are not quick
-    "torchft": ("torchft", "", module("torchft_")),
-    "torchft, heartbeat of 1 s": ("torchft", "heartbeat", module("torchft_")),
-    "torchft, survivors wait": ("torchft", "wait", module("torchft_")),
+    "torchft": ("torchft", "", torchft),
+    "torchft, heartbeat of 1 s": ("torchft", "heartbeat", torchft),
+    "torchft, survivors wait": ("torchft", "wait", torchft),
     "lightning, torchrun": ("lightning", "", torchrun),
 }
 

@@ -50,7 +50,6 @@ def supervise(seat: Seat) -> None:
     # Replicas find their manager in a store of their group, which outlives them here, as an agent's of torchrun does.
     stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(seat.ranks)]
     common = {**os.environ, "TORCHFT_LIGHTHOUSE": lighthouse.address(), "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "1"}
-    common["RUST_LOG"] = "error"  # it prints several lines a step
 
     def start(rank: int) -> subprocess.Popen[bytes]:
         environ = {**common, "RANK": "0", "REPLICA_GROUP_ID": str(rank), "MASTER_PORT": str(stores[rank].port)}
