@@ -208,7 +208,8 @@ def lost_share(entry: Entry, seconds: float, every: float, seed: int) -> float:
         if line.step > last:
             last = line.step
             if line.at > begin:
-                recovers = any(kill.at < line.at <= kill.at + kill.whole_s for kill in kills)
+                # Any overlap: a survivor may have noted a step between the kill and its own end.
+                recovers = any(kill.at < line.at and before < kill.at + kill.whole_s for kill in kills)
                 gaps.append((line.at - before, line.ranks / run.ranks, recovers))
                 before = line.at
     usual = statistics.median(gap for gap, _, recovers in gaps if not recovers)
