@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.campaign import report
+from benchmarks.campaign import replacing, report
 from benchmarks.campaign.judge import Reference, judge
 from benchmarks.campaign.play import Player, cut_off
 from benchmarks.campaign.report import Entry
@@ -35,13 +35,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
 
-    modes = MODES if options.mode == "both" else (options.mode,)
+    modes = MODES[:2] if options.mode == "both" else (options.mode,)
     runs_of = dict(zip(modes, options.runs * len(modes), strict=False))  # one number is for each mode
     numbers = range(max(runs_of.values())) if options.only is None else [options.only]
     drawn = {"most": options.most, "sizes": options.sizes, "without": options.without, "saves": options.saves}
     # Modes take turns, so that a campaign that is cut off has something to say on each.
     scripts = [
-        draw(options.seed, mode, number, **drawn)
+        replacing.draw(options.seed, number, options.most, options.sizes, options.without)
+        if mode == "replace"
+        else draw(options.seed, mode, number, **drawn)
         for number in numbers
         for mode in modes
         if number < runs_of[mode] or options.only is not None

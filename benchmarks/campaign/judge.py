@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.campaign import files
+from benchmarks.campaign import files, replacing
 from benchmarks.campaign.files import Points
 from benchmarks.campaign.play import GONE_S
-from benchmarks.campaign.script import INSIDE, RECIPES, TEXT
+from benchmarks.campaign.script import INSIDE, RECIPES, STEPS, TEXT
 from benchmarks.campaign.seen import Done, Played, Started
 
 SIGNALS = {"interrupt": "SIGINT|Ctrl-C|Interrupted", "interrupt_twice": "SIGINT|Ctrl-C|Interrupted"}
@@ -44,6 +44,7 @@ class Verdict:
         lost, allowed: steps lost at each resume, and how many might have been.
         named, asked: causes that were named, of those that somebody was left to name.
         statuses_right, statuses: exit statuses that are as promised.
+        costs_s: seconds that each replaced rank cost.
         gone_s: for each fault that ended a start, its kind and the seconds until every process was gone.
     """
 
@@ -61,6 +62,7 @@ class Verdict:
     orphans: int = 0
     pickled: int = 0
     gone_s: list[tuple[str, float]] = field(default_factory=list)
+    costs_s: list[float] = field(default_factory=list)
     flaws: list[str] = field(default_factory=list)
 
 
@@ -80,7 +82,8 @@ def judge(played: Played, directory: Path, reference: Reference, in_parts: bool 
         if hurt:
             _judge_end(hurt[-1], started, played, verdict)
     for done in played.done:
-        if (said := named(done, played)) is not None:
+        said = named(done, played)
+        if said is not None and not (replacing.beside_another(done, played) and not said):
             verdict.asked += 1
             verdict.named += said
             if not said:
@@ -94,6 +97,9 @@ def judge(played: Played, directory: Path, reference: Reference, in_parts: bool 
         flaw("not finished")
         return verdict
     _judge_outcome(directory, reference, verdict)
+    if played.script.mode == "replace":
+        verdict.costs_s = replacing.costs(played)
+        verdict.flaws += replacing.flaws(played, json.loads((directory / "summary.json").read_text()))
     if in_parts and (found := files.pickled(directory)):
         verdict.pickled = len(found)
         flaw(f"neither JSON nor safetensors: {', '.join(found)}")
@@ -146,15 +152,18 @@ def named(done: Done, played: Played) -> bool | None:
     if done.file is not None:
         return _damage_named(done, played)
     started = played.starts[done.start]
-    text, local = started.text, played.script.mode == "local"
+    text, local = started.text, played.script.mode != "torchrun"
     own_death = started.alone and (kind.startswith("kill_rank") or kind in ("segfault", "exit_0", "exit_3"))
-    too_late = started.status == 0 and done.fault.place not in INSIDE and not done.restarted
+    late = done.fault.place == "ending" or done.step >= STEPS - 1  # it may have come to its end itself
+    too_late = started.status == 0 and done.fault.place not in INSIDE and (late or not done.restarted)
     by_signal = kind in NUMBERS and started.status == -NUMBERS[kind]  # before Python could take it: the shell says it
     if own_death or too_late or by_signal or kind in ("kill_launcher", "kill_all"):
         return None
+    if done.second is not None and not (late or f"Rank {done.second[0]} (process {done.second[1]}) was killed" in text):
+        return False
     by_pid = f"Rank {rank} (process {pid})"
     match kind:
-        case "kill_rank" | "kill_rank_0" | "segfault":
+        case "kill_rank" | "kill_rank_0" | "kill_two" | "segfault":
             number, name = (11, "SIGSEGV") if kind == "segfault" else (9, "SIGKILL")
             own = f"{by_pid} was killed by {name}"
             return (own if local else f"(exitcode: -{number}) local_rank: {rank} (pid: {pid})") in text
@@ -223,6 +232,7 @@ def losses(played: Played) -> Iterator[tuple[int, int]]:
     recipe = RECIPES[played.script.recipe]
     process, reached, saved = None, 0, False
     least: int | None = None  # where a damaged checkpoint leaves the run
+    again = replacing.started_again(played)
     for pid, word, number in played.journal:
         if word == "preempted":
             saved = True
@@ -233,7 +243,10 @@ def losses(played: Played) -> Iterator[tuple[int, int]]:
                 allowed = 0 if saved else recipe.interval + recipe.under_way
                 if least is not None:
                     allowed = max(allowed, reached - least)
-                yield reached - (number - 1), allowed
+                lost = reached - (number - 1)
+                if played.script.mode == "replace":
+                    allowed, again = (allowed, again - 1) if lost > 1 and again else (1, again)  # the step cut off
+                yield lost, allowed
                 saved, least = False, None
             process, reached = pid, number
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import Dataset
 
 from benchmarks.campaign.script import TEXT
@@ -56,6 +57,9 @@ def reach(place: str) -> None:
             ctypes.string_at(0)
 
 
+register_optimizer_step_pre_hook(lambda *_: reach("optimizer"))
+
+
 class Disturbed(nn.Module):
     """A multi-layer perceptron with dropout: ``[n, in_features]`` to ``[n, out_features]``."""
 
@@ -75,6 +79,8 @@ class Disturbed(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         reach("forward" if self.training else "validation")
         output: Tensor = self.layers(input)
+        if output.requires_grad:
+            output.register_hook(lambda gradient: reach("backward"))
         return output
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks.campaign import files
 from benchmarks.campaign.processes import Start, command, kill
-from benchmarks.campaign.script import COMMON, INSIDE, KINDS, RECIPES, Fault, Script
+from benchmarks.campaign.script import COMMON, IN_STEP, INSIDE, KINDS, RECIPES, Fault, Script
 from benchmarks.campaign.seen import Done, Played, Started
 
 PATH = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -113,6 +113,10 @@ class Player:
             self.played.done.append(done)
             patience = PATIENCE_S + self.script.timeout_s
             self.before = len(self._journal())
+            if self.script.mode == "replace":  # the run goes on, and so does this
+                done.restarted = True
+                since = time.monotonic()
+                continue
             restarts = KINDS[done.fault.kind].restarts and self.script.max_restarts > 0
             done.restarted = restarts and _until(lambda: self._seen("began"), start, patience)
             if not done.restarted:
@@ -123,9 +127,9 @@ class Player:
     def _do(self, done: Done, start: Start, since: float) -> bool:
         """Wait for the instant and do it; return whether it came to that before the start was over."""
         fault = done.fault
-        if fault.place in INSIDE:
+        if fault.place in (*INSIDE, *IN_STEP):
             return self._order(done, start)
-        if fault.place == "starting":
+        if fault.place in ("starting", "replacing"):
             due = _until(lambda: time.monotonic() >= since + fault.wait_s, start, START_S)
         else:
             due = _until(lambda: self._step() >= fault.step, start, START_S)
@@ -136,7 +140,7 @@ class Player:
             folder, seen = self.directory / "checkpoints", self.instants[int(1e6 * fault.share) % len(self.instants)]
             done.saving = _until(lambda: seen(folder) or self._step() > last, start, START_S, 0.0002) and seen(folder)
             done.seen = seen.__name__ if done.saving else None
-        elif fault.place != "starting":
+        elif fault.place not in ("starting", "replacing"):
             _until(lambda: False, start, fault.wait_s)
         if not start.running:
             return False
@@ -161,6 +165,8 @@ class Player:
         """Find the process that it is done to; return whether it is there."""
         kind = done.fault.kind
         done.rank = done.fault.rank(done.world_size)
+        if self.script.mode == "replace":
+            return self._find_ranks(done, start)
         if kind in ("kill_rank", "kill_rank_0", "stop_rank") or (kind == "usr1" and self.script.mode == "torchrun"):
             done.pid = start.rank(done.rank)
         elif kind == "kill_worker":
@@ -171,6 +177,17 @@ class Player:
             done.rank, done.pid = None, start.pid
         return done.pid is not None
 
+    def _find_ranks(self, done: Done, start: Start) -> bool:
+        """Find ranks to which nothing was done yet."""
+        assert done.rank is not None
+        kind, hurt = done.fault.kind, {pid for each in self.played.done for pid in each.pids}
+        if kind == "kill_two":
+            other = (done.rank + 1) % done.world_size
+            done.second = None if (pid := start.rank(other)) is None else (other, pid)
+        finders = {"kill_worker": start.worker, "kill_server": lambda _: start.server()}
+        done.pid = finders.get(kind, start.rank)(done.rank)
+        return done.pid is not None and hurt.isdisjoint(done.pids) and len(done.pids) == 1 + (kind == "kill_two")
+
     def _act(self, done: Done, start: Start) -> None:
         """Do what is done from outside."""
         assert done.pid is not None
@@ -179,6 +196,9 @@ class Player:
         match done.fault.kind:
             case "kill_rank" | "kill_rank_0" | "kill_launcher" | "kill_server" | "kill_worker":
                 kill(done.pid, signal.SIGKILL)
+            case "kill_two":
+                for pid in done.pids:
+                    kill(pid, signal.SIGKILL)
             case "kill_all":
                 start.kill_all()
             case "stop_rank":

@@ -118,7 +118,8 @@ def command(mode: str, world_size: int, max_restarts: int, overrides: Sequence[s
     if mode == "torchrun":
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
         return [*python, *torchrun, f"--max-restarts={max_restarts}", TRAIN, *overrides]
-    ranks = [f"launcher.nproc_per_node={world_size}", f"launcher.max_restarts={max_restarts}"]
+    again = "launcher.replace_ranks=20" if mode == "replace" else f"launcher.max_restarts={max_restarts}"
+    ranks = [f"launcher.nproc_per_node={world_size}", again]
     return [*python, TRAIN, *overrides, *ranks]
 
 

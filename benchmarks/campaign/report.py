@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.campaign import replacing
 from benchmarks.campaign.judge import Verdict
 from benchmarks.campaign.script import KINDS, MODES, Script
 from benchmarks.campaign.seen import Played
@@ -81,6 +82,8 @@ def markdown(runs: Sequence[Record], command: str) -> str:
         _table(_runs(runs)),
         _table(_kinds(runs)),
     ]
+    if costs := [seconds for run in runs for seconds in run["verdict"].get("costs_s", [])]:
+        parts.append(_table(replacing.histogram(costs)))
     flawed = [f"- {line(run)}" for run in runs if run["verdict"]["flaws"]]
     if flawed:
         parts += ["## Not as promised", "\n".join(flawed)]

@@ -5,8 +5,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Mode = Literal["local", "torchrun"]
-MODES: tuple[Mode, ...] = ("local", "torchrun")
+Mode = Literal["local", "torchrun", "replace"]  # the last one: local, in one start, and lost ranks are replaced in it
+MODES: tuple[Mode, ...] = ("local", "torchrun", "replace")
 STEPS = 60
 SIZES = (1, 1, 2, 2, 3, 4, 6)  # of the world, the likely ones more than once
 TEXT = "the cat sat on the keyboard"  # of the exception
@@ -104,11 +104,12 @@ class Kind:
     places: tuple[str, ...]
     ranks: int = 1
     restarts: bool = False
-    modes: tuple[Mode, ...] = MODES
+    modes: tuple[Mode, ...] = ("local", "torchrun")
 
 
 OUTSIDE = ("starting", "training", "training", "training", "saving", "saving", "ending")
 INSIDE = ("making", "forward", "forward", "forward", "validation", "validated", "step", "step", "saved")
+IN_STEP = ("backward", "optimizer")  # drawn where ranks are replaced
 BETWEEN = ("between",)
 
 KINDS = {
@@ -116,6 +117,7 @@ KINDS = {
     "kill_rank_0": Kind("SIGKILL of rank 0", OUTSIDE, restarts=True),
     "kill_launcher": Kind("SIGKILL of the launcher or agent", OUTSIDE),
     "kill_server": Kind("SIGKILL of the process that forked the ranks", OUTSIDE, 2, True, ("local",)),
+    "kill_two": Kind("SIGKILL of two ranks at once", OUTSIDE, 2, True, ("replace",)),
     "kill_all": Kind("SIGKILL of every process at once", OUTSIDE),
     "stop_rank": Kind("SIGSTOP of a rank", ("starting", "training", "training", "training", "saving"), 2, True),
     "kill_worker": Kind("SIGKILL of a data worker", ("training",), restarts=True),

@@ -14,6 +14,7 @@ class Done:
         at: when, on ``time.monotonic``'s clock.
         step: the last step that rank 0 had finished.
         rank, pid: whom it was done to.
+        second: the same of another rank, where two are killed at once.
         saving: whether a checkpoint was being written just before.
         seen: what was seen of it.
         file: what was damaged.
@@ -28,11 +29,17 @@ class Done:
     at: float = 0.0
     rank: int | None = None
     pid: int | None = None
+    second: tuple[int, int] | None = None
     saving: bool | None = None
     seen: str | None = None
     file: str | None = None
     restarted: bool = False
     gone_s: float | None = None
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes that it was done to."""
+        return [pid for pid in (self.pid, self.second and self.second[1]) if pid is not None]
 
 
 @dataclass

@@ -1,0 +1,131 @@
+"""Lost ranks are replaced in place: what is done to such a run, and what is promised of it beyond what any run is."""
+
+import random
+import re
+from collections.abc import Collection, Sequence
+from itertools import pairwise
+from typing import Any
+
+from benchmarks.campaign.script import IN_STEP, INSIDE, KINDS, RECIPES, STEPS, Fault, Script
+from benchmarks.campaign.seen import Done, Played
+
+COST = re.compile(r"Replaced, at the cost of ([\d.]+) s")
+AGAIN = "all start again, from the last checkpoint"
+PLACES = {
+    "rank": ("starting", "training", "training", "training", "saving", "ending", "replacing", "replacing", "replacing"),
+    "server": ("starting", "training", "replacing"),
+    "stop": ("training", "training", "saving", "replacing"),
+    "worker": ("training",),
+    "inside": (*INSIDE[1:], *IN_STEP, *IN_STEP),
+}
+DRAWN = {
+    "kill_rank": "rank",
+    "kill_rank_0": "rank",
+    "kill_two": "rank",
+    "kill_server": "server",
+    "stop_rank": "stop",
+    "kill_worker": "worker",
+    "exception": "inside",
+    "exit_0": "inside",
+    "exit_3": "inside",
+    "segfault": "inside",
+}
+MOST_S = 30.0  # that a loss may cost on a busy machine, where nobody had to wait for a collective to time out
+
+
+def draw(seed: int, number: int, most: int, sizes: Sequence[int], without: Collection[str]) -> Script:
+    """Return the script of a run that is started once."""
+    dice = random.Random(f"{seed} replace {number}")
+    recipe = RECIPES[dice.choice(list(RECIPES))]
+    count = dice.randint(1, most) if most else 0
+    possible = [kind for kind in DRAWN if kind not in without and (kind != "kill_worker" or recipe.workers)]
+    kinds = [dice.choice(possible) for _ in range(count)]
+    if "kill_rank" in possible:  # most of what happens
+        kinds = [kind if dice.random() < 0.7 else "kill_rank" for kind in kinds]
+    steps = sorted(dice.sample(range(2, STEPS - 1), count))
+    faults = tuple(_fault(kind, step, place, dice) for place, (kind, step) in enumerate(zip(kinds, steps, strict=True)))
+    size = dice.choice([size for size in sizes if size > 1])
+    timeout_s = 8 if "stop_rank" in kinds else 60
+    return Script("replace", seed, number, recipe.name, faults, (size,), max_restarts=0, timeout_s=timeout_s)
+
+
+def _fault(kind: str, step: int, number: int, dice: random.Random) -> Fault:
+    places = [place for place in PLACES[DRAWN[kind]] if place != ("replacing" if number == 0 else "starting")]
+    if number == 0 and DRAWN[kind] == "inside":
+        places.append("making")
+    place = dice.choice(places)
+    wait_s = {"starting": 4.0, "replacing": 1.5, "ending": 0.6}.get(place, 0.04)
+    early = place in ("starting", "making", "replacing")
+    return Fault(
+        kind=kind,
+        place=place,
+        step=0 if early else STEPS if place == "ending" else step,
+        wait_s=round(dice.uniform(0, wait_s), 4),
+        share=round(dice.random(), 6),
+        pause_s=0.0,
+    )
+
+
+def costs(played: Played) -> list[float]:
+    """Return what each loss cost, in seconds, as the run says it."""
+    return [float(seconds) for started in played.starts for seconds in COST.findall(started.text)]
+
+
+def flaws(played: Played, summary: dict[str, Any]) -> list[str]:
+    """Return what of the promises on replaced ranks does not hold."""
+    found = []
+    (started,) = played.starts
+    again = started_again(played)
+    counted = len(COST.findall(started.text.rpartition(AGAIN)[2]))
+    losses = sum(len(done.pids) for done in played.done)
+    late = sum(len(done.pids) for done in played.done if done.fault.place == "ending" or done.step >= STEPS - 1)
+    if again > (may := sum(_may_start_again(done, played) for done in played.done)):
+        found.append(f"all ranks started again {again} times, {may} may be")
+    if summary["ranks_replaced"] != counted:
+        found.append(f"ranks_replaced is {summary['ranks_replaced']}, {counted} losses are told")
+    if not again and not losses - late <= counted <= losses:
+        found.append(f"{counted} losses are told, there were {losses}")
+    told = costs(played)  # of two ranks that were lost at once, twice
+    if not again and not sum({*told}) - 0.1 * len(told) <= summary["seconds_lost"] <= sum(told) + 0.1 * len(told):
+        found.append(f"seconds_lost is {summary['seconds_lost']:.1f}, told are {told}")
+    if not 0 <= summary["seconds_lost"] <= started.seconds or (counted and not summary["seconds_lost"]):
+        found.append(f"seconds_lost is {summary['seconds_lost']} of {started.seconds:.1f}")
+    if played.script.timeout_s > MOST_S and told and max(told) > MOST_S:
+        found.append(f"a loss cost {max(told):.1f} s")
+    return found
+
+
+def _may_start_again(done: Done, played: Played) -> bool:
+    """Whether nobody may have been left who had the state."""
+    others = [each for each in played.done if each is not done]
+    close = any(abs(each.at - done.at) < 3 or abs(each.step - done.step) <= 2 for each in others)
+    return (
+        done.fault.kind == "kill_server"
+        or done.fault.place in ("starting", "making", "replacing", "ending")
+        or (done.fault.kind == "kill_two" and done.world_size == 2)
+        or done.step >= STEPS - 1
+        or close
+    )
+
+
+def beside_another(done: Done, played: Played) -> bool:
+    """Whether it may have hit ranks that were about to be ended because of another loss, which is the one named."""
+    return done.fault.place == "replacing" and started_again(played) > 0
+
+
+def started_again(played: Played) -> int:
+    """Return how often all ranks started again, from the last checkpoint."""
+    return sum(started.text.count(AGAIN) for started in played.starts)
+
+
+def histogram(seconds: Sequence[float]) -> list[list[str]]:
+    """Return how many losses cost how much."""
+    edges = [0, 0.5, 1, 1.5, 2, 3, 5, 10, 20, 60, float("inf")]
+    rows = [["seconds lost by a loss", "losses"]]
+    for low, high in pairwise(edges):
+        if count := sum(low <= each < high for each in seconds):
+            rows.append([f"{low:g} to {high:g}", str(count)])
+    return rows
+
+
+assert DRAWN.keys() <= KINDS.keys()
