@@ -159,11 +159,13 @@ def named(done: Done, played: Played) -> bool | None:
     by_signal = kind in NUMBERS and started.status == -NUMBERS[kind]  # before Python could take it: the shell says it
     if own_death or too_late or by_signal or kind in ("kill_launcher", "kill_all"):
         return None
-    if done.second is not None and not (late or f"Rank {done.second[0]} (process {done.second[1]}) was killed" in text):
-        return False
+    if done.second is not None:
+        both = ((rank, pid), done.second)
+        killed = [f"Rank {each} (process {process}) was killed by SIGKILL" in text for each, process in both]
+        return all(killed) or (any(killed) and (late or replacing.started_again(played) > 0))  # then one is named
     by_pid = f"Rank {rank} (process {pid})"
     match kind:
-        case "kill_rank" | "kill_rank_0" | "kill_two" | "segfault":
+        case "kill_rank" | "kill_rank_0" | "segfault":
             number, name = (11, "SIGSEGV") if kind == "segfault" else (9, "SIGKILL")
             own = f"{by_pid} was killed by {name}"
             return (own if local else f"(exitcode: -{number}) local_rank: {rank} (pid: {pid})") in text

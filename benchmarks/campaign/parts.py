@@ -80,7 +80,7 @@ class Disturbed(nn.Module):
         reach("forward" if self.training else "validation")
         output: Tensor = self.layers(input)
         if output.requires_grad:
-            output.register_hook(lambda gradient: reach("backward"))
+            output.register_hook(lambda gradient: reach("backward"))  # type: ignore[no-untyped-call]
         return output
 
 

@@ -184,8 +184,10 @@ class Player:
         if kind == "kill_two":
             other = (done.rank + 1) % done.world_size
             done.second = None if (pid := start.rank(other)) is None else (other, pid)
-        finders = {"kill_worker": start.worker, "kill_server": lambda _: start.server()}
-        done.pid = finders.get(kind, start.rank)(done.rank)
+        if kind == "kill_server":
+            done.pid = start.server()
+        else:
+            done.pid = (start.worker if kind == "kill_worker" else start.rank)(done.rank)
         return done.pid is not None and hurt.isdisjoint(done.pids) and len(done.pids) == 1 + (kind == "kill_two")
 
     def _act(self, done: Done, start: Start) -> None:

@@ -94,5 +94,5 @@ def receive(recipe: Recipe, meeting: Meeting) -> State:
     """Return the state with which this rank takes the place of a lost one. A collective."""
     state: State = broadcast(None, meeting.source)
     step, _ = state["run"]["points"]
-    purge_step = state["cursor"]["step"] + (step != state["cursor"]["step"])  # its points come again, from ``go_on``
+    purge_step = step if step >= 0 else state["cursor"]["step"] + 1  # its points come again, from ``go_on``
     return {**state, "checkpointer": {"values": state["run"]["values"]}, "purge_step": purge_step}

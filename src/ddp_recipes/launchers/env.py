@@ -37,11 +37,12 @@ class EnvLauncher:
                 "launcher=env joins processes that are already running, but RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR "
                 "and MASTER_PORT are not set. Start with torchrun, srun or mpirun, or use launcher=local."
             )
-        if self.settings.max_restarts:
-            raise RequestError(
-                f"launcher.max_restarts={self.settings.max_restarts}, but these processes were not started by "
-                f"ddp_recipes, which cannot start them again: use torchrun --max-restarts."
-            )
+        for name in ("max_restarts", "replace_ranks"):
+            if number := getattr(self.settings, name):
+                raise RequestError(
+                    f"launcher.{name}={number}, but these processes were not started by ddp_recipes, which cannot "
+                    f"start them again: use torchrun --max-restarts."
+                )
         environment.refuse_other_tasks(world, self.settings, os.environ)
         with as_rank_0():
             return self.resources.channel.lead(job)

@@ -13,7 +13,7 @@ from ddp_recipes.errors import (
     exited_without_report,
 )
 from ddp_recipes.runtime.meeting import Loss, Meeting
-from ddp_recipes.runtime.messages import Messages
+from ddp_recipes.runtime.messages import LOOK_S, Messages
 from ddp_recipes.runtime.world import World
 
 T = TypeVar("T")
@@ -22,7 +22,6 @@ VERDICT_S = 2.0  # for rank 0 to name the rank that it waited for, before it tim
 FAILURE_S = 2.5  # for the other ranks to fail as well, once a collective has timed out
 STAY_S = 3.0  # for the others to read why they do not start
 MOST_LINES = 1000  # of a rank's log at once
-LOOK_S = 1.0  # between looks at whether the process that is waited for has exited
 
 
 class Control:
@@ -44,6 +43,8 @@ class Control:
         ask: Callable[[Loss], tuple[Meeting, Messages] | None] = lambda loss: None,
     ) -> None:
         self.world = world
+        if messages is not None:
+            messages.exited = exited
         self.messages = messages
         self.timeout_s = timeout_s
         self._exited, self.joined, self._ask = exited, joined, ask
@@ -61,6 +62,7 @@ class Control:
         if (found := self._ask(loss)) is None:
             return None
         meeting, self.messages = found
+        self.messages.exited = self._exited
         self._sent = self._shared = 0
         self._read = dict.fromkeys(self._read, 0)
         for name, outcome in self._outcomes.items():

@@ -45,19 +45,17 @@ class Meeting:
         file: of the store, as a path that any process of this user can open.
         source: the rank whose state all go on with.
         lost: ranks that are replaced.
-        why: how each was lost, a line each.
-        since: when that was noticed, in seconds since the epoch.
-        number: of ranks replaced in this run until now, with these.
+        why: how each rank was lost that is replaced in this run, a line each: these, and those before them.
+        since: when each loss was noticed, in seconds since the epoch.
     """
 
     file: str
     source: int
     lost: tuple[int, ...]
     why: tuple[str, ...]
-    since: float
-    number: int
+    since: tuple[float, ...]
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> "Meeting":
         """Return the meeting whose fields came as JSON."""
-        return cls(**{**values, "lost": tuple(values["lost"]), "why": tuple(values["why"])})
+        return cls(**{**values, **{name: tuple(values[name]) for name in ("lost", "why", "since")}})

@@ -2,7 +2,8 @@
 
 import hmac
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -17,6 +18,7 @@ from ddp_recipes.errors import RunFailed
 T = TypeVar("T")
 
 CALL_S = 1.5  # for one call of the store: what is there is answered at once
+LOOK_S = 1.0  # between looks at whether the process that is waited for has exited
 AWAKE_S = 0.5  # once more, for a process that was itself stopped meanwhile
 
 
@@ -29,7 +31,12 @@ class Messages:
     Args:
         private: whether nobody but the ranks has the store.
         holders: returns the ranks that keep the store from the others, as far as that can be known.
+
+    Attributes:
+        exited: returns the ranks whose process is known to have exited.
     """
+
+    exited: Callable[[], Iterable[int]] = staticmethod(tuple)
 
     def __init__(
         self,
@@ -46,7 +53,10 @@ class Messages:
 
     def under(self, name: str) -> "Messages":
         """Return the messages of a part, which may still be had where others are lost."""
-        return Messages(PrefixStore(name, self.store), self._key, f"{self._scope}/{name}", self.proven, self.holders)
+        scope = f"{self._scope}/{name}"
+        found = Messages(PrefixStore(name, self.store), self._key, scope, self.proven, self.holders)
+        found.exited = self.exited
+        return found
 
     def set(self, name: str, text: str) -> None:
         """Write a message."""
@@ -153,7 +163,13 @@ class SignedStore(Store):
             self._wait(key, timeout or self._timeout)
 
     def _wait(self, key: str, timeout: timedelta) -> bytes:
-        value = self._messages.get(key, timeout.total_seconds())
-        if value is None:
-            raise RuntimeError(f"Timed out after {timeout.total_seconds():g} seconds: no {key} in the store.")
-        return value.encode("latin-1")
+        """Return a value; raise if it does not come in time, or a rank has exited: then no group comes about."""
+        deadline = time.monotonic() + timeout.total_seconds()
+        exited: list[int] = []
+        while not self._messages.lost and (left := deadline - time.monotonic()) > 0:
+            if (value := self._messages.get(key, min(left, LOOK_S))) is not None:
+                return value.encode("latin-1")
+            if exited:
+                raise RuntimeError(f"Rank {', '.join(map(str, exited))} has exited: no {key} in the store.")
+            exited = sorted(self._messages.exited())  # what was written before is there: look once more
+        raise RuntimeError(f"Timed out after {timeout.total_seconds():g} seconds: no {key} in the store.")

@@ -94,7 +94,7 @@ def go_on(run: Run, state: State, meeting: Meeting) -> None:
 
 
 class Recovery:
-    """Tells what the loss of ranks came to, once the next step is done."""
+    """Tells what the loss of ranks came to, once the next step is done: also of those lost while ranks met again."""
 
     def __init__(self, meeting: Meeting, replaced: int, seconds_lost: float) -> None:
         self.meeting = meeting
@@ -102,9 +102,10 @@ class Recovery:
 
     def end(self, run: Run) -> Sequence[str]:
         """Note it in the run; return the lines that say so."""
-        seconds = time.time() - self.meeting.since
-        run.replaced = self._replaced + len(self.meeting.lost)
+        untold = self.meeting.why[self._replaced :]
+        seconds = time.time() - self.meeting.since[self._replaced] if untold else 0.0
+        run.replaced = len(self.meeting.why)
         run.seconds_lost = self._seconds_lost + seconds
         run.recovery = None
-        cost = f"{seconds:.1f} s and step {run.cursor.step}, which was done again"
-        return [f"{why} Replaced, at the cost of {cost}." for why in self.meeting.why]
+        cost = f"{seconds:.1f} s until step {run.cursor.step} was done"
+        return [f"{why} Replaced, at the cost of {cost}." for why in untold]

@@ -77,7 +77,7 @@ class LocalLauncher:
                     else:
                         spare -= 1
                         line = "No rank has all that the lost one had: all start again, from the last checkpoint."
-                    print(error, line, sep="\n", file=sys.stderr, flush=True)
+                    print(*replacement.untold, error, line, sep="\n", file=sys.stderr, flush=True)
                     job = job.resumed()
 
 

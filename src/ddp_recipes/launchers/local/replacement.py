@@ -28,12 +28,21 @@ class Replacement:
     kill: Callable[[Sequence[Rank]], None]
     number: int = 0
     _since: float | None = None  # when the loss was noticed
+    _known: list[tuple[str, float]] = field(default_factory=list)  # why each rank was lost, and when that was noticed
+    _told_of: int = 0  # of those, by the ranks themselves
     _over: bool = False  # whether the run ends
     _told: set[int] = field(default_factory=set)  # lost ranks that the others know of
     _errors: set[tuple[str, int]] = field(default_factory=set)  # of ranks that raised, with the step
 
+    @property
+    def untold(self) -> list[str]:
+        """Why ranks were lost of which nobody was left to tell."""
+        return [f"{why} It was being replaced when:" for why, _ in self._known[self._told_of :]]
+
     def goes_on(self, ranks: list[Rank]) -> bool:
         """Return whether the run goes on although ranks are lost; new ones may take their places in the list."""
+        if all(rank.joined for rank in ranks):
+            self._told_of = len(self._known)
         lost, waiting = [rank for rank in ranks if rank.lost], [rank for rank in ranks if rank.loss is not None]
         if self._over:
             self._end(waiting)
@@ -86,15 +95,15 @@ class Replacement:
         """Start new ranks, and tell all where they meet."""
         assert self._since is not None
         self.number += max(1, len(lost))
+        self._known += [(rank.why, self._since) for rank in lost]
         file = self.starter.meeting()
         meeting = asdict(
             Meeting(
                 file=f"/proc/{os.getpid()}/fd/{file.fileno()}",
                 source=max(waiting, key=progress).number,
                 lost=tuple(rank.number for rank in lost),
-                why=tuple(rank.why for rank in lost),
-                since=self._since,
-                number=self.number,
+                why=tuple(why for why, _ in self._known),
+                since=tuple(since for _, since in self._known),
             )
         )
         for rank in lost:

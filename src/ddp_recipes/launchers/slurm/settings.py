@@ -25,11 +25,12 @@ class SlurmSettings(LauncherSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.max_restarts:
-            raise RequestError(
-                f"launcher.max_restarts={self.max_restarts} is not taken by launcher=slurm. Leave it 0: with "
-                f"launcher.requeue=true Slurm starts the job again after a preemption or the loss of a node."
-            )
+        for name in ("max_restarts", "replace_ranks"):
+            if number := getattr(self, name):
+                raise RequestError(
+                    f"launcher.{name}={number} is not taken by launcher=slurm. Leave it 0: with launcher.requeue=true "
+                    f"Slurm starts the job again after a preemption or the loss of a node."
+                )
         if self.signal_s + 60 >= 60 * self.time_min:  # Slurm may send it a minute early
             raise RequestError(
                 f"launcher.signal_s={self.signal_s} leaves no time to train in launcher.time_min={self.time_min}. "
