@@ -110,8 +110,8 @@ def _may_start_again(done: Done, played: Played) -> bool:
 
 def beside_another(done: Done, played: Played) -> bool:
     """Whether it may have hit ranks that were about to be ended because of another loss, which is the one named."""
-    near = [each for each in played.done if each is not done and abs(each.at - done.at) < 5]
-    return bool(near) and "replacing" in {each.fault.place for each in (done, *near)} and started_again(played) > 0
+    near = any(abs(each.at - done.at) < 5 for each in played.done if each is not done)
+    return near and started_again(played) > 0
 
 
 def started_again(played: Played) -> int:

@@ -179,6 +179,7 @@ class Output:
         metrics = self.metrics
         best = last = rate = None
         monitor = self.monitor if run is None else run.monitor
+        began = self._started if run is None else min(self._started, run.began)  # another rank's, which this replaces
         if run is not None:
             cursor, steps, metrics = run.cursor, run.clock.step_seconds(), run.metrics | self.metrics
             best, last = run.checkpointer.best, run.checkpointer.last
@@ -207,7 +208,7 @@ class Output:
             "seconds_lost": 0.0 if run is None else run.seconds_lost,
             "samples_per_second": rate,
             "step_time_ms": statistics.median(steps) * 1e3 if steps else None,
-            "wall_time_s": time.time() - self._started,
+            "wall_time_s": time.time() - began,
             "weights_sha256": weights_sha256,
             "run_directory": str(self.job.directory),
             "torch": torch.__version__,

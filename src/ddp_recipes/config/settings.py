@@ -113,7 +113,7 @@ class LauncherSettings:
     nproc_per_node: Literal["auto"] | Count
     nnodes: Count
     max_restarts: Natural
-    replace_ranks: Natural
+    replace_ranks: Natural = 0
     start_method: Literal["forkserver", "spawn"]
     timeout_s: Annotated[float, Range(1)]
     backend: Literal["auto", "gloo", "nccl"]

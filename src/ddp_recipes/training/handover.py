@@ -66,6 +66,9 @@ def handed_over(run: Run) -> State:
         "saved_step": run.saved_step,
         "good_step": run.good_step,
         "samples_before": run.samples_before,
+        "train_seconds": run.clock.train_seconds,
+        "began": run.began,
+        "deadline": run.stop_controller.deadline,
         "points": run.logger.latest if isinstance(run.logger, Points) else (0, {}),
         "replaced": run.replaced,
         "seconds_lost": run.seconds_lost,
@@ -84,28 +87,30 @@ def catch_up(run: Run, state: State) -> None:
 def go_on(run: Run, state: State, meeting: Meeting) -> None:
     """Go on from a state that this rank has now."""
     own: dict[str, Any] = state["run"]
-    for name in ("values", "unsaved", "measured", "saved_step", "good_step", "samples_before"):
+    kept = ("values", "unsaved", "measured", "saved_step", "good_step", "samples_before", "began")
+    for name in (*kept, "replaced", "seconds_lost"):
         setattr(run, name, own[name])
-    if 0 in meeting.lost and run.saved_step == run.cursor.step:
+    run.clock.train_seconds = own["train_seconds"]
+    run.stop_controller.deadline = own["deadline"]  # on the clock of this machine
+    if 0 in meeting.lost and (run.saved_step == run.cursor.step or (run.checkpoint.async_save and run.saved_step > 0)):
         run.unsaved = True  # it may have died before that was on disk
     step, values = own["points"]
     run.logger.scalars(values, step)
-    run.recovery = Recovery(meeting, own["replaced"], own["seconds_lost"])
+    run.recovery = Recovery(meeting)
 
 
 class Recovery:
     """Tells what the loss of ranks came to, once the next step is done: also of those lost while ranks met again."""
 
-    def __init__(self, meeting: Meeting, replaced: int, seconds_lost: float) -> None:
+    def __init__(self, meeting: Meeting) -> None:
         self.meeting = meeting
-        self._replaced, self._seconds_lost = replaced, seconds_lost
 
     def end(self, run: Run) -> Sequence[str]:
         """Note it in the run; return the lines that say so."""
-        untold = self.meeting.why[self._replaced :]
-        seconds = time.time() - self.meeting.since[self._replaced] if untold else 0.0
+        untold = self.meeting.why[run.replaced :]
+        seconds = time.time() - self.meeting.since[run.replaced] if untold else 0.0
         run.replaced = len(self.meeting.why)
-        run.seconds_lost = self._seconds_lost + seconds
+        run.seconds_lost += seconds
         run.recovery = None
         cost = f"{seconds:.1f} s until step {run.cursor.step} was done"
         return [f"{why} Replaced, at the cost of {cost}." for why in untold]

@@ -85,7 +85,7 @@ def end_step(run: Run, before: Cursor) -> None:
         if schedule.monitor is not None:
             batch = len(run.train) if over else run.cursor.batch
             schedule.tick(batch, run.cursor.epoch if over else None, run.metrics)
-    run.unfinished, run.measured, run.unsaved = None, measured, save_due(run, before, measured)
+    run.unfinished, run.measured, run.unsaved = None, measured, run.unsaved or save_due(run, before, measured)
     if run.unsaved:
         save_step(run)
     if measured or run.saved_step == run.cursor.step:

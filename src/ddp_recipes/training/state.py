@@ -1,5 +1,6 @@
 """What the loop works with, and what of it a checkpoint holds."""
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import signature
@@ -98,6 +99,7 @@ class Run:
     unfinished: Cursor | None = None  # where the last step began, if what follows a step is still to be done
     metrics: Metrics = field(default_factory=dict)  # the latest of each
     samples_before: int = 0  # seen by earlier starts
+    began: float = field(default_factory=time.time)  # in seconds since the epoch
     buffers: "Buffers | None" = None  # as they were before a step, where lost ranks are replaced
     recovery: "Recovery | None" = None  # from the loss of ranks, until the step that it cut off is done
     replaced: int = 0  # ranks, in all

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -107,6 +108,8 @@ class Replacement:
             )
         )
         for rank in lost:
+            if rank.report is not None:
+                print(f"Rank {rank.number} failed:\n{rank.report.message.rstrip()}", file=sys.stderr, flush=True)
             rank.end()
             ranks[rank.number] = self.starter.one(rank.number, file, replace(self.starter.job, meeting=meeting))
         for rank in waiting:

@@ -1,0 +1,193 @@
+"""A rank that is lost is replaced while the others keep their processes, and nobody can tell from what comes out."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+PARTS = """
+import os
+from pathlib import Path
+from signal import SIGKILL, SIGSTOP
+
+from torch import nn
+
+from ddp_recipes import Callback
+
+
+class Disturbing(Callback):
+    def __init__(self, rank, at, how, once=True, where="on_step"):
+        self.at, self.how, self.once = at, how, once
+        if rank == int(os.environ["RANK"]):
+            setattr(self, where, self.disturb)
+
+    def disturb(self, number):
+        done = Path(f"done_{number}")
+        if number not in self.at or (self.once and done.exists()):
+            return
+        done.touch()
+        if self.how == "raise":
+            raise ValueError("the cat sat on the keyboard")
+        os.kill(os.getpid(), SIGSTOP if self.how == "stop" else SIGKILL)
+
+
+class Norm(nn.Sequential):
+    def __init__(self, in_features, out_features, **unused):
+        super().__init__(nn.BatchNorm1d(in_features), nn.Linear(in_features, out_features))
+"""
+RECIPE = [
+    "data=random",
+    "data.num_samples=64",
+    "data.val_samples=21",
+    "data.global_batch_size=16",
+    "optimizer.momentum=0.9",
+    "trainer.max_epochs=3",
+    "trainer.log_every_n_steps=1",
+    "trainer.progress=false",
+    "checkpoint.every_n_steps=4",
+    "launcher.device=cpu",
+    "launcher.nproc_per_node=2",
+    "hydra.run.dir=run",
+]
+EXACT = "strategy=ddp_exact"
+NORM = ["strategy=ddp", "model._target_=parts.Norm"]
+STEPS = 12
+
+
+def ran(python: str, folder: Path, *overrides: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    folder.mkdir(exist_ok=True)
+    (folder / "parts.py").write_text(PARTS)
+    return subprocess.run(
+        [python, "-m", "ddp_recipes", *RECIPE, *overrides],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(folder), "CUDA_VISIBLE_DEVICES": "", **environ},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def disturbed(rank: int, at: str, how: str = "kill", *others: str) -> list[str]:
+    """Return the overrides with which a rank does something to itself after these steps."""
+    values = f"{{_target_: parts.Disturbing, rank: {rank}, at: {at}, how: {how}}}"
+    return [f"+callbacks.disturbing={values}", "launcher.replace_ranks=3", *others]
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads((folder / "run" / "summary.json").read_text())
+    return values
+
+
+def points(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """Return what TensorBoard shows, but for what depends on the clock."""
+    events = EventAccumulator(str(folder / "run" / "tensorboard")).Reload()  # type: ignore[no-untyped-call]
+    return {
+        tag: [(event.step, event.value) for event in events.Scalars(tag)]  # type: ignore[no-untyped-call]
+        for tag in events.Tags()["scalars"]  # type: ignore[no-untyped-call]
+        if not tag.endswith("per_second")
+    }
+
+
+def see_same(folder: Path, reference: Path) -> None:
+    """Fail unless a run came to what the undisturbed one did, with each point once."""
+    for name in ("weights_sha256", "global_step", "epoch", "samples_seen", "metrics"):
+        ours, theirs = summary(folder)[name], summary(reference)[name]
+        if name == "metrics":
+            ours, theirs = (
+                {key: value for key, value in each.items() if "second" not in key} for each in (ours, theirs)
+            )
+        assert ours == theirs, name
+    assert points(folder) == points(reference)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, python: str) -> Path:
+    """The folder of a run to which nothing was done."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    ended = ran(python, folder, EXACT)
+    assert ended.returncode == 0, ended.stderr
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("rank", "how", "cause"),
+    [
+        (0, "kill", "was killed by SIGKILL"),
+        pytest.param(1, "kill", "was killed by SIGKILL", marks=pytest.mark.slow),
+        (1, "raise", "failed: ValueError: the cat sat on the keyboard"),
+        pytest.param(1, "stop", "did not respond and was killed", marks=pytest.mark.slow),
+    ],
+)
+def test_a_lost_rank_is_replaced_and_the_run_ends_as_if_undisturbed(
+    rank: int, how: str, cause: str, tmp_path: Path, undisturbed: Path, python: str
+) -> None:
+    timeout = ["launcher.timeout_s=3"] if how == "stop" else []
+    ended = ran(python, tmp_path, EXACT, *timeout, *disturbed(rank, "[5]", how))
+    assert ended.returncode == 0, ended.stderr
+    see_same(tmp_path, undisturbed)
+    (told,) = (line for line in (ended.stdout + ended.stderr).splitlines() if "Replaced, at the cost of" in line)
+    assert told.startswith(f"Rank {rank} ")
+    assert cause in told
+    assert "start again" not in ended.stderr
+    assert summary(tmp_path)["ranks_replaced"] == 1
+    assert 0 < summary(tmp_path)["seconds_lost"] < 60
+    trace = tmp_path / "run" / "ranks" / f"rank_{rank}.txt"
+    if how == "raise":
+        assert "in disturb" in ended.stderr  # its traceback
+        assert "in disturb" in trace.read_text()
+    if how == "stop":
+        assert "parts.py" in trace.read_text()
+
+
+@pytest.mark.slow
+def test_ranks_are_replaced_one_after_the_other_also_at_the_last_step(
+    tmp_path: Path, undisturbed: Path, python: str
+) -> None:
+    ended = ran(python, tmp_path, EXACT, *disturbed(1, f"[3,8,{STEPS}]"))
+    assert ended.returncode == 0, ended.stderr
+    see_same(tmp_path, undisturbed)
+    assert summary(tmp_path)["ranks_replaced"] == 3
+    assert (ended.stdout + ended.stderr).count("Replaced, at the cost of") == 3
+
+
+def test_an_exception_that_comes_again_at_its_step_ends_the_run(tmp_path: Path, python: str) -> None:
+    again = ["+callbacks.disturbing.once=false", "+callbacks.disturbing.where=on_epoch_start"]
+    ended = ran(python, tmp_path, EXACT, *disturbed(1, "[1]", "raise", *again))
+    assert ended.returncode == 1
+    assert "ValueError: the cat sat on the keyboard" in ended.stderr
+    assert "in disturb" in ended.stderr
+    assert summary(tmp_path)["status"] == "failed"
+    assert "the cat sat on the keyboard" in summary(tmp_path)["error"]
+
+
+@pytest.mark.slow
+def test_more_losses_than_may_be_replaced_end_the_run(tmp_path: Path, python: str) -> None:
+    ended = ran(python, tmp_path, EXACT, *disturbed(1, "[3,8]"), "launcher.replace_ranks=1")
+    assert ended.returncode == 1
+    assert ended.stderr.count("was killed by SIGKILL") == 2 or "Replaced" in ended.stdout
+    assert summary(tmp_path)["status"] == "failed"
+    assert "Rank 1" in summary(tmp_path)["error"]
+
+
+@pytest.mark.slow
+def test_where_rank_0_alone_had_what_is_saved_all_start_again(tmp_path: Path, python: str) -> None:
+    whole, hurt = tmp_path / "whole", tmp_path / "hurt"
+    assert ran(python, whole, *NORM).returncode == 0
+    ended = ran(python, hurt, *NORM, *disturbed(0, "[5]"))
+    assert ended.returncode == 0, ended.stderr
+    assert "Rank 0" in ended.stderr
+    assert "No rank has all that the lost one had: all start again, from the last checkpoint." in ended.stderr
+    see_same(hurt, whole)
+
+
+@pytest.mark.parametrize("overrides", [["launcher=slurm"], ["launcher=env"], []], ids=["slurm", "env", "auto"])
+def test_ranks_that_somebody_else_starts_are_not_replaced(overrides: list[str], tmp_path: Path, python: str) -> None:
+    started = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29718"}
+    environ = {} if "launcher=slurm" in overrides else started
+    ended = ran(python, tmp_path, *overrides, "launcher.nproc_per_node=1", "launcher.replace_ranks=2", **environ)
+    assert ended.returncode == 2
+    assert "launcher.replace_ranks=2" in ended.stderr
