@@ -108,7 +108,8 @@ class Player:
             done = Done(self.todo[0], number, world_size, 0)
             if not self._do(done, start, since):
                 break
-            done.at, done.step = time.monotonic(), self._step()
+            before = self.played.done[-1].step if self.played.done and self.script.mode == "replace" else 0
+            done.at, done.step = time.monotonic(), self._step() or before
             self.todo.popleft()
             self.played.done.append(done)
             patience = PATIENCE_S + self.script.timeout_s

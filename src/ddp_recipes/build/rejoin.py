@@ -12,6 +12,7 @@ from ddp_recipes.checkpointing.files import State
 from ddp_recipes.errors import RequestError, RunFailed
 from ddp_recipes.loggers.points import Points
 from ddp_recipes.runtime.digest import digest
+from ddp_recipes.runtime.doors import hang_up
 from ddp_recipes.runtime.meeting import Loss, Meeting
 from ddp_recipes.strategies.base import batch_norms
 from ddp_recipes.strategies.collectives import broadcast
@@ -81,6 +82,7 @@ def _leave(recipe: Recipe, run: Run, error: Exception) -> None:
     """Close the connections to the others, who may be waiting for this rank, and forget what was under way."""
     traceback.clear_frames(error.__traceback__)
     rewind(run)
+    hang_up(recipe.control.connections)
     recipe.strategy.teardown()
     gc.collect()  # what holds the group refers to itself
 

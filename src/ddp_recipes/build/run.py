@@ -6,7 +6,7 @@ from datetime import timedelta
 from ddp_recipes.build.optimizer import make_optimizers_and_schedules
 from ddp_recipes.build.recipe import Recipe
 from ddp_recipes.config.settings import seconds
-from ddp_recipes.runtime.doors import closed_after
+from ddp_recipes.runtime.doors import closed_after, connections
 from ddp_recipes.runtime.process import loading
 from ddp_recipes.runtime.reach import check_ways
 from ddp_recipes.runtime.seeding import Generators
@@ -25,9 +25,11 @@ def join(recipe: Recipe) -> None:
     timeout = timedelta(seconds=launcher.timeout_s)
     if recipe.devices.backend == "gloo":
         check_ways(recipe.control)
+    before = connections()
     with closed_after() as recipe.control.strangers:
         messages = recipe.control.messages
         recipe.strategy.setup(recipe.world, messages, recipe.devices.backend, timeout, launcher.init_method)
+    recipe.control.connections = connections() - before
 
 
 def make_stop_controller(recipe: Recipe) -> StopController:

@@ -50,6 +50,7 @@ class Control:
         self._exited, self.joined, self._ask = exited, joined, ask
         self.joins = False  # whether this rank takes the place of a lost one, and the others know what was agreed on
         self._outcomes: dict[str, list[Any]] = {}  # of what one rank made for the others
+        self.connections = set[int]()  # to the other ranks, by their inodes
         self.strangers = set[int]()  # other users who connected to this rank while ranks met
         self._sent = self._shared = 0
         self._read = dict.fromkeys(range(1, world.world_size), 0)  # lines of each rank's log

@@ -43,6 +43,19 @@ def closed_after() -> Iterator[set[int]]:
         log.warning("User %d of this machine connected to this rank while ranks met, and was disconnected.", user)
 
 
+def connections() -> set[int]:
+    """Return the inodes of this process's TCP sockets."""
+    return {os.fstat(each.fileno()).st_ino for each in _sockets()}
+
+
+def hang_up(inodes: set[int]) -> None:
+    """End connections at once: to close them would not, where a data worker, a fork, has them, too."""
+    for each in _sockets():
+        if os.fstat(each.fileno()).st_ino in inodes and not _listens(each):
+            with suppress(OSError):  # the other end has hung up
+                each.shutdown(socket.SHUT_RDWR)
+
+
 def _sockets() -> Iterator[socket.socket]:
     """Yield this process's TCP sockets, each as a copy that is open until the next one."""
     for name in os.listdir("/proc/self/fd"):
