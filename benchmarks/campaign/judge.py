@@ -159,7 +159,7 @@ def named(done: Done, played: Played) -> bool | None:
     by_signal = kind in NUMBERS and started.status == -NUMBERS[kind]  # before Python could take it: the shell says it
     if own_death or too_late or by_signal or kind in ("kill_launcher", "kill_all"):
         return None
-    if done.second is not None:
+    if kind == "kill_two" and done.second is not None:
         both = ((rank, pid), done.second)
         killed = [f"Rank {each} (process {process}) was killed by SIGKILL" in text for each, process in both]
         return all(killed) or (any(killed) and (late or replacing.started_again(played) > 0))  # then one is named

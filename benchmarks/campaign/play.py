@@ -185,11 +185,17 @@ class Player:
         if kind == "kill_two":
             other = (done.rank + 1) % done.world_size
             done.second = None if (pid := start.rank(other)) is None else (other, pid)
+        if kind == "kill_worker" and (pid := start.rank(done.rank)) is not None:
+            done.second = (done.rank, pid)  # which fails of it
         if kind == "kill_server":
             done.pid = start.server()
         else:
             done.pid = (start.worker if kind == "kill_worker" else start.rank)(done.rank)
-        return done.pid is not None and hurt.isdisjoint(done.pids) and len(done.pids) == 1 + (kind == "kill_two")
+        return (
+            done.pid is not None
+            and hurt.isdisjoint(done.pids)
+            and len(done.pids) == 1 + (kind in ("kill_two", "kill_worker"))
+        )
 
     def _act(self, done: Done, start: Start) -> None:
         """Do what is done from outside."""

@@ -77,8 +77,9 @@ def flaws(played: Played, summary: dict[str, Any]) -> list[str]:
     (started,) = played.starts
     again = started_again(played)
     counted = len(COST.findall(started.text.rpartition(AGAIN)[2]))
-    losses = sum(len(done.pids) for done in played.done)
-    late = sum(len(done.pids) for done in played.done if done.fault.place == "ending" or done.step >= STEPS - 1)
+    lost = [(done, 1 + (done.fault.kind == "kill_two")) for done in played.done]
+    losses = sum(ranks for _, ranks in lost)
+    late = sum(ranks for done, ranks in lost if done.fault.place == "ending" or done.step >= STEPS - 1)
     if again > (may := sum(_may_start_again(done, played) for done in played.done)):
         found.append(f"all ranks started again {again} times, {may} may be")
     if summary["ranks_replaced"] != counted:

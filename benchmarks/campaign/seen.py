@@ -14,7 +14,7 @@ class Done:
         at: when, on ``time.monotonic``'s clock.
         step: the last step that rank 0 had finished.
         rank, pid: whom it was done to.
-        second: the same of another rank, where two are killed at once.
+        second: the same of another rank, where two are killed at once, or of the one whose data worker is.
         saving: whether a checkpoint was being written just before.
         seen: what was seen of it.
         file: what was damaged.
