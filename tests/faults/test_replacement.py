@@ -125,7 +125,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, python: str) -> Path:
 def test_a_lost_rank_is_replaced_and_the_run_ends_as_if_undisturbed(
     rank: int, how: str, cause: str, tmp_path: Path, undisturbed: Path, python: str
 ) -> None:
-    timeout = ["launcher.timeout_s=3"] if how == "stop" else []
+    timeout = ["launcher.timeout_s=5"] if how == "stop" else []
     ended = ran(python, tmp_path, EXACT, *timeout, *disturbed(rank, "[5]", how))
     assert ended.returncode == 0, ended.stderr
     see_same(tmp_path, undisturbed)
@@ -134,7 +134,7 @@ def test_a_lost_rank_is_replaced_and_the_run_ends_as_if_undisturbed(
     assert cause in told
     assert "start again" not in ended.stderr
     assert summary(tmp_path)["ranks_replaced"] == 1
-    assert 0 < summary(tmp_path)["seconds_lost"] < 60
+    assert 0 < summary(tmp_path)["seconds_lost"] < summary(tmp_path)["wall_time_s"]
     trace = tmp_path / "run" / "ranks" / f"rank_{rank}.txt"
     if how == "raise":
         assert "in disturb" in ended.stderr  # its traceback

@@ -28,6 +28,8 @@ def join(recipe: Recipe) -> None:
     before = connections()
     with closed_after() as recipe.control.strangers:
         messages = recipe.control.messages
+        if messages is not None:
+            messages.exited = recipe.control.exited
         recipe.strategy.setup(recipe.world, messages, recipe.devices.backend, timeout, launcher.init_method)
     recipe.control.connections = connections() - before
 

@@ -43,11 +43,9 @@ class Control:
         ask: Callable[[Loss], tuple[Meeting, Messages] | None] = lambda loss: None,
     ) -> None:
         self.world = world
-        if messages is not None:
-            messages.exited = exited
         self.messages = messages
         self.timeout_s = timeout_s
-        self._exited, self.joined, self._ask = exited, joined, ask
+        self.exited, self.joined, self._ask = exited, joined, ask
         self.joins = False  # whether this rank takes the place of a lost one, and the others know what was agreed on
         self._outcomes: dict[str, list[Any]] = {}  # of what one rank made for the others
         self.connections = set[int]()  # to the other ranks, by their inodes
@@ -63,7 +61,6 @@ class Control:
         if (found := self._ask(loss)) is None:
             return None
         meeting, self.messages = found
-        self.messages.exited = self._exited
         self._sent = self._shared = 0
         self._read = dict.fromkeys(self._read, 0)
         for name, outcome in self._outcomes.items():
@@ -149,7 +146,7 @@ class Control:
 
     def _absent(self, ranks: Iterable[int]) -> str:
         """Return the message on ranks that did not respond."""
-        if exited := {*ranks} & {*self._exited()}:
+        if exited := {*ranks} & {*self.exited()}:
             return exited_without_report(exited, self.world.world_size)
         return did_not_arrive(ranks, self.world.world_size, self.timeout_s)
 
@@ -163,7 +160,7 @@ class Control:
                 return text
             if exited:
                 break
-            exited = rank in self._exited()  # what it had written is there: look once more
+            exited = rank in self.exited()  # what it had written is there: look once more
         raise TimeoutError(name)
 
     def tell(self, name: str, value: object) -> None:
@@ -225,7 +222,7 @@ class Control:
             while self.messages.get(f"{name}/{rank}", LOOK_S) is None and not self.messages.lost:
                 if self.messages.there(f"ready/{rank}"):  # it has something else to say of this start
                     raise RequestError(json.loads(self._wait(f"ready/{rank}", self.timeout_s, rank))[1])
-                if rank in self._exited():
+                if rank in self.exited():
                     break
             found.append(self.told(name, rank))
         return [found[number % ranks][number // ranks] for number in range(len(checks))]
