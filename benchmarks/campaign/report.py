@@ -63,6 +63,8 @@ def line(run: Record) -> str:
     done = ", ".join(done["fault"] for done in run["done"]) or "nothing"
     sizes = " ".join(str(started["world_size"]) for started in run["starts"])
     lost = ", ".join(map(str, verdict["lost"])) or "0"
+    if costs := verdict.get("costs_s"):
+        lost += f"; each rank replaced in {', '.join(f'{seconds:g}' for seconds in costs)} s"
     words = "; ".join(verdict["flaws"]) or "as promised"
     return (
         f"{script['mode']} {script['number']:3}  {script['recipe']:8}  {done}  "
