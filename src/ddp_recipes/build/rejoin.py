@@ -63,6 +63,7 @@ def _meet_again(recipe: Recipe, run: Run, error: Exception) -> None:
         loss = Loss(*progress_of(run), text="".join(traceback.format_exception(error)), alone=_alone(recipe))
         if (meeting := recipe.control.meet_again(loss)) is None:
             raise error
+        gc.collect()  # what holds the group refers to itself; it takes a second, in which new ranks start
         try:
             recipe.control.agree(None, facts(recipe))
             join(recipe)
@@ -84,7 +85,6 @@ def _leave(recipe: Recipe, run: Run, error: Exception) -> None:
     rewind(run)
     hang_up(recipe.control.connections)
     recipe.strategy.teardown()
-    gc.collect()  # what holds the group refers to itself
 
 
 def _alone(recipe: Recipe) -> tuple[int, ...]:
