@@ -15,6 +15,7 @@ from typing import Any
 import hydra.utils
 import pytest
 import torch
+import torch.distributed as dist
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.errors import InstantiationException
 from hydra.types import RunMode
@@ -28,6 +29,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from ddp_recipes._compat import (
     autograd,
+    collectives,
     data_workers,
     ddp,
     dispatch,
@@ -529,3 +531,15 @@ def test_devices_that_an_operation_mixes_are_named() -> None:
     with dispatch.FakeTensorMode(), pytest.raises(RuntimeError) as raised:
         _ = torch.ones(2, device="cuda:0") + torch.ones(2, device="cuda:2")
     assert messages.cuda_devices(raised.value) == {0, 2}
+
+
+def test_a_group_that_did_not_come_about_does_not_count() -> None:
+    with pytest.raises(RuntimeError):  # nobody else comes
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=2, timeout=timedelta(seconds=0.2))
+    collectives.count_groups_anew()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert dist.group.WORLD is not None
+        assert dist.group.WORLD.group_name == "0"
+    finally:
+        dist.destroy_process_group()

@@ -1,11 +1,13 @@
-"""Which collectives a piece of code calls.
+"""Which collectives a piece of code calls, and how torch names groups.
 
-torch documents ``TorchDispatchMode`` by this name; there is no public way for it.
+torch documents ``TorchDispatchMode`` by this name; there is no public way for it. Nor is there one to have a group that
+did not come about not count: the count is in the names under which ranks look for each other.
 """
 
 from collections.abc import Callable
 from typing import Any
 
+from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -20,3 +22,8 @@ class OnCollective(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.namespace in ("c10d", "_c10d_functional"):
             self.found(func.name())
         return func(*args, **(kwargs or {}))
+
+
+def count_groups_anew() -> None:
+    """Have the next process group be named as the first, which it is to a process that was started meanwhile."""
+    distributed_c10d._world.group_count = 0

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store
 
+from ddp_recipes._compat.collectives import count_groups_anew
 from ddp_recipes.config.parallelism import StrategySettings
 from ddp_recipes.errors import RequestError
 from ddp_recipes.runtime.digest import digest
@@ -74,6 +75,8 @@ class Group(Plain):
         """Destroy the process group."""
         if dist.is_initialized():
             dist.destroy_process_group()
+        else:
+            count_groups_anew()  # an attempt may have failed
 
 
 def sum_in_turns(values: Tensor, world: World) -> Tensor:
