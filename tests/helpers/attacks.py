@@ -107,6 +107,7 @@ def scribble(elsewhere: str, forged: Mapping[str, str], over_all: bool, store: T
 
     A job that is forged would touch a file, and has its run directory there.
     """
+    names(store, "/ready/1")  # else rank 0's own word may stand there again before rank 1 looks
     (posted,) = names(store, "/message/0")
     signature, _, text = store.get(posted).decode().partition(":")
     job = json.loads(text)
