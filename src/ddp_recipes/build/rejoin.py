@@ -25,7 +25,7 @@ def train(recipe: Recipe, run: Run) -> str:
     """Run the loop to its end, beyond the loss of ranks that the launcher replaces; return why it ended."""
     if not may_go_on(recipe, run):
         return loop.fit(run)
-    run.buffers, run.logger = Buffers(run.task), Points(run.logger)
+    run.buffers, run.logger, run.together = Buffers(run.task), Points(run.logger), _parts(recipe) > 1
     if recipe.meeting is not None and recipe.state is not None:
         go_on(run, recipe.state, recipe.meeting)
     while True:
@@ -44,8 +44,8 @@ def may_go_on(recipe: Recipe, run: Run) -> bool:
     It is not where a task steps its optimizers itself, nor where a callback keeps the model elsewhere for a while.
     """
     aside = any(type(each).on_save_start is not Callback.on_save_start for each in run.callbacks.values())
-    launcher, strategy = recipe.request.launcher, recipe.request.strategy
-    return launcher.replace_ranks > 0 and strategy.hands_over and run.task.update is None and not aside
+    shared = _parts(recipe) < run.world.world_size
+    return recipe.request.launcher.replace_ranks > 0 and shared and run.task.update is None and not aside
 
 
 def facts(recipe: Recipe) -> dict[str, str]:
@@ -68,7 +68,7 @@ def _meet_again(recipe: Recipe, run: Run, error: Exception) -> None:
             recipe.control.agree(None, facts(recipe))
             join(recipe)
             recipe.control.joined()
-            state = broadcast(handed_over(run) if run.world.rank == meeting.source else None, meeting.source)
+            state = _of_source(recipe, meeting, run)
             catch_up(run, state)
             go_on(run, state, meeting)
             run.module = run.strategy.wrap(run.task, run.devices)
@@ -79,22 +79,38 @@ def _meet_again(recipe: Recipe, run: Run, error: Exception) -> None:
             error = another
 
 
+def _parts(recipe: Recipe) -> int:
+    return recipe.request.strategy.parts(recipe.world.world_size)
+
+
+def _of_source(recipe: Recipe, meeting: Meeting, run: Run | None) -> State:
+    """Return the state of the rank that hands over the same part of the model as this one's. A collective."""
+    parts, rank = len(meeting.sources), recipe.world.rank
+    source = meeting.sources[rank % parts]
+    own = handed_over(run) if run is not None and rank == source else None
+    state: State = broadcast(own, source // parts, recipe.strategy.peers)
+    return state
+
+
 def _leave(recipe: Recipe, run: Run, error: Exception) -> None:
     """Close the connections to the others, who may be waiting for this rank, and forget what was under way."""
-    traceback.clear_frames(error.__traceback__)
+    cause: BaseException | None = error
+    while cause is not None:
+        traceback.clear_frames(cause.__traceback__)
+        cause = cause.__context__
     rewind(run)
     hang_up(recipe.control.connections)
     recipe.strategy.teardown()
 
 
 def _alone(recipe: Recipe) -> tuple[int, ...]:
-    """Return rank 0 where its batch norm's statistics, which are saved, are not those of the other ranks."""
-    return () if recipe.request.strategy.same_buffers or not batch_norms(recipe.task) else (0,)
+    """Return the ranks of the first replica where its batch norms' statistics, which are saved, are its own."""
+    return () if recipe.request.strategy.same_buffers or not batch_norms(recipe.task) else (*range(_parts(recipe)),)
 
 
 def receive(recipe: Recipe, meeting: Meeting) -> State:
     """Return the state with which this rank takes the place of a lost one. A collective."""
-    state: State = broadcast(None, meeting.source)
+    state = _of_source(recipe, meeting, None)
     step, _ = state["run"]["points"]
     purge_step = step if step >= 0 else state["cursor"]["step"] + 1  # its points come again, from ``go_on``
     return {**state, "checkpointer": {"values": state["run"]["values"]}, "purge_step": purge_step}

@@ -185,10 +185,12 @@ class StrategySettings:
         """Whether a process holds the whole model, and can run and save it without the others."""
         return self.pipeline is None
 
-    @property
-    def hands_over(self) -> bool:
-        """Whether each process has all that a new one needs to take the place of a lost one."""
-        return False
+    def parts(self, world_size: int) -> int:
+        """Return in how many parts ranks hold the model, rank r part r modulo that; those with the same have it alike.
+
+        As many as ranks where none has what another one has.
+        """
+        return world_size
 
     @property
     def same_buffers(self) -> bool:

@@ -66,6 +66,13 @@ class Pipeline:
         self.shapes_cut = Cut(self.shapes, layout.starts, META)
         self._prepared: dict[Any, _Prepared] = {}
 
+    def meet(self, group: dist.ProcessGroup | None) -> None:
+        """Go on among the processes of another group, from the buffers that the task has."""
+        self.group = group
+        self._prepared.clear()
+        for module, copied in self._copied:
+            share_tensors(module, copied)
+
     def _with_only(self, stage: int) -> Task:
         """Return a copy of the task that has one stage of this process, the very same tensors, and no other."""
         view = without_data(self.shapes, (), (META,), nullcontext())

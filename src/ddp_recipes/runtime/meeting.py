@@ -43,14 +43,14 @@ class Meeting:
 
     Attributes:
         file: of the store, as a path that any process of this user can open.
-        source: the rank whose state all go on with.
+        sources: of each part of the model the rank whose state all go on with that hold it.
         lost: ranks that are replaced.
         why: how each rank was lost that is replaced in this run, a line each: these, and those before them.
         since: when each loss was noticed, in seconds since the epoch.
     """
 
     file: str
-    source: int
+    sources: tuple[int, ...]
     lost: tuple[int, ...]
     why: tuple[str, ...]
     since: tuple[float, ...]
@@ -58,4 +58,4 @@ class Meeting:
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> "Meeting":
         """Return the meeting whose fields came as JSON."""
-        return cls(**{**values, **{name: tuple(values[name]) for name in ("lost", "why", "since")}})
+        return cls(**{**values, **{name: tuple(values[name]) for name in ("sources", "lost", "why", "since")}})

@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import Any, Literal, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_recipes._compat.modules import BatchNorm
@@ -89,6 +90,7 @@ class Strategy(Protocol):
     lockstep: bool  # whether all ranks run the model together, so that the same goes for an evaluation
     starts: Sequence[str]  # the blocks at which the 2nd, 3rd, … stage of a pipeline begins
     writers: int  # how many ranks, from rank 0 on, save what they have of the model; 0: rank 0 saves all of it
+    peers: dist.ProcessGroup | None  # ranks that hold the same part of the model; ``None``: all
     shares_memory: bool  # ranks exchange gradients in memory, not by the backend; known once the task is wrapped
 
     def replicas(self, device_type: str) -> int:
@@ -184,6 +186,7 @@ class Plain:
     lockstep = False
     shares_memory = False
     writers = 0
+    peers: dist.ProcessGroup | None = None
 
     def replicas(self, device_type: str) -> int:
         """One a process."""

@@ -73,6 +73,7 @@ class Group(Plain):
 
     def teardown(self) -> None:
         """Destroy the process group."""
+        self.peers = None
         if dist.is_initialized():
             dist.destroy_process_group()
         else:

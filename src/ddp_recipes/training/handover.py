@@ -22,7 +22,9 @@ class Buffers:
 
     def __init__(self, module: nn.Module) -> None:
         every = [buffers_of(each) for each in module.modules()]
-        self._places = [(own, name) for own in every for name, tensor in own.items() if tensor is not None]
+        self._places = [
+            (own, name) for own in every for name, tensor in own.items() if tensor is not None and not tensor.is_meta
+        ]
         self._kept = [tensor.clone() for tensor in self._tensors()]
 
     def _tensors(self) -> list[torch.Tensor]:
@@ -73,13 +75,13 @@ def handed_over(run: Run) -> State:
         "replaced": run.replaced,
         "seconds_lost": run.seconds_lost,
     }
-    return {**local_state(run, [run.generators.drawn]), "run": own}
+    return {**local_state(run), "run": own}
 
 
 def catch_up(run: Run, state: State) -> None:
     """Take another rank's state unless this one has come as far."""
     if progress_of(run) != (state["cursor"]["step"], state["run"]["after"]):
-        run.task.load_weights(state["model"])
+        run.task.load_weights({**run.task.weights(), **state["model"]})
         run.unfinished = None
         restore(run, state)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ddp_recipes._compat.tensors import local
 from ddp_recipes.callbacks import Callback
 from ddp_recipes.checkpointing.files import State
 from ddp_recipes.checkpointing.manager import Checkpointer
@@ -100,6 +101,7 @@ class Run:
     metrics: Metrics = field(default_factory=dict)  # the latest of each
     samples_before: int = 0  # seen by earlier starts
     began: float = field(default_factory=time.time)  # in seconds since the epoch
+    together: bool = False  # whether no rank may change weights before all can: others have other parts of the model
     buffers: "Buffers | None" = None  # as they were before a step, where lost ranks are replaced
     recovery: "Recovery | None" = None  # from the loss of ranks, until the step that it cut off is done
     replaced: int = 0  # ranks, in all
@@ -120,20 +122,27 @@ def gather_state(run: Run) -> State:
     """Return all that a resume needs: weights, optimizer, scheduler, scaler, callbacks and the cursor. A collective."""
     run.generators.check()
     drawn = torch.tensor(int(run.generators.drawn), device=run.devices[0])
-    return local_state(run, by_rank(drawn, run.world, run.strategy.sum).tolist())
+    every = by_rank(drawn, run.world, run.strategy.sum).tolist()
+    weights = run.strategy.saved_weights(run.task)
+    return _state(run, every, weights, [run.strategy.optimizer_state(optimizer) for optimizer in run.optimizers])
 
 
-def local_state(run: Run, drawn: Sequence[int]) -> State:
-    """Return the same given which ranks have drawn; of ranks that have the whole model no collective."""
+def local_state(run: Run) -> State:
+    """Return of all that what this rank has, its tensors as they are in memory: for ranks with the same part."""
+    weights = {name: local(value) for name, value in run.task.weights().items() if not getattr(value, "is_meta", False)}
+    return _state(run, [run.generators.drawn], weights, [optimizer.state_dict() for optimizer in run.optimizers])
+
+
+def _state(run: Run, drawn: Sequence[int], weights: Mapping[str, Any], optimizers: Sequence[dict[str, Any]]) -> State:
     run.generators.check()
     run.generators.settle(run.cursor.step)
     state = {
-        "model": run.strategy.saved_weights(run.task),
-        "optimizer": run.strategy.optimizer_state(run.optimizer),
+        "model": weights,
+        "optimizer": optimizers[0],
         "optimizer_class": _classes(run.optimizers),
         "schedule": _kinds(run.schedules),
         "scheduler": run.schedules[0].scheduler.state_dict(),
-        "more_optimizers": [run.strategy.optimizer_state(optimizer) for optimizer in run.optimizers[1:]],
+        "more_optimizers": optimizers[1:],
         "more_schedulers": [schedule.scheduler.state_dict() for schedule in run.schedules[1:]],
         "precision": run.precision.state(),
         "callbacks": {name: callback.state() for name, callback in run.callbacks.items()},

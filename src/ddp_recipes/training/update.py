@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from ddp_recipes.data.loader import Batch
@@ -22,6 +23,8 @@ def update(run: Run, batches: Iterator[Batch], measured: bool) -> Update:
     with phase("optimizer"):
         norm = clip(run, measured)
         lr = run.optimizer.param_groups[0]["lr"]
+        if run.together:
+            run.strategy.sum(torch.zeros(1, device=run.devices[0]))  # the last collective of the step
         run.precision.step(run.optimizer)
         zero_grad(run.optimizer)
     return Update(losses, samples, norm, lr, loss, metrics)

@@ -64,7 +64,8 @@ class LocalLauncher:
                     with ExitStack() as stack:  # ends ranks that hang once the failure is written
                         starter = Starter(job, processes, server, stack)
                         hung = partial(_end_with_stacks, job)
-                        replacement = Replacement(starter, spare, self.settings.timeout_s, hung)
+                        parts = strategy_settings(job.config["strategy"]).parts(processes)
+                        replacement = Replacement(starter, spare, parts, self.settings.timeout_s, hung)
                         return _supervise(job, starter.all(), signals, replacement).conclude(job)
                 except RunFailed as error:
                     spare -= replacement.number
@@ -109,7 +110,7 @@ def _supervise(job: Job, ranks: list[Rank], signals: Sequence[str], replacement:
             deadline = time.monotonic() + (AFTER_INTERRUPT_S if signals[0] == "SIGINT" else AFTER_TERM_S)
             for rank in ranks:
                 rank.process.send_signal(signal.SIGTERM)
-        if strategy.hands_over and replacement.most and not signals and replacement.goes_on(ranks):
+        if replacement.parts < len(ranks) and replacement.most and not signals and replacement.goes_on(ranks):
             continue
         reports = {rank.number: rank.report for rank in ranks if rank.report is not None}
         deaths = _deaths(ranks, outlives)

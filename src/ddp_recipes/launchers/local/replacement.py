@@ -19,12 +19,14 @@ class Replacement:
 
     Attributes:
         most: of ranks replaced in a run.
+        parts: of the model; rank r has part r modulo that.
         kill: ends ranks that hang, and keeps their stacks.
         number: of those until now.
     """
 
     starter: Starter
     most: int
+    parts: int
     timeout_s: float
     kill: Callable[[Sequence[Rank]], None]
     number: int = 0
@@ -76,32 +78,39 @@ class Replacement:
 
     def _can(self, lost: Sequence[Rank], waiting: Sequence[Rank], others: Sequence[Rank]) -> bool:
         """Whether what is known so far leaves a way on."""
-        if self.number + max(1, len(lost)) > self.most or not (waiting or others):
+        there = {rank.number % self.parts for rank in (*waiting, *others)}
+        if self.number + max(1, len(lost)) > self.most or len(there) < self.parts:
             return False
         alone = {number for rank in waiting if rank.loss is not None for number in rank.loss.alone}
         if alone & {rank.number for rank in lost}:
             return False
         if others:
             return True
-        furthest = max(map(progress, waiting))
-        if any(rank.number in alone and progress(rank) < furthest for rank in waiting):
+        common = self._common(waiting)
+        if common is None or any(rank.number in alone and progress(rank) != common for rank in waiting):
             return False
-        raised = {(rank.report.message.strip().splitlines()[-1], furthest.step) for rank in lost if rank.report}
+        raised = {(rank.report.message.strip().splitlines()[-1], common.step) for rank in lost if rank.report}
         if raised & self._errors:
             return False  # it would come again and again
         self._errors |= raised
         return True
+
+    def _common(self, waiting: Sequence[Rank]) -> Progress | None:
+        """Return how far all parts of the model have come, each on some rank; ``None``: one is always elsewhere."""
+        of_parts = [{progress(rank) for rank in waiting if rank.number % self.parts == p} for p in range(self.parts)]
+        return max(set.intersection(*of_parts), default=None)
 
     def _meet(self, ranks: list[Rank], lost: Sequence[Rank], waiting: Sequence[Rank]) -> None:
         """Start new ranks, and tell all where they meet."""
         assert self._since is not None
         self.number += max(1, len(lost))
         self._known += [(rank.why, self._since) for rank in lost]
-        file = self.starter.meeting()
+        file, common = self.starter.meeting(), self._common(waiting)
+        sources = {rank.number % self.parts: rank.number for rank in reversed(waiting) if progress(rank) == common}
         meeting = asdict(
             Meeting(
                 file=f"/proc/{os.getpid()}/fd/{file.fileno()}",
-                source=max(waiting, key=progress).number,
+                sources=tuple(sources[part] for part in range(self.parts)),
                 lost=tuple(rank.number for rank in lost),
                 why=tuple(why for why, _ in self._known),
                 since=tuple(since for _, since in self._known),

@@ -63,10 +63,9 @@ class DDPSettings(StrategySettings):
                 f"statistics. Leave out one of them."
             )
 
-    @property
-    def hands_over(self) -> bool:
+    def parts(self, world_size: int) -> int:
         """Every process has the whole model."""
-        return True
+        return 1
 
     def batch_norm_remedy(self, device_type: str) -> str:
         """Return the key that has statistics taken from all ranks."""

@@ -15,10 +15,9 @@ class DDPExactSettings(FixedShardsSettings):
 
     shards: Count = 12
 
-    @property
-    def hands_over(self) -> bool:
+    def parts(self, world_size: int) -> int:
         """Every process has the whole model."""
-        return True
+        return 1
 
     @property
     def same_buffers(self) -> bool:

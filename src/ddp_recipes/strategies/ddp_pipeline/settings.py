@@ -67,6 +67,10 @@ class DDPPipelineSettings(StrategySettings):
         """Processes that hold the stages of one replica."""
         return self.stages // self.stages_each
 
+    def parts(self, world_size: int) -> int:
+        """A process of each replica has the same stages."""
+        return self.processes_per_replica
+
     @property
     def pipeline(self) -> PipelineShape:
         """The stages and their schedule."""

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from ddp_recipes.errors import RequestError
 from ddp_recipes.model_parallel.layout import Layout
@@ -39,6 +38,7 @@ class DDPPipeline(Group):
         self.processes = settings.processes_per_replica
         self.weight = 1.0
         self.pipeline: Pipeline | None = None
+        self.within: dist.ProcessGroup | None = None  # the processes of this replica
 
     def check(self, task: Task, devices: Sequence[torch.device]) -> None:
         """Refuse what only some processes could measure."""
@@ -59,11 +59,11 @@ class DDPPipeline(Group):
         """Join the process group, and make one of each replica and one of each stage."""
         super().setup(world, messages, backend, timeout, init_method)
         ranks = torch.arange(world.world_size).view(-1, self.processes)
-        # Groups of our own: a device mesh gives those that it makes torch's timeout, not the launcher's.
         rows = (ranks.T.tolist(), ranks.tolist())
         groups: Any = [dist.new_subgroups_by_enumeration(each, timeout=timeout)[0] for each in rows]
-        kind = "cuda" if backend == "nccl" else "cpu"
-        self.mesh = DeviceMesh.from_group(groups, kind, ranks, mesh_dim_names=("dp", "pp"))
+        self.peers, self.within = groups
+        if self.pipeline is not None:
+            self.pipeline.meet(self.within)
 
     @property
     def replica(self) -> int:
@@ -74,7 +74,7 @@ class DDPPipeline(Group):
         """Leave the stages of this process; from now on all steps of the task go through the pipeline."""
         settings = self.settings
         self.pipeline = pipeline = Pipeline(
-            task, self.layout, settings.schedule, settings.micro_batches, self.mesh.get_group("pp"), devices[0]
+            task, self.layout, settings.schedule, settings.micro_batches, self.within, devices[0]
         )
 
         def validation_step(batch: Any) -> StepOutput:
@@ -92,7 +92,7 @@ class DDPPipeline(Group):
         assert self.pipeline is not None
         output = joined(*result) if self.layout.has_last else None
         names = None if output is None else list(output.metrics)
-        names = broadcast(names, (self.settings.stages - 1) % self.processes, self.mesh.get_group("pp"))
+        names = broadcast(names, (self.settings.stages - 1) % self.processes, self.within)
         if output is not None:
             return output
         zero = torch.zeros((), device=self.pipeline.device)
@@ -121,8 +121,8 @@ class DDPPipeline(Group):
 
     def reduce(self) -> None:
         """Add up the gradients of this process's stages over replicas."""
-        group = self.mesh.get_group("dp")
-        if group.size() == 1:
+        group = self.peers
+        if dist.get_world_size(group) == 1:
             return
         used = torch.tensor([each.grad is not None for each in self.trained], dtype=torch.int32)
         used = used.to(self.pipeline.device) if self.pipeline is not None else used
@@ -138,7 +138,7 @@ class DDPPipeline(Group):
         """Return the norm over all stages."""
         assert self.pipeline is not None
         squared = nn.utils.get_total_norm(gradients).to(self.pipeline.device, torch.float64).square()
-        dist.all_reduce(squared, group=self.mesh.get_group("pp"))
+        dist.all_reduce(squared, group=self.within)
         return squared.sqrt().float()
 
     def weights(self, task: Task) -> dict[str, Tensor]:
@@ -160,11 +160,18 @@ class DDPPipeline(Group):
         """Return on rank 0 what all processes of its replica have, elsewhere what is given."""
         if self.replica != 0:
             return mine
-        gathered = gather(mine, self.mesh.get_group("pp"))
+        gathered = gather(mine, self.within)
         return mine if gathered is None else {name: value for each in gathered for name, value in each.items()}
 
     def sync_buffers(self, task: Task) -> None:
         """Give a stage's replicas the buffers of the first one."""
         for buffer in task.buffers():
-            if not buffer.is_meta and self.mesh.get_group("dp").size() > 1:
-                dist.broadcast(buffer, group=self.mesh.get_group("dp"), group_src=0)
+            if not buffer.is_meta and dist.get_world_size(self.peers) > 1:
+                dist.broadcast(buffer, group=self.peers, group_src=0)
+
+    def teardown(self) -> None:
+        """Drop what holds the groups as well."""
+        self.within = None
+        if self.pipeline is not None:
+            self.pipeline.meet(None)
+        super().teardown()
