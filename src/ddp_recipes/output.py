@@ -131,7 +131,8 @@ class Output:
         if self.strategy.writers:
             start = self.control.of_main("name of this start", partial(begin, folder))
             writers = Writers(self.world.rank, self.strategy.writers, start)
-            writers.check(folder)
+            if self.job.meeting is None:  # else the others have seen it
+                writers.check(folder)
         run.checkpointer = make_checkpointer(folder, run.checkpoint, self.world, writers)
 
     def finish(self, summary: Summary, cause: str | None = None) -> None:

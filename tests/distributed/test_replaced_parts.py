@@ -86,7 +86,7 @@ def hurt(python: str, folder: Path, name: str, ranks: int, rank: int, *overrides
     return summary, errors
 
 
-@pytest.mark.parametrize(("name", "rank"), [("pipeline", 3), ("pipeline", 0)])
+@pytest.mark.parametrize(("name", "rank"), [("pipeline", 3), ("pipeline", 0), ("fsdp", 0), ("fsdp", 3), ("exact", 2)])
 def test_another_replica_hands_over_the_part(name: str, rank: int, python: str, tmp_path: Path) -> None:
     summary, errors = hurt(python, tmp_path, name, 4, rank)
     assert summary["ranks_replaced"] == 1, errors

@@ -44,8 +44,9 @@ def may_go_on(recipe: Recipe, run: Run) -> bool:
     It is not where a task steps its optimizers itself, nor where a callback keeps the model elsewhere for a while.
     """
     aside = any(type(each).on_save_start is not Callback.on_save_start for each in run.callbacks.values())
-    shared = _parts(recipe) < run.world.world_size
-    return recipe.request.launcher.replace_ranks > 0 and shared and run.task.update is None and not aside
+    shared = _parts(recipe) < run.world.world_size and run.strategy.rejoins
+    one = _parts(recipe) == 1 or recipe.trainer.precision != "16-mixed"  # whose scaler has a group of its own
+    return recipe.request.launcher.replace_ranks > 0 and shared and one and run.task.update is None and not aside
 
 
 def facts(recipe: Recipe) -> dict[str, str]:
@@ -104,8 +105,10 @@ def _leave(recipe: Recipe, run: Run, error: Exception) -> None:
 
 
 def _alone(recipe: Recipe) -> tuple[int, ...]:
-    """Return the ranks of the first replica where its batch norms' statistics, which are saved, are its own."""
-    return () if recipe.request.strategy.same_buffers or not batch_norms(recipe.task) else (*range(_parts(recipe)),)
+    """Return the ranks of the first replica where buffers that are saved are its own: of whole models batch norms'."""
+    settings, task = recipe.request.strategy, recipe.task
+    own = batch_norms(task) if settings.whole_model else dict(task.named_buffers()).keys() & task.state_dict().keys()
+    return () if settings.same_buffers or not own else (*range(_parts(recipe)),)
 
 
 def receive(recipe: Recipe, meeting: Meeting) -> State:

@@ -51,6 +51,9 @@ class Checkpointer:
     def others_are_done(self) -> None:
         """Note that no other rank is busy; called on a rank that is."""
 
+    def others_are_lost(self) -> None:
+        """Note that other ranks that write will not end what they have begun."""
+
     def state(self) -> State:
         """Return what a resume needs."""
         return {}

@@ -184,6 +184,10 @@ class ShardedCheckpointer(FileCheckpointer):
         """Expect what they have written."""
         self._alone_since = self._alone_since or time.monotonic()
 
+    def others_are_lost(self) -> None:
+        """Leave a checkpoint without an index whose parts they were writing."""
+        self._awaited = ()
+
     def _publish_all(
         self, paths: Sequence[Path], tree: Any, rows: Mapping[str, OwnRows], step: int, kept: list[int]
     ) -> None:

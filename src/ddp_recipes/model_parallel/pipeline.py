@@ -70,6 +70,7 @@ class Pipeline:
         """Go on among the processes of another group, from the buffers that the task has."""
         self.group = group
         self._prepared.clear()
+        vars(self).pop("_now", None)
         for module, copied in self._copied:
             share_tensors(module, copied)
 

@@ -53,9 +53,12 @@ def rows_of(value: Tensor | Source, start: int, stop: int) -> Tensor:
 
 
 def rows_here(value: Tensor | Source, like: Tensor) -> Tensor:
-    """Return of a whole tensor what this rank has of another one of its shape: all, unless that is a ``DTensor``."""
+    """Return of a whole tensor what this rank has of another one of its shape: all, unless that is a ``DTensor``.
+
+    What is of another shape has been taken out already.
+    """
     mesh = getattr(like, "device_mesh", None)
-    if mesh is None:
+    if mesh is None or value.shape != like.shape:
         return whole_of(value)
     start, stop = span(value.shape[0], mesh.get_local_rank(-1), mesh.size(-1))
     return rows_of(value, start, stop)

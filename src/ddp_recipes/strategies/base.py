@@ -90,6 +90,7 @@ class Strategy(Protocol):
     lockstep: bool  # whether all ranks run the model together, so that the same goes for an evaluation
     starts: Sequence[str]  # the blocks at which the 2nd, 3rd, … stage of a pipeline begins
     writers: int  # how many ranks, from rank 0 on, save what they have of the model; 0: rank 0 saves all of it
+    rejoins: bool  # whether :meth:`setup` takes ranks that have trained, and left, to a new group
     peers: dist.ProcessGroup | None  # ranks that hold the same part of the model; ``None``: all
     shares_memory: bool  # ranks exchange gradients in memory, not by the backend; known once the task is wrapped
 
@@ -186,6 +187,7 @@ class Plain:
     lockstep = False
     shares_memory = False
     writers = 0
+    rejoins = True
     peers: dist.ProcessGroup | None = None
 
     def replicas(self, device_type: str) -> int:

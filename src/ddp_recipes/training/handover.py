@@ -81,7 +81,7 @@ def handed_over(run: Run) -> State:
 def catch_up(run: Run, state: State) -> None:
     """Take another rank's state unless this one has come as far."""
     if progress_of(run) != (state["cursor"]["step"], state["run"]["after"]):
-        run.task.load_weights({**run.task.weights(), **state["model"]})
+        run.task.load_part(state["model"])
         run.unfinished = None
         restore(run, state)
 
@@ -94,8 +94,10 @@ def go_on(run: Run, state: State, meeting: Meeting) -> None:
         setattr(run, name, own[name])
     run.clock.train_seconds = own["train_seconds"]
     run.stop_controller.deadline = own["deadline"]  # on the clock of this machine
-    if 0 in meeting.lost and (run.saved_step == run.cursor.step or (run.checkpoint.async_save and run.saved_step > 0)):
-        run.unsaved = True  # it may have died before that was on disk
+    if min(meeting.lost, default=run.world.world_size) < max(1, run.strategy.writers):
+        run.checkpointer.others_are_lost()
+        if run.saved_step == run.cursor.step or (run.checkpoint.async_save and run.saved_step > 0):
+            run.unsaved = True  # it may have died before that was on disk
     step, values = own["points"]
     run.logger.scalars(values, step)
     run.recovery = Recovery(meeting)

@@ -55,6 +55,15 @@ class FSDPSettings(FixedShardsSettings):
         levels = {f"strategy.level={level}": {"level": level} for level in range(self.level + 1, 4)}
         return [levels, {"strategy.offload=true": {"offload": True}}]
 
+    def parts(self, world_size: int) -> int:
+        """A process of each replica has the same rows."""
+        return world_size // self.replicas
+
+    @property
+    def same_buffers(self) -> bool:
+        """All have rank 0's after a step, or they follow all shards."""
+        return True
+
     @property
     def whole_model(self) -> bool:
         """Each process has a part."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
+from ddp_recipes._compat.fsdp import LEAVES, leave, meet
 from ddp_recipes._compat.tensors import local
 from ddp_recipes.errors import RequestError
 from ddp_recipes.model_parallel.blocks import on_copies
@@ -51,6 +52,7 @@ class FSDP(Whole, Group):
     settings: FSDPSettings
     divisor = 1
     lockstep = True
+    rejoins = LEAVES
     takes_empty = True  # the others wait for this rank in the model, and a shard ends with its last batch
 
     def __init__(self, settings: FSDPSettings | None = None) -> None:
@@ -60,7 +62,6 @@ class FSDP(Whole, Group):
         self.ordered: list[OrderedReduceScatter] = []
         self.buffers: OrderedSum | None = None
         self.group: dist.ProcessGroup  # ranks that hold a replica together
-        self.others: dist.ProcessGroup | None = None  # ranks that hold the same part of other replicas
         self.passes = 0  # shards of this step that have begun
         self.usage = Usage()
 
@@ -90,22 +91,27 @@ class FSDP(Whole, Group):
             groups: Any = [
                 dist.new_subgroups_by_enumeration(each.tolist(), timeout=timeout)[0] for each in (rows, rows.T)
             ]
-            self.group, self.others = groups
+            self.group, self.peers = groups
         self.writers = self.group.size()  # those of the first replica
+        if self.blocks:
+            meet(self.blocks, self.mesh, self._mesh(self.mesh.device_type))
+            self.passes, self.usage.always, self.usage.agreed = 0, None, False
+            for each in self.ordered:
+                each.replicas, each.total = self.peers, None
 
     def _mesh(self, kind: str) -> DeviceMesh:
         """Return the ranks that the model is dealt to, and the replicas whose gradients FSDP2 adds."""
-        if self.others is None or self.settings.shards is not None:
+        if self.peers is None or self.settings.shards is not None:
             return DeviceMesh.from_group(self.group, kind)
         rows = torch.arange(self.world.world_size).view(self.settings.replicas, -1)
-        return DeviceMesh.from_group([self.others, self.group], kind, rows, mesh_dim_names=("replicas", "shards"))
+        return DeviceMesh.from_group([self.peers, self.group], kind, rows, mesh_dim_names=("replicas", "shards"))
 
     def shard(self, task: Task, devices: Sequence[torch.device]) -> None:
         """Leave this rank its rows of each parameter; the model gathers those of a block before it runs."""
-        model, mesh = task.model, self._mesh(devices[0].type)
+        model, self.mesh = task.model, self._mesh(devices[0].type)
         policies = policies_of(model, blocks_of(model, self.settings.wrap), self.settings.param_dtype)
         offload = CPUOffloadPolicy() if self.settings.offload and devices[0].type == "cuda" else OffloadPolicy()
-        shard = partial(fully_shard, mesh=mesh, offload_policy=offload)
+        shard = partial(fully_shard, mesh=self.mesh, offload_policy=offload)
         for name, policy in policies.items():
             after = self.settings.level == 3 and name != ""  # of the model, needed first in backward
             self.blocks.insert(0, shard(model.get_submodule(name), reshard_after_forward=after, mp_policy=policy))
@@ -118,7 +124,7 @@ class FSDP(Whole, Group):
             if hasattr(block, "set_reduce_scatter_unused_params"):  # from torch 2.15 on; else ranks would send less
                 block.set_reduce_scatter_unused_params(True)
             if self.settings.shards is not None and self.world.world_size > 1:
-                self.ordered.append(OrderedReduceScatter(self.others))
+                self.ordered.append(OrderedReduceScatter(self.peers))
                 block.set_custom_reduce_scatter(cast(Any, self.ordered[-1]))
 
     def _give_back(self, *_: Any) -> None:
@@ -282,6 +288,15 @@ class FSDP(Whole, Group):
         if self.buffers is None and self.world.world_size > 1:
             for buffer in task.buffers():
                 dist.broadcast(buffer, src=0)
+
+    def teardown(self) -> None:
+        """Drop what holds the groups as well, and what a pass that was cut off has left."""
+        self.buffers = None
+        if self.blocks and self.rejoins:
+            leave(self.blocks, self.mesh)
+        for each in self.ordered:
+            each.replicas = None
+        super().teardown()
 
     def exchange(self, task: Task, world: World) -> Exchange:
         """Return a rank's rows, what it exchanges, and passes that gather and reduce without data."""

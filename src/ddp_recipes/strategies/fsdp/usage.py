@@ -21,11 +21,13 @@ class Usage:
     def __init__(self) -> None:
         self.names: list[str] = []
         self.always: set[str] | None = None  # those that shards use, once there was one
+        self.agreed = False  # whether ranks have seen that they use the same
         self._used: set[str] = set()
-        self._agreed = False
 
     def watch(self, name: str, parameter: nn.Parameter) -> None:
-        """Note a parameter from now on, by the tensor that backward fills."""
+        """Note a parameter from now on, by the tensor that backward fills; again, it does nothing."""
+        if name in self.names:
+            return
         self.names.append(name)
         parameter.register_post_accumulate_grad_hook(partial(self._note, name))  # type: ignore[no-untyped-call]
 
@@ -52,9 +54,9 @@ class Usage:
         Raises:
             RunFailed: they did not; the same on every rank.
         """
-        if self._agreed:
+        if self.agreed:
             return
-        self._agreed = True
+        self.agreed = True
         own = [0] * (len(self.names) + 1)
         if self.always is not None:
             own = [1, *(name in self.always for name in self.names)]

@@ -1,0 +1,33 @@
+"""Process groups of a model that ``fully_shard`` has dealt, in which others take their places.
+
+There is no public way: a mesh and what FSDP2 makes of it hold the groups that they were made of.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+LEAVES = hasattr(FSDPModule, "reset_iter_state")  # from torch 2.15 on: a pass that was cut off can be forgotten
+
+
+def leave(blocks: Sequence[FSDPModule], mesh: DeviceMesh) -> None:
+    """Forget what was under way, and the groups of the mesh that the blocks, the model first, were dealt to."""
+    for group in _groups(blocks):
+        group._all_gather_result = None  # else it is waited for
+        group.mesh_info.shard_process_group = group.mesh_info.replicate_process_group = None
+    blocks[0].reset_iter_state()
+    cast(Any, mesh)._pg_registry.clear()
+
+
+def meet(blocks: Sequence[FSDPModule], mesh: DeviceMesh, other: DeviceMesh) -> None:
+    """Put the groups of another mesh of the same ranks in the places of those that the blocks were dealt to."""
+    vars(mesh).update(vars(other))  # tensors refer to it
+    for group in _groups(blocks):
+        group.mesh_info.__post_init__()
+
+
+def _groups(blocks: Sequence[FSDPModule]) -> Iterator[Any]:
+    for block in blocks:
+        yield from cast(Any, block)._get_fsdp_state()._fsdp_param_groups
