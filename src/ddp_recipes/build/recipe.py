@@ -37,6 +37,7 @@ from ddp_recipes.strategies import Strategy
 from ddp_recipes.tasks import Surroundings, Task
 from ddp_recipes.training.cadence import Length
 from ddp_recipes.training.evaluation import check_measured
+from ddp_recipes.training.handover import load_part
 from ddp_recipes.training.precision import make_precision
 
 
@@ -154,7 +155,7 @@ class Recipe:
         if self.initial:
             fill(self.task, self.initial, weights, self.device)
         elif self.meeting is not None:
-            self.task.load_part(weights)
+            load_part(self.task, weights)
         self.initial, self.weights = {}, {}  # some are large
         return 0 if self.state is None else int(self.state["cursor"]["step"])
 

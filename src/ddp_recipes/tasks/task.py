@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ddp_recipes._compat.tensors import local
 from ddp_recipes.config.parallelism import StrategySettings
 from ddp_recipes.config.settings import TrainerSettings
 from ddp_recipes.errors import RequestError
@@ -256,14 +255,6 @@ class Task(nn.Module):
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Load what :meth:`weights` returned; names and shapes must match."""
         self.load_state_dict({name: weights[outside(name)] for name in self.state_dict()})
-
-    def load_part(self, weights: Mapping[str, Tensor]) -> None:
-        """Load weights as a process has them in memory that holds the same part of the model."""
-        mine = self.weights()
-        for name, value in mine.items():
-            if local(value) is not value:
-                local(value).copy_(weights[name])
-        self.load_weights(mine | {name: value for name, value in weights.items() if local(mine[name]) is mine[name]})
 
 
 def _pair(batch: Any) -> Any:

@@ -1,18 +1,19 @@
 """What a rank hands over to one that takes the place of a lost rank: its state in memory, as a checkpoint has it."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from ddp_recipes._compat.modules import buffers_of
-from ddp_recipes._compat.tensors import copy_each
+from ddp_recipes._compat.tensors import copy_each, local
 from ddp_recipes.checkpointing.files import State
 from ddp_recipes.loggers.points import Points
 from ddp_recipes.runtime.fast_paths import zero_grad
 from ddp_recipes.runtime.meeting import Meeting, Progress
+from ddp_recipes.tasks import Task
 from ddp_recipes.training.state import Run, local_state, restore
 from ddp_recipes.training.stopping import Pace
 
@@ -78,10 +79,19 @@ def handed_over(run: Run) -> State:
     return {**local_state(run), "run": own}
 
 
+def load_part(task: Task, weights: Mapping[str, torch.Tensor]) -> None:
+    """Load weights as another rank has them in memory that holds the same part of the model."""
+    mine = task.weights()
+    dealt = [name for name, value in mine.items() if hasattr(value, "device_mesh")]
+    for name in dealt:
+        local(mine[name]).copy_(weights[name])
+    task.load_weights(mine | {name: value for name, value in weights.items() if name not in dealt})
+
+
 def catch_up(run: Run, state: State) -> None:
     """Take another rank's state unless this one has come as far."""
     if progress_of(run) != (state["cursor"]["step"], state["run"]["after"]):
-        run.task.load_part(state["model"])
+        load_part(run.task, state["model"])
         run.unfinished = None
         restore(run, state)
 

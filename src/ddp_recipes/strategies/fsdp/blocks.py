@@ -1,8 +1,10 @@
-"""The blocks whose parameters are gathered together, and parameters that cannot be dealt."""
+"""The blocks whose parameters are gathered together, and parameters and optimizers that cannot be dealt."""
 
 from collections import Counter
 from collections.abc import Sequence
+from inspect import unwrap
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -13,6 +15,11 @@ from ddp_recipes.tasks import Task
 
 _WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)  # use parameters of modules in them without calling those
 _LISTS = (nn.ModuleList, nn.ModuleDict)  # have no forward before which their parameters could be gathered
+# They update each element by itself; others look at whole tensors, of which no rank has one.
+_ELEMENTWISE = (
+    *(torch.optim.SGD, torch.optim.ASGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam),
+    *(torch.optim.RAdam, torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.Rprop),
+)
 
 
 def blocks_of(model: nn.Module, wrap: str | int | Sequence[str]) -> list[str]:
@@ -128,3 +135,23 @@ def refuse_parameters(task: Task, blocks: Sequence[str]) -> None:
                 f"one after the other. Choose strategy.wrap so that both are in one block, or in none."
             )
     refuse_dtypes({parameter: owners[parameter] for parameter in task.model.parameters()})
+
+
+def refuse_optimizers(optimizers: Sequence[torch.optim.Optimizer], exact_on_cpu: bool) -> None:
+    """Refuse those that look at whole tensors, or whose bits depend on where one is cut.
+
+    Raises:
+        RequestError: names one.
+    """
+    for optimizer in optimizers:
+        if unwrap(type(optimizer).step) not in {unwrap(each.step) for each in _ELEMENTWISE}:
+            raise RequestError(
+                f"With strategy=fsdp an optimizer updates a rank's rows of each parameter, and "
+                f"{type(optimizer).__name__} may look at all of it. Known to look at each number by itself: "
+                f"{', '.join(each.__name__ for each in _ELEMENTWISE)} of torch.optim."
+            )
+        if exact_on_cpu and any(group.get("fused") for group in optimizer.param_groups):
+            raise RequestError(
+                "optimizer.fused=true on the CPU computes the last few numbers of a tensor otherwise than the "
+                "others, so bits depend on how a parameter is dealt. Leave it out, or strategy.shards."
+            )

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
-from inspect import unwrap
 from typing import Any, cast
 
 import torch
@@ -15,7 +14,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 
 from ddp_recipes._compat.fsdp import LEAVES, leave, meet
 from ddp_recipes._compat.tensors import local
-from ddp_recipes.errors import RequestError
 from ddp_recipes.model_parallel.blocks import on_copies
 from ddp_recipes.runtime.digest import digest
 from ddp_recipes.runtime.messages import Messages
@@ -23,7 +21,7 @@ from ddp_recipes.runtime.rows import OwnRows, Source, rows_here
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import Exchange, Passes, T, Whole, Wrapped, in_place
 from ddp_recipes.strategies.ddp_exact.ordered_sum import OrderedSum
-from ddp_recipes.strategies.fsdp.blocks import blocks_of, refuse_parameters
+from ddp_recipes.strategies.fsdp.blocks import blocks_of, refuse_optimizers, refuse_parameters
 from ddp_recipes.strategies.fsdp.dtypes import explanation, policies_of
 from ddp_recipes.strategies.fsdp.ordered import OrderedReduceScatter
 from ddp_recipes.strategies.fsdp.parts import Part, joined, norms, own_rows
@@ -33,12 +31,6 @@ from ddp_recipes.strategies.fsdp.steps import gather_in_steps
 from ddp_recipes.strategies.fsdp.usage import Usage
 from ddp_recipes.strategies.group import Group, sum_in_turns
 from ddp_recipes.tasks import Task
-
-# They update each element by itself; others look at whole tensors, of which no rank has one.
-_ELEMENTWISE = (
-    *(torch.optim.SGD, torch.optim.ASGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam),
-    *(torch.optim.RAdam, torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.Rprop),
-)
 
 
 class FSDP(Whole, Group):
@@ -139,19 +131,7 @@ class FSDP(Whole, Group):
         parts = {parameter: Part.of(name, parameter) for parameter, name in named_.items()}
         with in_place(task, {parameter: part.own for parameter, part in parts.items()}):
             made = make()
-        for optimizer in made[0]:
-            if unwrap(type(optimizer).step) not in {unwrap(each.step) for each in _ELEMENTWISE}:
-                raise RequestError(
-                    f"With strategy=fsdp an optimizer updates a rank's rows of each parameter, and "
-                    f"{type(optimizer).__name__} may look at all of it. Known to look at each number by itself: "
-                    f"{', '.join(each.__name__ for each in _ELEMENTWISE)} of torch.optim."
-                )
-            fused = any(group.get("fused") for group in optimizer.param_groups)
-            if fused and self.settings.shards is not None and next(iter(named_)).is_cpu:
-                raise RequestError(
-                    "optimizer.fused=true on the CPU computes the last few numbers of a tensor otherwise than the "
-                    "others, so bits depend on how a parameter is dealt. Leave it out, or strategy.shards."
-                )
+        refuse_optimizers(made[0], exact_on_cpu=self.settings.shards is not None and next(iter(named_)).is_cpu)
         self.parts = {id(part.own): part for part in parts.values()}
         return made
 
