@@ -3,12 +3,16 @@
 import json
 import os
 import subprocess
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-# Layers of which one kills its process, once, in a pass of a rank.
+from helpers.marks import slow_but
+
+# Layers of which one kills its process, once, in the 15th pass of some ranks.
 MODEL = """
 import os
 import signal
@@ -18,23 +22,23 @@ from torch import nn
 
 
 class Layer(nn.Linear):
-    def __init__(self, rank, at, sizes):
+    def __init__(self, ranks, sizes):
         super().__init__(*sizes)
-        self.rank, self.at, self.passes = rank, at, 0
+        self.dies, self.passes = int(os.environ["RANK"]) in ranks, 0
 
     def forward(self, inputs):
         self.passes += self.training
-        mark = Path(f"died_{self.rank}")
-        if self.passes == self.at and os.environ["RANK"] == str(self.rank) and not mark.exists():
+        mark = Path("died_" + os.environ["RANK"])
+        if self.passes == 15 and self.dies and not mark.exists():
             mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return super().forward(inputs)
 
 
 class Layers(nn.Sequential):
-    def __init__(self, rank, at):
-        shapes = [(10, 16), (16, 16), (16, 16), (16, 5)]
-        super().__init__(*[layer for each in shapes for layer in (Layer(rank, at, each), nn.Tanh())][:-1])
+    def __init__(self, ranks):
+        shapes = [(10, 96), (96, 96), (96, 96), (96, 5)]  # some without memory until they are dealt
+        super().__init__(*[layer for each in shapes for layer in (Layer(ranks, each), nn.Tanh())][:-1])
 """
 COMMON = [
     *("data=random", "data.num_samples=80", "data.global_batch_size=16", "data.val_samples=21"),
@@ -46,19 +50,13 @@ COMMON = [
 STRATEGIES = {
     "pipeline": ["strategy=ddp_pipeline", "strategy.micro_batches=2"],
     "fsdp": ["strategy=fsdp", "strategy.replicas=2"],
-    "exact": ["strategy=fsdp", "strategy.replicas=2", "strategy.shards=4"],
+    "fsdp with shards": ["strategy=fsdp", "strategy.replicas=2", "strategy.shards=4"],
 }
-
-
-@pytest.fixture(scope="module")
-def undisturbed() -> dict[str, str]:
-    """Weights by strategy and number of ranks."""
-    return {}
 
 
 def train(python: str, folder: Path, name: str, ranks: int, *overrides: str) -> tuple[dict[str, Any], str]:
     """Train in a folder; return the summary and what was printed of errors."""
-    folder.mkdir(exist_ok=True)
+    folder.mkdir()
     (folder / "dying.py").write_text(MODEL)
     own = [*COMMON, *STRATEGIES[name], f"launcher.nproc_per_node={ranks}", "hydra.run.dir=run", *overrides]
     ended = subprocess.run(
@@ -73,27 +71,51 @@ def train(python: str, folder: Path, name: str, ranks: int, *overrides: str) -> 
     return json.loads((folder / "run" / "summary.json").read_text()), ended.stderr
 
 
-def hurt(python: str, folder: Path, name: str, ranks: int, rank: int, *overrides: str) -> tuple[dict[str, Any], str]:
-    """Train, the rank dying once in its 15th pass; see that the weights are those of an undisturbed run."""
-    whole, _ = train(python, folder / "whole", name, ranks, "+model.rank=-1", "+model.at=0", *overrides)
-    own = [f"+model.rank={rank}", "+model.at=15", "launcher.replace_ranks=1", *overrides]
-    summary, errors = train(python, folder / "hurt", name, ranks, *own)
-    assert (folder / "hurt" / f"died_{rank}").exists()
-    assert summary["weights_sha256"] == whole["weights_sha256"]
-    assert summary["global_step"] == whole["global_step"] == 15
+@pytest.fixture(scope="module")
+def undisturbed(python: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], dict[str, Any]]:
+    """Return the summary of an undisturbed run by strategy and number of ranks."""
+
+    @cache
+    def whole(name: str, ranks: int) -> dict[str, Any]:
+        return train(python, tmp_path_factory.mktemp("whole") / "run", name, ranks, "+model.ranks=[]")[0]
+
+    return whole
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "lost", "replaced"),
+    slow_but(
+        [("pipeline", 4, [0], 1), ("fsdp", 4, [3], 1)],
+        [
+            ("pipeline", 4, [0], 1),
+            ("pipeline", 4, [3], 1),
+            ("pipeline", 4, [0, 3], 2),  # of each replica a rank, and of each stage
+            ("pipeline", 4, [0, 2], 0),  # all that have the first stage
+            ("pipeline", 2, [1], 0),  # the only replica
+            ("fsdp", 4, [0], 1),
+            ("fsdp", 4, [3], 1),
+            ("fsdp", 4, [1, 3], 0),  # all that have the second half of the rows
+            ("fsdp with shards", 4, [2], 1),
+        ],
+    ),
+)
+def test_a_part_comes_from_a_rank_that_has_it_or_from_the_checkpoint(
+    name: str,
+    ranks: int,
+    lost: list[int],
+    replaced: int,
+    python: str,
+    undisturbed: Callable[[str, int], dict[str, Any]],
+    tmp_path: Path,
+) -> None:
+    whole = undisturbed(name, ranks)
+    own = [f"+model.ranks={lost}".replace(" ", ""), "launcher.replace_ranks=2"]
+    summary, errors = train(python, tmp_path / "hurt", name, ranks, *own)
+    assert all((tmp_path / "hurt" / f"died_{rank}").exists() for rank in lost)
+    assert summary["ranks_replaced"] == replaced, errors
+    again = "No rank has all that the lost one had: all start again, from the last checkpoint."
+    assert (again in errors) == (replaced == 0)
+    for fact in ("weights_sha256", "global_step", "samples_seen"):
+        assert summary[fact] == whole[fact]
     for metric in ("val/loss", "train/loss", "train/grad_norm"):
         assert summary["metrics"][metric] == whole["metrics"][metric]
-    return summary, errors
-
-
-@pytest.mark.parametrize(("name", "rank"), [("pipeline", 3), ("pipeline", 0), ("fsdp", 0), ("fsdp", 3), ("exact", 2)])
-def test_another_replica_hands_over_the_part(name: str, rank: int, python: str, tmp_path: Path) -> None:
-    summary, errors = hurt(python, tmp_path, name, 4, rank)
-    assert summary["ranks_replaced"] == 1, errors
-    assert "start again" not in errors
-
-
-def test_without_another_replica_all_start_again_from_the_checkpoint(python: str, tmp_path: Path) -> None:
-    summary, errors = hurt(python, tmp_path, "pipeline", 2, 1)
-    assert summary["ranks_replaced"] == 0
-    assert "No rank has all that the lost one had: all start again, from the last checkpoint." in errors
