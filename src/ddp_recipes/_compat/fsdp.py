@@ -17,7 +17,8 @@ def leave(blocks: Sequence[FSDPModule], mesh: DeviceMesh) -> None:
     for group in _groups(blocks):
         group._all_gather_result = None  # else it is waited for
         group.mesh_info.shard_process_group = group.mesh_info.replicate_process_group = None
-    blocks[0].reset_iter_state()
+    if cast(Any, blocks[0])._get_fsdp_state()._is_root:  # it has run
+        blocks[0].reset_iter_state()
     cast(Any, mesh)._pg_registry.clear()
 
 
