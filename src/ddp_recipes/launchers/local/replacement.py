@@ -46,7 +46,8 @@ class Replacement:
         """Return whether the run goes on although ranks are lost; new ones may take their places in the list."""
         if all(rank.joined for rank in ranks):
             self._told_of = len(self._known)
-        lost, waiting = [rank for rank in ranks if rank.lost], [rank for rank in ranks if rank.loss is not None]
+        lost = [rank for rank in ranks if rank.lost]
+        waiting = [rank for rank in ranks if rank.loss is not None and rank not in lost]
         if self._over:
             self._end(waiting)
         if self._over or not (lost or waiting):
