@@ -164,6 +164,10 @@ def incoming(ranks: Sequence[Rank]) -> Iterator[None]:
     with selectors.DefaultSelector() as selector:
         known: list[Rank] = []
         while True:
+            for rank in set(known) - set(ranks):  # before another pipe gets the number of its own, which is closed
+                known.remove(rank)
+                with suppress(KeyError, ValueError):
+                    selector.unregister(rank.reports)
             for rank in ranks:
                 rank.process.poll()
                 if rank not in known:
