@@ -37,13 +37,14 @@ def load_state(
         if request.run.mode == "fit":
             return None, None, []
         return None, None, [f"mode={request.run.mode} without ckpt_path: the weights are the model's initial ones."]
+    readers = control.world.world_size if train is not None else 0
     try:
-        path, state, warnings = load_first(paths, control.shared)
+        path, state, warnings = load_first(paths, control.shared, readers)
     except RequestError:
         if (newer := find(request.run.ckpt_path, directory)) == paths:
             raise
         # A run that goes on there has deleted what was the newest.
-        path, state, warnings = load_first(newer, control.shared)
+        path, state, warnings = load_first(newer, control.shared, readers)
     check_weights(path, state["model"], weights)
     if train is not None:
         warnings = [*warnings, *_fit_cursor(path, state, request, train)]

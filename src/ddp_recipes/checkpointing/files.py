@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ddp_recipes.checkpointing import parts
+from ddp_recipes.checkpointing.part_file import DamagedParts
 from ddp_recipes.checkpointing.writing import reason_of
 from ddp_recipes.errors import RequestError
 
@@ -46,13 +47,13 @@ class DamagedCheckpoint(RequestError):
         return f"{self.path} is damaged or no checkpoint: {self.reason}. {_hint(self.path.parent)}"
 
 
-def load(path: Path, verify: parts.Verify = parts.verify_here) -> State:
+def load(path: Path, verify: parts.Verify = parts.verify_here, readers: int = 0) -> State:
     """Return the state in a checkpoint, verified: tensors and plain data only, nothing in it is run.
 
     It has a ``checksum``, too, which copies of a file have in common. What ranks had rows of is a ``Source``.
 
     Args:
-        verify: as :func:`ddp_recipes.checkpointing.parts.load`.
+        verify, readers: as :func:`ddp_recipes.checkpointing.parts.load`.
 
     Raises:
         DamagedCheckpoint: it is damaged, or no checkpoint of ours.
@@ -62,7 +63,7 @@ def load(path: Path, verify: parts.Verify = parts.verify_here) -> State:
         raise DamagedCheckpoint(path, "it is no regular file")
     try:
         if parts.is_index(path):
-            return _checked(path, parts.load(path, verify), parts.FORMAT)
+            return _checked(path, parts.load(path, verify, readers), parts.FORMAT)
         refuse_inflated(path)
         with zipfile.ZipFile(path) as archive:  # torch does not look at its checksums
             if record := archive.testzip():
@@ -73,7 +74,7 @@ def load(path: Path, verify: parts.Verify = parts.verify_here) -> State:
         raise RequestError(f"There is no checkpoint {path}. {_hint(path.parent)}") from None
     except RequestError:
         raise
-    except parts.DamagedParts as error:
+    except DamagedParts as error:
         raise DamagedCheckpoint(path, str(error)) from None
     except Exception as error:  # a damaged file can fail in any way in the unpickler
         raise DamagedCheckpoint(
@@ -125,7 +126,9 @@ def _misfit(state: State) -> str | None:
     return None
 
 
-def load_first(paths: Sequence[Path], verify: parts.Verify = parts.verify_here) -> tuple[Path, State, list[str]]:
+def load_first(
+    paths: Sequence[Path], verify: parts.Verify = parts.verify_here, readers: int = 0
+) -> tuple[Path, State, list[str]]:
     """Return the path and state of the first checkpoint that is whole, and warnings about the others.
 
     Raises:
@@ -135,7 +138,7 @@ def load_first(paths: Sequence[Path], verify: parts.Verify = parts.verify_here) 
     damaged: dict[Path, DamagedCheckpoint] = {}
     for path in paths:
         try:
-            state = load(path, verify)
+            state = load(path, verify, readers)
             break
         except DamagedCheckpoint as error:
             damaged[path] = error

@@ -8,7 +8,6 @@ import json
 import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,16 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_recipes.checkpointing.tensors_file import BLOCK, DTYPES, NAMES
+from ddp_recipes.checkpointing.part_file import DamagedParts, PartFile
+from ddp_recipes.checkpointing.tensors_file import DTYPES, NAMES
 from ddp_recipes.runtime.rows import OwnRows, whole_of
 
 FORMAT = 3
+INDEX = re.compile(rb'\{"checksum": "([0-9a-f]{8})", "content": (.*)\}', re.DOTALL)
 FOLDER = re.compile(r"step_\d{8,}-[0-9a-f]{8}")
 Verify = Callable[[Sequence[Callable[[], str | None]]], Sequence[str | None]]
-
-
-class DamagedParts(ValueError):
-    """What is wrong with an index or with a part."""
 
 
 def file_of(rank: int, ranks: int) -> str:
@@ -88,25 +85,6 @@ class Part:
     checksum: int
     rows: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
-    def damage(self, folder: Path) -> str | None:
-        """Return what is wrong with the file, ``None`` if nothing is: reads all of it."""
-        who = f"its part {folder.name}/{self.file}, which rank {self.rank} wrote,"
-        try:
-            size = (folder / self.file).stat().st_size
-            if size != self.size:
-                return f"{who} has {size:,} bytes, not {self.size:,}"
-            blocks = [memoryview(bytearray(BLOCK)) for _ in range(2)]
-            # One thread reads a block while the other computes the checksum of the one before.
-            with (folder / self.file).open("rb", buffering=0) as file, ThreadPoolExecutor(1) as other:
-                checksum = other.submit(int)
-                while count := file.readinto(blocks[0]):
-                    checksum = other.submit(zlib.crc32, blocks[0][:count], checksum.result())
-                    blocks.reverse()
-                found = checksum.result()
-        except OSError as error:
-            return f"{who} is missing" if isinstance(error, FileNotFoundError) else f"{who}: {error.strerror}"
-        return None if found == self.checksum else f"{who} does not match its checksum"
-
 
 def index(folder: str, tree: Any, rows: Mapping[str, OwnRows], parts: Sequence[Part]) -> bytes:
     """Return the index of a checkpoint, whose parts are all there."""
@@ -124,48 +102,8 @@ def index(folder: str, tree: Any, rows: Mapping[str, OwnRows], parts: Sequence[P
         },
         "state": tree,
     }
-    return json.dumps({"checksum": _checksum(content), "content": content}).encode()
-
-
-def _checksum(content: Any) -> str:
-    return f"{zlib.crc32(json.dumps(content).encode()):08x}"
-
-
-@dataclass
-class _Files:
-    """The parts of a checkpoint. They are read into the memory that is to hold what is in them, not mapped."""
-
-    paths: Sequence[Path]
-    _headers: dict[int, tuple[int, dict[str, Any]]] = field(default_factory=dict)
-
-    def header(self, number: int) -> tuple[int, dict[str, Any]]:
-        """Return where a part's tensors begin, and what its header says of them."""
-        if number not in self._headers:
-            with self.paths[number].open("rb") as file:
-                size = int.from_bytes(file.read(8), "little")
-                self._headers[number] = 8 + size, json.loads(file.read(size))
-        return self._headers[number]
-
-    def read(self, number: int, name: str, row: int, into: Tensor) -> Tensor:
-        """Fill memory with a part's rows of a tensor, from a row on."""
-        if not into.numel():
-            return into
-        begin, header = self.header(number)
-        at = begin + header[name]["data_offsets"][0] + row * (into.nbytes // max(1, len(into)) if into.dim() else 0)
-        flat: Any = into.reshape(-1).view(torch.uint8).numpy()
-        left = memoryview(flat)
-        with self.paths[number].open("rb", buffering=0) as file:
-            file.seek(at)
-            while left and (count := file.readinto(left)):
-                left = left[count:]
-        if left:
-            raise DamagedParts(f"{self.paths[number]} ended early")
-        return into
-
-    def tensor(self, name: str) -> Tensor:
-        """Return what only rank 0 wrote."""
-        entry = self.header(0)[1][name]
-        return self.read(0, name, 0, torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]]))
+    text = json.dumps(content).encode()
+    return b'{"checksum": "%08x", "content": %b}' % (zlib.crc32(text), text)
 
 
 @dataclass(frozen=True)
@@ -176,15 +114,18 @@ class Stored:
     shape: torch.Size
     dtype: torch.dtype
     at: Sequence[tuple[int, int, int]]  # number of the part, the first of its rows, and the one after the last
-    files: _Files
+    files: Sequence[PartFile]
 
     def rows(self, start: int, stop: int) -> Tensor:
         """Read rows."""
+        for part, *span in self.at:
+            if span == [start, stop] and (kept := self.files[part].take(self.name)) is not None:
+                return kept
         found = torch.empty(stop - start, *self.shape[1:], dtype=self.dtype)
         for part, first, end in self.at:
             low, high = max(start, first), min(stop, end)
             if low < high:
-                self.files.read(part, self.name, low - first, found[low - start : high - start])
+                self.files[part].read(self.name, low - first, found[low - start : high - start])
         return found
 
 
@@ -211,24 +152,27 @@ def abandoned(directory: Path) -> list[Path]:
 
 
 def _content(path: Path) -> dict[str, Any]:
+    found = INDEX.fullmatch(path.read_bytes())
+    if found is None:
+        raise DamagedParts("it is no whole index of a checkpoint in parts")
+    if zlib.crc32(found[2]) != int(found[1], 16):
+        raise DamagedParts("its content does not match its checksum")
     try:
-        file = json.loads(path.read_bytes())
-        content: dict[str, Any] = file["content"]
-        right = file["checksum"] == _checksum(content)
-        if right and FOLDER.fullmatch(content["folder"]) is None:
+        content: dict[str, Any] = json.loads(found[2])
+        if FOLDER.fullmatch(content["folder"]) is None:
             raise DamagedParts("it names no folder of a checkpoint")
     except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise DamagedParts(f"it is no whole index of a checkpoint in parts ({type(error).__name__})") from None
-    if not right:
-        raise DamagedParts("its content does not match its checksum")
-    return {**content, "checksum": file["checksum"]}
+        raise DamagedParts(f"it is no index of a checkpoint in parts ({type(error).__name__})") from None
+    return {**content, "checksum": found[1].decode()}
 
 
-def load(path: Path, verify: Verify) -> dict[str, Any]:
+def load(path: Path, verify: Verify, readers: int) -> dict[str, Any]:
     """Return the state that an index describes: tensors, and :class:`Stored` where ranks had rows.
 
     Args:
         verify: calls each of the given functions once, on some rank, and returns what they return on every rank.
+        readers: how many ranks load all of it together: if as many wrote it, each keeps what it verifies in memory,
+            for it is most likely what it loads.
 
     Raises:
         DamagedParts: what is wrong with the index or with a part.
@@ -237,18 +181,18 @@ def load(path: Path, verify: Verify) -> dict[str, Any]:
     if content["format"] > FORMAT:
         return {"format": content["format"]}
     folder = path.parent / content["folder"]
-    parts = [Part(*each) for each in content["parts"]]
-    if any(part.file != file_of(part.rank, len(parts)) for part in parts):
+    if any(name != file_of(rank, len(content["parts"])) for name, rank, *_ in content["parts"]):
         raise DamagedParts("it names files that are no parts of it")
-    if problems := [each for each in verify([partial(part.damage, folder) for part in parts]) if each]:
+    files = [PartFile(folder / name, *rest) for name, *rest in content["parts"]]
+    keep = len(files) == readers
+    if problems := [each for each in verify([partial(file.damage, keep) for file in files]) if each]:
+        files.clear()  # who has the error would hold what was read
         raise DamagedParts("; ".join(problems))
-    files = _Files([folder / part.file for part in parts])
-
     state: dict[str, Any] = _restored(content["state"], content["rows"], files)
     return {"format": content["format"], **state, "checksum": content["checksum"]}
 
 
-def _restored(value: Any, rows: Mapping[str, Any], files: _Files) -> Any:
+def _restored(value: Any, rows: Mapping[str, Any], files: Sequence[PartFile]) -> Any:
     """Return what :func:`taken_apart` made into JSON."""
     if isinstance(value, list):
         return [_restored(inside, rows, files) for inside in value]
@@ -260,7 +204,7 @@ def _restored(value: Any, rows: Mapping[str, Any], files: _Files) -> Any:
     if kind == "tuple":
         return tuple(_restored(inside, rows, files))
     if kind == "tensor":
-        return files.tensor(inside)
+        return files[0].tensor(inside)  # only rank 0 wrote it
     row = rows[inside]
     return Stored(inside, torch.Size(row["shape"]), DTYPES[row["dtype"]], row["at"], files)
 

@@ -60,7 +60,7 @@ def rows_here(value: Tensor | Source, like: Tensor) -> Tensor:
     mesh = getattr(like, "device_mesh", None)
     if mesh is None or value.shape != like.shape:
         return whole_of(value)
-    start, stop = span(value.shape[0], mesh.get_local_rank(-1), mesh.size(-1))
+    start, stop = span(value.shape[0], mesh.get_coordinate()[-1], mesh.size(-1))
     return rows_of(value, start, stop)
 
 

@@ -44,7 +44,7 @@ def own_rows(values: Tensor, whole: Tensor) -> Tensor | OwnRows:
     mesh = getattr(whole, "device_mesh", None)
     if mesh is None:
         return values
-    start, _ = span(whole.shape[0], mesh.get_local_rank(-1), mesh.size(-1))
+    start, _ = span(whole.shape[0], mesh.get_coordinate()[-1], mesh.size(-1))
     return OwnRows(values.detach(), start, whole.shape)
 
 

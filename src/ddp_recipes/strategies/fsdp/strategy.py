@@ -257,7 +257,8 @@ class FSDP(Whole, Group):
     def _own(self, value: Tensor | Source, part: Part) -> Tensor:
         if isinstance(value, Tensor) and value.shape != part.whole.shape:
             return value
-        return rows_here(value, part.whole).clone()
+        rows = rows_here(value, part.whole)
+        return rows.clone() if isinstance(value, Tensor) else rows
 
     def sum(self, values: Tensor) -> Tensor:
         """Add the rows of all ranks, in the order of the shards where they have one."""
