@@ -1,6 +1,8 @@
 """Checkpoints of a sharded model: any strategy goes on from them as from a whole one's, and the other way round."""
 
+import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,7 @@ import pytest
 
 from ddp_recipes.checkpointing.files import load
 from ddp_recipes.checkpointing.parts import put_together
+from ddp_recipes.errors import RequestError
 from ddp_recipes.reporting.run_directory import Summary
 from ddp_recipes.runtime.digest import digest
 from helpers.exact import QUIET
@@ -69,3 +72,29 @@ def test_all_go_on_from_one_as_from_the_other_and_back(name: str, both: tuple[st
         assert back[0]["global_step"] == 6
         ends.append((digest(content(there["run_directory"])), back[0]["weights_sha256"]))
     assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])  # as many as wrote it, which keep what they verify, and others
+def test_a_flipped_bit_is_found_and_the_one_before_used_to_the_bit(ranks: int, run: Run, tmp_path: Path) -> None:
+    expected = run(*COMMON, *FSDP, "trainer.max_steps=5", world_size=2)["weights_sha256"]
+    folder = tmp_path / "damaged"
+    run(*COMMON, *FSDP, "checkpoint.every_n_steps=1", "trainer.max_steps=3", world_size=2, directory=folder)
+    go_on = partial(run, *COMMON, *FSDP, "ckpt_path=auto", "trainer.max_steps=5", world_size=ranks, directory=folder)
+    flip(folder, step=3)
+    flip(folder, step=2)
+    reason = "rank_1_of_2.safetensors, which rank 1 wrote, does not match its checksum"
+    with pytest.raises(RequestError, match=f"Every checkpoint in .* is damaged:(\n.*{reason}){{2}}") as error:
+        go_on()
+    assert error.value.exit_status == 2
+    flip(folder, step=2)
+    assert go_on()["weights_sha256"] == expected
+    log = (folder / "train.log").read_text()
+    assert re.search(f"step_00000003.pt is damaged: .*{reason}. .*step_00000002.pt is used instead", log)
+
+
+def flip(folder: Path, step: int) -> None:
+    """Change a bit in the middle of rank 1's part of a checkpoint, or change it back."""
+    (path,) = folder.glob(f"checkpoints/step_{step:08d}-*/rank_1_of_2.safetensors")
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)

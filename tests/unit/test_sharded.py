@@ -94,6 +94,19 @@ def test_what_ranks_save_is_read_as_one(ranks: int, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.glob("step_*-*/*.json")] == []
 
 
+def test_what_is_kept_is_handed_over_once_then_read_again(tmp_path: Path) -> None:
+    saved(tmp_path, 1)
+    expected = digest(state_of(1, size=7))
+    content = load(tmp_path / "last.pt", readers=RANKS)
+    part = content["model"]["weight"].rows(*span(7, 1, RANKS))  # as rank 1 asks for it
+    torch.testing.assert_close(part, state_of(1, size=7)["model"]["weight"][3:6], rtol=0, atol=0)
+    part.zero_()  # training goes on
+    checkpointer = content.pop("checkpointer")
+    for _ in range(2):
+        assert digest(plain(put_together(content))) == expected
+    assert checkpointer == {"values": {}}
+
+
 def test_nothing_is_pickled_and_others_can_read_it(tmp_path: Path) -> None:
     saved(tmp_path, 1)
     for path in tmp_path.rglob("*"):
@@ -141,6 +154,14 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: shutil.copy(parts_of(folder, 1)[1], parts_of(folder, 2)[1]),
         "rank_1_of_3.safetensors, which rank 1 wrote, does not match its checksum",
     ),
+    "length of a header, one bit": (
+        lambda folder: flip(parts_of(folder, 2)[1], 6),
+        "rank_1_of_3.safetensors, which rank 1 wrote, does not match its checksum",
+    ),
+    "header, one bit": (
+        lambda folder: flip(parts_of(folder, 2)[0], 60),
+        "rank_0_of_3.safetensors, which rank 0 wrote, does not match its checksum",
+    ),
     "index cut": (
         lambda folder: (folder / "step_00000002.pt").write_bytes((folder / "step_00000002.pt").read_bytes()[:-5]),
         "it is no whole index",
@@ -154,8 +175,9 @@ def test_a_damaged_one_is_named_and_the_one_before_is_used(kind: str, tmp_path: 
     damage, reason = DAMAGE[kind]
     saved(tmp_path)
     damage(tmp_path)
-    with pytest.raises(RequestError, match=reason):
-        load(tmp_path / "step_00000002.pt")
+    for readers in (0, RANKS):
+        with pytest.raises(RequestError, match=reason):
+            load(tmp_path / "step_00000002.pt", readers=readers)
     with pytest.raises(RequestError, match=reason):
         ddp_recipes.export(tmp_path / "step_00000002.pt", tmp_path / "out.safetensors")
     path, state, warnings = load_first(newest_first(tmp_path))

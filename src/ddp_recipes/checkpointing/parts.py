@@ -21,7 +21,6 @@ from ddp_recipes.checkpointing.tensors_file import DTYPES, NAMES
 from ddp_recipes.runtime.rows import OwnRows, whole_of
 
 FORMAT = 3
-INDEX = re.compile(rb'\{"checksum": "([0-9a-f]{8})", "content": (.*)\}', re.DOTALL)
 FOLDER = re.compile(r"step_\d{8,}-[0-9a-f]{8}")
 Verify = Callable[[Sequence[Callable[[], str | None]]], Sequence[str | None]]
 
@@ -103,7 +102,11 @@ def index(folder: str, tree: Any, rows: Mapping[str, OwnRows], parts: Sequence[P
         "state": tree,
     }
     text = json.dumps(content).encode()
-    return b'{"checksum": "%08x", "content": %b}' % (zlib.crc32(text), text)
+    return b'{"checksum": "%b", "content": %b}' % (_checksum(text).encode(), text)
+
+
+def _checksum(text: bytes) -> str:
+    return f"{zlib.crc32(text):08x}"
 
 
 @dataclass(frozen=True)
@@ -152,18 +155,18 @@ def abandoned(directory: Path) -> list[Path]:
 
 
 def _content(path: Path) -> dict[str, Any]:
-    found = INDEX.fullmatch(path.read_bytes())
-    if found is None:
-        raise DamagedParts("it is no whole index of a checkpoint in parts")
-    if zlib.crc32(found[2]) != int(found[1], 16):
-        raise DamagedParts("its content does not match its checksum")
+    text = path.read_bytes()
     try:
-        content: dict[str, Any] = json.loads(found[2])
-        if FOLDER.fullmatch(content["folder"]) is None:
+        file = json.loads(text)
+        content: dict[str, Any] = file["content"]
+        right = file["checksum"] == _checksum(text.partition(b'"content": ')[2][:-1])
+        if right and FOLDER.fullmatch(content["folder"]) is None:
             raise DamagedParts("it names no folder of a checkpoint")
     except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise DamagedParts(f"it is no index of a checkpoint in parts ({type(error).__name__})") from None
-    return {**content, "checksum": found[1].decode()}
+        raise DamagedParts(f"it is no whole index of a checkpoint in parts ({type(error).__name__})") from None
+    if not right:
+        raise DamagedParts("its content does not match its checksum")
+    return {**content, "checksum": file["checksum"]}
 
 
 def load(path: Path, verify: Verify, readers: int) -> dict[str, Any]:
