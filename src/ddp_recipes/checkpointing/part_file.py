@@ -7,11 +7,9 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -68,7 +66,7 @@ class PartFile:
         """Yield memory, each to be filled from the file before the next is asked for."""
         if keep:
             with suppress(ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
-                yield from self._memory_to_keep()  # a header that is damaged can fail in any way; its checksum says so
+                yield from self._memory_to_keep()  # a damaged header fails in any way: see the checksum
         scratch = memoryview(bytearray(CHUNK))
         while True:
             yield scratch
@@ -80,17 +78,14 @@ class PartFile:
         entries.pop("__metadata__", None)
         spans = sorted((*entry["data_offsets"], name) for name, entry in entries.items())
         edges = [0, *(edge for span in spans for edge in span[:2]), self.size - 8 - len(header)]
-        if edges[::2] != edges[1::2] or edges != sorted(edges):
+        if edges[::2] != edges[1::2]:
             raise ValueError
-        # Weights have memory of their own: the optimizer's, of which tensors are parts, is there as long as one is.
-        for _, group in groupby(spans, lambda span: span[2].partition("/")[0]):
-            together = [*group]
-            start = together[0][0]
-            memory: Any = np.empty(together[-1][1] - start, np.uint8)  # of huge pages, for which torch does not ask
-            yield memoryview(memory)
-            for low, high, name in together:
-                values = torch.from_numpy(memory[low - start : high - start]).view(DTYPES[entries[name]["dtype"]])
-                self._kept[name] = values.view(entries[name]["shape"])
+        for low, high, name in spans:
+            values = torch.empty(entries[name]["shape"], dtype=DTYPES[entries[name]["dtype"]])
+            if values.nbytes != high - low:
+                raise ValueError
+            self._kept[name] = values
+            yield _bytes(values)
 
     def take(self, name: str) -> Tensor | None:
         """Hand over all that the file has of a tensor, if it was kept; not a second time."""
@@ -104,8 +99,7 @@ class PartFile:
             return into
         begin, header = self._header
         at = begin + header[name]["data_offsets"][0] + row * (into.nbytes // max(1, len(into)) if into.dim() else 0)
-        flat: Any = into.reshape(-1).view(torch.uint8).numpy()
-        left = memoryview(flat)
+        left = _bytes(into)
         with self.path.open("rb", buffering=0) as file:
             file.seek(at)
             while left and (count := file.readinto(left)):
@@ -127,3 +121,8 @@ class PartFile:
         with self.path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
             return 8 + size, json.loads(file.read(size))
+
+
+def _bytes(values: Tensor) -> memoryview:
+    flat: Any = values.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(flat)
