@@ -69,7 +69,7 @@ def run(
         Exception: it failed on this rank.
     """
     control = Control(world, messages, float(job.config["launcher"]["timeout_s"]), exited, joined, ask)
-    control.joins = job.meeting is not None
+    control.joins = job.meeting is not None and not job.meeting["states"]
     recipe, directory = prepare(job, world, control)
     output = make_output(recipe, directory)
     try:
@@ -142,6 +142,7 @@ def fit(recipe: Recipe, output: Output) -> None:
         check_validation(run, recipe)
     for callback in run.callbacks.values():
         callback.check()
+    run.memory = rejoin.make_memory(recipe, run)
     output.open(run)
     output.hold(profiling.record(run, output.leave_picture))
     for callback in run.callbacks.values():

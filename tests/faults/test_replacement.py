@@ -184,6 +184,43 @@ def test_where_rank_0_alone_had_what_is_saved_all_start_again(tmp_path: Path, py
     see_same(hurt, whole)
 
 
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param([EXACT, "launcher.replace_ranks=0", "launcher.max_restarts=1"], id="ddp_exact"),
+        pytest.param([*NORM, "launcher.replace_ranks=1"], id="ddp", marks=pytest.mark.slow),
+        pytest.param(
+            ["strategy=fsdp", "launcher.replace_ranks=0", "launcher.max_restarts=1"], id="fsdp", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            ["strategy=single", "launcher.nproc_per_node=1", "launcher.max_restarts=1"],
+            id="single",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_where_all_start_again_they_go_on_from_what_is_in_memory(
+    strategy: list[str], tmp_path: Path, python: str
+) -> None:
+    whole, hurt = tmp_path / "whole", tmp_path / "hurt"
+    unsaved = ["checkpoint.every_n_steps=4", "checkpoint.in_memory_every_n_steps=3"]
+    assert ran(python, whole, *strategy).returncode == 0
+    ended = ran(python, hurt, *disturbed(0, "[8]"), *strategy, *unsaved)
+    assert ended.returncode == 0, ended.stderr
+    assert "from step 6, which is in memory." in ended.stderr
+    assert "All started again from memory, at the cost of" in ended.stdout + ended.stderr
+    see_same(hurt, whole)
+    assert summary(hurt)["ranks_replaced"] == 1
+
+
+def test_a_state_in_memory_that_nobody_would_read_is_refused(tmp_path: Path, python: str) -> None:
+    ended = ran(python, tmp_path, EXACT, "checkpoint.in_memory_every_n_steps=3")
+    assert ended.returncode == 2
+    assert "checkpoint.in_memory_every_n_steps=3" in ended.stderr
+    assert "launcher.replace_ranks" in ended.stderr
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("overrides", [["launcher=slurm"], ["launcher=env"], []], ids=["slurm", "env", "auto"])
 def test_ranks_that_somebody_else_starts_are_not_replaced(overrides: list[str], tmp_path: Path, python: str) -> None:
     started = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29718"}

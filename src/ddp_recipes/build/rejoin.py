@@ -17,17 +17,27 @@ from ddp_recipes.runtime.meeting import Loss, Meeting
 from ddp_recipes.strategies.base import batch_norms
 from ddp_recipes.strategies.collectives import broadcast
 from ddp_recipes.training import loop
-from ddp_recipes.training.handover import Buffers, catch_up, go_on, handed_over, progress_of, rewind
+from ddp_recipes.training.handover import (
+    Buffers,
+    Memory,
+    catch_up,
+    go_on,
+    handed_over,
+    in_memory,
+    progress_of,
+    rewind,
+)
 from ddp_recipes.training.state import Run
 
 
 def train(recipe: Recipe, run: Run) -> str:
     """Run the loop to its end, beyond the loss of ranks that the launcher replaces; return why it ended."""
-    if not may_go_on(recipe, run):
-        return loop.fit(run)
-    run.buffers, run.logger, run.together = Buffers(run.task), Points(run.logger), _parts(recipe) > 1
+    if may_go_on(recipe, run):
+        run.buffers, run.logger, run.together = Buffers(run.task), Points(run.logger), _parts(recipe) > 1
     if recipe.meeting is not None and recipe.state is not None:
         go_on(run, recipe.state, recipe.meeting)
+    if run.buffers is None:
+        return loop.fit(run)
     while True:
         try:
             return loop.fit(run)
@@ -43,10 +53,36 @@ def may_go_on(recipe: Recipe, run: Run) -> bool:
 
     It is not where a task steps its optimizers itself, nor where a callback keeps the model elsewhere for a while.
     """
-    aside = any(type(each).on_save_start is not Callback.on_save_start for each in run.callbacks.values())
-    shared = _parts(recipe) < run.world.world_size and run.strategy.rejoins
+    shared = 0 < _parts(recipe) < run.world.world_size and run.strategy.rejoins
     one = _parts(recipe) == 1 or recipe.trainer.precision != "16-mixed"  # whose scaler has a group of its own
-    return recipe.request.launcher.replace_ranks > 0 and shared and one and run.task.update is None and not aside
+    return recipe.request.launcher.replace_ranks > 0 and shared and one and run.task.update is None and not _aside(run)
+
+
+def _aside(run: Run) -> list[str]:
+    """Return the callbacks that put other weights in the model's place for a save."""
+    return [name for name, each in run.callbacks.items() if type(each).on_save_start is not Callback.on_save_start]
+
+
+def make_memory(recipe: Recipe, run: Run) -> Memory | None:
+    """Return where this rank keeps its state besides checkpoints, if the config asks for that and this rank does.
+
+    Raises:
+        RequestError: nobody would read it, or it is not all that a new rank needs.
+    """
+    every, launcher = recipe.checkpoint.in_memory_every_n_steps, recipe.request.launcher
+    if every is None:
+        return None
+    asked = f"checkpoint.in_memory_every_n_steps={every}"
+    if not launcher.max_restarts + launcher.replace_ranks:
+        raise RequestError(
+            f"{asked} keeps a state for ranks that launcher=local starts again, and none would be: set "
+            f"launcher.max_restarts or launcher.replace_ranks."
+        )
+    if not _parts(recipe):
+        raise RequestError(f"{asked}: with strategy={recipe.request.strategy.name} a rank's state is not all it needs.")
+    if aside := _aside(run):
+        raise RequestError(f"{asked} does not go with callbacks.{aside[0]}, which puts other weights aside for a save.")
+    return Memory(recipe.job.memory, every) if recipe.job.memory else None
 
 
 def facts(recipe: Recipe) -> dict[str, str]:
@@ -88,7 +124,11 @@ def _of_source(recipe: Recipe, meeting: Meeting, run: Run | None) -> State:
     """Return the state of the rank that hands over the same part of the model as this one's. A collective."""
     parts, rank = len(meeting.sources), recipe.world.rank
     source = meeting.sources[rank % parts]
-    own = handed_over(run) if run is not None and rank == source else None
+    own = None
+    if rank == source:
+        own = in_memory(meeting.states[rank % parts]) if run is None else handed_over(run)
+    if own is not None and parts == recipe.world.world_size:  # nobody else has it
+        return own
     state: State = broadcast(own, source // parts, recipe.strategy.peers)
     return state
 

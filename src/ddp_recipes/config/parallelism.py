@@ -188,9 +188,9 @@ class StrategySettings:
     def parts(self, world_size: int) -> int:
         """Return in how many parts ranks hold the model, rank r part r modulo that; those with the same have it alike.
 
-        As many as ranks where none has what another one has.
+        0: what a rank has is not all that a new one in its place needs.
         """
-        return world_size
+        return int(world_size == 1)
 
     @property
     def same_buffers(self) -> bool:

@@ -103,6 +103,7 @@ class CheckpointSettings:
     save_top_k: Annotated[int, Range(-1)]
     save_last: bool
     async_save: bool
+    in_memory_every_n_steps: Count | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,6 +28,7 @@ class Job:
         main: what the config names of the ``__main__`` that it comes from, where that is another process's.
         base: the directory that was made for it, or for the sweep that it is of.
         meeting: where a rank that takes the place of a lost one meets the others, as JSON.
+        memory: files in which a rank keeps its state, in turn.
     """
 
     config: Mapping[str, Any]
@@ -38,6 +39,7 @@ class Job:
     main: str = ""
     base: str = ""
     meeting: Mapping[str, Any] | None = None
+    memory: Sequence[str] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Job.from_json, (self.to_json(),)
@@ -48,11 +50,17 @@ class Job:
         Args:
             main: whether this is the one process that may clear the directory for a run that begins there again.
         """
-        if next((self.directory / "checkpoints").glob("step_*.pt"), None) is not None:
+        if self.saved_step >= 0:
             return replace(self, config={**self.config, "ckpt_path": "auto"})
         if main:
             (self.directory / "config.yaml").unlink(missing_ok=True)  # what marks a directory as used
         return self
+
+    @property
+    def saved_step(self) -> int:
+        """The step of the newest checkpoint in its directory; -1 without one."""
+        names = (path.stem.removeprefix("step_") for path in (self.directory / "checkpoints").glob("step_*.pt"))
+        return max((int(name) for name in names if name.isdecimal()), default=-1)
 
     def to_json(self, with_main: bool = True) -> str:
         """Return the job as one line of text, for another process; ``with_main`` unless that runs the same program."""

@@ -47,6 +47,7 @@ class Meeting:
         lost: ranks that are replaced.
         why: how each rank was lost that is replaced in this run, a line each: these, and those before them.
         since: when each loss was noticed, in seconds since the epoch.
+        states: of each part of the model the file that its source reads, where all ranks are new.
     """
 
     file: str
@@ -54,8 +55,10 @@ class Meeting:
     lost: tuple[int, ...]
     why: tuple[str, ...]
     since: tuple[float, ...]
+    states: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> "Meeting":
         """Return the meeting whose fields came as JSON."""
-        return cls(**{**values, **{name: tuple(values[name]) for name in ("sources", "lost", "why", "since")}})
+        made: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in values.items()}
+        return cls(**made)

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -47,11 +47,16 @@ def _device(group: dist.ProcessGroup | None) -> torch.device:
 
 def pack(value: Any) -> Tensor:
     """Return as bytes what is made of tensors, dicts, lists, tuples, strings, numbers, booleans and ``None``."""
+    return torch.cat([*pieces(value)])
+
+
+def pieces(value: Any) -> Iterator[Tensor]:
+    """Yield the bytes of :func:`pack` one after the other, those of tensors as they are in memory."""
     tensors: list[Tensor] = []
     text = json.dumps(_described(value, tensors)).encode()
-    header = bytearray(len(text).to_bytes(_HEADER) + text)
-    contents = [each.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for each in tensors]
-    return torch.cat([torch.frombuffer(header, dtype=torch.uint8), *contents])
+    yield torch.frombuffer(bytearray(len(text).to_bytes(_HEADER) + text), dtype=torch.uint8)
+    for each in tensors:
+        yield each.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 def unpack(message: Tensor) -> Any:

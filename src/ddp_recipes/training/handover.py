@@ -1,5 +1,6 @@
 """What a rank hands over to one that takes the place of a lost rank: its state in memory, as a checkpoint has it."""
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,6 +14,8 @@ from ddp_recipes.checkpointing.files import State
 from ddp_recipes.loggers.points import Points
 from ddp_recipes.runtime.fast_paths import zero_grad
 from ddp_recipes.runtime.meeting import Meeting, Progress
+from ddp_recipes.runtime.memory import HEADER, step_in, write_state
+from ddp_recipes.strategies.collectives import pieces, unpack
 from ddp_recipes.tasks import Task
 from ddp_recipes.training.state import Run, local_state, restore
 from ddp_recipes.training.stopping import Pace
@@ -72,7 +75,7 @@ def handed_over(run: Run) -> State:
         "train_seconds": run.clock.train_seconds,
         "began": run.began,
         "deadline": run.stop_controller.deadline,
-        "points": run.logger.latest if isinstance(run.logger, Points) else (0, {}),
+        "points": run.logger.latest if isinstance(run.logger, Points) else (-1, {}),
         "replaced": run.replaced,
         "seconds_lost": run.seconds_lost,
     }
@@ -86,6 +89,36 @@ def load_part(task: Task, weights: Mapping[str, torch.Tensor]) -> None:
     for name in dealt:
         local(mine[name]).copy_(weights[name])
     task.load_weights(mine | {name: value for name, value in weights.items() if name not in dealt})
+
+
+class Memory:
+    """Keeps this rank's state in memory that another process holds.
+
+    Args:
+        places: files, in turn.
+        every: so many steps.
+    """
+
+    def __init__(self, places: Sequence[str], every: int) -> None:
+        self._places = sorted(places, key=lambda path: step_in(path) or 0)  # the older first
+        self._every = every
+
+    def keep(self, run: Run) -> None:
+        """Keep the state after a finished step, if it is due."""
+        step = run.cursor.step
+        if step % self._every:
+            return
+        run.logger.flush()  # or a kill would take points with it that do not come again
+        with open(self._places[0], "r+b") as file:
+            write_state(file, step, (piece.numpy().data for piece in pieces(handed_over(run))))
+        self._places.reverse()
+
+
+def in_memory(path: str) -> State:
+    """Return the state that :class:`Memory` kept."""
+    content = torch.from_file(path, shared=False, size=os.stat(path).st_size, dtype=torch.uint8)
+    state: State = unpack(content[HEADER.size :])
+    return state
 
 
 def catch_up(run: Run, state: State) -> None:
@@ -109,7 +142,8 @@ def go_on(run: Run, state: State, meeting: Meeting) -> None:
         if run.saved_step == run.cursor.step or (run.checkpoint.async_save and run.saved_step > 0):
             run.unsaved = True  # it may have died before that was on disk
     step, values = own["points"]
-    run.logger.scalars(values, step)
+    if values:
+        run.logger.scalars(values, step)
     run.recovery = Recovery(meeting)
 
 
@@ -127,4 +161,5 @@ class Recovery:
         run.seconds_lost += seconds
         run.recovery = None
         cost = f"{seconds:.1f} s until step {run.cursor.step} was done"
-        return [f"{why} Replaced, at the cost of {cost}." for why in untold]
+        how = "All started again from memory" if self.meeting.states else "Replaced"
+        return [f"{why} {how}, at the cost of {cost}." for why in untold]

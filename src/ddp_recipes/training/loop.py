@@ -88,6 +88,8 @@ def end_step(run: Run, before: Cursor) -> None:
     run.unfinished, run.measured, run.unsaved = None, measured, run.unsaved or save_due(run, before, measured)
     if run.unsaved:
         save_step(run)
+    if run.memory is not None:
+        run.memory.keep(run)
     if measured or run.saved_step == run.cursor.step:
         run.clock.start()  # neither belongs to the next step
         run.stop_controller.steps.begin(run.cursor.step, ahead=False)

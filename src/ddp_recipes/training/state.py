@@ -29,7 +29,7 @@ from ddp_recipes.training.precision import Precision
 from ddp_recipes.training.stopping import StopController
 
 if TYPE_CHECKING:
-    from ddp_recipes.training.handover import Buffers, Recovery
+    from ddp_recipes.training.handover import Buffers, Memory, Recovery
 
 Metrics = dict[str, float]
 
@@ -102,6 +102,7 @@ class Run:
     samples_before: int = 0  # seen by earlier starts
     began: float = field(default_factory=time.time)  # in seconds since the epoch
     together: bool = False  # whether no rank may change weights before all can: others have other parts of the model
+    memory: "Memory | None" = None  # where the state is kept besides checkpoints
     buffers: "Buffers | None" = None  # as they were before a step, where lost ranks are replaced
     recovery: "Recovery | None" = None  # from the loss of ranks, until the step that it cut off is done
     replaced: int = 0  # ranks, in all

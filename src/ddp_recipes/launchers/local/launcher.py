@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from types import FrameType
 from typing import ClassVar, Literal
@@ -22,6 +22,8 @@ from ddp_recipes.launchers.local.replacement import Replacement
 from ddp_recipes.launchers.reports import Death, Outcome, as_rank_0, decide
 from ddp_recipes.reporting.run_directory import Summary, leave_trace
 from ddp_recipes.runtime.job import ASKS_TO_STOP, Job
+from ddp_recipes.runtime.meeting import Meeting
+from ddp_recipes.runtime.memory import Places
 from ddp_recipes.runtime.process import ignore_once, loading
 from ddp_recipes.runtime.world import World
 
@@ -56,30 +58,53 @@ class LocalLauncher:
             self.resources.server.close()
             return run_here(job)
         server = self.resources.server if self.settings.start_method == "forkserver" else None
-        restarts, spare = 0, self.settings.replace_ranks
+        restarts, spare, origin = 0, self.settings.replace_ranks, job
         seen: set[str] = set()  # failures, which come again if they are not by chance
-        with _signals_caught(job.last) as signals:
+        known: list[tuple[str, float]] = []  # why ranks were lost, and when
+        parts = strategy_settings(job.config["strategy"]).parts(processes)
+        with _signals_caught(job.last) as signals, ExitStack() as memory:
+            keeps = job.config["checkpoint"].get("in_memory_every_n_steps")
+            places = Places.made(parts, memory) if keeps else None
             while True:
                 try:
                     with ExitStack() as stack:  # ends ranks that hang once the failure is written
-                        starter = Starter(job, processes, server, stack)
+                        starter = Starter(job, processes, server, stack, places)
                         hung = partial(_end_with_stacks, job)
-                        parts = strategy_settings(job.config["strategy"]).parts(processes)
-                        replacement = Replacement(starter, spare, parts, self.settings.timeout_s, hung)
+                        replacement = Replacement(starter, spare, parts, self.settings.timeout_s, hung, known)
                         return _supervise(job, starter.all(), signals, replacement).conclude(job)
                 except RunFailed as error:
                     spare -= replacement.number
                     if signals or (restarts == most and (spare <= 0 or str(error) in seen)):
                         raise
                     seen.add(str(error))
+                    untold = replacement.untold
+                    job, whence = _restarted(origin, processes, places, known, str(error))
                     if restarts < most:
                         restarts += 1
-                        line = f"Restart {restarts} of {most}, from the last checkpoint."
+                        line = f"Restart {restarts} of {most}, from {whence}."
                     else:
                         spare -= 1
-                        line = "No rank has all that the lost one had: all start again, from the last checkpoint."
-                    print(*replacement.untold, error, line, sep="\n", file=sys.stderr, flush=True)
-                    job = job.resumed()
+                        line = f"No rank has all that the lost one had: all start again, from {whence}."
+                    print(*untold, error, line, sep="\n", file=sys.stderr, flush=True)
+
+
+def _restarted(
+    job: Job, processes: int, places: Places | None, known: list[tuple[str, float]], error: str
+) -> tuple[Job, str]:
+    """Return the job as all ranks start it again, and from what: the newer of a checkpoint and what is in memory.
+
+    Args:
+        known: of ranks that were lost, which is added to where memory knows of those before.
+    """
+    newest = None if places is None else places.newest()
+    if newest is None or newest[0] <= job.saved_step:
+        known.clear()
+        return job.resumed(), "the last checkpoint"
+    step, states = newest
+    known.append((error.splitlines()[0], time.time()))
+    why, since = zip(*known, strict=True)
+    meeting = Meeting("", tuple(range(len(states))), tuple(range(processes)), why, since, states)
+    return replace(job, meeting=asdict(meeting)), f"step {step}, which is in memory"
 
 
 def run_here(job: Job) -> Summary:
@@ -110,7 +135,7 @@ def _supervise(job: Job, ranks: list[Rank], signals: Sequence[str], replacement:
             deadline = time.monotonic() + (AFTER_INTERRUPT_S if signals[0] == "SIGINT" else AFTER_TERM_S)
             for rank in ranks:
                 rank.process.send_signal(signal.SIGTERM)
-        if replacement.parts < len(ranks) and replacement.most and not signals and replacement.goes_on(ranks):
+        if 0 < replacement.parts < len(ranks) and replacement.most and not signals and replacement.goes_on(ranks):
             continue
         reports = {rank.number: rank.report for rank in ranks if rank.report is not None}
         deaths = _deaths(ranks, outlives)

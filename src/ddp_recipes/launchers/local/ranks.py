@@ -10,13 +10,14 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import IO
 
 from ddp_recipes.launchers.fork_server import ForkedRank, ForkServer, python_path
 from ddp_recipes.launchers.reports import Death, RankReport
 from ddp_recipes.runtime.job import Job
 from ddp_recipes.runtime.meeting import Loss
+from ddp_recipes.runtime.memory import Places
 from ddp_recipes.runtime.process import state
 
 
@@ -101,6 +102,7 @@ class Starter:
     processes: int
     server: ForkServer | None
     stack: ExitStack
+    places: Places | None = None  # for states of ranks
 
     def meeting(self) -> IO[bytes]:
         """Return a file for a store: no port, no path; ranks inherit it, or open it while this process has it."""
@@ -111,14 +113,19 @@ class Starter:
         meeting = self.meeting()
         ranks = [self._process(number, meeting) for number in range(self.processes)]
         for rank in ranks:
-            rank.say(self.job.to_json())
+            rank.say(self._of(rank.number, self.job).to_json())
         return ranks
 
     def one(self, number: int, meeting: IO[bytes], job: Job) -> Rank:
         """Start one in the place of a lost one."""
         rank = self._process(number, meeting)
-        rank.say(job.to_json())
+        rank.say(self._of(number, job).to_json())
         return rank
+
+    def _of(self, number: int, job: Job) -> Job:
+        """Return the job as one rank gets it."""
+        keeps = self.places is not None and number < len(self.places.paths)
+        return replace(job, memory=self.places.paths[number]) if self.places and keeps else job
 
     def _process(self, number: int, meeting: IO[bytes]) -> Rank:
         threads = max(1, len(os.sched_getaffinity(0)) // self.processes)

@@ -29,9 +29,9 @@ class Replacement:
     parts: int
     timeout_s: float
     kill: Callable[[Sequence[Rank]], None]
+    known: list[tuple[str, float]]  # why each rank was lost, and when that was noticed
     number: int = 0
     _since: float | None = None  # when the loss was noticed
-    _known: list[tuple[str, float]] = field(default_factory=list)  # why each rank was lost, and when that was noticed
     _told_of: int = 0  # of those, by the ranks themselves
     _over: bool = False  # whether the run ends
     _told: set[int] = field(default_factory=set)  # lost ranks that the others know of
@@ -40,12 +40,12 @@ class Replacement:
     @property
     def untold(self) -> list[str]:
         """Why ranks were lost of which nobody was left to tell."""
-        return [f"{why} It was being replaced when:" for why, _ in self._known[self._told_of :]]
+        return [f"{why} It was being replaced when:" for why, _ in self.known[self._told_of :]]
 
     def goes_on(self, ranks: list[Rank]) -> bool:
         """Return whether the run goes on although ranks are lost; new ones may take their places in the list."""
         if all(rank.joined for rank in ranks):
-            self._told_of = len(self._known)
+            self._told_of = len(self.known)
         lost = [rank for rank in ranks if rank.lost]
         waiting = [rank for rank in ranks if rank.loss is not None and rank not in lost]
         if self._over:
@@ -105,7 +105,7 @@ class Replacement:
         """Start new ranks, and tell all where they meet."""
         assert self._since is not None
         self.number += max(1, len(lost))
-        self._known += [(rank.why, self._since) for rank in lost]
+        self.known += [(rank.why, self._since) for rank in lost]
         file, common = self.starter.meeting(), self._common(waiting)
         sources = {rank.number % self.parts: rank.number for rank in reversed(waiting) if progress(rank) == common}
         meeting = asdict(
@@ -113,8 +113,8 @@ class Replacement:
                 file=f"/proc/{os.getpid()}/fd/{file.fileno()}",
                 sources=tuple(sources[part] for part in range(self.parts)),
                 lost=tuple(rank.number for rank in lost),
-                why=tuple(why for why, _ in self._known),
-                since=tuple(since for _, since in self._known),
+                why=tuple(why for why, _ in self.known),
+                since=tuple(since for _, since in self.known),
             )
         )
         for rank in lost:

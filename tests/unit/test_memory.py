@@ -1,0 +1,39 @@
+"""States in memory: one is whole or not there, whenever its writer died."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from ddp_recipes.runtime.memory import HEADER, Places, step_in, write_state
+
+
+def written(path: str, step: int, *pieces: bytes, dies: bool = False) -> None:
+    def each() -> Iterator[memoryview]:
+        yield from map(memoryview, pieces)
+        if dies:
+            raise KeyboardInterrupt
+
+    with open(path, "r+b") as file:
+        write_state(file, step, each())
+
+
+def test_the_newest_step_that_every_part_has_is_found_and_a_torn_state_is_not() -> None:
+    with ExitStack() as stack:
+        places = Places.made(2, stack)
+        assert places.newest() is None
+        (first, second), (third, fourth) = places.paths
+        written(first, 3, b"abc", b"de")
+        assert places.newest() is None
+        written(third, 3, b"x")
+        written(second, 6, b"a longer one")
+        assert places.newest() == (3, (first, third))
+        with pytest.raises(KeyboardInterrupt):
+            written(fourth, 6, b"half of", dies=True)
+        assert step_in(fourth) is None
+        assert places.newest() == (3, (first, third))
+        written(fourth, 6, b"all")
+        assert places.newest() == (6, (second, fourth))
+        written(second, 9, b"short")
+        assert Path(second).read_bytes()[HEADER.size :] == b"short"
