@@ -26,6 +26,10 @@ class RequestError(RecipeError):
     exit_status = 2
 
 
+class Left(RecipeError):
+    """A rank that ends for others to go on, in whatever number there are."""
+
+
 class RunFailed(RecipeError):
     """A rank failed. The message is that rank's own traceback or, where there is none, how it exited.
 

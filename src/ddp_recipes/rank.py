@@ -2,7 +2,7 @@
 
 import logging
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from typing import NoReturn
 
@@ -16,23 +16,24 @@ from ddp_recipes.build.recipe import Recipe, make_recipe
 from ddp_recipes.build.run import join, make_run, make_stop_controller
 from ddp_recipes.checkpointing.export import write_weights
 from ddp_recipes.checkpointing.writing import disk_failure
-from ddp_recipes.errors import Preempted, RecipeError, RequestError, RunFailed
+from ddp_recipes.errors import Left, Preempted, RecipeError, RequestError, RunFailed
 from ddp_recipes.output import Output
 from ddp_recipes.reporting.run_directory import RunDirectory, Summary, write_trace
 from ddp_recipes.runtime.advice import advice
-from ddp_recipes.runtime.control import Control
+from ddp_recipes.runtime.control import NOBODY, Control
 from ddp_recipes.runtime.digest import digest
 from ddp_recipes.runtime.files import write_aside
 from ddp_recipes.runtime.job import ASKS_TO_STOP, Job
 from ddp_recipes.runtime.main_module import unpack
-from ddp_recipes.runtime.meeting import Loss, Meeting
 from ddp_recipes.runtime.messages import Messages
 from ddp_recipes.runtime.process import ignore_once
+from ddp_recipes.runtime.watcher import Watcher
 from ddp_recipes.runtime.world import World
 from ddp_recipes.tools import batch_size, learning_rate, profiling
 from ddp_recipes.tools import dry_run as planning
 from ddp_recipes.tools import equivalence as check
 from ddp_recipes.training.evaluation import check_monitor, evaluate, evaluated, refusing_collectives
+from ddp_recipes.training.handover import Memory
 from ddp_recipes.training.metrics import Matrices, log_matrices
 from ddp_recipes.training.precision import make_precision
 from ddp_recipes.training.state import Run
@@ -46,36 +47,28 @@ NO_KEY = (
 )
 
 
-def run(
-    job: Job,
-    world: World,
-    messages: Messages | None,
-    exited: Callable[[], Iterable[int]] = tuple,
-    joined: Callable[[], None] = lambda: None,
-    ask: Callable[[Loss], tuple[Meeting, Messages] | None] = lambda loss: None,
-) -> Summary:
+def run(job: Job, world: World, messages: Messages | None, watcher: Watcher = NOBODY) -> Summary:
     """Run a job as one of its ranks; return the summary, which rank 0 also writes to ``summary.json``.
 
     Args:
         messages: of the ranks of this very run; ``None`` with one process.
-        exited: returns the ranks whose process is known to have exited, where no launcher watches them.
-        joined: called once this rank has joined the others.
-        ask: tells the launcher of a loss; returns where to meet once lost ranks are replaced, or that they are not.
+        watcher: whoever started this rank.
 
     Raises:
         RequestError: the job cannot be run; the same on every rank, and nothing was written.
         Preempted: a signal stopped it after a checkpoint was saved.
+        Left: the launcher has others go on.
         RunFailed: it failed on another rank, which is named.
         Exception: it failed on this rank.
     """
-    control = Control(world, messages, float(job.config["launcher"]["timeout_s"]), exited, joined, ask)
+    control = Control(world, messages, float(job.config["launcher"]["timeout_s"]), watcher)
     control.joins = job.meeting is not None and not job.meeting["states"]
     recipe, directory = prepare(job, world, control)
     output = make_output(recipe, directory)
     try:
         if recipe.devices.layout is None:
             join(recipe)
-            control.joined()
+            watcher.joined()
         WORK[recipe.request.run.work](recipe, output)
         summary = output.facts(recipe.strategy.digest(recipe.task)) | {"status": "finished"}
         if not world.is_main:  # all that could still hang comes before its end, and rank 0's summary after all ends
@@ -83,7 +76,7 @@ def run(
         control.end(rank for rank in range(world.world_size) if not recipe.request.strategy.outlives(rank))
         output.finish(summary)
         return summary
-    except RequestError:
+    except (RequestError, Left):
         raise
     except Preempted as error:
         output.finish(output.facts(recipe.strategy.digest(recipe.task)) | {"status": "preempted", "error": str(error)})
@@ -152,6 +145,10 @@ def fit(recipe: Recipe, output: Output) -> None:
     finally:
         for callback in run.callbacks.values():
             callback.on_end()
+    if reason == "moved":
+        if recipe.job.memory:
+            Memory(recipe.job.memory, 1).keep(run)
+        raise Left
     if reason == "signal":
         stop_early(run)
     if run.cursor.samples_seen == run.samples_before:

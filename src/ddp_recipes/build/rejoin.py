@@ -9,11 +9,11 @@ from ddp_recipes.build.recipe import Recipe
 from ddp_recipes.build.run import join
 from ddp_recipes.callbacks import Callback
 from ddp_recipes.checkpointing.files import State
-from ddp_recipes.errors import RequestError, RunFailed
+from ddp_recipes.errors import Left, RequestError, RunFailed
 from ddp_recipes.loggers.points import Points
 from ddp_recipes.runtime.digest import digest
 from ddp_recipes.runtime.doors import hang_up
-from ddp_recipes.runtime.meeting import Loss, Meeting
+from ddp_recipes.runtime.meeting import Leaving, Loss, Meeting
 from ddp_recipes.strategies.base import batch_norms
 from ddp_recipes.strategies.collectives import broadcast
 from ddp_recipes.training import loop
@@ -82,7 +82,8 @@ def make_memory(recipe: Recipe, run: Run) -> Memory | None:
         raise RequestError(f"{asked}: with strategy={recipe.request.strategy.name} a rank's state is not all it needs.")
     if aside := _aside(run):
         raise RequestError(f"{asked} does not go with callbacks.{aside[0]}, which puts other weights aside for a save.")
-    return Memory(recipe.job.memory, every) if recipe.job.memory else None
+    keeps = recipe.job.memory and recipe.world.local_rank < _parts(recipe)  # others on this machine have the same
+    return Memory(recipe.job.memory, every) if keeps else None
 
 
 def facts(recipe: Recipe) -> dict[str, str]:
@@ -100,11 +101,15 @@ def _meet_again(recipe: Recipe, run: Run, error: Exception) -> None:
         loss = Loss(*progress_of(run), text="".join(traceback.format_exception(error)), alone=_alone(recipe))
         if (meeting := recipe.control.meet_again(loss)) is None:
             raise error
+        if isinstance(meeting, Leaving):
+            if meeting.keep:
+                Memory(recipe.job.memory, 1).keep(run)
+            raise Left
         gc.collect()  # what holds the group refers to itself; it takes a second, in which new ranks start
         try:
             recipe.control.agree(None, facts(recipe))
             join(recipe)
-            recipe.control.joined()
+            recipe.control.watcher.joined()
             state = _of_source(recipe, meeting, run)
             catch_up(run, state)
             go_on(run, state, meeting)

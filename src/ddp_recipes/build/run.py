@@ -2,11 +2,12 @@
 
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 
 from ddp_recipes.build.optimizer import make_optimizers_and_schedules
 from ddp_recipes.build.recipe import Recipe
 from ddp_recipes.config.settings import seconds
-from ddp_recipes.runtime.doors import closed_after, connections
+from ddp_recipes.runtime.doors import closed_after, connections, hang_up
 from ddp_recipes.runtime.process import loading
 from ddp_recipes.runtime.reach import check_ways
 from ddp_recipes.runtime.seeding import Generators
@@ -29,14 +30,16 @@ def join(recipe: Recipe) -> None:
     with closed_after() as recipe.control.strangers:
         messages = recipe.control.messages
         if messages is not None:
-            messages.exited = recipe.control.exited
+            messages.exited = recipe.control.watcher.exited
         recipe.strategy.setup(recipe.world, messages, recipe.devices.backend, timeout, launcher.init_method)
     recipe.control.connections = connections() - before
+    recipe.control.watcher.when_lost(partial(hang_up, recipe.control.connections))  # else they may be waited for
 
 
 def make_stop_controller(recipe: Recipe) -> StopController:
     """Return what decides on stopping before the end."""
-    return StopController(recipe.world, recipe.strategy.sum, recipe.device, seconds(recipe.trainer.max_time))
+    max_time, moves = seconds(recipe.trainer.max_time), recipe.control.watcher.moves
+    return StopController(recipe.world, recipe.strategy.sum, recipe.device, max_time, moves)
 
 
 def make_run(recipe: Recipe, stop_controller: StopController, strategy: Strategy | None = None) -> Run:

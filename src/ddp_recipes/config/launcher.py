@@ -9,7 +9,7 @@ from ddp_recipes.config.settings import LauncherSettings
 from ddp_recipes.errors import RequestError
 
 AUTO = "ddp_recipes.launchers.AutoLauncher"
-BY_NAME = {name: f"ddp_recipes.launchers.{name.title()}Launcher" for name in ("local", "env", "slurm")}
+BY_NAME = {name: f"ddp_recipes.launchers.{name.title()}Launcher" for name in ("local", "env", "slurm", "nodes")}
 
 
 def launcher_class(section: Mapping[str, Any]) -> Any:

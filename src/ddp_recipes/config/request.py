@@ -114,11 +114,11 @@ class Request:
                 f"machine only. Start train.py with torchrun on each node, or use launcher=slurm; both take the same "
                 f"overrides."
             )
-        processes = self._processes_on_node(gpus)
+        processes = self.processes_on_node(gpus)
         self.strategy.check_world_size(processes)
         return processes
 
-    def _processes_on_node(self, gpus: int) -> int:
+    def processes_on_node(self, gpus: int) -> int:
         """Return how many processes one node of so many GPUs gets."""
         requested, k = self.launcher.nproc_per_node, self.num_devices
         fit = gpus // k if self.device_type(gpus) == "cuda" else None
@@ -163,7 +163,7 @@ class Request:
             if nnodes * processes % k and processes > k:
                 processes -= processes % k
         else:
-            processes = self._processes_on_node(gpus)
+            processes = self.processes_on_node(gpus)
         if self.strategy.max_world_size == 1:
             return Layout(nnodes, gpus, self.device_type(gpus), World(local_world_size=processes))
         self.strategy.check_world_size(nnodes * processes)

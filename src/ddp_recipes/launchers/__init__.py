@@ -3,6 +3,7 @@
 from ddp_recipes.launchers.base import Launcher, Resources
 from ddp_recipes.launchers.env import AutoLauncher, EnvLauncher
 from ddp_recipes.launchers.local import LocalLauncher
+from ddp_recipes.launchers.nodes import NodesLauncher
 from ddp_recipes.launchers.reports import Death, Outcome, RankReport, decide
 from ddp_recipes.launchers.slurm.launcher import SlurmLauncher
 
@@ -12,6 +13,7 @@ __all__ = [
     "EnvLauncher",
     "Launcher",
     "LocalLauncher",
+    "NodesLauncher",
     "Outcome",
     "RankReport",
     "Resources",

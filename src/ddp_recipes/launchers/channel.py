@@ -29,6 +29,7 @@ from ddp_recipes.launchers.store import TIMEOUT, agent_holds_store, at_address
 from ddp_recipes.reporting.run_directory import Summary, leave_failure_of_rank_0
 from ddp_recipes.runtime.job import Job
 from ddp_recipes.runtime.messages import Messages
+from ddp_recipes.runtime.watcher import Watcher
 from ddp_recipes.runtime.world import World
 
 MEET_TO_STOP_S = 10.0  # for followers that still import torch when there is nothing to do
@@ -199,7 +200,7 @@ class Channel:
 
     def _run(self, job: Job, number: int) -> Summary:
         messages = self.messages.under(f"run/{number}") if self.world.world_size > 1 else None
-        return rank.run(job, self.world, messages, self._peers.exited, partial(self._begun, job))
+        return rank.run(job, self.world, messages, Watcher(self._peers.exited, partial(self._begun, job)))
 
     def _begun(self, job: Job) -> None:
         """Note the directory, once on each node: no rank has refused to begin there."""

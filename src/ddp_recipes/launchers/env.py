@@ -52,7 +52,7 @@ class EnvLauncher:
 class AutoSettings(LauncherSettings):
     """``launcher.*`` of ``launcher=auto``; another ``name`` chooses that launcher."""
 
-    name: Literal["auto", "local", "env", "slurm"]
+    name: Literal["auto", "local", "env", "slurm", "nodes"]
 
 
 @dataclass(frozen=True)

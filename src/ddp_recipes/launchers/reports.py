@@ -8,11 +8,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-from ddp_recipes.errors import Preempted, RecipeError, RequestError, RunFailed
+from ddp_recipes.errors import Left, Preempted, RecipeError, RequestError, RunFailed
 from ddp_recipes.reporting.run_directory import Summary, leave_failure
 from ddp_recipes.runtime.job import Job
 
-_EXIT_CODES = {"summary": 0, "refused": RequestError.exit_status, "preempted": Preempted.exit_status, "failed": 1}
+_EXIT_CODES = {
+    "summary": 0,
+    "refused": RequestError.exit_status,
+    "preempted": Preempted.exit_status,
+    "failed": RunFailed.exit_status,
+    "left": Left.exit_status,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +36,7 @@ class RankReport:
     """
 
     rank: int
-    kind: Literal["summary", "refused", "preempted", "failed"]
+    kind: Literal["summary", "refused", "preempted", "failed", "left"]
     message: str = ""
     checkpoint: str | None = None
     cause: bool = True
@@ -51,8 +57,8 @@ class RankReport:
     @classmethod
     def of_error(cls, rank: int, error: BaseException) -> "RankReport":
         """Return the report of a rank that raised."""
-        kinds: list[tuple[type[RecipeError], Literal["refused", "preempted"]]]
-        kinds = [(RequestError, "refused"), (Preempted, "preempted")]
+        kinds: list[tuple[type[RecipeError], Literal["refused", "preempted", "left"]]]
+        kinds = [(RequestError, "refused"), (Preempted, "preempted"), (Left, "left")]
         return cls(
             rank=rank,
             kind=next((kind for raised, kind in kinds if isinstance(error, raised)), "failed"),

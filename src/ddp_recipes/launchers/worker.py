@@ -16,18 +16,19 @@ from ddp_recipes.runtime.world import World
 MEET = timedelta(minutes=5)  # for rank 0 to load torch
 
 
-def work(lifeline: int, reports: int, stacks: int, meeting: int) -> NoReturn:
+def work(lifeline: int, reports: int, stacks: int, meeting: int | None = None) -> NoReturn:
     """Read a job, run it as a local rank, report how it ended, and exit.
 
     Args:
         lifeline: pipe that brings the job, one line, then what the launcher says; its end is the launcher's end.
         reports: pipe for what the rank says, and for the report, a line each.
         stacks: file for the Python stacks when SIGUSR2 ends it.
-        meeting: file that the ranks' store is in.
+        meeting: file that the ranks' store is in; without one they are on several nodes.
     """
     die_with_parent()
     outlive_readers()
-    world = World(*(int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")))
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+    world = World(*(int(os.environ.get(name, 0)) for name in names))
     set_name(f"rank {world.rank}")
     write_at_death(stacks)
     pipe = os.fdopen(lifeline, "rb")
@@ -57,7 +58,6 @@ def run(job: Job, world: World, meeting: int | None, lifeline: Lifeline | None =
         messages = at_address(world, os.environ, MEET) if meeting is None else in_file(meeting)
         if lifeline is None:
             return RankReport.of_summary(world.rank, rank.run(job, world, messages))
-        told = lifeline.exited, lifeline.joined, lifeline.ask
-        return RankReport.of_summary(world.rank, rank.run(job, world, messages, *told))
+        return RankReport.of_summary(world.rank, rank.run(job, world, messages, lifeline.watcher))
     except BaseException as error:
         return RankReport.of_error(world.rank, error)

@@ -12,8 +12,9 @@ from ddp_recipes.errors import (
     did_not_end,
     exited_without_report,
 )
-from ddp_recipes.runtime.meeting import Loss, Meeting
+from ddp_recipes.runtime.meeting import Leaving, Loss, Meeting
 from ddp_recipes.runtime.messages import LOOK_S, Messages
+from ddp_recipes.runtime.watcher import Watcher
 from ddp_recipes.runtime.world import World
 
 T = TypeVar("T")
@@ -21,6 +22,7 @@ T = TypeVar("T")
 VERDICT_S = 2.0  # for rank 0 to name the rank that it waited for, before it times out itself
 FAILURE_S = 2.5  # for the other ranks to fail as well, once a collective has timed out
 STAY_S = 3.0  # for the others to read why they do not start
+NOBODY = Watcher()
 MOST_LINES = 1000  # of a rank's log at once
 
 
@@ -28,9 +30,7 @@ class Control:
     """The messages of one run. With one process there are none, and nobody to send them to.
 
     Args:
-        exited: returns the ranks whose process is known to have exited, which need not be waited for.
-        joined: called once this rank has joined the others.
-        ask: tells the launcher of a loss; returns where to meet once lost ranks are replaced, or that they are not.
+        watcher: whoever started this rank.
     """
 
     def __init__(
@@ -38,14 +38,12 @@ class Control:
         world: World,
         messages: Messages | None,
         timeout_s: float,
-        exited: Callable[[], Iterable[int]] = tuple,
-        joined: Callable[[], None] = lambda: None,
-        ask: Callable[[Loss], tuple[Meeting, Messages] | None] = lambda loss: None,
+        watcher: Watcher = NOBODY,
     ) -> None:
         self.world = world
         self.messages = messages
         self.timeout_s = timeout_s
-        self.exited, self.joined, self._ask = exited, joined, ask
+        self.watcher = watcher
         self.joins = False  # whether this rank takes the place of a lost one, and the others know what was agreed on
         self._outcomes: dict[str, list[Any]] = {}  # of what one rank made for the others
         self.connections = set[int]()  # to the other ranks, by their inodes
@@ -53,13 +51,13 @@ class Control:
         self._sent = self._shared = 0
         self._read = dict.fromkeys(range(1, world.world_size), 0)  # lines of each rank's log
 
-    def meet_again(self, loss: Loss) -> Meeting | None:
-        """Tell the launcher that another rank is lost, and wait; return where the ranks meet, unless the run ends.
+    def meet_again(self, loss: Loss) -> Meeting | Leaving | None:
+        """Tell the launcher that another rank is lost, and wait; return where the ranks meet, unless they do not.
 
         New ranks find there what all agreed on before.
         """
-        if (found := self._ask(loss)) is None:
-            return None
+        if not isinstance(found := self.watcher.ask(loss), tuple):
+            return found
         meeting, self.messages = found
         self._sent = self._shared = 0
         self._read = dict.fromkeys(self._read, 0)
@@ -146,7 +144,7 @@ class Control:
 
     def _absent(self, ranks: Iterable[int]) -> str:
         """Return the message on ranks that did not respond."""
-        if exited := {*ranks} & {*self.exited()}:
+        if exited := {*ranks} & {*self.watcher.exited()}:
             return exited_without_report(exited, self.world.world_size)
         return did_not_arrive(ranks, self.world.world_size, self.timeout_s)
 
@@ -160,7 +158,7 @@ class Control:
                 return text
             if exited:
                 break
-            exited = rank in self.exited()  # what it had written is there: look once more
+            exited = rank in self.watcher.exited()  # what it had written is there: look once more
         raise TimeoutError(name)
 
     def tell(self, name: str, value: object) -> None:
@@ -222,7 +220,7 @@ class Control:
             while self.messages.get(f"{name}/{rank}", LOOK_S) is None and not self.messages.lost:
                 if self.messages.there(f"ready/{rank}"):  # it has something else to say of this start
                     raise RequestError(json.loads(self._wait(f"ready/{rank}", self.timeout_s, rank))[1])
-                if rank in self.exited():
+                if rank in self.watcher.exited():
                     break
             found.append(self.told(name, rank))
         return [found[number % ranks][number // ranks] for number in range(len(checks))]

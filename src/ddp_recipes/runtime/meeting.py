@@ -38,6 +38,17 @@ class Loss:
 
 
 @dataclass(frozen=True)
+class Leaving:
+    """That ranks do not meet again as they are: all end, and others go on.
+
+    Attributes:
+        keep: whether this rank leaves its state in memory.
+    """
+
+    keep: bool
+
+
+@dataclass(frozen=True)
 class Meeting:
     """Where the ranks meet again, and with whose state they go on.
 

@@ -31,6 +31,10 @@ class Places:
         paths = [f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in files]
         return cls(tuple(zip(paths[::2], paths[1::2], strict=True)))
 
+    def each(self) -> list[tuple[int, str]]:
+        """Return the step and the place of each state."""
+        return [(step, path) for pair in self.paths for path in pair if (step := step_in(path)) is not None]
+
     def newest(self) -> tuple[int, tuple[str, ...]] | None:
         """Return the last step at which every part was kept, and where."""
         found = [{step: path for path in pair if (step := step_in(path)) is not None} for pair in self.paths]

@@ -60,11 +60,17 @@ class StopController:
     """
 
     def __init__(
-        self, world: World, total: Callable[[torch.Tensor], torch.Tensor], device: torch.device, max_time: float | None
+        self,
+        world: World,
+        total: Callable[[torch.Tensor], torch.Tensor],
+        device: torch.device,
+        max_time: float | None,
+        moves: Callable[[], bool] = lambda: False,
     ) -> None:
         self.world = world
         self.total = total
         self.device = device
+        self._moves = moves  # whether all are to leave, for others to go on
         self.deadline = None if max_time is None else time.monotonic() + max_time
         self.cause = ""  # of a stop by a signal: which one it was
         self.steps, self.batches = Pace(), Pace()
@@ -73,7 +79,7 @@ class StopController:
         self._former: dict[int, object] = {}
 
     def reason(self, step: int) -> str | None:
-        """Return ``"signal"`` or ``"max_time"`` if the run stops at this step, the same on every rank."""
+        """Return ``"signal"``, ``"max_time"`` or ``"moved"`` if the run stops at this step, the same on every rank."""
         return self._exchange(step, self.steps)
 
     def check_validation(self, batch: int) -> None:
@@ -92,24 +98,26 @@ class StopController:
             return None
         signalled = self._signal is not None
         late = self.deadline is not None and time.monotonic() >= self.deadline
+        moves = self._moves()
         self.cause = "" if self._signal is None else self._signal.name
         if self.world.world_size > 1:
             flags = torch.tensor(
                 [
                     *(self._signal == number for number in STOPPING),
                     self.world.is_main and late,
+                    moves,
                     pace.interval(step) if self.world.is_main else 0,
                 ],
                 dtype=torch.int64,
                 device=self.device,
             )
-            *ranks, lates, interval = self.total(flags[None]).tolist()
+            *ranks, lates, moved, interval = self.total(flags[None]).tolist()
             taken = [number.name for number, count in zip(STOPPING, ranks, strict=True) if count]
-            signalled, late = bool(taken), lates > 0
+            signalled, late, moves = bool(taken), lates > 0, moved > 0
             if taken and not self.cause:
                 self.cause = f"{taken[0]} to another rank"
             pace.go_on(step, interval)
-        return "signal" if signalled else "max_time" if late else None
+        return "signal" if signalled else "max_time" if late else "moved" if moves else None
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._signal = self._signal or signal.Signals(number)

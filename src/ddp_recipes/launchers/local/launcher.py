@@ -62,14 +62,14 @@ class LocalLauncher:
         seen: set[str] = set()  # failures, which come again if they are not by chance
         known: list[tuple[str, float]] = []  # why ranks were lost, and when
         parts = strategy_settings(job.config["strategy"]).parts(processes)
-        with _signals_caught(job.last) as signals, ExitStack() as memory:
+        with signals_caught(job.last) as signals, ExitStack() as memory:
             keeps = job.config["checkpoint"].get("in_memory_every_n_steps")
             places = Places.made(parts, memory) if keeps else None
             while True:
                 try:
                     with ExitStack() as stack:  # ends ranks that hang once the failure is written
                         starter = Starter(job, processes, server, stack, places)
-                        hung = partial(_end_with_stacks, job)
+                        hung = partial(end_with_stacks, job)
                         replacement = Replacement(starter, spare, parts, self.settings.timeout_s, hung, known)
                         return _supervise(job, starter.all(), signals, replacement).conclude(job)
                 except RunFailed as error:
@@ -151,7 +151,7 @@ def _supervise(job: Job, ranks: list[Rank], signals: Sequence[str], replacement:
     stuck = [rank for rank in ranks if rank.report is None and rank.process.poll() is None]
     deaths = _deaths(ranks, outlives)
     stopped = [rank for rank in stuck if rank.stopped]  # the others have been waiting for these, and were about to fail
-    _end_with_stacks(job, stuck)
+    end_with_stacks(job, stuck)
     return decide(reports, deaths, killed=[rank.number for rank in stopped or stuck], signals=signals)
 
 
@@ -161,7 +161,7 @@ def _deaths(ranks: Sequence[Rank], outlives: Callable[[int], bool]) -> list[Deat
     return [death for rank, death in deaths if death and not (rank.joined and outlives(rank.number))]
 
 
-def _end_with_stacks(job: Job, stuck: Sequence[Rank]) -> None:
+def end_with_stacks(job: Job, stuck: Sequence[Rank]) -> None:
     """End ranks that hang, and write their stacks to ``ranks/``."""
     by_process = {rank.process.pid: rank for rank in stuck if rank.process.pid is not None}
     for pid, text in stacks.request({pid: rank.stacks for pid, rank in by_process.items()}).items():
@@ -169,7 +169,7 @@ def _end_with_stacks(job: Job, stuck: Sequence[Rank]) -> None:
 
 
 @contextmanager
-def _signals_caught(last: bool) -> Iterator[list[str]]:
+def signals_caught(last: bool) -> Iterator[list[str]]:
     """Collect the signals that request a stop, by name and in order, instead of dying of them; in the main thread only.
 
     After the ``last`` job the process is about to exit, and they are ignored.

@@ -8,9 +8,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import IO
 
 from ddp_recipes.launchers.fork_server import ForkedRank, ForkServer, python_path
@@ -103,6 +103,9 @@ class Starter:
     server: ForkServer | None
     stack: ExitStack
     places: Places | None = None  # for states of ranks
+    first: int = 0  # of the ranks on this node
+    world_size: int | None = None  # of the run, where other nodes have ranks of it
+    environ: Mapping[str, str] = field(default_factory=dict)  # where ranks of several nodes meet
 
     def meeting(self) -> IO[bytes]:
         """Return a file for a store: no port, no path; ranks inherit it, or open it while this process has it."""
@@ -110,8 +113,8 @@ class Starter:
 
     def all(self) -> list[Rank]:
         """Start all ranks."""
-        meeting = self.meeting()
-        ranks = [self._process(number, meeting) for number in range(self.processes)]
+        meeting = self.meeting() if self.world_size is None else None
+        ranks = [self._process(number, meeting) for number in range(self.first, self.first + self.processes)]
         for rank in ranks:
             rank.say(self._of(rank.number, self.job).to_json())
         return ranks
@@ -124,25 +127,28 @@ class Starter:
 
     def _of(self, number: int, job: Job) -> Job:
         """Return the job as one rank gets it."""
-        keeps = self.places is not None and number < len(self.places.paths)
-        return replace(job, memory=self.places.paths[number]) if self.places and keeps else job
+        places = () if self.places is None else self.places.paths[number - self.first :][:1]
+        return replace(job, memory=places[0]) if places else job
 
-    def _process(self, number: int, meeting: IO[bytes]) -> Rank:
+    def _process(self, number: int, meeting: IO[bytes] | None) -> Rank:
         threads = max(1, len(os.sched_getaffinity(0)) // self.processes)
+        here = {} if meeting is None else {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
         environ = {
             "OMP_NUM_THREADS": str(threads),
-            "GLOO_SOCKET_IFNAME": "lo",
-            "NCCL_SOCKET_IFNAME": "lo",
+            **here,
             "TORCH_CPP_LOG_LEVEL": "ERROR",  # else pages of C++ frames when a peer has exited, which is reported here
             **os.environ,
             "PYTHONPATH": python_path(),
-            **{name: str(number) for name in ("RANK", "LOCAL_RANK")},
-            **{name: str(self.processes) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")},
+            "RANK": str(number),
+            "LOCAL_RANK": str(number - self.first),
+            "WORLD_SIZE": str(self.world_size or self.processes),
+            "LOCAL_WORLD_SIZE": str(self.processes),
+            **self.environ,
         }
         life, lifeline = os.pipe()
         reports, report = os.pipe()
         stacks = self.stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
-        fds = [life, report, stacks.fileno(), meeting.fileno()]
+        fds = [life, report, stacks.fileno(), *([] if meeting is None else [meeting.fileno()])]
         process = _start_process(fds, environ) if self.server is None else self.server.fork(fds, environ)
         os.close(life)
         os.close(report)

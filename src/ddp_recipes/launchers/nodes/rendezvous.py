@@ -1,0 +1,263 @@
+"""How the supervisors of nodes find each other, by torch's rendezvous, and know who is still there. Loads torch."""
+
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING
+
+from torch.distributed import PrefixStore, TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError, RendezvousInfo
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+from ddp_recipes.errors import RequestError, RunFailed
+from ddp_recipes.launchers.keys import find_key
+from ddp_recipes.runtime.messages import Messages
+
+if TYPE_CHECKING:
+    from ddp_recipes.launchers.nodes.launcher import NodesSettings
+
+BEAT_S = 0.5
+ANSWER_S = 30.0  # for what other nodes say once all have met
+PORT = 29400  # torch's own for this
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a node brings to a start of the ranks.
+
+    Attributes:
+        ranks: how many it can run.
+        directory: the run directory.
+        address: by which the others reach it.
+        step, after: how far the state has come that it has in memory; -1 without one.
+        state: the file of that, on that node.
+        began: whether it has trained in this run.
+        losses: of ranks and nodes in this run, until now: why, and when in seconds since the epoch.
+    """
+
+    ranks: int
+    directory: str
+    address: str = ""
+    step: int = -1
+    after: int = 0
+    state: str = ""
+    began: bool = False
+    losses: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def progress(self) -> tuple[bool, int, int]:
+        """How much the others want to go on from this."""
+        return self.began, self.step, self.after
+
+
+@dataclass(frozen=True)
+class Start:
+    """A start of the ranks on the nodes that have met.
+
+    Attributes:
+        name: that no other start of the run has.
+        node: this one's place.
+        offers: by node; the first has the state to go on with, if any has one.
+        address, port: of the store in which ranks meet.
+        store: which this process has, if it is the first node's.
+        alive: who is still there.
+    """
+
+    name: str
+    node: int
+    offers: Sequence[Offer]
+    address: str
+    port: int
+    store: TCPStore | None
+    alive: "Alive"
+    endpoint: str
+
+    @property
+    def losses(self) -> tuple[tuple[str, float], ...]:
+        """What was lost until now, as far as any node knows."""
+        return tuple(dict.fromkeys(loss for offer in self.offers for loss in offer.losses))
+
+    def ranks_of(self, node: int) -> range:
+        """Return a node's ranks."""
+        first = sum(offer.ranks for offer in self.offers[:node])
+        return range(first, first + self.offers[node].ranks)
+
+
+class Alive(threading.Thread):
+    """Says that this node is alive, and listens whether others are: a thread, for a store may not answer."""
+
+    def __init__(self, rendezvous: "Rendezvous", messages: Messages, node: int, nodes: int) -> None:
+        super().__init__(daemon=True)
+        self._rendezvous, self._messages, self._node = rendezvous, messages, node
+        self._heard = {other: ("", time.monotonic()) for other in range(nodes) if other != node}
+        self._answered = time.monotonic()
+        self._over = threading.Event()
+        self.waiting = 0  # nodes that want to join
+        self.start()
+
+    def run(self) -> None:
+        """Look now and then."""
+        beats = 0
+        while not self._over.wait(BEAT_S):
+            beats += 1
+            self._messages.set(f"alive/{self._node}", str(beats))
+            for other, (before, _) in list(self._heard.items()):
+                if (beat := self._messages.get(f"alive/{other}") or "") != before:
+                    self._heard[other] = (beat, time.monotonic())
+            waiting = self._messages.call(self._rendezvous.handler.num_nodes_waiting, None)
+            if self._messages.lost or waiting is None:
+                return
+            self.waiting, self._answered = waiting, time.monotonic()
+
+    @property
+    def cut_off(self) -> bool:
+        """Whether the store no longer answers."""
+        return time.monotonic() > self._answered + self._rendezvous.lost_after_s
+
+    @property
+    def lost(self) -> list[int]:
+        """Nodes that have not been heard for too long."""
+        latest = time.monotonic() - self._rendezvous.lost_after_s
+        return [] if self.cut_off else [node for node, (_, heard) in list(self._heard.items()) if heard < latest]
+
+    @property
+    def all_known(self) -> bool:
+        """Whether each other node has left this start, or is lost."""
+        names = {f"left/{node}" for node in self._heard if node not in self.lost}
+        return self.cut_off or len(self._messages.there(*names)) == len(names)
+
+    def end(self, wait: bool) -> None:
+        """Be silent from now on; where all have come to the end, ``wait`` for them: the store is one's."""
+        self._messages.set(f"left/{self._node}", "")
+        if wait:
+            self._messages.set(f"ended/{self._node}", "")
+            deadline = time.monotonic() + ANSWER_S
+            names = [f"ended/{node}" for node in self._heard]
+            while len(self._messages.there(*names)) < len(names) and not self._messages.lost and not self.lost:
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(0.02)
+        self._over.set()
+        self.join(ANSWER_S)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the first node has come to the end of the run."""
+        return bool(self._messages.there("ended/0"))
+
+    def move(self) -> None:
+        """Say that ranks leave, for nodes have come."""
+        self._messages.set("moved", "")
+
+    @property
+    def moved(self) -> bool:
+        """Whether somebody has said so."""
+        return bool(self._messages.there("moved"))
+
+
+class Rendezvous:
+    """Where nodes meet."""
+
+    def __init__(self, settings: "NodesSettings") -> None:
+        endpoint, self.lost_after_s, self._name = str(settings.rdzv_endpoint), settings.lost_after_s, settings.rdzv_id
+        host, _, port = endpoint.rpartition(":") if ":" in endpoint else (endpoint, "", str(PORT))
+        self.endpoint = f"{host}:{port}"
+        self._address = _own_address(host)
+        # Else a node that comes later is told no address, for which torch has all nodes wait: nobody uses it here.
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
+        here = self._address in _addresses(host)
+        for is_host in (here, False):
+            try:
+                parameters = RendezvousParameters(
+                    "c10d",
+                    self.endpoint,
+                    settings.rdzv_id,
+                    settings.min_nodes,
+                    settings.nnodes,
+                    self._address,
+                    is_host=str(is_host).lower(),
+                    keep_alive_interval=1,
+                    keep_alive_max_attempt=max(1, round(settings.lost_after_s)),
+                    last_call_timeout=max(1, round(settings.more_after_s)),
+                )
+                self.handler = get_rendezvous_handler(parameters)
+                break
+            except RendezvousError as error:
+                if not is_host:
+                    raise RequestError(
+                        f"launcher.rdzv_endpoint={endpoint} does not answer: {error}. Give host:port of a node on "
+                        f"which this is started as well; that port must be free there and open to the others."
+                    ) from error
+
+    def meet(self, offer: Offer) -> Start:
+        """Wait for the others, and agree on who brings what.
+
+        Raises:
+            RunFailed: the run has ended, or too few nodes have come.
+        """
+        try:
+            found = self.handler.next_rendezvous()
+        except RendezvousClosedError:
+            raise RunFailed("Another node has ended the run.") from None
+        except RendezvousError as error:
+            raise RunFailed(f"The nodes of the run do not meet at {self.endpoint}: {error}") from error
+        messages = Messages(PrefixStore("ddp_recipes", found.store), find_key(os.environ), f"nodes {self._name}")
+        own = found.rank
+        messages.set(f"offer/{own}", json.dumps(asdict(replace(offer, address=self._address))))
+        offers = [_offer(self._said(messages, f"offer/{node}", node)) for node in range(found.world_size)]
+        first = max(range(found.world_size), key=lambda node: (offers[node].progress, -node))
+        order = [first, *(node for node in range(found.world_size) if node != first)]
+        store: TCPStore | None = None
+        if own == first:
+            store = TCPStore(self._address, 0, is_master=True, wait_for_workers=False)
+            messages.set("port", str(store.port))
+        port = int(self._said(messages, "port", first))
+        place = order.index(own)
+        alive = Alive(self, messages.under("round"), place, len(order))
+        ordered = [offers[node] for node in order]
+        return Start(_round_of(found), place, ordered, ordered[0].address, port, store, alive, self.endpoint)
+
+    def close(self) -> None:
+        """End the run for all nodes, those that come later as well."""
+        with suppress(RendezvousError):  # the store is gone, and with it the run
+            self.handler.set_closed()  # type: ignore[no-untyped-call]
+
+    def _said(self, messages: Messages, name: str, node: int) -> str:
+        if (text := messages.get(name, ANSWER_S)) is None:
+            raise RunFailed(f"Node {node} of those that met at {self.endpoint} does not answer.")
+        return text
+
+
+def _offer(text: str) -> Offer:
+    values = json.loads(text)
+    return Offer(**{**values, "losses": tuple((str(why), float(since)) for why, since in values["losses"])})
+
+
+def _round_of(found: RendezvousInfo) -> str:
+    """Return what tells this round from others: all nodes have the same prefix in its store."""
+    key = "ddp_recipes/name"
+    mine = os.urandom(8).hex()
+    return found.store.compare_set(key, "", mine).decode()
+
+
+def _addresses(host: str) -> set[str]:
+    try:
+        return {str(found[4][0]) for found in socket.getaddrinfo(host, None)}
+    except OSError as error:
+        raise RequestError(f"launcher.rdzv_endpoint: {host} has no address here: {error}.") from None
+
+
+def _own_address(host: str) -> str:
+    """Return the address of this machine on the way to a host; nothing is sent."""
+    family, kind, _, _, address = socket.getaddrinfo(host, PORT, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as way:
+        way.connect(address)
+        return str(way.getsockname()[0])

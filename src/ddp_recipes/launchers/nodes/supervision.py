@@ -1,0 +1,184 @@
+"""Watches a node's ranks in one start of a run on several nodes, and whether the other nodes are there."""
+
+import json
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from ddp_recipes.errors import RunFailed
+from ddp_recipes.launchers.local.launcher import AFTER_INTERRUPT_S, AFTER_TERM_S, end_with_stacks
+from ddp_recipes.launchers.local.ranks import Rank, Starter, incoming
+from ddp_recipes.launchers.local.replacement import ANSWER_S, progress
+from ddp_recipes.launchers.reports import Outcome, decide
+from ddp_recipes.reporting.run_directory import read_summary
+from ddp_recipes.runtime.job import Job
+from ddp_recipes.runtime.memory import Places
+
+if TYPE_CHECKING:
+    from ddp_recipes.launchers.nodes.rendezvous import Offer, Start
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a start ended on this node.
+
+    Attributes:
+        outcome: of the run; without one, ranks start again on all nodes that are left.
+        why: lines on the ranks and nodes that were lost, as far as this node knows.
+        since: when that was noticed, in seconds since the epoch.
+        error: the last line of what a rank raised.
+        began: whether ranks have trained.
+        after: how much of what follows its last step the rank had done that left its state.
+        saved_step: of the newest checkpoint.
+    """
+
+    outcome: Outcome | None = None
+    why: tuple[str, ...] = ()
+    since: float = 0.0
+    error: str | None = None
+    began: bool = False
+    after: int = 2
+    saved_step: int = -1
+    whole: bool = True
+
+    def offer(self, before: "Offer", places: Places) -> "Offer":
+        """Return what this node brings to the next start: its newest state, unless a checkpoint is newer."""
+        losses = (*before.losses, *((each.splitlines()[0], self.since) for each in self.why))
+        began = before.began or self.began
+        step, path = max(places.each(), default=(-1, ""))
+        if step < 0 or step < self.saved_step or not self.whole:
+            return replace(before, step=-1, state="", began=began, losses=())
+        return replace(before, step=step, after=self.after, state=path, began=began, losses=losses)
+
+
+class Supervision:
+    """Watches the ranks of a node.
+
+    Args:
+        signals: names of those that this process gets, also while it watches.
+        parts: in which ranks hold the model.
+    """
+
+    def __init__(self, job: Job, start: "Start", starter: Starter, signals: Sequence[str], parts: int) -> None:
+        self.job, self.start, self.signals, self.parts = job, start, signals, parts
+        self.ranks = starter.all()
+        self._since: float | None = None  # when a loss was noticed
+        self._nodes: list[int] = []  # that were lost
+        self._told: set[int] | None = None  # ranks that the others know to be lost
+        self._leaving: dict[int, float] = {}  # when ranks were told to leave
+        self._after = 2
+        self._moved = self._signalled = False
+
+    def run(self) -> Ended:
+        """Watch to the end.
+
+        Raises:
+            KeyboardInterrupt: twice.
+            RunFailed: this node is cut off.
+        """
+        for _ in incoming(self.ranks):
+            self._pass_on_signals()
+            if self.start.alive.cut_off:
+                raise RunFailed(
+                    f"This node is cut off from {self.start.endpoint}, where nodes meet: others go on without it."
+                )
+            reports = {rank.number: rank.report for rank in self.ranks if rank.report is not None}
+            kinds = [report.kind for report in reports.values()]
+            if "refused" in kinds or "preempted" in kinds:
+                return Ended(self._decided())
+            if kinds.count("summary") == len(self.ranks) and (self.ranks or self.start.alive.ended):
+                return Ended(self._finished())
+            self._look_for_losses()
+            all_ended = all(rank.lost or (rank.report and rank.report.kind == "left") for rank in self.ranks)
+            if all_ended and (self.ranks or self._since or self.start.alive.moved) and self._knows_why():
+                return self._ended()
+            if self.start.alive.waiting and not self._moved and all(rank.joined for rank in self.ranks):
+                self._moved = True
+                if self.ranks and self.ranks[0].number == 0:
+                    self.ranks[0].say(json.dumps({"move": True}))
+                    self.start.alive.move()
+        raise AssertionError("there is always more")
+
+    def _pass_on_signals(self) -> None:
+        if self.signals.count("SIGINT") > 1:
+            raise KeyboardInterrupt
+        if self.signals and not self._signalled:
+            self._signalled = True
+            for rank in self.ranks:
+                rank.process.send_signal(signal.SIGTERM)
+
+    def _look_for_losses(self) -> None:
+        """Have ranks that are left notice a loss, and leave once all have."""
+        self._nodes += [node for node in self.start.alive.lost if node not in self._nodes]
+        lost = [rank for rank in self.ranks if rank.lost]
+        waiting = [rank for rank in self.ranks if rank.loss is not None and not rank.lost]
+        if not (lost or waiting or self._nodes):
+            return
+        self._since = self._since or time.time()
+        numbers = {rank.number for rank in lost} | {
+            number for node in self._nodes for number in self.start.ranks_of(node)
+        }
+        if self._told is None or numbers - self._told:
+            self._told = numbers
+            for rank in self.ranks:
+                if not rank.lost:
+                    rank.say(json.dumps({"exited": sorted(numbers)}))
+        there = [rank for rank in self.ranks if not rank.lost and (rank.report is None or rank.report.kind != "left")]
+        others = [rank for rank in there if rank.loss is None and rank.number not in self._leaving]
+        if others and time.time() > self._since + ANSWER_S:
+            for rank in others:
+                rank.hung = True
+            end_with_stacks(self.job, others)
+        elif not others and waiting:
+            self._leave(waiting)
+
+    def _leave(self, waiting: Sequence[Rank]) -> None:
+        """Have ranks end, of which the furthest leaves its state: of a whole model, and what others have not."""
+        whole = [rank for rank in waiting if rank.loss and (not rank.loss.alone or rank.number in rank.loss.alone)]
+        keeps = max(whole, key=progress, default=None) if self.parts == 1 else None
+        for rank in waiting:
+            if rank is keeps:
+                self._after = progress(rank).after
+            rank.loss = None
+            self._leaving[rank.number] = time.time()
+            rank.say(json.dumps({"leave": rank is keeps}))
+
+    def _knows_why(self) -> bool:
+        """Whether this node need not wait to know which other one was lost."""
+        return self._since is None or any(rank.lost for rank in self.ranks) or self.start.alive.all_known
+
+    def _ended(self) -> Ended:
+        """Return how this start ended, for others to go on."""
+        lost = [rank for rank in self.ranks if rank.lost]
+        deaths = [rank for rank in lost if rank.death is not None]
+        why = [rank.why for rank in deaths or lost]
+        why += [f"Node {node} ({self.start.offers[node].address}) was lost." for node in self._nodes]
+        raised = [rank.report.message.strip().splitlines()[-1] for rank in lost if rank.report and rank.report.cause]
+        return Ended(
+            why=tuple(why),
+            since=self._since or time.time(),
+            error=raised[0] if raised and not deaths and not self._nodes else None,
+            began=any(rank.joined for rank in self.ranks),
+            after=self._after,
+            saved_step=self.job.saved_step,
+            whole=self.parts == 1,
+        )
+
+    def _finished(self) -> Outcome:
+        """Return the outcome where all ranks of this node, if it had any, have come to the end."""
+        self._await_exits(AFTER_INTERRUPT_S)
+        summaries = [rank.report.summary for rank in self.ranks if rank.report and rank.report.summary is not None]
+        return Outcome(summaries[0] if summaries else read_summary(self.job.directory) or {})
+
+    def _decided(self) -> Outcome:
+        self._await_exits(AFTER_TERM_S)
+        reports = {rank.number: rank.report for rank in self.ranks if rank.report is not None}
+        return decide(reports, signals=self.signals)
+
+    def _await_exits(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        for _ in incoming(self.ranks):
+            if time.monotonic() > deadline or all(rank.process.returncode is not None for rank in self.ranks):
+                return
