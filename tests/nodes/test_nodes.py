@@ -118,9 +118,19 @@ class Nodes:
             *("-m", "ddp_recipes", *overrides),
         ]
         # Without the last one torch's own agents lose each other when a node joins.
-        environ = {**os.environ, "GLOO_SOCKET_IFNAME": interface, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": str(int(joins))}
+        self.start(node, command, GLOO_SOCKET_IFNAME=interface, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=str(int(joins)))
+
+    def supervise(self, node: int, *overrides: str) -> None:
+        """Start ``launcher=nodes`` on a node, in a folder that the nodes share; they meet at the first."""
+        own = ["launcher=nodes", "launcher.rdzv_endpoint=10.77.0.1:29400", "ckpt_path=auto", "hydra.run.dir=run"]
+        command = ["ip", "netns", "exec", self.names[node - 1], sys.executable, "-m", "ddp_recipes", *own, *overrides]
+        self.start(node, command, GLOO_SOCKET_IFNAME="eth0")
+
+    def start(self, node: int, command: list[str], **environ: str) -> None:
         with (self.folder / f"node_{node}.log").open("ab") as log:
-            process = subprocess.Popen(command, cwd=self.folder, env=environ, stdout=log, stderr=subprocess.STDOUT)
+            process = subprocess.Popen(
+                command, cwd=self.folder, env=os.environ | environ, stdout=log, stderr=subprocess.STDOUT
+            )
         self.processes.append(process)
 
     def said(self, node: int) -> str:
@@ -309,3 +319,46 @@ def test_a_node_that_joins_and_becomes_the_first_goes_on_in_the_directory_of_the
     assert (summary["status"], summary["world_size"], summary["global_step"]) == ("finished", 2, 1000)
     assert summary["samples_seen"] == 1000 * 16
     assert re.search(r"steps +1,000, from [1-9]", nodes.said(1)), nodes.said(1)
+
+
+# --- launcher=nodes
+
+
+def wait_for_step(log: Path, step: int, seconds: float = 90) -> None:
+    """Wait until the log tells of a step that is no earlier."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if log.exists() and max(map(int, re.findall(r" step (\d+) ", log.read_text())), default=0) >= step:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"no step {step} in {log}")
+
+
+def test_a_node_is_cut_off_for_good_and_another_one_joins_with_the_same_bits(
+    nodes: Nodes, tmp_path: Path, python: str
+) -> None:
+    shutil.copy(OWN_MODELS, tmp_path)
+    slow = ["model._target_=own_models.Slow", "+model.sleep_s=0.05", "strategy=ddp_exact", "trainer.max_epochs=12"]
+    overrides = [*TINY, *slow, "launcher.timeout_s=300"]
+    for node in (1, 2):
+        nodes.supervise(node, *overrides, "launcher.nproc_per_node=2")
+    log = tmp_path / "run" / "train.log"
+    wait_for_step(log, 32)
+    nodes.cut(2)
+    assert nodes.processes[1].wait(30) == 1
+    assert "This node is cut off from 10.77.0.1:29400" in nodes.said(2)
+    wait_until_no_rank_is_left(nodes, 2, 5)
+    wait_for_step(log, 80)
+    nodes.supervise(3, *overrides, "launcher.nproc_per_node=1")
+    assert [nodes.processes[0].wait(120), nodes.processes[2].wait(20)] == [0, 0], nodes.said(1) + nodes.said(3)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["status"], summary["world_size"], summary["ranks_replaced"]) == ("finished", 3, 1)
+    told = r"Node 1 \(10\.77\.0\.2\) was lost\. All started again from memory, at the cost of [\d.]+ s until step"
+    assert len(re.findall(told, log.read_text())) == 1
+
+    own = ["+model.sleep_s=0", "launcher.nproc_per_node=1", "hydra.run.dir=whole"]
+    whole = [python, "-m", "ddp_recipes", *(each for each in overrides if "sleep_s" not in each), *own]
+    subprocess.run(whole, cwd=tmp_path, check=True, capture_output=True, timeout=120)
+    alone = json.loads((tmp_path / "whole" / "summary.json").read_text())
+    for fact in ("weights_sha256", "global_step", "samples_seen"):
+        assert summary[fact] == alone[fact]

@@ -13,6 +13,7 @@ from ddp_recipes.runtime.job import ASKS_TO_STOP, Job
 from ddp_recipes.runtime.process import die_with_parent, ignore, leave, loading, outlive_readers, set_name
 from ddp_recipes.runtime.world import World
 
+FIRSTS = "DDP_RECIPES_FIRST_RANKS"  # of each node, where they may hold unequal numbers
 MEET = timedelta(minutes=5)  # for rank 0 to load torch
 
 
@@ -28,7 +29,8 @@ def work(lifeline: int, reports: int, stacks: int, meeting: int | None = None) -
     die_with_parent()
     outlive_readers()
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
-    world = World(*(int(os.environ.get(name, 0)) for name in names))
+    rank, size, local_rank, local_size, node = (int(os.environ.get(name, 0)) for name in names)
+    world = World(rank, size, local_rank, local_size, node, tuple(map(int, os.environ.get(FIRSTS, "").split())))
     set_name(f"rank {world.rank}")
     write_at_death(stacks)
     pipe = os.fdopen(lifeline, "rb")

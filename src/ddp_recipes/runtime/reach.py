@@ -24,7 +24,7 @@ def check_ways(control: Control) -> None:
     world = control.world
     if control.messages is None or world.nnodes == 1:
         return
-    firsts = range(0, world.world_size, world.local_world_size)
+    firsts = world.firsts
     with socket.socket() as door:
         if world.rank in firsts:
             door.bind((_address(), 0))

@@ -10,13 +10,22 @@ _REQUIRED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True)
 class World:
-    """Rank and size, as torchrun defines them. One process is one rank and, in DDP, one replica."""
+    """Rank and size, as torchrun defines them. One process is one rank and, in DDP, one replica.
+
+    Attributes:
+        firsts: the first rank of each node; where nothing is said, nodes are taken to hold equally many ranks.
+    """
 
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
     node_rank: int = 0
+    firsts: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.firsts:
+            object.__setattr__(self, "firsts", tuple(range(0, self.world_size, self.local_world_size)))
 
     @property
     def is_main(self) -> bool:
@@ -25,8 +34,8 @@ class World:
 
     @property
     def nnodes(self) -> int:
-        """Number of nodes, taken to hold equally many ranks."""
-        return -(-self.world_size // self.local_world_size)
+        """Number of nodes."""
+        return len(self.firsts)
 
     @classmethod
     def is_set_in(cls, environ: Mapping[str, str]) -> bool:

@@ -1,9 +1,11 @@
 """Runs a node's ranks in a run of several nodes; on a loss all nodes that are left start theirs anew."""
 
+import json
 import os
 import sys
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
+from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
@@ -16,6 +18,7 @@ from ddp_recipes.launchers.local.launcher import signals_caught
 from ddp_recipes.launchers.local.ranks import Starter
 from ddp_recipes.launchers.nodes.supervision import Ended, Supervision
 from ddp_recipes.launchers.reports import Outcome
+from ddp_recipes.launchers.worker import FIRSTS
 from ddp_recipes.reporting.run_directory import Summary
 from ddp_recipes.runtime.job import Job
 from ddp_recipes.runtime.meeting import Meeting
@@ -80,9 +83,12 @@ class NodesLauncher:
             from ddp_recipes.launchers.nodes.rendezvous import Offer, Rendezvous
         with signals_caught(job.last) as signals, ExitStack() as stack:
             rendezvous = Rendezvous(settings)
-            stack.callback(rendezvous.handler.shutdown)
+            stack.callback(rendezvous.leave)
             places = Places.made(ranks, stack)
-            offer = Offer(ranks, str(job.directory))
+            # Nodes may have as many ranks as they can; all else is the same.
+            launcher = {**job.config["launcher"], "nproc_per_node": "auto"}
+            job = replace(job, config={**job.config, "launcher": launcher})
+            offer = Offer(ranks, str(job.directory), digest(job))
             while True:
                 start = rendezvous.meet(offer)
                 offer = replace(offer, losses=start.losses)
@@ -103,12 +109,16 @@ class NodesLauncher:
     def _starter(self, job: Job, start: "Start", world: int, stack: ExitStack, places: Places) -> Starter:
         """Return what starts this node's ranks, which may be none."""
         first = min(sum(offer.ranks for offer in start.offers[: start.node]), world)
+        nodes = len(start.offers)
         environ = {
             "MASTER_ADDR": start.address,
             "MASTER_PORT": str(start.port),
             "TORCHELASTIC_RUN_ID": start.name,
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "GROUP_RANK": str(start.node),
+            FIRSTS: " ".join(
+                str(ranks.start) for ranks in map(start.ranks_of, range(nodes)) if ranks and ranks.start < world
+            ),
         }
         server = self.resources.server if self.settings.start_method == "forkserver" else None
         count = min(start.offers[start.node].ranks, world - first)
@@ -120,12 +130,18 @@ class NodesLauncher:
             return
         print(*ended.why, sep="\n", file=sys.stderr, flush=True)
         self._losses += 1
-        if self._losses > self.settings.replace_ranks or ended.error in self._errors:
+        by_chance = ended.error is None or (ended.began and ended.error not in self._errors)
+        if self._losses > self.settings.replace_ranks or not by_chance:
             rendezvous.close()
             text = "\n".join(ended.why)
             Outcome(RunFailed(text), ended.why[0].splitlines()[0], known_better=True).conclude(job)
         if ended.error is not None:
             self._errors.add(ended.error)
+
+
+def digest(job: Job) -> str:
+    """Return what two jobs have in common only if they are of the same config."""
+    return blake2b(json.dumps(job.config, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
 def _ranks_of(request: Request, start: "Start") -> int:

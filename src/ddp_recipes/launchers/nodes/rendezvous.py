@@ -6,7 +6,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 BEAT_S = 0.5
 ANSWER_S = 30.0  # for what other nodes say once all have met
+CLOSE_S = 3.0
 PORT = 29400  # torch's own for this
 
 
@@ -35,6 +36,7 @@ class Offer:
     Attributes:
         ranks: how many it can run.
         directory: the run directory.
+        digest: of the config.
         address: by which the others reach it.
         step, after: how far the state has come that it has in memory; -1 without one.
         state: the file of that, on that node.
@@ -44,6 +46,7 @@ class Offer:
 
     ranks: int
     directory: str
+    digest: str
     address: str = ""
     step: int = -1
     after: int = 0
@@ -214,6 +217,12 @@ class Rendezvous:
         messages.set(f"offer/{own}", json.dumps(asdict(replace(offer, address=self._address))))
         offers = [_offer(self._said(messages, f"offer/{node}", node)) for node in range(found.world_size)]
         first = max(range(found.world_size), key=lambda node: (offers[node].progress, -node))
+        if offer.digest != offers[first].digest:
+            raise RequestError(
+                f"This node's config is another one than that of {offers[first].address}, whose run it would join. "
+                f"Start it with the same command: only launcher.nproc_per_node may differ."
+            )
+        offers = [each if each.digest == offer.digest else replace(each, ranks=0) for each in offers]
         order = [first, *(node for node in range(found.world_size) if node != first)]
         store: TCPStore | None = None
         if own == first:
@@ -227,13 +236,28 @@ class Rendezvous:
 
     def close(self) -> None:
         """End the run for all nodes, those that come later as well."""
-        with suppress(RendezvousError):  # the store is gone, and with it the run
-            self.handler.set_closed()  # type: ignore[no-untyped-call]
+        _within_seconds(self.handler.set_closed)
+
+    def leave(self) -> None:
+        """Have the others not wait for this node."""
+        _within_seconds(self.handler.shutdown)
 
     def _said(self, messages: Messages, name: str, node: int) -> str:
         if (text := messages.get(name, ANSWER_S)) is None:
             raise RunFailed(f"Node {node} of those that met at {self.endpoint} does not answer.")
         return text
+
+
+def _within_seconds(call: Callable[[], object]) -> None:
+    """Call what asks the store, which may be gone, and with it the run, or not answer for ever."""
+
+    def run() -> None:
+        with suppress(RendezvousError):
+            call()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(CLOSE_S)
 
 
 def _offer(text: str) -> Offer:
