@@ -6,7 +6,6 @@ of the time, what becomes of the weights, and what a step costs of a run that co
 """
 
 import argparse
-import shlex
 import signal
 import sys
 import time
@@ -260,13 +259,13 @@ def main(argv: Sequence[str]) -> int:
         if not options.quick:
             write(path, name, group, plan)
     if not options.quick:
-        show(path, shlex.join(["python", "-m", "benchmarks.recovery", *argv]))
+        show(path)
     return 0
 
 
-def show(path: Path, command: str) -> None:
+def show(path: Path) -> None:
     """Write a results file as tables, and the seconds after a kill as a picture."""
-    results = page(path, "Recovery", command)
+    results = page(path, "Recovery")
     if "kills" in results:
         there, rows = results["kills"]["machine"], [row for row in results["kills"]["rows"] if row["unit"]]
         caption = f"Seconds from a SIGKILL of one rank to the next step. {there['processor']}, {there['cores']} cores"

@@ -3,7 +3,9 @@
 import json
 import os
 import platform
+import shlex
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -136,6 +138,7 @@ def write(path: Path, name: str, group: Group, settings: Settings) -> None:
         "rows": [asdict(row) | {"verdict": row.verdict} for row in group.rows],
         "settings": asdict(settings),
         "machine": machine(settings.device),
+        "command": shlex.join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
         "raw": group.raw,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -144,7 +147,7 @@ def write(path: Path, name: str, group: Group, settings: Settings) -> None:
     aside.replace(path)
 
 
-def page(path: Path, heading: str, command: str) -> dict[str, Any]:
+def page(path: Path, heading: str) -> dict[str, Any]:
     """Write a results file as tables, to be read; return what is in it."""
     results: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     lines = [f"# {heading}", ""]
@@ -152,7 +155,7 @@ def page(path: Path, heading: str, command: str) -> dict[str, Any]:
         there, rows = group["machine"], [row_of(each) for each in group["rows"]]
         packages = [f"{package} {there[each]}" for each, package in PACKAGES.items() if there.get(each)]
         lines += [f"## {name.capitalize()}", ""]
-        lines += [f"`{command}`, {there['date']}, commit {there['commit']}, {', '.join(packages)}, "]
+        lines += [f"`{group['command']}`, {there['date']}, commit {there['commit']}, {', '.join(packages)}, "]
         lines[-1] += f"{there['cores']} cores."
         lines += ["", "| what | figure | spread | goal | |", "| --- | ---: | ---: | ---: | --- |"]
         for what, goal, figure, spread, verdict in (row.cells() for row in rows):

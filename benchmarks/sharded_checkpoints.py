@@ -40,10 +40,12 @@ meeting: Barrier  # of the ranks that are forked
 mine = 0  # this rank
 
 
-def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function, noting when it was at work."""
+def timed(name: str, function: Callable[..., Any], together: bool = False) -> Callable[..., Any]:
+    """Return the function, noting when it was at work; ``together``: no rank waits for another one in it."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        if together:
+            meeting.wait()
         began = time.monotonic()
         result = function(*args, **kwargs)
         spans.setdefault(name, []).append((began, time.monotonic()))
@@ -132,7 +134,7 @@ def seconds(ranks: int, rounds: int) -> dict[str, list[float]]:
             global mine
             mine = world.rank
             for module, name in ((resume, "load_first"), (build_run, "restore")):
-                setattr(module, name, timed(name, getattr(module, name)))
+                setattr(module, name, timed(name, getattr(module, name), together=True))
             for number in range(rounds + 1):  # one run that trains, others that find nothing left to do
                 if number:
                     forget(Path(folder))

@@ -5,7 +5,6 @@ Measures steps, the memory of a rank (``sharded_memory.py``) and checkpoints (``
 """
 
 import argparse
-import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -128,7 +127,7 @@ def main(argv: Sequence[str]) -> int:
         if not options.quick:
             write(path, name, group, settings)
     if not options.quick:
-        show(path, shlex.join(["python", "-m", "benchmarks.sharding", *argv]))
+        show(path)
     return 0
 
 
@@ -138,9 +137,9 @@ def quietly(measure: Callable[[Settings], Group], settings: Settings) -> Group:
         return measure(settings)
 
 
-def show(path: Path, command: str) -> None:
+def show(path: Path) -> None:
     """Write a results file as tables, and as a picture."""
-    results = page(path, "Sharding", command)
+    results = page(path, "Sharding")
     shown = [row for group in results.values() for row in group["rows"] if row["unit"]]
     there = next(iter(results.values()))["machine"]
     draw_rows(path.with_suffix(".png"), shown, f"{there['processor']}, {there['cores']} cores, torch {there['torch']}")
