@@ -82,6 +82,7 @@ def run(job: Job, world: World, messages: Messages | None, watcher: Watcher = NO
         output.finish(output.facts(recipe.strategy.digest(recipe.task)) | {"status": "preempted", "error": str(error)})
         raise
     except BaseException as error:
+        recipe.strategy.exchanges.end()  # or this rank would wait for the others to leave the group
         fail(recipe, control, output, error)
     finally:
         with suppress(RecipeError):  # of a save that had begun when something else failed

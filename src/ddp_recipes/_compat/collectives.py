@@ -1,13 +1,13 @@
 """Which collectives a piece of code calls, and how torch names groups.
 
 torch documents ``TorchDispatchMode`` by this name; there is no public way for it. Nor is there one to have a group that
-did not come about not count: the count is in the names under which ranks look for each other.
+did not come about not count: the count is in the names under which ranks look for each other. Nor to list all groups.
 """
 
 from collections.abc import Callable
 from typing import Any
 
-from torch.distributed import distributed_c10d
+from torch.distributed import ProcessGroup, distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -27,3 +27,8 @@ class OnCollective(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def count_groups_anew() -> None:
     """Have the next process group be named as the first, which it is to a process that was started meanwhile."""
     distributed_c10d._world.group_count = 0
+
+
+def every_group() -> list[ProcessGroup]:
+    """Return all process groups of this process."""
+    return list(distributed_c10d._world.pg_names)

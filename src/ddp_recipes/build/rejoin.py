@@ -6,13 +6,12 @@ import traceback
 from ddp_recipes._compat.messages import lost_a_rank
 from ddp_recipes._version import __version__
 from ddp_recipes.build.recipe import Recipe
-from ddp_recipes.build.run import join
+from ddp_recipes.build.run import cut_off, join
 from ddp_recipes.callbacks import Callback
 from ddp_recipes.checkpointing.files import State
 from ddp_recipes.errors import Left, RequestError, RunFailed
 from ddp_recipes.loggers.points import Points
 from ddp_recipes.runtime.digest import digest
-from ddp_recipes.runtime.doors import hang_up
 from ddp_recipes.runtime.meeting import Leaving, Loss, Meeting
 from ddp_recipes.strategies.base import batch_norms
 from ddp_recipes.strategies.collectives import broadcast
@@ -42,7 +41,7 @@ def train(recipe: Recipe, run: Run) -> str:
         try:
             return loop.fit(run)
         except Exception as error:
-            if not lost_a_rank(error):
+            if not (lost_a_rank(error) or run.strategy.exchanges.lost):
                 raise
             cause = error
         _meet_again(recipe, run, cause)
@@ -135,6 +134,7 @@ def _of_source(recipe: Recipe, meeting: Meeting, run: Run | None) -> State:
     if own is not None and parts == recipe.world.world_size:  # nobody else has it
         return own
     state: State = broadcast(own, source // parts, recipe.strategy.peers)
+    recipe.strategy.exchanges.settle()
     return state
 
 
@@ -144,8 +144,8 @@ def _leave(recipe: Recipe, run: Run, error: Exception) -> None:
     while cause is not None:
         traceback.clear_frames(cause.__traceback__)
         cause = cause.__context__
+    cut_off(recipe)
     rewind(run)
-    hang_up(recipe.control.connections)
     recipe.strategy.teardown()
 
 

@@ -12,6 +12,7 @@ from ddp_recipes.runtime.process import loading
 from ddp_recipes.runtime.reach import check_ways
 from ddp_recipes.runtime.seeding import Generators
 from ddp_recipes.strategies import Strategy
+from ddp_recipes.strategies.exchanges import Exchanges, leave_aborts_to_us
 from ddp_recipes.training.clock import make_clock
 from ddp_recipes.training.non_finite import NonFiniteGuard
 from ddp_recipes.training.precision import make_precision
@@ -26,6 +27,9 @@ def join(recipe: Recipe) -> None:
     timeout = timedelta(seconds=launcher.timeout_s)
     if recipe.devices.backend == "gloo":
         check_ways(recipe.control)
+    replaces = launcher.replace_ranks > 0
+    if replaces and recipe.devices.backend == "nccl":
+        leave_aborts_to_us()
     before = connections()
     with closed_after() as recipe.control.strangers:
         messages = recipe.control.messages
@@ -33,7 +37,16 @@ def join(recipe: Recipe) -> None:
             messages.exited = recipe.control.watcher.exited
         recipe.strategy.setup(recipe.world, messages, recipe.devices.backend, timeout, launcher.init_method)
     recipe.control.connections = connections() - before
-    recipe.control.watcher.when_lost(partial(hang_up, recipe.control.connections))  # else they may be waited for
+    if replaces and recipe.strategy.silent:
+        recipe.strategy.exchanges = Exchanges(recipe.devices.own, launcher.timeout_s, recipe.strategy.abort)
+    recipe.control.watcher.when_lost(partial(cut_off, recipe))  # else they may be waited for
+    recipe.strategy.exchanges.settle()
+
+
+def cut_off(recipe: Recipe) -> None:
+    """End what is under way with the other ranks, from any thread."""
+    hang_up(recipe.control.connections)
+    recipe.strategy.exchanges.end()
 
 
 def make_stop_controller(recipe: Recipe) -> StopController:

@@ -18,6 +18,7 @@ from ddp_recipes.runtime.messages import Messages
 from ddp_recipes.runtime.phases import phase
 from ddp_recipes.runtime.rows import OwnRows
 from ddp_recipes.runtime.world import World
+from ddp_recipes.strategies.exchanges import Exchanges
 from ddp_recipes.tasks import StepOutput, Task
 
 T = TypeVar("T", bound=Sequence[Any])
@@ -93,6 +94,8 @@ class Strategy(Protocol):
     rejoins: bool  # whether :meth:`setup` takes ranks that have trained, and left, to a new group
     peers: dist.ProcessGroup | None  # ranks that hold the same part of the model; ``None``: all
     shares_memory: bool  # ranks exchange gradients in memory, not by the backend; known once the task is wrapped
+    silent: bool  # whether collectives raise nothing once a rank is lost, but wait until :meth:`abort`; set by setup
+    exchanges: Exchanges  # by these; each method that returns what was exchanged settles it before
 
     def replicas(self, device_type: str) -> int:
         """Return how many replicas share a shard of a batch; ``data.batch_size`` is for each of them."""
@@ -175,6 +178,9 @@ class Strategy(Protocol):
             RequestError: this strategy does not know.
         """
 
+    def abort(self) -> None:
+        """End the collectives under way. Any thread may call it, and again."""
+
     def teardown(self) -> None:
         """Leave the group."""
 
@@ -188,6 +194,8 @@ class Plain:
     shares_memory = False
     writers = 0
     rejoins = True
+    silent = False
+    exchanges = Exchanges()
     peers: dist.ProcessGroup | None = None
 
     def replicas(self, device_type: str) -> int:
@@ -224,6 +232,9 @@ class Plain:
     def explain(self, error: BaseException, task: Task) -> str | None:
         """torch's own message says it."""
         return None
+
+    def abort(self) -> None:
+        """They end by themselves."""
 
 
 class Whole(Plain):

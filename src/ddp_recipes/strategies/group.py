@@ -1,13 +1,14 @@
 """What strategies of several processes have in common: a process group."""
 
 from datetime import timedelta
+from threading import Thread
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store
 
-from ddp_recipes._compat.collectives import count_groups_anew
+from ddp_recipes._compat.collectives import count_groups_anew, every_group
 from ddp_recipes.config.parallelism import StrategySettings
 from ddp_recipes.errors import RequestError
 from ddp_recipes.runtime.digest import digest
@@ -36,7 +37,7 @@ class Group(Plain):
         self, world: World, messages: Messages | None, backend: str, timeout: timedelta, init_method: str | None
     ) -> None:
         """Join the process group, over the launcher's store or an address of the user's own."""
-        self.world, self.timeout_s = world, timeout.total_seconds()
+        self.world, self.timeout_s, self.silent = world, timeout.total_seconds(), "nccl" in backend
         if init_method is not None:
             dist.init_process_group(
                 backend, init_method=init_method, rank=world.rank, world_size=world.world_size, timeout=timeout
@@ -53,7 +54,17 @@ class Group(Plain):
         values = values.sum(dim=0)
         if self.world.world_size > 1:
             dist.all_reduce(values)
+        self.exchanges.settle()
         return values
+
+    def sum_in_turns(self, values: Tensor) -> Tensor:
+        """Gather the rows of all ranks and add them: first rows first."""
+        if self.world.world_size > 1:
+            rows = values.new_empty(self.world.world_size * len(values), *values.shape[1:])
+            dist.all_gather_into_tensor(rows, values.contiguous())
+            values = rows.view(self.world.world_size, *values.shape).transpose(0, 1).flatten(0, 1)
+        self.exchanges.settle()
+        return values.sum(dim=0)
 
     def digest(self, task: Task) -> str | None:
         """Digest what is gathered, on rank 0."""
@@ -62,7 +73,9 @@ class Group(Plain):
 
     def gather(self, value: Any) -> list[Any] | None:
         """Gather values on rank 0."""
-        return gather(value)
+        values = gather(value)
+        self.exchanges.settle()
+        return values
 
     def exchange(self, task: Task, world: World) -> Exchange:
         """Refuse: each strategy has to say this for itself."""
@@ -71,6 +84,14 @@ class Group(Plain):
             f"fsdp or single."
         )
 
+    def abort(self) -> None:
+        """Abort all groups at once: to end one, NCCL may wait for the device, and so for the kernels of the others."""
+        ends = [Thread(target=each.abort, daemon=True) for each in every_group()]
+        for each in ends:
+            each.start()
+        for each in ends:
+            each.join()
+
     def teardown(self) -> None:
         """Destroy the process group."""
         self.peers = None
@@ -78,12 +99,3 @@ class Group(Plain):
             dist.destroy_process_group()
         else:
             count_groups_anew()  # an attempt may have failed
-
-
-def sum_in_turns(values: Tensor, world: World) -> Tensor:
-    """Return the sum over rows, [rows, ...] to [...], and ranks: first rows first. A collective."""
-    if world.world_size > 1:
-        rows = values.new_empty(world.world_size * len(values), *values.shape[1:])
-        dist.all_gather_into_tensor(rows, values.contiguous())
-        values = rows.view(world.world_size, *values.shape).transpose(0, 1).flatten(0, 1)
-    return values.sum(dim=0)

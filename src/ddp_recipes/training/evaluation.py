@@ -34,6 +34,7 @@ def validate(run: Run) -> bool:
     except ValidationStopped:
         _end_validation(run)
         return False
+    run.strategy.exchanges.settle()  # metrics have collectives of their own
     check_monitor(run, {**run.metrics, **metrics})
     run.metrics.update(metrics)
     run.logger.scalars(metrics, run.cursor.step)

@@ -27,7 +27,9 @@ def save(run: Run, measured: bool) -> None:
     for callback in run.callbacks.values():
         callback.on_save_start(run.cursor.step)
     await_writer(run, bad)
-    run.checkpointer.save(gather_state(run), run.cursor.step, value)
+    state = gather_state(run)
+    run.strategy.exchanges.settle()
+    run.checkpointer.save(state, run.cursor.step, value)
     if not run.checkpoint.async_save:
         await_writer(run, bad)
     run.saved_step = run.cursor.step

@@ -25,6 +25,7 @@ def update(run: Run, batches: Iterator[Batch], measured: bool) -> Update:
         lr = run.optimizer.param_groups[0]["lr"]
         if run.together:
             run.strategy.sum(torch.zeros(1, device=run.devices[0]))  # the last collective of the step
+        run.strategy.exchanges.settle()
         run.precision.step(run.optimizer)
         zero_grad(run.optimizer)
     return Update(losses, samples, norm, lr, loss, metrics)

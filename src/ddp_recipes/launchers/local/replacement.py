@@ -34,7 +34,7 @@ class Replacement:
     _since: float | None = None  # when the loss was noticed
     _told_of: int = 0  # of those, by the ranks themselves
     _over: bool = False  # whether the run ends
-    _told: set[int] = field(default_factory=set)  # lost ranks that the others know of
+    _told: set[int] | None = None  # lost ranks that the others know of
     _errors: set[tuple[str, int]] = field(default_factory=set)  # of ranks that raised, with the step
 
     @property
@@ -69,10 +69,10 @@ class Replacement:
         return True
 
     def _tell(self, ranks: Sequence[Rank], lost: Sequence[Rank]) -> None:
-        """Tell the others which ranks they need not wait for."""
+        """Tell the others that ranks are lost, and which they need not wait for."""
         numbers = {rank.number for rank in lost}
-        if numbers - self._told:
-            self._told |= numbers
+        if self._told is None or numbers - self._told:
+            self._told = numbers | (self._told or set())
             for rank in ranks:
                 if rank not in lost:
                     rank.say(json.dumps({"exited": sorted(self._told)}))
@@ -125,7 +125,7 @@ class Replacement:
         for rank in waiting:
             rank.loss, rank.joined = None, False
             rank.say(json.dumps({"meeting": meeting}))
-        self._since, self._told = None, set()
+        self._since, self._told = None, None
 
     def _end(self, waiting: Sequence[Rank]) -> None:
         """Have the ranks that wait fail, too."""

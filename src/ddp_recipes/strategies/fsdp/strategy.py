@@ -29,7 +29,7 @@ from ddp_recipes.strategies.fsdp.plan import exchange_of
 from ddp_recipes.strategies.fsdp.settings import FSDPSettings
 from ddp_recipes.strategies.fsdp.steps import gather_in_steps
 from ddp_recipes.strategies.fsdp.usage import Usage
-from ddp_recipes.strategies.group import Group, sum_in_turns
+from ddp_recipes.strategies.group import Group
 from ddp_recipes.tasks import Task
 
 
@@ -262,7 +262,7 @@ class FSDP(Whole, Group):
 
     def sum(self, values: Tensor) -> Tensor:
         """Add the rows of all ranks, in the order of the shards where they have one."""
-        return super().sum(values) if self.settings.shards is None else sum_in_turns(values, self.world)
+        return super().sum(values) if self.settings.shards is None else self.sum_in_turns(values)
 
     def sync_buffers(self, task: Task) -> None:
         """Give every rank rank 0's, unless they are the same after each step."""
