@@ -221,6 +221,20 @@ def test_a_state_in_memory_that_nobody_would_read_is_refused(tmp_path: Path, pyt
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    "strategy",
+    [["strategy=ddp"], pytest.param([EXACT, "strategy.shards=4"], marks=pytest.mark.slow)],
+    ids=["ddp", "ddp_exact"],
+)
+def test_statistics_of_batch_norm_outlive_a_loss_after_a_step(strategy: list[str], tmp_path: Path, python: str) -> None:
+    whole, hurt = tmp_path / "whole", tmp_path / "hurt"
+    assert ran(python, whole, *NORM, *strategy).returncode == 0
+    ended = ran(python, hurt, *NORM, *strategy, *disturbed(1, "[4]"))  # before the validation of an epoch
+    assert ended.returncode == 0, ended.stderr
+    assert summary(hurt)["ranks_replaced"] == 1
+    see_same(hurt, whole)
+
+
 @pytest.mark.parametrize("overrides", [["launcher=slurm"], ["launcher=env"], []], ids=["slurm", "env", "auto"])
 def test_ranks_that_somebody_else_starts_are_not_replaced(overrides: list[str], tmp_path: Path, python: str) -> None:
     started = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29718"}

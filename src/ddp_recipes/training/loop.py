@@ -48,6 +48,8 @@ def fit(run: Run) -> str:
             logged = (before.step + 1) % every == 0
             update = run.update(run, batches, logged)
             run.cursor, run.unfinished = advance(run, update.samples), before
+            if run.buffers is not None:
+                run.buffers.keep()  # what follows may be cut off as well
             run.guard.record(run.cursor.step, update.losses)
             run.clock.step()
             if run.recovery is not None:
@@ -85,6 +87,8 @@ def end_step(run: Run, before: Cursor) -> None:
         if schedule.monitor is not None:
             batch = len(run.train) if over else run.cursor.batch
             schedule.tick(batch, run.cursor.epoch if over else None, run.metrics)
+    if measured and run.buffers is not None:
+        run.buffers.keep()  # a validation gives ranks the same ones
     run.unfinished, run.measured, run.unsaved = None, measured, run.unsaved or save_due(run, before, measured)
     if run.unsaved:
         save_step(run)
