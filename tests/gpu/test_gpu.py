@@ -6,16 +6,22 @@ import re
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
+from threading import Thread
 from typing import ClassVar
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ddp_recipes import rank
+from ddp_recipes._compat.messages import lost_a_rank
 from ddp_recipes.callbacks import Callback
 from ddp_recipes.runtime.job import Job
 from ddp_recipes.runtime.world import World
+from ddp_recipes.strategies import DDP, DDPSettings
+from ddp_recipes.strategies.exchanges import Exchanges, leave_aborts_to_us
 from ddp_recipes.testing import make_job
 
 pytestmark = [
@@ -214,3 +220,101 @@ def test_a_plan_tells_the_memory_that_a_run_takes(tmp_path: Path, overrides: lis
     before = torch.cuda.memory_allocated()
     rank.run(job(tmp_path / "run", *overrides), World(), None)
     assert memory["peak"] == pytest.approx(torch.cuda.max_memory_allocated() - before, rel=0.1)
+
+
+def test_a_group_of_nccl_is_aborted_from_another_thread_and_joined_anew() -> None:
+    """With one rank: two on one GPU are not supported by NCCL."""
+    device = torch.device("cuda", 0)
+    strategy = DDP(DDPSettings())
+    leave_aborts_to_us()
+    for _ in range(2):
+        strategy.setup(World(), None, "nccl", timedelta(seconds=60), None)
+        assert strategy.silent
+        other = dist.new_group([0])
+        strategy.exchanges = exchanges = Exchanges([device], 60, strategy.abort)
+        values = torch.ones(1, 1, device=device)
+        for group in (None, other):
+            dist.all_reduce(values, group=group)
+        assert strategy.sum(values).item() == 1
+        thread = Thread(target=exchanges.end)
+        thread.start()
+        thread.join()
+        with pytest.raises(dist.DistBackendError, match="A rank was lost"):
+            exchanges.settle()
+        for group in (None, other):
+            with pytest.raises(dist.DistBackendError) as raised:
+                dist.all_reduce(values, group=group)
+            assert lost_a_rank(raised.value)
+        exchanges.end()
+        strategy.teardown()
+        assert not dist.is_initialized()
+
+
+def test_what_the_device_does_not_finish_in_time_is_not_used() -> None:
+    exchanges = Exchanges([torch.device("cuda", 0)], 0.1, lambda: None)
+    torch.cuda._sleep(4 * 10**9)  # cycles, which are seconds
+    with pytest.raises(dist.DistBackendError, match=r"Timed out waiting 0\.1 s") as raised:
+        exchanges.settle()
+    assert lost_a_rank(raised.value)
+    torch.cuda.synchronize()
+    exchanges.settle()
+
+
+KILLS = """
+import os
+from pathlib import Path
+from signal import SIGKILL, SIGSTOP
+
+from ddp_recipes import Callback
+
+
+class Disturbing(Callback):
+    def __init__(self, rank, at, signal):
+        self.at, self.signal, self.mine = at, signal, rank == int(os.environ["RANK"])
+
+    def on_step(self, step):
+        if self.mine and step in self.at and not Path(f"done_{step}").exists():
+            Path(f"done_{step}").touch()
+            os.kill(os.getpid(), SIGSTOP if self.signal == "stop" else SIGKILL)
+"""
+REPLACED = [
+    "data.global_batch_size=16",
+    "launcher.replace_ranks=2",
+    "launcher.timeout_s=10",
+    "hydra.run.dir=run",
+]
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        ["strategy=ddp_exact", "launcher.nproc_per_node=2"],
+        ["strategy=ddp", "launcher.nproc_per_node=2"],
+        ["strategy=fsdp", "strategy.replicas=2", "launcher.nproc_per_node=4"],
+        ["strategy=ddp_pipeline", "strategy.stages=2", "launcher.nproc_per_node=4"],
+    ],
+    ids=["ddp_exact", "ddp", "fsdp", "ddp_pipeline"],
+)
+@pytest.mark.parametrize(
+    ("rank", "signal"), [(0, "kill"), (1, "kill"), (1, "stop")], ids=["rank 0", "rank 1", "rank 1 hangs"]
+)
+def test_a_lost_rank_is_replaced_over_nccl(strategy: list[str], rank: int, signal: str, tmp_path: Path) -> None:
+    ranks = int(strategy[-1][-1])
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs: NCCL takes one rank on each")
+    command = [sys.executable, "-m", "ddp_recipes", *TINY, *REPLACED, "model=mlp", *strategy]
+    values = f"{{_target_: kills.Disturbing, rank: {rank}, at: [5, 21], signal: {signal}}}"
+    hashes = []
+    for name, disturbed in (("whole", []), ("hurt", [f"+callbacks.disturbing={values}"])):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "kills.py").write_text(KILLS)
+        environ = {**os.environ, "PYTHONPATH": str(folder)}
+        ended = subprocess.run(
+            [*command, *disturbed], cwd=folder, env=environ, capture_output=True, text=True, timeout=300
+        )
+        assert ended.returncode == 0, ended.stderr
+        summary = json.loads((folder / "run" / "summary.json").read_text())
+        assert summary["ranks_replaced"] == 2 * bool(disturbed), ended.stderr
+        hashes.append(summary["weights_sha256"])
+    assert hashes[0] == hashes[1]

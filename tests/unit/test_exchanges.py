@@ -1,0 +1,45 @@
+"""What keeps aborted collectives from being used, as far as no GPU is needed for it."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ddp_recipes._compat.messages import lost_a_rank
+from ddp_recipes.errors import RequestError
+from ddp_recipes.strategies.exchanges import HANDLING, SETTINGS, Exchanges, leave_aborts_to_us
+
+
+def test_what_was_aborted_is_reported_as_a_lost_rank() -> None:
+    aborted: list[str] = []
+    exchanges = Exchanges([torch.device("cpu")], 1.0, lambda: aborted.append("all"))
+    exchanges.settle()
+    exchanges.end()
+    assert (exchanges.lost, aborted) == (True, ["all"])
+    with pytest.raises(dist.DistBackendError, match="aborted") as raised:
+        exchanges.settle()
+    assert lost_a_rank(raised.value)
+
+
+def test_where_collectives_raise_by_themselves_nothing_is_aborted() -> None:
+    exchanges = Exchanges()
+    exchanges.end()
+    exchanges.settle()
+    assert not exchanges.lost
+
+
+def test_settings_of_nccl_are_not_set_over_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in SETTINGS:
+        monkeypatch.setenv(name, "1")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+    leave_aborts_to_us()
+    assert {name: os.environ[name] for name in SETTINGS} == SETTINGS | {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+
+
+def test_torch_may_not_abort_collectives_unnoticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in SETTINGS:
+        monkeypatch.setenv(name, "2")
+    with pytest.raises(RequestError, match=f"{HANDLING}=2 .* Leave the variable out"):
+        leave_aborts_to_us()
