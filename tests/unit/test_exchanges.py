@@ -22,6 +22,20 @@ def test_what_was_aborted_is_reported_as_a_lost_rank() -> None:
     assert lost_a_rank(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("text", "lost"),
+    [
+        ("NCCL communicator was aborted after a previous error", True),
+        ("NCCL Async Error: remote process exited or there was a network error", True),
+        ("NCCL AllReduce failed: invalid argument", True),
+        ("NCCL operation timed out", True),
+        ("Cannot use ReduceOp.BAND with NCCL", False),
+    ],
+)
+def test_errors_after_an_abort_are_told_from_ones_own(text: str, lost: bool) -> None:
+    assert lost_a_rank(RuntimeError(text)) == lost
+
+
 def test_where_collectives_raise_by_themselves_nothing_is_aborted() -> None:
     exchanges = Exchanges()
     exchanges.end()

@@ -13,9 +13,10 @@ def timed_out(error: BaseException) -> bool:
 
 def lost_a_rank(error: BaseException) -> bool:
     """Whether an error of a collective comes of another rank, which has exited, is stopped or was cut off."""
-    if type(error).__name__ == "DistBackendError":  # NCCL's
+    if type(error).__name__ == "DistBackendError":  # NCCL's, which from torch 2.15 on are plain ones
         return True
     text = r"third_party/gloo|gloo/transport|Connection (closed|reset|refused)|Broken pipe"
+    text += r"|NCCL (communicator was aborted|Async Error|\w+ failed)"
     return timed_out(error) or (isinstance(error, RuntimeError) and re.search(text, str(error)) is not None)
 
 

@@ -6,6 +6,7 @@ Whoever notices the loss aborts them from another thread. The device then goes o
 import os
 import time
 from collections.abc import Callable, Sequence
+from threading import Lock
 
 import torch
 import torch.distributed as dist
@@ -50,13 +51,15 @@ class Exchanges:
     ) -> None:
         self._devices = [device for device in devices if device.type == "cuda"]
         self._timeout_s, self._abort = timeout_s, abort
+        self._ends = Lock()  # torch does not expect two threads to abort one group
         self.lost = False
 
     def end(self) -> None:
         """Abort what is under way; any thread may call it, and again."""
         if self._abort is not None:
             self.lost = True
-            self._abort()
+            with self._ends:
+                self._abort()
 
     def settle(self) -> None:
         """Wait until the devices have all that was exchanged; called before it is used.

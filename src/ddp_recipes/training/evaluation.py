@@ -34,7 +34,6 @@ def validate(run: Run) -> bool:
     except ValidationStopped:
         _end_validation(run)
         return False
-    run.strategy.exchanges.settle()  # metrics have collectives of their own
     check_monitor(run, {**run.metrics, **metrics})
     run.metrics.update(metrics)
     run.logger.scalars(metrics, run.cursor.step)
@@ -79,7 +78,9 @@ def evaluate(
         batches = _announced(task, loader, done, before_batch)
         metrics |= _evaluate(task, loader, batches, strategy, prefix, precision, {} if matrices is None else matrices)
         done += len(loader)
-    return task.end_evaluation(next(iter(loaders)).partition("/")[0], metrics)
+    metrics = task.end_evaluation(next(iter(loaders)).partition("/")[0], metrics)
+    strategy.exchanges.settle()  # metrics have collectives of their own
+    return metrics
 
 
 def _announced(task: Task, loader: Loader, done: int, before_batch: Callable[[int], None]) -> Iterator[Batch]:
