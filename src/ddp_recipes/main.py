@@ -77,7 +77,8 @@ def run(
     composed = OmegaConf.create(request) if isinstance(request, Mapping | DictConfig) else None  # type: ignore[arg-type]
     if directory is not None and composed is None:
         raise RequestError("directory= is for a composed config. With overrides, give hydra.run.dir=… among them.")
-    world = environment.join(os.environ)
+    supervises = composed is None and "launcher=nodes" in request  # a node's one task, which Slurm may have started
+    world = None if supervises else environment.join(os.environ)
     if world is not None:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as the local launcher does
     if "TORCHELASTIC_RUN_ID" in os.environ:

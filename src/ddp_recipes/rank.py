@@ -16,7 +16,7 @@ from ddp_recipes.build.recipe import Recipe, make_recipe
 from ddp_recipes.build.run import join, make_run, make_stop_controller
 from ddp_recipes.checkpointing.export import write_weights
 from ddp_recipes.checkpointing.writing import disk_failure
-from ddp_recipes.errors import Left, Preempted, RecipeError, RequestError, RunFailed
+from ddp_recipes.errors import MAKE_KEY, Left, Preempted, RecipeError, RequestError, RunFailed
 from ddp_recipes.output import Output
 from ddp_recipes.reporting.run_directory import RunDirectory, Summary, write_trace
 from ddp_recipes.runtime.advice import advice
@@ -41,9 +41,8 @@ from ddp_recipes.training.state import Run
 log = logging.getLogger(__name__)
 
 NO_KEY = (
-    "others who reach MASTER_ADDR can write messages to this run as if they were its ranks: there is no key. Make one "
-    "in the home folder, if all nodes share it: (umask 077; openssl rand -hex 32 > ~/.ddp_recipes_key). Else set "
-    "DDP_RECIPES_KEY to the same secret for every rank."
+    f"others who reach MASTER_ADDR can write messages to this run as if they were its ranks: there is no key. "
+    f"{MAKE_KEY}"
 )
 
 

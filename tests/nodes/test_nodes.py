@@ -124,7 +124,7 @@ class Nodes:
         """Start ``launcher=nodes`` on a node, in a folder that the nodes share; they meet at the first."""
         own = ["launcher=nodes", "launcher.rdzv_endpoint=10.77.0.1:29400", "ckpt_path=auto", "hydra.run.dir=run"]
         command = ["ip", "netns", "exec", self.names[node - 1], sys.executable, "-m", "ddp_recipes", *own, *overrides]
-        self.start(node, command, GLOO_SOCKET_IFNAME="eth0")
+        self.start(node, command, GLOO_SOCKET_IFNAME="eth0", DDP_RECIPES_KEY="a secret that these nodes have")
 
     def start(self, node: int, command: list[str], **environ: str) -> None:
         with (self.folder / f"node_{node}.log").open("ab") as log:

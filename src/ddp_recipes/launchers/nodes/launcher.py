@@ -42,10 +42,6 @@ class NodesSettings(LauncherSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.rdzv_endpoint is None:
-            raise RequestError(
-                "launcher=nodes needs launcher.rdzv_endpoint: host:port of one of the nodes, the same on all."
-            )
         if self.min_nodes > self.nnodes:
             raise RequestError(
                 f"launcher.min_nodes={self.min_nodes} is more than launcher.nnodes={self.nnodes}, the most."
@@ -72,11 +68,15 @@ class NodesLauncher:
         self.resources.refuse_started_ranks("nodes")
         settings, request = self.settings, Request.of(job.config)
         ranks = request.processes_on_node(visible_gpus())
+        if settings.rdzv_endpoint is None:
+            raise RequestError(
+                "launcher=nodes needs launcher.rdzv_endpoint: host:port of one of the nodes, the same on all."
+            )
         if settings.min_nodes < settings.nnodes and request.strategy.fixed_shards is None:
             raise RequestError(
-                f"launcher.min_nodes={settings.min_nodes} lets ranks become fewer, and with strategy="
-                f"{request.strategy.name} the result depends on how many there are. Set "
-                f"launcher.min_nodes={settings.nnodes}, or choose strategy=ddp_exact or strategy.shards of fsdp."
+                f"launcher.min_nodes={settings.min_nodes} lets ranks become fewer, and with {request.strategy.name} "
+                f"the result depends on how many there are. Set launcher.min_nodes={settings.nnodes}, or choose a "
+                f"strategy that adds up fixed shards."
             )
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else pages of C++ frames when a node is lost
         with loading():

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING
 from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError, RendezvousInfo
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
-from ddp_recipes.errors import RequestError, RunFailed
+from ddp_recipes.errors import MAKE_KEY, RequestError, RunFailed
 from ddp_recipes.launchers.keys import find_key
+from ddp_recipes.launchers.nodes.backend import signed_backend
 from ddp_recipes.runtime.messages import Messages
 
 if TYPE_CHECKING:
@@ -169,6 +170,9 @@ class Rendezvous:
     """Where nodes meet."""
 
     def __init__(self, settings: "NodesSettings") -> None:
+        self._key = find_key(os.environ)
+        if not self._key:
+            raise RequestError(f"launcher=nodes: others could write to this run as if they were its nodes. {MAKE_KEY}")
         endpoint, self.lost_after_s, self._name = str(settings.rdzv_endpoint), settings.lost_after_s, settings.rdzv_id
         host, _, port = endpoint.rpartition(":") if ":" in endpoint else (endpoint, "", str(PORT))
         self.endpoint = f"{host}:{port}"
@@ -191,7 +195,8 @@ class Rendezvous:
                     keep_alive_max_attempt=max(1, round(settings.lost_after_s)),
                     last_call_timeout=max(1, round(settings.more_after_s)),
                 )
-                self.handler = get_rendezvous_handler(parameters)
+                backend, store = signed_backend(parameters, self._key)
+                self.handler = create_handler(store, backend, parameters)
                 break
             except RendezvousError as error:
                 if not is_host:
@@ -212,7 +217,7 @@ class Rendezvous:
             raise RunFailed("Another node has ended the run.") from None
         except RendezvousError as error:
             raise RunFailed(f"The nodes of the run do not meet at {self.endpoint}: {error}") from error
-        messages = Messages(PrefixStore("ddp_recipes", found.store), find_key(os.environ), f"nodes {self._name}")
+        messages = Messages(PrefixStore("ddp_recipes", found.store), self._key, f"nodes {self._name}")
         own = found.rank
         messages.set(f"offer/{own}", json.dumps(asdict(replace(offer, address=self._address))))
         offers = [_offer(self._said(messages, f"offer/{node}", node)) for node in range(found.world_size)]

@@ -1,0 +1,61 @@
+"""The state of torch's rendezvous, which it pickles: taken from nobody without the key. Loads torch."""
+
+import hmac
+from hashlib import blake2b
+from typing import Any
+
+from torch.distributed import Store
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.api import RendezvousStateError
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token
+
+SIZE = 32
+
+
+class SignedBackend(RendezvousBackend):
+    """A backend whose state carries a digest, keyed over the run and the state."""
+
+    def __init__(self, backend: RendezvousBackend, key: bytes, run: str) -> None:
+        self._backend, self._key, self._run = backend, key, run.encode()
+
+    @property
+    def name(self) -> str:
+        """The other one's."""
+        return self._backend.name
+
+    def get_state(self) -> tuple[bytes, Token] | None:
+        """Return the state, if there is one.
+
+        Raises:
+            RendezvousStateError: it was written without the key.
+        """
+        found = self._backend.get_state()
+        return None if found is None else (self._verified(found[0]), found[1])
+
+    def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
+        """Set the state if it is still the one of the token; return what is there.
+
+        Raises:
+            RendezvousStateError: what is there was written without the key.
+        """
+        found = self._backend.set_state(self._digest(state) + state, token)
+        return None if found is None else (self._verified(found[0]), found[1], found[2])
+
+    def _digest(self, state: bytes) -> bytes:
+        return blake2b(self._run + b"\0" + state, key=self._key, digest_size=SIZE).digest()
+
+    def _verified(self, signed: bytes) -> bytes:
+        state = signed[SIZE:]
+        if not hmac.compare_digest(signed[:SIZE], self._digest(state)):
+            raise RendezvousStateError(
+                "what is there was not written with this node's key. Either nodes have different keys "
+                "(DDP_RECIPES_KEY or ~/.ddp_recipes_key), or somebody else writes there"
+            )
+        return state
+
+
+def signed_backend(parameters: RendezvousParameters, key: bytes) -> tuple[RendezvousBackend, Store]:
+    """Return the backend of torch's ``c10d``, and the store that it is in."""
+    made: Any = create_backend(parameters)
+    return SignedBackend(made[0], key, parameters.run_id), made[1]
