@@ -8,6 +8,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import pytest
 
 START_S = 30.0
 STOP_S = 20.0
+NODES = ("127.0.0.1", "127.0.0.2")
 DAEMONS = ("munged", "slurmctld", "slurmd")
 
 # The nodes are called by addresses, so that they resolve. One CPU each: a job of two nodes fills the cluster.
@@ -77,6 +79,29 @@ class Cluster:
         words = self.command("scontrol", "show", "job", "--oneliner", job).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
+    def lose_node(self, address: str, task: int) -> None:
+        """Kill all that runs on a node, as the loss of its power would: the daemon, and a task with what started it."""
+        children: dict[int, list[int]] = {}
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            with suppress(OSError):
+                children.setdefault(int(path.read_text().rpartition(")")[2].split()[1]), []).append(int(path.parts[2]))
+        step = int(Path(f"/proc/{task}/stat").read_text().rpartition(")")[2].split()[1])
+        found = [int((self.folder / f"slurmd.{address}.pid").read_text()), step]
+        for pid in found:  # grows
+            found += [child for child in children.get(pid, []) if child not in found]
+        for pid in found:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def start_node(self, address: str) -> None:
+        """Start a node's daemon, which the cluster ends: it is no process that a test leaves."""
+        program = _which("slurmd")
+        assert program is not None
+        words = [program, "-N", address, "-f", self.environ["SLURM_CONF"]]
+        environ = {name: value for name, value in os.environ.items() if name != "DDP_RECIPES_TEST_PROCESS"}
+        with (self.folder / "slurmd.out").open("ab") as out:
+            subprocess.run(words, stdout=out, stderr=out, check=True, env={**environ, **self.environ})
+
     def idle(self) -> bool:
         """Whether both nodes are free."""
         return self.command("sinfo", "-h", "-t", "idle", "-o", "%D") == "2"
@@ -129,8 +154,6 @@ def _start(cluster: Cluster) -> None:
     for words in (
         ["munged", "--force", f"--key-file={key}", *munge],
         ["slurmctld", "-i", "-f", conf],
-        ["slurmd", "-N", "127.0.0.1", "-f", conf],
-        ["slurmd", "-N", "127.0.0.2", "-f", conf],
     ):
         program = _which(words[0])
         assert program is not None
@@ -138,6 +161,8 @@ def _start(cluster: Cluster) -> None:
             subprocess.run(
                 [program, *words[1:]], stdout=out, stderr=out, check=True, env={**os.environ, **cluster.environ}
             )
+    for address in NODES:
+        cluster.start_node(address)
     assert _await(cluster.idle, START_S), "\n".join(path.read_text(errors="replace") for path in folder.glob("*.log"))
 
 

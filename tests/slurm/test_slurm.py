@@ -4,6 +4,8 @@ import os
 import shlex
 import shutil
 import signal
+import socket
+import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -97,6 +99,33 @@ def test_the_tasks_of_a_job_array_get_a_directory_each(slurm: Cluster, folder: P
     printed = "\n".join(path.read_text() for path in folder.glob("array_*.log"))
     directories = sorted((folder / "outputs").iterdir())
     assert [summary(path)["status"] for path in directories] == ["finished"] * 2, f"{job}\n{printed}"
+
+
+def test_a_lost_node_leaves_the_run_to_the_others_with_the_same_bits(slurm: Cluster, folder: Path) -> None:
+    exact = (*LONG, "strategy=ddp_exact", "strategy.shards=4")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    nodes = ("launcher=nodes", f"launcher.rdzv_endpoint=127.0.0.1:{port}", "launcher.nproc_per_node=1")
+    overrides = (*exact, *nodes, "ckpt_path=auto", "hydra.run.dir=run")
+    # Both nodes are this machine, so whoever came first would hold the store: the first one does.
+    waits = f"until [ $SLURM_NODEID = 0 ] || (echo > /dev/tcp/127.0.0.1/{port}) 2>/dev/null; do sleep 0.1; done"
+    run = f"{waits}; echo $$ > task_$SLURM_NODEID; exec {shlex.join([sys.executable, TRAIN, *overrides])}"
+    command = ["srun", "--no-kill", "--nodes=2", "--ntasks-per-node=1", "bash", "-c", run]
+    environ = {**os.environ, **slurm.environ, "DDP_RECIPES_KEY": "a secret that these nodes have"}
+    with subprocess.Popen(command, cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as job:
+        log = folder / "run" / "train.log"
+        until(lambda: log.exists() and "epoch 2" in log.read_text(), END_S, "it does not begin")
+        slurm.lose_node("127.0.0.2", int((folder / "task_1").read_text()))
+        try:
+            until(lambda: summary(folder / "run")["status"] == "finished", END_S, "it does not go on")
+        finally:
+            slurm.start_node("127.0.0.2")
+            job.kill()
+    found = summary(folder / "run")
+    assert (found["world_size"], found["ranks_replaced"]) == (1, 1)
+    done(ran(folder, *exact, "hydra.run.dir=whole", "launcher.nproc_per_node=1"))
+    assert found["weights_sha256"] == summary(folder / "whole")["weights_sha256"]
 
 
 # --- launcher=slurm --------------------------------------------------------------------------------------------------
