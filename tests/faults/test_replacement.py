@@ -140,7 +140,7 @@ def test_a_lost_rank_is_replaced_and_the_run_ends_as_if_undisturbed(
         assert "in disturb" in ended.stderr  # its traceback
         assert "in disturb" in trace.read_text()
     if how == "stop":
-        assert "parts.py" in trace.read_text()
+        assert "training/loop.py" in trace.read_text()  # where it was stopped, or an instant later: it was continued
 
 
 @pytest.mark.slow

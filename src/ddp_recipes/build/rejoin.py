@@ -34,7 +34,7 @@ def train(recipe: Recipe, run: Run) -> str:
     if may_go_on(recipe, run):
         run.buffers, run.logger, run.together = Buffers(run.task), Points(run.logger), _parts(recipe) > 1
     if recipe.meeting is not None and recipe.state is not None:
-        go_on(run, recipe.state, recipe.meeting)
+        go_on(run, recipe.state, recipe.meeting, recipe.control.watcher.told)
     if run.buffers is None:
         return loop.fit(run)
     while True:
@@ -111,7 +111,7 @@ def _meet_again(recipe: Recipe, run: Run, error: Exception) -> None:
             recipe.control.watcher.joined()
             state = _of_source(recipe, meeting, run)
             catch_up(run, state)
-            go_on(run, state, meeting)
+            go_on(run, state, meeting, recipe.control.watcher.told)
             run.module = run.strategy.wrap(run.task, run.devices)
             return
         except RequestError:

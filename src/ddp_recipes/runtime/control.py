@@ -126,8 +126,10 @@ class Control:
         return "ready", "", []
 
     def _stay_until_read(self, by: Iterable[int]) -> None:
-        """Keep rank 0, and with it the store, until these ranks have read why they do not start."""
+        """Keep rank 0, and with it the store if that is rank 0's, until these ranks have read why they do not start."""
         assert self.messages is not None
+        if self.messages.private:
+            return
         self.messages.set(f"read/{self.world.rank}", "")
         names = [f"read/{rank}" for rank in by]
         deadline = time.monotonic() + STAY_S

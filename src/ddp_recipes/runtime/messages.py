@@ -47,14 +47,14 @@ class Messages:
         holders: Callable[[], list[int]] = list,
     ) -> None:
         self.store, self.lost = store, False
-        self.proven = bool(key) or private
+        self.private, self.proven = private, bool(key) or private
         self.holders = holders
         self._key, self._scope = key, scope
 
     def under(self, name: str) -> "Messages":
         """Return the messages of a part, which may still be had where others are lost."""
         scope = f"{self._scope}/{name}"
-        found = Messages(PrefixStore(name, self.store), self._key, scope, self.proven, self.holders)
+        found = Messages(PrefixStore(name, self.store), self._key, scope, self.private, self.holders)
         found.exited = self.exited
         return found
 

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -129,8 +129,8 @@ def catch_up(run: Run, state: State) -> None:
         restore(run, state)
 
 
-def go_on(run: Run, state: State, meeting: Meeting) -> None:
-    """Go on from a state that this rank has now."""
+def go_on(run: Run, state: State, meeting: Meeting, told: Callable[[int], None]) -> None:
+    """Go on from a state that this rank has now; ``told`` is called once the user was told of so many losses."""
     own: dict[str, Any] = state["run"]
     kept = ("values", "unsaved", "measured", "saved_step", "good_step", "samples_before", "began")
     for name in (*kept, "replaced", "seconds_lost"):
@@ -144,21 +144,29 @@ def go_on(run: Run, state: State, meeting: Meeting) -> None:
     step, values = own["points"]
     if values:
         run.logger.scalars(values, step)
-    run.recovery = Recovery(meeting)
+    run.recovery = Recovery(meeting, told)
 
 
 class Recovery:
-    """Tells what the loss of ranks came to, once the next step is done: also of those lost while ranks met again."""
+    """Tells what the loss of ranks came to, once the next step is done: also of those lost while ranks met again.
 
-    def __init__(self, meeting: Meeting) -> None:
-        self.meeting = meeting
+    A rank 0 that is lost in that step may have told nothing, though the step counts.
+    """
+
+    def __init__(self, meeting: Meeting, told: Callable[[int], None]) -> None:
+        self.meeting, self._told = meeting, told
+
+    def tell(self) -> None:
+        """Have the launcher know that the user was told."""
+        self._told(len(self.meeting.why))
 
     def end(self, run: Run) -> Sequence[str]:
         """Note it in the run; return the lines that say so."""
-        untold = self.meeting.why[run.replaced :]
-        seconds = time.time() - self.meeting.since[run.replaced] if untold else 0.0
+        untold, now = self.meeting.why[self.meeting.told :], time.time()
+        if run.replaced < len(self.meeting.why):
+            run.seconds_lost += now - self.meeting.since[run.replaced]
         run.replaced = len(self.meeting.why)
-        run.seconds_lost += seconds
+        seconds = now - self.meeting.since[self.meeting.told] if untold else 0.0
         run.recovery = None
         cost = f"{seconds:.1f} s until step {run.cursor.step} was done"
         how = "All started again from memory" if self.meeting.states else "Replaced"

@@ -105,6 +105,8 @@ def recovered(run: Run, recovery: Recovery) -> None:
         if run.world.is_main:
             log.warning("%s", line)
         run.logger.text("ranks replaced", line)
+    if run.world.is_main:
+        recovery.tell()
 
 
 def save_step(run: Run) -> None:

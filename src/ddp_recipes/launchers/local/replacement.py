@@ -30,9 +30,9 @@ class Replacement:
     timeout_s: float
     kill: Callable[[Sequence[Rank]], None]
     known: list[tuple[str, float]]  # why each rank was lost, and when that was noticed
+    told: int = 0  # of those, by rank 0
     number: int = 0
     _since: float | None = None  # when the loss was noticed
-    _told_of: int = 0  # of those, by the ranks themselves
     _over: bool = False  # whether the run ends
     _told: set[int] | None = None  # lost ranks that the others know of
     _errors: set[tuple[str, int]] = field(default_factory=set)  # of ranks that raised, with the step
@@ -40,12 +40,11 @@ class Replacement:
     @property
     def untold(self) -> list[str]:
         """Why ranks were lost of which nobody was left to tell."""
-        return [f"{why} It was being replaced when:" for why, _ in self.known[self._told_of :]]
+        return [f"{why} It was being replaced when:" for why, _ in self.known[self.told :]]
 
     def goes_on(self, ranks: list[Rank]) -> bool:
         """Return whether the run goes on although ranks are lost; new ones may take their places in the list."""
-        if all(rank.joined for rank in ranks):
-            self._told_of = len(self.known)
+        self.told = max(self.told, ranks[0].told)
         lost = [rank for rank in ranks if rank.lost]
         waiting = [rank for rank in ranks if rank.loss is not None and rank not in lost]
         if self._over:
@@ -105,7 +104,9 @@ class Replacement:
         """Start new ranks, and tell all where they meet."""
         assert self._since is not None
         self.number += max(1, len(lost))
-        self.known += [(rank.why, self._since) for rank in lost]
+        # A new rank that fails because of another one is no loss of its own.
+        by_itself = [rank for rank in lost if rank.report is None or rank.report.cause or rank.joined]
+        self.known += [(rank.why, self._since) for rank in by_itself]
         file, common = self.starter.meeting(), self._common(waiting)
         sources = {rank.number % self.parts: rank.number for rank in reversed(waiting) if progress(rank) == common}
         meeting = asdict(
@@ -115,6 +116,7 @@ class Replacement:
                 lost=tuple(rank.number for rank in lost),
                 why=tuple(why for why, _ in self.known),
                 since=tuple(since for _, since in self.known),
+                told=self.told,
             )
         )
         for rank in lost:

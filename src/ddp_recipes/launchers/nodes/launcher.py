@@ -91,7 +91,7 @@ class NodesLauncher:
             offer = Offer(ranks, str(job.directory), digest(job))
             while True:
                 start = rendezvous.meet(offer)
-                offer = replace(offer, losses=start.losses)
+                offer = replace(offer, losses=start.losses, told=start.told)
                 with ExitStack() as running:
                     last = False
                     running.callback(lambda: start.alive.end(last))  # noqa: B023 (called in this turn)
@@ -164,4 +164,4 @@ def _job(job: Job, start: "Start", world: int) -> Job:
     if source.step < 0:
         return job.resumed(main=start.node == 0) if source.began else job
     why, since = tuple(text for text, _ in start.losses), tuple(when for _, when in start.losses)
-    return replace(job, meeting=asdict(Meeting("", (0,), tuple(range(world)), why, since, (source.state,))))
+    return replace(job, meeting=asdict(Meeting("", (0,), tuple(range(world)), why, since, start.told, (source.state,))))

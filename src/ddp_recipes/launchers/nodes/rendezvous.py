@@ -43,6 +43,7 @@ class Offer:
         state: the file of that, on that node.
         began: whether it has trained in this run.
         losses: of ranks and nodes in this run, until now: why, and when in seconds since the epoch.
+        told: of how many of those the user was told.
     """
 
     ranks: int
@@ -54,6 +55,7 @@ class Offer:
     state: str = ""
     began: bool = False
     losses: tuple[tuple[str, float], ...] = ()
+    told: int = 0
 
     @property
     def progress(self) -> tuple[bool, int, int]:
@@ -86,7 +88,13 @@ class Start:
     @property
     def losses(self) -> tuple[tuple[str, float], ...]:
         """What was lost until now, as far as any node knows."""
-        return tuple(dict.fromkeys(loss for offer in self.offers for loss in offer.losses))
+        every = dict.fromkeys(loss for offer in self.offers for loss in offer.losses)
+        return tuple(sorted(every, key=lambda loss: loss[1]))
+
+    @property
+    def told(self) -> int:
+        """Of how many of those the user was told."""
+        return max(offer.told for offer in self.offers)
 
     def ranks_of(self, node: int) -> range:
         """Return a node's ranks."""

@@ -32,6 +32,8 @@ class Ended:
         began: whether ranks have trained.
         after: how much of what follows its last step the rank had done that left its state.
         saved_step: of the newest checkpoint.
+        whole: whether a rank's state is that of the whole model.
+        told: of how many losses rank 0 told the user; 0 where it is not on this node.
     """
 
     outcome: Outcome | None = None
@@ -42,6 +44,7 @@ class Ended:
     after: int = 2
     saved_step: int = -1
     whole: bool = True
+    told: int = 0
 
     def offer(self, before: "Offer", places: Places) -> "Offer":
         """Return what this node brings to the next start: its newest state, unless a checkpoint is newer."""
@@ -49,8 +52,9 @@ class Ended:
         began = before.began or self.began
         step, path = max(places.each(), default=(-1, ""))
         if step < 0 or step < self.saved_step or not self.whole:
-            return replace(before, step=-1, state="", began=began, losses=())
-        return replace(before, step=step, after=self.after, state=path, began=began, losses=losses)
+            return replace(before, step=-1, state="", began=began, losses=(), told=0)
+        told = max(before.told, self.told)
+        return replace(before, step=step, after=self.after, state=path, began=began, losses=losses, told=told)
 
 
 class Supervision:
@@ -147,14 +151,14 @@ class Supervision:
 
     def _knows_why(self) -> bool:
         """Whether this node need not wait to know which other one was lost."""
-        return self._since is None or any(rank.lost for rank in self.ranks) or self.start.alive.all_known
+        return self._since is None or any(rank.death for rank in self.ranks) or self.start.alive.all_known
 
     def _ended(self) -> Ended:
         """Return how this start ended, for others to go on."""
         lost = [rank for rank in self.ranks if rank.lost]
         deaths = [rank for rank in lost if rank.death is not None]
-        why = [rank.why for rank in deaths or lost]
-        why += [f"Node {node} ({self.start.offers[node].address}) was lost." for node in self._nodes]
+        why = [f"Node {node} ({self.start.offers[node].address}) was lost." for node in self._nodes]
+        why += [rank.why for rank in deaths or ([] if self._nodes else lost)]
         raised = [rank.report.message.strip().splitlines()[-1] for rank in lost if rank.report and rank.report.cause]
         return Ended(
             why=tuple(why),
@@ -164,6 +168,7 @@ class Supervision:
             after=self._after,
             saved_step=self.job.saved_step,
             whole=self.parts == 1,
+            told=max((rank.told for rank in self.ranks), default=0),
         )
 
     def _finished(self) -> Outcome:
