@@ -184,11 +184,12 @@ class Rendezvous:
         endpoint, self.lost_after_s, self._name = str(settings.rdzv_endpoint), settings.lost_after_s, settings.rdzv_id
         host, _, port = endpoint.rpartition(":") if ":" in endpoint else (endpoint, "", str(PORT))
         self.endpoint = f"{host}:{port}"
+        addresses = _addresses(host)
         self._address = _own_address(host)
         # Else a node that comes later is told no address, for which torch has all nodes wait: nobody uses it here.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
-        here = self._address in _addresses(host)
+        here = self._address in addresses
         for is_host in (here, False):
             try:
                 parameters = RendezvousParameters(

@@ -1,0 +1,66 @@
+"""What ``launcher=nodes`` refuses, before anything is started or written."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from ddp_recipes.launchers.nodes.backend import SignedBackend
+
+KEY = {"DDP_RECIPES_KEY": "a secret that these nodes have"}
+TINY = ["data=random", "model=toy", "launcher=nodes", "hydra.run.dir=run"]
+ENDPOINT = "launcher.rdzv_endpoint=127.0.0.1:29477"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "environ", "message"),
+    [
+        (["strategy=ddp_exact"], KEY, "launcher=nodes needs launcher.rdzv_endpoint: host:port of one of the nodes"),
+        (["strategy=ddp_exact", ENDPOINT], {}, "DDP_RECIPES_KEY to the same secret for every rank"),
+        (["strategy=ddp", ENDPOINT], KEY, "with ddp the result depends on how many there are"),
+        (["strategy=ddp_exact", ENDPOINT, "launcher.min_nodes=3"], KEY, "launcher.min_nodes=3 is more than"),
+        (["strategy=ddp_exact", ENDPOINT, "launcher.max_restarts=1"], KEY, "launcher.max_restarts=1 is not taken"),
+        (["strategy=ddp_exact", "launcher.rdzv_endpoint=no-such-host.invalid"], KEY, "has no address here"),
+    ],
+)
+def test_it_refuses(overrides: list[str], environ: dict[str, str], message: str, tmp_path: Path, python: str) -> None:
+    # Without a home folder there is no key in it.
+    own = {**os.environ, "HOME": str(tmp_path), "DDP_RECIPES_KEY": "", **environ}
+    command = [python, "-m", "ddp_recipes", *TINY, *overrides]
+    ended = subprocess.run(command, cwd=tmp_path, env=own, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2, ended.stderr
+    assert message in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert not (tmp_path / "run").exists()
+
+
+class Kept:
+    """A backend that keeps its state here."""
+
+    name = "kept"
+
+    def __init__(self) -> None:
+        self.state = b""
+
+    def get_state(self) -> tuple[bytes, int] | None:
+        return (self.state, len(self.state)) if self.state else None
+
+    def set_state(self, state: bytes, token: object = None) -> tuple[bytes, int, bool]:
+        self.state = state
+        return state, len(state), True
+
+
+def test_a_state_of_the_rendezvous_that_was_written_without_the_key_is_never_unpickled() -> None:
+    kept = Kept()
+    signed, other = (SignedBackend(kept, key, "run") for key in (b"a key", b"another"))  # type: ignore[arg-type]
+    assert signed.get_state() is None
+    assert signed.set_state(b"the state") == (b"the state", len(kept.state), True)
+    assert signed.get_state() == (b"the state", len(kept.state))
+    for state in (kept.state[:-1] + b"E", b"the state", b""):
+        kept.state = state or b"x"
+        with pytest.raises(Exception, match="was not written with this node's key"):
+            signed.get_state()
+    signed.set_state(b"the state")
+    with pytest.raises(Exception, match="was not written with this node's key"):
+        other.get_state()
