@@ -90,7 +90,7 @@ class NodesLauncher:
             job = replace(job, config={**job.config, "launcher": launcher})
             offer = Offer(ranks, str(job.directory), digest(job))
             while True:
-                start = rendezvous.meet(offer)
+                start = rendezvous.meet(offer, signals)
                 offer = replace(offer, losses=start.losses, told=start.told)
                 with ExitStack() as running:
                     last = False

@@ -7,9 +7,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousParameters
@@ -18,13 +18,16 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 
 from ddp_recipes.errors import MAKE_KEY, RequestError, RunFailed
 from ddp_recipes.launchers.keys import find_key
+from ddp_recipes.launchers.nodes.alive import Alive
 from ddp_recipes.launchers.nodes.backend import signed_backend
 from ddp_recipes.runtime.messages import Messages
 
 if TYPE_CHECKING:
     from ddp_recipes.launchers.nodes.launcher import NodesSettings
 
-BEAT_S = 0.5
+T = TypeVar("T")
+
+LOOK_S = 0.1
 ANSWER_S = 30.0  # for what other nodes say once all have met
 CLOSE_S = 3.0
 PORT = 29400  # torch's own for this
@@ -82,7 +85,7 @@ class Start:
     address: str
     port: int
     store: TCPStore | None
-    alive: "Alive"
+    alive: Alive
     endpoint: str
 
     @property
@@ -100,78 +103,6 @@ class Start:
         """Return a node's ranks."""
         first = sum(offer.ranks for offer in self.offers[:node])
         return range(first, first + self.offers[node].ranks)
-
-
-class Alive(threading.Thread):
-    """Says that this node is alive, and listens whether others are: a thread, for a store may not answer."""
-
-    def __init__(self, rendezvous: "Rendezvous", messages: Messages, node: int, nodes: int) -> None:
-        super().__init__(daemon=True)
-        self._rendezvous, self._messages, self._node = rendezvous, messages, node
-        self._heard = {other: ("", time.monotonic()) for other in range(nodes) if other != node}
-        self._answered = time.monotonic()
-        self._over = threading.Event()
-        self.waiting = 0  # nodes that want to join
-        self.start()
-
-    def run(self) -> None:
-        """Look now and then."""
-        beats = 0
-        while not self._over.wait(BEAT_S):
-            beats += 1
-            self._messages.set(f"alive/{self._node}", str(beats))
-            for other, (before, _) in list(self._heard.items()):
-                if (beat := self._messages.get(f"alive/{other}") or "") != before:
-                    self._heard[other] = (beat, time.monotonic())
-            waiting = self._messages.call(self._rendezvous.handler.num_nodes_waiting, None)
-            if self._messages.lost or waiting is None:
-                return
-            self.waiting, self._answered = waiting, time.monotonic()
-
-    @property
-    def cut_off(self) -> bool:
-        """Whether the store no longer answers."""
-        return time.monotonic() > self._answered + self._rendezvous.lost_after_s
-
-    @property
-    def lost(self) -> list[int]:
-        """Nodes that have not been heard for too long."""
-        latest = time.monotonic() - self._rendezvous.lost_after_s
-        return [] if self.cut_off else [node for node, (_, heard) in list(self._heard.items()) if heard < latest]
-
-    @property
-    def all_known(self) -> bool:
-        """Whether each other node has left this start, or is lost."""
-        names = {f"left/{node}" for node in self._heard if node not in self.lost}
-        return self.cut_off or len(self._messages.there(*names)) == len(names)
-
-    def end(self, wait: bool) -> None:
-        """Be silent from now on; where all have come to the end, ``wait`` for them: the store is one's."""
-        self._messages.set(f"left/{self._node}", "")
-        if wait:
-            self._messages.set(f"ended/{self._node}", "")
-            deadline = time.monotonic() + ANSWER_S
-            names = [f"ended/{node}" for node in self._heard]
-            while len(self._messages.there(*names)) < len(names) and not self._messages.lost and not self.lost:
-                if time.monotonic() > deadline:
-                    break
-                time.sleep(0.02)
-        self._over.set()
-        self.join(ANSWER_S)
-
-    @property
-    def ended(self) -> bool:
-        """Whether the first node has come to the end of the run."""
-        return bool(self._messages.there("ended/0"))
-
-    def move(self) -> None:
-        """Say that ranks leave, for nodes have come."""
-        self._messages.set("moved", "")
-
-    @property
-    def moved(self) -> bool:
-        """Whether somebody has said so."""
-        return bool(self._messages.there("moved"))
 
 
 class Rendezvous:
@@ -214,14 +145,21 @@ class Rendezvous:
                         f"which this is started as well; that port must be free there and open to the others."
                     ) from error
 
-    def meet(self, offer: Offer) -> Start:
+    def meet(self, offer: Offer, signals: Sequence[str]) -> Start:
         """Wait for the others, and agree on who brings what.
 
+        Args:
+            signals: names of those that this process gets, also while it waits.
+
         Raises:
+            KeyboardInterrupt: it got one.
             RunFailed: the run has ended, or too few nodes have come.
         """
+        met = _in_thread(self.handler.next_rendezvous, lambda: bool(signals))
+        if not met.done():
+            raise KeyboardInterrupt
         try:
-            found = self.handler.next_rendezvous()
+            found = met.result()
         except RendezvousClosedError:
             raise RunFailed("Another node has ended the run.") from None
         except RendezvousError as error:
@@ -244,17 +182,18 @@ class Rendezvous:
             messages.set("port", str(store.port))
         port = int(self._said(messages, "port", first))
         place = order.index(own)
-        alive = Alive(self, messages.under("round"), place, len(order))
+        waiting = self.handler.num_nodes_waiting
+        alive = Alive(messages.under("round"), waiting, self.lost_after_s, place, len(order))
         ordered = [offers[node] for node in order]
         return Start(_round_of(found), place, ordered, ordered[0].address, port, store, alive, self.endpoint)
 
     def close(self) -> None:
         """End the run for all nodes, those that come later as well."""
-        _within_seconds(self.handler.set_closed)
+        _in_thread(self.handler.set_closed, _after(CLOSE_S))
 
     def leave(self) -> None:
         """Have the others not wait for this node."""
-        _within_seconds(self.handler.shutdown)
+        _in_thread(self.handler.shutdown, _after(CLOSE_S))
 
     def _said(self, messages: Messages, name: str, node: int) -> str:
         if (text := messages.get(name, ANSWER_S)) is None:
@@ -262,16 +201,25 @@ class Rendezvous:
         return text
 
 
-def _within_seconds(call: Callable[[], object]) -> None:
-    """Call what asks the store, which may be gone, and with it the run, or not answer for ever."""
+def _in_thread(call: Callable[[], T], given_up: Callable[[], bool]) -> Future[T]:
+    """Call what asks the store, which may not answer for ever; return the outcome, if there was one in time."""
+    outcome: Future[T] = Future()
 
     def run() -> None:
-        with suppress(RendezvousError):
-            call()
+        try:
+            outcome.set_result(call())
+        except Exception as error:
+            outcome.set_exception(error)
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(CLOSE_S)
+    threading.Thread(target=run, daemon=True).start()
+    while not outcome.done() and not given_up():
+        wait([outcome], LOOK_S)
+    return outcome
+
+
+def _after(seconds: float) -> Callable[[], bool]:
+    deadline = time.monotonic() + seconds
+    return lambda: time.monotonic() > deadline
 
 
 def _offer(text: str) -> Offer:

@@ -92,17 +92,18 @@ class Supervision:
             kinds = [report.kind for report in reports.values()]
             if "refused" in kinds or "preempted" in kinds:
                 return Ended(self._decided())
-            if kinds.count("summary") == len(self.ranks) and (self.ranks or self.start.alive.ended):
+            finished = kinds.count("summary") == len(self.ranks)  # as without ranks: the others are waited for
+            if finished and (self.start.node == 0 or self.start.alive.ended):  # rank 0 ends after all others
                 return Ended(self._finished())
             self._look_for_losses()
-            all_ended = all(rank.lost or (rank.report and rank.report.kind == "left") for rank in self.ranks)
-            if all_ended and (self.ranks or self._since or self.start.alive.moved) and self._knows_why():
-                return self._ended()
+            if all(rank.lost or rank.report is not None for rank in self.ranks):
+                over = self._since is not None or (self.start.alive.first_left if finished else True)
+                if over and self._knows_why():
+                    return self._ended()
             if self.start.alive.waiting and not self._moved and all(rank.joined for rank in self.ranks):
                 self._moved = True
                 if self.ranks and self.ranks[0].number == 0:
                     self.ranks[0].say(json.dumps({"move": True}))
-                    self.start.alive.move()
         raise AssertionError("there is always more")
 
     def _pass_on_signals(self) -> None:
