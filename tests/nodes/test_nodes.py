@@ -362,3 +362,40 @@ def test_a_node_is_cut_off_for_good_and_another_one_joins_with_the_same_bits(
     alone = json.loads((tmp_path / "whole" / "summary.json").read_text())
     for fact in ("weights_sha256", "global_step", "samples_seen"):
         assert summary[fact] == alone[fact]
+
+
+DYING = """
+import os
+import signal
+from pathlib import Path
+
+from ddp_recipes import Callback
+
+
+class Dying(Callback):
+    def on_step(self, step):
+        mark = Path("died_" + os.environ["RANK"])
+        if step == 9 and os.environ["RANK"] in "03" and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.slow
+def test_ranks_of_two_nodes_die_at_once_and_all_go_on_with_the_same_bits(nodes: Nodes, tmp_path: Path) -> None:
+    (tmp_path / "dying.py").write_text(DYING)
+    overrides = [*TINY, "strategy=ddp", "trainer.max_epochs=2", "launcher.min_nodes=2", "launcher.nproc_per_node=2"]
+    weights = []
+    for name, own in (("run", ["+callbacks.dying._target_=dying.Dying"]), ("whole", [])):
+        for node in (1, 2):
+            nodes.supervise(node, *overrides, *own, f"hydra.run.dir={name}")
+        assert nodes.wait() == [0, 0], nodes.said(1) + nodes.said(2)
+        nodes.processes.clear()
+        summary = json.loads((tmp_path / name / "summary.json").read_text())
+        assert (summary["world_size"], summary["ranks_replaced"]) == (4, 2 if own else 0)
+        weights.append(summary["weights_sha256"])
+    assert weights[0] == weights[1]
+    log = (tmp_path / "run" / "train.log").read_text()
+    for rank in (0, 3):
+        told = rf"Rank {rank} \(process \d+\) was killed by SIGKILL, .* All started again from memory, at the cost of"
+        assert len(re.findall(told, log)) == 1
