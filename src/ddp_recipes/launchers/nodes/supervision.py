@@ -71,7 +71,7 @@ class Supervision:
         self._since: float | None = None  # when a loss was noticed
         self._nodes: list[int] = []  # that were lost
         self._told: set[int] | None = None  # ranks that the others know to be lost
-        self._leaving: dict[int, float] = {}  # when ranks were told to leave
+        self._leaving: set[int] = set()  # ranks that are about to
         self._after = 2
         self._moved = self._signalled = False
 
@@ -130,7 +130,7 @@ class Supervision:
             for rank in self.ranks:
                 if not rank.lost:
                     rank.say(json.dumps({"exited": sorted(numbers)}))
-        there = [rank for rank in self.ranks if not rank.lost and (rank.report is None or rank.report.kind != "left")]
+        there = [rank for rank in self.ranks if not rank.lost and rank.report is None]
         others = [rank for rank in there if rank.loss is None and rank.number not in self._leaving]
         if others and time.time() > self._since + ANSWER_S:
             for rank in others:
@@ -147,7 +147,7 @@ class Supervision:
             if rank is keeps:
                 self._after = progress(rank).after
             rank.loss = None
-            self._leaving[rank.number] = time.time()
+            self._leaving.add(rank.number)
             rank.say(json.dumps({"leave": rank is keeps}))
 
     def _knows_why(self) -> bool:
