@@ -1,4 +1,4 @@
-"""A real Slurm on this machine: two nodes of one CPU each, started without systemd and apart from the system's."""
+"""A real Slurm on this machine: two nodes, started without systemd and apart from the system's."""
 
 import os
 import shutil
@@ -8,18 +8,16 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-
-import pytest
 
 START_S = 30.0
 STOP_S = 20.0
 NODES = ("127.0.0.1", "127.0.0.2")
 DAEMONS = ("munged", "slurmctld", "slurmd")
 
-# The nodes are called by addresses, so that they resolve. One CPU each: a job of two nodes fills the cluster.
+# The nodes are called by addresses, so that they resolve.
 CONFIG = """
 ClusterName=test
 SlurmctldHost=localhost(127.0.0.1)
@@ -53,7 +51,7 @@ FirstJobId={first_job}
 SlurmdParameters=config_overrides
 CommunicationParameters=NoInAddrAny,NoCtldInAddrAny
 NodeName=127.0.0.[1-2] NodeHostname=localhost NodeAddr=127.0.0.1 Port=[{ports[1]},{ports[2]}] \\
-  CPUs=1 RealMemory=1000 State=UNKNOWN
+  CPUs={cpus} RealMemory=1000 State=UNKNOWN
 PartitionName=debug Nodes=127.0.0.[1-2] Default=YES MaxTime=INFINITE State=UP
 """
 
@@ -102,40 +100,42 @@ class Cluster:
         with (self.folder / "slurmd.out").open("ab") as out:
             subprocess.run(words, stdout=out, stderr=out, check=True, env={**environ, **self.environ})
 
-    def idle(self) -> bool:
-        """Whether both nodes are free."""
-        return self.command("sinfo", "-h", "-t", "idle", "-o", "%D") == "2"
+    def await_idle(self) -> bool:
+        """Wait until both nodes are free; return whether that came true."""
+        return _await(lambda: self.command("sinfo", "-h", "-t", "idle", "-o", "%D") == "2", START_S)
+
+    def await_empty(self) -> bool:
+        """Wait until nothing is left in the queue; return whether that came true."""
+        return _await(lambda: not self.command("squeue", "--noheader"), STOP_S)
 
 
-@pytest.fixture(scope="session")
-def _slurm() -> Iterator[Cluster]:
-    missing = [name for name in (*DAEMONS, "srun", "sbatch", "scontrol") if _which(name) is None]
-    if missing:
-        pytest.skip(f"no Slurm here ({', '.join(missing)}): apt-get install slurm-wlm munge slurm-wlm-basic-plugins")
-    if os.geteuid() != 0:
-        pytest.skip("Slurm's daemons are started as root")
+def lacking() -> str | None:
+    """Return why no Slurm can be started here, or ``None``."""
+    if missing := [name for name in (*DAEMONS, "srun", "sbatch", "scontrol") if _which(name) is None]:
+        return f"no Slurm here ({', '.join(missing)}): apt-get install slurm-wlm munge slurm-wlm-basic-plugins"
+    return "Slurm's daemons are started as root" if os.geteuid() != 0 else None
+
+
+@contextmanager
+def running(cpus: int = 1) -> Iterator[Cluster]:
+    """Start a Slurm, and stop it in the end with all that is left in its queue.
+
+    Args:
+        cpus: of each node: with one, a job of two nodes fills the cluster.
+    """
     folder = Path(tempfile.mkdtemp(prefix="slurm_", dir="/tmp"))  # a short path: munge's socket has a limit
     cluster = Cluster(folder)
     try:
-        _start(cluster)
+        _start(cluster, cpus)
         yield cluster
     finally:
         cluster.command("scancel", "--user=root")
-        _await(lambda: not cluster.command("squeue", "--noheader"), STOP_S)
+        cluster.await_empty()
         _stop(folder)
         shutil.rmtree(folder, ignore_errors=True)
 
 
-@pytest.fixture
-def slurm(_slurm: Cluster) -> Iterator[Cluster]:
-    """A Slurm with both nodes free; what a test leaves in the queue is cancelled."""
-    assert _await(_slurm.idle, START_S), "busy nodes"
-    yield _slurm
-    _slurm.command("scancel", "--user=root")
-    assert _await(lambda: not _slurm.command("squeue", "--noheader"), STOP_S), "jobs are left in the queue"
-
-
-def _start(cluster: Cluster) -> None:
+def _start(cluster: Cluster, cpus: int) -> None:
     folder = cluster.folder
     with socket.socket() as one, socket.socket() as two, socket.socket() as three:
         for listener in (one, two, three):
@@ -143,7 +143,7 @@ def _start(cluster: Cluster) -> None:
         ports = [listener.getsockname()[1] for listener in (one, two, three)]
     # Ranks meet at a port made of the job's number: clusters that run side by side here must not share numbers.
     first_job = 1 + 40 * (os.getpid() % 31)
-    (folder / "slurm.conf").write_text(CONFIG.format(folder=folder, ports=ports, first_job=first_job))
+    (folder / "slurm.conf").write_text(CONFIG.format(folder=folder, ports=ports, first_job=first_job, cpus=cpus))
     (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
     key = folder / "munge.key"
     key.write_bytes(os.urandom(128))
@@ -163,7 +163,7 @@ def _start(cluster: Cluster) -> None:
             )
     for address in NODES:
         cluster.start_node(address)
-    assert _await(cluster.idle, START_S), "\n".join(path.read_text(errors="replace") for path in folder.glob("*.log"))
+    assert cluster.await_idle(), "\n".join(path.read_text(errors="replace") for path in folder.glob("*.log"))
 
 
 def _stop(folder: Path) -> None:

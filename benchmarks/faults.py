@@ -41,8 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     drawn = {"most": options.most, "sizes": options.sizes, "without": options.without, "saves": options.saves}
     # Modes take turns, so that a campaign that is cut off has something to say on each.
     scripts = [
-        replacing.draw(options.seed, number, options.most, options.sizes, options.without)
-        if mode == "replace"
+        replacing.draw(options.seed, mode, number, options.most, options.sizes, options.without)
+        if mode in ("replace", "nodes")
         else draw(options.seed, mode, number, **drawn)
         for number in numbers
         for mode in modes

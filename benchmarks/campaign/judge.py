@@ -15,6 +15,7 @@ from benchmarks.campaign.seen import Done, Played, Started
 
 SIGNALS = {"interrupt": "SIGINT|Ctrl-C|Interrupted", "interrupt_twice": "SIGINT|Ctrl-C|Interrupted"}
 SIGNALS |= {"terminate": "SIGTERM", "usr1": "SIGUSR1"}
+LOST_NODE = re.compile(r"Node \d+ \([\d.]+\) was lost\.")
 NUMBERS = {"interrupt": 2, "interrupt_twice": 2, "terminate": 15, "usr1": 10}
 SAME = ("global_step", "epoch", "samples_seen", "weights_sha256")  # of summary.json
 TIMES = "train/samples_per_second"  # the one tag whose values are not the recipe's
@@ -97,7 +98,7 @@ def judge(played: Played, directory: Path, reference: Reference, in_parts: bool 
         flaw("not finished")
         return verdict
     _judge_outcome(directory, reference, verdict)
-    if played.script.mode == "replace":
+    if played.script.goes_on:
         verdict.costs_s = replacing.costs(played)
         verdict.flaws += replacing.flaws(played, json.loads((directory / "summary.json").read_text()))
     if in_parts and (found := files.pickled(directory)):
@@ -157,7 +158,7 @@ def named(done: Done, played: Played) -> bool | None:
     late = done.fault.place == "ending" or done.step >= STEPS - 1  # it may have come to its end itself
     too_late = started.status == 0 and done.fault.place not in INSIDE and (late or not done.restarted)
     by_signal = kind in NUMBERS and started.status == -NUMBERS[kind]  # before Python could take it: the shell says it
-    if own_death or too_late or by_signal or kind in ("kill_launcher", "kill_all"):
+    if own_death or too_late or by_signal or kind in ("kill_launcher", "kill_all", "return_node"):
         return None
     if kind == "kill_two" and done.second is not None:
         both = ((rank, pid), done.second)
@@ -177,6 +178,8 @@ def named(done: Done, played: Played) -> bool | None:
                     re.search(rf"Rank ([\d, ]+, )?{rank}(, [\d, ]+)? of \d+ exited without a report", text) is not None
                 )
             return (own if local else f"(exitcode: {status}) local_rank: {rank} (pid: {pid})") in text
+        case "kill_node":
+            return LOST_NODE.search(text) is not None
         case "kill_server":
             return "was killed by SIGKILL" in text
         case "stop_rank":
@@ -246,7 +249,7 @@ def losses(played: Played) -> Iterator[tuple[int, int]]:
                 if least is not None:
                     allowed = max(allowed, reached - least)
                 lost = reached - (number - 1)
-                if played.script.mode == "replace":
+                if played.script.goes_on:
                     allowed, again = (allowed, again - 1) if lost > 1 and again else (1, again)  # the step cut off
                 yield lost, allowed
                 saved, least = False, None

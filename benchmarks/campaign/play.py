@@ -7,16 +7,22 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
+from benchmarks import cluster
 from benchmarks.campaign import files
+from benchmarks.campaign.nodes import NodesStart
 from benchmarks.campaign.processes import Start, command, kill
 from benchmarks.campaign.script import COMMON, IN_STEP, INSIDE, KINDS, RECIPES, Fault, Script
 from benchmarks.campaign.seen import Done, Played, Started
+from benchmarks.cluster import Cluster
 
 PATH = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
 GONE_S = 10.0  # what the contract gives a run to be gone, however it ended
 PATIENCE_S = 60.0  # for a start to end after something was done to it
+SLEEP_S = 0.05  # in each step of a run on nodes, for which 60 steps would soon be over
+TIMED = ("starting", "replacing", "returning")
 START_S = 180.0  # for a start to get where something is to be done, or to its end, on a busy machine
 
 
@@ -43,6 +49,7 @@ class Player:
         self.instants = files.IN_PARTS if in_parts else files.WHOLE
         self.before = 0  # lines of the journal that are about earlier ranks
         self.played = Played(script)
+        self._slurm: Cluster | None = None
         self.overrides = [
             *COMMON,
             *RECIPES[script.recipe].overrides,
@@ -56,7 +63,10 @@ class Player:
         """Start it again and again; return what was seen."""
         self.directory.parent.mkdir(parents=True)
         (self.folder / "journal").touch()
-        with files.small_disk(self.directory.parent, any(fault.kind == "disk_full" for fault in self.script.faults)):
+        small = any(fault.kind == "disk_full" for fault in self.script.faults)
+        with files.small_disk(self.directory.parent, small), ExitStack() as stack:
+            if self.script.mode == "nodes":  # of its own: a node is lost with all that Slurm has there
+                self._slurm = stack.enter_context(cluster.running(cpus=2))
             for number, world_size in enumerate(self.script.world_sizes):
                 self._start(number, world_size)
                 (self.directory.parent / "filler").unlink(missing_ok=True)
@@ -73,13 +83,7 @@ class Player:
         alone = script.mode == "local" and world_size == 1 and not script.max_restarts
         began, wall = time.monotonic(), time.time()
         self.before = len(self._journal())
-        start = Start(
-            command(script.mode, world_size, script.max_restarts, self.overrides),
-            self.folder,
-            self.folder / f"start_{number}.txt",
-            {"CAMPAIGN_FOLDER": str(self.folder), "PYTHONPATH": os.pathsep.join(PATH)},
-            alone,
-        )
+        start = self._new(world_size, self.folder / f"start_{number}.txt", alone)
         try:
             ended = self._disturb(start, number, world_size)
             gone = start.gone(GONE_S)
@@ -91,14 +95,20 @@ class Player:
                 (self.folder / name).unlink(missing_ok=True)
         outcome = files.outcome(self.directory, since=wall)
         self.played.starts.append(
-            Started(
-                world_size, alone, start.process.returncode, start.text(), over - began, not ended, orphans, outcome
-            )
+            Started(world_size, alone, start.status, start.text(), over - began, not ended, orphans, outcome)
         )
         if outcome == "preempted":
             self._note("preempted", 0)
         if self.played.done and self.played.done[-1].start == number:
             self.played.done[-1].gone_s = over - self.played.done[-1].at
+
+    def _new(self, world_size: int, output: Path, alone: bool) -> Start:
+        script, environ = self.script, {"CAMPAIGN_FOLDER": str(self.folder), "PYTHONPATH": os.pathsep.join(PATH)}
+        if self._slurm is not None:
+            overrides = [*self.overrides, f"+callbacks.journal.sleep_s={SLEEP_S}"]
+            return NodesStart(self._slurm, overrides, world_size // 2, self.folder, output, environ)
+        words = command(script.mode, world_size, script.max_restarts, self.overrides)
+        return Start(words, self.folder, output, environ, alone)
 
     def _disturb(self, start: Start, number: int, world_size: int) -> bool:
         """Do what is to be done in this start, in turn; return whether its process ended by itself."""
@@ -108,13 +118,13 @@ class Player:
             done = Done(self.todo[0], number, world_size, 0)
             if not self._do(done, start, since):
                 break
-            before = self.played.done[-1].step if self.played.done and self.script.mode == "replace" else 0
+            before = self.played.done[-1].step if self.played.done and self.script.goes_on else 0
             done.at, done.step = time.monotonic(), self._step() or before
             self.todo.popleft()
             self.played.done.append(done)
             patience = PATIENCE_S + self.script.timeout_s
             self.before = len(self._journal())
-            if self.script.mode == "replace":  # the run goes on, and so does this
+            if self.script.goes_on:  # the run goes on, and so does this
                 done.restarted = True
                 since = time.monotonic()
                 continue
@@ -130,7 +140,7 @@ class Player:
         fault = done.fault
         if fault.place in (*INSIDE, *IN_STEP):
             return self._order(done, start)
-        if fault.place in ("starting", "replacing"):
+        if fault.place in TIMED:
             due = _until(lambda: time.monotonic() >= since + fault.wait_s, start, START_S)
         else:
             due = _until(lambda: self._step() >= fault.step, start, START_S)
@@ -141,7 +151,7 @@ class Player:
             folder, seen = self.directory / "checkpoints", self.instants[int(1e6 * fault.share) % len(self.instants)]
             done.saving = _until(lambda: seen(folder) or self._step() > last, start, START_S, 0.0002) and seen(folder)
             done.seen = seen.__name__ if done.saving else None
-        elif fault.place not in ("starting", "replacing"):
+        elif fault.place not in TIMED:
             _until(lambda: False, start, fault.wait_s)
         if not start.running:
             return False
@@ -151,7 +161,7 @@ class Player:
     def _order(self, done: Done, start: Start) -> bool:
         """Have a rank do it to itself; return whether it came to that."""
         fault, order = done.fault, self.folder / "order.json"
-        done.rank = fault.rank(done.world_size)
+        done.rank = fault.rank(self.script.may_be_hurt if self.script.goes_on else done.world_size)
         wanted = {"rank": done.rank, "place": fault.place, "step": fault.step, "kind": fault.kind}
         aside = order.with_suffix(".part")
         aside.write_text(json.dumps(wanted))
@@ -165,9 +175,9 @@ class Player:
     def _find(self, done: Done, start: Start) -> bool:
         """Find the process that it is done to; return whether it is there."""
         kind = done.fault.kind
-        done.rank = done.fault.rank(done.world_size)
-        if self.script.mode == "replace":
+        if self.script.goes_on:
             return self._find_ranks(done, start)
+        done.rank = done.fault.rank(done.world_size)
         if kind in ("kill_rank", "kill_rank_0", "stop_rank") or (kind == "usr1" and self.script.mode == "torchrun"):
             done.pid = start.rank(done.rank)
         elif kind == "kill_worker":
@@ -180,13 +190,16 @@ class Player:
 
     def _find_ranks(self, done: Done, start: Start) -> bool:
         """Find ranks to which nothing was done yet."""
-        assert done.rank is not None
+        done.rank = done.fault.rank(self.script.may_be_hurt)
         kind, hurt = done.fault.kind, {pid for each in self.played.done for pid in each.pids}
         if kind == "kill_two":
             other = (done.rank + 1) % done.world_size
             done.second = None if (pid := start.rank(other)) is None else (other, pid)
         if kind == "kill_worker" and (pid := start.rank(done.rank)) is not None:
             done.second = (done.rank, pid)  # which fails of it
+        if isinstance(start, NodesStart) and kind in ("kill_node", "return_node"):
+            done.rank, done.pid = None, start.second()
+            return (done.pid is None) == (kind == "return_node")
         if kind == "kill_server":
             done.pid = start.server()
         else:
@@ -199,7 +212,11 @@ class Player:
 
     def _act(self, done: Done, start: Start) -> None:
         """Do what is done from outside."""
+        if isinstance(start, NodesStart) and done.fault.kind == "return_node":
+            return start.return_node()
         assert done.pid is not None
+        if isinstance(start, NodesStart) and done.fault.kind == "kill_node":
+            return start.lose_node(done.pid)
         if done.fault.kind == "kill_launcher":
             (self.folder / "slow").touch()
         match done.fault.kind:

@@ -26,13 +26,18 @@ class Start:
         self, command: Sequence[str], folder: Path, output: Path, environ: Mapping[str, str], alone: bool = False
     ) -> None:
         self.mark = uuid.uuid4().hex
+        self.folder = folder
         self.output = output
         self.alone = alone
+        self.process = self.popen(command, environ)
+
+    def popen(self, command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        """Start a process of it."""
         inherited = {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}
-        with output.open("wb") as file:
-            self.process = subprocess.Popen(
+        with self.output.open("ab") as file:
+            return subprocess.Popen(
                 command,
-                cwd=folder,
+                cwd=self.folder,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -49,6 +54,11 @@ class Start:
     def running(self) -> bool:
         """Whether it still runs."""
         return self.process.poll() is None
+
+    @property
+    def status(self) -> int:
+        """The exit status of one that has ended."""
+        return self.process.wait()
 
     def text(self) -> str:
         """Return what it printed so far."""

@@ -6,16 +6,17 @@ from collections.abc import Collection, Sequence
 from itertools import pairwise
 from typing import Any
 
-from benchmarks.campaign.script import IN_STEP, INSIDE, KINDS, RECIPES, STEPS, Fault, Script
+from benchmarks.campaign.script import IN_STEP, INSIDE, KINDS, RECIPES, STEPS, Fault, Mode, Script
 from benchmarks.campaign.seen import Done, Played
 
-COST = re.compile(r"Replaced, at the cost of ([\d.]+) s")
+COST = re.compile(r"(?:Replaced|All started again from memory), at the cost of ([\d.]+) s")
 AGAIN = "all start again, from the last checkpoint"
 PLACES = {
     "rank": ("starting", "training", "training", "training", "saving", "ending", "replacing", "replacing", "replacing"),
     "server": ("starting", "training", "replacing"),
     "stop": ("training", "training", "saving", "replacing"),
     "worker": ("training",),
+    "node": ("starting", "training", "training", "training", "saving", "replacing"),
     "inside": (*INSIDE[1:], *IN_STEP, *IN_STEP),
 }
 DRAWN = {
@@ -29,29 +30,50 @@ DRAWN = {
     "exit_0": "inside",
     "exit_3": "inside",
     "segfault": "inside",
+    "kill_node": "node",
 }
+OF_NODES = 3  # as many as this of each other kind
+RETURNS = 0.7  # of lost nodes
 MOST_S = 30.0  # that a loss may cost on a busy machine, where nobody had to wait for a collective to time out
 
 
-def draw(seed: int, number: int, most: int, sizes: Sequence[int], without: Collection[str]) -> Script:
-    """Return the script of a run that is started once."""
-    dice = random.Random(f"{seed} replace {number}")
+def draw(seed: int, mode: Mode, number: int, most: int, sizes: Sequence[int], without: Collection[str]) -> Script:
+    """Return the script of a run that is started once: on this machine or, in mode ``nodes``, on two."""
+    dice = random.Random(f"{seed} {mode} {number}")
+    several = mode == "nodes"
     recipe = RECIPES[dice.choice(list(RECIPES))]
     count = dice.randint(1, most) if most else 0
-    possible = [kind for kind in DRAWN if kind not in without and (kind != "kill_worker" or recipe.workers)]
+    none = {*without, *([] if recipe.workers else ["kill_worker"]), *([] if several else ["kill_node"])}
+    possible = [kind for kind in DRAWN if kind not in none]
+    possible += ["kill_node"] * (OF_NODES - 1) * ("kill_node" in possible)
     kinds = [dice.choice(possible) for _ in range(count)]
     if "kill_rank" in possible:  # most of what happens
         kinds = [kind if dice.random() < 0.7 else "kill_rank" for kind in kinds]
     steps = sorted(dice.sample(range(2, STEPS - 1), count))
-    faults = tuple(_fault(kind, step, place, dice) for place, (kind, step) in enumerate(zip(kinds, steps, strict=True)))
-    size = dice.choice([size for size in sizes if size > 1])
+    size = dice.choice([size for size in sizes if size > 1 and (size % 2 == 0 or not several)])
+    if "kill_node" in kinds:  # one node may be all there is, with one rank
+        kinds = ["kill_rank" if kind == "kill_two" else kind for kind in kinds]
+    faults: list[Fault] = []
+    away = False
+    for place, (kind, step) in enumerate(zip(kinds, steps, strict=True)):
+        if kind == "kill_node" and away:
+            faults.append(_return(dice))
+        faults.append(_fault(kind, step, place, dice, several))
+        if kind == "kill_node":
+            away = dice.random() > RETURNS
+            faults += [] if away else [_return(dice)]
     timeout_s = 8 if "stop_rank" in kinds else 60
-    return Script("replace", seed, number, recipe.name, faults, (size,), max_restarts=0, timeout_s=timeout_s)
+    return Script(mode, seed, number, recipe.name, tuple(faults), (size,), max_restarts=0, timeout_s=timeout_s)
 
 
-def _fault(kind: str, step: int, number: int, dice: random.Random) -> Fault:
+def _return(dice: random.Random) -> Fault:
+    """Return that a node comes back, soon after it was lost."""
+    return Fault("return_node", "returning", 0, wait_s=round(dice.uniform(0, 8), 4), share=0.0, pause_s=0.0)
+
+
+def _fault(kind: str, step: int, number: int, dice: random.Random, several: bool) -> Fault:
     places = [place for place in PLACES[DRAWN[kind]] if place != ("replacing" if number == 0 else "starting")]
-    if number == 0 and DRAWN[kind] == "inside":
+    if number == 0 and DRAWN[kind] == "inside" and not (several and kind == "exception"):  # which ends such a run
         places.append("making")
     place = dice.choice(places)
     wait_s = {"starting": 4.0, "replacing": 1.5, "ending": 0.6}.get(place, 0.04)
@@ -77,10 +99,11 @@ def flaws(played: Played, summary: dict[str, Any]) -> list[str]:
     (started,) = played.starts
     again = started_again(played)
     counted = len(COST.findall(started.text.rpartition(AGAIN)[2]))
-    lost = [(done, 1 + (done.fault.kind == "kill_two")) for done in played.done]
+    deaths = [done for done in played.done if done.fault.kind != "return_node"]
+    lost = [(done, 1 + (done.fault.kind == "kill_two")) for done in deaths]
     losses = sum(ranks for _, ranks in lost)
     late = sum(ranks for done, ranks in lost if done.fault.place == "ending" or done.step >= STEPS - 1)
-    if again > (may := sum(_may_start_again(done, played) for done in played.done)):
+    if again > (may := sum(_may_start_again(done, played) for done in deaths)):
         found.append(f"all ranks started again {again} times, {may} may be")
     if summary["ranks_replaced"] != counted:
         found.append(f"ranks_replaced is {summary['ranks_replaced']}, {counted} losses are told")
@@ -104,6 +127,7 @@ def _may_start_again(done: Done, played: Played) -> bool:
         done.fault.kind == "kill_server"
         or done.fault.place in ("starting", "making", "replacing", "ending")
         or (done.fault.kind == "kill_two" and done.world_size == 2)
+        or played.script.may_be_hurt == 1
         or done.step >= STEPS - 1
         or close
     )

@@ -5,8 +5,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Mode = Literal["local", "torchrun", "replace"]  # the last one: local, in one start, and lost ranks are replaced in it
-MODES: tuple[Mode, ...] = ("local", "torchrun", "replace")
+# The last two: in one start, which goes on beyond losses; on this machine, and on two nodes of a Slurm.
+Mode = Literal["local", "torchrun", "replace", "nodes"]
+MODES: tuple[Mode, ...] = ("local", "torchrun", "replace", "nodes")
 STEPS = 60
 SIZES = (1, 1, 2, 2, 3, 4, 6)  # of the world, the likely ones more than once
 TEXT = "the cat sat on the keyboard"  # of the exception
@@ -117,7 +118,9 @@ KINDS = {
     "kill_rank_0": Kind("SIGKILL of rank 0", OUTSIDE, restarts=True),
     "kill_launcher": Kind("SIGKILL of the launcher or agent", OUTSIDE),
     "kill_server": Kind("SIGKILL of the process that forked the ranks", OUTSIDE, 2, True, ("local",)),
-    "kill_two": Kind("SIGKILL of two ranks at once", OUTSIDE, 2, True, ("replace",)),
+    "kill_two": Kind("SIGKILL of two ranks at once", OUTSIDE, 2, True, ("replace", "nodes")),
+    "kill_node": Kind("SIGKILL of all that runs on a node, and of Slurm's daemon there", OUTSIDE, 2, True, ("nodes",)),
+    "return_node": Kind("the node comes back", ("returning",), 2, True, ("nodes",)),
     "kill_all": Kind("SIGKILL of every process at once", OUTSIDE),
     "stop_rank": Kind("SIGSTOP of a rank", ("starting", "training", "training", "training", "saving"), 2, True),
     "kill_worker": Kind("SIGKILL of a data worker", ("training",), restarts=True),
@@ -182,6 +185,16 @@ class Script:
     world_sizes: tuple[int, ...]
     max_restarts: int
     timeout_s: int
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether one start goes on beyond whatever is lost."""
+        return self.mode in ("replace", "nodes")
+
+    @property
+    def may_be_hurt(self) -> int:
+        """How many ranks there always are: those of one node where the other one is lost."""
+        return self.world_sizes[0] // (2 if any(fault.kind == "kill_node" for fault in self.faults) else 1)
 
 
 def draw(

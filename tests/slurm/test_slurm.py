@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.cluster import Cluster
 from helpers.processes import OWN_MODELS, TRAIN, Ended, ran, started, summary, until, until_saved
-
-from .conftest import Cluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.spawn]
 pytest.importorskip("submitit", reason="launcher=slurm needs the extra 'slurm'")

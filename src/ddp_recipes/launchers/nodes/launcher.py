@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from ddp_recipes.launchers.nodes.rendezvous import Rendezvous, Start
 
 
+FROM_CHECKPOINT = "No node has the state in memory: all start again, from the last checkpoint."
+
+
 @dataclass(frozen=True, kw_only=True)
 class NodesSettings(LauncherSettings):
     """``launcher.*`` of ``launcher=nodes``: at most ``nnodes`` take part, and ``replace_ranks`` losses are borne."""
@@ -92,6 +95,10 @@ class NodesLauncher:
             while True:
                 start = rendezvous.meet(offer, signals)
                 offer = replace(offer, losses=start.losses, told=start.told)
+                if start.losses and start.offers[0].step < 0:
+                    offer = replace(offer, losses=(), told=0)  # what the run counts, it counts from there on
+                    if start.node == 0:
+                        print(FROM_CHECKPOINT, file=sys.stderr, flush=True)
                 with ExitStack() as running:
                     last = False
                     running.callback(lambda: start.alive.end(last))  # noqa: B023 (called in this turn)

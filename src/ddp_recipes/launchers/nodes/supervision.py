@@ -49,11 +49,10 @@ class Ended:
     def offer(self, before: "Offer", places: Places) -> "Offer":
         """Return what this node brings to the next start: its newest state, unless a checkpoint is newer."""
         losses = (*before.losses, *((each.splitlines()[0], self.since) for each in self.why))
-        began = before.began or self.began
         step, path = max(places.each(), default=(-1, ""))
-        if step < 0 or step < self.saved_step or not self.whole:
-            return replace(before, step=-1, state="", began=began, losses=(), told=0)
-        told = max(before.told, self.told)
+        if step < self.saved_step or not self.whole:
+            step, path = -1, ""
+        began, told = before.began or self.began, max(before.told, self.told)
         return replace(before, step=step, after=self.after, state=path, began=began, losses=losses, told=told)
 
 
