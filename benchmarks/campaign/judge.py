@@ -158,7 +158,7 @@ def named(done: Done, played: Played) -> bool | None:
     late = done.fault.place == "ending" or done.step >= STEPS - 1  # it may have come to its end itself
     too_late = started.status == 0 and done.fault.place not in INSIDE and (late or not done.restarted)
     by_signal = kind in NUMBERS and started.status == -NUMBERS[kind]  # before Python could take it: the shell says it
-    if own_death or too_late or by_signal or kind in ("kill_launcher", "kill_all", "return_node"):
+    if own_death or too_late or by_signal or kind in ("kill_launcher", "kill_all", "return_node") or done.idle:
         return None
     if kind == "kill_two" and done.second is not None:
         both = ((rank, pid), done.second)

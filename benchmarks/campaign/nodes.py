@@ -1,6 +1,7 @@
 """A start on two nodes of a real Slurm, each with a supervisor of its own; a node can be lost, and come back."""
 
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
@@ -41,7 +42,9 @@ class NodesStart(Start):
         # Both nodes are this machine, so whoever came first would hold the store: the first one is to.
         waits = f"until [ $NAME = 0 ] || (echo > /dev/tcp/127.0.0.1/{port}) 2>/dev/null; do sleep 0.05; done"
         task = f"NAME=${{CAME:-$SLURM_NODEID}}; {waits}; echo $$ > {self.tasks}/$NAME; {run}; "
-        self._task = ["bash", "-c", f"{task} echo $? > {self.tasks}/$NAME.status"]
+        # A node that comes when the run has ended finds nothing to do, and says so in another summary.
+        keeps = f"[ $NAME != 0 ] || cp disk/run/summary.json {self.tasks}"
+        self._task = ["bash", "-c", f"{task} STATUS=$?; {keeps}; echo $STATUS > {self.tasks}/$NAME.status"]
         self._came = 1  # the last one's name
         self._lost: set[str] = set()  # names of tasks
         self._others: list[subprocess.Popen[bytes]] = []
@@ -74,10 +77,16 @@ class NodesStart(Start):
         found = name in self._names() and not self._ended(name)
         return int((self.tasks / name).read_text() or 0) or None if found else None
 
-    def lose_node(self, task: int) -> None:
-        """Kill all that runs on the second node."""
+    def lose_node(self, task: int) -> bool:
+        """Kill all that runs on the second node; return whether no rank was among it."""
         self._lost.add(str(self._came))
+        found = self.processes()
         self.cluster.lose_node(NODES[1], task)
+
+        def below(pid: int) -> bool:
+            return pid == task or (pid in found and below(found[pid][0]))
+
+        return not any(below(pid) for pid, (_, name) in found.items() if name.startswith("rank "))
 
     def return_node(self) -> None:
         """Start the second node again, and the same command on it."""
@@ -105,3 +114,5 @@ class NodesStart(Start):
             srun.wait()
         self.cluster.command("scancel", "--user=root")
         self.cluster.await_empty()
+        if (kept := self.tasks / "summary.json").exists():
+            shutil.copy(kept, self.folder / "disk" / "run")

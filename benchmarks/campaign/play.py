@@ -213,10 +213,12 @@ class Player:
     def _act(self, done: Done, start: Start) -> None:
         """Do what is done from outside."""
         if isinstance(start, NodesStart) and done.fault.kind == "return_node":
-            return start.return_node()
+            start.return_node()
+            return
         assert done.pid is not None
         if isinstance(start, NodesStart) and done.fault.kind == "kill_node":
-            return start.lose_node(done.pid)
+            done.idle = start.lose_node(done.pid)
+            return
         if done.fault.kind == "kill_launcher":
             (self.folder / "slow").touch()
         match done.fault.kind:

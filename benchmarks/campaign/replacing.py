@@ -62,7 +62,7 @@ def draw(seed: int, mode: Mode, number: int, most: int, sizes: Sequence[int], wi
         if kind == "kill_node":
             away = dice.random() > RETURNS
             faults += [] if away else [_return(dice)]
-    timeout_s = 8 if "stop_rank" in kinds else 60
+    timeout_s = 60 if "stop_rank" not in kinds else 12 if several else 8  # where all may have to load torch again
     return Script(mode, seed, number, recipe.name, tuple(faults), (size,), max_restarts=0, timeout_s=timeout_s)
 
 
@@ -99,7 +99,7 @@ def flaws(played: Played, summary: dict[str, Any]) -> list[str]:
     (started,) = played.starts
     again = started_again(played)
     counted = len(COST.findall(started.text.rpartition(AGAIN)[2]))
-    deaths = [done for done in played.done if done.fault.kind != "return_node"]
+    deaths = [done for done in played.done if done.fault.kind != "return_node" and not done.idle]
     lost = [(done, 1 + (done.fault.kind == "kill_two")) for done in deaths]
     losses = sum(ranks for _, ranks in lost)
     late = sum(ranks for done, ranks in lost if done.fault.place == "ending" or done.step >= STEPS - 1)

@@ -15,6 +15,7 @@ class Done:
         step: the last step that rank 0 had finished.
         rank, pid: whom it was done to.
         second: the same of another rank, where two are killed at once, or of the one whose data worker is.
+        idle: whether it was done to a node on which no rank ran at that instant.
         saving: whether a checkpoint was being written just before.
         seen: what was seen of it.
         file: what was damaged.
@@ -30,6 +31,7 @@ class Done:
     rank: int | None = None
     pid: int | None = None
     second: tuple[int, int] | None = None
+    idle: bool = False
     saving: bool | None = None
     seen: str | None = None
     file: str | None = None

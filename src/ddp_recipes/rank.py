@@ -115,13 +115,14 @@ def prepare(job: Job, world: World, control: Control) -> tuple[Recipe, RunDirect
             error.add_note(line)
         control.agree(error, {})
         raise
-    state = recipe.state
-    facts = rejoin.facts(recipe) | {
-        "checkpoint": "none" if state is None else f"step {state['cursor']['step']}, checksum {state['checksum']}",
-        "version of torch": torch.__version__,
-        "digest of the initial weights": digest(recipe.initial_weights())[:12] if world.world_size > 1 else "",
-    }
-    control.agree(None, facts if recipe.meeting is None else rejoin.facts(recipe))
+    state, facts = recipe.state, rejoin.facts(recipe)
+    if recipe.meeting is None:
+        facts |= {
+            "checkpoint": "none" if state is None else f"step {state['cursor']['step']}, checksum {state['checksum']}",
+            "version of torch": torch.__version__,
+            "digest of the initial weights": digest(recipe.initial_weights())[:12] if world.world_size > 1 else "",
+        }
+    control.agree(None, facts)
     return recipe, directory
 
 

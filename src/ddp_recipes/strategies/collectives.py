@@ -12,6 +12,7 @@ from torch import Tensor
 from ddp_recipes.errors import RunFailed
 
 _HEADER = 8  # bytes that hold the length of the JSON
+LARGE = 1 << 16  # bytes, of a tensor that is a message of its own
 
 
 def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any] | None:
@@ -30,14 +31,26 @@ def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any] | No
 
 
 def broadcast(value: Any, source: int, group: dist.ProcessGroup | None = None) -> Any:
-    """Return the value of the group's rank ``source`` on all its ranks."""
-    packed = pack(value).to(_device(group))
+    """Return the value of the group's rank ``source`` on all its ranks, and there itself as it is.
+
+    A large tensor goes from where it is in memory to where it stays: each copy of a model's state would take as long.
+    """
+    large: list[Tensor] = []
+    sends = dist.get_rank(group) == source
+    packed = (torch.cat([*pieces(value, large)]) if sends else torch.empty(0, dtype=torch.uint8)).to(_device(group))
     size = torch.tensor([len(packed)], device=packed.device)
     dist.broadcast(size, group=group, group_src=source)
-    if dist.get_rank(group) != source:
+    if not sends:
         packed = packed.new_empty(int(size))
     dist.broadcast(packed, group=group, group_src=source)
-    return unpack(packed.cpu())
+    received = value if sends else unpack(packed.cpu(), large)
+    for tensor in large:
+        content = _flat(tensor)
+        there = content.to(packed.device)
+        dist.broadcast(there, group=group, group_src=source)
+        if not sends and there is not content:
+            content.copy_(there)
+    return received
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:
@@ -50,24 +63,39 @@ def pack(value: Any) -> Tensor:
     return torch.cat([*pieces(value)])
 
 
-def pieces(value: Any) -> Iterator[Tensor]:
-    """Yield the bytes of :func:`pack` one after the other, those of tensors as they are in memory."""
+def pieces(value: Any, large: list[Tensor] | None = None) -> Iterator[Tensor]:
+    """Yield the bytes of :func:`pack` one after the other, those of tensors as they are in memory.
+
+    Args:
+        large: takes the tensors of ``LARGE`` bytes and more in the place of their bytes.
+    """
     tensors: list[Tensor] = []
     text = json.dumps(_described(value, tensors)).encode()
     yield torch.frombuffer(bytearray(len(text).to_bytes(_HEADER) + text), dtype=torch.uint8)
     for each in tensors:
-        yield each.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        if large is not None and each.nbytes >= LARGE:
+            large.append(each)
+        else:
+            yield _flat(each).cpu()
 
 
-def unpack(message: Tensor) -> Any:
+def _flat(tensor: Tensor) -> Tensor:
+    """Return a tensor's bytes, in its own memory if they lie there in order."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def unpack(message: Tensor, large: list[Tensor] | None = None) -> Any:
     """Return what :func:`pack` was given, with tensors on the CPU.
+
+    Args:
+        large: takes the tensors of ``LARGE`` bytes and more, which are still to be filled.
 
     Raises:
         RunFailed: nothing that it returns.
     """
     start = _HEADER + int.from_bytes(message[:_HEADER].numpy().tobytes())
     try:
-        return _made(json.loads(message[_HEADER:start].numpy().tobytes()), _Bytes(message, start))
+        return _made(json.loads(message[_HEADER:start].numpy().tobytes()), _Bytes(message, start, large))
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise RunFailed(f"What another rank sent cannot be read: {error!r:.200}") from error
 
@@ -75,12 +103,15 @@ def unpack(message: Tensor) -> Any:
 class _Bytes:
     """Cuts the tensors of a message out of it, one after the other."""
 
-    def __init__(self, message: Tensor, start: int) -> None:
-        self._message, self._start = message, start
+    def __init__(self, message: Tensor, start: int, large: list[Tensor] | None) -> None:
+        self._message, self._start, self._large = message, start, large
 
     def cut(self, name: str, shape: Sequence[int]) -> Tensor:
         dtype = getattr(torch, name)
         size = math.prod(shape) * dtype.itemsize
+        if self._large is not None and size >= LARGE:
+            self._large.append(torch.empty(shape, dtype=dtype))
+            return self._large[-1]
         taken = self._message[self._start : self._start + size].clone()  # aligned, and does not keep the message
         self._start += size
         return taken.view(dtype).view(shape)

@@ -1,8 +1,10 @@
-"""Whether the nodes of a start are there: each says so now and then, and listens to the others. Loads torch."""
+"""What nodes say to each other in a start: that they are there, whom they have lost, that they leave. Loads torch."""
 
+import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
 
 from ddp_recipes.runtime.messages import Messages
 
@@ -10,8 +12,29 @@ BEAT_S = 0.5
 END_S = 30.0  # for the others to come to the end as well
 
 
+@dataclass(frozen=True)
+class Beat:
+    """What a node says.
+
+    Attributes:
+        number: grows, for as long as it is there.
+        exited: its ranks that are lost.
+        died: whether one of them did not raise an error, which could come of another one's loss.
+        left: whether none of its ranks is in this start any more.
+    """
+
+    number: int = 0
+    exited: tuple[int, ...] = ()
+    died: bool = False
+    left: bool = False
+
+
 class Alive(threading.Thread):
-    """Says that this node is alive, and listens whether others are: a thread, for a store may not answer."""
+    """Says how this node is, and listens to the others: a thread, for a store may not answer.
+
+    Attributes:
+        waiting: how many nodes want to join.
+    """
 
     def __init__(
         self, messages: Messages, num_nodes_waiting: Callable[[], int], lost_after_s: float, node: int, nodes: int
@@ -19,25 +42,40 @@ class Alive(threading.Thread):
         super().__init__(daemon=True)
         self._messages, self._num_nodes_waiting, self._node = messages, num_nodes_waiting, node
         self._lost_after_s = lost_after_s
-        self._heard = {other: ("", time.monotonic()) for other in range(nodes) if other != node}
-        self._answered = time.monotonic()
-        self._over = threading.Event()
-        self.waiting = 0  # nodes that want to join
+        self._others = [other for other in range(nodes) if other != node]
+        self._beats = dict.fromkeys(self._others, Beat())
+        self._heard = dict.fromkeys(self._others, time.monotonic())
+        self._own, self._answered = Beat(), time.monotonic()
+        self._news, self._over = threading.Event(), False
+        self.waiting = 0
         self.start()
 
     def run(self) -> None:
         """Look now and then."""
-        beats = 0
-        while not self._over.wait(BEAT_S):
-            beats += 1
-            self._messages.set(f"alive/{self._node}", str(beats))
-            for other, (before, _) in list(self._heard.items()):
-                if (beat := self._messages.get(f"alive/{other}") or "") != before:
-                    self._heard[other] = (beat, time.monotonic())
+        number, over = 0, False
+        while not over:
+            self._news.wait(BEAT_S)
+            self._news.clear()
+            number, over = number + 1, self._over
+            own = {**asdict(self._own), "number": number}
+            self._messages.set(f"alive/{self._node}", json.dumps(own))
+            for other in self._others:
+                if (text := self._messages.get(f"alive/{other}")) is not None:
+                    values = json.loads(text)
+                    beat = Beat(**{**values, "exited": tuple(values["exited"])})
+                    if beat != self._beats[other]:
+                        self._beats[other], self._heard[other] = beat, time.monotonic()
             waiting = self._messages.call(self._num_nodes_waiting, None)
             if self._messages.lost or waiting is None:
                 return
             self.waiting, self._answered = waiting, time.monotonic()
+
+    def say(self, exited: Iterable[int], died: bool, left: bool) -> None:
+        """Have the others know soon how this node is."""
+        own = Beat(0, tuple(sorted(exited)), died, left or self._own.left)
+        if own != self._own:
+            self._own = own
+            self._news.set()
 
     @property
     def cut_off(self) -> bool:
@@ -48,35 +86,46 @@ class Alive(threading.Thread):
     def lost(self) -> list[int]:
         """Nodes that have not been heard for too long."""
         latest = time.monotonic() - self._lost_after_s
-        return [] if self.cut_off else [node for node, (_, heard) in list(self._heard.items()) if heard < latest]
+        there = () if self.cut_off else {*self._others} - {*self.left}
+        return [node for node in there if self._heard[node] < latest]
+
+    @property
+    def exited(self) -> set[int]:
+        """Ranks that other nodes have lost."""
+        return {rank for beat in self._beats.values() for rank in beat.exited}
+
+    @property
+    def died(self) -> bool:
+        """Whether one of those did not raise an error."""
+        return any(beat.died for beat in self._beats.values())
+
+    @property
+    def left(self) -> list[int]:
+        """Nodes whose ranks have left this start."""
+        return [node for node in self._others if self._beats[node].left]
 
     @property
     def all_known(self) -> bool:
         """Whether each other node has left this start, or is lost."""
-        names = {f"left/{node}" for node in self._heard if node not in self.lost}
-        return self.cut_off or len(self._messages.there(*names)) == len(names)
-
-    def end(self, wait: bool) -> None:
-        """Be silent from now on; where all have come to the end, ``wait`` for them: the store is one's."""
-        if not wait:
-            self._messages.set(f"left/{self._node}", "")
-        else:
-            self._messages.set(f"ended/{self._node}", "")
-            deadline = time.monotonic() + END_S
-            names = [f"ended/{node}" for node in self._heard]
-            while len(self._messages.there(*names)) < len(names) and not self._messages.lost and not self.lost:
-                if time.monotonic() > deadline:
-                    break
-                time.sleep(0.02)
-        self._over.set()
-        self.join(END_S)
+        return self.cut_off or {*self._others} == {*self.left, *self.lost}
 
     @property
     def ended(self) -> bool:
         """Whether the first node has come to the end of the run."""
         return bool(self._messages.there("ended/0"))
 
-    @property
-    def first_left(self) -> bool:
-        """Whether the first node has left this start, though the run goes on."""
-        return bool(self._messages.there("left/0"))
+    def end(self, wait: bool) -> None:
+        """Be silent from now on; where all have come to the end, ``wait`` for them: the store is one's."""
+        if wait:
+            self._messages.set(f"ended/{self._node}", "")
+            deadline = time.monotonic() + END_S
+            names = [f"ended/{node}" for node in self._others]
+            while len(self._messages.there(*names)) < len(names) and not self._messages.lost and not self.lost:
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(0.02)
+        else:
+            self.say(self._own.exited, self._own.died, left=True)
+        self._over = True
+        self._news.set()
+        self.join(END_S)

@@ -2,6 +2,7 @@
 
 import json
 import signal
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -69,8 +70,10 @@ class Supervision:
         self.ranks = starter.all()
         self._since: float | None = None  # when a loss was noticed
         self._nodes: list[int] = []  # that were lost
-        self._told: set[int] | None = None  # ranks that the others know to be lost
+        self._known: set[int] = set()  # ranks of which this node's know that they are lost
         self._leaving: set[int] = set()  # ranks that are about to
+        self._not_ready: set[int] = set()  # ranks that were ended before they had joined the others
+        self._timeout_s = float(job.config["launcher"]["timeout_s"])
         self._after = 2
         self._moved = self._signalled = False
 
@@ -96,7 +99,8 @@ class Supervision:
                 return Ended(self._finished())
             self._look_for_losses()
             if all(rank.lost or rank.report is not None for rank in self.ranks):
-                over = self._since is not None or (self.start.alive.first_left if finished else True)
+                if over := self._since is not None or (0 in self.start.alive.left if finished else True):
+                    self._say(left=True)
                 if over and self._knows_why():
                     return self._ended()
             if self.start.alive.waiting and not self._moved and all(rank.joined for rank in self.ranks):
@@ -114,29 +118,50 @@ class Supervision:
                 rank.process.send_signal(signal.SIGTERM)
 
     def _look_for_losses(self) -> None:
-        """Have ranks that are left notice a loss, and leave once all have."""
-        self._nodes += [node for node in self.start.alive.lost if node not in self._nodes]
-        lost = [rank for rank in self.ranks if rank.lost]
+        """Have ranks that are left notice a loss, here or on another node, and leave once all have."""
+        alive = self.start.alive
+        self._nodes += [node for node in alive.lost if node not in self._nodes]
         waiting = [rank for rank in self.ranks if rank.loss is not None and not rank.lost]
-        if not (lost or waiting or self._nodes):
+        if not (self._lost or waiting or self._nodes or alive.exited or alive.left):
             return
         self._since = self._since or time.time()
-        numbers = {rank.number for rank in lost} | {
-            number for node in self._nodes for number in self.start.ranks_of(node)
-        }
-        if self._told is None or numbers - self._told:
-            self._told = numbers
-            for rank in self.ranks:
-                if not rank.lost:
-                    rank.say(json.dumps({"exited": sorted(numbers)}))
+        self._say(left=False)
+        numbers = {rank.number for rank in self._lost} | alive.exited
+        numbers |= {number for node in self._nodes for number in self.start.ranks_of(node)}
         there = [rank for rank in self.ranks if not rank.lost and rank.report is None]
+        if numbers - self._known:
+            self._known = numbers
+            for rank in there:
+                rank.say(json.dumps({"exited": sorted(numbers)}))
         others = [rank for rank in there if rank.loss is None and rank.number not in self._leaving]
-        if others and time.time() > self._since + ANSWER_S:
-            for rank in others:
-                rank.hung = True
-            end_with_stacks(self.job, others)
-        elif not others and waiting:
+        waited_s = time.time() - self._since - ANSWER_S
+        if not others and waiting:
             self._leave(waiting)
+        elif waited_s > 0:  # with a rank lost, others may notice when they next need it
+            self._end(others, hang=waited_s > (self._timeout_s if numbers else 0))
+
+    @property
+    def _lost(self) -> list[Rank]:
+        return [rank for rank in self.ranks if rank.lost]
+
+    def _say(self, left: bool) -> None:
+        """Have the other nodes know whom this one has lost."""
+        lost = self._lost
+        self.start.alive.say((rank.number for rank in lost), any(map(self._died, lost)), left)
+
+    def _died(self, rank: Rank) -> bool:
+        return rank.death is not None and rank.number not in self._not_ready
+
+    def _end(self, others: Sequence[Rank], hang: bool) -> None:
+        """End ranks that have not noticed a loss: those that are not ready yet have nothing to leave."""
+        for rank in others:
+            if not rank.joined and rank.number not in self._not_ready:
+                self._not_ready.add(rank.number)
+                rank.process.send_signal(signal.SIGKILL)
+        if hung := [rank for rank in others if rank.joined and hang]:
+            for rank in hung:
+                rank.hung = True
+            end_with_stacks(self.job, hung)
 
     def _leave(self, waiting: Sequence[Rank]) -> None:
         """Have ranks end, of which the furthest leaves its state: of a whole model, and what others have not."""
@@ -151,19 +176,24 @@ class Supervision:
 
     def _knows_why(self) -> bool:
         """Whether this node need not wait to know which other one was lost."""
-        return self._since is None or any(rank.death for rank in self.ranks) or self.start.alive.all_known
+        return self._since is None or any(map(self._died, self._lost)) or self.start.alive.all_known
 
     def _ended(self) -> Ended:
         """Return how this start ended, for others to go on."""
-        lost = [rank for rank in self.ranks if rank.lost]
-        deaths = [rank for rank in lost if rank.death is not None]
+        deaths = [rank for rank in self._lost if self._died(rank)]
         why = [f"Node {node} ({self.start.offers[node].address}) was lost." for node in self._nodes]
-        why += [rank.why for rank in deaths or ([] if self._nodes else lost)]
-        raised = [rank.report.message.strip().splitlines()[-1] for rank in lost if rank.report and rank.report.cause]
+        why += [rank.why for rank in deaths]
+        raised = []
+        if not why and not self.start.alive.died:  # else errors may come of that
+            for rank in self._lost:
+                if rank.report and rank.report.cause:
+                    print(f"Rank {rank.number} failed:\n{rank.report.message.rstrip()}", file=sys.stderr, flush=True)
+                    raised.append(rank.report.message.strip().splitlines()[-1])
+                    why.append(rank.why)
         return Ended(
             why=tuple(why),
             since=self._since or time.time(),
-            error=raised[0] if raised and not deaths and not self._nodes else None,
+            error=raised[0] if raised else None,
             began=any(rank.joined for rank in self.ranks),
             after=self._after,
             saved_step=self.job.saved_step,

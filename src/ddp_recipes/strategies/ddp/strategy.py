@@ -62,6 +62,7 @@ class DDP(Whole, Group):
             task.model = nn.SyncBatchNorm.convert_sync_batchnorm(task.model)  # type: ignore[no-untyped-call]
         options = {name: value for name, value in self.options.items() if name not in _SEND_BUFFERS}
         options[_SEND_BUFFERS[0]] = self._sends_buffers(task)
+        options.setdefault("init_sync", False)  # all have made the same weights, as they have agreed, or loaded them
         module = DistributedDataParallel(task, device_ids=None, **options)
         _settle_buckets(module, task)
         if self.settings.comm_hook is not None:
@@ -167,7 +168,7 @@ def _settle_buckets(module: DistributedDataParallel, task: Task) -> None:
 
     def forward(_: Any) -> StepOutput:
         loss = next(task.parameters()).new_zeros(())
-        for parameter in task.parameters():
+        for parameter in filter(lambda each: each.requires_grad, task.parameters()):
             loss = loss + (0 * parameter.sum()).to(loss.device)
         return StepOutput(loss, {}, 0)
 
