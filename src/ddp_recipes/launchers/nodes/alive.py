@@ -4,7 +4,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from ddp_recipes.runtime.messages import Messages
 
@@ -20,12 +20,14 @@ class Beat:
         number: grows, for as long as it is there.
         exited: its ranks that are lost.
         died: whether one of them did not raise an error, which could come of another one's loss.
+        told: of how many losses its ranks told the user.
         left: whether none of its ranks is in this start any more.
     """
 
     number: int = 0
     exited: tuple[int, ...] = ()
     died: bool = False
+    told: int = 0
     left: bool = False
 
 
@@ -70,9 +72,15 @@ class Alive(threading.Thread):
                 return
             self.waiting, self._answered = waiting, time.monotonic()
 
-    def say(self, exited: Iterable[int], died: bool, left: bool) -> None:
+    def say(self, exited: Iterable[int], died: bool, told: int) -> None:
         """Have the others know soon how this node is."""
-        own = Beat(0, tuple(sorted(exited)), died, left or self._own.left)
+        self._say(replace(self._own, exited=tuple(sorted(exited)), died=died, told=told))
+
+    def leave(self) -> None:
+        """Have the others know that none of this node's ranks is in this start any more."""
+        self._say(replace(self._own, left=True))
+
+    def _say(self, own: Beat) -> None:
         if own != self._own:
             self._own = own
             self._news.set()
@@ -100,6 +108,11 @@ class Alive(threading.Thread):
         return any(beat.died for beat in self._beats.values())
 
     @property
+    def told(self) -> int:
+        """Of how many losses the user was told by ranks of other nodes."""
+        return max((beat.told for beat in self._beats.values()), default=0)
+
+    @property
     def left(self) -> list[int]:
         """Nodes whose ranks have left this start."""
         return [node for node in self._others if self._beats[node].left]
@@ -125,7 +138,7 @@ class Alive(threading.Thread):
                     break
                 time.sleep(0.02)
         else:
-            self.say(self._own.exited, self._own.died, left=True)
+            self.leave()
         self._over = True
         self._news.set()
         self.join(END_S)

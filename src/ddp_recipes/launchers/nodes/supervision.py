@@ -34,7 +34,7 @@ class Ended:
         after: how much of what follows its last step the rank had done that left its state.
         saved_step: of the newest checkpoint.
         whole: whether a rank's state is that of the whole model.
-        told: of how many losses rank 0 told the user; 0 where it is not on this node.
+        told: of how many losses the user was told.
     """
 
     outcome: Outcome | None = None
@@ -86,6 +86,7 @@ class Supervision:
         """
         for _ in incoming(self.ranks):
             self._pass_on_signals()
+            self.start.alive.say((rank.number for rank in self._lost), any(map(self._died, self._lost)), self._told)
             if self.start.alive.cut_off:
                 raise RunFailed(
                     f"This node is cut off from {self.start.endpoint}, where nodes meet: others go on without it."
@@ -98,10 +99,10 @@ class Supervision:
             if finished and (self.start.node == 0 or self.start.alive.ended):  # rank 0 ends after all others
                 return Ended(self._finished())
             self._look_for_losses()
-            if all(rank.lost or rank.report is not None for rank in self.ranks):
-                if over := self._since is not None or (0 in self.start.alive.left if finished else True):
-                    self._say(left=True)
-                if over and self._knows_why():
+            none = all(rank.lost or rank.report is not None for rank in self.ranks)
+            if none and (self._since is not None or not finished or 0 in self.start.alive.left):
+                self.start.alive.leave()
+                if self._knows_why():
                     return self._ended()
             if self.start.alive.waiting and not self._moved and all(rank.joined for rank in self.ranks):
                 self._moved = True
@@ -125,7 +126,6 @@ class Supervision:
         if not (self._lost or waiting or self._nodes or alive.exited or alive.left):
             return
         self._since = self._since or time.time()
-        self._say(left=False)
         numbers = {rank.number for rank in self._lost} | alive.exited
         numbers |= {number for node in self._nodes for number in self.start.ranks_of(node)}
         there = [rank for rank in self.ranks if not rank.lost and rank.report is None]
@@ -144,10 +144,9 @@ class Supervision:
     def _lost(self) -> list[Rank]:
         return [rank for rank in self.ranks if rank.lost]
 
-    def _say(self, left: bool) -> None:
-        """Have the other nodes know whom this one has lost."""
-        lost = self._lost
-        self.start.alive.say((rank.number for rank in lost), any(map(self._died, lost)), left)
+    @property
+    def _told(self) -> int:
+        return max((rank.told for rank in self.ranks), default=0)
 
     def _died(self, rank: Rank) -> bool:
         return rank.death is not None and rank.number not in self._not_ready
@@ -198,7 +197,7 @@ class Supervision:
             after=self._after,
             saved_step=self.job.saved_step,
             whole=self.parts == 1,
-            told=max((rank.told for rank in self.ranks), default=0),
+            told=max(self._told, self.start.alive.told),
         )
 
     def _finished(self) -> Outcome:
