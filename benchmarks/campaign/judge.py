@@ -84,7 +84,7 @@ def judge(played: Played, directory: Path, reference: Reference, in_parts: bool 
             _judge_end(hurt[-1], started, played, verdict)
     for done in played.done:
         said = named(done, played)
-        if said is not None and not (replacing.beside_another(done, played) and not said):
+        if said is not None and (said or not replacing.beside_another(done, played)):
             verdict.asked += 1
             verdict.named += said
             if not said:

@@ -102,7 +102,11 @@ def flaws(played: Played, summary: dict[str, Any]) -> list[str]:
     deaths = [done for done in played.done if done.fault.kind != "return_node" and not done.idle]
     lost = [(done, 1 + (done.fault.kind == "kill_two")) for done in deaths]
     losses = sum(ranks for _, ranks in lost)
-    late = sum(ranks for done, ranks in lost if done.fault.place == "ending" or done.step >= STEPS - 1)
+    late = sum(
+        ranks
+        for done, ranks in lost
+        if done.fault.place == "ending" or done.step >= STEPS - 1 or beside_another(done, played)
+    )
     if again > (may := sum(_may_start_again(done, played) for done in deaths)):
         found.append(f"all ranks started again {again} times, {may} may be")
     if summary["ranks_replaced"] != counted:
@@ -134,9 +138,12 @@ def _may_start_again(done: Done, played: Played) -> bool:
 
 
 def beside_another(done: Done, played: Played) -> bool:
-    """Whether it may have hit ranks that were about to be ended because of another loss, which is the one named."""
+    """Whether it may have hit ranks that were about to end because of another loss, which is the one named.
+
+    On nodes all ranks end and others begin after each loss.
+    """
     near = any(abs(each.at - done.at) < 5 for each in played.done if each is not done)
-    return near and started_again(played) > 0
+    return near and (started_again(played) > 0 or (played.script.mode == "nodes" and done.fault.place == "replacing"))
 
 
 def started_again(played: Played) -> int:

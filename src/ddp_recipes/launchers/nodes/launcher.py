@@ -19,7 +19,7 @@ from ddp_recipes.launchers.local.ranks import Starter
 from ddp_recipes.launchers.nodes.supervision import Ended, Supervision
 from ddp_recipes.launchers.reports import Outcome
 from ddp_recipes.launchers.worker import FIRSTS
-from ddp_recipes.reporting.run_directory import Summary
+from ddp_recipes.reporting.run_directory import Summary, read_summary
 from ddp_recipes.runtime.job import Job
 from ddp_recipes.runtime.meeting import Meeting
 from ddp_recipes.runtime.memory import Places
@@ -91,10 +91,16 @@ class NodesLauncher:
             # Nodes may have as many ranks as they can; all else is the same.
             launcher = {**job.config["launcher"], "nproc_per_node": "auto"}
             job = replace(job, config={**job.config, "launcher": launcher})
-            offer = Offer(ranks, str(job.directory), digest(job))
+            offer, directory = Offer(ranks, str(job.directory), digest(job), os.urandom(8).hex()), None
             while True:
-                start = rendezvous.meet(offer, signals)
-                offer = replace(offer, losses=start.losses, told=start.told)
+                try:
+                    start = rendezvous.meet(offer, signals)
+                except RunFailed:  # it may have come to its end meanwhile
+                    found = None if directory is None else read_summary(directory)
+                    if found is None or found["status"] != "finished":
+                        raise
+                    return found
+                offer = replace(offer, losses=start.losses, told=start.told, former=start.nodes)
                 if start.losses and start.offers[0].step < 0:
                     offer = replace(offer, losses=(), told=0)  # what the run counts, it counts from there on
                     if start.node == 0:
@@ -104,6 +110,7 @@ class NodesLauncher:
                     running.callback(lambda: start.alive.end(last))  # noqa: B023 (called in this turn)
                     world = _ranks_of(request, start)
                     of_start = _job(job, start, world)
+                    directory = of_start.directory
                     starter = self._starter(of_start, start, world, running, places)
                     ended = Supervision(of_start, start, starter, signals, request.strategy.parts(world)).run()
                     if ended.outcome is not None:

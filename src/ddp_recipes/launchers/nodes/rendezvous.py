@@ -41,17 +41,21 @@ class Offer:
         ranks: how many it can run.
         directory: the run directory.
         digest: of the config.
+        name: that no other supervisor has.
         address: by which the others reach it.
         step, after: how far the state has come that it has in memory; -1 without one.
         state: the file of that, on that node.
         began: whether it has trained in this run.
         losses: of ranks and nodes in this run, until now: why, and when in seconds since the epoch.
         told: of how many of those the user was told.
+        former: names of the nodes of the start before that it does not know to be lost, and what to say if they are.
+        left: when it left that, in seconds since the epoch.
     """
 
     ranks: int
     directory: str
     digest: str
+    name: str = ""
     address: str = ""
     step: int = -1
     after: int = 0
@@ -59,6 +63,8 @@ class Offer:
     began: bool = False
     losses: tuple[tuple[str, float], ...] = ()
     told: int = 0
+    former: tuple[tuple[str, str], ...] = ()
+    left: float = 0.0
 
     @property
     def progress(self) -> tuple[bool, int, int]:
@@ -92,7 +98,16 @@ class Start:
     def losses(self) -> tuple[tuple[str, float], ...]:
         """What was lost until now, as far as any node knows."""
         every = dict.fromkeys(loss for offer in self.offers for loss in offer.losses)
+        names, left = {offer.name for offer in self.offers}, max(offer.left for offer in self.offers)
+        former = [{*offer.former} for offer in self.offers if offer.former]
+        if former:  # a node that was lost while all left: nobody has noticed
+            every |= dict.fromkeys((why, left) for name, why in set.intersection(*former) if name not in names)
         return tuple(sorted(every, key=lambda loss: loss[1]))
+
+    @property
+    def nodes(self) -> tuple[tuple[str, str], ...]:
+        """Names of the nodes, and what to say of each that is lost."""
+        return tuple((offer.name, lost(node, offer.address)) for node, offer in enumerate(self.offers))
 
     @property
     def told(self) -> int:
@@ -201,6 +216,11 @@ class Rendezvous:
         return text
 
 
+def lost(node: int, address: str) -> str:
+    """Return what to say of a node that is lost."""
+    return f"Node {node} ({address}) was lost."
+
+
 def _in_thread(call: Callable[[], T], given_up: Callable[[], bool]) -> Future[T]:
     """Call what asks the store, which may not answer for ever; return the outcome, if there was one in time."""
     outcome: Future[T] = Future()
@@ -224,7 +244,8 @@ def _after(seconds: float) -> Callable[[], bool]:
 
 def _offer(text: str) -> Offer:
     values = json.loads(text)
-    return Offer(**{**values, "losses": tuple((str(why), float(since)) for why, since in values["losses"])})
+    losses = tuple((str(why), float(since)) for why, since in values["losses"])
+    return Offer(**{**values, "losses": losses, "former": tuple((name, why) for name, why in values["former"])})
 
 
 def _round_of(found: RendezvousInfo) -> str:

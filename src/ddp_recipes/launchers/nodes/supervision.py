@@ -50,6 +50,8 @@ class Ended:
     def offer(self, before: "Offer", places: Places) -> "Offer":
         """Return what this node brings to the next start: its newest state, unless a checkpoint is newer."""
         losses = (*before.losses, *((each.splitlines()[0], self.since) for each in self.why))
+        former = tuple(each for each in before.former if each[1] not in self.why)
+        before = replace(before, former=former, left=time.time())
         step, path = max(places.each(), default=(-1, ""))
         if step < self.saved_step or not self.whole:
             step, path = -1, ""
@@ -180,15 +182,16 @@ class Supervision:
     def _ended(self) -> Ended:
         """Return how this start ended, for others to go on."""
         deaths = [rank for rank in self._lost if self._died(rank)]
-        why = [f"Node {node} ({self.start.offers[node].address}) was lost." for node in self._nodes]
+        why = [self.start.nodes[node][1] for node in self._nodes]
         why += [rank.why for rank in deaths]
         raised = []
         if not why and not self.start.alive.died:  # else errors may come of that
             for rank in self._lost:
                 if rank.report and rank.report.cause:
                     print(f"Rank {rank.number} failed:\n{rank.report.message.rstrip()}", file=sys.stderr, flush=True)
-                    raised.append(rank.report.message.strip().splitlines()[-1])
                     why.append(rank.why)
+                    if not rank.report.unresponsive:  # else it waited for one that hung
+                        raised.append(rank.report.message.strip().splitlines()[-1])
         return Ended(
             why=tuple(why),
             since=self._since or time.time(),
