@@ -61,17 +61,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             entries.append(future.result())
             runs.append(entries[-1].record())
             print(report.line(runs[-1]), flush=True)
+            if options.out is not None:
+                report.write(options.out, runs, command)
     except KeyboardInterrupt:
         cut_off.set()
         print("Cut off.", file=sys.stderr)
     finally:
         pool.shutdown(cancel_futures=True)
-        page = report.markdown(runs, command)
-        print(f"\n{page}")
-        if options.out is not None:
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-            options.out.write_text(report.text(runs, command), encoding="utf-8")
-            options.out.with_suffix(".md").write_text(page, encoding="utf-8")
+        print(f"\n{report.markdown(runs, command)}")
     if options.only is not None:
         show(entries)
     perfect = len(runs) == len(scripts) and not any(run["verdict"]["flaws"] for run in runs)

@@ -167,11 +167,16 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *rest])
 
 
-def text(runs: Sequence[Record], command: str) -> str:
-    """Return everything as JSON, a line for each run: its script, what was done, how each start ended, the verdict."""
+def write(path: Path, runs: Sequence[Record], command: str) -> None:
+    """Write everything as JSON, a line for each run: its script, what was done, how each start ended, the verdict.
+
+    The tables are written beside it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
     head = {"command": command, "machine": machine("cpu")}
     body = ",\n  ".join(map(json.dumps, runs))
-    return f'{json.dumps(head)[:-1]},\n "runs": [\n  {body}\n ]}}\n'
+    path.write_text(f'{json.dumps(head)[:-1]},\n "runs": [\n  {body}\n ]}}\n', encoding="utf-8")
+    path.with_suffix(".md").write_text(markdown(runs, command), encoding="utf-8")
 
 
 def read(path: Path | None) -> list[Record]:
