@@ -20,6 +20,7 @@ class Beat:
         number: grows, for as long as it is there.
         exited: its ranks that are lost.
         died: whether one of them did not raise an error, which could come of another one's loss.
+        silent: ranks for which one of them waited in vain.
         told: of how many losses its ranks told the user.
         left: whether none of its ranks is in this start any more.
     """
@@ -27,6 +28,7 @@ class Beat:
     number: int = 0
     exited: tuple[int, ...] = ()
     died: bool = False
+    silent: tuple[int, ...] = ()
     told: int = 0
     left: bool = False
 
@@ -64,7 +66,7 @@ class Alive(threading.Thread):
             for other in self._others:
                 if (text := self._messages.get(f"alive/{other}")) is not None:
                     values = json.loads(text)
-                    beat = Beat(**{**values, "exited": tuple(values["exited"])})
+                    beat = Beat(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
                     if beat != self._beats[other]:
                         self._beats[other], self._heard[other] = beat, time.monotonic()
             waiting = self._messages.call(self._num_nodes_waiting, None)
@@ -72,9 +74,10 @@ class Alive(threading.Thread):
                 return
             self.waiting, self._answered = waiting, time.monotonic()
 
-    def say(self, exited: Iterable[int], died: bool, told: int) -> None:
+    def say(self, exited: Iterable[int], died: bool, silent: Iterable[int], told: int) -> None:
         """Have the others know soon how this node is."""
-        self._say(replace(self._own, exited=tuple(sorted(exited)), died=died, told=told))
+        lists = tuple(sorted(exited)), tuple(sorted(silent))
+        self._say(replace(self._own, exited=lists[0], died=died, silent=lists[1], told=told))
 
     def leave(self) -> None:
         """Have the others know that none of this node's ranks is in this start any more."""
@@ -106,6 +109,11 @@ class Alive(threading.Thread):
     def died(self) -> bool:
         """Whether one of those did not raise an error."""
         return any(beat.died for beat in self._beats.values())
+
+    @property
+    def silent(self) -> set[int]:
+        """Ranks for which ranks of other nodes waited in vain."""
+        return {rank for beat in self._beats.values() for rank in beat.silent}
 
     @property
     def told(self) -> int:

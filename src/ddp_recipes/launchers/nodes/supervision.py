@@ -88,7 +88,8 @@ class Supervision:
         """
         for _ in incoming(self.ranks):
             self._pass_on_signals()
-            self.start.alive.say((rank.number for rank in self._lost), any(map(self._died, self._lost)), self._told)
+            lost = self._lost
+            self.start.alive.say((rank.number for rank in lost), any(map(self._died, lost)), self._silent, self._told)
             if self.start.alive.cut_off:
                 raise RunFailed(
                     f"This node is cut off from {self.start.endpoint}, where nodes meet: others go on without it."
@@ -140,11 +141,15 @@ class Supervision:
         if not others and waiting:
             self._leave(waiting)
         elif waited_s > 0:  # with a rank lost, others may notice when they next need it
-            self._end(others, hang=waited_s > (self._timeout_s if numbers else 0))
+            self._end(others, all_hang=waited_s > (self._timeout_s if numbers else 0))
 
     @property
     def _lost(self) -> list[Rank]:
         return [rank for rank in self.ranks if rank.lost]
+
+    @property
+    def _silent(self) -> set[int]:
+        return {number for rank in self.ranks if rank.report for number in rank.report.unresponsive}
 
     @property
     def _told(self) -> int:
@@ -153,15 +158,16 @@ class Supervision:
     def _died(self, rank: Rank) -> bool:
         return rank.death is not None and rank.number not in self._not_ready
 
-    def _end(self, others: Sequence[Rank], hang: bool) -> None:
+    def _end(self, others: Sequence[Rank], all_hang: bool) -> None:
         """End ranks that have not noticed a loss: those that are not ready yet have nothing to leave."""
+        silent = self._silent | self.start.alive.silent
+        hung = [rank for rank in others if rank.number in silent or (rank.joined and all_hang)]
         for rank in others:
-            if not rank.joined and rank.number not in self._not_ready:
+            rank.hung = rank in hung
+            if not (rank.joined or rank.hung or rank.number in self._not_ready):
                 self._not_ready.add(rank.number)
                 rank.process.send_signal(signal.SIGKILL)
-        if hung := [rank for rank in others if rank.joined and hang]:
-            for rank in hung:
-                rank.hung = True
+        if hung:
             end_with_stacks(self.job, hung)
 
     def _leave(self, waiting: Sequence[Rank]) -> None:
@@ -186,12 +192,12 @@ class Supervision:
         why += [rank.why for rank in deaths]
         raised = []
         if not why and not self.start.alive.died:  # else errors may come of that
-            for rank in self._lost:
-                if rank.report and rank.report.cause:
-                    print(f"Rank {rank.number} failed:\n{rank.report.message.rstrip()}", file=sys.stderr, flush=True)
-                    why.append(rank.why)
-                    if not rank.report.unresponsive:  # else it waited for one that hung
-                        raised.append(rank.report.message.strip().splitlines()[-1])
+            failed = [(rank, rank.report) for rank in self._lost if rank.report and rank.report.cause]
+            own = [(rank, report) for rank, report in failed if not report.unresponsive]
+            for rank, report in own or failed[:1]:
+                print(f"Rank {rank.number} failed:\n{report.message.rstrip()}", file=sys.stderr, flush=True)
+                why.append(rank.why)
+            raised = [report.message.strip().splitlines()[-1] for _, report in own]
         return Ended(
             why=tuple(why),
             since=self._since or time.time(),
