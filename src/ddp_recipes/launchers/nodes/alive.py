@@ -3,8 +3,9 @@
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from ddp_recipes.runtime.messages import Messages
 
@@ -31,6 +32,11 @@ class Beat:
     silent: tuple[int, ...] = ()
     told: int = 0
     left: bool = False
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> "Beat":
+        """Return the one whose fields came as JSON."""
+        return cls(**{**values, "exited": tuple(values["exited"]), "silent": tuple(values["silent"])})
 
 
 class Alive(threading.Thread):
@@ -65,8 +71,7 @@ class Alive(threading.Thread):
             self._messages.set(f"alive/{self._node}", json.dumps(own))
             for other in self._others:
                 if (text := self._messages.get(f"alive/{other}")) is not None:
-                    values = json.loads(text)
-                    beat = Beat(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
+                    beat = Beat.of(json.loads(text))
                     if beat != self._beats[other]:
                         self._beats[other], self._heard[other] = beat, time.monotonic()
             waiting = self._messages.call(self._num_nodes_waiting, None)
