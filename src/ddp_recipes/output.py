@@ -95,6 +95,7 @@ class Output:
         self.hold(handling(Console(self.progress)))
         if self.job.meeting is None:  # else the rank that is replaced has shown it
             table("ddp_recipes " + __version__, self._start_rows(), sys.stdout)
+        if self.job.meeting is None or self.job.meeting["states"]:
             for warning in self.warnings:
                 log.warning("%s", warning)
         if not quick:

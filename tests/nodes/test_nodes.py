@@ -321,9 +321,6 @@ def test_a_node_that_joins_and_becomes_the_first_goes_on_in_the_directory_of_the
     assert re.search(r"steps +1,000, from [1-9]", nodes.said(1)), nodes.said(1)
 
 
-# --- launcher=nodes
-
-
 def wait_for_step(log: Path, step: int, seconds: float = 90) -> None:
     """Wait until the log tells of a step that is no earlier."""
     deadline = time.monotonic() + seconds
@@ -332,6 +329,42 @@ def wait_for_step(log: Path, step: int, seconds: float = 90) -> None:
             return
         time.sleep(0.05)
     raise AssertionError(f"no step {step} in {log}")
+
+
+@pytest.mark.slow
+def test_an_elastic_run_goes_on_from_the_memory_of_the_node_that_is_left(
+    nodes: Nodes, tmp_path: Path, python: str
+) -> None:
+    shutil.copy(OWN_MODELS, tmp_path)
+    slow = ["model._target_=own_models.Slow", "+model.sleep_s=0.01"]
+    overrides = [*TINY, *slow, "strategy=ddp_exact", "trainer.max_epochs=8", "checkpoint.every_n_steps=1000"]
+    for node in (1, 2):
+        kept = "checkpoint.in_memory_every_n_steps=4"
+        nodes.torchrun(node, *overrides, kept, "hydra.run.dir=run", nnodes="1:2", options=("--max-restarts=3",))
+    log = tmp_path / "run" / "train.log"
+    wait_for_step(log, 34)
+    for pid in nodes.pids(2):
+        os.kill(pid, signal.SIGKILL)
+    assert nodes.wait(150)[0] == 0, nodes.said(1)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["status"], summary["world_size"], summary["ranks_replaced"]) == ("finished", 1, 1)
+    told = re.findall(
+        r"torchrun started all ranks again\. All started again from memory, at the cost of [\d.]+ s until step (\d+)",
+        log.read_text(),
+    )
+    assert len(told) == 1
+    assert (int(told[0]) % 4, int(told[0]) > 32) == (1, True)
+    wait_until_no_rank_is_left(nodes, 1, 5)
+
+    own = ["+model.sleep_s=0", "launcher.nproc_per_node=1", "hydra.run.dir=whole"]
+    whole = [python, "-m", "ddp_recipes", *(each for each in overrides if "sleep_s" not in each), *own]
+    subprocess.run(whole, cwd=tmp_path, check=True, capture_output=True, timeout=120)
+    alone = json.loads((tmp_path / "whole" / "summary.json").read_text())
+    for fact in ("weights_sha256", "global_step", "samples_seen"):
+        assert summary[fact] == alone[fact]
+
+
+# --- launcher=nodes
 
 
 def test_a_node_is_cut_off_for_good_and_another_one_joins_with_the_same_bits(

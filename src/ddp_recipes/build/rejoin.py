@@ -6,6 +6,7 @@ import traceback
 from ddp_recipes._compat.messages import lost_a_rank
 from ddp_recipes._version import __version__
 from ddp_recipes.build.recipe import Recipe
+from ddp_recipes.build.resume import fit_cursor
 from ddp_recipes.build.run import cut_off, join
 from ddp_recipes.callbacks import Callback
 from ddp_recipes.checkpointing.files import State
@@ -33,6 +34,8 @@ def train(recipe: Recipe, run: Run) -> str:
     """Run the loop to its end, beyond the loss of ranks that the launcher replaces; return why it ended."""
     if may_go_on(recipe, run):
         run.buffers, run.logger, run.together = Buffers(run.task), Points(run.logger), _parts(recipe) > 1
+    elif recipe.world.restarts and recipe.checkpoint.in_memory_every_n_steps:
+        run.logger = Points(run.logger)  # the state may come from another node, and rank 0 be lost before it wrote them
     if recipe.meeting is not None and recipe.state is not None:
         go_on(run, recipe.state, recipe.meeting, recipe.control.watcher.told)
     if run.buffers is None:
@@ -72,17 +75,28 @@ def make_memory(recipe: Recipe, run: Run) -> Memory | None:
     if every is None:
         return None
     asked = f"checkpoint.in_memory_every_n_steps={every}"
-    if not launcher.max_restarts + launcher.replace_ranks:
+    if not launcher.max_restarts + launcher.replace_ranks + recipe.world.restarts:
         raise RequestError(
-            f"{asked} keeps a state for ranks that launcher=local starts again, and none would be: set "
-            f"launcher.max_restarts or launcher.replace_ranks."
+            f"{asked} keeps a state for ranks that are started again, and none would be: set launcher.max_restarts or "
+            f"launcher.replace_ranks, or torchrun --max-restarts."
         )
     if not _parts(recipe):
         raise RequestError(f"{asked}: with strategy={recipe.request.strategy.name} a rank's state is not all it needs.")
     if aside := _aside(run):
         raise RequestError(f"{asked} does not go with callbacks.{aside[0]}, which puts other weights aside for a save.")
+    if recipe.world.restarts and recipe.world.nnodes > 1 and _parts(recipe) > 1:
+        raise RequestError(
+            f"{asked}: torchrun may start ranks on other nodes than those that have their parts of the model in "
+            f"memory. On several nodes choose a strategy of whole models, such as ddp, or leave the key out."
+        )
+    if recipe.world.restarts and not recipe.job.memory:
+        recipe.warnings.append(
+            f"{asked}: no state is kept in memory. torchrun keeps no logs (--log-dir), beside which its next start "
+            f"would find where it is."
+        )
     keeps = recipe.job.memory and recipe.world.local_rank < _parts(recipe)  # others on this machine have the same
-    return Memory(recipe.job.memory, every) if keeps else None
+    alone = _alone(recipe)  # have what others have not, on whichever machine
+    return Memory(recipe.job.memory, every) if keeps and recipe.world.rank in (alone or [recipe.world.rank]) else None
 
 
 def facts(recipe: Recipe) -> dict[str, str]:
@@ -159,6 +173,8 @@ def _alone(recipe: Recipe) -> tuple[int, ...]:
 def receive(recipe: Recipe, meeting: Meeting) -> State:
     """Return the state with which this rank takes the place of a lost one. A collective."""
     state = _of_source(recipe, meeting, None)
+    if meeting.states:  # all ranks are new, and may be fewer or more
+        recipe.warnings[:] = fit_cursor("The state in memory", state, recipe.request, recipe.loaders["train"])
     step, _ = state["run"]["points"]
     purge_step = step if step >= 0 else state["cursor"]["step"] + 1  # its points come again, from ``go_on``
     return {**state, "checkpointer": {"values": state["run"]["values"]}, "purge_step": purge_step}

@@ -47,11 +47,11 @@ def load_state(
         path, state, warnings = load_first(newer, control.shared, readers)
     check_weights(path, state["model"], weights)
     if train is not None:
-        warnings = [*warnings, *_fit_cursor(path, state, request, train)]
+        warnings = [*warnings, *fit_cursor(path, state, request, train)]
     return path, state, warnings
 
 
-def _fit_cursor(path: Path, state: State, request: Request, train: Loader) -> list[str]:
+def fit_cursor(path: Path | str, state: State, request: Request, train: Loader) -> list[str]:
     """See that this run's batches go on where those of the checkpoint ended; refuse, or begin a little earlier."""
     cursor, was, now = state["cursor"], state["global_batch_size"], train.plan.global_batch_size
     done = cursor["batch"]

@@ -1,6 +1,7 @@
 """Connects ranks that something else started: rank 0 posts each job, the followers run it. Loads torch."""
 
 import gc
+import json
 import os
 import sys
 import time
@@ -8,11 +9,12 @@ import traceback
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
 from ddp_recipes import rank
+from ddp_recipes.config.parallelism import strategy_settings
 from ddp_recipes.errors import (
     Preempted,
     RecipeError,
@@ -22,7 +24,8 @@ from ddp_recipes.errors import (
     did_not_end,
     exited_without_report,
 )
-from ddp_recipes.launchers.elastic import RestartNote
+from ddp_recipes.launchers.elastic import Found, RestartNote, gone_on
+from ddp_recipes.launchers.keeper import Keeper
 from ddp_recipes.launchers.peers import Peers
 from ddp_recipes.launchers.reports import Death, decide
 from ddp_recipes.launchers.store import TIMEOUT, agent_holds_store, at_address
@@ -68,13 +71,19 @@ class Channel:
             self._meet(timeout_s)
         except RunFailed as error:
             raise self._explained(error, None) from None
+        return next((found.base for found in self._found() if found.base), "")
+
+    def _found(self) -> list[Found]:
+        """Return what the node of each rank has of earlier starts."""
         others = (self.messages.get(f"here/{follower}") for follower in range(1, self.world.world_size))
-        return next(filter(None, (self._note.read(), *others)), "")
+        return [self._note.found(), *(Found(**json.loads(other or "{}")) for other in others)]
 
     def lead(self, job: Job) -> Summary:
         """Post a job and run it as rank 0; with one rank, a plain run."""
         try:
             self._meet(float(job.config["launcher"]["timeout_s"]))
+            if (parts := self._parts_in_memory(job)) > 0:
+                job = gone_on(job, parts, self._found())
             number = self._post(job.to_json(with_main=False))
             try:
                 return self._run(job, number)
@@ -155,7 +164,7 @@ class Channel:
         if generation is None:
             raise RunFailed(did_not_arrive([0], self.world.world_size, TIMEOUT.total_seconds()))
         self._enter(generation)
-        self.messages.set(f"here/{self.world.rank}", self._note.read())
+        self.messages.set(f"here/{self.world.rank}", json.dumps(asdict(self._note.found())))
 
     def _receive(self, name: str, seconds: float | None) -> str | None:
         """Return a message of rank 0's, or ``None`` if there will be none, or none in so many seconds."""
@@ -200,7 +209,29 @@ class Channel:
 
     def _run(self, job: Job, number: int) -> Summary:
         messages = self.messages.under(f"run/{number}") if self.world.world_size > 1 else None
-        return rank.run(job, self.world, messages, Watcher(self._peers.exited, partial(self._begun, job)))
+        job = replace(job, memory=self._places(job, number))
+        summary = rank.run(job, self.world, messages, Watcher(self._peers.exited, partial(self._begun, job)))
+        if self.world.local_rank == 0:
+            self._note.forget()
+        return summary
+
+    def _parts_in_memory(self, job: Job) -> int:
+        """Return in how many parts of the model states are kept for torchrun's next start; 0: they are not."""
+        asked = job.config["checkpoint"].get("in_memory_every_n_steps") and self.world.restarts
+        return strategy_settings(job.config["strategy"]).parts(self.world.world_size) if asked else 0
+
+    def _places(self, job: Job, number: int) -> Sequence[str]:
+        """Return where this rank keeps its state, if it does; the first one of each node sees to what holds it."""
+        parts, name = self._parts_in_memory(job), f"keeper/{number}/{self.world.node_rank}"
+        if not parts or self._note.folder is None:
+            return ()
+        if self.world.local_rank == 0:
+            self.messages.set(name, json.dumps(asdict(self._note.keep(job, parts))))
+        if (text := self.messages.get(name, float(job.config["launcher"]["timeout_s"]))) is None:
+            return ()
+        keeper = Keeper.of(json.loads(text))
+        keeper.watch()
+        return keeper.paths[self.world.rank % parts]
 
     def _begun(self, job: Job) -> None:
         """Note the directory, once on each node: no rank has refused to begin there."""

@@ -14,6 +14,7 @@ class World:
 
     Attributes:
         firsts: the first rank of each node; where nothing is said, nodes are taken to hold equally many ranks.
+        restarts: how often torchrun starts all ranks again at most.
     """
 
     rank: int = 0
@@ -22,6 +23,7 @@ class World:
     local_world_size: int = 1
     node_rank: int = 0
     firsts: tuple[int, ...] = ()
+    restarts: int = 0
 
     def __post_init__(self) -> None:
         if not self.firsts:
@@ -61,6 +63,7 @@ class World:
             rank, size, local_rank = (int(environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
             local_size = int(environ.get("LOCAL_WORLD_SIZE", size))
             node_rank = int(environ.get("GROUP_RANK", rank // local_size))
+            restarts = int(environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
         except ValueError as error:
             raise RequestError(f"RANK, WORLD_SIZE and LOCAL_RANK must be whole numbers: {error}.") from None
         if not 0 <= rank < size or not 0 <= local_rank < local_size:
@@ -68,4 +71,4 @@ class World:
                 f"RANK={rank} with WORLD_SIZE={size}, LOCAL_RANK={local_rank} with LOCAL_WORLD_SIZE={local_size}: "
                 f"a rank counts from 0 to its size less one."
             )
-        return cls(rank, size, local_rank, local_size, node_rank)
+        return cls(rank, size, local_rank, local_size, node_rank, restarts=restarts)
