@@ -100,7 +100,7 @@ def flaws(played: Played, summary: dict[str, Any]) -> list[str]:
     again = started_again(played)
     counted = len(COST.findall(started.text.rpartition(AGAIN)[2]))
     deaths = [done for done in played.done if done.fault.kind != "return_node" and not done.idle]
-    lost = [(done, 1 + (done.fault.kind == "kill_two")) for done in deaths]
+    lost = [(done, _ranks_lost(done, played)) for done in deaths]
     losses = sum(ranks for _, ranks in lost)
     late = sum(
         ranks
@@ -111,7 +111,8 @@ def flaws(played: Played, summary: dict[str, Any]) -> list[str]:
         found.append(f"all ranks started again {again} times, {may} may be")
     if summary["ranks_replaced"] != counted:
         found.append(f"ranks_replaced is {summary['ranks_replaced']}, {counted} losses are told")
-    if not again and not losses - late <= counted <= losses:
+    least = losses - late - sum(ranks - 1 for done, ranks in lost if done.fault.kind == "kill_server")
+    if not again and not least <= counted <= losses:
         found.append(f"{counted} losses are told, there were {losses}")
     told = costs(played)  # of two ranks that were lost at once, twice
     if not again and not sum({*told}) - 0.1 * len(told) <= summary["seconds_lost"] <= sum(told) + 0.1 * len(told):
@@ -121,6 +122,13 @@ def flaws(played: Played, summary: dict[str, Any]) -> list[str]:
     if played.script.timeout_s > MOST_S and told and max(told) > MOST_S:
         found.append(f"a loss cost {max(told):.1f} s")
     return found
+
+
+def _ranks_lost(done: Done, played: Played) -> int:
+    """Return how many ranks it took at most, each of which is named; a lost node is one loss."""
+    if done.fault.kind == "kill_server" and played.script.mode == "nodes":
+        return done.world_size // 2
+    return 2 if done.fault.kind == "kill_two" else 1
 
 
 def _may_start_again(done: Done, played: Played) -> bool:

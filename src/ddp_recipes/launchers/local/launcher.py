@@ -148,10 +148,10 @@ def _supervise(job: Job, ranks: list[Rank], signals: Sequence[str], replacement:
         elif reports and not failed:  # all ranks have come to their end: what is left is to close files
             closed = min(closed, time.monotonic() + timeout_s)
         unresponsive = {number for report in reports.values() for number in report.unresponsive}
-        awaited = [rank for rank in ranks if rank.process.returncode is None and rank.number not in unresponsive]
+        awaited = [rank for rank in ranks if not rank.over and rank.number not in unresponsive]
         if not awaited or time.monotonic() > min(deadline, closed):
             break
-    stuck = [rank for rank in ranks if rank.report is None and rank.process.poll() is None]
+    stuck = [rank for rank in ranks if rank.report is None and not rank.over]
     deaths = _deaths(ranks, outlives)
     stopped = [rank for rank in stuck if rank.stopped]  # the others have been waiting for these, and were about to fail
     end_with_stacks(job, stuck)

@@ -36,6 +36,7 @@ class Rank:
     loss: Loss | None = None  # why it waits to meet the others again
     hung: bool = False  # whether it was killed because it did not respond
     unread: bytes = b""  # the beginning of a line
+    over: bool = False  # whether it has exited, and all that it had sent is read
 
     @property
     def stopped(self) -> bool:
@@ -80,10 +81,11 @@ class Rank:
     def death(self) -> Death | None:
         """How it exited without a report, or ``None``."""
         status = self.process.returncode
-        if status is None or self.report is not None:
+        if status is None or self.report is not None or not self.over:
             return None
+        who = f"process {self.process.pid}" if self.process.pid else "not yet forked"
         how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with exit code {status}"
-        message = f"Rank {self.number} (process {self.process.pid}) {how}, without a traceback."
+        message = f"Rank {self.number} ({who}) {how}, without a traceback."
         if status == -signal.SIGKILL:
             message += "\nIf nobody killed it, memory ran out (dmesg shows it): lower data.batch_size or num_workers."
         return Death(self.number, message)
@@ -184,8 +186,8 @@ def incoming(ranks: Sequence[Rank]) -> Iterator[None]:
                 known.remove(rank)
                 with suppress(KeyError, ValueError):
                     selector.unregister(rank.reports)
+            exited = [rank for rank in ranks if rank.process.poll() is not None]
             for rank in ranks:
-                rank.process.poll()
                 if rank not in known:
                     known.append(rank)
                     selector.register(rank.reports, selectors.EVENT_READ, rank)
@@ -198,6 +200,8 @@ def incoming(ranks: Sequence[Rank]) -> Iterator[None]:
                     yield
                 if not text:
                     selector.unregister(rank.reports)
+            for rank in exited:
+                rank.over = True
             if not selector.get_map():
                 time.sleep(0.01)
             yield
