@@ -33,7 +33,6 @@ from ddp_recipes.tools import batch_size, learning_rate, profiling
 from ddp_recipes.tools import dry_run as planning
 from ddp_recipes.tools import equivalence as check
 from ddp_recipes.training.evaluation import check_monitor, evaluate, evaluated, refusing_collectives
-from ddp_recipes.training.handover import Memory
 from ddp_recipes.training.metrics import Matrices, log_matrices
 from ddp_recipes.training.precision import make_precision
 from ddp_recipes.training.state import Run
@@ -147,8 +146,8 @@ def fit(recipe: Recipe, output: Output) -> None:
         for callback in run.callbacks.values():
             callback.on_end()
     if reason == "moved":
-        if recipe.job.memory:
-            Memory(recipe.job.memory, 1).keep(run)
+        if (memory := rejoin.memory_of(recipe)) is not None:
+            memory.keep_now(run)
         raise Left
     if reason == "signal":
         stop_early(run)

@@ -331,6 +331,20 @@ def wait_for_step(log: Path, step: int, seconds: float = 90) -> None:
     raise AssertionError(f"no step {step} in {log}")
 
 
+SAME = ("weights_sha256", "global_step", "samples_seen")
+
+
+def see_bits_of_one_process(summary: dict[str, object], folder: Path, python: str, *overrides: str) -> None:
+    """See that a run ended as one undisturbed process does."""
+    own = ["+model.sleep_s=0", "launcher.nproc_per_node=1", "hydra.run.dir=whole"]
+    others = [each for each in overrides if "in_memory" not in each and "sleep_s" not in each]
+    subprocess.run(
+        [python, "-m", "ddp_recipes", *others, *own], cwd=folder, check=True, capture_output=True, timeout=120
+    )
+    alone = json.loads((folder / "whole" / "summary.json").read_text())
+    assert {fact: summary[fact] for fact in SAME} == {fact: alone[fact] for fact in SAME}
+
+
 @pytest.mark.slow
 def test_an_elastic_run_goes_on_from_the_memory_of_the_node_that_is_left(
     nodes: Nodes, tmp_path: Path, python: str
@@ -356,12 +370,7 @@ def test_an_elastic_run_goes_on_from_the_memory_of_the_node_that_is_left(
     assert (int(told[0]) % 4, int(told[0]) > 32) == (1, True)
     wait_until_no_rank_is_left(nodes, 1, 5)
 
-    own = ["+model.sleep_s=0", "launcher.nproc_per_node=1", "hydra.run.dir=whole"]
-    whole = [python, "-m", "ddp_recipes", *(each for each in overrides if "sleep_s" not in each), *own]
-    subprocess.run(whole, cwd=tmp_path, check=True, capture_output=True, timeout=120)
-    alone = json.loads((tmp_path / "whole" / "summary.json").read_text())
-    for fact in ("weights_sha256", "global_step", "samples_seen"):
-        assert summary[fact] == alone[fact]
+    see_bits_of_one_process(summary, tmp_path, python, *overrides)
 
 
 # --- launcher=nodes
@@ -389,12 +398,57 @@ def test_a_node_is_cut_off_for_good_and_another_one_joins_with_the_same_bits(
     told = r"Node 1 \(10\.77\.0\.2\) was lost\. All started again from memory, at the cost of [\d.]+ s until step"
     assert len(re.findall(told, log.read_text())) == 1
 
-    own = ["+model.sleep_s=0", "launcher.nproc_per_node=1", "hydra.run.dir=whole"]
-    whole = [python, "-m", "ddp_recipes", *(each for each in overrides if "sleep_s" not in each), *own]
-    subprocess.run(whole, cwd=tmp_path, check=True, capture_output=True, timeout=120)
-    alone = json.loads((tmp_path / "whole" / "summary.json").read_text())
-    for fact in ("weights_sha256", "global_step", "samples_seen"):
-        assert summary[fact] == alone[fact]
+    see_bits_of_one_process(summary, tmp_path, python, *overrides)
+
+
+UNSAVED = ["checkpoint.every_n_steps=100000", "checkpoint.in_memory_every_n_steps=5"]
+SHARDED = [
+    *("model._target_=own_models.Slow", "+model.sleep_s=0.05", "strategy=fsdp", "strategy.shards=4"),
+    "strategy.wrap=[net1,net2]",
+    *("trainer.max_epochs=6", "launcher.timeout_s=300", *UNSAVED),
+]
+
+
+@pytest.mark.slow
+def test_a_sharded_model_goes_on_without_a_checkpoint_when_a_node_is_cut_off(
+    nodes: Nodes, tmp_path: Path, python: str
+) -> None:
+    shutil.copy(OWN_MODELS, tmp_path)
+    for node in (1, 2):
+        nodes.supervise(node, *TINY, *SHARDED, "launcher.nproc_per_node=1")
+    log = tmp_path / "run" / "train.log"
+    wait_for_step(log, 32)
+    nodes.cut(2)
+    assert nodes.processes[1].wait(30) == 1
+    wait_for_step(log, 64)
+    assert not list((tmp_path / "run" / "checkpoints").glob("step_*"))
+    nodes.supervise(3, *TINY, *SHARDED, "launcher.nproc_per_node=1")
+    assert [nodes.processes[0].wait(120), nodes.processes[2].wait(20)] == [0, 0], nodes.said(1) + nodes.said(3)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["status"], summary["world_size"], summary["ranks_replaced"]) == ("finished", 2, 1)
+    told = r"Node 1 \(10\.77\.0\.2\) was lost\. All started again from memory, at the cost of [\d.]+ s until step (\d+)"
+    (step,) = map(int, re.findall(told, log.read_text()))
+    assert step % 5 == 1
+    assert "from the last checkpoint" not in nodes.said(1) + nodes.said(3)
+    see_bits_of_one_process(summary, tmp_path, python, *TINY, *SHARDED)
+
+
+@pytest.mark.slow
+def test_a_sharded_model_goes_on_without_a_checkpoint_when_all_of_a_node_is_killed(
+    nodes: Nodes, tmp_path: Path, python: str
+) -> None:
+    shutil.copy(OWN_MODELS, tmp_path)
+    for node in (1, 2):
+        nodes.supervise(node, *TINY, *SHARDED, "launcher.nproc_per_node=2")
+    log = tmp_path / "run" / "train.log"
+    wait_for_step(log, 32)
+    for pid in nodes.pids(2):
+        os.kill(pid, signal.SIGKILL)
+    assert nodes.processes[0].wait(120) == 0, nodes.said(1)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["status"], summary["world_size"], summary["ranks_replaced"]) == ("finished", 2, 1)
+    assert len(re.findall("All started again from memory, at the cost of", log.read_text())) == 1
+    see_bits_of_one_process(summary, tmp_path, python, *TINY, *SHARDED)
 
 
 DYING = """

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_recipes.runtime.memory import HEADER, Places, step_in, write_state
+from ddp_recipes.runtime.memory import HEADER, Kept, Places, kept_in, least, write_state
 
 
 def written(path: str, step: int, *pieces: bytes, dies: bool = False) -> None:
@@ -16,7 +16,7 @@ def written(path: str, step: int, *pieces: bytes, dies: bool = False) -> None:
             raise KeyboardInterrupt
 
     with open(path, "r+b") as file:
-        write_state(file, step, each())
+        write_state(file, Kept(step), each())
 
 
 def test_the_newest_step_that_every_part_has_is_found_and_a_torn_state_is_not() -> None:
@@ -31,9 +31,27 @@ def test_the_newest_step_that_every_part_has_is_found_and_a_torn_state_is_not() 
         assert places.newest() == (3, (first, third))
         with pytest.raises(KeyboardInterrupt):
             written(fourth, 6, b"half of", dies=True)
-        assert step_in(fourth) is None
+        assert kept_in(fourth) is None
         assert places.newest() == (3, (first, third))
         written(fourth, 6, b"all")
         assert places.newest() == (6, (second, fourth))
         written(second, 9, b"short")
         assert Path(second).read_bytes()[HEADER.size :] == b"short"
+
+
+def test_the_next_state_is_written_over_what_nobody_goes_on_from() -> None:
+    with ExitStack() as stack:
+        ((first, second),) = Places.made(1, stack).paths
+
+        def kept(path: str, step: int, start: str) -> None:
+            with open(path, "r+b") as file:
+                write_state(file, Kept(step, start=start), [b"a state"])
+
+        kept(first, 6, "a")
+        assert least([first, second], Kept(9, start="a")) == second
+        kept(second, 9, "a")
+        assert least([first, second], Kept(12, start="a")) == first
+        assert least([first, second], Kept(9, start="b")) == first
+        assert least([first, second], Kept(6, start="b")) == second  # not all parts were there of step 9
+        kept(second, 6, "b")
+        assert least([first, second], Kept(9, start="b")) == first

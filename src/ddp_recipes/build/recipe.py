@@ -148,13 +148,14 @@ class Recipe:
     def load_weights(self, strategy: Strategy | None = None) -> int:
         """Load the weights to start from, and have the strategy leave this rank its part; return their step."""
         weights = self.weights if self.state is None else self.state["model"]
-        if weights and not self.initial and self.meeting is None:
+        in_rows = self.meeting is None or (self.meeting.states and self.strategy.writers)
+        if weights and not self.initial and in_rows:
             self.task.load_weights({**self.task.weights(), **put_together(weights)})
         if strategy is not None:
             strategy.shard(self.task, self.devices.own)
         if self.initial:
             fill(self.task, self.initial, weights, self.device)
-        elif self.meeting is not None:
+        elif not in_rows:
             load_part(self.task, weights)
         self.initial, self.weights = {}, {}  # some are large
         return 0 if self.state is None else int(self.state["cursor"]["step"])

@@ -1,7 +1,9 @@
 """A rank is lost in the midst of training: the others meet again, with a new one that gets the state of one of them."""
 
 import gc
+import io
 import traceback
+from collections.abc import Callable
 
 from ddp_recipes._compat.messages import lost_a_rank
 from ddp_recipes._version import __version__
@@ -10,10 +12,12 @@ from ddp_recipes.build.resume import fit_cursor
 from ddp_recipes.build.run import cut_off, join
 from ddp_recipes.callbacks import Callback
 from ddp_recipes.checkpointing.files import State
+from ddp_recipes.checkpointing.kept import load_kept
 from ddp_recipes.errors import Left, RequestError, RunFailed
 from ddp_recipes.loggers.points import Points
 from ddp_recipes.runtime.digest import digest
 from ddp_recipes.runtime.meeting import Leaving, Loss, Meeting
+from ddp_recipes.runtime.memory_server import opener
 from ddp_recipes.strategies.base import batch_norms
 from ddp_recipes.strategies.collectives import broadcast
 from ddp_recipes.training import loop
@@ -38,7 +42,9 @@ def train(recipe: Recipe, run: Run) -> str:
         run.logger = Points(run.logger)  # the state may come from another node, and rank 0 be lost before it wrote them
     if recipe.meeting is not None and recipe.state is not None:
         go_on(run, recipe.state, recipe.meeting, recipe.control.watcher.told)
-    if run.buffers is None:
+        if run.memory is not None and recipe.meeting.states and _parts(recipe) > 1:
+            run.memory.keep_now(run)  # where parts lie now: another loss may come before the next is due
+    if run.buffers is None and not recipe.job.start:  # else others go on, though not this rank
         return loop.fit(run)
     while True:
         try:
@@ -94,9 +100,14 @@ def make_memory(recipe: Recipe, run: Run) -> Memory | None:
             f"{asked}: no state is kept in memory. torchrun keeps no logs (--log-dir), beside which its next start "
             f"would find where it is."
         )
-    keeps = recipe.job.memory and recipe.world.local_rank < _parts(recipe)  # others on this machine have the same
-    alone = _alone(recipe)  # have what others have not, on whichever machine
-    return Memory(recipe.job.memory, every) if keeps and recipe.world.rank in (alone or [recipe.world.rank]) else None
+    return memory_of(recipe) if recipe.world.local_rank < _parts(recipe) else None  # others here have the same
+
+
+def memory_of(recipe: Recipe) -> Memory | None:
+    """Return where this rank can leave its state, if there is a place and it is of use to another one."""
+    places, parts, alone = recipe.job.memory, _parts(recipe), _alone(recipe)
+    useful = parts and (not alone or recipe.world.rank in alone)
+    return Memory(places, parts, recipe.job.start) if places and useful else None
 
 
 def facts(recipe: Recipe) -> dict[str, str]:
@@ -115,8 +126,8 @@ def _meet_again(recipe: Recipe, run: Run, error: Exception) -> None:
         if (meeting := recipe.control.meet_again(loss)) is None:
             raise error
         if isinstance(meeting, Leaving):
-            if meeting.keep:
-                Memory(recipe.job.memory, 1).keep(run)
+            if meeting.keep and (memory := memory_of(recipe)) is not None:
+                memory.keep_now(run)
             raise Left
         gc.collect()  # what holds the group refers to itself; it takes a second, in which new ranks start
         try:
@@ -144,12 +155,17 @@ def _of_source(recipe: Recipe, meeting: Meeting, run: Run | None) -> State:
     source = meeting.sources[rank % parts]
     own = None
     if rank == source:
-        own = in_memory(meeting.states[rank % parts]) if run is None else handed_over(run)
+        own = handed_over(run) if run is not None else in_memory(meeting.states[rank % parts], _opener(recipe))
     if own is not None and parts == recipe.world.world_size:  # nobody else has it
         return own
     state: State = broadcast(own, source // parts, recipe.strategy.peers)
     recipe.strategy.exchanges.settle()
     return state
+
+
+def _opener(recipe: Recipe) -> Callable[[str], io.RawIOBase]:
+    messages = recipe.control.messages
+    return opener(b"" if messages is None else messages.key)
 
 
 def _leave(recipe: Recipe, run: Run, error: Exception) -> None:
@@ -172,7 +188,8 @@ def _alone(recipe: Recipe) -> tuple[int, ...]:
 
 def receive(recipe: Recipe, meeting: Meeting) -> State:
     """Return the state with which this rank takes the place of a lost one. A collective."""
-    state = _of_source(recipe, meeting, None)
+    in_rows = meeting.states and recipe.strategy.writers
+    state = load_kept(meeting.states, _opener(recipe)) if in_rows else _of_source(recipe, meeting, None)
     if meeting.states:  # all ranks are new, and may be fewer or more
         recipe.warnings[:] = fit_cursor("The state in memory", state, recipe.request, recipe.loaders["train"])
     step, _ = state["run"]["points"]

@@ -1,9 +1,10 @@
 """A part of a checkpoint as it is read: verified first, and not read again by a rank that verified what it loads."""
 
+import io
 import json
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -31,12 +32,15 @@ class PartFile:
         rank: that wrote it.
         size: in bytes.
         checksum: its CRC-32.
+        begin: where it begins in what ``source`` opens, if it is elsewhere than at its path.
     """
 
     path: Path
     rank: int
     size: int
     checksum: int
+    begin: int = 0
+    source: Callable[[], io.RawIOBase] | None = None
     _kept: dict[str, Tensor] = field(default_factory=dict)
 
     def damage(self, keep: bool) -> str | None:
@@ -47,7 +51,7 @@ class PartFile:
         """
         who = f"its part {self.path.parent.name}/{self.path.name}, which rank {self.rank} wrote,"
         try:
-            with self.path.open("rb", buffering=0) as file:
+            with self._open() as file:
                 if (size := os.fstat(file.fileno()).st_size) != self.size:
                     return f"{who} has {size:,} bytes, not {self.size:,}"
                 found = 0
@@ -100,7 +104,7 @@ class PartFile:
         begin, header = self._header
         at = begin + header[name]["data_offsets"][0] + row * (into.nbytes // max(1, len(into)) if into.dim() else 0)
         left = _bytes(into)
-        with self.path.open("rb", buffering=0) as file:
+        with self._open() as file:
             file.seek(at)
             while left and (count := file.readinto(left)):
                 left = left[count:]
@@ -118,9 +122,13 @@ class PartFile:
     @cached_property
     def _header(self) -> tuple[int, dict[str, Any]]:
         """Where tensors begin, and what the file says of them."""
-        with self.path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            return 8 + size, json.loads(file.read(size))
+        with self._open() as file:
+            file.seek(self.begin)
+            size = int.from_bytes(file.read(8) or b"", "little")
+            return self.begin + 8 + size, json.loads(file.read(size) or b"")
+
+    def _open(self) -> io.RawIOBase:
+        return self.path.open("rb", buffering=0) if self.source is None else self.source()
 
 
 def _bytes(values: Tensor) -> memoryview:

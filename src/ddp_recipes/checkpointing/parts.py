@@ -191,21 +191,21 @@ def load(path: Path, verify: Verify, readers: int) -> dict[str, Any]:
     if problems := [each for each in verify([partial(file.damage, keep) for file in files]) if each]:
         files.clear()  # who has the error would hold what was read
         raise DamagedParts("; ".join(problems))
-    state: dict[str, Any] = _restored(content["state"], content["rows"], files)
+    state: dict[str, Any] = restored(content["state"], content["rows"], files)
     return {"format": content["format"], **state, "checksum": content["checksum"]}
 
 
-def _restored(value: Any, rows: Mapping[str, Any], files: Sequence[PartFile]) -> Any:
+def restored(value: Any, rows: Mapping[str, Any], files: Sequence[PartFile]) -> Any:
     """Return what :func:`taken_apart` made into JSON."""
     if isinstance(value, list):
-        return [_restored(inside, rows, files) for inside in value]
+        return [restored(inside, rows, files) for inside in value]
     if not isinstance(value, dict):
         return value
     ((kind, inside),) = value.items()
     if kind == "dict":
-        return {_restored(key, rows, files): _restored(of_key, rows, files) for key, of_key in inside}
+        return {restored(key, rows, files): restored(of_key, rows, files) for key, of_key in inside}
     if kind == "tuple":
-        return tuple(_restored(inside, rows, files))
+        return tuple(restored(inside, rows, files))
     if kind == "tensor":
         return files[0].tensor(inside)  # only rank 0 wrote it
     row = rows[inside]

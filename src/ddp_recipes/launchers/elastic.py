@@ -79,7 +79,7 @@ class RestartNote:
         if kept is None:
             return Found(base)
         keeper, found = kept
-        states = [Places((pair,)).each() for pair in keeper.paths]
+        states = [[(kept.step, path) for kept, path in Places((pair,)).each()] for pair in keeper.paths]
         return replace(found, base=base, states=states, lost_at=keeper.lost_at)
 
     def keep(self, job: Job, parts: int) -> Keeper:
@@ -91,7 +91,7 @@ class RestartNote:
         else:
             self.forget()
             keeper = Keeper.started(parts)
-        step = max((step for step, _ in Places(keeper.paths).each()), default=-1)
+        step = max((kept.step for kept, _ in Places(keeper.paths).each()), default=-1)
         since = [] if job.meeting is None else job.meeting["since"]
         note = {"keeper": asdict(keeper), "directory": str(job.directory), "step": step, "since": since}
         write_text(self.folder / "memory", json.dumps(note), durable=False)

@@ -29,6 +29,7 @@ class Job:
         base: the directory that was made for it, or for the sweep that it is of.
         meeting: where a rank that takes the place of a lost one meets the others, as JSON.
         memory: files in which a rank keeps its state, in turn.
+        start: name of this start of the ranks, where there are several.
     """
 
     config: Mapping[str, Any]
@@ -40,6 +41,7 @@ class Job:
     base: str = ""
     meeting: Mapping[str, Any] | None = None
     memory: Sequence[str] = ()
+    start: str = ""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Job.from_json, (self.to_json(),)

@@ -59,7 +59,7 @@ class Meeting:
         why: how each rank was lost that is replaced in this run, a line each: these, and those before them.
         since: when each loss was noticed, in seconds since the epoch.
         told: how many of these losses the user was told of.
-        states: of each part of the model the file that its source reads, where all ranks are new.
+        states: of each part of the model where its state is in memory, on this node or another, if all ranks are new.
     """
 
     file: str

@@ -1,7 +1,7 @@
 """States of ranks in memory that another process holds: what is left where all ranks are lost. Loads no torch.
 
-A state lies in a file without a name. It begins with its step and its length, which are written last: a file whose
-writer died halfway holds nothing.
+A state lies in a file without a name. It begins with what it is, which is written last: a file whose writer died
+halfway holds nothing.
 """
 
 import os
@@ -9,9 +9,31 @@ import struct
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
-HEADER = struct.Struct("<QQ")  # the step, and the bytes that follow
+HEADER = struct.Struct("<QQII16s")  # step, bytes that follow, part, parts, start
+
+
+class Kept(NamedTuple):
+    """What a state is.
+
+    Attributes:
+        step: after which it was.
+        part: of the model.
+        parts: how many make up the model.
+        start: of the ranks, by a name of 16 characters at most: parts of two starts do not go together.
+    """
+
+    step: int
+    part: int = 0
+    parts: int = 1
+    start: str = ""
+
+    @classmethod
+    def of(cls, header: bytes) -> "Kept | None":
+        """Return what a header says, ``None`` without a whole state behind it."""
+        step, length, part, parts, start = HEADER.unpack(header)
+        return cls(step, part, parts, start.rstrip(b"\0").decode()) if length else None
 
 
 @dataclass(frozen=True)
@@ -27,35 +49,57 @@ class Places:
     @classmethod
     def made(cls, parts: int, stack: ExitStack) -> "Places":
         """Return places in this process's memory, until the stack ends."""
-        files = [stack.enter_context(os.fdopen(os.memfd_create("ddp_recipes"), "rb")) for _ in range(2 * parts)]
-        paths = [f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in files]
+        paths = [path_of(new_file(stack)) for _ in range(2 * parts)]
         return cls(tuple(zip(paths[::2], paths[1::2], strict=True)))
 
-    def each(self) -> list[tuple[int, str]]:
-        """Return the step and the place of each state."""
-        return [(step, path) for pair in self.paths for path in pair if (step := step_in(path)) is not None]
+    def each(self) -> list[tuple[Kept, str]]:
+        """Return what each state is, and its place."""
+        return [(kept, path) for pair in self.paths for path in pair if (kept := kept_in(path)) is not None]
 
     def newest(self) -> tuple[int, tuple[str, ...]] | None:
         """Return the last step at which every part was kept, and where."""
-        found = [{step: path for path in pair if (step := step_in(path)) is not None} for pair in self.paths]
+        found = [{kept.step: path for path in pair if (kept := kept_in(path)) is not None} for pair in self.paths]
         steps = set.intersection(*map(set, found)) if found else set()
         return (step, tuple(of_part[step] for of_part in found)) if (step := max(steps, default=0)) else None
 
 
-def step_in(path: str) -> int | None:
-    """Return the step of the state in a file, ``None`` without a whole one."""
+def new_file(stack: ExitStack) -> int:
+    """Return the descriptor of a file in this process's memory, which holds no state; the stack closes it."""
+    file = stack.enter_context(os.fdopen(os.memfd_create("ddp_recipes"), "rb")).fileno()
+    os.truncate(file, HEADER.size)
+    return file
+
+
+def path_of(file: int) -> str:
+    """Return the path by which any process of this user opens a file of this one."""
+    return f"/proc/{os.getpid()}/fd/{file}"
+
+
+def kept_in(path: str) -> Kept | None:
+    """Return what the state in a file is, ``None`` without a whole one."""
     with open(path, "rb") as file:
-        header = file.read(HEADER.size)
-    step, length = HEADER.unpack(header) if len(header) == HEADER.size else (0, 0)
-    return step if length else None
+        return Kept.of(file.read(HEADER.size))
 
 
-def write_state(file: BinaryIO, step: int, pieces: Iterable[memoryview]) -> None:
+def least(paths: Iterable[str], new: Kept) -> str:
+    """Return the place to write a new state over: ranks may be reading the newest of the steps before it.
+
+    What is of a later step was cut off before all parts were there.
+    """
+
+    def worth(path: str) -> tuple[object, ...]:
+        kept = kept_in(path)
+        return (0,) if kept is None else (1, kept.step <= new.step, kept.step, kept.start == new.start)
+
+    return min(paths, key=worth)
+
+
+def write_state(file: BinaryIO, kept: Kept, pieces: Iterable[bytes | memoryview]) -> None:
     """Write a state over what the file holds."""
     file.write(bytes(HEADER.size))
     file.flush()
     length = sum(map(file.write, pieces))
     file.truncate()
     file.seek(0)
-    file.write(HEADER.pack(step, length))
+    file.write(HEADER.pack(kept.step, length, kept.part, kept.parts, kept.start.encode()))
     file.flush()

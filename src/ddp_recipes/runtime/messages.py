@@ -33,6 +33,7 @@ class Messages:
         holders: returns the ranks that keep the store from the others, as far as that can be known.
 
     Attributes:
+        key: that others prove to have; empty without one.
         exited: returns the ranks whose process is known to have exited.
     """
 
@@ -49,12 +50,12 @@ class Messages:
         self.store, self.lost = store, False
         self.private, self.proven = private, bool(key) or private
         self.holders = holders
-        self._key, self._scope = key, scope
+        self.key, self._scope = key, scope
 
     def under(self, name: str) -> "Messages":
         """Return the messages of a part, which may still be had where others are lost."""
         scope = f"{self._scope}/{name}"
-        found = Messages(PrefixStore(name, self.store), self._key, scope, self.private, self.holders)
+        found = Messages(PrefixStore(name, self.store), self.key, scope, self.private, self.holders)
         found.exited = self.exited
         return found
 
@@ -134,9 +135,9 @@ class Messages:
         return hmac.compare_digest(digest.encode(), self._digest(name, text).encode())
 
     def _digest(self, name: str, text: str) -> str:
-        if not self._key:
+        if not self.key:
             return ""
-        return blake2b(f"{self._scope}/{name}\n{text}".encode(), key=self._key, digest_size=16).hexdigest()
+        return blake2b(f"{self._scope}/{name}\n{text}".encode(), key=self.key, digest_size=16).hexdigest()
 
 
 class SignedStore(Store):

@@ -1,5 +1,6 @@
 """What a rank hands over to one that takes the place of a lost rank: its state in memory, as a checkpoint has it."""
 
+import io
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,13 +12,14 @@ from torch import nn
 from ddp_recipes._compat.modules import buffers_of
 from ddp_recipes._compat.tensors import copy_each, local
 from ddp_recipes.checkpointing.files import State
+from ddp_recipes.checkpointing.kept import pieces_of
 from ddp_recipes.loggers.points import Points
 from ddp_recipes.runtime.fast_paths import zero_grad
 from ddp_recipes.runtime.meeting import Meeting, Progress
-from ddp_recipes.runtime.memory import HEADER, step_in, write_state
+from ddp_recipes.runtime.memory import HEADER, Kept, least, write_state
 from ddp_recipes.strategies.collectives import pieces, unpack
 from ddp_recipes.tasks import Task
-from ddp_recipes.training.state import Run, local_state, restore
+from ddp_recipes.training.state import Run, local_state, restore, saved_state
 from ddp_recipes.training.stopping import Pace
 
 
@@ -64,7 +66,11 @@ def rewind(run: Run) -> None:
 
 def handed_over(run: Run) -> State:
     """Return the state of this rank, and what of a run no checkpoint has."""
-    own = {
+    return {**local_state(run), "run": _beyond(run)}
+
+
+def _beyond(run: Run) -> dict[str, Any]:
+    return {
         "after": progress_of(run).after,
         "values": dict(run.values),
         "unsaved": run.unsaved,
@@ -79,7 +85,6 @@ def handed_over(run: Run) -> State:
         "replaced": run.replaced,
         "seconds_lost": run.seconds_lost,
     }
-    return {**local_state(run), "run": own}
 
 
 def load_part(task: Task, weights: Mapping[str, torch.Tensor]) -> None:
@@ -94,30 +99,43 @@ def load_part(task: Task, weights: Mapping[str, torch.Tensor]) -> None:
 class Memory:
     """Keeps this rank's state in memory that another process holds.
 
+    Of a model that is dealt row by row a rank keeps its part of a checkpoint, which any number of ranks can load.
+
     Args:
-        places: files, in turn.
-        every: so many steps.
+        places: files, of which one is whole while another is written.
+        parts: in which ranks hold the model.
+        start: the name of this start of the ranks.
     """
 
-    def __init__(self, places: Sequence[str], every: int) -> None:
-        self._places = sorted(places, key=lambda path: step_in(path) or 0)  # the older first
-        self._every = every
+    def __init__(self, places: Sequence[str], parts: int, start: str) -> None:
+        self._places, self._parts, self._start = places, parts, start
 
     def keep(self, run: Run) -> None:
         """Keep the state after a finished step, if it is due."""
-        step = run.cursor.step
-        if step % self._every:
-            return
+        if run.cursor.step % (run.checkpoint.in_memory_every_n_steps or 1) == 0:
+            self.keep_now(run)
+
+    def keep_now(self, run: Run) -> None:
+        """Keep the state after a finished step."""
         run.logger.flush()  # or a kill would take points with it that do not come again
-        with open(self._places[0], "r+b") as file:
-            write_state(file, step, (piece.numpy().data for piece in pieces(handed_over(run))))
-        self._places.reverse()
+        kept = Kept(run.cursor.step, run.world.rank % self._parts, self._parts, self._start)
+        if run.strategy.writers:
+            content = pieces_of({**saved_state(run), "run": _beyond(run)}, kept.part)
+        else:
+            content = (piece.numpy().data for piece in pieces(handed_over(run)))
+        with open(least(self._places, kept), "r+b") as file:
+            write_state(file, kept, content)
 
 
-def in_memory(path: str) -> State:
-    """Return the state that :class:`Memory` kept."""
-    content = torch.from_file(path, shared=False, size=os.stat(path).st_size, dtype=torch.uint8)
-    state: State = unpack(content[HEADER.size :])
+def in_memory(place: str, opened: Callable[[str], io.RawIOBase]) -> State:
+    """Return the state of a rank that :class:`Memory` kept, all that it has."""
+    if place.startswith("/"):
+        content = torch.from_file(place, shared=False, size=os.stat(place).st_size, dtype=torch.uint8)[HEADER.size :]
+    else:
+        with opened(place) as file:
+            content = torch.empty(HEADER.unpack(file.read(HEADER.size) or b"")[1], dtype=torch.uint8)
+            file.readinto(content.numpy().data)
+    state: State = unpack(content)
     return state
 
 

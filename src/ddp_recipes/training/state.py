@@ -128,6 +128,13 @@ def gather_state(run: Run) -> State:
     return _state(run, every, weights, [run.strategy.optimizer_state(optimizer) for optimizer in run.optimizers])
 
 
+def saved_state(run: Run) -> State:
+    """Return of all that what this rank saves, where each saves what it has: ``Strategy.writers``. No collective."""
+    weights = run.strategy.saved_weights(run.task)
+    optimizers = [run.strategy.optimizer_state(optimizer) for optimizer in run.optimizers]
+    return _state(run, [run.generators.drawn], weights, optimizers)
+
+
 def local_state(run: Run) -> State:
     """Return of all that what this rank has, its tensors as they are in memory: for ranks with the same part."""
     weights = {name: local(value) for name, value in run.task.weights().items() if not getattr(value, "is_meta", False)}

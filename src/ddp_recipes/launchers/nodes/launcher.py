@@ -16,6 +16,7 @@ from ddp_recipes.errors import RequestError, RunFailed
 from ddp_recipes.launchers.base import Resources
 from ddp_recipes.launchers.local.launcher import signals_caught
 from ddp_recipes.launchers.local.ranks import Starter
+from ddp_recipes.launchers.nodes.copies import Copies
 from ddp_recipes.launchers.nodes.supervision import Ended, Supervision
 from ddp_recipes.launchers.reports import Outcome
 from ddp_recipes.launchers.worker import FIRSTS
@@ -91,17 +92,20 @@ class NodesLauncher:
             # Nodes may have as many ranks as they can; all else is the same.
             launcher = {**job.config["launcher"], "nproc_per_node": "auto"}
             job = replace(job, config={**job.config, "launcher": launcher})
-            offer, directory = Offer(ranks, str(job.directory), digest(job), os.urandom(8).hex()), None
+            copies = Copies(places, rendezvous.address, rendezvous.key, stack)
+            offer = Offer(ranks, str(job.directory), digest(job), os.urandom(8).hex())
+            offer, directory = replace(offer, port=copies.port, own=copies.own), None
             while True:
+                held = () if request.strategy.whole_model else copies.held()
                 try:
-                    start = rendezvous.meet(offer, signals)
+                    start = rendezvous.meet(replace(offer, held=held), signals)
                 except RunFailed:  # it may have come to its end meanwhile
                     found = None if directory is None else read_summary(directory)
                     if found is None or found["status"] != "finished":
                         raise
                     return found
                 offer = replace(offer, losses=start.losses, told=start.told, former=start.nodes)
-                if start.losses and start.offers[0].step < 0:
+                if start.losses and not start.states:
                     offer = replace(offer, losses=(), told=0)  # what the run counts, it counts from there on
                     if start.node == 0:
                         print(FROM_CHECKPOINT, file=sys.stderr, flush=True)
@@ -109,10 +113,13 @@ class NodesLauncher:
                     last = False
                     running.callback(lambda: start.alive.end(last))  # noqa: B023 (called in this turn)
                     world = _ranks_of(request, start)
-                    of_start = _job(job, start, world)
-                    directory = of_start.directory
+                    of_start, parts = _job(job, start, world), request.strategy.parts(world)
+                    directory, other = of_start.directory, start.offers[start.node - 1]
+                    if parts > 1 and len(start.offers) > 1 and request.checkpoint.in_memory_every_n_steps:
+                        running.enter_context(copies.following(other.address, other.port, other.own, start.name))
                     starter = self._starter(of_start, start, world, running, places)
-                    ended = Supervision(of_start, start, starter, signals, request.strategy.parts(world)).run()
+                    whole = parts == 1 and request.strategy.whole_model
+                    ended = Supervision(of_start, start, starter, signals, whole).run()
                     if ended.outcome is not None:
                         summary, last = ended.outcome.conclude(of_start), True
                         rendezvous.close()
@@ -174,8 +181,9 @@ def _ranks_of(request: Request, start: "Start") -> int:
 def _job(job: Job, start: "Start", world: int) -> Job:
     """Return the job as it begins, or goes on from what the first node has: a state in memory, or on disk."""
     source = start.offers[0]
-    job = replace(job, directory=Path(source.directory))
-    if source.step < 0:
+    job = replace(job, directory=Path(source.directory), start=start.name)
+    if not (states := start.states):
         return job.resumed(main=start.node == 0) if source.began else job
     why, since = tuple(text for text, _ in start.losses), tuple(when for _, when in start.losses)
-    return replace(job, meeting=asdict(Meeting("", (0,), tuple(range(world)), why, since, start.told, (source.state,))))
+    sources = tuple(range(len(states)))
+    return replace(job, meeting=asdict(Meeting("", sources, tuple(range(world)), why, since, start.told, states)))

@@ -20,6 +20,8 @@ from ddp_recipes.errors import MAKE_KEY, RequestError, RunFailed
 from ddp_recipes.launchers.keys import find_key
 from ddp_recipes.launchers.nodes.alive import Alive
 from ddp_recipes.launchers.nodes.backend import signed_backend
+from ddp_recipes.launchers.nodes.copies import Held
+from ddp_recipes.runtime.memory import Kept, path_of
 from ddp_recipes.runtime.messages import Messages
 
 if TYPE_CHECKING:
@@ -45,6 +47,9 @@ class Offer:
         address: by which the others reach it.
         step, after: how far the state has come that it has in memory; -1 without one.
         state: the file of that, on that node.
+        port: where it serves what it has in memory, ``own`` of its ranks, two files for each.
+        held: states of parts of the model, also of other nodes' ranks.
+        saved_step: of the newest checkpoint that it knows of.
         began: whether it has trained in this run.
         losses: of ranks and nodes in this run, until now: why, and when in seconds since the epoch.
         told: of how many of those the user was told.
@@ -60,6 +65,10 @@ class Offer:
     step: int = -1
     after: int = 0
     state: str = ""
+    port: int = 0
+    own: tuple[int, ...] = ()
+    held: tuple[Held, ...] = ()
+    saved_step: int = -1
     began: bool = False
     losses: tuple[tuple[str, float], ...] = ()
     told: int = 0
@@ -114,6 +123,21 @@ class Start:
         """Of how many of those the user was told."""
         return max(offer.told for offer in self.offers)
 
+    @property
+    def states(self) -> tuple[str, ...]:
+        """Where this node's ranks find the state to go on with, part by part; nowhere if it is not in memory."""
+        if self.offers[0].step >= 0:
+            return (self.offers[0].state,)
+        found: dict[Kept, dict[int, str]] = {}  # by all but the part
+        for node in sorted(range(len(self.offers)), key=lambda node: node != self.node):  # what is here comes first
+            offer = self.offers[node]
+            for file, kept in offer.held:
+                here = path_of(file) if node == self.node else f"{offer.address}:{offer.port}/{file}"
+                found.setdefault(kept._replace(part=0), {}).setdefault(kept.part, here)
+        saved_step = max(offer.saved_step for offer in self.offers)
+        whole = [kept for kept, parts in found.items() if len(parts) == kept.parts and kept.step >= saved_step]
+        return tuple(found[kept][part] for kept in [max(whole)] for part in range(kept.parts)) if whole else ()
+
     def ranks_of(self, node: int) -> range:
         """Return a node's ranks."""
         first = sum(offer.ranks for offer in self.offers[:node])
@@ -124,18 +148,18 @@ class Rendezvous:
     """Where nodes meet."""
 
     def __init__(self, settings: "NodesSettings") -> None:
-        self._key = find_key(os.environ)
-        if not self._key:
+        self.key = find_key(os.environ)
+        if not self.key:
             raise RequestError(f"launcher=nodes: others could write to this run as if they were its nodes. {MAKE_KEY}")
         endpoint, self.lost_after_s, self._name = str(settings.rdzv_endpoint), settings.lost_after_s, settings.rdzv_id
         host, _, port = endpoint.rpartition(":") if ":" in endpoint else (endpoint, "", str(PORT))
         self.endpoint = f"{host}:{port}"
         addresses = _addresses(host)
-        self._address = _own_address(host)
+        self.address = _own_address(host)
         # Else a node that comes later is told no address, for which torch has all nodes wait: nobody uses it here.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
-        here = self._address in addresses
+        here = self.address in addresses
         for is_host in (here, False):
             try:
                 parameters = RendezvousParameters(
@@ -144,13 +168,13 @@ class Rendezvous:
                     settings.rdzv_id,
                     settings.min_nodes,
                     settings.nnodes,
-                    self._address,
+                    self.address,
                     is_host=str(is_host).lower(),
                     keep_alive_interval=1,
                     keep_alive_max_attempt=max(1, round(settings.lost_after_s)),
                     last_call_timeout=max(1, round(settings.more_after_s)),
                 )
-                backend, store = signed_backend(parameters, self._key)
+                backend, store = signed_backend(parameters, self.key)
                 self.handler = create_handler(store, backend, parameters)
                 break
             except RendezvousError as error:
@@ -179,9 +203,9 @@ class Rendezvous:
             raise RunFailed("Another node has ended the run.") from None
         except RendezvousError as error:
             raise RunFailed(f"The nodes of the run do not meet at {self.endpoint}: {error}") from error
-        messages = Messages(PrefixStore("ddp_recipes", found.store), self._key, f"nodes {self._name}")
+        messages = Messages(PrefixStore("ddp_recipes", found.store), self.key, f"nodes {self._name}")
         own = found.rank
-        messages.set(f"offer/{own}", json.dumps(asdict(replace(offer, address=self._address))))
+        messages.set(f"offer/{own}", json.dumps(asdict(replace(offer, address=self.address))))
         offers = [_offer(self._said(messages, f"offer/{node}", node)) for node in range(found.world_size)]
         first = max(range(found.world_size), key=lambda node: (offers[node].progress, -node))
         if offer.digest != offers[first].digest:
@@ -189,11 +213,11 @@ class Rendezvous:
                 f"This node's config is another one than that of {offers[first].address}, whose run it would join. "
                 f"Start it with the same command: only launcher.nproc_per_node may differ."
             )
-        offers = [each if each.digest == offer.digest else replace(each, ranks=0) for each in offers]
+        offers = [each if each.digest == offer.digest else replace(each, ranks=0, held=()) for each in offers]
         order = [first, *(node for node in range(found.world_size) if node != first)]
         store: TCPStore | None = None
         if own == first:
-            store = TCPStore(self._address, 0, is_master=True, wait_for_workers=False)
+            store = TCPStore(self.address, 0, is_master=True, wait_for_workers=False)
             messages.set("port", str(store.port))
         port = int(self._said(messages, "port", first))
         place = order.index(own)
@@ -245,7 +269,9 @@ def _after(seconds: float) -> Callable[[], bool]:
 def _offer(text: str) -> Offer:
     values = json.loads(text)
     losses = tuple((str(why), float(since)) for why, since in values["losses"])
-    return Offer(**{**values, "losses": losses, "former": tuple((name, why) for name, why in values["former"])})
+    former = tuple((name, why) for name, why in values["former"])
+    held = tuple(Held(file, Kept(*kept)) for file, kept in values["held"])
+    return Offer(**{**values, "losses": losses, "former": former, "own": tuple(values["own"]), "held": held})
 
 
 def _round_of(found: RendezvousInfo) -> str:

@@ -15,7 +15,7 @@ from ddp_recipes.launchers.local.replacement import ANSWER_S, progress
 from ddp_recipes.launchers.reports import Outcome, decide
 from ddp_recipes.reporting.run_directory import read_summary
 from ddp_recipes.runtime.job import Job
-from ddp_recipes.runtime.memory import Places
+from ddp_recipes.runtime.memory import Kept, Places
 
 if TYPE_CHECKING:
     from ddp_recipes.launchers.nodes.rendezvous import Offer, Start
@@ -51,8 +51,9 @@ class Ended:
         """Return what this node brings to the next start: its newest state, unless a checkpoint is newer."""
         losses = (*before.losses, *((each.splitlines()[0], self.since) for each in self.why))
         former = tuple(each for each in before.former if each[1] not in self.why)
-        before = replace(before, former=former, left=time.time())
-        step, path = max(places.each(), default=(-1, ""))
+        saved_step = max(before.saved_step, self.saved_step)
+        before = replace(before, former=former, left=time.time(), saved_step=saved_step)
+        (step, *_), path = max(places.each(), default=(Kept(-1), ""))
         if step < self.saved_step or not self.whole:
             step, path = -1, ""
         began, told = before.began or self.began, max(before.told, self.told)
@@ -64,11 +65,11 @@ class Supervision:
 
     Args:
         signals: names of those that this process gets, also while it watches.
-        parts: in which ranks hold the model.
+        whole: whether a rank's state is that of the whole model.
     """
 
-    def __init__(self, job: Job, start: "Start", starter: Starter, signals: Sequence[str], parts: int) -> None:
-        self.job, self.start, self.signals, self.parts = job, start, signals, parts
+    def __init__(self, job: Job, start: "Start", starter: Starter, signals: Sequence[str], whole: bool) -> None:
+        self.job, self.start, self.signals, self.whole = job, start, signals, whole
         self.ranks = starter.all()
         self._since: float | None = None  # when a loss was noticed
         self._nodes: list[int] = []  # that were lost
@@ -173,7 +174,7 @@ class Supervision:
     def _leave(self, waiting: Sequence[Rank]) -> None:
         """Have ranks end, of which the furthest leaves its state: of a whole model, and what others have not."""
         whole = [rank for rank in waiting if rank.loss and (not rank.loss.alone or rank.number in rank.loss.alone)]
-        keeps = max(whole, key=progress, default=None) if self.parts == 1 else None
+        keeps = max(whole, key=progress, default=None) if self.whole else None
         for rank in waiting:
             if rank is keeps:
                 self._after = progress(rank).after
@@ -205,7 +206,7 @@ class Supervision:
             began=any(rank.joined for rank in self.ranks),
             after=self._after,
             saved_step=self.job.saved_step,
-            whole=self.parts == 1,
+            whole=self.whole,
             told=max(self._told, self.start.alive.told),
         )
 
