@@ -451,6 +451,41 @@ def test_a_sharded_model_goes_on_without_a_checkpoint_when_all_of_a_node_is_kill
     see_bits_of_one_process(summary, tmp_path, python, *TINY, *SHARDED)
 
 
+SLOW_STEPS = """
+import time
+
+from ddp_recipes import Callback
+
+
+class Slow(Callback):
+    def on_step(self, step):
+        time.sleep(0.2)
+"""
+
+
+@pytest.mark.slow
+def test_stages_of_a_lost_node_are_in_the_memory_of_the_other_one(nodes: Nodes, tmp_path: Path, python: str) -> None:
+    (tmp_path / "slow.py").write_text(SLOW_STEPS)
+    overrides = [*TINY, "strategy=ddp_pipeline", "trainer.max_epochs=4", "launcher.min_nodes=2", *UNSAVED]
+    slow = ["+callbacks.slow._target_=slow.Slow", "launcher.timeout_s=300", "launcher.nproc_per_node=1"]
+    for node in (1, 2):
+        nodes.supervise(node, *overrides, *slow)
+    log = tmp_path / "run" / "train.log"
+    wait_for_step(log, 32)
+    for pid in nodes.pids(2):
+        os.kill(pid, signal.SIGKILL)
+    nodes.supervise(3, *overrides, *slow)
+    assert [nodes.processes[0].wait(120), nodes.processes[2].wait(20)] == [0, 0], nodes.said(1) + nodes.said(3)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["status"], summary["world_size"], summary["ranks_replaced"]) == ("finished", 2, 1)
+    assert len(re.findall("All started again from memory, at the cost of", log.read_text())) == 1
+    local = [python, "-m", "ddp_recipes", *TINY, "strategy=ddp_pipeline", "trainer.max_epochs=4"]
+    whole = [*local, "hydra.run.dir=whole", "launcher.nproc_per_node=2"]
+    subprocess.run(whole, cwd=tmp_path, check=True, capture_output=True, timeout=120)
+    alone = json.loads((tmp_path / "whole" / "summary.json").read_text())
+    assert {fact: summary[fact] for fact in SAME} == {fact: alone[fact] for fact in SAME}
+
+
 DYING = """
 import os
 import signal
@@ -469,9 +504,20 @@ class Dying(Callback):
 
 
 @pytest.mark.slow
-def test_ranks_of_two_nodes_die_at_once_and_all_go_on_with_the_same_bits(nodes: Nodes, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        ["strategy=ddp"],
+        ["strategy=fsdp", "strategy.shards=4", "strategy.wrap=[net1,net2]", *UNSAVED],
+        ["strategy=ddp_pipeline", *UNSAVED],
+    ],
+    ids=["ddp", "fsdp", "ddp_pipeline"],
+)
+def test_ranks_of_two_nodes_die_at_once_and_all_go_on_with_the_same_bits(
+    strategy: list[str], nodes: Nodes, tmp_path: Path
+) -> None:
     (tmp_path / "dying.py").write_text(DYING)
-    overrides = [*TINY, "strategy=ddp", "trainer.max_epochs=2", "launcher.min_nodes=2", "launcher.nproc_per_node=2"]
+    overrides = [*TINY, *strategy, "trainer.max_epochs=2", "launcher.min_nodes=2", "launcher.nproc_per_node=2"]
     weights = []
     for name, own in (("run", ["+callbacks.dying._target_=dying.Dying"]), ("whole", [])):
         for node in (1, 2):
