@@ -41,7 +41,7 @@ def train(recipe: Recipe, run: Run) -> str:
     elif recipe.world.restarts and recipe.checkpoint.in_memory_every_n_steps:
         run.logger = Points(run.logger)  # the state may come from another node, and rank 0 be lost before it wrote them
     if recipe.meeting is not None and recipe.state is not None:
-        go_on(run, recipe.state, recipe.meeting, recipe.control.watcher.told)
+        go_on(run, recipe.state, recipe.meeting, recipe.control.watcher.reported)
         if run.memory is not None and recipe.meeting.states and _parts(recipe) > 1:
             run.memory.keep_now(run)  # where parts lie now: another loss may come before the next is due
     if run.buffers is None and not recipe.job.start:  # else others go on, though not this rank
@@ -136,7 +136,7 @@ def _meet_again(recipe: Recipe, run: Run, error: Exception) -> None:
             recipe.control.watcher.joined()
             state = _of_source(recipe, meeting, run)
             catch_up(run, state)
-            go_on(run, state, meeting, recipe.control.watcher.told)
+            go_on(run, state, meeting, recipe.control.watcher.reported)
             run.module = run.strategy.wrap(run.task, run.devices)
             return
         except RequestError:

@@ -50,15 +50,15 @@ class Lifeline:
     @property
     def watcher(self) -> Watcher:
         """What the rank needs of this."""
-        return Watcher(self.exited, self.joined, self.told, self.ask, self.when_lost, lambda: self._moves)
+        return Watcher(self.exited, self.joined, self.reported, self.ask, self.when_lost, lambda: self._moves)
 
     def joined(self) -> None:
         """Tell the launcher that this rank has joined the others."""
         self._say(json.dumps({"joined": True}))
 
-    def told(self, losses: int) -> None:
-        """Tell the launcher how many losses the user was told of."""
-        self._say(json.dumps({"told": losses}))
+    def reported(self, losses: int) -> None:
+        """Report to the launcher how many losses are reported to the user."""
+        self._say(json.dumps({"reported": losses}))
 
     def exited(self) -> set[int]:
         """Return the ranks that have exited since all last met."""

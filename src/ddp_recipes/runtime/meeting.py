@@ -58,7 +58,7 @@ class Meeting:
         lost: ranks that are replaced.
         why: how each rank was lost that is replaced in this run, a line each: these, and those before them.
         since: when each loss was noticed, in seconds since the epoch.
-        told: how many of these losses the user was told of.
+        reported: how many of these losses are reported to the user.
         states: of each part of the model where its state is in memory, on this node or another, if all ranks are new.
     """
 
@@ -67,7 +67,7 @@ class Meeting:
     lost: tuple[int, ...]
     why: tuple[str, ...]
     since: tuple[float, ...]
-    told: int = 0
+    reported: int = 0
     states: tuple[str, ...] = ()
 
     @classmethod

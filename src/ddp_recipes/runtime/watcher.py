@@ -17,7 +17,7 @@ class Watcher:
     Attributes:
         exited: returns the ranks whose process is known to have exited, which need not be waited for.
         joined: called once this rank has joined the others.
-        told: called with how many losses the user was told of.
+        reported: called with how many losses are reported to the user.
         ask: tells of a loss, and waits; returns where ranks meet again, that all leave, or that the run ends: ``None``.
         when_lost: takes what another thread calls once a rank is lost.
         moves: returns whether all are to leave after a step, for others to go on.
@@ -25,7 +25,7 @@ class Watcher:
 
     exited: Callable[[], Iterable[int]] = tuple
     joined: Callable[[], None] = lambda: None
-    told: Callable[[int], None] = lambda number: None
+    reported: Callable[[int], None] = lambda number: None
     ask: Callable[[Loss], "tuple[Meeting, Messages] | Leaving | None"] = lambda loss: None
     when_lost: Callable[[Callable[[], None]], None] = lambda call: None
     moves: Callable[[], bool] = lambda: False

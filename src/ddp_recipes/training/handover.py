@@ -147,8 +147,8 @@ def catch_up(run: Run, state: State) -> None:
         restore(run, state)
 
 
-def go_on(run: Run, state: State, meeting: Meeting, told: Callable[[int], None]) -> None:
-    """Go on from a state that this rank has now; ``told`` is called once the user was told of so many losses."""
+def go_on(run: Run, state: State, meeting: Meeting, reported: Callable[[int], None]) -> None:
+    """Go on from a state that this rank has now; ``reported`` is called once the user knows of so many losses."""
     own: dict[str, Any] = state["run"]
     kept = ("values", "unsaved", "measured", "saved_step", "good_step", "samples_before", "began")
     for name in (*kept, "replaced", "seconds_lost"):
@@ -162,30 +162,30 @@ def go_on(run: Run, state: State, meeting: Meeting, told: Callable[[int], None])
     step, values = own["points"]
     if values:
         run.logger.scalars(values, step)
-    run.recovery = Recovery(meeting, told)
+    run.recovery = Recovery(meeting, reported)
 
 
 class Recovery:
     """Tells what the loss of ranks came to, once the next step is done: also of those lost while ranks met again.
 
-    A rank 0 that is lost in that step may have told nothing, though the step counts.
+    A rank 0 that is lost in that step may have reported nothing, though the step counts.
     """
 
-    def __init__(self, meeting: Meeting, told: Callable[[int], None]) -> None:
-        self.meeting, self._told = meeting, told
+    def __init__(self, meeting: Meeting, reported: Callable[[int], None]) -> None:
+        self.meeting, self._reported = meeting, reported
 
-    def tell(self) -> None:
-        """Have the launcher know that the user was told."""
-        self._told(len(self.meeting.why))
+    def report(self) -> None:
+        """Have the launcher know that the losses are reported."""
+        self._reported(len(self.meeting.why))
 
     def end(self, run: Run) -> Sequence[str]:
         """Note it in the run; return the lines that say so."""
-        untold, now = self.meeting.why[self.meeting.told :], time.time()
+        unreported, now = self.meeting.why[self.meeting.reported :], time.time()
         if run.replaced < len(self.meeting.why):
             run.seconds_lost += now - self.meeting.since[run.replaced]
         run.replaced = len(self.meeting.why)
-        seconds = now - self.meeting.since[self.meeting.told] if untold else 0.0
+        seconds = now - self.meeting.since[self.meeting.reported] if unreported else 0.0
         run.recovery = None
         cost = f"{seconds:.1f} s until step {run.cursor.step} was done"
         how = "All started again from memory" if self.meeting.states else "Replaced"
-        return [f"{why} {how}, at the cost of {cost}." for why in untold]
+        return [f"{why} {how}, at the cost of {cost}." for why in unreported]

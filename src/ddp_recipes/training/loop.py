@@ -106,7 +106,7 @@ def recovered(run: Run, recovery: Recovery) -> None:
             log.warning("%s", line)
         run.logger.text("ranks replaced", line)
     if run.world.is_main:
-        recovery.tell()
+        recovery.report()
 
 
 def save_step(run: Run) -> None:

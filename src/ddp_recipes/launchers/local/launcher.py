@@ -61,7 +61,7 @@ class LocalLauncher:
         restarts, spare, origin = 0, self.settings.replace_ranks, job
         seen: set[str] = set()  # failures, which come again if they are not by chance
         known: list[tuple[str, float]] = []  # why ranks were lost, and when
-        told = 0  # of those, to the user
+        reported = 0  # of those, to the user
         parts = strategy_settings(job.config["strategy"]).parts(processes)
         with signals_caught(job.last) as signals, ExitStack() as memory:
             keeps = job.config["checkpoint"].get("in_memory_every_n_steps")
@@ -71,33 +71,33 @@ class LocalLauncher:
                     with ExitStack() as stack:  # ends ranks that hang once the failure is written
                         starter = Starter(job, processes, server, stack, places)
                         hung = partial(end_with_stacks, job)
-                        replacement = Replacement(starter, spare, parts, self.settings.timeout_s, hung, known, told)
+                        replacement = Replacement(starter, spare, parts, self.settings.timeout_s, hung, known, reported)
                         return _supervise(job, starter.all(), signals, replacement).conclude(job)
                 except RunFailed as error:
                     spare -= replacement.number
                     if signals or (restarts == most and (spare <= 0 or str(error) in seen)):
                         raise
                     seen.add(str(error))
-                    untold, told = replacement.untold, replacement.told
-                    job, whence = _restarted(origin, processes, places, known, told, str(error))
-                    told = told if known else 0
+                    unreported, reported = replacement.unreported, replacement.reported
+                    job, whence = _restarted(origin, processes, places, known, reported, str(error))
+                    reported = reported if known else 0
                     if restarts < most:
                         restarts += 1
                         line = f"Restart {restarts} of {most}, from {whence}."
                     else:
                         spare -= 1
                         line = f"No rank has all that the lost one had: all start again, from {whence}."
-                    print(*untold, error, line, sep="\n", file=sys.stderr, flush=True)
+                    print(*unreported, error, line, sep="\n", file=sys.stderr, flush=True)
 
 
 def _restarted(
-    job: Job, processes: int, places: Places | None, known: list[tuple[str, float]], told: int, error: str
+    job: Job, processes: int, places: Places | None, known: list[tuple[str, float]], reported: int, error: str
 ) -> tuple[Job, str]:
     """Return the job as all ranks start it again, and from what: the newer of a checkpoint and what is in memory.
 
     Args:
         known: of ranks that were lost, which is added to where memory knows of those before.
-        told: of those, to the user.
+        reported: of those, to the user.
     """
     newest = None if places is None else places.newest()
     if newest is None or newest[0] <= job.saved_step:
@@ -106,7 +106,7 @@ def _restarted(
     step, states = newest
     known.append((error.splitlines()[0], time.time()))
     why, since = zip(*known, strict=True)
-    meeting = Meeting("", tuple(range(len(states))), tuple(range(processes)), why, since, told, states)
+    meeting = Meeting("", tuple(range(len(states))), tuple(range(processes)), why, since, reported, states)
     return replace(job, meeting=asdict(meeting)), f"step {step}, which is in memory"
 
 

@@ -32,7 +32,7 @@ class Rank:
     stacks: IO[bytes]  # where it writes its Python stacks when SIGUSR2 ends it
     joined: bool = False  # whether it has joined the others
     report: RankReport | None = None  # at its end
-    told: int = 0  # losses of which it told the user
+    reported: int = 0  # how many losses it has reported to the user
     loss: Loss | None = None  # why it waits to meet the others again
     hung: bool = False  # whether it was killed because it did not respond
     unread: bytes = b""  # the beginning of a line
@@ -70,8 +70,8 @@ class Rank:
         word = json.loads(line)
         if word.get("joined"):
             self.joined = True
-        elif "told" in word:
-            self.told = word["told"]
+        elif "reported" in word:
+            self.reported = word["reported"]
         elif "loss" in word:
             self.loss = Loss(**{**word["loss"], "alone": tuple(word["loss"]["alone"])})
         else:

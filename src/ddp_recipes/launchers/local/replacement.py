@@ -30,21 +30,21 @@ class Replacement:
     timeout_s: float
     kill: Callable[[Sequence[Rank]], None]
     known: list[tuple[str, float]]  # why each rank was lost, and when that was noticed
-    told: int = 0  # of those, by rank 0
+    reported: int = 0  # of those, by rank 0
     number: int = 0
     _since: float | None = None  # when the loss was noticed
     _over: bool = False  # whether the run ends
-    _told: set[int] | None = None  # lost ranks that the others know of
+    _announced: set[int] | None = None  # lost ranks that the others know of
     _errors: set[tuple[str, int]] = field(default_factory=set)  # of ranks that raised, with the step
 
     @property
-    def untold(self) -> list[str]:
+    def unreported(self) -> list[str]:
         """Why ranks were lost of which nobody was left to tell."""
-        return [f"{why} It was being replaced when:" for why, _ in self.known[self.told :]]
+        return [f"{why} It was being replaced when:" for why, _ in self.known[self.reported :]]
 
     def goes_on(self, ranks: list[Rank]) -> bool:
         """Return whether the run goes on although ranks are lost; new ones may take their places in the list."""
-        self.told = max(self.told, ranks[0].told)
+        self.reported = max(self.reported, ranks[0].reported)
         lost = [rank for rank in ranks if rank.lost]
         waiting = [rank for rank in ranks if rank.loss is not None and rank not in lost]
         if self._over:
@@ -70,11 +70,11 @@ class Replacement:
     def _tell(self, ranks: Sequence[Rank], lost: Sequence[Rank]) -> None:
         """Tell the others that ranks are lost, and which they need not wait for."""
         numbers = {rank.number for rank in lost}
-        if self._told is None or numbers - self._told:
-            self._told = numbers | (self._told or set())
+        if self._announced is None or numbers - self._announced:
+            self._announced = numbers | (self._announced or set())
             for rank in ranks:
                 if rank not in lost:
-                    rank.say(json.dumps({"exited": sorted(self._told)}))
+                    rank.say(json.dumps({"exited": sorted(self._announced)}))
 
     def _can(self, lost: Sequence[Rank], waiting: Sequence[Rank], others: Sequence[Rank]) -> bool:
         """Whether what is known so far leaves a way on."""
@@ -116,7 +116,7 @@ class Replacement:
                 lost=tuple(rank.number for rank in lost),
                 why=tuple(why for why, _ in self.known),
                 since=tuple(since for _, since in self.known),
-                told=self.told,
+                reported=self.reported,
             )
         )
         for rank in lost:
@@ -127,7 +127,7 @@ class Replacement:
         for rank in waiting:
             rank.loss, rank.joined = None, False
             rank.say(json.dumps({"meeting": meeting}))
-        self._since, self._told = None, None
+        self._since, self._announced = None, None
 
     def _end(self, waiting: Sequence[Rank]) -> None:
         """Have the ranks that wait fail, too."""

@@ -22,7 +22,7 @@ class Beat:
         exited: its ranks that are lost.
         died: whether one of them did not raise an error, which could come of another one's loss.
         silent: ranks for which one of them waited in vain.
-        told: of how many losses its ranks told the user.
+        reported: how many losses its ranks have reported to the user.
         left: whether none of its ranks is in this start any more.
     """
 
@@ -30,7 +30,7 @@ class Beat:
     exited: tuple[int, ...] = ()
     died: bool = False
     silent: tuple[int, ...] = ()
-    told: int = 0
+    reported: int = 0
     left: bool = False
 
     @classmethod
@@ -79,10 +79,10 @@ class Alive(threading.Thread):
                 return
             self.waiting, self._answered = waiting, time.monotonic()
 
-    def say(self, exited: Iterable[int], died: bool, silent: Iterable[int], told: int) -> None:
+    def say(self, exited: Iterable[int], died: bool, silent: Iterable[int], reported: int) -> None:
         """Have the others know soon how this node is."""
         lists = tuple(sorted(exited)), tuple(sorted(silent))
-        self._say(replace(self._own, exited=lists[0], died=died, silent=lists[1], told=told))
+        self._say(replace(self._own, exited=lists[0], died=died, silent=lists[1], reported=reported))
 
     def leave(self) -> None:
         """Have the others know that none of this node's ranks is in this start any more."""
@@ -121,9 +121,9 @@ class Alive(threading.Thread):
         return {rank for beat in self._beats.values() for rank in beat.silent}
 
     @property
-    def told(self) -> int:
-        """Of how many losses the user was told by ranks of other nodes."""
-        return max((beat.told for beat in self._beats.values()), default=0)
+    def reported(self) -> int:
+        """How many losses ranks of other nodes have reported to the user."""
+        return max((beat.reported for beat in self._beats.values()), default=0)
 
     @property
     def left(self) -> list[int]:

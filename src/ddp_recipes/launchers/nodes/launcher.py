@@ -104,9 +104,9 @@ class NodesLauncher:
                     if found is None or found["status"] != "finished":
                         raise
                     return found
-                offer = replace(offer, losses=start.losses, told=start.told, former=start.nodes)
+                offer = replace(offer, losses=start.losses, reported=start.reported, former=start.nodes)
                 if start.losses and not start.states:
-                    offer = replace(offer, losses=(), told=0)  # what the run counts, it counts from there on
+                    offer = replace(offer, losses=(), reported=0)  # what the run counts, it counts from there on
                     if start.node == 0:
                         print(FROM_CHECKPOINT, file=sys.stderr, flush=True)
                 with ExitStack() as running:
@@ -186,4 +186,4 @@ def _job(job: Job, start: "Start", world: int) -> Job:
         return job.resumed(main=start.node == 0) if source.began else job
     why, since = tuple(text for text, _ in start.losses), tuple(when for _, when in start.losses)
     sources = tuple(range(len(states)))
-    return replace(job, meeting=asdict(Meeting("", sources, tuple(range(world)), why, since, start.told, states)))
+    return replace(job, meeting=asdict(Meeting("", sources, tuple(range(world)), why, since, start.reported, states)))

@@ -52,7 +52,7 @@ class Offer:
         saved_step: of the newest checkpoint that it knows of.
         began: whether it has trained in this run.
         losses: of ranks and nodes in this run, until now: why, and when in seconds since the epoch.
-        told: of how many of those the user was told.
+        reported: how many of those are reported to the user.
         former: names of the nodes of the start before that it does not know to be lost, and what to say if they are.
         left: when it left that, in seconds since the epoch.
     """
@@ -71,7 +71,7 @@ class Offer:
     saved_step: int = -1
     began: bool = False
     losses: tuple[tuple[str, float], ...] = ()
-    told: int = 0
+    reported: int = 0
     former: tuple[tuple[str, str], ...] = ()
     left: float = 0.0
 
@@ -119,9 +119,9 @@ class Start:
         return tuple((offer.name, lost(node, offer.address)) for node, offer in enumerate(self.offers))
 
     @property
-    def told(self) -> int:
-        """Of how many of those the user was told."""
-        return max(offer.told for offer in self.offers)
+    def reported(self) -> int:
+        """How many of those are reported to the user."""
+        return max(offer.reported for offer in self.offers)
 
     @property
     def states(self) -> tuple[str, ...]:
@@ -156,7 +156,7 @@ class Rendezvous:
         self.endpoint = f"{host}:{port}"
         addresses = _addresses(host)
         self.address = _own_address(host)
-        # Else a node that comes later is told no address, for which torch has all nodes wait: nobody uses it here.
+        # Else a node that comes later gets no address, for which torch has all nodes wait: nobody uses it here.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
         here = self.address in addresses

@@ -34,7 +34,7 @@ class Ended:
         after: how much of what follows its last step the rank had done that left its state.
         saved_step: of the newest checkpoint.
         whole: whether a rank's state is that of the whole model.
-        told: of how many losses the user was told.
+        reported: how many losses are reported to the user.
     """
 
     outcome: Outcome | None = None
@@ -45,7 +45,7 @@ class Ended:
     after: int = 2
     saved_step: int = -1
     whole: bool = True
-    told: int = 0
+    reported: int = 0
 
     def offer(self, before: "Offer", places: Places) -> "Offer":
         """Return what this node brings to the next start: its newest state, unless a checkpoint is newer."""
@@ -56,8 +56,8 @@ class Ended:
         (step, *_), path = max(places.each(), default=(Kept(-1), ""))
         if step < self.saved_step or not self.whole:
             step, path = -1, ""
-        began, told = before.began or self.began, max(before.told, self.told)
-        return replace(before, step=step, after=self.after, state=path, began=began, losses=losses, told=told)
+        began, reported = before.began or self.began, max(before.reported, self.reported)
+        return replace(before, step=step, after=self.after, state=path, began=began, losses=losses, reported=reported)
 
 
 class Supervision:
@@ -87,11 +87,12 @@ class Supervision:
             KeyboardInterrupt: twice.
             RunFailed: this node is cut off.
         """
+        alive = self.start.alive
         for _ in incoming(self.ranks):
             self._pass_on_signals()
             lost = self._lost
-            self.start.alive.say((rank.number for rank in lost), any(map(self._died, lost)), self._silent, self._told)
-            if self.start.alive.cut_off:
+            alive.say((rank.number for rank in lost), any(map(self._died, lost)), self._silent, self._reported)
+            if alive.cut_off:
                 raise RunFailed(
                     f"This node is cut off from {self.start.endpoint}, where nodes meet: others go on without it."
                 )
@@ -100,15 +101,15 @@ class Supervision:
             if "refused" in kinds or "preempted" in kinds:
                 return Ended(self._decided())
             finished = kinds.count("summary") == len(self.ranks)  # as without ranks: the others are waited for
-            if finished and (self.start.node == 0 or self.start.alive.ended):  # rank 0 ends after all others
+            if finished and (self.start.node == 0 or alive.ended):  # rank 0 ends after all others
                 return Ended(self._finished())
             self._look_for_losses()
             none = all(rank.lost or rank.report is not None for rank in self.ranks)
-            if none and (self._since is not None or not finished or 0 in self.start.alive.left):
-                self.start.alive.leave()
+            if none and (self._since is not None or not finished or 0 in alive.left):
+                alive.leave()
                 if self._knows_why():
                     return self._ended()
-            if self.start.alive.waiting and not self._moved and all(rank.joined for rank in self.ranks):
+            if alive.waiting and not self._moved and all(rank.joined for rank in self.ranks):
                 self._moved = True
                 if self.ranks and self.ranks[0].number == 0:
                     self.ranks[0].say(json.dumps({"move": True}))
@@ -153,8 +154,8 @@ class Supervision:
         return {number for rank in self.ranks if rank.report for number in rank.report.unresponsive}
 
     @property
-    def _told(self) -> int:
-        return max((rank.told for rank in self.ranks), default=0)
+    def _reported(self) -> int:
+        return max((rank.reported for rank in self.ranks), default=0)
 
     def _died(self, rank: Rank) -> bool:
         return rank.death is not None and rank.number not in self._not_ready
@@ -207,7 +208,7 @@ class Supervision:
             after=self._after,
             saved_step=self.job.saved_step,
             whole=self.whole,
-            told=max(self._told, self.start.alive.told),
+            reported=max(self._reported, self.start.alive.reported),
         )
 
     def _finished(self) -> Outcome:
