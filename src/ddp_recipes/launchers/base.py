@@ -53,12 +53,12 @@ class Resources:
             return self.note.read()
         return self.channel.former_directory(timeout_s)  # torchrun may have made another node the first
 
-    def refuse_started_ranks(self, name: str) -> None:
+    def refuse_started_ranks(self, name: str, hint: str = "start train.py alone") -> None:
         """Refuse a launcher that starts processes of its own in each of several that are running already."""
         if self.world is not None and self.world.world_size > 1:
             raise RequestError(
                 f"launcher={name} starts processes of its own, but this is already one of {self.world.world_size} "
-                f"(WORLD_SIZE). Use launcher=auto to join them, or start train.py alone."
+                f"(WORLD_SIZE). Use launcher=auto to join them, or {hint}."
             )
 
     def close(self, exit_code: int) -> None:

@@ -69,7 +69,9 @@ class NodesLauncher:
 
     def launch(self, job: Job) -> Summary:
         """Run a job and return its summary."""
-        self.resources.refuse_started_ranks("nodes")
+        self.resources.refuse_started_ranks(
+            "nodes", "start one task a node with launcher=nodes on its command line, not in a yaml"
+        )
         settings, request = self.settings, Request.of(job.config)
         ranks = request.processes_on_node(visible_gpus())
         if settings.rdzv_endpoint is None:
