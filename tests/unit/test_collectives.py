@@ -79,6 +79,24 @@ def test_ranks_gather_and_broadcast_values_of_any_size() -> None:
     assert others == [(None, {"from": 1})] * 2
 
 
+def test_large_tensors_are_broadcast_with_the_rest_in_their_order() -> None:
+    large = {
+        "turned": torch.arange(40_000.0).view(200, 200).t(),
+        "between": [torch.tensor(3), "text"],
+        "half": torch.arange(70_000).bfloat16(),
+        "flags": torch.arange(100_000) % 3 == 0,
+    }
+
+    def exchange(world: World, store: torch.distributed.Store | None) -> bool:
+        assert store is not None
+        torch.distributed.init_process_group("gloo", store=store, rank=world.rank, world_size=world.world_size)
+        received = broadcast(large if world.rank == 1 else None, 1)
+        torch.distributed.destroy_process_group()
+        return alike(received, large)
+
+    assert on_ranks(exchange, 2) == [True, True]
+
+
 def test_a_forked_rank_collects_nothing_that_only_its_parent_can_end() -> None:
     def leave_a_store_to_the_collector() -> None:
         cycle: list[Any] = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
