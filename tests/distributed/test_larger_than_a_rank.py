@@ -138,7 +138,8 @@ def under_limit(folder: Path, own: list[str], size: int, limit: int | None) -> l
 
     def train(world: World, store: Store | None) -> dict[str, Any]:
         os.environ["MALLOC_MMAP_THRESHOLD_"] = "262144"  # as if the process had been started so
-        for name, value in ((-3, 262144), (-1, 262144), (-8, 1)):  # with one arena: another takes 64 MiB of addresses
+        # With one arena, another takes 64 MiB of addresses; and with room for what is small, torch's own errors, too.
+        for name, value in ((-3, 262144), (-1, 262144), (-8, 1), (-2, 16 * 1024 * 1024)):
             ctypes.CDLL(None).mallopt(name, value)
         messages = [None if store is None else Messages(PrefixStore(str(at), store), private=True) for at in (0, 1)]
         rank.run(tiny, world, messages[0])

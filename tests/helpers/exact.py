@@ -96,5 +96,5 @@ def all_on_ranks(jobs: Mapping[str, Job], world_size: int) -> dict[str, Summary]
             for name, job in jobs.items()
         }
 
-    summaries: dict[str, Summary] = on_ranks(run, world_size)[0]
+    summaries: dict[str, Summary] = on_ranks(run, world_size, timeout_s=400)[0]
     return summaries

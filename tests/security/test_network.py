@@ -118,7 +118,7 @@ def test_a_stranger_changes_nothing_in(phase: str, stranger: int, folder: Path, 
 @pytest.mark.slow
 @pytest.mark.spawn
 def test_ranks_take_no_address_from_a_stranger(stranger: int, folder: Path) -> None:
-    joins = ["strategy._target_=own_models.JoinsLate", "launcher.timeout_s=20"]
+    joins = ["strategy._target_=own_models.JoinsLate", "launcher.timeout_s=60"]
     with started(folder, *SMALL, *joins, command=TORCHRUN) as run:
         until(lambda: "1" in run.pids().values(), START_S, "no rank 1")
         port = port_of(run.rank(1))

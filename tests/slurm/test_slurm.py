@@ -204,7 +204,7 @@ def test_a_preempted_job_goes_on_in_its_directory_and_ends_as_an_undisturbed_run
         until(lambda: slurm.state(job).get("Reason") == "BeginTime", END_S, "the job was not queued again")
         assert summary(folder / "run")["status"] == "preempted"
         # Slurm waits two minutes, so that its nodes are through with the job and its credential's second is over.
-        until(slurm.idle, END_S, "the nodes are not free")
+        assert slurm.await_idle(), "the nodes are not free"
         slurm.command("scontrol", "update", f"JobId={job}", "StartTime=now+2")
         done(run.end())
     after = summary(folder / "run")

@@ -36,7 +36,8 @@ from ddp_recipes.runtime.watcher import Watcher
 from ddp_recipes.runtime.world import World
 
 MEET_TO_STOP_S = 10.0  # for followers that still import torch when there is nothing to do
-STOP_S = 5.0  # for the followers to read that there are no more jobs
+STOP_S = 5.0  # for the followers to read that there are no more jobs, after a failure
+END_S = 60.0  # the same where all have come to their end: only a busy machine keeps them from reading it
 AFTER_FAILURE_S = 8.0  # for rank 0 to post something to a follower that failed
 
 
@@ -106,7 +107,7 @@ class Channel:
         if agent_holds_store():
             return
         # Started by srun or mpirun, rank 0 holds the store: it stays until those that still respond have read that.
-        deadline = time.monotonic() + STOP_S
+        deadline = time.monotonic() + (STOP_S if status else END_S)
         readers = [f"stopped/{each}" for each in range(1, self.world.world_size) if each not in self._unresponsive]
         while len(self.messages.there(*readers)) < len(readers) and time.monotonic() < deadline:
             time.sleep(0.02)

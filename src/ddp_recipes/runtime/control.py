@@ -156,7 +156,7 @@ class Control:
         deadline = time.monotonic() + seconds
         exited = False
         while not self.messages.lost and (left := deadline - time.monotonic()) > 0:
-            if (text := self.messages.get(name, min(left, LOOK_S))) is not None:
+            if (text := self.messages.get(name, min(left, LOOK_S), patience=left)) is not None:
                 return text
             if exited:
                 break
@@ -187,7 +187,7 @@ class Control:
         """
         if self.messages is None:
             return
-        self.messages.set(f"ended/{self.world.rank}", "")
+        self.messages.set(f"ended/{self.world.rank}", "", patience=self.timeout_s)
         deadline = time.monotonic() + self.timeout_s
         missing = []
         for rank in ranks:

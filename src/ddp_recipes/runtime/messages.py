@@ -59,12 +59,15 @@ class Messages:
         found.exited = self.exited
         return found
 
-    def set(self, name: str, text: str) -> None:
-        """Write a message."""
-        self.call(partial(self.store.set, name, self._sign(name, text)), None)
+    def set(self, name: str, text: str, patience: float = CALL_S) -> None:
+        """Write a message; wait so many seconds for the store to take it."""
+        self.call(partial(self.store.set, name, self._sign(name, text)), None, patience)
 
-    def get(self, name: str, seconds: float = 0.0) -> str | None:
+    def get(self, name: str, seconds: float = 0.0, patience: float = CALL_S) -> str | None:
         """Return a message if it is there in time.
+
+        Args:
+            patience: in seconds, for the answer itself, which a process on a busy machine gives late.
 
         Raises:
             RunFailed: something else is there.
@@ -82,7 +85,7 @@ class Messages:
             return self.store.get(name).decode(errors="replace")
 
         # Where the process with the store is stopped, torch's own timeout waits for its answer for ever.
-        found = self.call(read, None, seconds + CALL_S)
+        found = self.call(read, None, seconds + patience)
         return None if found is None else self._verify(name, found)
 
     def first(self, name: str, text: str) -> str:
