@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.processes import OWN_MODELS
+from helpers.processes import OWN_MODELS, until
 
 pytestmark = pytest.mark.spawn
 
@@ -399,6 +399,18 @@ def test_a_node_is_cut_off_for_good_and_another_one_joins_with_the_same_bits(
     assert len(re.findall(told, log.read_text())) == 1
 
     see_bits_of_one_process(summary, tmp_path, python, *overrides)
+
+
+def test_a_node_that_waits_to_join_while_the_run_ends_has_its_result(nodes: Nodes, tmp_path: Path) -> None:
+    shutil.copy(OWN_MODELS, tmp_path)
+    held = ["strategy=ddp_exact", "+callbacks.held._target_=own_models.HeldAtEnd", "trainer.max_epochs=1"]
+    nodes.supervise(1, *TINY, *held, "launcher.more_after_s=1")
+    until((tmp_path / "held").exists, 60, "the run does not end")
+    nodes.supervise(2, *TINY, *held, "launcher.more_after_s=1")
+    until(lambda: "Waiting at 10.77.0.1:29400 for the other nodes" in nodes.said(2), 60, "node 2 does not wait")
+    (tmp_path / "attacked").touch()
+    assert nodes.wait(60) == [0, 0], nodes.said(1) + nodes.said(2)
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["nnodes"] == 1
 
 
 UNSAVED = ["checkpoint.every_n_steps=100000", "checkpoint.in_memory_every_n_steps=5"]

@@ -80,11 +80,16 @@ def _beyond(run: Run) -> dict[str, Any]:
         "samples_before": run.samples_before,
         "train_seconds": run.clock.train_seconds,
         "began": run.began,
-        "deadline": run.stop_controller.deadline,
+        "deadline": _on_clock(run.stop_controller.deadline, time.time() - time.monotonic()),
         "points": run.logger.latest if isinstance(run.logger, Points) else (-1, {}),
         "replaced": run.replaced,
         "seconds_lost": run.seconds_lost,
     }
+
+
+def _on_clock(seconds: float | None, ahead: float) -> float | None:
+    """Return a time by a clock that is so much ahead: machines share only the one since the epoch."""
+    return None if seconds is None else seconds + ahead
 
 
 def load_part(task: Task, weights: Mapping[str, torch.Tensor]) -> None:
@@ -154,7 +159,7 @@ def go_on(run: Run, state: State, meeting: Meeting, reported: Callable[[int], No
     for name in (*kept, "replaced", "seconds_lost"):
         setattr(run, name, own[name])
     run.clock.train_seconds = own["train_seconds"]
-    run.stop_controller.deadline = own["deadline"]  # on the clock of this machine
+    run.stop_controller.deadline = _on_clock(own["deadline"], time.monotonic() - time.time())
     if min(meeting.lost, default=run.world.world_size) < max(1, run.strategy.writers):
         run.checkpointer.others_are_lost()
         if run.saved_step == run.cursor.step or (run.checkpoint.async_save and run.saved_step > 0):

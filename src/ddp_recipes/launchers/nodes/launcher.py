@@ -96,14 +96,15 @@ class NodesLauncher:
             job = replace(job, config={**job.config, "launcher": launcher})
             copies = Copies(places, rendezvous.address, rendezvous.key, stack)
             offer = Offer(ranks, str(job.directory), digest(job), os.urandom(8).hex())
-            offer, directory = replace(offer, port=copies.port, own=copies.own), None
+            offer, directory = replace(offer, port=copies.port, own=copies.own), job.directory
+            before = read_summary(directory)
             while True:
                 held = () if request.strategy.whole_model else copies.held()
                 try:
                     start = rendezvous.meet(replace(offer, held=held), signals)
                 except RunFailed:  # it may have come to its end meanwhile
-                    found = None if directory is None else read_summary(directory)
-                    if found is None or found["status"] != "finished":
+                    found = read_summary(directory)
+                    if found is None or found == before or found["status"] != "finished":
                         raise
                     return found
                 offer = replace(offer, losses=start.losses, reported=start.reported, former=start.nodes)

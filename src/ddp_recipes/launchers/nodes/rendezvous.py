@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 LOOK_S = 0.1
+SAY_S = 2.0  # before a person is told what is waited for
 ANSWER_S = 30.0  # for what other nodes say once all have met
 CLOSE_S = 3.0
 PORT = 29400  # torch's own for this
@@ -194,7 +196,11 @@ class Rendezvous:
             KeyboardInterrupt: it got one.
             RunFailed: the run has ended, or too few nodes have come.
         """
-        met = _in_thread(self.handler.next_rendezvous, lambda: bool(signals))
+        quiet = _after(SAY_S)
+        met = _in_thread(self.handler.next_rendezvous, lambda: bool(signals) or quiet())
+        if not (met.done() or signals):
+            print(f"Waiting at {self.endpoint} for the other nodes of this run.", file=sys.stderr, flush=True)
+            _await(met, lambda: bool(signals))
         if not met.done():
             raise KeyboardInterrupt
         try:
@@ -256,9 +262,13 @@ def _in_thread(call: Callable[[], T], given_up: Callable[[], bool]) -> Future[T]
             outcome.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
+    _await(outcome, given_up)
+    return outcome
+
+
+def _await(outcome: Future[T], given_up: Callable[[], bool]) -> None:
     while not outcome.done() and not given_up():
         wait([outcome], LOOK_S)
-    return outcome
 
 
 def _after(seconds: float) -> Callable[[], bool]:
