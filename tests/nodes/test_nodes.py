@@ -123,7 +123,11 @@ class Nodes:
     def supervise(self, node: int, *overrides: str) -> None:
         """Start ``launcher=nodes`` on a node, in a folder that the nodes share; they meet at the first."""
         own = ["launcher=nodes", "launcher.rdzv_endpoint=10.77.0.1:29400", "ckpt_path=auto", "hydra.run.dir=run"]
-        command = ["ip", "netns", "exec", self.names[node - 1], sys.executable, "-m", "ddp_recipes", *own, *overrides]
+        self.python(node, "-m", "ddp_recipes", *own, *overrides)
+
+    def python(self, node: int, *arguments: str) -> None:
+        """Start Python on a node, with the key that the nodes have."""
+        command = ["ip", "netns", "exec", self.names[node - 1], sys.executable, *arguments]
         self.start(node, command, GLOO_SOCKET_IFNAME="eth0", DDP_RECIPES_KEY="a secret that these nodes have")
 
     def start(self, node: int, command: list[str], **environ: str) -> None:
@@ -411,6 +415,31 @@ def test_a_node_that_waits_to_join_while_the_run_ends_has_its_result(nodes: Node
     (tmp_path / "attacked").touch()
     assert nodes.wait(60) == [0, 0], nodes.said(1) + nodes.said(2)
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["nnodes"] == 1
+
+
+MEETS_AND_DIES = """
+import os
+import signal
+from types import SimpleNamespace
+
+from ddp_recipes.launchers.nodes.rendezvous import Rendezvous
+
+two = {"min_nodes": 2, "nnodes": 2, "lost_after_s": 5, "more_after_s": 2}
+Rendezvous(SimpleNamespace(rdzv_endpoint="10.77.0.1:29400", rdzv_id="ddp_recipes", **two)).handler.next_rendezvous()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_node_that_dies_as_all_have_met_keeps_none_from_meeting_again(nodes: Nodes, tmp_path: Path) -> None:
+    overrides = [*TINY, "trainer.max_epochs=1", "launcher.min_nodes=2", "launcher.nproc_per_node=1"]
+    nodes.supervise(1, *overrides)
+    until(lambda: "Waiting at" in nodes.said(1), 60, "node 1 does not wait")
+    nodes.python(2, "-c", MEETS_AND_DIES)
+    assert nodes.processes[1].wait(60) == -signal.SIGKILL, nodes.said(2)
+    nodes.supervise(2, *overrides)
+    assert [nodes.processes[each].wait(60) for each in (0, 2)] == [0, 0], nodes.said(1) + nodes.said(2)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["status"], summary["nnodes"], summary["ranks_replaced"]) == ("finished", 2, 0)
 
 
 UNSAVED = ["checkpoint.every_n_steps=100000", "checkpoint.in_memory_every_n_steps=5"]

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
@@ -32,7 +33,7 @@ T = TypeVar("T")
 
 LOOK_S = 0.1
 SAY_S = 2.0  # before a person is told what is waited for
-ANSWER_S = 30.0  # for what other nodes say once all have met
+MEETINGS = 10  # in which some node does not say what it brings
 CLOSE_S = 3.0
 PORT = 29400  # torch's own for this
 
@@ -146,6 +147,10 @@ class Start:
         return range(first, first + self.offers[node].ranks)
 
 
+class _NoAnswer(Exception):
+    """A node that has met the others does not say what it brings."""
+
+
 class Rendezvous:
     """Where nodes meet."""
 
@@ -196,6 +201,14 @@ class Rendezvous:
             KeyboardInterrupt: it got one.
             RunFailed: the run has ended, or too few nodes have come.
         """
+        for _ in range(MEETINGS):
+            found = self._met(signals)
+            with suppress(_NoAnswer):  # a node was lost as all met: without it they meet again
+                return self._agreed(found, offer)
+        raise RunFailed(f"Nodes that meet at {self.endpoint} do not answer, {MEETINGS} times in a row.")
+
+    def _met(self, signals: Sequence[str]) -> RendezvousInfo:
+        """Wait until all are there."""
         quiet = _after(SAY_S)
         met = _in_thread(self.handler.next_rendezvous, lambda: bool(signals) or quiet())
         if not (met.done() or signals):
@@ -204,15 +217,18 @@ class Rendezvous:
         if not met.done():
             raise KeyboardInterrupt
         try:
-            found = met.result()
+            return met.result()
         except RendezvousClosedError:
             raise RunFailed("Another node has ended the run.") from None
         except RendezvousError as error:
             raise RunFailed(f"The nodes of the run do not meet at {self.endpoint}: {error}") from error
+
+    def _agreed(self, found: RendezvousInfo, offer: Offer) -> Start:
+        """Return the start of nodes that have met, once each knows what the others bring."""
         messages = Messages(PrefixStore("ddp_recipes", found.store), self.key, f"nodes {self._name}")
         own = found.rank
         messages.set(f"offer/{own}", json.dumps(asdict(replace(offer, address=self.address))))
-        offers = [_offer(self._said(messages, f"offer/{node}", node)) for node in range(found.world_size)]
+        offers = [_offer(self._said(messages, f"offer/{node}")) for node in range(found.world_size)]
         first = max(range(found.world_size), key=lambda node: (offers[node].progress, -node))
         if offer.digest != offers[first].digest:
             raise RequestError(
@@ -225,7 +241,7 @@ class Rendezvous:
         if own == first:
             store = TCPStore(self.address, 0, is_master=True, wait_for_workers=False)
             messages.set("port", str(store.port))
-        port = int(self._said(messages, "port", first))
+        port = int(self._said(messages, "port"))
         place = order.index(own)
         waiting = self.handler.num_nodes_waiting
         alive = Alive(messages.under("round"), waiting, self.lost_after_s, place, len(order))
@@ -240,9 +256,9 @@ class Rendezvous:
         """Have the others not wait for this node."""
         _in_thread(self.handler.shutdown, _after(CLOSE_S))
 
-    def _said(self, messages: Messages, name: str, node: int) -> str:
-        if (text := messages.get(name, ANSWER_S)) is None:
-            raise RunFailed(f"Node {node} of those that met at {self.endpoint} does not answer.")
+    def _said(self, messages: Messages, name: str) -> str:
+        if (text := messages.get(name, self.lost_after_s)) is None:
+            raise _NoAnswer
         return text
 
 
