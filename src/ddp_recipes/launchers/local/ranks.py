@@ -181,17 +181,20 @@ def incoming(ranks: Sequence[Rank]) -> Iterator[None]:
     """
     with selectors.DefaultSelector() as selector:
         known: list[Rank] = []
+        silent: list[Rank] = []  # that have closed their pipe, as one does that exits
         while True:
             for rank in set(known) - set(ranks):  # before another pipe gets the number of its own, which is closed
                 known.remove(rank)
                 with suppress(KeyError, ValueError):
                     selector.unregister(rank.reports)
-            exited = [rank for rank in ranks if rank.process.poll() is not None]
+            exited = [rank for rank in ranks if not rank.over and rank.process.poll() is not None]
             for rank in ranks:
                 if rank not in known:
                     known.append(rank)
                     selector.register(rank.reports, selectors.EVENT_READ, rank)
-            for chosen, _ in selector.select(timeout=0.1) if selector.get_map() else ():
+            about_to = any(rank in ranks and not rank.over for rank in silent)
+            seconds = 0.0 if exited else 0.01 if about_to else 0.1
+            for chosen, _ in selector.select(seconds) if selector.get_map() else ():
                 rank = chosen.data
                 text = rank.reports.read(1 << 20)
                 *lines, rank.unread = (rank.unread + text).split(b"\n")
@@ -200,6 +203,7 @@ def incoming(ranks: Sequence[Rank]) -> Iterator[None]:
                     yield
                 if not text:
                     selector.unregister(rank.reports)
+                    silent.append(rank)
             for rank in exited:
                 rank.over = True
             if not selector.get_map():
