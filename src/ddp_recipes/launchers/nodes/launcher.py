@@ -72,6 +72,7 @@ class NodesLauncher:
         self.resources.refuse_started_ranks(
             "nodes", "start one task a node with launcher=nodes on its command line, not in a yaml"
         )
+        before = read_summary(job.directory)  # now: the run of the others may end while torch is loaded
         settings, request = self.settings, Request.of(job.config)
         ranks = request.processes_on_node(visible_gpus())
         if settings.rdzv_endpoint is None:
@@ -97,7 +98,6 @@ class NodesLauncher:
             copies = Copies(places, rendezvous.address, rendezvous.key, stack)
             offer = Offer(ranks, str(job.directory), digest(job), os.urandom(8).hex())
             offer, directory = replace(offer, port=copies.port, own=copies.own), job.directory
-            before = read_summary(directory)
             while True:
                 held = () if request.strategy.whole_model else copies.held()
                 try:
