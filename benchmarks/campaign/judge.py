@@ -100,7 +100,8 @@ def judge(played: Played, directory: Path, reference: Reference, in_parts: bool 
     _judge_outcome(directory, reference, verdict)
     if played.script.goes_on:
         verdict.costs_s = replacing.costs(played)
-        verdict.flaws += replacing.flaws(played, json.loads((directory / "summary.json").read_text()))
+        summary = json.loads((directory / "summary.json").read_text())
+        verdict.flaws += replacing.flaws(played, summary, verdict.lost)
     if in_parts and (found := files.pickled(directory)):
         verdict.pickled = len(found)
         flaw(f"neither JSON nor safetensors: {', '.join(found)}")
@@ -249,7 +250,7 @@ def losses(played: Played) -> Iterator[tuple[int, int]]:
                 if least is not None:
                     allowed = max(allowed, reached - least)
                 lost = reached - (number - 1)
-                if played.script.goes_on:
+                if played.script.goes_on and not (lost > 1 and played.script.may_be_hurt == 1):  # else it may be alone
                     allowed, again = (allowed, again - 1) if lost > 1 and again else (1, again)  # the step cut off
                 yield lost, allowed
                 saved, least = False, None

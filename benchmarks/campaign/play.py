@@ -200,8 +200,8 @@ class Player:
         if isinstance(start, NodesStart) and kind in ("kill_node", "return_node"):
             done.rank, done.pid = None, start.second()
             return (done.pid is None) == (kind == "return_node")
-        others = (number for number in range(done.world_size) if number != done.rank)
-        if kind == "stop_rank" and not any(map(start.rank, others)):
+        others = {start.rank(number) for number in range(done.world_size) if number != done.rank}
+        if kind == "stop_rank" and not others - hurt - {None}:
             return False  # no other one would wait for it
         if kind == "kill_server":
             done.pid = start.server()

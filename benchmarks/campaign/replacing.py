@@ -93,8 +93,8 @@ def costs(played: Played) -> list[float]:
     return [float(seconds) for started in played.starts for seconds in COST.findall(started.text)]
 
 
-def flaws(played: Played, summary: dict[str, Any]) -> list[str]:
-    """Return what of the promises on replaced ranks does not hold."""
+def flaws(played: Played, summary: dict[str, Any], lost_steps: Sequence[int]) -> list[str]:
+    """Return what of the promises on replaced ranks does not hold, where each loss took so many steps."""
     found = []
     (started,) = played.starts
     again = started_again(played)
@@ -116,7 +116,8 @@ def flaws(played: Played, summary: dict[str, Any]) -> list[str]:
     if not again and not least <= counted <= losses + idle:
         found.append(f"{counted} losses are told, there were {losses}")
     told = costs(played)  # of two ranks that were lost at once, twice
-    if not again and not sum({*told}) - 0.1 * len(told) <= summary["seconds_lost"] <= sum(told) + 0.1 * len(told):
+    most = sum(told) + 0.1 * len(told) if max(lost_steps, default=0) <= 1 else started.seconds  # steps done again count
+    if not again and not sum({*told}) - 0.1 * len(told) <= summary["seconds_lost"] <= most:
         found.append(f"seconds_lost is {summary['seconds_lost']:.1f}, told are {told}")
     if not 0 <= summary["seconds_lost"] <= started.seconds or (counted and not summary["seconds_lost"]):
         found.append(f"seconds_lost is {summary['seconds_lost']} of {started.seconds:.1f}")

@@ -64,7 +64,7 @@ def fit(run: Run) -> str:
             end_step(run, before)
         if reason is not None:
             break
-    if run.recovery is not None:  # nothing was left but to end the last step
+    if run.recovery is not None and reason != "moved":  # nothing was left but to end the last step
         recovered(run, run.recovery)
     if run.saved_step != run.cursor.step and run.cursor.step > 0:
         save(run, measured=False)
