@@ -22,7 +22,7 @@ def fit(run: Run) -> str:
     """Train from ``run.cursor`` until the first limit; ``run`` holds the outcome.
 
     Returns:
-        Why it ended: ``finished``, ``max_time`` or ``signal``.
+        Why it ended: ``finished``, ``max_time``, ``signal`` or ``moved``, where ranks start again with other nodes.
     """
     every = run.trainer.log_every_n_steps
     rate = Rate(run.cursor.samples_seen)
