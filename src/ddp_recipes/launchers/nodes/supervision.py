@@ -192,14 +192,14 @@ class Supervision:
         deaths = [rank for rank in self._lost if self._died(rank)]
         why = [self.start.nodes[node][1] for node in self._nodes]
         why += [rank.why for rank in deaths]
-        raised = []
-        if not why and not self.start.alive.died:  # else errors may come of that
-            failed = [(rank, rank.report) for rank in self._lost if rank.report and rank.report.cause]
-            own = [(rank, report) for rank, report in failed if not report.unresponsive]
-            for rank, report in own or failed[:1]:
-                print(f"Rank {rank.number} failed:\n{report.message.rstrip()}", file=sys.stderr, flush=True)
-                why.append(rank.why)
-            raised = [report.message.strip().splitlines()[-1] for _, report in own]
+        failed = [(rank, rank.report) for rank in self._lost if rank.report and rank.report.cause]
+        own = [(rank, report) for rank, report in failed if not report.unresponsive]
+        died = bool(why) or self.start.alive.died  # what ranks raised may come of that
+        counted = [] if died else own or failed[:1]
+        for rank, report in own or counted:
+            print(f"Rank {rank.number} failed:\n{report.message.rstrip()}", file=sys.stderr, flush=True)
+        why += [rank.why for rank, _ in counted]
+        raised = [] if died else [report.message.strip().splitlines()[-1] for _, report in own]
         return Ended(
             why=tuple(why),
             since=self._since or time.time(),
