@@ -96,9 +96,9 @@ def test_a_transformer_with_a_tied_embedding_has_them_too(
         *("trainer.gradient_clip_val=0.5", "trainer.precision=bf16-mixed", "trainer.progress=false"),
         *("launcher.device=cpu", "logger=none", *own),
     ]
-    exact = run_recipe([*small, "strategy=ddp_exact", "strategy.shards=4"], 1, tmp_path / "exact")
+    exact = run_recipe([*small, "strategy=ddp_exact", "strategy.shards=4"], 1, tmp_path / "exact", timeout_s=400)
     for size in sizes:
-        fsdp = run_recipe([*small, *FSDP, "strategy.shards=4"], size, tmp_path / f"fsdp_{size}")
+        fsdp = run_recipe([*small, *FSDP, "strategy.shards=4"], size, tmp_path / f"fsdp_{size}", timeout_s=400)
         assert fsdp["weights_sha256"] == exact["weights_sha256"], f"{size} ranks"
         assert fsdp["metrics"]["val/loss"] == exact["metrics"]["val/loss"]
 

@@ -17,6 +17,7 @@ from ddp_recipes.launchers.base import Resources
 from ddp_recipes.launchers.local.launcher import signals_caught
 from ddp_recipes.launchers.local.ranks import Starter
 from ddp_recipes.launchers.nodes.copies import Copies
+from ddp_recipes.launchers.nodes.start import Offer, Start
 from ddp_recipes.launchers.nodes.supervision import Ended, Supervision
 from ddp_recipes.launchers.reports import Outcome
 from ddp_recipes.launchers.worker import FIRSTS
@@ -27,7 +28,7 @@ from ddp_recipes.runtime.memory import Places
 from ddp_recipes.runtime.process import loading
 
 if TYPE_CHECKING:
-    from ddp_recipes.launchers.nodes.rendezvous import Rendezvous, Start
+    from ddp_recipes.launchers.nodes.rendezvous import Rendezvous
 
 
 FROM_CHECKPOINT = "No node has the state in memory: all start again, from the last checkpoint."
@@ -87,7 +88,7 @@ class NodesLauncher:
             )
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else pages of C++ frames when a node is lost
         with loading():
-            from ddp_recipes.launchers.nodes.rendezvous import Offer, Rendezvous
+            from ddp_recipes.launchers.nodes.rendezvous import Rendezvous
         with signals_caught(job.last) as signals, ExitStack() as stack:
             rendezvous = Rendezvous(settings)
             stack.callback(rendezvous.leave)
@@ -130,7 +131,7 @@ class NodesLauncher:
                     self._count(ended, of_start, rendezvous)
                     offer = ended.offer(offer, places)
 
-    def _starter(self, job: Job, start: "Start", world: int, stack: ExitStack, places: Places) -> Starter:
+    def _starter(self, job: Job, start: Start, world: int, stack: ExitStack, places: Places) -> Starter:
         """Return what starts this node's ranks, which may be none."""
         first = min(sum(offer.ranks for offer in start.offers[: start.node]), world)
         nodes = len(start.offers)
@@ -168,7 +169,7 @@ def digest(job: Job) -> str:
     return blake2b(json.dumps(job.config, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
-def _ranks_of(request: Request, start: "Start") -> int:
+def _ranks_of(request: Request, start: Start) -> int:
     """Return the most ranks that the nodes have and the strategy can have."""
     world = sum(offer.ranks for offer in start.offers)
     while True:
@@ -181,7 +182,7 @@ def _ranks_of(request: Request, start: "Start") -> int:
             world -= 1
 
 
-def _job(job: Job, start: "Start", world: int) -> Job:
+def _job(job: Job, start: Start, world: int) -> Job:
     """Return the job as it begins, or goes on from what the first node has: a state in memory, or on disk."""
     source = start.offers[0]
     job = replace(job, directory=Path(source.directory), start=start.name)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from torch.distributed import PrefixStore, TCPStore
@@ -22,8 +22,7 @@ from ddp_recipes.errors import MAKE_KEY, RequestError, RunFailed
 from ddp_recipes.launchers.keys import find_key
 from ddp_recipes.launchers.nodes.alive import Alive
 from ddp_recipes.launchers.nodes.backend import signed_backend
-from ddp_recipes.launchers.nodes.copies import Held
-from ddp_recipes.runtime.memory import Kept, path_of
+from ddp_recipes.launchers.nodes.start import Offer, Start
 from ddp_recipes.runtime.messages import Messages
 
 if TYPE_CHECKING:
@@ -36,115 +35,6 @@ SAY_S = 2.0  # before a person is told what is waited for
 MEETINGS = 10  # in which some node does not say what it brings
 CLOSE_S = 3.0
 PORT = 29400  # torch's own for this
-
-
-@dataclass(frozen=True)
-class Offer:
-    """What a node brings to a start of the ranks.
-
-    Attributes:
-        ranks: how many it can run.
-        directory: the run directory.
-        digest: of the config.
-        name: that no other supervisor has.
-        address: by which the others reach it.
-        step, after: how far the state has come that it has in memory; -1 without one.
-        state: the file of that, on that node.
-        port: where it serves what it has in memory, ``own`` of its ranks, two files for each.
-        held: states of parts of the model, also of other nodes' ranks.
-        saved_step: of the newest checkpoint that it knows of.
-        began: whether it has trained in this run.
-        losses: of ranks and nodes in this run, until now: why, and when in seconds since the epoch.
-        reported: how many of those are reported to the user.
-        former: names of the nodes of the start before that it does not know to be lost, and what to say if they are.
-        left: when it left that, in seconds since the epoch.
-    """
-
-    ranks: int
-    directory: str
-    digest: str
-    name: str = ""
-    address: str = ""
-    step: int = -1
-    after: int = 0
-    state: str = ""
-    port: int = 0
-    own: tuple[int, ...] = ()
-    held: tuple[Held, ...] = ()
-    saved_step: int = -1
-    began: bool = False
-    losses: tuple[tuple[str, float], ...] = ()
-    reported: int = 0
-    former: tuple[tuple[str, str], ...] = ()
-    left: float = 0.0
-
-    @property
-    def progress(self) -> tuple[bool, int, int]:
-        """How much the others want to go on from this."""
-        return self.began, self.step, self.after
-
-
-@dataclass(frozen=True)
-class Start:
-    """A start of the ranks on the nodes that have met.
-
-    Attributes:
-        name: that no other start of the run has.
-        node: this one's place.
-        offers: by node; the first has the state to go on with, if any has one.
-        address, port: of the store in which ranks meet.
-        store: which this process has, if it is the first node's.
-        alive: who is still there.
-    """
-
-    name: str
-    node: int
-    offers: Sequence[Offer]
-    address: str
-    port: int
-    store: TCPStore | None
-    alive: Alive
-    endpoint: str
-
-    @property
-    def losses(self) -> tuple[tuple[str, float], ...]:
-        """What was lost until now, as far as any node knows."""
-        every = dict.fromkeys(loss for offer in self.offers for loss in offer.losses)
-        names, left = {offer.name for offer in self.offers}, max(offer.left for offer in self.offers)
-        former = [{*offer.former} for offer in self.offers if offer.former]
-        if former:  # a node that was lost while all left: nobody has noticed
-            every |= dict.fromkeys((why, left) for name, why in set.intersection(*former) if name not in names)
-        return tuple(sorted(every, key=lambda loss: loss[1]))
-
-    @property
-    def nodes(self) -> tuple[tuple[str, str], ...]:
-        """Names of the nodes, and what to say of each that is lost."""
-        return tuple((offer.name, lost(node, offer.address)) for node, offer in enumerate(self.offers))
-
-    @property
-    def reported(self) -> int:
-        """How many of those are reported to the user."""
-        return max(offer.reported for offer in self.offers)
-
-    @property
-    def states(self) -> tuple[str, ...]:
-        """Where this node's ranks find the state to go on with, part by part; nowhere if it is not in memory."""
-        if self.offers[0].step >= 0:
-            return (self.offers[0].state,)
-        found: dict[Kept, dict[int, str]] = {}  # by all but the part
-        for node in sorted(range(len(self.offers)), key=lambda node: node != self.node):  # what is here comes first
-            offer = self.offers[node]
-            for file, kept in offer.held:
-                here = path_of(file) if node == self.node else f"{offer.address}:{offer.port}/{file}"
-                found.setdefault(kept._replace(part=0), {}).setdefault(kept.part, here)
-        saved_step = max(offer.saved_step for offer in self.offers)
-        whole = [kept for kept, parts in found.items() if len(parts) == kept.parts and kept.step >= saved_step]
-        return tuple(found[kept][part] for kept in [max(whole)] for part in range(kept.parts)) if whole else ()
-
-    def ranks_of(self, node: int) -> range:
-        """Return a node's ranks."""
-        first = sum(offer.ranks for offer in self.offers[:node])
-        return range(first, first + self.offers[node].ranks)
 
 
 class _NoAnswer(Exception):
@@ -228,7 +118,7 @@ class Rendezvous:
         messages = Messages(PrefixStore("ddp_recipes", found.store), self.key, f"nodes {self._name}")
         own = found.rank
         messages.set(f"offer/{own}", json.dumps(asdict(replace(offer, address=self.address))))
-        offers = [_offer(self._said(messages, f"offer/{node}")) for node in range(found.world_size)]
+        offers = [Offer.of(self._said(messages, f"offer/{node}")) for node in range(found.world_size)]
         first = max(range(found.world_size), key=lambda node: (offers[node].progress, -node))
         if offer.digest != offers[first].digest:
             raise RequestError(
@@ -262,11 +152,6 @@ class Rendezvous:
         return text
 
 
-def lost(node: int, address: str) -> str:
-    """Return what to say of a node that is lost."""
-    return f"Node {node} ({address}) was lost."
-
-
 def _in_thread(call: Callable[[], T], given_up: Callable[[], bool]) -> Future[T]:
     """Call what asks the store, which may not answer for ever; return the outcome, if there was one in time."""
     outcome: Future[T] = Future()
@@ -290,14 +175,6 @@ def _await(outcome: Future[T], given_up: Callable[[], bool]) -> None:
 def _after(seconds: float) -> Callable[[], bool]:
     deadline = time.monotonic() + seconds
     return lambda: time.monotonic() > deadline
-
-
-def _offer(text: str) -> Offer:
-    values = json.loads(text)
-    losses = tuple((str(why), float(since)) for why, since in values["losses"])
-    former = tuple((name, why) for name, why in values["former"])
-    held = tuple(Held(file, Kept(*kept)) for file, kept in values["held"])
-    return Offer(**{**values, "losses": losses, "former": former, "own": tuple(values["own"]), "held": held})
 
 
 def _round_of(found: RendezvousInfo) -> str:

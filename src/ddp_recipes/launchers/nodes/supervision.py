@@ -6,19 +6,16 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from ddp_recipes.errors import RunFailed
 from ddp_recipes.launchers.local.launcher import AFTER_INTERRUPT_S, AFTER_TERM_S, end_with_stacks
 from ddp_recipes.launchers.local.ranks import Rank, Starter, incoming
 from ddp_recipes.launchers.local.replacement import ANSWER_S, progress
+from ddp_recipes.launchers.nodes.start import Offer, Start
 from ddp_recipes.launchers.reports import Outcome, decide
 from ddp_recipes.reporting.run_directory import read_summary
 from ddp_recipes.runtime.job import Job
 from ddp_recipes.runtime.memory import Kept, Places
-
-if TYPE_CHECKING:
-    from ddp_recipes.launchers.nodes.rendezvous import Offer, Start
 
 
 @dataclass(frozen=True)
@@ -47,7 +44,7 @@ class Ended:
     whole: bool = True
     reported: int = 0
 
-    def offer(self, before: "Offer", places: Places) -> "Offer":
+    def offer(self, before: Offer, places: Places) -> Offer:
         """Return what this node brings to the next start: its newest state, unless a checkpoint is newer."""
         losses = (*before.losses, *((each.splitlines()[0], self.since) for each in self.why))
         former = tuple(each for each in before.former if each[1] not in self.why)
@@ -68,7 +65,7 @@ class Supervision:
         whole: whether a rank's state is that of the whole model.
     """
 
-    def __init__(self, job: Job, start: "Start", starter: Starter, signals: Sequence[str], whole: bool) -> None:
+    def __init__(self, job: Job, start: Start, starter: Starter, signals: Sequence[str], whole: bool) -> None:
         self.job, self.start, self.signals, self.whole = job, start, signals, whole
         self.ranks = starter.all()
         self._since: float | None = None  # when a loss was noticed
