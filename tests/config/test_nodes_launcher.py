@@ -22,6 +22,9 @@ ENDPOINT = "launcher.rdzv_endpoint=127.0.0.1:29477"
         (["strategy=ddp_exact", ENDPOINT, "launcher.min_nodes=3"], KEY, "launcher.min_nodes=3 is more than"),
         (["strategy=ddp_exact", ENDPOINT, "launcher.max_restarts=1"], KEY, "launcher.max_restarts=1 is not taken"),
         (["strategy=ddp_exact", "launcher.rdzv_endpoint=no-such-host.invalid"], KEY, "has no address here"),
+        (["strategy=ddp_exact", "launcher.rdzv_endpoint=node1:"], KEY, "launcher.rdzv_endpoint=node1: is not allowed"),
+        (["strategy=ddp_exact", "launcher.rdzv_endpoint=file://here"], KEY, "file:///an/absolute/path that all nodes"),
+        (["strategy=ddp_exact", "launcher.rdzv_endpoint=file:///proc/no"], KEY, "Give a file on a file system"),
     ],
 )
 def test_it_refuses(overrides: list[str], environ: dict[str, str], message: str, tmp_path: Path, python: str) -> None:

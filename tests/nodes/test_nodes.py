@@ -121,7 +121,7 @@ class Nodes:
         self.start(node, command, GLOO_SOCKET_IFNAME=interface, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=str(int(joins)))
 
     def supervise(self, node: int, *overrides: str) -> None:
-        """Start ``launcher=nodes`` on a node, in a folder that the nodes share; they meet at the first."""
+        """Start ``launcher=nodes`` on a node, in a folder that the nodes share; they meet at the first, or there."""
         own = ["launcher=nodes", "launcher.rdzv_endpoint=10.77.0.1:29400", "ckpt_path=auto", "hydra.run.dir=run"]
         self.python(node, "-m", "ddp_recipes", *own, *overrides)
 
@@ -424,7 +424,7 @@ from types import SimpleNamespace
 
 from ddp_recipes.launchers.nodes.rendezvous import Rendezvous
 
-two = {"min_nodes": 2, "nnodes": 2, "lost_after_s": 5, "more_after_s": 2}
+two = {"local_addr": None, "min_nodes": 2, "nnodes": 2, "lost_after_s": 5, "more_after_s": 2}
 Rendezvous(SimpleNamespace(rdzv_endpoint="10.77.0.1:29400", rdzv_id="ddp_recipes", **two)).handler.next_rendezvous()
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -440,6 +440,35 @@ def test_a_node_that_dies_as_all_have_met_keeps_none_from_meeting_again(nodes: N
     assert [nodes.processes[each].wait(60) for each in (0, 2)] == [0, 0], nodes.said(1) + nodes.said(2)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["status"], summary["nnodes"], summary["ranks_replaced"]) == ("finished", 2, 0)
+
+
+@pytest.mark.slow
+def test_any_node_may_be_lost_where_all_meet_in_a_file(nodes: Nodes, tmp_path: Path, python: str) -> None:
+    """The first one, which has the store of the ranks, then the one that has it after that; all meet there again."""
+    shutil.copy(OWN_MODELS, tmp_path)
+    slow = ["model._target_=own_models.Slow", "+model.sleep_s=0.02", "strategy=ddp_exact", "trainer.max_epochs=6"]
+    meet = [f"launcher.rdzv_endpoint=file://{tmp_path}/meet", "launcher.nnodes=3", "launcher.more_after_s=5"]
+    overrides = [*TINY, *slow, *meet, "launcher.timeout_s=300", "launcher.nproc_per_node=1"]
+    for node in (1, 2, 3):
+        nodes.supervise(node, *overrides, f"launcher.local_addr=10.77.0.{node}")
+    log = tmp_path / "run" / "train.log"
+    for node in (1, 2, 3):
+        until(lambda node=node: len(nodes.pids(node)) > 2, 90, f"node {node} has no rank")  # type: ignore[misc]
+    wait_for_step(log, 32)
+    for count, node in enumerate((1, 2), 1):
+        for pid in nodes.pids(node):
+            os.kill(pid, signal.SIGKILL)
+        told = rf"Node 0 \(10\.77\.0\.{node}\) was lost\. All started again from memory, at the cost of [\d.]+ s until"
+        until(lambda told=told: re.search(told, log.read_text()), 60, f"loss {count} is not told")  # type: ignore[misc]
+    assert nodes.processes[2].wait(120) == 0, nodes.said(3)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["status"], summary["world_size"], summary["ranks_replaced"]) == ("finished", 1, 2)
+    see_bits_of_one_process(summary, tmp_path, python, *TINY, *slow)
+
+    # The same command begins anew where the run is over, and the file is there.
+    nodes.supervise(1, *overrides, "launcher.local_addr=10.77.0.1", "trainer.max_epochs=7")
+    assert nodes.processes[3].wait(60) == 0, nodes.said(1)
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["epoch"] == 7
 
 
 UNSAVED = ["checkpoint.every_n_steps=100000", "checkpoint.in_memory_every_n_steps=5"]

@@ -2,12 +2,10 @@
 
 import hmac
 from hashlib import blake2b
-from typing import Any
 
 from torch.distributed import Store
-from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousStateError
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token
 
 SIZE = 32
@@ -55,7 +53,6 @@ class SignedBackend(RendezvousBackend):
         return state
 
 
-def signed_backend(parameters: RendezvousParameters, key: bytes) -> tuple[RendezvousBackend, Store]:
-    """Return the backend of torch's ``c10d``, and the store that it is in."""
-    made: Any = create_backend(parameters)
-    return SignedBackend(made[0], key, parameters.run_id), made[1]
+def signed_backend(store: Store, key: bytes, run: str) -> RendezvousBackend:
+    """Return the backend of torch's ``c10d`` in a store."""
+    return SignedBackend(C10dRendezvousBackend(store, run), key, run)

@@ -41,6 +41,7 @@ class NodesSettings(LauncherSettings):
     name: Literal["nodes"]
     rdzv_endpoint: str | None
     rdzv_id: str
+    local_addr: str | None
     min_nodes: Count
     lost_after_s: Annotated[float, Range(1)]
     more_after_s: Annotated[float, Range(1)]
@@ -78,7 +79,8 @@ class NodesLauncher:
         ranks = request.processes_on_node(visible_gpus())
         if settings.rdzv_endpoint is None:
             raise RequestError(
-                "launcher=nodes needs launcher.rdzv_endpoint: host:port of one of the nodes, the same on all."
+                "launcher=nodes needs launcher.rdzv_endpoint: host:port of one of the nodes, or file:///path of a file "
+                "that all share; the same on all."
             )
         if settings.min_nodes < settings.nnodes and request.strategy.fixed_shards is None:
             raise RequestError(
@@ -93,8 +95,8 @@ class NodesLauncher:
             rendezvous = Rendezvous(settings)
             stack.callback(rendezvous.leave)
             places = Places.made(ranks, stack)
-            # Nodes may have as many ranks as they can; all else is the same.
-            launcher = {**job.config["launcher"], "nproc_per_node": "auto"}
+            # Nodes may have as many ranks as they can, and have addresses of their own; all else is the same.
+            launcher = {**job.config["launcher"], "nproc_per_node": "auto", "local_addr": None}
             job = replace(job, config={**job.config, "launcher": launcher})
             copies = Copies(places, rendezvous.address, rendezvous.key, stack)
             offer = Offer(ranks, str(job.directory), digest(job), os.urandom(8).hex())

@@ -3,7 +3,6 @@
 import json
 import logging
 import os
-import socket
 import sys
 import threading
 import time
@@ -13,8 +12,8 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, TypeVar
 
-from torch.distributed import PrefixStore, TCPStore
-from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError, RendezvousInfo
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
@@ -22,7 +21,9 @@ from ddp_recipes.errors import MAKE_KEY, RequestError, RunFailed
 from ddp_recipes.launchers.keys import find_key
 from ddp_recipes.launchers.nodes.alive import Alive
 from ddp_recipes.launchers.nodes.backend import signed_backend
+from ddp_recipes.launchers.nodes.shared_file import SharedFile
 from ddp_recipes.launchers.nodes.start import Offer, Start
+from ddp_recipes.launchers.nodes.stores import normalized, open_store, own_address
 from ddp_recipes.runtime.messages import Messages
 
 if TYPE_CHECKING:
@@ -34,7 +35,6 @@ LOOK_S = 0.1
 SAY_S = 2.0  # before a person is told what is waited for
 MEETINGS = 10  # in which some node does not say what it brings
 CLOSE_S = 3.0
-PORT = 29400  # torch's own for this
 
 
 class _NoAnswer(Exception):
@@ -48,38 +48,34 @@ class Rendezvous:
         self.key = find_key(os.environ)
         if not self.key:
             raise RequestError(f"launcher=nodes: others could write to this run as if they were its nodes. {MAKE_KEY}")
-        endpoint, self.lost_after_s, self._name = str(settings.rdzv_endpoint), settings.lost_after_s, settings.rdzv_id
-        host, _, port = endpoint.rpartition(":") if ":" in endpoint else (endpoint, "", str(PORT))
-        self.endpoint = f"{host}:{port}"
-        addresses = _addresses(host)
-        self.address = _own_address(host)
+        self.endpoint, self.lost_after_s = normalized(str(settings.rdzv_endpoint)), settings.lost_after_s
+        self.address, self._name = settings.local_addr or own_address(self.endpoint), settings.rdzv_id
         # Else a node that comes later gets no address, for which torch has all nodes wait: nobody uses it here.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
-        here = self.address in addresses
-        for is_host in (here, False):
-            try:
-                parameters = RendezvousParameters(
-                    "c10d",
-                    self.endpoint,
-                    settings.rdzv_id,
-                    settings.min_nodes,
-                    settings.nnodes,
-                    self.address,
-                    is_host=str(is_host).lower(),
-                    keep_alive_interval=1,
-                    keep_alive_max_attempt=max(1, round(settings.lost_after_s)),
-                    last_call_timeout=max(1, round(settings.more_after_s)),
-                )
-                backend, store = signed_backend(parameters, self.key)
-                self.handler = create_handler(store, backend, parameters)
-                break
-            except RendezvousError as error:
-                if not is_host:
-                    raise RequestError(
-                        f"launcher.rdzv_endpoint={endpoint} does not answer: {error}. Give host:port of a node on "
-                        f"which this is started as well; that port must be free there and open to the others."
-                    ) from error
+        try:
+            store = open_store(self.endpoint, self.address, silent_s=2 * self.lost_after_s)
+            self.handler = self._handler(settings, store)
+            while isinstance(store, SharedFile) and self.handler.is_closed():  # by a run that is over, or nearly
+                time.sleep(LOOK_S)
+                store.begin()
+                self.handler = self._handler(settings, store)
+        except RendezvousError as error:
+            raise RunFailed(f"The nodes of the run do not meet at {self.endpoint}: {error}") from error
+
+    def _handler(self, settings: "NodesSettings", store: Store) -> RendezvousHandler:
+        parameters = RendezvousParameters(
+            "c10d",
+            self.endpoint,
+            settings.rdzv_id,
+            settings.min_nodes,
+            settings.nnodes,
+            self.address,
+            keep_alive_interval=1,
+            keep_alive_max_attempt=max(1, round(settings.lost_after_s)),
+            last_call_timeout=max(1, round(settings.more_after_s)),
+        )
+        return create_handler(store, signed_backend(store, self.key, settings.rdzv_id), parameters)
 
     def meet(self, offer: Offer, signals: Sequence[str]) -> Start:
         """Wait for the others, and agree on who brings what.
@@ -123,7 +119,7 @@ class Rendezvous:
         if offer.digest != offers[first].digest:
             raise RequestError(
                 f"This node's config is another one than that of {offers[first].address}, whose run it would join. "
-                f"Start it with the same command: only launcher.nproc_per_node may differ."
+                f"Start it with the same command: only launcher.nproc_per_node and launcher.local_addr may differ."
             )
         offers = [each if each.digest == offer.digest else replace(each, ranks=0, held=()) for each in offers]
         order = [first, *(node for node in range(found.world_size) if node != first)]
@@ -182,18 +178,3 @@ def _round_of(found: RendezvousInfo) -> str:
     key = "ddp_recipes/name"
     mine = os.urandom(8).hex()
     return found.store.compare_set(key, "", mine).decode()
-
-
-def _addresses(host: str) -> set[str]:
-    try:
-        return {str(found[4][0]) for found in socket.getaddrinfo(host, None)}
-    except OSError as error:
-        raise RequestError(f"launcher.rdzv_endpoint: {host} has no address here: {error}.") from None
-
-
-def _own_address(host: str) -> str:
-    """Return the address of this machine on the way to a host; nothing is sent."""
-    family, kind, _, _, address = socket.getaddrinfo(host, PORT, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as way:
-        way.connect(address)
-        return str(way.getsockname()[0])

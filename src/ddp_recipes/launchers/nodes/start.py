@@ -1,6 +1,7 @@
 """A start of the ranks of several nodes: what each brings to it, and what they go on from. Loads no torch."""
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -94,12 +95,17 @@ class Start:
     @property
     def losses(self) -> tuple[tuple[str, float], ...]:
         """What was lost until now, as far as any node knows."""
-        every = dict.fromkeys(loss for offer in self.offers for loss in offer.losses)
+        every: dict[tuple[str, int], float] = {}
+        for offer in self.offers:
+            times = Counter[str]()
+            for why, since in offer.losses:  # each node has noticed it at another time
+                times[why] += 1
+                every[why, times[why]] = min(since, every.get((why, times[why]), since))
         names, left = {offer.name for offer in self.offers}, max(offer.left for offer in self.offers)
         former = [{*offer.former} for offer in self.offers if offer.former]
         if former:  # a node that was lost while all left: nobody has noticed
-            every |= dict.fromkeys((why, left) for name, why in set.intersection(*former) if name not in names)
-        return tuple(sorted(every, key=lambda loss: loss[1]))
+            every |= {(why, 0): left for name, why in set.intersection(*former) if name not in names}
+        return tuple(sorted(((why, since) for (why, _), since in every.items()), key=lambda loss: loss[1]))
 
     @property
     def nodes(self) -> tuple[tuple[str, str], ...]:

@@ -1,0 +1,107 @@
+"""A store in a file that all nodes share, which no node's loss takes away. Loads torch."""
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+from torch.distributed import Store
+
+from ddp_recipes.runtime.files import write_aside
+
+LOOK_S = 0.02
+TIMEOUT = timedelta(seconds=60)
+
+
+class SharedFile(Store):
+    """A few small values in one file, which is read and written whole.
+
+    Whoever writes locks a file beside it and puts another one in its place: readers need no lock, and a process that
+    dies in the midst leaves what was there. Torch's :class:`FileStore` appends what is written, twice a second here,
+    and keeps it for ever.
+
+    Args:
+        silent_s: where nothing was written for so many seconds, what is there is of a run that is gone: it is left out.
+
+    Raises:
+        RuntimeError: the file cannot be read or written, as torch's stores do.
+    """
+
+    def __init__(self, path: Path, silent_s: float) -> None:
+        super().__init__()
+        self._path, self._lock, self._silent_s = path, path.with_name(f"{path.name}.lock"), silent_s
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.begin()
+
+    def begin(self) -> None:
+        """Empty the file if it is of a run that is gone, or there is none."""
+        with self._writing() as now:
+            try:
+                gone = now - self._path.stat().st_mtime > self._silent_s
+            except FileNotFoundError:
+                gone = True
+            if gone:
+                self._write({})
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Write a value."""
+        with self._writing():
+            self._write(self._read() | {key: _text(value)})
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        """Write a value where the ``expected`` one is, or none where that is empty; return what is there then."""
+        with self._writing():
+            values = self._read()
+            if values.get(key, "") == _text(expected):
+                values[key] = _text(desired)
+                self._write(values)
+        return values.get(key, _text(expected)).encode("latin-1")
+
+    def get(self, key: str) -> bytes:
+        """Wait for a value, and return it."""
+        self.wait([key])
+        return self._read()[key].encode("latin-1")
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Return whether all are there."""
+        return self._read().keys() >= {*keys}
+
+    def wait(self, keys: Sequence[str], timeout: timedelta = TIMEOUT) -> None:
+        """Wait until all are there."""
+        deadline = time.monotonic() + timeout.total_seconds()
+        while not self.check(keys):
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"Timed out after {timeout.total_seconds():g} seconds: {self._path} has no {keys}.")
+            time.sleep(LOOK_S)
+
+    @contextmanager
+    def _writing(self) -> Iterator[float]:
+        """Have the lock, which ends with this process; give the time by the file system's clock."""
+        try:
+            # Not through a link, by which another user could have put any file of ours there.
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+            with os.fdopen(os.open(self._lock, flags, 0o600)) as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                os.utime(lock.fileno())
+                yield os.fstat(lock.fileno()).st_mtime
+        except OSError as error:
+            raise RuntimeError(str(error)) from error
+
+    def _read(self) -> dict[str, str]:
+        try:
+            values: dict[str, str] = json.loads(self._path.read_bytes())
+        except (OSError, ValueError) as error:
+            raise RuntimeError(f"{self._path} is not what nodes wrote there: {error}") from error
+        return values
+
+    def _write(self, values: dict[str, str]) -> None:
+        text = json.dumps(values).encode()
+        write_aside(self._path, lambda file: file.write(text), durable=False)
+
+
+def _text(value: str | bytes) -> str:
+    return value if isinstance(value, str) else value.decode("latin-1")
