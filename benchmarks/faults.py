@@ -22,7 +22,7 @@ from benchmarks.campaign import replacing, report
 from benchmarks.campaign.judge import Reference, judge
 from benchmarks.campaign.play import Player, cut_off
 from benchmarks.campaign.report import Entry
-from benchmarks.campaign.script import KINDS, MODES, RECIPES, SIZES, Script, draw
+from benchmarks.campaign.script import GOES_ON, KINDS, MODES, RECIPES, SIZES, Script, draw
 
 EXACT = {"ddp_exact": ["strategy=ddp_exact"], "fsdp": ["strategy=fsdp", "strategy.shards=12"]}
 
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Modes take turns, so that a campaign that is cut off has something to say on each.
     scripts = [
         replacing.draw(options.seed, mode, number, options.most, options.sizes, options.without)
-        if mode in ("replace", "nodes")
+        if mode in GOES_ON
         else draw(options.seed, mode, number, **drawn)
         for number in numbers
         for mode in modes

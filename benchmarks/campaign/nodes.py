@@ -20,6 +20,12 @@ class NodesStart(Start):
     """One ``srun`` of a task on each node, and one more for each node that comes back.
 
     A task notes its process, and in the end its exit status, in the folder ``tasks``.
+
+    Args:
+        in_file: whether nodes meet in a file, and not at the first one; then either may be lost.
+
+    Attributes:
+        lost: the node that is, if one is.
     """
 
     def __init__(
@@ -30,22 +36,27 @@ class NodesStart(Start):
         folder: Path,
         output: Path,
         environ: Mapping[str, str],
+        in_file: bool,
     ) -> None:
-        self.cluster = cluster
+        self.cluster, self._in_file = cluster, in_file
         self.tasks = folder / "tasks"
         self.tasks.mkdir()
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        nodes = ["launcher=nodes", f"launcher.rdzv_endpoint=127.0.0.1:{port}", f"launcher.nproc_per_node={ranks}"]
-        run = shlex.join([sys.executable, TRAIN, *overrides, *nodes])
+        meet = [f"rdzv_endpoint=file://{folder}/meet", "local_addr=127.0.0.1"]
+        nodes = [f"launcher.{each}" for each in (meet if in_file else [f"rdzv_endpoint=127.0.0.1:{port}"])]
+        run = shlex.join(
+            [sys.executable, TRAIN, *overrides, "launcher=nodes", *nodes, f"launcher.nproc_per_node={ranks}"]
+        )
         # Both nodes are this machine, so whoever came first would hold the store: the first one is to.
-        waits = f"until [ $NAME = 0 ] || (echo > /dev/tcp/127.0.0.1/{port}) 2>/dev/null; do sleep 0.05; done"
-        task = f"NAME=${{CAME:-$SLURM_NODEID}}; {waits}; echo $$ > {self.tasks}/$NAME; {run}; "
+        waits = f"until [ $NAME = 0 ] || (echo > /dev/tcp/127.0.0.1/{port}) 2>/dev/null; do sleep 0.05; done; "
+        task = f"NAME=${{CAME:-$SLURM_NODEID}}; {'' if in_file else waits}echo $$ > {self.tasks}/$NAME; {run}; "
         # A node that comes when the run has ended finds nothing to do, and says so in another summary.
-        keeps = f"[ $NAME != 0 ] || cp disk/run/summary.json {self.tasks}"
+        keeps = f"[ -e {self.tasks}/summary.json ] || cp disk/run/summary.json {self.tasks}"
         self._task = ["bash", "-c", f"{task} STATUS=$?; {keeps}; echo $STATUS > {self.tasks}/$NAME.status"]
-        self._came = 1  # the last one's name
+        self._on = ["0", "1"]  # names of the tasks that were the last on each node
+        self.lost: int | None = None
         self._lost: set[str] = set()  # names of tasks
         self._others: list[subprocess.Popen[bytes]] = []
         self._environ = {**environ, **cluster.environ, "DDP_RECIPES_KEY": KEY}
@@ -63,7 +74,7 @@ class NodesStart(Start):
     def running(self) -> bool:
         """Whether a task still runs: srun itself may wait for a node that is lost."""
         names = self._names()
-        return super().running if "0" not in names else not all(map(self._ended, names))
+        return not all(map(self._ended, names)) if names else super().running
 
     @property
     def status(self) -> int:
@@ -71,17 +82,19 @@ class NodesStart(Start):
         found = [int((self.tasks / f"{name}.status").read_text()) for name in self._names() if self._ended(name)]
         return next(filter(None, found), 0) if found else self.process.returncode or 1
 
-    def second(self) -> int | None:
-        """Return the task of the second node, if it has begun and its node was not lost."""
-        name = str(self._came)
+    def task(self, node: int) -> int | None:
+        """Return the task of a node that may be lost, if it has begun and its node was not lost."""
+        name = self._on[self._loses(node)]
         found = name in self._names() and not self._ended(name)
         return int((self.tasks / name).read_text() or 0) or None if found else None
 
-    def lose_node(self, task: int) -> bool:
-        """Kill all that runs on the second node; return whether no rank was among it."""
-        self._lost.add(str(self._came))
+    def lose_node(self, node: int) -> bool:
+        """Kill all that runs on a node; return whether no rank was among it."""
+        task, self.lost = self.task(node), self._loses(node)
+        assert task is not None
+        self._lost.add(self._on[self.lost])
         found = self.processes()
-        self.cluster.lose_node(NODES[1], task)
+        self.cluster.lose_node(NODES[self.lost], task)
 
         def below(pid: int) -> bool:
             return pid == task or (pid in found and below(found[pid][0]))
@@ -89,11 +102,16 @@ class NodesStart(Start):
         return not any(below(pid) for pid, (_, name) in found.items() if name.startswith("rank "))
 
     def return_node(self) -> None:
-        """Start the second node again, and the same command on it."""
-        self._came += 1
-        self.cluster.start_node(NODES[1])
-        command = ["srun", "--nodes=1", f"--nodelist={NODES[1]}", *self._task]
-        self._others.append(self.popen(command, {**self._environ, "CAME": str(self._came)}))
+        """Start the lost node again, and the same command on it."""
+        assert self.lost is not None
+        self._on[self.lost] = name = str(2 + len(self._others))
+        self.cluster.start_node(NODES[self.lost])
+        command = ["srun", "--nodes=1", f"--nodelist={NODES[self.lost]}", *self._task]
+        self._others.append(self.popen(command, {**self._environ, "CAME": name}))
+        self.lost = None
+
+    def _loses(self, node: int) -> int:
+        return node if self._in_file else 1
 
     def gone(self, seconds: float) -> bool:
         """Wait until no process is left, and srun has ended, or is ended where it would wait for a lost node."""

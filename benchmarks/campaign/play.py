@@ -14,7 +14,7 @@ from benchmarks import cluster
 from benchmarks.campaign import files
 from benchmarks.campaign.nodes import NodesStart
 from benchmarks.campaign.processes import Start, command, kill
-from benchmarks.campaign.script import COMMON, IN_STEP, INSIDE, KINDS, RECIPES, Fault, Script
+from benchmarks.campaign.script import COMMON, IN_STEP, INSIDE, KINDS, ON_NODES, RECIPES, Fault, Script
 from benchmarks.campaign.seen import Done, Played, Started
 from benchmarks.cluster import Cluster
 
@@ -65,7 +65,7 @@ class Player:
         (self.folder / "journal").touch()
         small = any(fault.kind == "disk_full" for fault in self.script.faults)
         with files.small_disk(self.directory.parent, small), ExitStack() as stack:
-            if self.script.mode == "nodes":  # of its own: a node is lost with all that Slurm has there
+            if self.script.mode in ON_NODES:  # of its own: a node is lost with all that Slurm has there
                 self._slurm = stack.enter_context(cluster.running(cpus=2))
             for number, world_size in enumerate(self.script.world_sizes):
                 self._start(number, world_size)
@@ -106,7 +106,8 @@ class Player:
         script, environ = self.script, {"CAMPAIGN_FOLDER": str(self.folder), "PYTHONPATH": os.pathsep.join(PATH)}
         if self._slurm is not None:
             overrides = [*self.overrides, f"+callbacks.journal.sleep_s={SLEEP_S}"]
-            return NodesStart(self._slurm, overrides, world_size // 2, self.folder, output, environ)
+            in_file = script.mode == "any_node"
+            return NodesStart(self._slurm, overrides, world_size // 2, self.folder, output, environ, in_file)
         words = command(script.mode, world_size, script.max_restarts, self.overrides)
         return Start(words, self.folder, output, environ, alone)
 
@@ -197,9 +198,14 @@ class Player:
             done.second = None if (pid := start.rank(other)) is None else (other, pid)
         if kind == "kill_worker" and (pid := start.rank(done.rank)) is not None:
             done.second = (done.rank, pid)  # which fails of it
-        if isinstance(start, NodesStart) and kind in ("kill_node", "return_node"):
-            done.rank, done.pid = None, start.second()
-            return (done.pid is None) == (kind == "return_node")
+        if isinstance(start, NodesStart) and kind == "return_node":
+            done.rank = None
+            return start.lost is not None
+        if isinstance(start, NodesStart) and kind == "kill_node":
+            done.rank, done.pid = None, start.task(done.fault.rank(2))
+            # Where either may be lost, the other one is to be in the run.
+            there = self.script.mode == "nodes" or all(map(start.rank, range(done.world_size)))
+            return start.lost is None and done.pid is not None and there
         others = {start.rank(number) for number in range(done.world_size) if number != done.rank}
         if kind == "stop_rank" and not others - hurt - {None}:
             return False  # no other one would wait for it
@@ -220,7 +226,7 @@ class Player:
             return
         assert done.pid is not None
         if isinstance(start, NodesStart) and done.fault.kind == "kill_node":
-            done.idle = start.lose_node(done.pid)
+            done.idle = start.lose_node(done.fault.rank(2))
             return
         if done.fault.kind == "kill_launcher":
             (self.folder / "slow").touch()

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from itertools import pairwise
 from typing import Any
 
-from benchmarks.campaign.script import IN_STEP, INSIDE, KINDS, RECIPES, STEPS, Fault, Mode, Script
+from benchmarks.campaign.script import IN_STEP, INSIDE, KINDS, ON_NODES, RECIPES, STEPS, Fault, Mode, Script
 from benchmarks.campaign.seen import Done, Played
 
 COST = re.compile(r"(?:Replaced|All started again from memory), at the cost of ([\d.]+) s")
@@ -38,9 +38,9 @@ MOST_S = 30.0  # that a loss may cost on a busy machine, where nobody had to wai
 
 
 def draw(seed: int, mode: Mode, number: int, most: int, sizes: Sequence[int], without: Collection[str]) -> Script:
-    """Return the script of a run that is started once: on this machine or, in mode ``nodes``, on two."""
+    """Return the script of a run that is started once: on this machine or, in a mode of nodes, on two."""
     dice = random.Random(f"{seed} {mode} {number}")
-    several = mode == "nodes"
+    several = mode in ON_NODES
     recipe = RECIPES[dice.choice(list(RECIPES))]
     count = dice.randint(1, most) if most else 0
     none = {*without, *([] if recipe.workers else ["kill_worker"]), *([] if several else ["kill_node"])}
@@ -128,7 +128,7 @@ def flaws(played: Played, summary: dict[str, Any], lost_steps: Sequence[int]) ->
 
 def _ranks_lost(done: Done, played: Played) -> int:
     """Return how many ranks it took at most, each of which is named; a lost node is one loss."""
-    if done.fault.kind == "kill_server" and played.script.mode == "nodes":
+    if done.fault.kind == "kill_server" and played.script.mode in ON_NODES:
         return done.world_size // 2
     return 2 if done.fault.kind == "kill_two" else 1
 
@@ -153,7 +153,7 @@ def beside_another(done: Done, played: Played) -> bool:
     On nodes all ranks end and others begin after each loss.
     """
     near = any(abs(each.at - done.at) < 5 for each in played.done if each is not done)
-    return near and (started_again(played) > 0 or (played.script.mode == "nodes" and done.fault.place == "replacing"))
+    return near and (started_again(played) > 0 or (played.script.mode in ON_NODES and done.fault.place == "replacing"))
 
 
 def started_again(played: Played) -> int:

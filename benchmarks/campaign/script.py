@@ -5,9 +5,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-# The last two: in one start, which goes on beyond losses; on this machine, and on two nodes of a Slurm.
-Mode = Literal["local", "torchrun", "replace", "nodes"]
-MODES: tuple[Mode, ...] = ("local", "torchrun", "replace", "nodes")
+# The last three: in one start, which goes on beyond losses; on this machine, and on two nodes of a Slurm, which meet at
+# the first one, or in a file.
+Mode = Literal["local", "torchrun", "replace", "nodes", "any_node"]
+MODES: tuple[Mode, ...] = ("local", "torchrun", "replace", "nodes", "any_node")
+ON_NODES: tuple[Mode, ...] = ("nodes", "any_node")
+GOES_ON: tuple[Mode, ...] = ("replace", *ON_NODES)
 STEPS = 60
 SIZES = (1, 1, 2, 2, 3, 4, 6)  # of the world, the likely ones more than once
 TEXT = "the cat sat on the keyboard"  # of the exception
@@ -118,9 +121,9 @@ KINDS = {
     "kill_rank_0": Kind("SIGKILL of rank 0", OUTSIDE, restarts=True),
     "kill_launcher": Kind("SIGKILL of the launcher or agent", OUTSIDE),
     "kill_server": Kind("SIGKILL of the process that forked the ranks", OUTSIDE, 2, True, ("local",)),
-    "kill_two": Kind("SIGKILL of two ranks at once", OUTSIDE, 2, True, ("replace", "nodes")),
-    "kill_node": Kind("SIGKILL of all that runs on a node, and of Slurm's daemon there", OUTSIDE, 2, True, ("nodes",)),
-    "return_node": Kind("the node comes back", ("returning",), 2, True, ("nodes",)),
+    "kill_two": Kind("SIGKILL of two ranks at once", OUTSIDE, 2, True, GOES_ON),
+    "kill_node": Kind("SIGKILL of all that runs on a node, and of Slurm's daemon there", OUTSIDE, 2, True, ON_NODES),
+    "return_node": Kind("the node comes back", ("returning",), 2, True, ON_NODES),
     "kill_all": Kind("SIGKILL of every process at once", OUTSIDE),
     "stop_rank": Kind("SIGSTOP of a rank", ("starting", "training", "training", "training", "saving"), 2, True),
     "kill_worker": Kind("SIGKILL of a data worker", ("training",), restarts=True),
@@ -189,7 +192,7 @@ class Script:
     @property
     def goes_on(self) -> bool:
         """Whether one start goes on beyond whatever is lost."""
-        return self.mode in ("replace", "nodes")
+        return self.mode in GOES_ON
 
     @property
     def may_be_hurt(self) -> int:
