@@ -62,19 +62,19 @@ class Alive(threading.Thread):
 
     def run(self) -> None:
         """Look now and then."""
-        number, over = 0, False
+        number, over, patience = 0, False, self._lost_after_s  # a busy file server may take seconds
         while not over:
             self._news.wait(BEAT_S)
             self._news.clear()
             number, over = number + 1, self._over
             own = {**asdict(self._own), "number": number}
-            self._messages.set(f"alive/{self._node}", json.dumps(own))
+            self._messages.set(f"alive/{self._node}", json.dumps(own), patience)
             for other in self._others:
-                if (text := self._messages.get(f"alive/{other}")) is not None:
+                if (text := self._messages.get(f"alive/{other}", patience=patience)) is not None:
                     beat = Beat.of(json.loads(text))
                     if beat != self._beats[other]:
                         self._beats[other], self._heard[other] = beat, time.monotonic()
-            waiting = self._messages.call(self._num_nodes_waiting, None)
+            waiting = self._messages.call(self._num_nodes_waiting, None, patience)
             if self._messages.lost or waiting is None:
                 return
             self.waiting, self._answered = waiting, time.monotonic()

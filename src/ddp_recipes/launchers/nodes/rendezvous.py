@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, TypeVar
 
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError, RendezvousInfo
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
@@ -53,17 +53,12 @@ class Rendezvous:
         # Else a node that comes later gets no address, for which torch has all nodes wait: nobody uses it here.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
-        try:
-            store = open_store(self.endpoint, self.address, silent_s=2 * self.lost_after_s)
-            self.handler = self._handler(settings, store)
-            while isinstance(store, SharedFile) and self.handler.is_closed():  # by a run that is over, or nearly
-                time.sleep(LOOK_S)
-                store.begin()
-                self.handler = self._handler(settings, store)
-        except RendezvousError as error:
-            raise RunFailed(f"The nodes of the run do not meet at {self.endpoint}: {error}") from error
+        store = open_store(self.endpoint, self.address, silent_s=2 * self.lost_after_s)
+        self._store, self._settings, self._came = store, settings, False
+        self.handler = self._handler()
 
-    def _handler(self, settings: "NodesSettings", store: Store) -> RendezvousHandler:
+    def _handler(self) -> RendezvousHandler:
+        settings, store = self._settings, self._store
         parameters = RendezvousParameters(
             "c10d",
             self.endpoint,
@@ -87,11 +82,32 @@ class Rendezvous:
             KeyboardInterrupt: it got one.
             RunFailed: the run has ended, or too few nodes have come.
         """
+        self._come(signals)
         for _ in range(MEETINGS):
             found = self._met(signals)
             with suppress(_NoAnswer):  # a node was lost as all met: without it they meet again
                 return self._agreed(found, offer)
         raise RunFailed(f"Nodes that meet at {self.endpoint} do not answer, {MEETINGS} times in a row.")
+
+    def _come(self, signals: Sequence[str]) -> None:
+        """Wait until a run that has ended in the same file is gone: this is another one."""
+        if self._came or not isinstance(self._store, SharedFile):
+            return
+        too_late = _after(4 * self.lost_after_s)
+        try:
+            while self.handler.is_closed():
+                if signals:
+                    raise KeyboardInterrupt
+                if too_late():
+                    raise RunFailed(
+                        f"A run has ended in {self.endpoint}, but others write there. Give each its own file."
+                    )
+                time.sleep(LOOK_S)
+                self._store.begin()
+                self.handler = self._handler()
+        except RendezvousError as error:
+            raise self._failed(error) from error
+        self._came = True
 
     def _met(self, signals: Sequence[str]) -> RendezvousInfo:
         """Wait until all are there."""
@@ -107,7 +123,10 @@ class Rendezvous:
         except RendezvousClosedError:
             raise RunFailed("Another node has ended the run.") from None
         except RendezvousError as error:
-            raise RunFailed(f"The nodes of the run do not meet at {self.endpoint}: {error}") from error
+            raise self._failed(error) from error
+
+    def _failed(self, error: RendezvousError) -> RunFailed:
+        return RunFailed(f"The nodes of the run do not meet at {self.endpoint}: {error}")
 
     def _agreed(self, found: RendezvousInfo, offer: Offer) -> Start:
         """Return the start of nodes that have met, once each knows what the others bring."""
