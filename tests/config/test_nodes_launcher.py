@@ -13,6 +13,17 @@ TINY = ["data=random", "model=toy", "launcher=nodes", "hydra.run.dir=run"]
 ENDPOINT = "launcher.rdzv_endpoint=127.0.0.1:29477"
 
 
+def test_a_file_that_is_no_meeting_place_is_left_as_it_is(tmp_path: Path, python: str) -> None:
+    mine = tmp_path / "mine.json"
+    mine.write_text('{"a": "b"}')
+    os.utime(mine, (0, 0))
+    command = [python, "-m", "ddp_recipes", *TINY, "strategy=ddp_exact", f"launcher.rdzv_endpoint=file://{mine}"]
+    ended = subprocess.run(command, cwd=tmp_path, env=os.environ | KEY, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, "Traceback" in ended.stderr) == (2, False)
+    assert "mine.json is another file, in which no nodes have met" in ended.stderr
+    assert mine.read_text() == '{"a": "b"}'
+
+
 @pytest.mark.parametrize(
     ("overrides", "environ", "message"),
     [

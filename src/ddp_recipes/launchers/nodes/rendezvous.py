@@ -55,7 +55,10 @@ class Rendezvous:
         logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
         store = open_store(self.endpoint, self.address, silent_s=2 * self.lost_after_s)
         self._store, self._settings, self._came = store, settings, False
-        self.handler = self._handler()
+        try:
+            self.handler = self._handler()
+        except RendezvousError as error:
+            raise self._failed(error) from error
 
     def _handler(self) -> RendezvousHandler:
         settings, store = self._settings, self._store

@@ -14,6 +14,7 @@ from torch.distributed import Store
 from ddp_recipes.runtime.files import write_aside
 
 LOOK_S = 0.02
+FIRST_LINE = b"ddp_recipes: nodes of a run meet here\n"
 TIMEOUT = timedelta(seconds=60)
 
 
@@ -40,11 +41,7 @@ class SharedFile(Store):
     def begin(self) -> None:
         """Empty the file if it is of a run that is gone, or there is none."""
         with self._writing() as now:
-            try:
-                gone = now - self._path.stat().st_mtime > self._silent_s
-            except FileNotFoundError:
-                gone = True
-            if gone:
+            if not self._path.exists() or (self._read() and now - self._path.stat().st_mtime > self._silent_s):
                 self._write({})
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -93,13 +90,16 @@ class SharedFile(Store):
 
     def _read(self) -> dict[str, str]:
         try:
-            values: dict[str, str] = json.loads(self._path.read_bytes())
-        except (OSError, ValueError) as error:
-            raise RuntimeError(f"{self._path} is not what nodes wrote there: {error}") from error
+            text = self._path.read_bytes()
+        except OSError as error:
+            raise RuntimeError(str(error)) from error
+        if not text.startswith(FIRST_LINE):
+            raise RuntimeError(f"{self._path} is another file, in which no nodes have met")
+        values: dict[str, str] = json.loads(text.removeprefix(FIRST_LINE))
         return values
 
     def _write(self, values: dict[str, str]) -> None:
-        text = json.dumps(values).encode()
+        text = FIRST_LINE + json.dumps(values).encode()
         write_aside(self._path, lambda file: file.write(text), durable=False)
 
 
