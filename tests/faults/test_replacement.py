@@ -160,7 +160,7 @@ def test_an_exception_that_comes_again_at_its_step_ends_the_run(tmp_path: Path, 
     assert ended.returncode == 1
     assert "ValueError: the cat sat on the keyboard" in ended.stderr
     assert "in disturb" in ended.stderr
-    assert summary(tmp_path)["status"] == "failed"
+    assert summary(tmp_path)["status"] == "failed", ended.stderr
     assert "the cat sat on the keyboard" in summary(tmp_path)["error"]
 
 

@@ -196,6 +196,8 @@ def incoming(ranks: Sequence[Rank]) -> Iterator[None]:
             seconds = 0.0 if exited else 0.01 if about_to else 0.1
             for chosen, _ in selector.select(seconds) if selector.get_map() else ():
                 rank = chosen.data
+                if rank not in ranks:  # another one has taken its place since, and its pipe is closed
+                    continue
                 text = rank.reports.read(1 << 20)
                 *lines, rank.unread = (rank.unread + text).split(b"\n")
                 for line in map(bytes.decode, lines):
