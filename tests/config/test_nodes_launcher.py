@@ -11,6 +11,7 @@ from ddp_recipes.launchers.nodes.backend import SignedBackend
 KEY = {"DDP_RECIPES_KEY": "a secret that these nodes have"}
 TINY = ["data=random", "model=toy", "launcher=nodes", "hydra.run.dir=run"]
 ENDPOINT = "launcher.rdzv_endpoint=127.0.0.1:29477"
+LOCAL = "launcher.local_addr=127.0.0.1"
 
 
 def test_a_file_that_is_no_meeting_place_is_left_as_it_is(tmp_path: Path, python: str) -> None:
@@ -33,6 +34,7 @@ def test_a_file_that_is_no_meeting_place_is_left_as_it_is(tmp_path: Path, python
         (["strategy=ddp_exact", ENDPOINT, "launcher.min_nodes=3"], KEY, "launcher.min_nodes=3 is more than"),
         (["strategy=ddp_exact", ENDPOINT, "launcher.max_restarts=1"], KEY, "launcher.max_restarts=1 is not taken"),
         (["strategy=ddp_exact", "launcher.rdzv_endpoint=no-such-host.invalid"], KEY, "has no address here"),
+        (["strategy=ddp_exact", "launcher.rdzv_endpoint=no.invalid", LOCAL], KEY, "no.invalid has no address here"),
         (["strategy=ddp_exact", "launcher.rdzv_endpoint=node1:"], KEY, "launcher.rdzv_endpoint=node1: is not allowed"),
         (["strategy=ddp_exact", "launcher.rdzv_endpoint=file://here"], KEY, "file:///an/absolute/path that all nodes"),
         (["strategy=ddp_exact", "launcher.rdzv_endpoint=file:///proc/no"], KEY, "Give a file on a file system"),

@@ -121,7 +121,7 @@ class Nodes:
         self.start(node, command, GLOO_SOCKET_IFNAME=interface, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=str(int(joins)))
 
     def supervise(self, node: int, *overrides: str) -> None:
-        """Start ``launcher=nodes`` on a node, in a folder that the nodes share; they meet at the first, or there."""
+        """Start ``launcher=nodes`` in a folder that the nodes share; they meet at the first, or as overrides say."""
         own = ["launcher=nodes", "launcher.rdzv_endpoint=10.77.0.1:29400", "ckpt_path=auto", "hydra.run.dir=run"]
         self.python(node, "-m", "ddp_recipes", *own, *overrides)
 

@@ -143,6 +143,11 @@ class Messages:
         return blake2b(f"{self._scope}/{name}\n{text}".encode(), key=self.key, digest_size=16).hexdigest()
 
 
+def as_text(value: str | bytes) -> str:
+    """Return what torch hands to a store as text, a character a byte: ``latin-1`` gives the bytes back."""
+    return value if isinstance(value, str) else value.decode("latin-1")
+
+
 class SignedStore(Store):
     """What torch writes to the store where ranks connect, their addresses, as messages: signed, and read in time.
 
@@ -155,7 +160,7 @@ class SignedStore(Store):
 
     def set(self, key: str, value: str | bytes) -> None:
         """Write a value."""
-        self._messages.set(key, value if isinstance(value, str) else value.decode("latin-1"))
+        self._messages.set(key, as_text(value))
 
     def get(self, key: str) -> bytes:
         """Wait for a value, and return it."""

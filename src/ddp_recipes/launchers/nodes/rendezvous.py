@@ -93,7 +93,7 @@ class Rendezvous:
         raise RunFailed(f"Nodes that meet at {self.endpoint} do not answer, {MEETINGS} times in a row.")
 
     def _come(self, signals: Sequence[str]) -> None:
-        """Wait until a run that has ended in the same file is gone: this is another one."""
+        """Wait until all nodes of a run that has ended in the same file have exited: this is another run."""
         if self._came or not isinstance(self._store, SharedFile):
             return
         too_late = _after(4 * self.lost_after_s)

@@ -12,6 +12,7 @@ from pathlib import Path
 from torch.distributed import Store
 
 from ddp_recipes.runtime.files import write_aside
+from ddp_recipes.runtime.messages import as_text
 
 LOOK_S = 0.02
 FIRST_LINE = b"ddp_recipes: nodes of a run meet here\n"
@@ -26,7 +27,7 @@ class SharedFile(Store):
     and keeps it for ever.
 
     Args:
-        silent_s: where nothing was written for so many seconds, what is there is of a run that is gone: it is left out.
+        silent_s: where nothing was written for so many seconds, what is there is of a run that has ended: left out.
 
     Raises:
         RuntimeError: the file cannot be read or written, as torch's stores do.
@@ -39,29 +40,29 @@ class SharedFile(Store):
         self.begin()
 
     def begin(self) -> None:
-        """Empty the file if it is of a run that is gone, or there is none."""
+        """Make the file, or empty one that is of a run that has ended."""
         with self._writing() as now:
-            if not self._path.exists() or (self._read() and now - self._path.stat().st_mtime > self._silent_s):
+            found = self._read() if self._path.exists() else None
+            if found is None or (found and now - self._path.stat().st_mtime > self._silent_s):
                 self._write({})
 
     def set(self, key: str, value: str | bytes) -> None:
         """Write a value."""
         with self._writing():
-            self._write(self._read() | {key: _text(value)})
+            self._write(self._read() | {key: as_text(value)})
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         """Write a value where the ``expected`` one is, or none where that is empty; return what is there then."""
         with self._writing():
             values = self._read()
-            if values.get(key, "") == _text(expected):
-                values[key] = _text(desired)
+            if values.get(key, "") == as_text(expected):
+                values[key] = as_text(desired)
                 self._write(values)
-        return values.get(key, _text(expected)).encode("latin-1")
+        return values.get(key, as_text(expected)).encode("latin-1")
 
     def get(self, key: str) -> bytes:
         """Wait for a value, and return it."""
-        self.wait([key])
-        return self._read()[key].encode("latin-1")
+        return self._awaited([key], TIMEOUT)[key].encode("latin-1")
 
     def check(self, keys: Sequence[str]) -> bool:
         """Return whether all are there."""
@@ -69,11 +70,15 @@ class SharedFile(Store):
 
     def wait(self, keys: Sequence[str], timeout: timedelta = TIMEOUT) -> None:
         """Wait until all are there."""
+        self._awaited(keys, timeout)
+
+    def _awaited(self, keys: Sequence[str], timeout: timedelta) -> dict[str, str]:
         deadline = time.monotonic() + timeout.total_seconds()
-        while not self.check(keys):
+        while not (values := self._read()).keys() >= {*keys}:
             if time.monotonic() > deadline:
                 raise RuntimeError(f"Timed out after {timeout.total_seconds():g} seconds: {self._path} has no {keys}.")
             time.sleep(LOOK_S)
+        return values
 
     @contextmanager
     def _writing(self) -> Iterator[float]:
@@ -101,7 +106,3 @@ class SharedFile(Store):
     def _write(self, values: dict[str, str]) -> None:
         text = FIRST_LINE + json.dumps(values).encode()
         write_aside(self._path, lambda file: file.write(text), durable=False)
-
-
-def _text(value: str | bytes) -> str:
-    return value if isinstance(value, str) else value.decode("latin-1")

@@ -1,17 +1,17 @@
 """The store in which nodes meet: one node has it, or it is in a file that all share. Loads torch."""
 
 import socket
-from datetime import timedelta
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from torch.distributed import Store, TCPStore
 
 from ddp_recipes.errors import RequestError
-from ddp_recipes.launchers.nodes.shared_file import SharedFile
+from ddp_recipes.launchers.nodes.shared_file import TIMEOUT, SharedFile
 
 FILE = "file://"
 PORT = 29400  # torch's own for this
-TIMEOUT = timedelta(seconds=60)
 ELSEWHERE = "192.0.2.1"  # nobody has it (RFC 5737): what leads to other machines leads there
 
 
@@ -37,13 +37,11 @@ def own_address(endpoint: str) -> str:
         RequestError: no way is known here.
     """
     host = ELSEWHERE if endpoint.startswith(FILE) else endpoint.rpartition(":")[0]
+    family, address = _addresses(host)[0]
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, PORT, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as way:
+        with socket.socket(family, socket.SOCK_DGRAM) as way:
             way.connect(address)
             return str(way.getsockname()[0])
-    except socket.gaierror as error:
-        raise RequestError(f"launcher.rdzv_endpoint={endpoint}: {host} has no address here: {error}.") from None
     except OSError as error:
         raise RequestError(
             f"launcher.rdzv_endpoint={endpoint}: this machine's address on the way there is not known ({error}). Set "
@@ -56,7 +54,7 @@ def open_store(endpoint: str, address: str, silent_s: float) -> Store:
 
     Args:
         address: this machine's.
-        silent_s: after so many seconds in which nobody writes, a file is of a run that is gone.
+        silent_s: after so many seconds in which nobody writes, a file is of a run that has ended.
 
     Raises:
         RequestError: there is none.
@@ -70,11 +68,9 @@ def open_store(endpoint: str, address: str, silent_s: float) -> Store:
                 f"where they can lock files, or host:port of one of the nodes."
             ) from error
     host, _, port = endpoint.rpartition(":")
-    if address in {str(found[4][0]) for found in socket.getaddrinfo(host, None)}:
-        try:
+    if address in {str(found[0]) for _, found in _addresses(host)}:
+        with suppress(RuntimeError, ValueError):  # another process of this machine has it
             return TCPStore(host, int(port), is_master=True, multi_tenant=True, timeout=TIMEOUT)
-        except (RuntimeError, ValueError):  # another process of this machine has it
-            pass
     try:
         return TCPStore(host, int(port), is_master=False, timeout=TIMEOUT)
     except (RuntimeError, ValueError) as error:
@@ -82,3 +78,12 @@ def open_store(endpoint: str, address: str, silent_s: float) -> Store:
             f"launcher.rdzv_endpoint={endpoint} does not answer: {error}. Give host:port of a node on which this is "
             f"started as well; that port must be free there and open to the others."
         ) from error
+
+
+def _addresses(host: str) -> list[tuple[int, tuple[Any, ...]]]:
+    """Return each address of a host as sockets take it, after its family."""
+    try:
+        found = socket.getaddrinfo(host, PORT, type=socket.SOCK_DGRAM)
+    except OSError as error:
+        raise RequestError(f"launcher.rdzv_endpoint: {host} has no address here: {error}.") from None
+    return [(family, address) for family, _, _, _, address in found]
