@@ -25,7 +25,7 @@ class NodesStart(Start):
         in_file: whether nodes meet in a file, and not at the first one; then either may be lost.
 
     Attributes:
-        lost: the node that is, if one is.
+        may_lose: the nodes that may be lost.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class NodesStart(Start):
         environ: Mapping[str, str],
         in_file: bool,
     ) -> None:
-        self.cluster, self._in_file = cluster, in_file
+        self.cluster, self.may_lose = cluster, (0, 1) if in_file else (1,)
         self.tasks = folder / "tasks"
         self.tasks.mkdir()
         with socket.socket() as probe:
@@ -56,7 +56,6 @@ class NodesStart(Start):
         keeps = f"[ -e {self.tasks}/summary.json ] || cp disk/run/summary.json {self.tasks}"
         self._task = ["bash", "-c", f"{task} STATUS=$?; {keeps}; echo $STATUS > {self.tasks}/$NAME.status"]
         self._on = ["0", "1"]  # names of the tasks that were the last on each node
-        self.lost: int | None = None
         self._lost: set[str] = set()  # names of tasks
         self._others: list[subprocess.Popen[bytes]] = []
         self._environ = {**environ, **cluster.environ, "DDP_RECIPES_KEY": KEY}
@@ -82,19 +81,22 @@ class NodesStart(Start):
         found = [int((self.tasks / f"{name}.status").read_text()) for name in self._names() if self._ended(name)]
         return next(filter(None, found), 0) if found else self.process.returncode or 1
 
+    @property
+    def lost(self) -> int | None:
+        """The node that is lost, if one is."""
+        return next((node for node, name in enumerate(self._on) if name in self._lost), None)
+
     def task(self, node: int) -> int | None:
-        """Return the task of a node that may be lost, if it has begun and its node was not lost."""
-        name = self._on[self._loses(node)]
+        """Return the task of a node, if it has begun and its node was not lost."""
+        name = self._on[node]
         found = name in self._names() and not self._ended(name)
         return int((self.tasks / name).read_text() or 0) or None if found else None
 
-    def lose_node(self, node: int) -> bool:
-        """Kill all that runs on a node; return whether no rank was among it."""
-        task, self.lost = self.task(node), self._loses(node)
-        assert task is not None
-        self._lost.add(self._on[self.lost])
+    def lose_node(self, node: int, task: int) -> bool:
+        """Kill all that runs on a node, its task among it; return whether no rank was."""
+        self._lost.add(self._on[node])
         found = self.processes()
-        self.cluster.lose_node(NODES[self.lost], task)
+        self.cluster.lose_node(NODES[node], task)
 
         def below(pid: int) -> bool:
             return pid == task or (pid in found and below(found[pid][0]))
@@ -103,15 +105,12 @@ class NodesStart(Start):
 
     def return_node(self) -> None:
         """Start the lost node again, and the same command on it."""
-        assert self.lost is not None
-        self._on[self.lost] = name = str(2 + len(self._others))
-        self.cluster.start_node(NODES[self.lost])
-        command = ["srun", "--nodes=1", f"--nodelist={NODES[self.lost]}", *self._task]
+        node = self.lost
+        assert node is not None
+        self._on[node] = name = str(2 + len(self._others))
+        self.cluster.start_node(NODES[node])
+        command = ["srun", "--nodes=1", f"--nodelist={NODES[node]}", *self._task]
         self._others.append(self.popen(command, {**self._environ, "CAME": name}))
-        self.lost = None
-
-    def _loses(self, node: int) -> int:
-        return node if self._in_file else 1
 
     def gone(self, seconds: float) -> bool:
         """Wait until no process is left, and srun has ended, or is ended where it would wait for a lost node."""

@@ -202,9 +202,9 @@ class Player:
             done.rank = None
             return start.lost is not None
         if isinstance(start, NodesStart) and kind == "kill_node":
-            done.rank, done.pid = None, start.task(done.fault.rank(2))
+            done.rank, done.pid = None, start.task(_node(done, start))
             # Where either may be lost, the other one is to be in the run.
-            there = self.script.mode == "nodes" or all(map(start.rank, range(done.world_size)))
+            there = len(start.may_lose) == 1 or all(map(start.rank, range(done.world_size)))
             return start.lost is None and done.pid is not None and there
         others = {start.rank(number) for number in range(done.world_size) if number != done.rank}
         if kind == "stop_rank" and not others - hurt - {None}:
@@ -226,7 +226,7 @@ class Player:
             return
         assert done.pid is not None
         if isinstance(start, NodesStart) and done.fault.kind == "kill_node":
-            done.idle = start.lose_node(done.fault.rank(2))
+            done.idle = start.lose_node(_node(done, start), done.pid)
             return
         if done.fault.kind == "kill_launcher":
             (self.folder / "slow").touch()
@@ -296,6 +296,11 @@ def _until(condition: Callable[[], object], start: Start, seconds: float, every:
             return bool(condition())
         time.sleep(every)
     return True
+
+
+def _node(done: Done, start: NodesStart) -> int:
+    """Return the node that is lost."""
+    return start.may_lose[done.fault.rank(len(start.may_lose))]
 
 
 def _press_ctrl_c(start: Start) -> None:
