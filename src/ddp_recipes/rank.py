@@ -71,7 +71,7 @@ def run(job: Job, world: World, messages: Messages | None, watcher: Watcher = NO
         summary = output.facts(recipe.strategy.digest(recipe.task)) | {"status": "finished"}
         if not world.is_main:  # all that could still hang comes before its end, and rank 0's summary after all ends
             close(recipe, output)
-        control.end(rank for rank in range(world.world_size) if not recipe.request.strategy.outlives(rank))
+        control.end([rank for rank in range(world.world_size) if not recipe.request.strategy.outlives(rank)])
         output.finish(summary)
         return summary
     except (RequestError, Left):

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from ddp_recipes.errors import (
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 VERDICT_S = 2.0  # for rank 0 to name the rank that it waited for, before it times out itself
 FAILURE_S = 2.5  # for the other ranks to fail as well, once a collective has timed out
-STAY_S = 3.0  # for the others to read why they do not start
+STAY_S = 3.0  # for the others to read why they do not start, or that all have come to their end
 NOBODY = Watcher()
 MOST_LINES = 1000  # of a rank's log at once
 
@@ -125,15 +125,18 @@ class Control:
             return "refused", f"The ranks differ:\n  {listed}\n{same}", []
         return "ready", "", []
 
-    def _stay_until_read(self, by: Iterable[int]) -> None:
-        """Keep rank 0, and with it the store if that is rank 0's, until these ranks have read why they do not start."""
+    def _stay_until_read(self, by: Iterable[int], seconds: float = STAY_S) -> None:
+        """Keep rank 0, and with it the store if that is rank 0's, until these ranks have read what was last said."""
         assert self.messages is not None
         if self.messages.private:
             return
         self.messages.set(f"read/{self.world.rank}", "")
-        names = [f"read/{rank}" for rank in by]
-        deadline = time.monotonic() + STAY_S
-        while self.world.is_main and len(self.messages.there(*names)) < len(names) and time.monotonic() < deadline:
+        names = {f"read/{rank}" for rank in by}
+        deadline = time.monotonic() + seconds
+        while self.world.is_main and not self.messages.lost and time.monotonic() < deadline:
+            exited = {f"read/{rank}" for rank in self.watcher.exited()}
+            if names <= exited.union(self.messages.there(*names)):
+                break
             time.sleep(0.02)
 
     def _silent(self, ranks: Iterable[int]) -> list[int]:
@@ -179,7 +182,7 @@ class Control:
         except TimeoutError:
             raise RunFailed(self._absent([rank]), unresponsive=[rank]) from None
 
-    def end(self, ranks: Iterable[int]) -> None:
+    def end(self, ranks: Collection[int]) -> None:
         """Say that this rank has come to its end, and wait until these have, too.
 
         Raises:
@@ -197,6 +200,8 @@ class Control:
                 missing.append(rank)
         if missing:
             raise RunFailed(did_not_end(missing, self.world.world_size, self.timeout_s), unresponsive=missing)
+        self._stay_until_read(ranks, self.timeout_s)
+        self._stay_until_read({*range(self.world.world_size)} - {*ranks})  # some of which may be dead
 
     def first_on_node(self, make: Callable[[], T], what: str = "data") -> T:
         """Call ``make()`` on one rank of each node before the others: downloads happen once. Raise if it failed."""

@@ -1,0 +1,39 @@
+"""How ranks end together."""
+
+import subprocess
+import sys
+from time import sleep
+
+from torch.distributed import TCPStore
+
+from ddp_recipes.runtime.control import Control
+from ddp_recipes.runtime.messages import Messages
+from ddp_recipes.runtime.world import World
+
+PATIENCE_S = 60.0
+RANK_0 = """
+from torch.distributed import TCPStore
+from ddp_recipes.runtime.control import Control
+from ddp_recipes.runtime.messages import Messages
+from ddp_recipes.runtime.world import World
+store = TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+Control(World(0, 2), Messages(store), 60.0).end([0, 1])
+"""
+
+
+class Slow(Messages):
+    """Those of a rank on a busy machine: it reads its own last message only once rank 0 could be gone."""
+
+    def get(self, name: str, seconds: float = 0.0, patience: float = PATIENCE_S) -> str | None:
+        if name == "ended/1":
+            sleep(1.0)
+        return super().get(name, seconds, patience)
+
+
+def test_rank_0_keeps_the_store_until_a_slow_rank_has_read_that_all_have_ended() -> None:
+    with subprocess.Popen([sys.executable, "-c", RANK_0], stdout=subprocess.PIPE, text=True) as rank_0:
+        assert rank_0.stdout is not None
+        store = TCPStore("127.0.0.1", int(rank_0.stdout.readline()), 2, is_master=False)
+        Control(World(1, 2), Slow(store), PATIENCE_S).end([0, 1])
+    assert rank_0.returncode == 0
