@@ -131,12 +131,10 @@ class Control:
         if self.messages.private:
             return
         self.messages.set(f"read/{self.world.rank}", "")
-        names = {f"read/{rank}" for rank in by}
-        deadline = time.monotonic() + seconds
-        while self.world.is_main and not self.messages.lost and time.monotonic() < deadline:
-            exited = {f"read/{rank}" for rank in self.watcher.exited()}
-            if names <= exited.union(self.messages.there(*names)):
-                break
+        left, deadline = {*by}, time.monotonic() + seconds
+        while self.world.is_main and left and not self.messages.lost and time.monotonic() < deadline:
+            read = self.messages.there(*(f"read/{rank}" for rank in left))
+            left -= {int(name.split("/")[1]) for name in read} | {*self.watcher.exited()}
             time.sleep(0.02)
 
     def _silent(self, ranks: Iterable[int]) -> list[int]:
@@ -263,8 +261,7 @@ class Control:
         """Return the ranks that have not failed a short while after this one timed out: it waited for them."""
         if self.messages is None:
             return []
-        others = {*range(self.world.world_size)} - {self.world.rank}
-        deadline = time.monotonic() + FAILURE_S
+        others, deadline = {*range(self.world.world_size)} - {self.world.rank}, time.monotonic() + FAILURE_S
         while others and not self.messages.lost and time.monotonic() < deadline:
             others -= {int(name.split("/")[1]) for name in self.messages.there(*(f"failed/{rank}" for rank in others))}
             time.sleep(0.05)
