@@ -165,6 +165,16 @@ def test_an_exception_that_comes_again_at_its_step_ends_the_run(tmp_path: Path, 
 
 
 @pytest.mark.slow
+def test_a_hang_that_comes_a_third_time_at_its_step_ends_the_run(tmp_path: Path, python: str) -> None:
+    again = ["+callbacks.disturbing.once=false", "+callbacks.disturbing.where=on_epoch_start", "launcher.timeout_s=3"]
+    ended = ran(python, tmp_path, EXACT, *disturbed(1, "[1]", "stop", *again), "launcher.replace_ranks=100")
+    assert ended.returncode == 1
+    assert ended.stderr.count("Rank 1 did not respond and was killed. It was being replaced when:") == 2, ended.stderr
+    assert "3 times at step 4, so nobody is replaced again: Rank 1 did not respond" in ended.stderr
+    assert "Rank 1 did not respond" in summary(tmp_path)["error"]
+
+
+@pytest.mark.slow
 def test_more_losses_than_may_be_replaced_end_the_run(tmp_path: Path, python: str) -> None:
     ended = ran(python, tmp_path, EXACT, *disturbed(1, "[3,8]"), "launcher.replace_ranks=1")
     assert ended.returncode == 1

@@ -471,6 +471,23 @@ def test_any_node_may_be_lost_where_all_meet_in_a_file(nodes: Nodes, tmp_path: P
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["epoch"] == 7
 
 
+@pytest.mark.slow
+def test_nodes_that_reach_the_file_but_not_each_other_end_the_run(nodes: Nodes, tmp_path: Path) -> None:
+    """In each start a rank waits for another one that cannot answer: it is not by chance."""
+    shutil.copy(OWN_MODELS, tmp_path)
+    slow = ["model._target_=own_models.Slow", "+model.sleep_s=0.05", "strategy=ddp_exact", "trainer.max_epochs=1000"]
+    meet = [f"launcher.rdzv_endpoint=file://{tmp_path}/meet", "launcher.min_nodes=2", "launcher.nproc_per_node=1"]
+    for node in (1, 2):
+        nodes.supervise(node, *TINY, *slow, *meet, f"launcher.local_addr=10.77.0.{node}", "launcher.timeout_s=3")
+    wait_for_step(tmp_path / "run" / "train.log", 8)
+    nodes.cut(2)
+    assert nodes.wait(150) == [1, 1], nodes.said(1) + nodes.said(2)
+    assert "3 times no step came after" in nodes.said(1) + nodes.said(2)
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"
+    for node in (1, 2):
+        wait_until_no_rank_is_left(nodes, node, 5)
+
+
 UNSAVED = ["checkpoint.every_n_steps=100000", "checkpoint.in_memory_every_n_steps=5"]
 SHARDED = [
     *("model._target_=own_models.Slow", "+model.sleep_s=0.05", "strategy=fsdp", "strategy.shards=4"),

@@ -75,10 +75,12 @@ class LocalLauncher:
                         return _supervise(job, starter.all(), signals, replacement).conclude(job)
                 except RunFailed as error:
                     spare -= replacement.number
-                    if signals or (restarts == most and (spare <= 0 or str(error) in seen)):
+                    if untold := replacement.untold:
+                        print(*untold, sep="\n", file=sys.stderr, flush=True)
+                    if signals or (restarts == most and (spare <= 0 or replacement.again or str(error) in seen)):
                         raise
                     seen.add(str(error))
-                    unreported, reported = replacement.unreported, replacement.reported
+                    reported = replacement.reported
                     job, whence = _restarted(origin, processes, places, known, reported, str(error))
                     reported = reported if known else 0
                     if restarts < most:
@@ -87,7 +89,7 @@ class LocalLauncher:
                     else:
                         spare -= 1
                         line = f"No rank has all that the lost one had: all start again, from {whence}."
-                    print(*unreported, error, line, sep="\n", file=sys.stderr, flush=True)
+                    print(error, line, sep="\n", file=sys.stderr, flush=True)
 
 
 def _restarted(

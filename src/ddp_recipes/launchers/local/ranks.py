@@ -53,8 +53,6 @@ class Rank:
     @property
     def why(self) -> str:
         """Why it is lost, in a line."""
-        if self.hung:
-            return f"Rank {self.number} did not respond and was killed."
         if self.death is not None:
             return self.death.message.splitlines()[0]
         assert self.report is not None
@@ -83,6 +81,8 @@ class Rank:
         status = self.process.returncode
         if status is None or self.report is not None or not self.over:
             return None
+        if self.hung:
+            return Death(self.number, f"Rank {self.number} did not respond and was killed.")
         who = f"process {self.process.pid}" if self.process.pid else "not yet forked"
         how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with exit code {status}"
         message = f"Rank {self.number} ({who}) {how}, without a traceback."

@@ -4,6 +4,7 @@ import json
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
@@ -11,6 +12,7 @@ from ddp_recipes.launchers.local.ranks import Rank, Starter
 from ddp_recipes.runtime.meeting import Meeting, Progress
 
 ANSWER_S = 5.0  # for a rank to notice the loss of another one, once a collective has timed out
+BY_CHANCE = 2  # times at most that a rank hangs at one step
 
 
 @dataclass
@@ -22,6 +24,7 @@ class Replacement:
         parts: of the model; rank r has part r modulo that.
         kill: ends ranks that hang, and keeps their stacks.
         number: of those until now.
+        again: why those that are lost now are not: they were, at this very step, before.
     """
 
     starter: Starter
@@ -32,15 +35,17 @@ class Replacement:
     known: list[tuple[str, float]]  # why each rank was lost, and when that was noticed
     reported: int = 0  # of those, by rank 0
     number: int = 0
+    again: str = ""
     _since: float | None = None  # when the loss was noticed
     _over: bool = False  # whether the run ends
     _announced: set[int] | None = None  # lost ranks that the others know of
-    _errors: set[tuple[str, int]] = field(default_factory=set)  # of ranks that raised, with the step
+    _times: Counter[tuple[str, int]] = field(default_factory=Counter)  # that ranks were lost, by cause and step
 
     @property
-    def unreported(self) -> list[str]:
-        """Why ranks were lost of which nobody was left to tell."""
-        return [f"{why} It was being replaced when:" for why, _ in self.known[self.reported :]]
+    def untold(self) -> list[str]:
+        """Lines on losses of which no rank was left to tell."""
+        lines = [f"{why} It was being replaced when:" for why, _ in self.known[self.reported :]]
+        return [*lines, self.again] if self.again else lines
 
     def goes_on(self, ranks: list[Rank]) -> bool:
         """Return whether the run goes on although ranks are lost; new ones may take their places in the list."""
@@ -89,11 +94,18 @@ class Replacement:
         common = self._common(waiting)
         if common is None or any(rank.number in alone and progress(rank) != common for rank in waiting):
             return False
-        raised = {(rank.report.message.strip().splitlines()[-1], common.step) for rank in lost if rank.report}
-        if raised & self._errors:
-            return False  # it would come again and again
-        self._errors |= raised
-        return True
+        self.again = self._before(lost, common.step)
+        return not self.again
+
+    def _before(self, lost: Sequence[Rank], step: int) -> str:
+        """Note why ranks were lost at a step; return a line on what has come too often to be by chance, if any has."""
+        by_chance = {rank.report.message.strip().splitlines()[-1]: 1 for rank in lost if rank.report}
+        by_chance |= {rank.why: BY_CHANCE for rank in lost if rank.hung}
+        self._times.update((cause, step) for cause in by_chance)
+        for cause, most in by_chance.items():
+            if (times := self._times[cause, step]) > most:
+                return f"{times} times at step {step}, so nobody is replaced again: {cause}"
+        return ""
 
     def _common(self, waiting: Sequence[Rank]) -> Progress | None:
         """Return how far all parts of the model have come, each on some rank; ``None``: one is always elsewhere."""

@@ -118,6 +118,13 @@ class Start:
         return max(offer.reported for offer in self.offers)
 
     @property
+    def step(self) -> int:
+        """The furthest of which any node has a state in memory, or knows a checkpoint."""
+        return max(
+            step for each in self.offers for step in (each.step, each.saved_step, *(kept.step for _, kept in each.held))
+        )
+
+    @property
     def states(self) -> tuple[str, ...]:
         """Where this node's ranks find the state to go on with, part by part; nowhere if it is not in memory."""
         if self.offers[0].step >= 0:

@@ -27,6 +27,7 @@ class Ended:
         why: lines on the ranks and nodes that were lost, as far as this node knows.
         since: when that was noticed, in seconds since the epoch.
         error: the last line of what a rank raised.
+        hung: whether a rank of this node hung.
         began: whether ranks have trained.
         after: how much of what follows its last step the rank had done that left its state.
         saved_step: of the newest checkpoint.
@@ -38,6 +39,7 @@ class Ended:
     why: tuple[str, ...] = ()
     since: float = 0.0
     error: str | None = None
+    hung: bool = False
     began: bool = False
     after: int = 2
     saved_step: int = -1
@@ -201,6 +203,7 @@ class Supervision:
             why=tuple(why),
             since=self._since or time.time(),
             error=raised[0] if raised else None,
+            hung=any(rank.hung for rank in deaths),
             began=any(rank.joined for rank in self.ranks),
             after=self._after,
             saved_step=self.job.saved_step,
