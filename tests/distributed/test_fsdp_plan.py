@@ -57,6 +57,7 @@ def remedies(planned: dict[str, Any]) -> list[str]:
     return [each["overrides"] for each in planned["would_fit"]]
 
 
+@pytest.mark.slow
 def test_a_run_that_does_not_fit_is_told_what_does(tmp_path: Path) -> None:
     """With each of the overrides by itself, to the byte."""
     whole = peak(plan(tmp_path, "strategy=ddp"))
@@ -69,6 +70,7 @@ def test_a_run_that_does_not_fit_is_told_what_does(tmp_path: Path) -> None:
         assert (other["fits"], peak(other), other["findings"]) == (True, each["peak"], [])
 
 
+@pytest.mark.slow
 def test_several_together_are_named_where_none_is_enough(tmp_path: Path) -> None:
     dealt = [*("strategy=fsdp", "model.activation_checkpointing=true", "data.batch_size=1", "data.val_batch_size=1")]
     least = peak(plan(tmp_path, *dealt, "trainer.accumulate_grad_batches=16"))

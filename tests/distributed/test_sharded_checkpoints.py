@@ -14,6 +14,7 @@ from ddp_recipes.errors import RequestError
 from ddp_recipes.reporting.run_directory import Summary
 from ddp_recipes.runtime.digest import digest
 from helpers.exact import QUIET
+from helpers.marks import slow_but
 
 Run = Callable[..., Summary]
 
@@ -56,7 +57,7 @@ def test_they_hold_the_same(both: tuple[str, str]) -> None:
     ]
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", slow_but(["single", "ddp_exact", "ddp_pipeline"], OTHERS))
 def test_all_go_on_from_one_as_from_the_other_and_back(name: str, both: tuple[str, str], run: Run) -> None:
     own, size = OTHERS[name]
 

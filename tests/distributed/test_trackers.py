@@ -112,6 +112,7 @@ def test_wandb_has_each_step_once_after_kill_9(where: str, run: Run, tmp_path: P
     assert (folder / "wandb" / "replaced").is_dir()
 
 
+@pytest.mark.slow
 def test_trackers_are_told_how_a_run_ends(run: Run, tmp_path: Path, database: Path) -> None:
     uri = f"sqlite:///{database}"
     trackers = ["logger=[wandb,mlflow]", f"logger.mlflow.tracking_uri={uri}", "logger.mlflow.run_name=ours", *FEW]

@@ -215,6 +215,7 @@ def until_it_saves(log: Path) -> None:
     until(lambda: log.exists() and "fsync(" in log.read_text(), START_S, "no sync")
 
 
+@pytest.mark.slow
 def test_nobody_times_out_over_a_slow_save_and_a_signal_in_it_ends_the_run_after_it(folder: Path) -> None:
     with started(folder, *RUN) as run:
         until_saved(run, folder / "run")
@@ -239,6 +240,7 @@ def test_nobody_times_out_over_a_slow_save_and_a_signal_in_it_ends_the_run_after
     assert not list((folder / "run").rglob("*.part"))
 
 
+@pytest.mark.slow
 def test_a_rank_0_that_is_gone_in_a_save_ends_the_run(folder: Path) -> None:
     words = {
         SIGKILL: "was killed by SIGKILL",

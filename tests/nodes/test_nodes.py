@@ -234,6 +234,7 @@ def test_both_sides_of_a_cut_link_end_soon_after_the_timeout(nodes: Nodes, tmp_p
     assert "did not respond within launcher.timeout_s" in nodes.said(1)
 
 
+@pytest.mark.slow
 def test_nodes_that_do_not_reach_each_other_are_named_with_their_addresses(nodes: Nodes, tmp_path: Path) -> None:
     nodes.add_interface_that_loses_packets()
     for node in (1, 2):
@@ -380,6 +381,7 @@ def test_an_elastic_run_goes_on_from_the_memory_of_the_node_that_is_left(
 # --- launcher=nodes
 
 
+@pytest.mark.slow
 def test_a_node_is_cut_off_for_good_and_another_one_joins_with_the_same_bits(
     nodes: Nodes, tmp_path: Path, python: str
 ) -> None:
@@ -405,6 +407,7 @@ def test_a_node_is_cut_off_for_good_and_another_one_joins_with_the_same_bits(
     see_bits_of_one_process(summary, tmp_path, python, *overrides)
 
 
+@pytest.mark.slow
 def test_a_node_that_waits_to_join_while_the_run_ends_has_its_result(nodes: Nodes, tmp_path: Path) -> None:
     shutil.copy(OWN_MODELS, tmp_path)
     held = ["strategy=ddp_exact", "+callbacks.held._target_=own_models.HeldAtEnd", "trainer.max_epochs=1"]

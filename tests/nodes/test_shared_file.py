@@ -35,6 +35,7 @@ def count(folder: Path, times: int, name: str) -> subprocess.Popen[bytes]:
 
 
 @pytest.mark.spawn
+@pytest.mark.slow
 def test_what_processes_write_at_once_is_all_there(tmp_path: Path) -> None:
     processes = [count(tmp_path, 100, name) for name in "abc"]
     assert [process.wait(60) for process in processes] == [0, 0, 0]

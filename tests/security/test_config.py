@@ -101,6 +101,7 @@ def refusal(request: Any, **options: Any) -> str:
     return str(refused.value)
 
 
+@pytest.mark.slow
 def test_a_target_that_acts_is_refused_however_it_is_named(own: Path, composed: dict[str, Any]) -> None:
     for name in NAMES:
         for node in (

@@ -18,6 +18,7 @@ from ddp_recipes import RequestError
 from ddp_recipes.checkpointing.export import export
 from ddp_recipes.reporting.run_directory import Summary
 from helpers import security_files
+from helpers.marks import slow_but
 from helpers.processes import SMALL, ran
 from helpers.recipes import QUICK
 
@@ -86,7 +87,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(run_recipe([*QUICK, SINGLE], 1, folder / "run")["last_checkpoint"])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_but(KINDS[:6], KINDS))
 def test_a_poisoned_checkpoint_is_refused_in_one_message(kind: str, whole: Path, tmp_path: Path, run: Run) -> None:
     witness, folder = tmp_path / "witness", tmp_path / "theirs" / "checkpoints"
     folder.mkdir(parents=True)
@@ -179,6 +180,7 @@ def test_what_another_user_has_planted_is_not_written_through(run: Run, tmp_path
 HOSTILE = ["../../../out", "$(touch out)", "`touch out`", ";touch out 2;", "a\nb", "\x1b[2J", "<script>a(1)</script>"]
 
 
+@pytest.mark.slow
 def test_hostile_names_stay_in_the_folder_and_off_the_terminal(tmp_path: Path) -> None:
     """Of classes and metrics, with a picture of each: nothing but the run directory is there afterwards."""
     here = tmp_path / "deep" / "er"

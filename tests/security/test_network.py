@@ -160,6 +160,7 @@ def variables(**more: str) -> dict[int, dict[str, str]]:
 
 
 @pytest.mark.spawn
+@pytest.mark.slow
 def test_ranks_with_one_key_train_and_with_none_say_what_to_do(folder: Path) -> None:
     with ExitStack() as stack:
         keyed = stack.enter_context(ranks(folder, of_rank=variables(DDP_RECIPES_KEY=KEY)))
