@@ -117,7 +117,8 @@ class Replacement:
         assert self._since is not None
         self.number += max(1, len(lost))
         # A new rank that fails because of another one is no loss of its own.
-        by_itself = [rank for rank in lost if rank.joined or rank.report is None or not rank.report.unresponsive]
+        died = any(rank.death is not None for rank in lost)
+        by_itself = [r for r in lost if r.joined or r.report is None or not (died or r.report.unresponsive)]
         self.known += [(rank.why, self._since) for rank in by_itself]
         file, common = self.starter.meeting(), self._common(waiting)
         sources = {rank.number % self.parts: rank.number for rank in reversed(waiting) if progress(rank) == common}
