@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all lint bench gpu faults clean
+.PHONY: help train test test-all test-nightly lint bench gpu faults clean
 
 help: ## say what there is
 	@echo 'make [PYTHON=python3.12] [ARGS="..."] <target>'
@@ -15,20 +15,25 @@ help: ## say what there is
 train: $(VENV)/installed ## train on real data; ARGS="model=toy_mp trainer.max_epochs=5" adds overrides
 	$(BIN)/python train.py $(ARGS)
 
-# Four files at a time: some tests compute while others wait. Bytecode is kept, also where the environment says otherwise:
-# tests start hundreds of processes, and each one would compile this package again.
+# Several files at a time: some tests compute while others wait. Bytecode is kept, also where the environment says
+# otherwise: tests start hundreds of processes, and each one would compile this package again.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder
 
-test: $(VENV)/installed-dev ## run the quick tests, some of every kind; ARGS="tests/unit" adds options of pytest
-	$(PYTEST) -m "not slow" $(ARGS)
+test: $(VENV)/installed-test ## run the quick tests, some of every kind; ARGS="tests/unit" adds options of pytest
+	$(PYTEST) -m "not slow and not nightly" $(ARGS)
 
-test-all: $(VENV)/installed-dev ## run all tests, before a change goes in
-	$(PYTEST) $(ARGS)
+test-all: $(VENV)/installed-dev ## run all tests but the nightly ones, before a change goes in
+	$(PYTEST) -m "not nightly" $(ARGS)
 
-lint: $(VENV)/installed-dev ## check style and types
+test-nightly: $(VENV)/installed-dev ## run campaigns, all sizes and what else takes long; ARGS="--hourglass 120" takes a sample
+	$(PYTEST) -m nightly $(ARGS)
+
+lint: $(VENV)/installed-dev ## check style, types and who imports whom; long lines and functions are named
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict
+	$(BIN)/lint-imports
+	$(BIN)/python .ci/lines.py
 
 bench: $(VENV)/installed-bench ## measure this package beside its peers, for an hour or two; ARGS="--quick" takes two minutes
 	$(BIN)/python benchmarks/run.py $(ARGS)
@@ -40,7 +45,7 @@ faults: $(VENV)/installed-dev ## disturb runs at random and see that all finish;
 	$(BIN)/python benchmarks/faults.py $(ARGS)
 
 clean: ## remove what make and the tools made; runs and data stay
-	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find benchmarks conf src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamps say that .venv holds what this pyproject.toml asks for. One call of pip resolves everything together: torch
@@ -49,9 +54,13 @@ $(VENV)/installed: pyproject.toml
 	$(call install,.)
 	@touch $@
 
+$(VENV)/installed-test: pyproject.toml
+	$(call install,.[test])
+	@touch $(VENV)/installed $@
+
 $(VENV)/installed-dev: pyproject.toml
 	$(call install,.[dev])
-	@touch $(VENV)/installed $@
+	@touch $(VENV)/installed $(VENV)/installed-test $@
 
 $(VENV)/installed-bench: pyproject.toml
 	$(call install,.[bench])

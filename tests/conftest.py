@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from ddp_recipes.reporting.run_directory import Summary
-from ddp_recipes.testing import run_recipe
+from ddp_recipes.testing import WarmRanks, run_recipe
+from helpers.patience import patience
 from helpers.recipes import QUICK
 from helpers.warm import warm_python
 
@@ -28,6 +29,7 @@ torch.set_num_threads(1)
 if not Path("/dev/nvidiactl").exists():
     torch.ones(1, requires_grad=True).backward()  # type: ignore[no-untyped-call]
 os.environ["OMP_NUM_THREADS"] = "1"
+RANKS = WarmRanks()  # those of all tests of this process
 os.environ["DDP_RECIPES_TEST_PROCESS"] = MARK = str(os.getpid())  # processes inherit it, orphans as well
 
 
@@ -62,8 +64,8 @@ def leaves_nothing_behind() -> Iterator[None]:
     """Fail a test that leaves processes, or another environment or current folder."""
     there, environ, folder = processes(), environment(), os.getcwd()
     yield
-    deadline = time.monotonic() + BOUND_S
-    while (left := processes().keys() - there) and time.monotonic() < deadline:
+    deadline = time.monotonic() + patience(BOUND_S)
+    while (left := processes().keys() - there - RANKS.processes) and time.monotonic() < deadline:
         time.sleep(0.05)
     names = {pid: name for pid, name in processes().items() if pid in left}
     after, folder_after = environment(), os.getcwd()
@@ -103,16 +105,29 @@ def nothing_beside(request: pytest.FixtureRequest, tmp_path_factory: pytest.Temp
 
 @pytest.fixture
 def run(tmp_path: Path) -> Callable[..., Summary]:
-    """Run a tiny recipe on forked ranks: ``run(*overrides, world_size=1, directory=None, config_dir=None)``."""
+    """Run a tiny recipe: ``run(*overrides, world_size=1, directory=None, config_dir=None, warm=True)``.
+
+    It runs on ranks that stay for other tests, unless ``warm`` is false: then they are forked from this very process,
+    with all that a test has changed in it.
+    """
     count = 0
 
-    def quick(*overrides: str, world_size: int = 1, directory: Path | None = None, **options: Any) -> Summary:
+    def quick(
+        *overrides: str, world_size: int = 1, directory: Path | None = None, warm: bool = True, **options: Any
+    ) -> Summary:
         nonlocal count
         count += 1
-        directory = directory or tmp_path / f"run_{count}"
-        return run_recipe([*QUICK, *overrides], world_size, directory, **options)
+        directory, ranks = directory or tmp_path / f"run_{count}", RANKS if warm else None
+        return run_recipe([*QUICK, *overrides], world_size, directory, ranks=ranks, **options)
 
     return quick
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ranks() -> Iterator[WarmRanks]:
+    """The ranks that stay for all tests of this process."""
+    yield RANKS
+    RANKS.close()
 
 
 @pytest.fixture(scope="session")

@@ -1,21 +1,31 @@
-"""Run recipes on several forked ranks in a test: real processes and real gloo, without paying for imports again.
+"""Run recipes on several ranks in a test: real processes and real gloo, without paying for imports again.
 
-Torch must not have run on several threads before, which a fork does not survive: call ``torch.set_num_threads(1)`` in
-``conftest.py``.
+Ranks are forked from the process of the tests. Torch must not have run on several threads before, which a fork does not
+survive: call ``torch.set_num_threads(1)`` in ``conftest.py``.
 """
 
 import gc
 import multiprocessing
 import os
+import re
+import signal
+import socket
+import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-from omegaconf import OmegaConf
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig, OmegaConf
 from torch.distributed import FileStore, Store
 
 from ddp_recipes import rank
@@ -23,14 +33,18 @@ from ddp_recipes._compat.ddp import load_what_ddp_needs
 from ddp_recipes.config import compose
 from ddp_recipes.config.overrides import spelled_out
 from ddp_recipes.config.request import resolve
-from ddp_recipes.errors import RecipeError
+from ddp_recipes.errors import RecipeError, RequestError
 from ddp_recipes.main import CONF
 from ddp_recipes.reporting.run_directory import Summary
 from ddp_recipes.runtime.job import Job
 from ddp_recipes.runtime.messages import Messages
+from ddp_recipes.runtime.process import die_with_parent
 from ddp_recipes.runtime.world import World
 
 load_what_ddp_needs()  # once here, not in each rank
+
+
+# --- composing -------------------------------------------------------------------------------------------------------
 
 
 def make_job(
@@ -46,14 +60,45 @@ def make_job(
         directory: the run directory; a new temporary folder if left out.
         config_dir, config_name: as ``--config-dir`` and ``--config-name``.
     """
-    with compose.session(CONF, config_dir) as hydra:
-        config = compose.compose(hydra, config_name, spelled_out(overrides))
-    config = OmegaConf.masked_copy(config, [str(name) for name in config if name != "hydra"])
     return Job(
-        resolve(config),
+        resolve(_composed(tuple(spelled_out(overrides)), config_dir, config_name)),
         Path(directory or tempfile.mkdtemp(prefix="ddp_recipes_")).absolute(),
         overrides=list(overrides),
     )
+
+
+# A new value for a key that is there, which chooses no option of a group.
+_VALUE = re.compile(r"(\w+(?:\.\w+)+|seed|mode|ckpt_path|weights_from)=(?!.*[,{\[$])(.*)", re.DOTALL)
+
+
+def _composed(overrides: tuple[str, ...], config_dir: str | None, config_name: str) -> DictConfig:
+    """Return a composed config; those that differ only in values are composed by Hydra once.
+
+    A user's own folder of configs may change meanwhile, and is read each time.
+    """
+    if config_dir is not None:
+        return _compose(overrides, config_dir, config_name)
+    values = [override for override in overrides if _VALUE.fullmatch(override)]
+    config = deepcopy(_compose_once(tuple(each for each in overrides if each not in values), config_name))
+    for value in OverridesParser.create().parse_overrides(values):
+        if OmegaConf.select(config, value.key_or_group, default=value) is value:  # no such key, or none with a value
+            return _compose(overrides, None, config_name)
+        OmegaConf.update(config, value.key_or_group, value.value())
+    return config
+
+
+def _compose(overrides: Sequence[str], config_dir: str | None, config_name: str) -> DictConfig:
+    with compose.session(CONF, config_dir) as hydra:
+        config = compose.compose(hydra, config_name, overrides)
+    return OmegaConf.masked_copy(config, [str(name) for name in config if name != "hydra"])
+
+
+@cache
+def _compose_once(overrides: tuple[str, ...], config_name: str) -> DictConfig:
+    return _compose(overrides, None, config_name)
+
+
+# --- running ---------------------------------------------------------------------------------------------------------
 
 
 def run_recipe(
@@ -64,21 +109,27 @@ def run_recipe(
     config_dir: str | None = None,
     config_name: str = "train",
     timeout_s: float = 120,
+    ranks: "WarmRanks | None" = None,
 ) -> Summary:
     """Run a recipe on so many forked ranks and return rank 0's summary.
+
+    Args:
+        ranks: those to run on; new ones if left out.
 
     Raises:
         Exception: what the first rank raised, rank 0 first.
         TimeoutError: a rank did not end in time.
     """
-    ranks = f"launcher.nproc_per_node={world_size}"
-    job = make_job([*overrides, ranks], directory, config_dir=config_dir, config_name=config_name)
-
-    def run(world: World, store: Store | None) -> Summary:
-        return rank.run(job, world, None if store is None else Messages(store, private=True))
-
-    summary: Summary = on_ranks(run, world_size, timeout_s=timeout_s)[0]
+    size = f"launcher.nproc_per_node={world_size}"
+    job = make_job([*overrides, size], directory, config_dir=config_dir, config_name=config_name)
+    if ranks is not None:
+        return ranks.run(job, world_size, timeout_s)
+    summary: Summary = on_ranks(lambda world, store: _run(job, world, store), world_size, timeout_s=timeout_s)[0]
     return summary
+
+
+def _run(job: Job, world: World, store: Store | None) -> Summary:
+    return rank.run(job, world, None if store is None else Messages(store, private=True))
 
 
 def on_ranks(function: Callable[[World, Store | None], Any], world_size: int, *, timeout_s: float = 120) -> list[Any]:
@@ -120,21 +171,30 @@ def _on_rank(
     meeting: int,
     pipe: Connection,
 ) -> None:
+    _begin()
+    pipe.send(_attempt(function, world, meeting))
+    pipe.close()
+    os._exit(0)
+
+
+def _begin() -> None:
+    """Make a rank of this fork."""
     # A store that the parent left to collect would wait, in its destructor, for a thread that only the parent has.
     gc.freeze()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     # A fork's first use of torch's thread pool replaces it, which two threads at once (autograd's) do not survive.
     torch.set_num_threads(torch.get_num_threads())
+
+
+def _attempt(function: Callable[[World, Store | None], Any], world: World, meeting: int) -> tuple[str, Any]:
+    """Call a function as a rank; return whether it ``returned`` or ``raised``, and what."""
     try:
         store = FileStore(f"/proc/self/fd/{meeting}") if world.world_size > 1 else None
-        outcome: tuple[str, Any] = ("returned", function(world, store))
+        return "returned", function(world, store)
     except RecipeError as error:
-        outcome = ("raised", error)
+        return "raised", error
     except BaseException:
-        outcome = ("raised", RuntimeError(f"Rank {world.rank} failed:\n{traceback.format_exc()}"))
-    pipe.send(outcome)
-    pipe.close()
-    os._exit(0)
+        return "raised", RuntimeError(f"Rank {world.rank} failed:\n{traceback.format_exc()}")
 
 
 def _outcome(number: int, receiver: Connection, timeout_s: float) -> Any:
@@ -147,3 +207,157 @@ def _outcome(number: int, receiver: Connection, timeout_s: float) -> Any:
     if kind == "raised":
         raise value
     return value
+
+
+# --- warm ranks ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Order:
+    """A job for a warm rank, and what of the process of the tests it takes for its time."""
+
+    job: Job
+    world: World
+    environ: Mapping[str, str]
+    folder: str
+    path: Sequence[str]
+    filters: Sequence[tuple[str, str | None, type[Warning], str | None, int]]
+
+
+@dataclass(frozen=True)
+class _Warm:
+    """A rank that waits for jobs."""
+
+    process: int
+    channel: socket.socket
+    connection: Connection
+
+
+class WarmRanks:
+    """Ranks that stay: each job has a group of its own, and nothing is forked or loaded for it.
+
+    They take over environment, current folder, module path, filters of warnings and where output goes, and import a
+    user's modules anew for each job. What a test has changed in modules that are loaded does not reach them: use
+    :func:`on_ranks` there. Ranks on which something failed are not used again.
+    """
+
+    def __init__(self) -> None:
+        self._ranks: list[_Warm] = []
+
+    @property
+    def processes(self) -> set[int]:
+        """The ids of the ranks' processes."""
+        return {warm.process for warm in self._ranks}
+
+    def run(self, job: Job, world_size: int, timeout_s: float = 120) -> Summary:
+        """Run a job on so many ranks; return rank 0's summary.
+
+        Raises:
+            Exception: what the first rank raised, rank 0 first.
+            TimeoutError: a rank did not end in time.
+        """
+        while len(self._ranks) < world_size:
+            self._ranks.append(_start())
+        ranks, filters = self._ranks[:world_size], [_plain(each) for each in warnings.filters]
+        here = (dict(os.environ), os.getcwd(), list(sys.path), filters)
+        try:
+            with os.fdopen(os.memfd_create("ddp_recipes")) as meeting:
+                for number, warm in enumerate(ranks):
+                    socket.send_fds(warm.channel, [b"x"], [1, 2, meeting.fileno()])
+                    warm.connection.send(_Order(job, World(number, world_size, number, world_size), *here))
+                return self._summary(ranks, timeout_s)
+        except RequestError:
+            raise  # on all ranks alike, before they met
+        except BaseException:
+            self._end(ranks)
+            raise
+
+    def _summary(self, ranks: Sequence[_Warm], timeout_s: float) -> Summary:
+        """Wait for all; return rank 0's summary, or raise what it raised once the others have refused the job, too."""
+        try:
+            outcomes = [_outcome(number, warm.connection, timeout_s) for number, warm in enumerate(ranks)]
+        except RequestError:
+            for number, warm in enumerate(ranks[1:], 1):
+                with suppress(RequestError):
+                    _outcome(number, warm.connection, timeout_s)
+            raise
+        summary: Summary = outcomes[0]
+        return summary
+
+    def close(self) -> None:
+        """End all ranks."""
+        self._end(list(self._ranks))
+
+    def _end(self, ranks: Sequence[_Warm]) -> None:
+        for warm in ranks:
+            self._ranks.remove(warm)
+            warm.connection.close()
+            warm.channel.close()
+            os.kill(warm.process, signal.SIGKILL)
+            os.waitpid(warm.process, 0)
+
+
+def _plain(entry: Any) -> tuple[str, str | None, type[Warning], str | None, int]:
+    """Return a filter of warnings with texts in place of patterns, as ``filterwarnings`` takes it."""
+    action, message, category, module, line = entry
+    return action, getattr(message, "pattern", message), category, getattr(module, "pattern", module), line
+
+
+def _start() -> _Warm:
+    ours, theirs = socket.socketpair()
+    process = os.fork()
+    if process == 0:
+        try:
+            ours.close()
+            _serve(theirs)
+        finally:
+            os._exit(1)
+    theirs.close()
+    return _Warm(process, ours, Connection(os.dup(ours.fileno())))
+
+
+def _serve(channel: socket.socket) -> NoReturn:
+    """Run jobs until nobody is there to send one."""
+    die_with_parent()
+    _begin()
+    for stopping in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(stopping, signal.SIG_DFL)
+    # Not what the tests have put there, but the files that come with each job.
+    sys.stdout, sys.stderr = (os.fdopen(fd, "w", buffering=1, closefd=False) for fd in (1, 2))
+    connection, modules = Connection(os.dup(channel.fileno())), set(sys.modules)
+    while True:
+        message, fds, *_ = socket.recv_fds(channel, 1, 3)
+        if not message:
+            os._exit(0)
+        order: _Order = connection.recv()
+        for fd, number in zip(fds, (1, 2), strict=False):
+            os.dup2(fd, number)
+        _take_over(order)
+        outcome = _attempt(lambda world, store: _run(order.job, world, store), order.world, fds[2])  # noqa: B023
+        sys.stdout.flush()
+        connection.send(outcome)
+        del outcome
+        for fd in fds:
+            os.close(fd)
+        _forget(sys.modules.keys() - modules)
+        gc.collect()
+        gc.freeze()  # else the next collection looks at all of torch again, where the job has forked data workers
+
+
+def _take_over(order: _Order) -> None:
+    """Put this process where the tests' own is."""
+    os.environ.clear()
+    os.environ.update(order.environ, GLOO_SOCKET_IFNAME="lo")
+    os.chdir(order.folder)
+    sys.path[:] = order.path
+    warnings.resetwarnings()
+    for action, message, category, module, line in reversed(order.filters):
+        warnings.filterwarnings(action, message or "", category, module or "", line)  # type: ignore[arg-type]
+
+
+def _forget(names: Iterable[str]) -> None:
+    """Unload what a job imported from elsewhere than the installed packages: another job's may have the same name."""
+    for name in list(names):
+        file = getattr(sys.modules[name], "__file__", None) or ""
+        if not file.startswith((sys.prefix, sys.base_prefix)) and not name.startswith("ddp_recipes"):
+            del sys.modules[name]

@@ -187,12 +187,3 @@ def test_links_and_pictures_lead_somewhere(page: Path) -> None:
     targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", MARKDOWN[page])
     local = [target for target in targets if not target.startswith("https://")]
     assert [target for target in local if not (page.parent / target).exists()] == []
-
-
-@pytest.mark.parametrize(
-    "page", [*PAGES, ROOT / "CHANGELOG.md", ROOT / "benchmarks" / "README.md"], ids=lambda page: page.name
-)
-def test_prose_ends_at_120_characters(page: Path) -> None:
-    """Tables, pictures and blocks of code may be wider."""
-    prose = FENCE.sub("", page.read_text(encoding="utf-8")).splitlines()
-    assert [line for line in prose if len(line) > 120 and not line.lstrip().startswith(("|", "!["))] == []
