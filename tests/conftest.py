@@ -1,6 +1,7 @@
 """What all tests share: quick recipes on forked ranks, tiny data, and a watch over what a test leaves."""
 
 import fcntl
+import gc
 import os
 import pickle
 import struct
@@ -88,6 +89,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if mixed := alone & {item.path for item in items if not item.get_closest_marker("alone")}:
         names = ", ".join(str(path) for path in mixed)
         raise pytest.UsageError(f"{names}: some tests are marked alone, others not. Give those files of their own.")
+    gc.freeze()  # what is there by now stays: collections need not look at it, nor copy it in forks
     items.sort(key=lambda item: (item.path in alone, item.path.parent.name not in ("docs", "faults")))
 
 
@@ -104,11 +106,11 @@ def nothing_beside(request: pytest.FixtureRequest, tmp_path_factory: pytest.Temp
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Callable[..., Summary]:
-    """Run a tiny recipe: ``run(*overrides, world_size=1, directory=None, config_dir=None, warm=True)``.
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Summary]:
+    """Run a tiny recipe: ``run(*overrides, world_size=1, directory=None, warm=True, config_dir=None)``.
 
-    It runs on ranks that stay for other tests, unless ``warm`` is false: then they are forked from this very process,
-    with all that a test has changed in it.
+    It runs on ranks that stay for other tests. They are forked for it, with all that has changed in this very process,
+    where ``warm`` is false or the test has patched something.
     """
     count = 0
 
@@ -117,10 +119,16 @@ def run(tmp_path: Path) -> Callable[..., Summary]:
     ) -> Summary:
         nonlocal count
         count += 1
-        directory, ranks = directory or tmp_path / f"run_{count}", RANKS if warm else None
+        directory = directory or tmp_path / f"run_{count}"
+        ranks = RANKS if warm and not has_patched(monkeypatch) else None
         return run_recipe([*QUICK, *overrides], world_size, directory, ranks=ranks, **options)
 
     return quick
+
+
+def has_patched(monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether a test has changed more than environment and module path, which other processes do not see."""
+    return bool(monkeypatch._setattr or any(mapping is not os.environ for mapping, *_ in monkeypatch._setitem))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -330,13 +330,13 @@ def test_what_does_not_go_with_tuning_is_refused(overrides: list[str], message: 
 def test_the_largest_batches_are_left_out_where_one_rank_has_no_memory_for_them(run: Run, weights: Weights) -> None:
     wide = ["model._target_=own_parts.Wide", "data.num_samples=300", "data.global_batch_size=256"]
     small = ["model.hidden_features=10", "optimizer.lr=1e-6"]
-    found = run("tune=batch_size", "tune_steps=1", "+model.more=100", *wide, *small, world_size=2)
+    found = run("tune=batch_size", "tune_steps=1", "+model.more=100", *wide, *small, world_size=2, warm=False)
     assert "data.global_batch_size=256 trainer.accumulate_grad_batches=1: out of memory on rank 1" in log_of(found)
     batch, passes = (int(found["metrics"][f"tune/{key}"]) for key in ("global_batch_size", "accumulate_grad_batches"))
     assert batch * passes == 256 > batch
     assert not (Path(found["run_directory"]) / "checkpoints").exists()
     cut = [f"data.global_batch_size={batch}", f"trainer.accumulate_grad_batches={passes}"]
-    as_found, whole = run(*wide, *cut, *small, world_size=2), run(*wide, *small)
+    as_found, whole = run(*wide, *cut, *small, world_size=2, warm=False), run(*wide, *small)
     assert as_found["global_step"] == whole["global_step"] == 4
     torch.testing.assert_close(weights(as_found), weights(whole), rtol=0, atol=1e-6)
 
