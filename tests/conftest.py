@@ -4,6 +4,7 @@ import fcntl
 import gc
 import os
 import pickle
+import random
 import struct
 import time
 from collections.abc import Callable, Iterator
@@ -30,6 +31,7 @@ torch.set_num_threads(1)
 if not Path("/dev/nvidiactl").exists():
     torch.ones(1, requires_grad=True).backward()  # type: ignore[no-untyped-call]
 os.environ["OMP_NUM_THREADS"] = "1"
+STARTED = time.monotonic()
 RANKS = WarmRanks()  # those of all tests of this process
 os.environ["DDP_RECIPES_TEST_PROCESS"] = MARK = str(os.getpid())  # processes inherit it, orphans as well
 
@@ -79,18 +81,45 @@ def leaves_nothing_behind() -> Iterator[None]:
     assert folder_after == folder, "the test changed the current folder"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+# --- which tests run, and in what order -------------------------------------------------------------------------------
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Take ``--hourglass``: a sample of the tests, another one for each seed."""
+    parser.addoption("--hourglass", type=float, metavar="SECONDS", help="begin tests, in any order, for so long only")
+    parser.addoption("--hourglass-seed", default="", metavar="TEXT", help="what the order of --hourglass follows from")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The longest files come first, for one worker runs all of a file; those whose tests run alone come last.
 
     Raises:
         UsageError: a file has tests of both kinds, whose worker would wait until all others have nothing left to do.
     """
+    gc.freeze()  # what is there by now stays: collections need not look at it, nor copy it in forks
     alone = {item.path for item in items if item.get_closest_marker("alone")}
     if mixed := alone & {item.path for item in items if not item.get_closest_marker("alone")}:
         names = ", ".join(str(path) for path in mixed)
         raise pytest.UsageError(f"{names}: some tests are marked alone, others not. Give those files of their own.")
-    gc.freeze()  # what is there by now stays: collections need not look at it, nor copy it in forks
-    items.sort(key=lambda item: (item.path in alone, item.path.parent.name not in ("docs", "faults")))
+    if config.option.hourglass is not None:
+        random.Random(config.option.hourglass_seed).shuffle(items)
+    else:
+        items.sort(key=lambda item: (item.path in alone, item.path.parent.name not in ("docs", "faults")))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
+    """Pass over what comes when the sand of ``--hourglass`` has run out."""
+    seconds = item.config.option.hourglass
+    return True if seconds is not None and time.monotonic() > STARTED + seconds else None
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Say how much of the tests an hourglass has let through."""
+    if config.option.hourglass is not None:
+        ran = sum(len(reports) for kind, reports in terminalreporter.stats.items() if kind not in ("", "deselected"))
+        seed = config.option.hourglass_seed
+        terminalreporter.write_line(f"--hourglass {config.option.hourglass:g} --hourglass-seed '{seed}': {ran} tests")
 
 
 @pytest.fixture(autouse=True)

@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 import ddp_recipes
 from ddp_recipes.errors import RequestError
 from ddp_recipes.reporting.run_directory import make_directory
+from helpers.patience import patience
 from helpers.processes import TORCHRUN
 
 TINY = ["data=random", "data.num_samples=64", "data.batch_size=16", "data.val_samples=16", "model=toy", "logger=none"]
@@ -197,7 +198,7 @@ def test_an_application_s_own_main_runs_in_its_own_directories(here: Path, pytho
     write(here / "app.py", APPLICATION)
     write(here / "conf" / "app.yaml", "defaults: [train, _self_]\nmine: 3\nhydra: {output_subdir: .hydra}\n")
     sweep = ["-m", *QUICK[:-3], "hydra.sweep.dir=sweep", "launcher.nproc_per_node=2", "seed=1,2"]
-    done = subprocess.run([python, "app.py", *sweep], cwd=here, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([python, "app.py", *sweep], cwd=here, capture_output=True, text=True, timeout=patience(120))
     assert done.returncode == 0, done.stderr
     for job in "01":
         summary = json.loads((here / "sweep" / job / "summary.json").read_text())
@@ -211,7 +212,7 @@ def test_an_application_s_own_main_runs_in_its_own_directories(here: Path, pytho
 @pytest.mark.spawn
 def test_a_second_run_under_torchrun_is_refused(here: Path) -> None:
     write(here / "twice.py", f"import ddp_recipes\nfor _ in range(2):\n    ddp_recipes.run({QUICK[:-3]!r})\n")
-    done = subprocess.run([*TORCHRUN, "twice.py"], cwd=here, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*TORCHRUN, "twice.py"], cwd=here, capture_output=True, text=True, timeout=patience(120))
     assert done.returncode == 1
     assert "RequestError: This is a second run in one of 2 processes that were started together" in done.stderr
     assert len(list((here / "outputs").glob("*/*/summary.json"))) == 1
@@ -284,7 +285,7 @@ except ddp_recipes.RequestError as error:
 @pytest.mark.spawn
 def test_classes_of_a_script_reach_other_processes(here: Path, python: str) -> None:
     write(here / "script.py", SCRIPT)
-    done = subprocess.run([python, "script.py"], cwd=here, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([python, "script.py"], cwd=here, capture_output=True, text=True, timeout=patience(120))
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert [line for line in lines if line.endswith(" finished")] == ["1 finished", "2 finished", "2 finished"]

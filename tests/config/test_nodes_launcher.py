@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from ddp_recipes.launchers.nodes.backend import SignedBackend
+from helpers.patience import patience
 
 KEY = {"DDP_RECIPES_KEY": "a secret that these nodes have"}
 TINY = ["data=random", "model=toy", "launcher=nodes", "hydra.run.dir=run"]
@@ -19,7 +20,9 @@ def test_a_file_that_is_no_meeting_place_is_left_as_it_is(tmp_path: Path, python
     mine.write_text('{"a": "b"}')
     os.utime(mine, (0, 0))
     command = [python, "-m", "ddp_recipes", *TINY, "strategy=ddp_exact", f"launcher.rdzv_endpoint=file://{mine}"]
-    ended = subprocess.run(command, cwd=tmp_path, env=os.environ | KEY, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(
+        command, cwd=tmp_path, env=os.environ | KEY, capture_output=True, text=True, timeout=patience(60)
+    )
     assert (ended.returncode, "Traceback" in ended.stderr) == (2, False)
     assert "mine.json is another file, in which no nodes have met" in ended.stderr
     assert mine.read_text() == '{"a": "b"}'
@@ -44,7 +47,7 @@ def test_it_refuses(overrides: list[str], environ: dict[str, str], message: str,
     # Without a home folder there is no key in it.
     own = {**os.environ, "HOME": str(tmp_path), "DDP_RECIPES_KEY": "", **environ}
     command = [python, "-m", "ddp_recipes", *TINY, *overrides]
-    ended = subprocess.run(command, cwd=tmp_path, env=own, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(command, cwd=tmp_path, env=own, capture_output=True, text=True, timeout=patience(60))
     assert ended.returncode == 2, ended.stderr
     assert message in ended.stderr
     assert "Traceback" not in ended.stderr

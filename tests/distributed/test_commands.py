@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from helpers.patience import patience
+
 pytestmark = [pytest.mark.spawn, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +43,7 @@ def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """Run a command; it must succeed."""
     outside = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
     env = {name: value for name, value in os.environ.items() if name not in outside}
-    done = subprocess.run(arguments, cwd=cwd, env=env, capture_output=True, text=True, timeout=180)
+    done = subprocess.run(arguments, cwd=cwd, env=env, capture_output=True, text=True, timeout=patience(180))
     assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done
 

@@ -14,6 +14,7 @@ from ddp_recipes.config.monitor import better
 from ddp_recipes.errors import RequestError
 from ddp_recipes.tasks import Accuracy, Task
 from ddp_recipes.testing import make_job, run_recipe
+from helpers.patience import patience
 
 TINY = ["data=random", "data.num_samples=64", "data.batch_size=16", "data.val_samples=16", "model=toy", "logger=none"]
 QUICK = [*TINY, "launcher.device=cpu", "strategy=single", "trainer.progress=false", "trainer.num_sanity_val_steps=0"]
@@ -153,7 +154,7 @@ def command(python: str, folder: Path, files: Mapping[str, str], *overrides: str
         (folder / "conf" / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / "conf" / name).write_text(text)
     call = [python, "-m", "ddp_recipes", "--config-dir", "conf", *overrides]
-    return subprocess.run(call, cwd=folder, capture_output=True, text=True, timeout=120)
+    return subprocess.run(call, cwd=folder, capture_output=True, text=True, timeout=patience(120))
 
 
 def test_own_yaml_wins_over_a_shipped_one_of_its_name(tmp_path: Path, python: str) -> None:

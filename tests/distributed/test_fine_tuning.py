@@ -19,6 +19,7 @@ from ddp_recipes.models import MLP
 from ddp_recipes.reporting.run_directory import Summary
 from ddp_recipes.tasks import Task
 from helpers.marks import slow_but
+from helpers.patience import patience
 
 Run = Callable[..., Summary]
 Weights = Callable[[Summary], dict[str, Tensor]]
@@ -157,7 +158,9 @@ torch.save(module.model.state_dict(), "plain.pt")
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("lightning") is None, reason="lightning is not installed")
 def test_a_checkpoint_that_lightning_wrote(run: Run, tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", LIGHTNING], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", LIGHTNING], cwd=tmp_path, capture_output=True, text=True, timeout=patience(120)
+    )
     assert done.returncode == 0, done.stderr
     found = [
         run(*STANDING, f"weights_from={tmp_path / name}", "strategy=single") for name in ("theirs.ckpt", "plain.pt")

@@ -14,6 +14,7 @@ from ddp_recipes.errors import RequestError
 from ddp_recipes.reporting.run_directory import Summary
 from ddp_recipes.testing import make_job, run_recipe
 from helpers.exact import QUIET, RECIPES, all_on_ranks
+from helpers.patience import patience
 
 Run = Callable[..., Summary]
 Weights = Callable[[Summary], dict[str, Any]]
@@ -96,9 +97,13 @@ def test_a_transformer_with_a_tied_embedding_has_them_too(
         *("trainer.gradient_clip_val=0.5", "trainer.precision=bf16-mixed", "trainer.progress=false"),
         *("launcher.device=cpu", "logger=none", *own),
     ]
-    exact = run_recipe([*small, "strategy=ddp_exact", "strategy.shards=4"], 1, tmp_path / "exact", timeout_s=400)
+    exact = run_recipe(
+        [*small, "strategy=ddp_exact", "strategy.shards=4"], 1, tmp_path / "exact", timeout_s=patience(400)
+    )
     for size in sizes:
-        fsdp = run_recipe([*small, *FSDP, "strategy.shards=4"], size, tmp_path / f"fsdp_{size}", timeout_s=400)
+        fsdp = run_recipe(
+            [*small, *FSDP, "strategy.shards=4"], size, tmp_path / f"fsdp_{size}", timeout_s=patience(400)
+        )
         assert fsdp["weights_sha256"] == exact["weights_sha256"], f"{size} ranks"
         assert fsdp["metrics"]["val/loss"] == exact["metrics"]["val/loss"]
 

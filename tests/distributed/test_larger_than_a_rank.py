@@ -21,6 +21,7 @@ from ddp_recipes.reporting.run_directory import Summary
 from ddp_recipes.runtime.messages import Messages
 from ddp_recipes.runtime.world import World
 from ddp_recipes.testing import make_job, on_ranks, run_recipe
+from helpers.patience import patience
 
 Run = Callable[..., Summary]
 
@@ -154,7 +155,7 @@ def under_limit(folder: Path, own: list[str], size: int, limit: int | None) -> l
         peak = status("VmHWM") - resident
         return {"sha256": summary["weights_sha256"], "loss": summary["metrics"]["train/loss"], "peak": peak}
 
-    return on_ranks(train, size, timeout_s=400)
+    return on_ranks(train, size, timeout_s=patience(400))
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from ddp_recipes.errors import RunFailed
 from ddp_recipes.lightning.hooks import CALLED, REFUSED
 from ddp_recipes.reporting.run_directory import Summary
 from ddp_recipes.testing import run_recipe
+from helpers.patience import patience
 
 Run = Callable[..., Summary]
 Weights = Callable[[Summary], dict[str, Any]]
@@ -200,7 +201,9 @@ print(json.dumps([name for each in own for name in vars(each) if not name.starts
 @pytest.mark.skipif(find_spec("lightning") is None, reason="needs the package lightning")
 def test_every_hook_of_the_installed_lightning_is_called_or_refused() -> None:
     """So that one that a new release adds is not ignored."""
-    listed = subprocess.run([sys.executable, "-c", LIST], check=True, capture_output=True, text=True, timeout=120)
+    listed = subprocess.run(
+        [sys.executable, "-c", LIST], check=True, capture_output=True, text=True, timeout=patience(120)
+    )
     for_users_to_call = {
         *("CHECKPOINT_HYPER_PARAMS_KEY", "CHECKPOINT_HYPER_PARAMS_NAME", "CHECKPOINT_HYPER_PARAMS_TYPE"),
         *("optimizers", "lr_schedulers", "trainer", "fabric", "example_input_array", "current_epoch", "global_step"),

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from helpers.patience import patience
 from helpers.warm import warm_python
 
 HERE = Path(__file__).parent
@@ -37,7 +38,7 @@ def trained(folder: Path) -> Iterator[Callable[[str], Found]]:
             file = folder / f"{who}.json"
             if not file.exists():
                 command = [python, str(HERE / "lightning_reference.py"), who, str(folder)]
-                done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=folder)
+                done = subprocess.run(command, capture_output=True, text=True, timeout=patience(300), cwd=folder)
                 assert done.returncode == 0, done.stderr[-3000:]
             found: Found = json.loads(file.read_text())
             return found
@@ -92,5 +93,5 @@ def test_data_are_prepared_and_cleared_up_once_a_run(trained: Callable[[str], Fo
 def test_the_table_of_hooks_is_that_of_the_installed_lightning() -> None:
     """So that one that a new release adds is neither ignored nor left out of the page."""
     command = [sys.executable, "-W", "ignore", "-m", "ddp_recipes.lightning.table"]
-    printed = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+    printed = subprocess.run(command, check=True, capture_output=True, text=True, timeout=patience(120)).stdout
     assert printed in (HERE.parents[1] / "docs" / "lightning.md").read_text()

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from ddp_recipes.reporting.run_directory import Summary
+from helpers.patience import patience
 
 Run = Callable[..., Summary]
 
@@ -59,7 +60,7 @@ def command(python: str, own: Path, *overrides: str) -> "subprocess.CompletedPro
     """Run the command line in a folder, with what is there."""
     quick = ["data=random", "data.num_samples=16", "model=toy", "trainer.max_epochs=1", "launcher.device=cpu"]
     line = [python, "-m", "ddp_recipes", "--config-dir", "conf", *quick, "hydra.run.dir=run", *overrides]
-    return subprocess.run(line, cwd=own, capture_output=True, text=True, timeout=120)
+    return subprocess.run(line, cwd=own, capture_output=True, text=True, timeout=patience(120))
 
 
 def table(folder: Path) -> list[dict[str, str]]:

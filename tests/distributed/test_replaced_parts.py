@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from helpers.marks import slow_but
+from helpers.patience import patience
 
 # Layers of which one kills its process, once, in the 15th pass of some ranks.
 MODEL = """
@@ -65,7 +66,7 @@ def train(python: str, folder: Path, name: str, ranks: int, *overrides: str) -> 
         env={**os.environ, "PYTHONPATH": str(folder)},
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=patience(180),
     )
     assert ended.returncode == 0, ended.stderr
     return json.loads((folder / "run" / "summary.json").read_text()), ended.stderr

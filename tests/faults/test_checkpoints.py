@@ -16,6 +16,7 @@ from ddp_recipes.checkpointing.manager import FileCheckpointer
 from ddp_recipes.errors import RecipeError
 from ddp_recipes.runtime.digest import digest
 from helpers.checkpoints import checkpointer, plain, state_of, steps_in
+from helpers.patience import patience
 from helpers.processes import GONE_S, START_S, kill, started, summary, until, until_saved
 
 ROWS = 700_000  # of 12 bytes: two blocks that go past the page cache, and a rest
@@ -255,7 +256,7 @@ def test_a_rank_0_that_is_gone_in_a_save_ends_the_run(folder: Path) -> None:
                 until_it_saves(log)
                 kill(run.rank(0), number)
                 if number == SIGSTOP:  # from which strace may wake it up when it lets go, while a kill waits for that
-                    run.process.wait(TIMEOUT_S + GONE_S)
+                    run.process.wait(patience(TIMEOUT_S + GONE_S))
             ended = run.end(TIMEOUT_S + GONE_S)
             assert ended.status == 1
             assert expected in ended.err

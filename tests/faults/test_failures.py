@@ -6,6 +6,7 @@ from signal import SIGKILL, SIGSTOP
 
 import pytest
 
+from helpers.patience import patience
 from helpers.processes import (
     ENDLESS,
     FAULTY,
@@ -133,7 +134,7 @@ def test_no_rank_outlives_its_launcher(stopped: bool, folder: Path) -> None:
             kill(run.rank(1), SIGSTOP)
         assert len(run.pids()) == 4
         run.signal(SIGKILL)
-        run.process.wait(GONE_S)
+        run.process.wait(patience(GONE_S))
         run.see_all_gone()
 
 

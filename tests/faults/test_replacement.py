@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from helpers.patience import patience
+
 PARTS = """
 import os
 from pathlib import Path
@@ -67,7 +69,7 @@ def ran(python: str, folder: Path, *overrides: str, **environ: str) -> subproces
         env={**os.environ, "PYTHONPATH": str(folder), "CUDA_VISIBLE_DEVICES": "", **environ},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=patience(120),
     )
 
 

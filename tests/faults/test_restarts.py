@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from ddp_recipes.reporting.run_directory import Summary
+from helpers.patience import patience
 
 pytestmark = [pytest.mark.slow, pytest.mark.spawn]
 
@@ -60,7 +61,7 @@ def call(folder: Path, *arguments: str, **environ: str) -> subprocess.CompletedP
         env={**os.environ, "PYTHONPATH": str(folder), **environ},
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=patience(180),
     )
 
 

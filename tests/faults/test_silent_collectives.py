@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from helpers.patience import patience
+
 PARTS = """
 import os
 from pathlib import Path
@@ -114,7 +116,7 @@ def ran(python: str, folder: Path, *overrides: str) -> dict[str, Any]:
         env={**os.environ, "PYTHONPATH": str(folder), "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=patience(180),
     )
     assert ended.returncode == 0, ended.stderr
     assert "start again" not in ended.stderr

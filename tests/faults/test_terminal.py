@@ -17,6 +17,7 @@ from signal import SIGKILL
 import pytest
 
 from helpers import processes
+from helpers.patience import patience
 from helpers.processes import GONE_S, START_S, TORCHRUN, TWO, Run, kill, ran, started, summary, until, until_saved
 
 pytestmark = [pytest.mark.spawn, pytest.mark.slow]
@@ -56,7 +57,7 @@ def shown(folder: Path, *overrides: str, meanwhile: Callable[[Run, int], None] |
             until(lambda: ended() or (folder / "run" / "checkpoints" / "last.pt").exists(), START_S, "no checkpoint")
             meanwhile(run, keyboard)
         until(ended, START_S, "the terminal is still in use")
-        status = run.process.wait(GONE_S)
+        status = run.process.wait(patience(GONE_S))
         run.see_all_gone()
     os.close(keyboard)
     return status, text.decode()

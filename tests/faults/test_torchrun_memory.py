@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from helpers.patience import patience
 from helpers.processes import ENDLESS, START_S, TORCHRUN, Ended, Run, free_port, ran, started, summary, until
 
 pytestmark = [pytest.mark.spawn, pytest.mark.slow]
@@ -163,7 +164,7 @@ def test_what_holds_the_memory_ends_with_torchrun(number: signal.Signals, folder
         (keeper,) = keepers(endless)
         assert os.getsid(keeper) != os.getsid(endless.rank(0))
         endless.signal(number)
-        endless.process.wait(START_S)
+        endless.process.wait(patience(START_S))
         endless.see_all_gone()
 
 

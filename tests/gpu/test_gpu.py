@@ -23,6 +23,7 @@ from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies import DDP, DDPSettings
 from ddp_recipes.strategies.exchanges import Exchanges, leave_aborts_to_us
 from ddp_recipes.testing import make_job
+from helpers.patience import patience
 
 pytestmark = [
     pytest.mark.gpu,
@@ -165,7 +166,7 @@ def test_nccl_fsdp_over_all_gpus_by_command(tmp_path: Path, own: list[str]) -> N
     command = [sys.executable, "-m", "ddp_recipes", *TINY, "model=mlp", "strategy=fsdp", *own]
     environ = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     clip = ["trainer.gradient_clip_val=0.5", f"hydra.run.dir={tmp_path / 'run'}"]
-    subprocess.run([*command, *clip], check=True, timeout=300, cwd=tmp_path, env=environ)
+    subprocess.run([*command, *clip], check=True, timeout=patience(300), cwd=tmp_path, env=environ)
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "finished"
 
 
@@ -173,7 +174,7 @@ def test_nccl_fsdp_over_all_gpus_by_command(tmp_path: Path, own: list[str]) -> N
 def test_nccl_ddp_over_all_gpus_by_command(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "ddp_recipes", *TINY, "model=toy", f"hydra.run.dir={tmp_path / 'run'}"]
     environ = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-    subprocess.run(command, check=True, timeout=300, cwd=tmp_path, env=environ)
+    subprocess.run(command, check=True, timeout=patience(300), cwd=tmp_path, env=environ)
     assert (tmp_path / "run" / "summary.json").exists()
 
 

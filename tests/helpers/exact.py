@@ -12,6 +12,7 @@ from ddp_recipes.runtime.job import Job
 from ddp_recipes.runtime.messages import Messages
 from ddp_recipes.runtime.world import World
 from ddp_recipes.testing import on_ranks
+from helpers.patience import patience
 
 QUIET = [
     "data=random",
@@ -96,5 +97,5 @@ def all_on_ranks(jobs: Mapping[str, Job], world_size: int) -> dict[str, Summary]
             for name, job in jobs.items()
         }
 
-    summaries: dict[str, Summary] = on_ranks(run, world_size, timeout_s=400)[0]
+    summaries: dict[str, Summary] = on_ranks(run, world_size, timeout_s=patience(400))[0]
     return summaries

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from helpers.patience import patience
+
 DOCS = Path(__file__).parents[2] / "docs"
 FILE = re.compile(r"^```(?:python|yaml)\n# ([\w./]+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -39,13 +41,15 @@ def unpack(page: str, folder: Path) -> None:
 def ran(python: str, folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     """Run ``python -m ddp_recipes`` with the groups of the page."""
     command = [python, "-m", "ddp_recipes", "--config-dir=my_conf", *overrides]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=patience(120), check=False)
 
 
 def requested(folder: Path, cases: Mapping[str, Sequence[str]]) -> dict[str, tuple[int, str]]:
     """Make requests that need no torch; return exit code and standard error of each, by name."""
     text = json.dumps({name: ["--config-dir=my_conf", *overrides] for name, overrides in cases.items()})
     command = [sys.executable, "-c", REQUESTS]
-    done = subprocess.run(command, cwd=folder, input=text, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        command, cwd=folder, input=text, capture_output=True, text=True, timeout=patience(120), check=False
+    )
     assert done.returncode == 0, done.stderr
     return {name: (code, err) for name, (code, err) in json.loads(done.stdout.splitlines()[-1]).items()}

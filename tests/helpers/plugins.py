@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from helpers.patience import patience
+
 # Hydra alone, without anything of ours.
 APP = """\
 import hydra
@@ -31,7 +33,7 @@ def plugin(name: str, folder: Path, *overrides: str) -> Iterator[None]:
         base = ', version_base="1.3"' if version("hydra-core").startswith("1.3.") else ""
         (folder / "plain.py").write_text(APP.format(base))
         command = [sys.executable, "plain.py", "-m", f"hydra.sweep.dir={folder / 'plain'}", *overrides]
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=patience(60))
         if done.returncode == 0:
             raise
         pytest.skip(f"{name} does not work with Hydra {version('hydra-core')}: {' '.join(done.stderr.split())[-400:]}")

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from helpers.patience import patience
+
 OWN_MODELS = Path(__file__).with_name("own_models.py")  # to be copied to the folder that a run is started from
 TRAIN = str(Path(__file__).parents[2] / "train.py")
 TORCHRUN = [str(Path(sysconfig.get_path("scripts")) / "torchrun"), "--nproc-per-node=2", "--standalone"]
@@ -28,8 +30,9 @@ ONE_BY_ONE = [
     *(f"~data.train.{name}" for name in ("num_samples", "in_features", "out_features", "seed", "split")),
     "data.train._target_=own_models.OneByOne",
 ]
+# On a quiet machine, as all time limits here:
 GONE_S = 10.0  # what the contract gives a run to be gone, however it ended
-START_S = 90.0  # for a run to import, start and do something, on a busy machine
+START_S = 60.0  # for a run to import, start and do something
 _MARK = "DDP_RECIPES_TEST_RUN"
 
 
@@ -52,7 +55,7 @@ class Run:
 
     def end(self, seconds: float = START_S) -> Ended:
         """Wait for the process that was started, then for all others, and return how it ended."""
-        status = self.process.wait(seconds)
+        status = self.process.wait(patience(seconds))
         self.see_all_gone()
         out, err = ((self.folder / f"{self.mark}.{name}").read_text() for name in ("out", "err"))
         return Ended(status, out, err)
@@ -154,9 +157,9 @@ def kill(pid: int, number: signal.Signals) -> None:
 
 def until(condition: Callable[[], object], seconds: float, what: str) -> None:
     """Wait until a condition holds; fail with ``what`` if it does not in time."""
-    deadline = time.monotonic() + seconds
+    began = time.monotonic()
     while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
+        assert time.monotonic() < began + patience(seconds), f"not within {seconds:g} s: {what}"
         time.sleep(0.02)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.patience import patience
 from helpers.processes import OWN_MODELS, until
 
 pytestmark = pytest.mark.spawn
@@ -142,7 +143,7 @@ class Nodes:
 
     def wait(self, seconds: float = 120) -> list[int]:
         """Wait for all torchruns; return their exit statuses."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + patience(seconds)
         return [process.wait(max(0.1, deadline - time.monotonic())) for process in self.processes]
 
 
@@ -169,7 +170,7 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
 
 def wait_for_checkpoint(folder: Path, after: int = 0, seconds: float = 90) -> int:
     """Wait until a checkpoint of a later step is there; return its step."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + patience(seconds)
     while time.monotonic() < deadline:
         steps = [int(path.stem.split("_")[1]) for path in (folder / "checkpoints").glob("step_*.pt")]
         if max(steps, default=0) > after:
@@ -181,7 +182,7 @@ def wait_for_checkpoint(folder: Path, after: int = 0, seconds: float = 90) -> in
 def wait_until_no_rank_is_left(nodes: Nodes, node: int, seconds: float) -> float:
     """Return after how many seconds no process of the package is left on a node."""
     began = time.monotonic()
-    while time.monotonic() - began < seconds:
+    while time.monotonic() - began < patience(seconds):
         commands = [
             Path(f"/proc/{pid}/cmdline").read_bytes() for pid in nodes.pids(node) if Path(f"/proc/{pid}").exists()
         ]
@@ -207,7 +208,7 @@ def test_two_nodes_make_one_run_with_the_weights_of_a_local_one(
     assert summary["devices_per_replica"] == devices_per_replica
 
     local = [python, "-m", "ddp_recipes", *overrides, f"hydra.run.dir={tmp_path / 'local'}"]
-    subprocess.run(local, cwd=tmp_path, check=True, capture_output=True, timeout=120)
+    subprocess.run(local, cwd=tmp_path, check=True, capture_output=True, timeout=patience(120))
     here = json.loads((tmp_path / "local" / "summary.json").read_text())
     assert here["weights_sha256"] == summary["weights_sha256"]
 
@@ -262,7 +263,7 @@ def test_a_stranger_on_the_network_gives_no_job_and_writes_no_line(
     )
     environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     stranger = ["ip", "netns", "exec", nodes.names[2], sys.executable, "-c", code]
-    subprocess.run(stranger, check=True, timeout=60, env=environ)
+    subprocess.run(stranger, check=True, timeout=patience(60), env=environ)
     for process in nodes.processes:
         process.send_signal(signal.SIGTERM)
     nodes.wait()
@@ -292,7 +293,7 @@ def test_an_elastic_run_goes_on_with_the_node_that_is_left(
     overrides = [*ENDLESS, "trainer.max_steps=4000", "checkpoint.save_top_k=-1"]
     for node in (1, 2):
         nodes.torchrun(node, *overrides, nnodes="1:2", options=("--max-restarts=3",))
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + patience(90)
     while not (found := list(tmp_path.glob("outputs/*/*/checkpoints/step_*.pt"))) and time.monotonic() < deadline:
         time.sleep(0.05)
     directory = found[0].parents[1]
@@ -313,7 +314,7 @@ def test_a_node_that_joins_and_becomes_the_first_goes_on_in_the_directory_of_the
     slow = ["model._target_=own_models.Slow", "+model.sleep_s=0.02", "trainer.num_sanity_val_steps=0"]
     overrides = [*ENDLESS, *slow, "trainer.max_steps=1000"]
     nodes.torchrun(2, *overrides, nnodes="1:2", host=2, joins=True)
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + patience(90)
     while not (found := list(tmp_path.glob("outputs/*/*/checkpoints/step_*.pt"))) and time.monotonic() < deadline:
         time.sleep(0.05)
     directory = found[0].parents[1]
@@ -328,7 +329,7 @@ def test_a_node_that_joins_and_becomes_the_first_goes_on_in_the_directory_of_the
 
 def wait_for_step(log: Path, step: int, seconds: float = 90) -> None:
     """Wait until the log tells of a step that is no earlier."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + patience(seconds)
     while time.monotonic() < deadline:
         if log.exists() and max(map(int, re.findall(r" step (\d+) ", log.read_text())), default=0) >= step:
             return
@@ -571,7 +572,7 @@ def test_stages_of_a_lost_node_are_in_the_memory_of_the_other_one(nodes: Nodes, 
     assert len(re.findall("All started again from memory, at the cost of", log.read_text())) == 1
     local = [python, "-m", "ddp_recipes", *TINY, "strategy=ddp_pipeline", "trainer.max_epochs=4"]
     whole = [*local, "hydra.run.dir=whole", "launcher.nproc_per_node=2"]
-    subprocess.run(whole, cwd=tmp_path, check=True, capture_output=True, timeout=120)
+    subprocess.run(whole, cwd=tmp_path, check=True, capture_output=True, timeout=patience(120))
     alone = json.loads((tmp_path / "whole" / "summary.json").read_text())
     assert {fact: summary[fact] for fact in SAME} == {fact: alone[fact] for fact in SAME}
 

@@ -11,6 +11,7 @@ import pytest
 from torch.distributed import PrefixStore
 
 from ddp_recipes.launchers.nodes.shared_file import SharedFile
+from helpers.patience import patience
 from helpers.processes import until
 
 COUNT = """
@@ -38,7 +39,7 @@ def count(folder: Path, times: int, name: str) -> subprocess.Popen[bytes]:
 @pytest.mark.slow
 def test_what_processes_write_at_once_is_all_there(tmp_path: Path) -> None:
     processes = [count(tmp_path, 100, name) for name in "abc"]
-    assert [process.wait(60) for process in processes] == [0, 0, 0]
+    assert [process.wait(patience(60)) for process in processes] == [0, 0, 0]
     store = SharedFile(tmp_path / "meet", 60)
     assert store.get("count").split()[0] == b"300"
     assert store.get("count") in [store.get(name) for name in "abc"]
@@ -52,7 +53,7 @@ def test_a_process_that_is_killed_as_it_writes_holds_up_nobody(tmp_path: Path) -
         process = count(tmp_path, 1_000_000, name)
         until(lambda name=name: store.check([name]), 60, "it does not write")  # type: ignore[misc]
         os.kill(process.pid, signal.SIGKILL)
-        assert process.wait(10) == -signal.SIGKILL
+        assert process.wait(patience(10)) == -signal.SIGKILL
         assert store.compare_set("count", store.get("count"), "0 again") == b"0 again"
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from ddp_recipes.errors import RequestError
 from ddp_recipes.project import init
+from helpers.patience import patience
 
 QUICK = ["trainer.max_epochs=1", "data.train.num_samples=64", "launcher.device=cpu", "logger=none"]
 
@@ -15,7 +16,7 @@ QUICK = ["trainer.max_epochs=1", "data.train.num_samples=64", "launcher.device=c
 @pytest.mark.slow
 def test_a_new_project_trains_sweeps_and_tests(tmp_path: Path, python: str) -> None:
     def ran(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([python, *arguments], cwd=folder, capture_output=True, text=True, timeout=120)
+        return subprocess.run([python, *arguments], cwd=folder, capture_output=True, text=True, timeout=patience(120))
 
     done = ran(tmp_path, "-m", "ddp_recipes", "init", "my-first")
     assert done.returncode == 0, done.stderr

@@ -17,6 +17,7 @@ from ddp_recipes.build.instantiate import make
 from ddp_recipes.reporting.run_directory import Summary
 from ddp_recipes.testing import make_job
 from helpers import security_files
+from helpers.patience import patience
 from helpers.recipes import QUICK
 
 OWN = """
@@ -235,7 +236,7 @@ def test_a_strangers_run_is_resumed_validated_and_exported_without_its_code(
         env={**os.environ, "PYTHONSAFEPATH": "1"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=patience(60),
     )
     assert (refused.returncode, witness.exists()) == (2, False), refused.stderr
     with pytest.raises(RequestError):

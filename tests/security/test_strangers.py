@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from helpers.attacks import as_user, knock, listening
+from helpers.patience import patience
 from helpers.processes import SMALL, START_S, ran, summary
 
 pytestmark = [pytest.mark.spawn, pytest.mark.alone]
@@ -25,7 +26,7 @@ def test_strangers_at_every_port_change_nothing(ranks: int, stranger: int, folde
         began = time.monotonic()
         ended = ran(folder, *SMALL, *own)
     assert knocked.read_text(), "the stranger found no port: then this test shows nothing"
-    assert time.monotonic() - began < START_S
+    assert time.monotonic() - began < patience(START_S)
     if ended.status == 0:
         assert summary(folder / "run")["weights_sha256"] == expected
     else:  # it was quicker than a rank

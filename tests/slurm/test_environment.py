@@ -6,6 +6,7 @@ from ddp_recipes.config.settings import LauncherSettings
 from ddp_recipes.errors import RequestError
 from ddp_recipes.launchers import environment
 from ddp_recipes.runtime.world import World
+from helpers.patience import patience
 
 # What srun sets for the fourth of five tasks on three nodes.
 STEP = {
@@ -34,7 +35,7 @@ def launcher(nproc_per_node: int | None = None, nnodes: int = 1) -> LauncherSett
         nnodes=nnodes,
         max_restarts=0,
         start_method="forkserver",
-        timeout_s=60,
+        timeout_s=patience(60),
         backend="auto",
         device="auto",
         init_method=None,

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.cluster import Cluster
+from helpers.patience import patience
 from helpers.processes import OWN_MODELS, TRAIN, Ended, ran, started, summary, until, until_saved
 
 pytestmark = [pytest.mark.slow, pytest.mark.spawn]
@@ -177,7 +178,7 @@ def test_ctrl_c_leaves_the_job_and_says_how_to_end_it(slurm: Cluster, folder: Pa
     with started(folder, *LONG, *SUBMIT, "hydra.run.dir=run", environ=slurm.environ) as run:
         until_saved(run, directory)
         run.signal(signal.SIGINT)
-        assert run.process.wait(10) == 130
+        assert run.process.wait(patience(10)) == 130
         job = job_of(directory)
         assert f"scancel {job} ends it" in (folder / f"{run.mark}.err").read_text()
         assert slurm.state(job)["JobState"] == "RUNNING"

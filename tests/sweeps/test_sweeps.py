@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from ddp_recipes.reporting.run_directory import Summary
+from helpers.patience import patience
 from helpers.plugins import plugin
 
 pytestmark = pytest.mark.spawn
@@ -53,7 +54,7 @@ def sweep(tmp_path: Path, python: str) -> Callable[..., str]:
 
     def run(*overrides: str, status: int = 0) -> str:
         command = [python, "-m", "ddp_recipes", "-m", f"hydra.sweep.dir={tmp_path / 'sweep'}", *overrides]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=patience(240))
         assert done.returncode == status, done.stdout + done.stderr
         return done.stdout + done.stderr
 
@@ -138,7 +139,7 @@ def test_a_value_of_a_sweep_may_list_several_loggers(tmp_path: Path, sweep: Call
 def test_a_wrong_key_of_sweep_is_refused_before_anything_starts(kind: list[str], tmp_path: Path, python: str) -> None:
     for wrong, message in (("sweep.on_failure=stopp", "Did you mean 'stop'?"), ("+sweep.on_fail=stop", "is not a key")):
         command = [python, "-m", "ddp_recipes", *kind, *ALONE, wrong]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=patience(60))
         assert (done.returncode, done.stdout) == (2, "")
         assert message in done.stderr
     assert list(tmp_path.iterdir()) == []

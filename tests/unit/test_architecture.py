@@ -13,6 +13,7 @@ from typing import TypeGuard
 import pytest
 
 import ddp_recipes
+from helpers.patience import patience
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(ddp_recipes.__file__).parent
@@ -176,7 +177,9 @@ def test_public_names_are_there() -> None:
 def loaded_by(code: str, folder: Path) -> set[str]:
     """Return the top-level modules that a new interpreter has after some code."""
     code += "\nimport json, sys; print('\\n' + json.dumps(sorted({name.split('.')[0] for name in sys.modules})))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=patience(60)
+    )
     assert done.returncode == 0, done.stderr
     return set(json.loads(done.stdout.splitlines()[-1]))
 

@@ -12,6 +12,7 @@ from ddp_recipes.checkpointing.files import load, load_first, newest_first
 from ddp_recipes.errors import RecipeError
 from ddp_recipes.runtime.digest import digest
 from helpers.checkpoints import checkpointer, mounted, state_of, steps_in, write
+from helpers.patience import patience
 
 VALUES = [0.5, 0.3, 0.4, float("nan"), 0.3, 0.9]  # at the steps 1 to 6
 
@@ -211,7 +212,7 @@ def test_a_copy_is_written_once_the_loop_has_taken_another_step(
 def test_a_copy_is_written_soon_though_the_next_step_takes_long(tmp_path: Path) -> None:
     saver = checkpointer(tmp_path, async_save=True)
     saver.save(state_of(1), 1, 0.5)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + patience(30)
     while not (tmp_path / "last.pt").exists() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert load(tmp_path / "last.pt")["cursor"]["step"] == 1

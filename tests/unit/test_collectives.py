@@ -14,6 +14,7 @@ from ddp_recipes.errors import RunFailed
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.collectives import broadcast, gather, pack, unpack
 from ddp_recipes.testing import on_ranks
+from helpers.patience import patience
 
 NESTED: dict[Any, Any] = {
     0: {"step": torch.tensor(3.0), "exp_avg": torch.arange(6.0).view(2, 3).bfloat16(), "none": None},
@@ -103,4 +104,4 @@ def test_a_forked_rank_collects_nothing_that_only_its_parent_can_end() -> None:
         cycle.append(cycle)
 
     leave_a_store_to_the_collector()
-    assert on_ranks(lambda world, store: gc.collect() >= 0, 2, timeout_s=20) == [True, True]
+    assert on_ranks(lambda world, store: gc.collect() >= 0, 2, timeout_s=patience(20)) == [True, True]

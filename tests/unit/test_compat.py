@@ -47,6 +47,7 @@ from ddp_recipes.config import compose
 from ddp_recipes.main import CONF
 from ddp_recipes.runtime.world import World
 from ddp_recipes.testing import on_ranks
+from helpers.patience import patience
 
 # --- torch -----------------------------------------------------------------------------------------------------------
 
@@ -252,7 +253,7 @@ assert interpreter.can_run_exit_handlers()
 interpreter.run_exit_handlers()
 os._exit(0)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=patience(60))
     assert done.stdout.split() == ["thread", "handler"], done.stderr
 
 
@@ -264,7 +265,7 @@ del atexit._run_exitfuncs
 atexit.register(print, "handler")
 leave(3)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=patience(60))
     assert (done.returncode, done.stdout.split()) == (3, ["handler"]), done.stderr
 
 
@@ -454,7 +455,7 @@ try:
 except RuntimeError as error:
     print(messages.without_gradient(error))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=patience(60))
     assert done.stdout.strip() == "[2, 3]", done.stderr
     assert messages.without_gradient(RuntimeError("no")) == []
 

@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ddp_recipes.runtime.fast_paths import backward, enable, uncompiled, zero_grad
 from ddp_recipes.testing import run_recipe
+from helpers.patience import patience
 
 OURS = [
     (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
@@ -117,7 +118,7 @@ def test_the_compiler_is_not_loaded() -> None:
         "weight.sum().backward(); optimizer.step(); optimizer.load_state_dict(optimizer.state_dict())",
         "sys.exit('torch._dynamo' in sys.modules)",
     ]
-    assert subprocess.run([sys.executable, "-c", "\n".join(lines)], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", "\n".join(lines)], timeout=patience(60)).returncode == 0
 
 
 COPIES: dict[str, Callable[[Any], Any]] = {

@@ -11,6 +11,7 @@ import pytest
 from ddp_recipes.config.parallelism import BatchShards, StrategySettings, strategy_settings
 from ddp_recipes.errors import RequestError
 from ddp_recipes.runtime.world import World
+from helpers.patience import patience
 
 SHIPPED = ("Single", "DataParallel", "DDP", "DDPExact", "DDPPipeline", "FSDP")
 
@@ -106,5 +107,7 @@ def test_settings_load_no_torch(tmp_path: Path) -> None:
         f"for name in {SHIPPED}: of({{'_target_': 'ddp_recipes.strategies.' + name}})\n"
         "assert 'torch' not in sys.modules"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=patience(60)
+    )
     assert done.returncode == 0, done.stderr

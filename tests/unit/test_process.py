@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from helpers.patience import patience
+
 LEAVES = """\
 import atexit, sys, threading, time
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +31,9 @@ leave(0)
 @pytest.mark.parametrize("way", [[], ["-m", "cProfile", "-o", "profile"]], ids=["alone", "under a profiler"])
 def test_what_waits_for_the_end_of_a_process_that_leaves_is_done(way: list[str], tmp_path: Path) -> None:
     (tmp_path / "leaves.py").write_text(LEAVES)
-    done = subprocess.run([sys.executable, *way, "leaves.py"], cwd=tmp_path, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(
+        [sys.executable, *way, "leaves.py"], cwd=tmp_path, capture_output=True, text=True, timeout=patience(30)
+    )
     assert done.returncode == 0
     assert sorted(done.stdout.splitlines()) == ["a handler", "a pool", "a thread"]
     assert done.stderr == "no newline"
@@ -41,4 +45,4 @@ def test_a_process_that_failed_waits_for_no_thread(tmp_path: Path) -> None:
     lines = ["import threading", "from ddp_recipes.runtime.process import leave"]
     lines += ["threading.Thread(target=threading.Event().wait).start()", "leave(1)"]
     (tmp_path / "leaves.py").write_text("\n".join(lines))
-    assert subprocess.run([sys.executable, "leaves.py"], cwd=tmp_path, timeout=30).returncode == 1
+    assert subprocess.run([sys.executable, "leaves.py"], cwd=tmp_path, timeout=patience(30)).returncode == 1

@@ -21,6 +21,7 @@ from ddp_recipes.errors import RequestError
 from ddp_recipes.model_parallel import DryRun, Stage, in_micro_batches, split_model, timed
 from ddp_recipes.model_parallel.placement import connect, move, place
 from ddp_recipes.tasks import Task
+from helpers.patience import patience
 
 CPU = torch.device("cpu")
 META = torch.device("meta")
@@ -393,7 +394,7 @@ if child == 0:
     os._exit(0)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=patience(60))
 
 
 def test_what_is_moved_keeps_its_form() -> None:
