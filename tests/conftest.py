@@ -129,6 +129,7 @@ def nothing_beside(request: pytest.FixtureRequest, tmp_path_factory: pytest.Temp
     with (tmp_path_factory.getbasetemp().parent / "room.lock").open("w") as room:
         fcntl.flock(room, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
         yield
+        fcntl.flock(room, fcntl.LOCK_UN)  # also where a process that was forked meanwhile has the file open
 
 
 # --- ways to run -----------------------------------------------------------------------------------------------------

@@ -320,6 +320,8 @@ def _serve(channel: socket.socket) -> NoReturn:
     """Run jobs until nobody is there to send one."""
     die_with_parent()
     _begin()
+    for first, last in ((3, channel.fileno()), (channel.fileno() + 1, os.sysconf("SC_OPEN_MAX"))):
+        os.closerange(first, last)  # what a test has open is not for the next one
     for stopping in (signal.SIGINT, signal.SIGTERM):
         signal.signal(stopping, signal.SIG_DFL)
     # Not what the tests have put there, but the files that come with each job.

@@ -25,17 +25,20 @@ Run = Callable[..., Summary]
 Weights = Callable[[Summary], dict[str, Any]]
 
 SIZES = (1, 2, 3, 4, 6, 12)
+SOME_OR_ALL = [pytest.param((1, 3), id="some sizes"), pytest.param(SIZES, id="all sizes", marks=pytest.mark.nightly)]
 BASE = ["strategy=ddp_exact", *QUIET]
 SAVING = [*BASE, "checkpoint=default"]
 
 
-@pytest.fixture(scope="module")
-def summaries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, Summary]]:
+@pytest.fixture(scope="module", params=SOME_OR_ALL)
+def summaries(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, dict[int, Summary]]:
     """What each recipe left at each world size."""
     folder = tmp_path_factory.mktemp("exact")
     jobs = {name: make_job([*BASE, *RECIPES[name]]) for name in RECIPES}
     found: dict[str, dict[int, Summary]] = {name: {} for name in RECIPES}
-    for size in SIZES:
+    for size in request.param:
         here = {name: replace(job, directory=folder / f"{name[:4]}_{size}") for name, job in jobs.items()}
         for name, summary in all_on_ranks(here, size).items():
             found[name][size] = summary
@@ -50,8 +53,7 @@ def summaries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, S
 def test_any_number_of_ranks_gives_the_same_bits(name: str, summaries: dict[str, dict[int, Summary]]) -> None:
     alone = summaries[name][1]
     measured = {"train/loss", "train/lr", "train/grad_norm", "train/epoch", "val/loss", "val/mae"}
-    for size in SIZES:
-        summary = summaries[name][size]
+    for size, summary in summaries[name].items():
         assert summary["world_size"] == size
         assert summary["weights_sha256"] == alone["weights_sha256"], f"{size} ranks"
         for metric in measured:

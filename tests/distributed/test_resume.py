@@ -79,6 +79,13 @@ def stops(checkpoints: Path) -> Iterator[Path]:
             ("numpy and random in the model from the third step on", 1),
         ],
         [*((name, size) for name in TRAINING for size in (1, 2)), ("all together", 3), ("batch norm", 3)],
+        daily=[
+            ("adamw, cosine", 1),
+            ("one_cycle", 2),
+            ("16-mixed", 2),
+            ("batch norm", 3),
+            ("all together", 3),
+        ],
     ),
 )
 def test_a_resumed_run_ends_with_the_same_bits(name: str, world_size: int, run: Run) -> None:

@@ -6,6 +6,7 @@ from signal import SIGKILL, SIGSTOP
 
 import pytest
 
+from helpers.marks import at_night
 from helpers.patience import patience
 from helpers.processes import (
     ENDLESS,
@@ -27,7 +28,7 @@ from helpers.processes import (
 pytestmark = [pytest.mark.spawn, pytest.mark.slow]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [*at_night(0), 1])
 def test_an_exception_on_one_rank_ends_the_run_with_its_traceback_first(rank: int, folder: Path) -> None:
     with started(folder, *FAULTY, "+model.what=raise", f"+model.rank={rank}", TWO) as run:
         trace = folder / "run" / "ranks" / f"rank_{rank}.txt"
@@ -56,7 +57,7 @@ def test_an_exception_in_the_only_process_is_told_alike(folder: Path) -> None:
     assert "the cat sat on the keyboard" in (folder / "run" / "ranks" / "rank_0.txt").read_text()
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, *at_night(1)])
 def test_a_rank_that_cannot_make_its_model_ends_the_run_before_anything_is_written(rank: int, folder: Path) -> None:
     ended = ran(folder, *SMALL, "model._target_=own_models.Unbuildable", f"+model.rank={rank}", TWO)
     assert ended.status == 1
@@ -86,7 +87,7 @@ def test_a_rank_that_dies_without_a_word_is_named_with_how_it_died(
     assert words in said["error"]
 
 
-@pytest.mark.parametrize(("rank", "method"), [(0, "forkserver"), (1, "forkserver"), (1, "spawn")])
+@pytest.mark.parametrize(("rank", "method"), [(0, "forkserver"), *at_night((1, "forkserver")), (1, "spawn")])
 def test_a_rank_that_is_killed_in_training_leaves_its_checkpoints_and_no_process(
     rank: int, method: str, folder: Path
 ) -> None:
@@ -138,7 +139,7 @@ def test_no_rank_outlives_its_launcher(stopped: bool, folder: Path) -> None:
         run.see_all_gone()
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [*at_night(0), 1])
 def test_under_torchrun_the_failing_rank_gives_its_traceback_and_the_other_one_names_it(
     rank: int, folder: Path
 ) -> None:

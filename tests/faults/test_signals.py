@@ -8,6 +8,7 @@ from signal import SIGHUP, SIGINT, SIGSTOP, SIGTERM, SIGUSR1, Signals
 
 import pytest
 
+from helpers.marks import at_night
 from helpers.processes import GONE_S, START_S, TORCHRUN, kill, ran, started, summary, until, until_saved
 
 pytestmark = [pytest.mark.spawn, pytest.mark.slow]
@@ -71,7 +72,7 @@ def test_a_run_that_was_told_to_stop_goes_on_to_the_weights_of_an_undisturbed_on
         assert said[name] == expected[name]
 
 
-@pytest.mark.parametrize("number", [SIGINT, SIGUSR1, SIGHUP])
+@pytest.mark.parametrize("number", [SIGINT, *at_night(SIGUSR1, SIGHUP)])
 def test_one_signal_to_the_launcher_saves_and_ends(number: Signals, folder: Path) -> None:
     with started(folder, *DISTURBED, ranks(2)) as run:
         until_saved(run, folder / "run")
@@ -107,7 +108,7 @@ def test_a_signal_in_a_slow_validation_is_answered_there_and_the_validation_come
     assert [log.count(f"step {step}  val/loss") for step in (10, 20, 30, 40)] == [1, 1, 1, 1]
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [*at_night(1), 2])
 def test_a_terminal_that_is_closed_stops_a_run_after_a_checkpoint(processes: int, folder: Path) -> None:
     keyboard, screen = pty.openpty()
     with started(folder, *DISTURBED, ranks(processes), terminal=screen) as run:
@@ -140,7 +141,7 @@ def test_a_signal_to_every_process_at_once_saves_and_ends(folder: Path) -> None:
     stopped_at(folder / "run")
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [*at_night(1), 2])
 def test_a_second_ctrl_c_ends_at_once(processes: int, folder: Path) -> None:
     overrides = [*RUN, "model._target_=own_models.Stuck", "checkpoint.every_n_steps=1"]
     with started(folder, *overrides, ranks(processes)) as run:
@@ -162,8 +163,7 @@ def pending(pid: int, number: Signals) -> bool:
     return any(mask >> (number - 1) & 1 for mask in masks)
 
 
-@pytest.mark.parametrize("number", [SIGINT, SIGTERM])
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize(("processes", "number"), [(1, SIGTERM), (2, SIGINT), *at_night((1, SIGINT), (2, SIGTERM))])
 def test_a_signal_after_the_end_changes_nothing(processes: int, number: Signals, folder: Path) -> None:
     with started(folder, *QUICK, "trainer.max_steps=20", ranks(processes)) as run:
         printed = folder / f"{run.mark}.out"
@@ -185,7 +185,7 @@ def test_ctrl_c_with_a_stopped_rank_ends_all_the_same(folder: Path) -> None:
     assert summary(folder / "run")["status"] == "failed"
 
 
-@pytest.mark.parametrize("number", [SIGINT, SIGTERM])
+@pytest.mark.parametrize("number", [SIGINT, *at_night(SIGTERM)])
 def test_a_signal_before_training_leaves_nothing(number: Signals, folder: Path) -> None:
     with started(folder, *RUN, "model._target_=own_models.Huge", ranks(2)) as run:
         until(lambda: "1" in run.pids().values(), START_S, "no rank")

@@ -112,9 +112,9 @@ def see_same(directory: Path, reference: Path) -> None:
     ("processes", "rank", "overrides"),
     [
         pytest.param(2, 1, [EXACT], id="ddp_exact"),
-        pytest.param(2, 0, ["strategy=ddp", "model._target_=parts.Norm"], id="ddp"),
-        pytest.param(2, 1, ["strategy=fsdp", "model=mlp"], id="fsdp"),
-        pytest.param(1, 0, ["strategy=single"], id="single"),
+        pytest.param(2, 0, ["strategy=ddp", "model._target_=parts.Norm"], id="ddp", marks=pytest.mark.nightly),
+        pytest.param(2, 1, ["strategy=fsdp", "model=mlp"], id="fsdp", marks=pytest.mark.nightly),
+        pytest.param(1, 0, ["strategy=single"], id="single", marks=pytest.mark.nightly),
     ],
 )
 def test_they_do_at_most_the_steps_since_then_again(
@@ -130,6 +130,7 @@ def test_they_do_at_most_the_steps_since_then_again(
     assert (summary(hurt / "run")["ranks_replaced"], summary(hurt / "run")["seconds_lost"] > 0) == (1, True)
 
 
+@pytest.mark.nightly
 def test_a_checkpoint_that_is_newer_wins_and_each_loss_is_told_once(tmp_path: Path) -> None:
     whole, hurt = tmp_path / "whole", tmp_path / "hurt"
     saves = "checkpoint.every_n_steps=4"
@@ -157,7 +158,7 @@ def keepers(run: Run) -> list[int]:
     return [pid for pid in run.pids() if command in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)])
 def test_what_holds_the_memory_ends_with_torchrun(number: signal.Signals, folder: Path) -> None:
     with started(folder, *ENDLESS, KEPT, "logger=none", command=torchrun()) as endless:
         until((folder / "run" / "checkpoints" / "last.pt").exists, START_S, "no checkpoint")
@@ -182,6 +183,7 @@ def test_torchrun_without_restarts_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.nightly
 def test_parts_of_a_model_on_several_nodes_are_refused(tmp_path: Path) -> None:
     address = ["--nnodes=2", "--max-restarts=1", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
     own = ["strategy=fsdp", KEPT, "data=random", "model=mlp", "launcher.device=cpu", "hydra.run.dir=run"]

@@ -6,18 +6,28 @@ from typing import Any
 import pytest
 
 
-def slow_but(quick: Iterable[Any], cases: Iterable[Any]) -> list[Any]:
+def slow_but(quick: Iterable[Any], cases: Iterable[Any], daily: Iterable[Any] | None = None) -> list[Any]:
     """Return the cases of a parametrized test, all marked ``slow`` but for the quick ones.
 
     So ``make test`` plays some of a test whose cases together take long.
 
+    Args:
+        daily: the cases of ``make test-all``, beside the quick ones; others are marked ``nightly``. All if left out.
+
     Raises:
-        ValueError: one of the quick ones is no case.
+        ValueError: one of the quick or daily ones is no case.
     """
     kept, cases = list(quick), list(cases)
-    if missing := [case for case in kept if case not in cases]:
+    often = cases if daily is None else list(daily)
+    if missing := [case for case in (*kept, *often) if case not in cases]:
         raise ValueError(f"{missing} are no cases. There are: {cases}.")
-    return [
-        case if case in kept else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)
-        for case in cases
-    ]
+    return [case if case in kept else _marked(case, "slow" if case in often else "nightly") for case in cases]
+
+
+def at_night(*cases: Any) -> list[Any]:
+    """Return cases of a parametrized test, marked ``nightly``: others show the same, but for a detail."""
+    return [_marked(case, "nightly") for case in cases]
+
+
+def _marked(case: Any, mark: str) -> Any:
+    return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=getattr(pytest.mark, mark))

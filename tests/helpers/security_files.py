@@ -45,7 +45,7 @@ def checkpoint(witness: Path) -> bytes:
 def bomb(size: int) -> bytes:
     """Return a zip file of a thousandth of the size that it unpacks to."""
     memory = io.BytesIO()
-    with zipfile.ZipFile(memory, "w", zipfile.ZIP_DEFLATED) as archive:
+    with zipfile.ZipFile(memory, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
         archive.writestr("archive/data.pkl", pickle.dumps({}))
         with archive.open("archive/data/0", "w", force_zip64=True) as file:
             for _ in range(size >> 20):

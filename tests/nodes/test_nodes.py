@@ -192,8 +192,9 @@ def wait_until_no_rank_is_left(nodes: Nodes, node: int, seconds: float) -> float
     raise AssertionError(f"ranks are left on node {node} after {seconds} s:\n{nodes.said(node)}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("strategy", "devices_per_replica"), [("ddp", 1), pytest.param("ddp_pipeline", 2, marks=pytest.mark.slow)]
+    ("strategy", "devices_per_replica"), [("ddp", 1), pytest.param("ddp_pipeline", 2, marks=pytest.mark.nightly)]
 )
 def test_two_nodes_make_one_run_with_the_weights_of_a_local_one(
     strategy: str, devices_per_replica: int, nodes: Nodes, tmp_path: Path, python: str
@@ -223,7 +224,7 @@ def test_a_sweep_over_two_nodes_makes_one_directory_a_job(nodes: Nodes, tmp_path
     assert {path.name for path in (tmp_path / "sweep").iterdir()} == {"0", "1", "multirun.yaml", "sweep.csv"}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_both_sides_of_a_cut_link_end_soon_after_the_timeout(nodes: Nodes, tmp_path: Path) -> None:
     for node in (1, 2):
         nodes.torchrun(node, *ENDLESS, "hydra.run.dir=run")
@@ -235,7 +236,7 @@ def test_both_sides_of_a_cut_link_end_soon_after_the_timeout(nodes: Nodes, tmp_p
     assert "did not respond within launcher.timeout_s" in nodes.said(1)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_nodes_that_do_not_reach_each_other_are_named_with_their_addresses(nodes: Nodes, tmp_path: Path) -> None:
     nodes.add_interface_that_loses_packets()
     for node in (1, 2):
@@ -246,7 +247,7 @@ def test_nodes_that_do_not_reach_each_other_are_named_with_their_addresses(nodes
     assert "Open the ports between them in the firewall" in nodes.said(1)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_stranger_on_the_network_gives_no_job_and_writes_no_line(
     nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -286,7 +287,7 @@ def test_the_other_node_ends_when_one_is_killed(nodes: Nodes, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)])
 def test_an_elastic_run_goes_on_with_the_node_that_is_left(
     number: signal.Signals, nodes: Nodes, tmp_path: Path
 ) -> None:
@@ -306,7 +307,7 @@ def test_an_elastic_run_goes_on_with_the_node_that_is_left(
     assert summary["samples_seen"] == 4000 * 16
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_node_that_joins_and_becomes_the_first_goes_on_in_the_directory_of_the_others(
     nodes: Nodes, tmp_path: Path
 ) -> None:
@@ -351,7 +352,7 @@ def see_bits_of_one_process(summary: dict[str, object], folder: Path, python: st
     assert {fact: summary[fact] for fact in SAME} == {fact: alone[fact] for fact in SAME}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_elastic_run_goes_on_from_the_memory_of_the_node_that_is_left(
     nodes: Nodes, tmp_path: Path, python: str
 ) -> None:
@@ -382,7 +383,7 @@ def test_an_elastic_run_goes_on_from_the_memory_of_the_node_that_is_left(
 # --- launcher=nodes
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_node_is_cut_off_for_good_and_another_one_joins_with_the_same_bits(
     nodes: Nodes, tmp_path: Path, python: str
 ) -> None:
@@ -408,7 +409,7 @@ def test_a_node_is_cut_off_for_good_and_another_one_joins_with_the_same_bits(
     see_bits_of_one_process(summary, tmp_path, python, *overrides)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_node_that_waits_to_join_while_the_run_ends_has_its_result(nodes: Nodes, tmp_path: Path) -> None:
     shutil.copy(OWN_MODELS, tmp_path)
     held = ["strategy=ddp_exact", "+callbacks.held._target_=own_models.HeldAtEnd", "trainer.max_epochs=1"]
@@ -434,6 +435,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.slow
 def test_a_node_that_dies_as_all_have_met_keeps_none_from_meeting_again(nodes: Nodes, tmp_path: Path) -> None:
     overrides = [*TINY, "trainer.max_epochs=1", "launcher.min_nodes=2", "launcher.nproc_per_node=1"]
     nodes.supervise(1, *overrides)
@@ -446,7 +448,7 @@ def test_a_node_that_dies_as_all_have_met_keeps_none_from_meeting_again(nodes: N
     assert (summary["status"], summary["nnodes"], summary["ranks_replaced"]) == ("finished", 2, 0)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_any_node_may_be_lost_where_all_meet_in_a_file(nodes: Nodes, tmp_path: Path, python: str) -> None:
     """The first one, which has the store of the ranks, then the one that has it after that; all meet there again."""
     shutil.copy(OWN_MODELS, tmp_path)
@@ -475,7 +477,7 @@ def test_any_node_may_be_lost_where_all_meet_in_a_file(nodes: Nodes, tmp_path: P
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["epoch"] == 7
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_nodes_that_reach_the_file_but_not_each_other_end_the_run(nodes: Nodes, tmp_path: Path) -> None:
     """In each start a rank waits for another one that cannot answer: it is not by chance."""
     shutil.copy(OWN_MODELS, tmp_path)
@@ -500,7 +502,7 @@ SHARDED = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_sharded_model_goes_on_without_a_checkpoint_when_a_node_is_cut_off(
     nodes: Nodes, tmp_path: Path, python: str
 ) -> None:
@@ -524,7 +526,7 @@ def test_a_sharded_model_goes_on_without_a_checkpoint_when_a_node_is_cut_off(
     see_bits_of_one_process(summary, tmp_path, python, *TINY, *SHARDED)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_sharded_model_goes_on_without_a_checkpoint_when_all_of_a_node_is_killed(
     nodes: Nodes, tmp_path: Path, python: str
 ) -> None:
@@ -554,7 +556,7 @@ class Slow(Callback):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_stages_of_a_lost_node_are_in_the_memory_of_the_other_one(nodes: Nodes, tmp_path: Path, python: str) -> None:
     (tmp_path / "slow.py").write_text(SLOW_STEPS)
     overrides = [*TINY, "strategy=ddp_pipeline", "trainer.max_epochs=4", "launcher.min_nodes=2", *UNSAVED]
@@ -598,11 +600,14 @@ class Dying(Callback):
 @pytest.mark.parametrize(
     "strategy",
     [
-        ["strategy=ddp"],
-        ["strategy=fsdp", "strategy.shards=4", "strategy.wrap=[net1,net2]", *UNSAVED],
-        ["strategy=ddp_pipeline", *UNSAVED],
+        pytest.param(["strategy=ddp"], id="ddp"),
+        pytest.param(
+            ["strategy=fsdp", "strategy.shards=4", "strategy.wrap=[net1,net2]", *UNSAVED],
+            id="fsdp",
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(["strategy=ddp_pipeline", *UNSAVED], id="ddp_pipeline", marks=pytest.mark.nightly),
     ],
-    ids=["ddp", "fsdp", "ddp_pipeline"],
 )
 def test_ranks_of_two_nodes_die_at_once_and_all_go_on_with_the_same_bits(
     strategy: list[str], nodes: Nodes, tmp_path: Path

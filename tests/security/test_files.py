@@ -46,17 +46,18 @@ def poisoned(kind: str, whole: Path, witness: Path) -> bytes:
         torch.save(contents[kind], memory)
         return memory.read_bytes()
     header = {"net.weight": {"dtype": "F32", "shape": [1 << 40, 1 << 20], "data_offsets": [0, 1 << 60]}}
-    return {
-        "pickle": security_files.pickled(witness),
-        "pickle in a zip file": security_files.checkpoint(witness),
-        "zip bomb": security_files.bomb(1 << 28),
-        "records that overlap": _overlapping(whole.read_bytes()),
-        "cut": whole.read_bytes()[:-100],
-        "empty": b"",
-        "safetensors with a false header": security_files.safetensors(header, bytes(8)),
-        "safetensors with a long header": security_files.safetensors({}, length=1 << 62),
-        "index": json.dumps({"weight_map": {"net.weight": "../../../../etc/passwd"}}).encode(),
-    }[kind]
+    made: dict[str, Callable[[], bytes]] = {
+        "pickle": lambda: security_files.pickled(witness),
+        "pickle in a zip file": lambda: security_files.checkpoint(witness),
+        "zip bomb": lambda: security_files.bomb(1 << 28),
+        "records that overlap": lambda: _overlapping(whole.read_bytes()),
+        "cut": lambda: whole.read_bytes()[:-100],
+        "empty": lambda: b"",
+        "safetensors with a false header": lambda: security_files.safetensors(header, bytes(8)),
+        "safetensors with a long header": lambda: security_files.safetensors({}, length=1 << 62),
+        "index": lambda: json.dumps({"weight_map": {"net.weight": "../../../../etc/passwd"}}).encode(),
+    }
+    return made[kind]()
 
 
 def _overlapping(content: bytes) -> bytes:
@@ -91,14 +92,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_poisoned_checkpoint_is_refused_in_one_message(kind: str, whole: Path, tmp_path: Path, run: Run) -> None:
     witness, folder = tmp_path / "witness", tmp_path / "theirs" / "checkpoints"
     folder.mkdir(parents=True)
-    for name in (
-        "step_00000001.pt",
-        "last.pt",
-        "weights.safetensors",
-        "lightning.ckpt",
-        "model.safetensors.index.json",
-    ):
-        (folder / name).write_bytes(poisoned(kind, whole, witness))
+    content, weights = poisoned(kind, whole, witness), ("weights.safetensors", "model.safetensors.index.json")
+    for name in ("step_00000001.pt", "last.pt", "lightning.ckpt", *weights):
+        (folder / name).write_bytes(content)
     for path in (folder / "step_00000001.pt", folder.parent):
         with pytest.raises(RequestError) as refused:
             export(path, tmp_path / "out.safetensors")

@@ -26,8 +26,15 @@ pytestmark = [pytest.mark.spawn, pytest.mark.slow, pytest.mark.alone]
 T = 3
 
 
-@pytest.mark.parametrize("command", [None, TORCHRUN], ids=["local", "torchrun"])
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("rank", "command"),
+    [
+        pytest.param(0, None, id="0-local"),
+        pytest.param(0, TORCHRUN, id="0-torchrun", marks=pytest.mark.nightly),
+        pytest.param(1, None, id="1-local", marks=pytest.mark.nightly),
+        pytest.param(1, TORCHRUN, id="1-torchrun"),
+    ],
+)
 def test_a_rank_that_hangs_after_the_last_step_is_named(rank: int, command: list[str] | None, folder: Path) -> None:
     own = [
         f"launcher.timeout_s={T}",
@@ -43,7 +50,9 @@ def test_a_rank_that_hangs_after_the_last_step_is_named(rank: int, command: list
         assert summary(folder / "run")["status"] == "failed"
 
 
-@pytest.mark.parametrize("command", [None, TORCHRUN], ids=["local", "torchrun"])
+@pytest.mark.parametrize(
+    "command", [pytest.param(None, id="local"), pytest.param(TORCHRUN, id="torchrun", marks=pytest.mark.nightly)]
+)
 def test_a_rank_0_that_hangs_while_it_closes_is_named(command: list[str] | None, folder: Path) -> None:
     own = [f"launcher.timeout_s={T}", "logger=none", "logger._target_=own_models.NeverCloses"]
     with started(folder, *SMALL, *own, *([] if command else [TWO]), command=command) as run:
@@ -60,7 +69,7 @@ def test_a_rank_0_that_hangs_while_it_closes_is_named(command: list[str] | None,
     assert "in close" in (folder / "run" / "ranks" / "rank_0.txt").read_text()
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.nightly), 1])
 def test_a_rank_that_is_stopped_while_the_other_one_logs_is_named(rank: int, folder: Path) -> None:
     loud = [*ENDLESS, "model._target_=own_models.Loud", f"launcher.timeout_s={T}"]
     with started(folder, *loud, TWO) as run:

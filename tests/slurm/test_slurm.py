@@ -101,6 +101,7 @@ def test_the_tasks_of_a_job_array_get_a_directory_each(slurm: Cluster, folder: P
     assert [summary(path)["status"] for path in directories] == ["finished"] * 2, f"{job}\n{printed}"
 
 
+@pytest.mark.nightly
 def test_a_lost_node_leaves_the_run_to_the_others_with_the_same_bits(slurm: Cluster, folder: Path) -> None:
     exact = (*LONG, "strategy=ddp_exact", "strategy.shards=4")
     with socket.socket() as probe:
@@ -153,6 +154,7 @@ def test_a_failing_rank_is_named_with_its_own_traceback(slurm: Cluster, folder: 
     assert slurm.state(job_of(folder / "run"))["JobState"] == "FAILED"
 
 
+@pytest.mark.nightly
 def test_a_killed_rank_is_named_and_leaves_no_other_one(slurm: Cluster, folder: Path) -> None:
     fault = ("model._target_=own_models.Faulty", "+model.what=kill", "+model.rank=1")
     ended = ran(folder, *TINY, *SUBMIT, *fault, "hydra.run.dir=run", environ=slurm.environ)
@@ -215,6 +217,7 @@ def test_a_preempted_job_goes_on_in_its_directory_and_ends_as_an_undisturbed_run
     assert after["weights_sha256"] == summary(folder / "undisturbed")["weights_sha256"]
 
 
+@pytest.mark.nightly
 def test_without_requeue_a_preempted_job_ends_with_75(slurm: Cluster, folder: Path) -> None:
     once = "launcher.requeue=false"
     with started(folder, *LONG, *SUBMIT, once, "hydra.run.dir=run", environ=slurm.environ) as run:
@@ -281,6 +284,7 @@ def test_the_directory_of_a_queued_job_is_refused_and_left_as_it_is(slurm: Clust
     assert summary(folder / "run")["status"] == "finished"
 
 
+@pytest.mark.nightly
 def test_of_two_submissions_to_one_directory_one_is_refused_and_the_other_finishes(
     slurm: Cluster, folder: Path
 ) -> None:
@@ -297,6 +301,7 @@ def test_of_two_submissions_to_one_directory_one_is_refused_and_the_other_finish
 # --- Hydra's own launcher for Slurm ----------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_a_sweep_of_hydras_submitit_launcher_makes_one_run_of_each_jobs_tasks(slurm: Cluster, folder: Path) -> None:
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher.config")
     launcher = ("hydra/launcher=submitit_slurm", "hydra.launcher.nodes=2", "hydra.launcher.timeout_min=20")
