@@ -320,8 +320,7 @@ def _serve(channel: socket.socket) -> NoReturn:
     """Run jobs until nobody is there to send one."""
     die_with_parent()
     _begin()
-    for first, last in ((3, channel.fileno()), (channel.fileno() + 1, os.sysconf("SC_OPEN_MAX"))):
-        os.closerange(first, last)  # what a test has open is not for the next one
+    _leave_files(keep=channel.fileno())
     for stopping in (signal.SIGINT, signal.SIGTERM):
         signal.signal(stopping, signal.SIG_DFL)
     # Not what the tests have put there, but the files that come with each job.
@@ -344,6 +343,19 @@ def _serve(channel: socket.socket) -> NoReturn:
         _forget(sys.modules.keys() - modules)
         gc.collect()
         gc.freeze()  # else the next collection looks at all of torch again, where the job has forked data workers
+
+
+def _leave_files(keep: int) -> None:
+    """Let go of what the process of the tests has open: a lock, say, that a test holds.
+
+    The numbers stay taken, for objects that came with this fork may close them yet.
+    """
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for number in map(int, os.listdir("/proc/self/fd")):
+        if number > 2 and number not in (keep, nothing):
+            with suppress(OSError):  # of the listing itself
+                os.fstat(number)
+                os.dup2(nothing, number)
 
 
 def _take_over(order: _Order) -> None:
