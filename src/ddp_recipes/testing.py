@@ -221,6 +221,7 @@ class _Order:
     environ: Mapping[str, str]
     folder: str
     path: Sequence[str]
+    umask: int
     filters: Sequence[tuple[str, str | None, type[Warning], str | None, int]]
 
 
@@ -236,7 +237,7 @@ class _Warm:
 class WarmRanks:
     """Ranks that stay: each job has a group of its own, and nothing is forked or loaded for it.
 
-    They take over environment, current folder, module path, filters of warnings and where output goes, and import a
+    They take over environment, current folder, umask, module path, filters of warnings and open output, and import a
     user's modules anew for each job. What a test has changed in modules that are loaded does not reach them: use
     :func:`on_ranks` there. Ranks on which something failed are not used again.
     """
@@ -259,7 +260,8 @@ class WarmRanks:
         while len(self._ranks) < world_size:
             self._ranks.append(_start())
         ranks, filters = self._ranks[:world_size], [_plain(each) for each in warnings.filters]
-        here = (dict(os.environ), os.getcwd(), list(sys.path), filters)
+        os.umask(umask := os.umask(0))
+        here = (dict(os.environ), os.getcwd(), list(sys.path), umask, filters)
         try:
             with os.fdopen(os.memfd_create("ddp_recipes")) as meeting:
                 for number, warm in enumerate(ranks):
@@ -364,6 +366,7 @@ def _take_over(order: _Order) -> None:
     os.environ.update(order.environ, GLOO_SOCKET_IFNAME="lo")
     os.chdir(order.folder)
     sys.path[:] = order.path
+    os.umask(order.umask)
     warnings.resetwarnings()
     for action, message, category, module, line in reversed(order.filters):
         warnings.filterwarnings(action, message or "", category, module or "", line)  # type: ignore[arg-type]

@@ -23,6 +23,17 @@ log = logging.getLogger(__name__)
 HELD_S = 1.0  # that points wait for others: to wake the thread that writes for each of them would delay the loop
 
 
+def _await_later_name(directory: Path) -> None:
+    """Wait, for a second at most, until a new event file comes after those that are there.
+
+    TensorBoard reads them in the order of their names, which begin with the second that they were made in and go on
+    with a process id. A run that was killed may go on sooner than that; its points would be purged before they are read.
+    """
+    made = (path.name.split(".")[3] for path in directory.glob("events.out.tfevents.*"))
+    newest = max((int(second) for second in made if second.isdecimal()), default=0)
+    time.sleep(min(1.0, max(0.0, newest + 1 - time.time())))
+
+
 class TensorBoardLogger(Logger):
     """Write exactly one event file into ``directory``.
 
@@ -40,6 +51,7 @@ class TensorBoardLogger(Logger):
         # Only the rank that writes pays for this import.
         from torch.utils.tensorboard import SummaryWriter
 
+        _await_later_name(Path(directory))
         self._writer = SummaryWriter(log_dir=str(directory), purge_step=purge_step, flush_secs=flush_secs)
         self._file = file_writer(self._writer)
         self._graph = graph
