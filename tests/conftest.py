@@ -17,6 +17,7 @@ import torch
 from ddp_recipes.reporting.run_directory import Summary
 from ddp_recipes.testing import WarmRanks, run_recipe
 from helpers.patience import patience
+from helpers.ranks import RANKS
 from helpers.recipes import QUICK
 from helpers.warm import warm_python
 
@@ -32,7 +33,6 @@ if not Path("/dev/nvidiactl").exists():
     torch.ones(1, requires_grad=True).backward()  # type: ignore[no-untyped-call]
 os.environ["OMP_NUM_THREADS"] = "1"
 STARTED = time.monotonic()
-RANKS = WarmRanks()  # those of all tests of this process
 os.environ["DDP_RECIPES_TEST_PROCESS"] = MARK = str(os.getpid())  # processes inherit it, orphans as well
 
 

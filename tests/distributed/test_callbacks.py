@@ -71,7 +71,7 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("shape", slow_but(["ddp", "ddp_pipeline"], SHAPES))
+@pytest.mark.parametrize("shape", slow_but(["ddp"], SHAPES))
 def test_averages_resume_with_the_same_bits(shape: str, run: Run) -> None:
     world_size, more = SHAPES[shape]
     overrides = [*SAVING, *EMA, "optimizer=adamw", "scheduler=cosine", *more]

@@ -13,8 +13,9 @@ from ddp_recipes.callbacks import EarlyStopping
 from ddp_recipes.config.monitor import better
 from ddp_recipes.errors import RequestError
 from ddp_recipes.tasks import Accuracy, Task
-from ddp_recipes.testing import make_job, run_recipe
+from ddp_recipes.testing import make_job
 from helpers.patience import patience
+from helpers.ranks import run_recipe
 
 TINY = ["data=random", "data.num_samples=64", "data.batch_size=16", "data.val_samples=16", "model=toy", "logger=none"]
 QUICK = [*TINY, "launcher.device=cpu", "strategy=single", "trainer.progress=false", "trainer.num_sanity_val_steps=0"]

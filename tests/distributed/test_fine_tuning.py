@@ -330,6 +330,7 @@ def test_what_does_not_go_with_tuning_is_refused(overrides: list[str], message: 
 # --- a batch that fits -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_largest_batches_are_left_out_where_one_rank_has_no_memory_for_them(run: Run, weights: Weights) -> None:
     wide = ["model._target_=own_parts.Wide", "data.num_samples=300", "data.global_batch_size=256"]
     small = ["model.hidden_features=10", "optimizer.lr=1e-6"]

@@ -12,9 +12,10 @@ import torch
 
 from ddp_recipes.errors import RequestError
 from ddp_recipes.reporting.run_directory import Summary
-from ddp_recipes.testing import make_job, run_recipe
+from ddp_recipes.testing import make_job
 from helpers.exact import QUIET, RECIPES, all_on_ranks
 from helpers.patience import patience
+from helpers.ranks import run_recipe
 
 Run = Callable[..., Summary]
 Weights = Callable[[Summary], dict[str, Any]]
@@ -77,8 +78,8 @@ def test_any_number_of_ranks_and_level_gives_the_bits_of_ddp_exact(
 @pytest.mark.parametrize(
     ("own", "sizes"),
     [
-        (["model.activation_checkpointing=true"], (1, 2, 4)),
-        (["callbacks=ema"], (1, 2, 4)),
+        pytest.param(["model.activation_checkpointing=true"], (1, 2, 4), marks=pytest.mark.slow),
+        pytest.param(["callbacks=ema"], (1, 2, 4), marks=pytest.mark.slow),
         pytest.param(["trainer.compile=true", "model.layers=1"], (2,), marks=pytest.mark.slow),  # compiling takes long
     ],
 )
@@ -147,6 +148,7 @@ def test_a_run_goes_on_at_any_other_world_size_and_strategy(tmp_path: Path, run:
     assert moved["metrics"]["val/loss"] == whole["metrics"]["val/loss"]
 
 
+@pytest.mark.slow
 def test_without_shards_it_learns_what_ddp_learns(run: Run, weights: Weights) -> None:
     overrides = [*QUIET, "checkpoint=default", "data.num_samples=61", "data.batch_size=2"]
     overrides += ["trainer.accumulate_grad_batches=2", "trainer.gradient_clip_val=0.1", "data.val_samples=7"]

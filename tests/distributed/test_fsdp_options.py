@@ -11,9 +11,9 @@ from ddp_recipes.errors import RequestError
 from ddp_recipes.models import GPT
 from ddp_recipes.reporting.run_directory import Summary
 from ddp_recipes.strategies.fsdp.blocks import blocks_of
-from ddp_recipes.testing import run_recipe
 from helpers.exact import QUIET
 from helpers.marks import slow_but
+from helpers.ranks import run_recipe
 
 Run = Callable[..., Summary]
 
@@ -50,6 +50,7 @@ def test_blocks_by_size_are_the_innermost_large_enough(least: int, expected: lis
     assert blocks_of(model, least) == expected
 
 
+@pytest.mark.slow
 def test_blocks_do_not_change_bits(gpt: list[str], tmp_path: Path) -> None:
     exact = run_recipe([*gpt, "strategy=ddp_exact", "strategy.shards=6"], 1, tmp_path / "exact")
     for size, least in ((1, 1200), (2, 600), (3, 1200)):
@@ -63,7 +64,7 @@ def test_blocks_do_not_change_bits(gpt: list[str], tmp_path: Path) -> None:
 HALF = "strategy.param_dtype=bfloat16"
 
 
-@pytest.mark.parametrize("precision", slow_but(["32-true"], ["32-true", "bf16-mixed"]))
+@pytest.mark.parametrize("precision", slow_but([], ["32-true", "bf16-mixed"]))
 def test_param_dtype_gives_the_same_bits_on_any_number_of_ranks(precision: str, gpt: list[str], tmp_path: Path) -> None:
     own = [*gpt, *FSDP, HALF, f"trainer.precision={precision}", "callbacks=ema", "trainer.accumulate_grad_batches=2"]
     found = [run_recipe(own, size, tmp_path / f"{size}") for size in (1, 2, 3)]
@@ -96,7 +97,7 @@ def test_layers_of_two_dtypes_have_the_bits_of_ddp_exact(run: Run) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")  # torch's, of skipped steps
-@pytest.mark.parametrize("own", [[], ["strategy.param_dtype=float16"]])
+@pytest.mark.parametrize("own", [[], pytest.param(["strategy.param_dtype=float16"], marks=pytest.mark.slow)])
 def test_a_loss_is_scaled_alike_on_all_ranks(own: list[str], run: Run) -> None:
     """Gradients overflow on the rank that has the first rows, until the scale is small enough for them."""
     common = [*QUIET, "checkpoint=default", "trainer.precision=16-mixed", "model._target_=exact_parts.Steep"]
@@ -121,6 +122,7 @@ def test_offload_changes_nothing_on_the_cpu(run: Run) -> None:
 # --- a learning rate to begin with -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_losses_by_learning_rate_are_those_of_ddp_exact(run: Run) -> None:
     common = [*QUIET, "data.num_samples=240", "tune=lr", "tune_steps=20", "logger=csv", "optimizer=adamw"]
     runs = [run(*common, "strategy=ddp_exact", "strategy.shards=6")]

@@ -83,6 +83,7 @@ def test_several_together_are_named_where_none_is_enough(tmp_path: Path) -> None
     assert (none["fits"], remedies(none)) == (False, [])
 
 
+@pytest.mark.slow
 def test_only_smaller_batches_of_validation_are_named_where_they_do(tmp_path: Path) -> None:
     uneven = ["strategy=fsdp", "data.batch_size=2", "data.val_batch_size=256"]
     training = plan(tmp_path, *uneven)["memory"][0]["training"]

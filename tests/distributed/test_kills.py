@@ -73,7 +73,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[Sum
 @pytest.mark.parametrize(
     ("point", "world_size", "rank"),
     slow_but(
-        [("step", 2, 0), ("saved", 1, 0)],
+        [("saved", 1, 0)],
         [
             *((point, 1, 0) for point in POINTS),
             ("step", 2, 0),

@@ -16,7 +16,7 @@ from ddp_recipes.errors import RequestError
 from ddp_recipes.models import GPT
 from ddp_recipes.reporting.run_directory import Summary
 from ddp_recipes.tasks import LanguageModelingTask
-from ddp_recipes.testing import run_recipe
+from helpers.ranks import run_recipe
 
 SMALL = [
     "data=text",

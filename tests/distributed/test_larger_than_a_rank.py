@@ -20,8 +20,9 @@ from ddp_recipes.models.gpt import GPT
 from ddp_recipes.reporting.run_directory import Summary
 from ddp_recipes.runtime.messages import Messages
 from ddp_recipes.runtime.world import World
-from ddp_recipes.testing import make_job, on_ranks, run_recipe
+from ddp_recipes.testing import make_job, on_ranks
 from helpers.patience import patience
+from helpers.ranks import run_recipe
 
 Run = Callable[..., Summary]
 
@@ -71,7 +72,11 @@ def exact(tmp_path_factory: pytest.TempPathFactory) -> Summary:
     ("own", "size"),
     [
         ([], 2),
-        (["strategy.replicas=3", "strategy.level=2", "model.activation_checkpointing=true"], 6),
+        pytest.param(
+            ["strategy.replicas=3", "strategy.level=2", "model.activation_checkpointing=true"],
+            6,
+            marks=pytest.mark.slow,
+        ),
         pytest.param(["strategy.level=1"], 3, marks=pytest.mark.slow),
         pytest.param([], 1, marks=pytest.mark.slow),
     ],
@@ -85,6 +90,7 @@ def test_every_kind_of_tensor_gets_the_values_of_a_whole_model(
     assert "makes the whole model" not in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_weights_come_from_a_checkpoint_or_a_file(exact: Summary, run: Run, tmp_path: Path) -> None:
     trained = exact["last_checkpoint"]
     validated = run(*SMALL, *FSDP, "mode=validate", f"ckpt_path={trained}", world_size=2)
@@ -104,6 +110,7 @@ def test_weights_come_from_a_checkpoint_or_a_file(exact: Summary, run: Run, tmp_
     assert tuned[0]["weights_sha256"] == tuned[1]["weights_sha256"] != exact["weights_sha256"]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_and_is_what_one_process_computes(exact: Summary, run: Run, tmp_path: Path) -> None:
     for own, size, steps in ((FSDP, 2, 3), (EXACT, 1, 5), (FSDP, 3, 8)):
         limits = [f"trainer.max_steps={steps}", "ckpt_path=auto", "callbacks=ema"]

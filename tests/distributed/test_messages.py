@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ddp_recipes.errors import RequestError
-from ddp_recipes.testing import run_recipe
+from helpers.ranks import run_recipe
 
 HUNGRY = """
 import torch

@@ -90,6 +90,7 @@ def plain_loop() -> tuple[list[float], float, float]:
     return losses, float(output.loss), float(right)
 
 
+@pytest.mark.slow
 def test_a_model_that_brings_its_loss_learns_as_in_a_plain_loop(run: Run) -> None:
     losses, val_loss, accuracy = plain_loop()
     assert len(losses) == 12
@@ -134,6 +135,7 @@ def test_partly_frozen_models_keep_what_is_frozen(run: Run) -> None:
     assert any("lora_B" in name and weight.any() for name, weight in whole.items())
 
 
+@pytest.mark.slow
 def test_timm_models_learn_by_timms_optimizers(run: Run) -> None:
     import timm.optim
 

@@ -189,6 +189,7 @@ def mortal(rank: int, signal: int = SIGKILL) -> list[str]:
     return [*MORTAL, *model, "data.batch_size=4", "hydra.run.dir=run", "logger=none"]
 
 
+@pytest.mark.slow
 @pytest.mark.spawn
 @pytest.mark.parametrize("servers", slow_but([1], [1, 2]))
 def test_dead_worker_is_named_and_the_others_go_on(servers: int, folder: Path) -> None:

@@ -259,7 +259,7 @@ PIPELINES = [
 
 @pytest.mark.parametrize(
     ("overrides", "world_size"),
-    slow_but(PIPELINES[1:2], PIPELINES),
+    slow_but([], PIPELINES),
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_a_pipeline_does_and_holds_what_its_plan_says(
@@ -340,6 +340,7 @@ def free_gradients(run: TrainingRun) -> None:
     until(lambda: all(gradient() is None for gradient in gradients), 60, "gradients freed")
 
 
+@pytest.mark.slow
 def test_a_process_keeps_as_many_micro_batches_as_its_schedule_has_under_way(plan: Plan) -> None:
     size = ["strategy.stages=3", "strategy.micro_batches=8", "data.batch_size=32", "data.num_samples=256"]
     kept = {
@@ -407,6 +408,7 @@ def test_what_is_wrong_with_a_pipeline_is_found(plan: Plan) -> None:
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_stages_hold_what_a_whole_replica_does(plan: Plan) -> None:
     whole = plan(*GPUS, *MANY)
     split = plan(*GPUS, *MANY, "model.num_devices=3")

@@ -8,7 +8,7 @@ import pytest
 
 from ddp_recipes.errors import RequestError
 from ddp_recipes.reporting.run_directory import Summary
-from ddp_recipes.testing import run_recipe
+from helpers.ranks import run_recipe
 
 AGAIN = "model.activation_checkpointing=true"
 GPT = ["data=text", "data.context=16", "data.val_fraction=0.2", "model=gpt", "model.layers=4", "model.width=16"]
@@ -38,8 +38,8 @@ def train(tmp_path: Path) -> Train:
     ("overrides", "world_size"),
     [
         ([*GPT, "strategy=ddp"], 2),
-        ([*GPT, "strategy=ddp_pipeline"], 2),
-        ([*GPT, "strategy=single", "model.num_devices=2"], 1),
+        pytest.param([*GPT, "strategy=ddp_pipeline"], 2, marks=pytest.mark.slow),
+        pytest.param([*GPT, "strategy=single", "model.num_devices=2"], 1, marks=pytest.mark.slow),
         ([*GPT, "strategy=single", "trainer.precision=bf16-mixed", "trainer.accumulate_grad_batches=2"], 1),
         ([*NORM, "strategy=ddp_exact", "strategy.shards=4", "trainer.max_epochs=2"], 2),
     ],
@@ -50,6 +50,7 @@ def test_weights_and_buffers_are_the_same_bits(overrides: list[str], world_size:
     assert train(*overrides, AGAIN, world_size=world_size)["weights_sha256"] == kept["weights_sha256"]
 
 
+@pytest.mark.slow
 def test_a_dry_run_shows_what_it_saves(train: Train) -> None:
     plans = []
     for again in ("false", "[blocks.1,blocks.2]", "true"):

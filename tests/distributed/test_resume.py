@@ -75,11 +75,11 @@ def stops(checkpoints: Path) -> Iterator[Path]:
         [
             ("dropout, accumulation, clipping", 2),
             ("async_save", 1),
-            ("numpy, random, workers", 2),
             ("numpy and random in the model from the third step on", 1),
         ],
         [*((name, size) for name in TRAINING for size in (1, 2)), ("all together", 3), ("batch norm", 3)],
         daily=[
+            ("numpy, random, workers", 2),
             ("adamw, cosine", 1),
             ("one_cycle", 2),
             ("16-mixed", 2),

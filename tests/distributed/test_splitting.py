@@ -80,6 +80,7 @@ def test_a_timed_split_leaves_the_weights(world_size: int, run: Run) -> None:
     assert whole["weights_sha256"] == counted["weights_sha256"] == timed["weights_sha256"]
 
 
+@pytest.mark.slow
 def test_a_timed_split_makes_stages_in_processes_of_their_own(run: Run) -> None:
     timed = run(*UNEVEN, "strategy=ddp_pipeline", "model.split=timed", world_size=2)
     assert len(timed["split"]) == 1

@@ -99,7 +99,7 @@ def test_every_tracker_has_each_step_once_after_kill_9(tmp_path: Path) -> None:
     assert "mlflow ui --backend-store-uri sqlite:///run/mlflow/mlflow.db" in ended.out
 
 
-@pytest.mark.parametrize("where", slow_but(["saved"], ["step", "validated", "saved"]))
+@pytest.mark.parametrize("where", slow_but([], ["step", "validated", "saved"], ["saved"]))
 def test_wandb_has_each_step_once_after_kill_9(where: str, run: Run, tmp_path: Path) -> None:
     folder = tmp_path / "killed"
     with pytest.raises(RuntimeError):

@@ -146,6 +146,7 @@ def reference(folder: Path, step: int) -> Path:
     return there
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_call_of_a_save_leaves_the_newest_whole_one(tmp_path: Path) -> None:
     def save(keeper: FileCheckpointer) -> str:
         keeper.save(state_of(3, ROWS), 3, 0.3)

@@ -46,6 +46,7 @@ def test_what_processes_write_at_once_is_all_there(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["meet", "meet.lock"]
 
 
+@pytest.mark.slow
 @pytest.mark.spawn
 def test_a_process_that_is_killed_as_it_writes_holds_up_nobody(tmp_path: Path) -> None:
     store = SharedFile(tmp_path / "meet", 60)

@@ -194,6 +194,7 @@ def test_a_package_that_is_installed_is_not_imported_until_it_is_trusted(
         witness.unlink()
 
 
+@pytest.mark.slow
 def test_what_users_bring_simply_works(own: Path, run: Callable[..., Summary], monkeypatch: pytest.MonkeyPatch) -> None:
     """A module in the current folder, a package elsewhere on the path as editable ones are, names to look up."""
     (own / "work" / "src" / "mine" / "parts").mkdir(parents=True)

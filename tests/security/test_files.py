@@ -82,7 +82,7 @@ KINDS = [
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of a run."""
-    from ddp_recipes.testing import run_recipe
+    from helpers.ranks import run_recipe
 
     folder = tmp_path_factory.mktemp("whole")
     return Path(run_recipe([*QUICK, SINGLE], 1, folder / "run")["last_checkpoint"])

@@ -12,6 +12,7 @@ from helpers.processes import ENDLESS, START_S, TWO, started, until, until_saved
 pytestmark = [pytest.mark.spawn]
 
 
+@pytest.mark.slow
 def test_a_run_in_training_is_closed_to_strangers(stranger: int, folder: Path) -> None:
     with started(folder, *ENDLESS, TWO, "launcher.timeout_s=10") as run:
         until_saved(run, folder / "run")

@@ -37,6 +37,7 @@ def attacked(port: int) -> bool:
 # --- torchrun
 
 
+@pytest.mark.slow
 @pytest.mark.spawn
 def test_ranks_take_neither_jobs_nor_log_lines_from_a_stranger(stranger: int, folder: Path) -> None:
     with started(folder, *ENDLESS, "launcher.timeout_s=10", command=TORCHRUN) as run:
@@ -194,6 +195,7 @@ def test_a_rank_with_another_key_is_refused(theirs: str, folder: Path) -> None:
     assert "Rank 1 of 2 did not arrive" in ends[0].err
 
 
+@pytest.mark.slow
 @pytest.mark.spawn
 def test_a_rank_of_another_run_is_refused_and_changes_nothing(folder: Path) -> None:
     """Ports of Slurm's steps are computed, and may be the same."""

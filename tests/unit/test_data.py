@@ -351,6 +351,7 @@ def test_a_sample_that_fails_is_named(dataset: Any, workers: int) -> None:
     assert told == f"ValueError of sample 17 of data, a {type(dataset).__name__} of 23: no such picture"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("epochs", [0, 1], ids=["in an epoch", "before an epoch"])
 def test_data_workers_may_be_slow_and_may_not_hang(epochs: int) -> None:
     """Longer than the looks at the time in between, not as long as the timeout; also while they begin a new epoch."""

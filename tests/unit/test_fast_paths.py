@@ -174,8 +174,14 @@ def test_what_is_off_is_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "overrides",
-    [[], ["model=resnet18", "data=fake_images", "data.image_size=16", "data.num_samples=64"]],
-    ids=["toy", "images"],
+    [
+        pytest.param([], id="toy"),
+        pytest.param(
+            ["model=resnet18", "data=fake_images", "data.image_size=16", "data.num_samples=64"],
+            id="images",
+            marks=pytest.mark.slow,
+        ),
+    ],
 )
 def test_a_run_ends_with_the_same_weights_without_them(overrides: list[str], tmp_path: Path) -> None:
     common = ["launcher.device=cpu", "trainer.max_steps=6", "logger=none", *overrides]

@@ -144,6 +144,7 @@ def test_unknown_name() -> None:
         _ = models.resnet19
 
 
+@pytest.mark.slow
 def test_torchvision_comes_only_with_a_resnet() -> None:
     code = (
         "import sys, ddp_recipes.models as models, ddp_recipes.datasets\n"

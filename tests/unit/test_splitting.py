@@ -271,7 +271,7 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
     [
         (resnet18, IMAGES, ["layer2", "layer3.1"], 2),
         (resnet50, IMAGES, 3, 2),
-        (vit_b_16, IMAGES, ["encoder.layers.encoder_layer_5"], 1),
+        pytest.param(vit_b_16, IMAGES, ["encoder.layers.encoder_layer_5"], 1, marks=pytest.mark.slow),
         pytest.param(Encoder, WORDS, ["encoder.layers.1", "encoder.layers.2"], 3, marks=pytest.mark.slow),
         (Encoder, WORDS, 2, 3),
         pytest.param(Own, VECTORS, ["blocks.1", "reads"], 3, marks=pytest.mark.slow),
@@ -371,6 +371,7 @@ def test_a_dry_run_leaves_the_task_and_the_random_numbers_alone() -> None:
     assert not model[1]._forward_pre_hooks
 
 
+@pytest.mark.slow
 @pytest.mark.spawn
 def test_a_process_that_did_a_dry_run_can_be_forked() -> None:
     """Autograd starts no thread for a device that is not there, which a fork would not survive."""

@@ -27,7 +27,7 @@ def _await_later_name(directory: Path) -> None:
     """Wait, for a second at most, until a new event file comes after those that are there.
 
     TensorBoard reads them in the order of their names, which begin with the second that they were made in and go on
-    with a process id. A run that was killed may go on sooner than that; its points would be purged before they are read.
+    with a process id. A run that was killed may go on sooner; its points would be purged before they are read.
     """
     made = (path.name.split(".")[3] for path in directory.glob("events.out.tfevents.*"))
     newest = max((int(second) for second in made if second.isdecimal()), default=0)
