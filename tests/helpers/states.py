@@ -1,5 +1,6 @@
 """Nested states to try properties on, and whether two of them are the same to the bit."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from ddp_recipes.checkpointing.tensors_file import NAMES
 
 TEXT = st.text("ab/[]0'é ", max_size=4)  # with what names in files are put together from
 PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | TEXT
-TURNS = (
+TURNS: Sequence[Callable[[torch.Tensor], torch.Tensor]] = (
     lambda tensor: tensor,
     lambda tensor: tensor.mT if tensor.dim() > 1 else tensor,
     lambda tensor: tensor[::2] if tensor.dim() else tensor,
@@ -26,7 +27,7 @@ def tensors(draw: st.DrawFn, most: int = 5) -> torch.Tensor:
     size = torch.Size(shape).numel() * dtype.itemsize
     content = torch.randint(0, 256, (size,), generator=torch.Generator().manual_seed(draw(st.integers(0, 99))))
     content = content % 2 if dtype == torch.bool else content
-    return draw(st.sampled_from(TURNS))(content.to(torch.uint8).view(dtype).view(shape))  # type: ignore[no-untyped-call]
+    return draw(st.sampled_from(TURNS))(content.to(torch.uint8).view(dtype).view(shape))
 
 
 def nested(most: int = 5) -> st.SearchStrategy[Any]:

@@ -623,7 +623,7 @@ def test_classes_of_a_column_are_its_texts_in_their_order(
     words, whole = isinstance(texts[0], str), all(isinstance(text, int) for text in texts)
     known = not of_values and (words or (whole and of_classes))
     found = column_classes(str(path), "y", ";", loss)
-    assert found == ([str(text) for text in sorted(set(texts))] if known else None)  # type: ignore[type-var]
+    assert found == ([str(text) for text in sorted(set(texts))] if known else None)
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ def test_positions_and_samples_are_strangers() -> None:
 
 
 @st.composite
-def plans(draw: st.DrawFn, **fixed: object) -> BatchPlan:
+def plans(draw: st.DrawFn, /, **fixed: object) -> BatchPlan:
     """Plans of any kind but those that drop or limit."""
     n = draw(st.integers(1, 400))
     weights = np.resize(np.array(draw(st.lists(st.integers(0, 5), min_size=1, max_size=7)), dtype=np.float64), n)

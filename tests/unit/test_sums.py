@@ -64,6 +64,9 @@ class Threads:
 class Net(nn.Module):
     """Parameters and buffers of several shapes and dtypes."""
 
+    mean: Tensor
+    count: Tensor
+
     def __init__(self, sizes: Sequence[int]) -> None:
         super().__init__()
         for number, size in enumerate(sizes):
