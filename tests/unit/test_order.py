@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from ddp_recipes.data import batch_plan
-from ddp_recipes.data.batch_plan import BatchPlan, permute
+from ddp_recipes.data.batch_plan import BatchPlan, draw, permute
 from ddp_recipes.runtime.seeding import key
 
 BLOCK, BATCHES = batch_plan._BLOCK, batch_plan._BATCHES
@@ -118,19 +118,19 @@ def test_positions_and_samples_are_strangers() -> None:
 
 
 @st.composite
-def plans(draw: st.DrawFn, /, **fixed: object) -> BatchPlan:
+def plans(drawn: st.DrawFn, /, **fixed: object) -> BatchPlan:
     """Plans of any kind but those that drop or limit."""
-    n = draw(st.integers(1, 400))
-    weights = np.resize(np.array(draw(st.lists(st.integers(0, 5), min_size=1, max_size=7)), dtype=np.float64), n)
-    weights[draw(st.integers(0, n - 1))] += 1
+    n = drawn(st.integers(1, 400))
+    weights = np.resize(np.array(drawn(st.lists(st.integers(0, 5), min_size=1, max_size=7)), dtype=np.float64), n)
+    weights[drawn(st.integers(0, n - 1))] += 1
     given = {
         "num_samples": n,
-        "global_batch_size": draw(st.integers(1, 100)),
-        "num_shards": draw(st.integers(1, 9)),
-        "seed": draw(SEEDS),
-        "shuffle": draw(st.booleans()),
-        "sharding": draw(st.sampled_from(["contiguous", "strided"])),
-        "weights": weights if draw(st.booleans()) else None,
+        "global_batch_size": drawn(st.integers(1, 100)),
+        "num_shards": drawn(st.integers(1, 9)),
+        "seed": drawn(SEEDS),
+        "shuffle": drawn(st.booleans()),
+        "sharding": drawn(st.sampled_from(["contiguous", "strided"])),
+        "weights": weights if drawn(st.booleans()) else None,
     }
     return BatchPlan(**{**given, **fixed})  # type: ignore[arg-type]
 
@@ -220,11 +220,15 @@ def test_a_batch_lies_across_blocks_of_their_real_size(monkeypatch: pytest.Monke
 # --- weights ---------------------------------------------------------------------------------------------------------
 
 
-@given(plans(shuffle=True))
-def test_a_sample_that_weighs_nothing_never_comes(plan: BatchPlan) -> None:
+@given(plans(shuffle=True), st.integers(0, 3))
+def test_weighted_draws_depend_on_place_and_key_and_weigh_something(plan: BatchPlan, epoch: int) -> None:
     assume(plan.weights is not None)
     assert plan.weights is not None
-    assert all(plan.weights[sample] > 0 for shard in range(plan.num_shards) for sample in epoch_of(plan, 0, shard))
+    places = np.arange(plan.num_samples, dtype=np.uint64)
+    expected = draw(places, np.cumsum(plan.weights), key(plan.seed, epoch)).astype(np.int64)
+    assert epoch_of(replace(plan, num_shards=1), epoch) == expected.tolist(), "whatever block a place is in"
+    assert draw(places[::-3], np.cumsum(plan.weights), key(plan.seed, epoch)).tolist() == expected[::-3].tolist()
+    assert (plan.weights[expected] > 0).all()
 
 
 def test_weighted_samples_come_as_often_as_they_weigh() -> None:
