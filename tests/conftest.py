@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 
@@ -24,6 +25,9 @@ from helpers.warm import warm_python
 ROOT = Path(__file__).parents[1]
 BOUND_S = 15  # for a process that was told to end
 
+# Properties are tried on the same examples every time, which takes each of them a fraction of a second.
+hypothesis.settings.register_profile("ddp_recipes", derandomize=True, deadline=None, database=None, max_examples=40)
+hypothesis.settings.load_profile("ddp_recipes")
 # A fork does not survive that torch has run on several threads. What tests start takes one as well, for more than one
 # test runs at a time: threads that wait for each other's core would spin away most of the time.
 torch.set_num_threads(1)

@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 import ddp_recipes
 from ddp_recipes import RequestError
 from ddp_recipes.build.instantiate import make
+from ddp_recipes.config.targets import check, check_hydra
 from ddp_recipes.reporting.run_directory import Summary
 from ddp_recipes.testing import make_job
 from helpers import security_files
@@ -102,51 +105,114 @@ def refusal(request: Any, **options: Any) -> str:
     return str(refused.value)
 
 
-@pytest.mark.slow
+def calls(name: str) -> list[dict[str, Any]]:
+    """Return nodes that call what has this name."""
+    return [
+        {"_target_": name, "_args_": ["made"]},
+        {"_target_": "own.Net", "more": [{"_target_": name, "_partial_": True}]},
+        {"_target_": "own.Net", "more": {"_target_": "hydra.utils.get_method", "path": name}},
+        {"_target_": "own.Net", "more": {"_target_": "hydra.utils.get_class", "_args_": [name]}},
+    ]
+
+
 def test_a_target_that_acts_is_refused_however_it_is_named(own: Path, composed: dict[str, Any]) -> None:
     for name in NAMES:
-        for node in (
-            {"_target_": name, "_args_": ["made"]},
-            {"_target_": "own.Net", "more": [{"_target_": name, "_partial_": True}]},
-            {"_target_": "own.Net", "more": {"_target_": "hydra.utils.get_method", "path": name}},
-            {"_target_": "own.Net", "more": {"_target_": "hydra.utils.get_class", "_args_": [name]}},
-        ):
-            if name.startswith(("own.", "torch.nn.")):  # what it stands for is known once it is imported
-                with pytest.raises(RequestError, match=re.escape(name)):
-                    make(node, "model")
-            elif "$" not in name:
-                assert name in refusal({**composed, "model": node})
+        later = name.startswith(("own.", "torch.nn."))  # what it stands for is known once it is imported
+        for node in calls(name):
+            with pytest.raises(RequestError, match=re.escape(name)):
+                make(node, "model") if later else check({**composed, "model": node})
+    for node in calls("os.mkdir"):
+        assert "os.mkdir" in refusal({**composed, "model": node})
     assert not (own / "made").exists()
+
+
+HARMLESS = st.none() | st.booleans() | st.integers() | st.text("ab._$ ", max_size=5)
+KEYS = st.sampled_from(["a", "more", "_args_", "path", "1"])
+AT_ONCE = [name for name in NAMES if not name.startswith(("own.", "torch.nn."))]
+BAD = st.one_of(
+    st.sampled_from([node for name in AT_ONCE for node in calls(name)]),
+    st.sampled_from(["torch.nn.Linear", "numpy.array", "transformers.AutoModel.from_pretrained"]).flatmap(
+        lambda name: st.sampled_from(
+            [{"_target_": name, "trust_remote_code": True}, {"_target_": name, "allow_pickle": 1}]
+        )
+    ),
+    # What is no name, or none that is listed, whatever it looks like
+    st.text("abc.*_$ {}/\n", max_size=8)
+    .filter(lambda name: not name.isidentifier())
+    .map(lambda name: {"_target_": f"torch.nn {name}"}),
+    st.tuples(
+        st.sampled_from(["", " ", "\n", "\t"]), st.sampled_from(AT_ONCE), st.sampled_from([" ", "\n", ".", "\0"])
+    ).map(lambda parts: {"_target_": "".join(parts)}),
+)
+
+
+def inside(nodes: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Such nodes somewhere in lists, dicts and nodes that are allowed."""
+    return st.recursive(
+        nodes,
+        lambda deeper: st.one_of(
+            st.tuples(st.lists(HARMLESS, max_size=2), deeper).map(lambda pair: [*pair[0], pair[1]]),
+            st.builds(
+                lambda key, node, more: {**more, key: node}, KEYS, deeper, st.dictionaries(KEYS, HARMLESS, max_size=2)
+            ),
+            deeper.map(lambda node: {"_target_": "torch.nn.Sequential", "_partial_": True, "_args_": [node]}),
+        ),
+        max_leaves=3,
+    )
+
+
+@given(st.data(), inside(BAD))
+def test_what_is_refused_is_refused_wherever_it_is(composed: dict[str, Any], data: st.DataObject, node: Any) -> None:
+    """In any section, at any depth."""
+    section = data.draw(st.sampled_from([name for name, value in composed.items() if isinstance(value, dict)]))
+    with pytest.raises(RequestError, match=r"no config may|is no dotted name|is not among"):
+        check({**composed, section: {**composed[section], "more": node}})
+
+
+@given(
+    st.sampled_from(["callbacks", "launcher", "sweeper"]),
+    # Hydra's own plugins may be there.
+    inside(st.sampled_from(AT_ONCE).filter(lambda name: "plugins" not in name).map(lambda name: {"_target_": name})),
+)
+def test_what_is_refused_is_refused_in_hydras_section(part: str, node: Any) -> None:
+    with pytest.raises(RequestError, match=r"no config may|is no dotted name|is not among"):
+        check_hydra(OmegaConf.create({"hydra": {part: {"x": node}, "job": {"env_set": {}}}}))
+
+
+def test_variables_that_decide_what_a_process_loads_are_refused() -> None:
+    for name in ("LD_PRELOAD", "DYLD_X", "PYTHONPATH", "PATH", "TRUST_REMOTE_CODE", "CC", "TORCH_FORCE_X"):
+        with pytest.raises(RequestError, match="Set it in the shell"):
+            check_hydra(OmegaConf.create({"hydra": {"job": {"env_set": {"OMP_NUM_THREADS": 1, name: "x"}}}}))
+
+
+@given(
+    st.sampled_from(
+        ["os", "torch.hub", "joblib", "pickle", "numpy.lib", "ddp_recipes._compat", "hydra._internal.utils"]
+    )
+    | st.text("*.$ /é1", min_size=1, max_size=4).filter(lambda name: not name.isidentifier())
+    | st.none()
+    | st.integers()
+    | st.just("")
+)
+def test_packages_that_act_cannot_be_trusted(name: Any) -> None:
+    for trusted in ([name], ["mine", name], name or 1):
+        with pytest.raises(RequestError, match="trusted_packages="):
+            check({"trusted_packages": trusted})
 
 
 @pytest.mark.parametrize(
     "overrides",
     [
         ["+callbacks.x={_target_: os.mkdir, path: made}"],
-        ["+data.train.x={_target_: os.mkdir, path: made}"],
-        ["logger._target_=os.mkdir"],
-        ["strategy._target_=os.mkdir"],
-        ["launcher._target_=os.mkdir"],
-        ["optimizer._target_=os.mkdir"],
-        ["data.collate_fn={_target_: os.mkdir, path: made}"],
         ["+hydra.callbacks.x={_target_: os.mkdir, path: made}"],
-        ["+hydra.callbacks.x={_target_: hydra.utils.instantiate}"],
-        ["hydra.launcher._target_=os.mkdir"],
         ["+hydra.sweeper.x={_target_: os.mkdir, path: made}", "-m"],
         ["+hydra.job.env_set.LD_PRELOAD=evil.so"],
-        ["+hydra.job.env_set.PYTHONPATH=made"],
-        ["+model.more={_target_: transformers.AutoModel.from_pretrained, trust_remote_code: true}"],
-        ["+model.more={_target_: numpy.array, allow_pickle: 1}"],
-        ["++trusted_packages=[os]"],
-        ["++trusted_packages=[torch.hub]"],
-        ["++trusted_packages=['*']"],
-        ["++trusted_packages=os"],
         ["++trusted_packages=[joblib]", "model._target_=joblib.load"],
     ],
     ids=lambda overrides: overrides[0],
 )
 @pytest.mark.usefixtures("own")
-def test_every_section_is_looked_at_before_anything_is_made(overrides: list[str]) -> None:
+def test_a_run_looks_at_its_config_before_anything_is_made(overrides: list[str]) -> None:
     said = refusal([*QUICK, "strategy=single", *overrides])
     assert re.search("no config may|trusted_packages=|Set it in the shell|is not among", said)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import example, given
 from torch.distributed import TCPStore
 
 from ddp_recipes.errors import RunFailed
@@ -15,38 +16,29 @@ from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.collectives import broadcast, gather, pack, unpack
 from ddp_recipes.testing import on_ranks
 from helpers.patience import patience
+from helpers.states import nested, same
 
 NESTED: dict[Any, Any] = {
     0: {"step": torch.tensor(3.0), "exp_avg": torch.arange(6.0).view(2, 3).bfloat16(), "none": None},
     "names": ["a", "ü"],
     "pair": (1, math.inf, (True, False)),
     "empty": [torch.zeros(0, 4), [], (), {}],
+    "contiguous, with strides": torch.arange(4.0).view(2, 2)[:1, ::2][:, :1],
     "turned": torch.arange(6).view(2, 3).t(),
     "odd": [torch.tensor([True, False, True]), torch.tensor([1 + 2j]), torch.tensor(2**62)],
 }
 
 
-def alike(one: Any, other: Any) -> bool:
-    """Whether two nested values are the same, of the same types."""
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, dict):
-        return list(one) == list(other) and all(map(alike, one.values(), other.values()))
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(alike, one, other))
-    return bool(one == other)
+@given(nested())
+@example(NESTED)
+def test_nested_data_come_back_as_they_were(value: Any) -> None:
+    assert same(unpack(pack(value)), value)
 
 
-def test_nested_data_come_back_as_they_were() -> None:
-    assert alike(unpack(pack(NESTED)), NESTED)
-
-
-@pytest.mark.parametrize("value", [{1, 2}, object(), pickle.Pickler, b"bytes"])
-def test_what_would_take_a_pickle_is_refused(value: object) -> None:
-    with pytest.raises(TypeError, match="Ranks exchange tensors and plain data"):
-        pack({"here": value})
+def test_what_would_take_a_pickle_is_refused() -> None:
+    for value in ({1, 2}, object(), pickle.Pickler, b"bytes"):
+        with pytest.raises(TypeError, match="Ranks exchange tensors and plain data"):
+            pack({"here": value})
 
 
 def test_junk_is_no_value() -> None:
@@ -93,7 +85,7 @@ def test_large_tensors_are_broadcast_with_the_rest_in_their_order() -> None:
         torch.distributed.init_process_group("gloo", store=store, rank=world.rank, world_size=world.world_size)
         received = broadcast(large if world.rank == 1 else None, 1)
         torch.distributed.destroy_process_group()
-        return alike(received, large)
+        return same(received, large)
 
     assert on_ranks(exchange, 2) == [True, True]
 

@@ -1,16 +1,21 @@
 """Data sets: a batch is its samples bit for bit, splits are honest, and bad requests say what is wrong."""
 
+import csv
+import re
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from ddp_recipes import datasets
 from ddp_recipes.build.instantiate import make
+from ddp_recipes.config.classes import column_classes
 from ddp_recipes.datasets import Chain, InMemory, ScaleAndNormalize, csv_table
 from ddp_recipes.datasets.tabular import rows_of, standardize
 from ddp_recipes.datasets.transforms import for_tensors, runs_on_batches
@@ -512,55 +517,118 @@ def test_csv_of_images(table: Path) -> None:
         csv_table(table, ["width"], "price", image_column="photo", root=table.parent)
 
 
-@pytest.mark.parametrize(
-    ("inputs", "target", "classes", "message"),
-    [
+@pytest.fixture(scope="module")
+def csv_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A path for all examples of a property."""
+    return tmp_path_factory.mktemp("csv") / "table.csv"
+
+
+def names(least: int) -> st.SearchStrategy[list[str]]:
+    """Names of columns, with what a csv file has to quote."""
+    text = st.text("ab ,;'\"é\n", min_size=1, max_size=4).map(lambda name: f"c{name}c")
+    return st.lists(text, min_size=least, max_size=4, unique=True)
+
+
+@given(names(2), st.data(), st.sampled_from(",;\t|"), st.sampled_from(["\r\n", "\n"]), st.booleans())
+def test_what_is_written_as_csv_is_read_the_same(
+    csv_file: Path, header: list[str], data: st.DataObject, delimiter: str, ends: str, marked: bool
+) -> None:
+    """Numbers to the bit of float32, and classes; with blank lines, blanks around fields and a byte order mark."""
+    numbers = st.floats(allow_nan=False, allow_infinity=False, width=32)
+    count = data.draw(st.integers(1, 6))
+    *inputs, target = header
+    columns = [data.draw(st.lists(numbers, min_size=count, max_size=count)) for _ in inputs]
+    kinds = data.draw(names(1))
+    labels = data.draw(st.lists(st.sampled_from(kinds), min_size=count, max_size=count))
+    table = [[*header], *(list(row) for row in zip(*columns, labels, strict=True))]
+    with csv_file.open("w", newline="", encoding="utf-8-sig" if marked else "utf-8") as file:
+        writer = csv.writer(file, delimiter=delimiter, lineterminator=data.draw(st.sampled_from([ends, ends * 2])))
+        writer.writerows(table)
+    chosen = data.draw(st.permutations(range(len(inputs))))
+    found, targets = everything(
+        csv_table(csv_file, [inputs[at] for at in chosen], target, "all", classes=kinds, delimiter=delimiter)
+    )
+    assert torch.equal(found, torch.tensor([columns[at] for at in chosen], dtype=torch.float32).T)
+    assert targets.tolist() == [kinds.index(label) for label in labels]
+    absent = "".join(header)
+    for wanted, aim in (([absent], target), ([inputs[0]], absent)):
+        with pytest.raises(RequestError, match=re.escape(f"has no column '{absent}'")):
+            csv_table(csv_file, wanted, aim, "all", classes=kinds, delimiter=delimiter)
+    with pytest.raises(RequestError, match=re.escape(f"column '{target}': '{labels[0]}' is not a finite number")):
+        csv_table(csv_file, inputs[:1], target, "all", delimiter=delimiter)
+    with pytest.raises(RequestError, match=re.escape(f"'{labels[0]}' is not among the classes other")):
+        csv_table(csv_file, inputs[:1], target, "all", classes=["other"], delimiter=delimiter)
+
+
+@given(
+    st.lists(st.integers(0, 9), min_size=2, max_size=9), st.sampled_from(["", "x", "nan", "inf", "1e999"]), st.data()
+)
+def test_a_row_of_a_csv_that_does_not_fit_is_named(
+    csv_file: Path, values: list[int], wrong: str, data: st.DataObject
+) -> None:
+    place = data.draw(st.integers(0, len(values) - 1))
+    rows = [f"{value},1" for value in values]
+    for bad, said in (
+        (f"{wrong},1", f"line {place + 2}, column 'a': '{wrong}' is not a finite number"),
+        ("1,2,3", f"line {place + 2}: 3 fields where the first line names 2 columns"),
+        ("1", f"line {place + 2}: 1 fields where the first line names 2 columns"),
+    ):
+        csv_file.write_text("\n".join(["a,b", *rows[:place], bad, *rows[place + 1 :]]))
+        with pytest.raises(RequestError, match=re.escape(said)):
+            csv_table(csv_file, ["a"], "b")
+
+
+def test_bad_csv_request(table: Path) -> None:
+    for inputs, target, classes, message in (
         (["widht"], "price", None, r"no column 'widht'. Did you mean 'width'\? Columns are: width, height, kind"),
         (["width"], "prize", None, r"no column 'prize'. Did you mean 'price'\?"),
-        (["kind"], "price", None, r"line 2, column 'kind': 'rose' is not a finite number"),
-        (["width"], "kind", None, r"line 2, column 'kind': 'rose' is not a finite number"),
         (["width"], "kind", ["rose", "irys"], r"line 3, column 'kind': 'iris' is not among .* Did you mean 'irys'\?"),
         (["width", "price"], "price", None, "give one column or more, and not the target"),
         ([], "price", None, "give one column or more"),
-    ],
-)
-def test_bad_csv_request(
-    table: Path, inputs: Sequence[str], target: str, classes: Sequence[str] | None, message: str
-) -> None:
-    with pytest.raises(RequestError, match=message):
-        csv_table(table, inputs, target, classes=classes)
+    ):
+        with pytest.raises(RequestError, match=message):
+            csv_table(table, inputs, target, classes=classes)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+def test_bad_csv_file(tmp_path: Path) -> None:
+    path = tmp_path / "table.csv"
+    for text, message in (
         (None, r"table.csv cannot be read as a csv file: No such file or directory"),
         ("", "has no rows"),
         ("a,b\n", "has no rows"),
-        ("a,b\n1,2\n3\n", "line 3: 1 fields where the first line names 2 columns"),
-        ("a,b\n1,2\n,4\n", "line 3, column 'a': '' is not a finite number"),
-        ("a,b\n1,2\nnan,4\n", "line 3, column 'a': 'nan' is not a finite number"),
         ('a,b\n1,2\n"3,4\n', "cannot be read as a csv file"),
         (b"a,b\n\xff,2\n", "cannot be read as a csv file"),
-    ],
+    ):
+        if text is not None:
+            path.write_bytes(text.encode() if isinstance(text, str) else text)
+        with pytest.raises(RequestError, match=message):
+            csv_table(path, ["a"], "b")
+
+
+WORDS = st.lists(st.text("ab ,", min_size=1, max_size=3).map(lambda text: f"x{text}x"), min_size=1, max_size=5)
+LOSSES = st.sampled_from(
+    ["torch.nn.CrossEntropyLoss", "torch.nn.NLLLoss", "torch.nn.MSELoss", "torch.nn.L1Loss", "mine"]
 )
-def test_bad_csv_file(tmp_path: Path, text: str | bytes | None, message: str) -> None:
-    path = tmp_path / "table.csv"
-    if text is not None:
-        path.write_bytes(text.encode() if isinstance(text, str) else text)
-    with pytest.raises(RequestError, match=message):
-        csv_table(path, ["a"], "b")
+
+
+@given(WORDS | st.lists(st.integers(-20, 20), min_size=1) | st.lists(st.sampled_from([1.5, 2, 3]), min_size=1), LOSSES)
+def test_classes_of_a_column_are_its_texts_in_their_order(
+    tmp_path_factory: pytest.TempPathFactory, texts: list[str | float], loss: str
+) -> None:
+    """Texts in that of letters, whole numbers in theirs where the loss is one of classes."""
+    path = tmp_path_factory.mktemp("classes", numbered=True) / "t.csv"  # what was read is kept by path and time
+    with path.open("w", newline="") as file:
+        csv.writer(file, delimiter=";").writerows([["x", " y "], *([1, text] for text in texts)])
+    of_values, of_classes = "MSE" in loss or "L1" in loss, "CrossEntropy" in loss or "NLL" in loss
+    words, whole = isinstance(texts[0], str), all(isinstance(text, int) for text in texts)
+    known = not of_values and (words or (whole and of_classes))
+    found = column_classes(str(path), "y", ";", loss)
+    assert found == ([str(text) for text in sorted(set(texts))] if known else None)
 
 
 @pytest.mark.parametrize(
     ("texts", "task", "classes"),
-    [
-        (["no", "yes", "no"], "classification", ["no", "yes"]),
-        (["10", "9", "9"], "classification", ["9", "10"]),
-        (["10", "9", "9"], "regression", None),
-        (["1.5", "2"], "classification", None),
-        (["no", "yes"], "regression", None),
-    ],
+    [(["no", "yes", "no"], "classification", ["no", "yes"]), (["10", "9", "9"], "regression", None)],
 )
 def test_classes_of_a_table_are_found(texts: list[str], task: str, classes: list[str] | None, tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
@@ -569,8 +637,9 @@ def test_classes_of_a_table_are_found(texts: list[str], task: str, classes: list
     data = make_job([f"task={task}", *table]).config["data"]
     assert data["classes"] == data["train"]["classes"] == classes
     assert data["out_features"] == len(classes or "1")
-    given = make_job([*table, "data.classes=[a,b,c]"]).config["data"]
-    assert (given["classes"], given["out_features"]) == (["a", "b", "c"], 3)
+    if classes:
+        chosen = make_job([*table, "data.classes=[a,b,c]"]).config["data"]
+        assert (chosen["classes"], chosen["out_features"]) == (["a", "b", "c"], 3)
 
 
 def test_classes_of_folders_are_found(tiny_data: Path, tmp_path: Path) -> None:

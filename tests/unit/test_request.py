@@ -1,8 +1,12 @@
 """What is known of a run before anything starts: the layout of its processes, and its resolved config."""
 
+from copy import deepcopy
+from functools import cache
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_recipes.config import compose
@@ -12,10 +16,15 @@ from ddp_recipes.errors import RequestError
 from ddp_recipes.main import CONF
 
 
-def composed(*overrides: str) -> DictConfig:
+@cache
+def _composed(*overrides: str) -> DictConfig:
     with compose.session(CONF) as hydra:
         config = compose.compose(hydra, "train", list(overrides))
     return OmegaConf.masked_copy(config, [str(name) for name in config if name != "hydra"])
+
+
+def composed(*overrides: str) -> DictConfig:
+    return deepcopy(_composed(*overrides))
 
 
 def request_of(*overrides: str) -> Request:
@@ -25,9 +34,8 @@ def request_of(*overrides: str) -> Request:
 # --- dry run ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("overrides", "planned", "nnodes"),
-    [
+def test_a_cluster_is_stated_with_plan_in_any_order() -> None:
+    for overrides, planned, nnodes in (
         ([], False, None),
         (["plan=true"], True, None),
         (["plan=true", "plan.nnodes=2"], True, 2),
@@ -35,12 +43,9 @@ def request_of(*overrides: str) -> Request:
         (["plan.nnodes=2"], True, 2),
         (["cluster.nnodes=2"], False, 2),
         (["plan.nnodes=2", "plan=false"], False, 2),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_a_cluster_is_stated_with_plan_in_any_order(overrides: list[str], planned: bool, nnodes: int | None) -> None:
-    request = request_of(*spelled_out(overrides))
-    assert (request.run.plan, request.cluster.nnodes) == (planned, nnodes)
+    ):
+        request = request_of(*spelled_out(overrides))
+        assert (request.run.plan, request.cluster.nnodes) == (planned, nnodes)
 
 
 def test_an_unknown_key_of_a_plan_is_refused_with_the_nearest() -> None:
@@ -48,9 +53,8 @@ def test_an_unknown_key_of_a_plan_is_refused_with_the_nearest() -> None:
         request_of(*spelled_out(["plan.nodes=2"]))
 
 
-@pytest.mark.parametrize(
-    ("overrides", "gpus", "layout"),
-    [
+def test_the_layout_of_a_plan() -> None:
+    for overrides, gpus, layout in (
         ((), 0, (1, 2, "cpu")),
         ((), 4, (1, 4, "cuda")),
         (("launcher.nnodes=3",), 4, (3, 12, "cuda")),
@@ -60,19 +64,16 @@ def test_an_unknown_key_of_a_plan_is_refused_with_the_nearest() -> None:
         (("cluster.nnodes=2", "cluster.gpus_per_node=8", "launcher.nproc_per_node=3"), 0, (2, 6, "cuda")),
         (("cluster.gpus_per_node=0",), 4, (1, 2, "cpu")),
         (("launcher=slurm", "launcher.nnodes=2", "launcher.gpus_per_node=4"), 0, (2, 8, "cuda")),
-    ],
-)
-def test_the_layout_of_a_plan(overrides: tuple[str, ...], gpus: int, layout: tuple[int, int, str]) -> None:
-    found = request_of(*overrides).layout(gpus)
-    assert (found.nnodes, found.world.world_size, found.device_type) == layout
+    ):
+        found = request_of(*overrides).layout(gpus)
+        assert (found.nnodes, found.world.world_size, found.device_type) == layout
 
 
 # --- layout ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("overrides", "gpus", "processes"),
-    [
+def test_one_process_a_replica() -> None:
+    for overrides, gpus, processes in (
         ((), 0, 2),
         ((), 4, 4),
         (("strategy=single",), 0, 1),
@@ -86,15 +87,12 @@ def test_the_layout_of_a_plan(overrides: tuple[str, ...], gpus: int, layout: tup
         (("launcher.nproc_per_node=3",), 0, 3),
         (("launcher.nproc_per_node=3",), 4, 3),
         (("launcher.nproc_per_node=1", "strategy=single"), 0, 1),
-    ],
-)
-def test_one_process_a_replica(overrides: tuple[str, ...], gpus: int, processes: int) -> None:
-    assert request_of(*overrides).processes(gpus) == processes
+    ):
+        assert request_of(*overrides).processes(gpus) == processes
 
 
-@pytest.mark.parametrize(
-    ("overrides", "gpus", "message"),
-    [
+def test_what_does_not_fit_is_refused() -> None:
+    for overrides, gpus, message in (
         (
             ("model=toy_mp",),
             1,
@@ -111,21 +109,40 @@ def test_one_process_a_replica(overrides: tuple[str, ...], gpus: int, processes:
         (("launcher.backend=nccl",), 0, "launcher.backend=nccl needs GPUs, and none is visible"),
         (("strategy=dp", "launcher.nproc_per_node=2"), 0, "this strategy runs in one process"),
         (("launcher.nnodes=2",), 0, "Start train.py with torchrun on each node"),
-    ],
-)
-def test_what_does_not_fit_is_refused(overrides: tuple[str, ...], gpus: int, message: str) -> None:
-    request = request_of(*overrides)
-    with pytest.raises(RequestError) as refusal:
-        request.processes(gpus)
-    assert message in str(refusal.value)
+    ):
+        request = request_of(*overrides)
+        with pytest.raises(RequestError) as refusal:
+            request.processes(gpus)
+        assert message in str(refusal.value)
 
 
-@pytest.mark.parametrize("value", ["0", "-1", "two", "1.5", "null", "true"])
-def test_num_devices_is_a_whole_number(value: str) -> None:
+@pytest.fixture(scope="module")
+def plain() -> dict[str, Any]:
+    """The resolved config of no overrides."""
+    return resolve(composed())
+
+
+def with_keys(config: dict[str, Any], group: str, **keys: Any) -> dict[str, Any]:
+    return {**config, group: {**config[group], **keys}}
+
+
+@given(st.none() | st.booleans() | st.integers(max_value=0) | st.floats() | st.text("a1", max_size=2))
+def test_num_devices_is_a_whole_number(plain: dict[str, Any], value: Any) -> None:
     with pytest.raises(
         RequestError, match=r"model\.num_devices=.* is not allowed\. Allowed: a whole number at least 1"
     ):
-        request_of(f"model.num_devices={value}")
+        Request.of(with_keys(plain, "model", num_devices=value))
+
+
+@given(st.integers(1, 20), st.integers(1, 5), st.none() | st.integers(1, 12))
+def test_as_many_replicas_run_as_gpus_hold(plain: dict[str, Any], gpus: int, devices: int, wanted: int | None) -> None:
+    fit = gpus // devices
+    config = with_keys(with_keys(plain, "model", num_devices=devices), "launcher", nproc_per_node=wanted or "auto")
+    if (wanted or 1) <= fit:
+        assert Request.of(config).processes(gpus) == (wanted or fit)
+    else:
+        with pytest.raises(RequestError, match=rf"cannot run on {gpus} visible GPU\(s\): {fit} fit\(s\)"):
+            Request.of(config).processes(gpus)
 
 
 def test_a_model_without_num_devices_has_one() -> None:

@@ -1,13 +1,19 @@
 """The recipe's own keys: what is allowed, and what is said of anything else."""
 
+import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Annotated, Any, Literal
 
 import pytest
+from hypothesis import assume, example, settings
+from hypothesis import given as given_
+from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from ddp_recipes.config import compose
-from ddp_recipes.config.keys import parse
+from ddp_recipes.config.keys import Range, parse
 from ddp_recipes.config.settings import CheckpointSettings, DataSettings, RunSettings, TrainerSettings, batches, seconds
 from ddp_recipes.errors import RequestError
 from ddp_recipes.launchers.env import AutoSettings
@@ -48,14 +54,13 @@ def given(defaults: dict[str, Any]) -> Parse:
     return parsed
 
 
-@pytest.mark.parametrize("section", SECTIONS)
-def test_defaults_are_allowed(section: str, given: Parse) -> None:
-    assert isinstance(given(section, {}), SECTIONS[section][0])
+def test_defaults_are_allowed(given: Parse) -> None:
+    for section, (cls, _) in SECTIONS.items():
+        assert isinstance(given(section, {}), cls)
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
+def test_allowed(given: Parse) -> None:
+    for key, value in (
         ("mode", "predict"),
         ("ckpt_path", "auto"),
         ("seed", 0),
@@ -80,16 +85,13 @@ def test_defaults_are_allowed(section: str, given: Parse) -> None:
         ("launcher.nproc_per_node", 3),
         ("launcher.init_method", "file:///tmp/store"),
         ("launcher.init_method", "tcp://host:29500"),
-    ],
-)
-def test_allowed(key: str, value: object, given: Parse) -> None:
-    section, _, name = key.rpartition(".")
-    assert getattr(given(section, {name: value}), name) == value
+    ):
+        section, _, name = key.rpartition(".")
+        assert getattr(given(section, {name: value}), name) == value
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "message"),
-    [
+def test_refused(given: Parse) -> None:
+    for key, value, message in (
         ("mode", "fitt", "Allowed: fit, validate, test, predict, export. Did you mean 'fit'?"),
         ("seed", -1, "seed=-1 is not allowed. Allowed: a whole number from 0 to"),
         ("seed", "abc", "seed=abc is not allowed"),
@@ -118,13 +120,46 @@ def test_allowed(key: str, value: object, given: Parse) -> None:
         ("launcher.timeout_s", 0, "Allowed: a number at least 1."),
         ("launcher.init_method", "host:29500", "Allowed: file:///an/absolute/path, tcp://host:port, or null"),
         ("launcher.init_method", "file://relative", "launcher.init_method=file://relative is no rendezvous address."),
-    ],
+    ):
+        section, _, name = key.rpartition(".")
+        with pytest.raises(RequestError) as refusal:
+            given(section, {name: value})
+        assert message in str(refusal.value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keys:
+    """One key of each kind."""
+
+    whole: Annotated[int, Range(-3, 9)] = 1
+    real: Annotated[float, Range(0)] = 1.0
+    flag: bool = True
+    choice: Literal["a", "b", 3] | None = None
+    names: list[str] | None = None
+    text: str = ""
+
+
+FITS: dict[str, Callable[[Any], bool]] = {
+    "whole": lambda value: type(value) is int and -3 <= value <= 9,
+    "real": lambda value: type(value) in (int, float) and value >= 0,
+    "flag": lambda value: type(value) is bool,
+    "choice": lambda value: value is None or (type(value) in (str, int) and value in ("a", "b", 3)),
+    "names": lambda value: value is None or (isinstance(value, list) and all(isinstance(name, str) for name in value)),
+    "text": lambda value: isinstance(value, str),
+}
+VALUES = (
+    st.none() | st.booleans() | st.integers(-5, 12) | st.floats() | st.sampled_from(["", "a", "b", "c", "3", "true"])
 )
-def test_refused(key: str, value: object, message: str, given: Parse) -> None:
-    section, _, name = key.rpartition(".")
-    with pytest.raises(RequestError) as refusal:
-        given(section, {name: value})
-    assert message in str(refusal.value)
+
+
+@settings(max_examples=200)
+@given_(st.sampled_from([*FITS]), VALUES | st.lists(VALUES, max_size=2) | st.dictionaries(st.just("a"), VALUES))
+def test_a_value_is_taken_as_it_is_or_refused_by_name(name: str, value: Any) -> None:
+    if FITS[name](value):
+        assert getattr(parse(Keys, "here", {name: value}), name) is value
+    else:
+        with pytest.raises(RequestError, match=rf"^here\.{name}=.* is not allowed\. Allowed: "):
+            parse(Keys, "here", {name: value})
 
 
 def test_missing_key_is_refused(defaults: dict[str, Any]) -> None:
@@ -163,16 +198,21 @@ def test_effective_spells_out_what_is_short(given: Parse) -> None:
     assert given("trainer", {"fast_dev_run": 0}).effective().max_epochs == 10
 
 
-@pytest.mark.parametrize(
-    ("limit", "expected"),
-    [(None, None), (90, 90), (1.5, 1.5), ("30", 30), ("02:30", 150), ("1:00:00", 3600), ("01:02:03:04", 93784)],
-)
-def test_seconds(limit: str | float | None, expected: float | None) -> None:
-    assert seconds(limit) == expected
+@given_(st.none() | st.integers(0) | st.floats(0) | st.lists(st.integers(0, 99), min_size=1, max_size=4))
+def test_seconds(limit: float | list[int] | None) -> None:
+    if not isinstance(limit, list):
+        assert seconds(limit) == limit
+        return
+    parts = dict(zip(("seconds", "minutes", "hours", "days"), reversed(limit), strict=False))
+    for text in (":".join(map(str, limit)), ":".join(f"{part:02}" for part in limit)):
+        assert seconds(text) == timedelta(**parts).total_seconds()
 
 
-@pytest.mark.parametrize("limit", ["", "1:2:3:4:5", "1.5", "-3", "a:b"])
+@given_(st.text("0123456789:.-+_²٣a ", max_size=12))
+@example("1:2:3:4:5")
+@example("²")
 def test_what_is_no_time_is_refused(limit: str) -> None:
+    assume(not re.fullmatch(r"\d+(:\d+){0,3}", limit))
     with pytest.raises(RequestError, match="is no time"):
         seconds(limit)
 

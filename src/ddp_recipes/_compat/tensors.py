@@ -20,6 +20,15 @@ def viewed(tensor: Tensor) -> Tensor | None:
     return tensor._base
 
 
+def bytes_of(tensor: Tensor) -> Tensor:
+    """Return a tensor's bytes, uint8 [bytes], in its own memory if they lie there in order.
+
+    One with a single number is contiguous whatever its strides are, which ``view`` still refuses.
+    """
+    whole = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
+
+
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's part of a ``DTensor``, as it lies in memory; any other tensor is whole. Loads no DTensor."""
     return tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[attr-defined]

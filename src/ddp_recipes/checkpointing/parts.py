@@ -38,11 +38,13 @@ def taken_apart(state: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor], dict[
     """
     tensors: dict[str, Tensor] = {}
     rows: dict[str, OwnRows] = {}
-    known: dict[tuple[int, torch.Size], str] = {}  # a tied weight is written once
+    known: dict[tuple[object, ...], str] = {}  # a tied weight is written once
 
     def plain(value: Any, name: str) -> Any:
         if isinstance(value, OwnRows):
-            name = known.setdefault((value.values.data_ptr(), value.shape), name) if len(value.values) else name
+            held = value.values
+            lies = held.data_ptr(), held.dtype, held.stride(), value.shape  # a square and its transpose begin alike
+            name = known.setdefault(lies, name) if len(held) else name
             rows[name] = value
             return {"rows": name}
         if isinstance(value, Tensor):
@@ -63,7 +65,10 @@ def taken_apart(state: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor], dict[
 
 
 def _below(name: str, key: object) -> str:
-    return f"{name}[{key!r}]" if not isinstance(key, str) else f"{name}/{key}" if name else key
+    """Return a name that nothing else in a state has: a key that could be read as several is quoted."""
+    if not isinstance(key, str) or not key or {*"/["} & {*key}:
+        return f"{name}[{key!r}]"
+    return f"{name}/{key}" if name else key
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from ddp_recipes.checkpointing.writing import size_of
 from ddp_recipes.runtime.files import Save
 
 DIRECT = getattr(os, "O_DIRECT", 0)
+_SUM_BEHIND = 1 << 3  # a flag of a record of a zip file: its checksum follows it
 
 
 class StagingWriter:
@@ -183,7 +184,8 @@ class _Snapshot(io.RawIOBase, BinaryIO):
                     checksum = zlib.crc32(content[at : min(at + BLOCK, end)], checksum)
                     yield min(at + BLOCK, end)
                 pack_into("<I", content, entry + 16, checksum)
-                pack_into("<I", content, end + 4, checksum)
+                if record.flag_bits & _SUM_BEHIND:  # an empty one has none, and the next one follows at once
+                    pack_into("<I", content, end + 4, checksum)
                 entry += 46 + sum(unpack_from("<HHH", content, entry + 28))
 
 

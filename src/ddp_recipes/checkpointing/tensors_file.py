@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ddp_recipes._compat.tensors import bytes_of
 from ddp_recipes.runtime.rows import Source
 
 BLOCK = 4 << 20  # bytes, a multiple of the disk's own blocks: direct writes have to be
@@ -44,7 +45,7 @@ def stream(tensors: Mapping[str, Tensor | Source]) -> Iterator[memoryview]:
     yield memoryview(len(text).to_bytes(8, "little") + text)
     for name in names:
         for piece in _pieces(tensors[name]):
-            flat: Any = piece.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            flat: Any = bytes_of(piece.cpu()).numpy()
             content = memoryview(flat)
             for at in range(0, len(content), BLOCK):
                 yield content[at : at + BLOCK]

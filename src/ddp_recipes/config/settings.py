@@ -247,7 +247,7 @@ def seconds(limit: str | float | None) -> float | None:
     if limit is None or not isinstance(limit, str):
         return limit
     parts = limit.split(":")
-    if len(parts) > 4 or not all(part.isdigit() for part in parts):
+    if len(parts) > 4 or not all(part.isdecimal() for part in parts):
         raise RequestError(f'trainer.max_time={limit} is no time. Allowed: seconds, or "DD:HH:MM:SS".')
     return float(sum(int(part) * unit for part, unit in zip(reversed(parts), (1, 60, 3600, 86400), strict=False)))
 

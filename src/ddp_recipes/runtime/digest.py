@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from ddp_recipes._compat.tensors import bytes_of
+
 
 def digest(content: Any) -> str:
     """Return the hex SHA-256 of dicts (in key order), lists, tuples, numbers, text, ``None`` and tensors.
@@ -22,9 +24,8 @@ def digest(content: Any) -> str:
 
 def _update(hasher: Any, content: Any) -> None:
     if isinstance(content, torch.Tensor):
-        tensor = content.detach().cpu().contiguous()
-        hasher.update(f"tensor:{tensor.dtype}:{list(tensor.shape)}:".encode())
-        hasher.update(tensor.reshape(-1).view(torch.uint8).numpy())
+        hasher.update(f"tensor:{content.dtype}:{list(content.shape)}:".encode())
+        hasher.update(bytes_of(content.cpu()).numpy())
     elif isinstance(content, dict):
         hasher.update(f"dict:{len(content)}:".encode())
         for name in sorted(content, key=repr):

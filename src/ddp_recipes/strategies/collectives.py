@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ddp_recipes._compat.tensors import bytes_of
 from ddp_recipes.errors import RunFailed
 
 _HEADER = 8  # bytes that hold the length of the JSON
@@ -45,7 +46,7 @@ def broadcast(value: Any, source: int, group: dist.ProcessGroup | None = None) -
     dist.broadcast(packed, group=group, group_src=source)
     received = value if sends else unpack(packed.cpu(), large)
     for tensor in large:
-        content = _flat(tensor)
+        content = bytes_of(tensor)
         there = content.to(packed.device)
         dist.broadcast(there, group=group, group_src=source)
         if not sends and there is not content:
@@ -76,12 +77,7 @@ def pieces(value: Any, large: list[Tensor] | None = None) -> Iterator[Tensor]:
         if large is not None and each.nbytes >= LARGE:
             large.append(each)
         else:
-            yield _flat(each).cpu()
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    """Return a tensor's bytes, in its own memory if they lie there in order."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+            yield bytes_of(each).cpu()
 
 
 def unpack(message: Tensor, large: list[Tensor] | None = None) -> Any:
