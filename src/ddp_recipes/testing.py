@@ -269,7 +269,7 @@ class WarmRanks:
                     warm.connection.send(_Order(job, World(number, world_size, number, world_size), *here))
                 return self._summary(ranks, timeout_s)
         except RequestError:
-            raise  # on all ranks alike, before they met
+            raise
         except BaseException:
             self._end(ranks)
             raise
@@ -280,8 +280,12 @@ class WarmRanks:
             outcomes = [_outcome(number, warm.connection, timeout_s) for number, warm in enumerate(ranks)]
         except RequestError:
             for number, warm in enumerate(ranks[1:], 1):
-                with suppress(RequestError):
+                try:
                     _outcome(number, warm.connection, timeout_s)
+                except RequestError:
+                    pass
+                except Exception:  # it lost rank 0 while they met
+                    self._end([warm])
             raise
         summary: Summary = outcomes[0]
         return summary

@@ -25,6 +25,7 @@ from ddp_recipes.reporting.run_directory import Summary
 from ddp_recipes.runtime.control import Control
 from ddp_recipes.runtime.job import Job
 from ddp_recipes.runtime.world import World
+from helpers.marks import needs
 from helpers.trackers import QUIET
 
 ROOT = Path(__file__).parents[2]
@@ -169,8 +170,16 @@ GROUPS = [
 ]
 
 
+PACKAGES = {"mlflow": "mlflow", "wandb": "wandb", "sample_predictions": "matplotlib"}  # that an option needs
+OPTIONS_OF_GROUPS = [
+    pytest.param(group, option, marks=[needs(PACKAGES[option])] if option in PACKAGES else [])
+    for group in GROUPS
+    for option in options(group)
+]
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:mlflow")  # of what MLflow does with SQLAlchemy
-@pytest.mark.parametrize(("group", "option"), [(group, option) for group in GROUPS for option in options(group)])
+@pytest.mark.parametrize(("group", "option"), OPTIONS_OF_GROUPS)
 def test_each_option(group: str, option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     special = {
         "regression": ["data=random", "data.num_samples=40"],

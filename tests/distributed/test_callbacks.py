@@ -12,7 +12,7 @@ from ddp_recipes.checkpointing.parts import put_together
 from ddp_recipes.errors import RequestError
 from ddp_recipes.reporting.run_directory import Summary
 from ddp_recipes.runtime.digest import digest
-from helpers.marks import slow_but
+from helpers.marks import needs, slow_but
 
 Run = Callable[..., Summary]
 
@@ -188,6 +188,7 @@ IMAGES = [
 ]
 
 
+@needs("matplotlib")
 @pytest.mark.parametrize(
     ("strategy", "world_size"), slow_but([("ddp", 2)], [("ddp", 2), ("ddp_pipeline", 2), ("parameter_server", 3)])
 )
@@ -205,8 +206,14 @@ def test_a_picture_shows_images_with_prediction_and_target(strategy: str, world_
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["callbacks=sample_predictions"], r"give float32 \[21, 10\] and float32 \[21, 5\]"),
-        (["callbacks=sample_predictions", "data.val=null"], "of data.val, which has none"),
+        pytest.param(
+            ["callbacks=sample_predictions"],
+            r"give float32 \[21, 10\] and float32 \[21, 5\]",
+            marks=needs("matplotlib"),
+        ),
+        pytest.param(
+            ["callbacks=sample_predictions", "data.val=null"], "of data.val, which has none", marks=needs("matplotlib")
+        ),
         (
             ["callbacks=ema", "+callbacks.slow={_target_: ddp_recipes.callbacks.EMA}"],
             "callbacks.ema and callbacks.slow",

@@ -307,7 +307,8 @@ def test_a_learning_rate_is_found_alike_on_any_number_of_ranks(run: Run) -> None
     assert found == several["metrics"]["tune/lr"]
     assert 0.001 < found < 10
     assert f"The loss falls fastest at optimizer.lr={found:.2g}" in log_of(alone)
-    assert (Path(several["run_directory"]) / "lr_finder.png").read_bytes().startswith(b"\x89PNG")
+    if find_spec("matplotlib") is not None:
+        assert (Path(several["run_directory"]) / "lr_finder.png").read_bytes().startswith(b"\x89PNG")
     assert not (Path(several["run_directory"]) / "checkpoints").exists()
 
 

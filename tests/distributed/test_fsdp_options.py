@@ -78,6 +78,7 @@ def test_param_dtype_gives_the_same_bits_on_any_number_of_ranks(precision: str, 
     assert found[0]["weights_sha256"] != plain["weights_sha256"]
 
 
+@pytest.mark.slow
 def test_param_dtype_leaves_batch_norm_in_32_bits(run: Run) -> None:
     own = [*QUIET, *FSDP, "data.num_samples=53", "data.batch_size=3", "model._target_=own_parts.Norm"]
     whole = run(*own, "strategy.level=2")

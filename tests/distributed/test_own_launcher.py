@@ -85,11 +85,11 @@ REFUSED = {
 
 
 @pytest.fixture(scope="module")
-def refused(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
+def refused(tmp_path_factory: pytest.TempPathFactory, python: str) -> dict[str, tuple[int, str]]:
     """Return how each request ended; none may have written anything."""
     folder = tmp_path_factory.mktemp("refused")
     unpack("own-launcher.md", folder)
-    ended = requested(folder, {case: [*TINY, *overrides] for case, (overrides, _) in REFUSED.items()})
+    ended = requested(python, folder, {case: [*TINY, *overrides] for case, (overrides, _) in REFUSED.items()})
     assert not (folder / "run").exists()
     return ended
 

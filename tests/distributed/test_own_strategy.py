@@ -63,11 +63,11 @@ REFUSED = {
 
 
 @pytest.fixture(scope="module")
-def refused(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
+def refused(tmp_path_factory: pytest.TempPathFactory, python: str) -> dict[str, tuple[int, str]]:
     """Return how each request ended."""
     folder = tmp_path_factory.mktemp("refused")
     unpack("own-strategy.md", folder)
-    return requested(folder, {case: [*TINY, *overrides] for case, (overrides, _) in REFUSED.items()})
+    return requested(python, folder, {case: [*TINY, *overrides] for case, (overrides, _) in REFUSED.items()})
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -120,6 +120,7 @@ def test_schedules_and_dropout_agree_bit_for_bit(run: Run) -> None:
     assert run(*common, "seed=7", world_size=2)["weights_sha256"] != runs[0]["weights_sha256"]
 
 
+@pytest.mark.slow
 def test_bfloat16_learns_about_the_same(run: Run) -> None:
     losses = [
         run(*MODELS["chain"], PIPELINE, f"trainer.precision={name}", world_size=2)["metrics"]["val/loss"]

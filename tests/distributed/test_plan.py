@@ -299,7 +299,7 @@ MEASURED = [
 
 @pytest.mark.parametrize(
     ("overrides", "world_size"),
-    slow_but(MEASURED[:1], MEASURED),
+    slow_but([], MEASURED),
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_a_step_of_a_pipeline_takes_what_a_real_one_takes(
@@ -354,6 +354,7 @@ def test_a_process_keeps_as_many_micro_batches_as_its_schedule_has_under_way(pla
         assert all_of_them * (3 - process) == some * 8 > 0
 
 
+@pytest.mark.slow
 def test_a_replica_may_span_nodes(plan: Plan) -> None:
     four = [*DEEP, "strategy=ddp_pipeline", "strategy.stages=4", "data.num_samples=64", "data.batch_size=16"]
     planned = plan(*four, "plan.nnodes=2", "plan.gpus_per_node=2", "plan.interconnect_gbps=8")
@@ -384,6 +385,7 @@ def test_the_smallest_number_of_stages_that_fits_is_the_smallest(plan: Plan) -> 
     assert "No number of stages that there are GPUs for makes it fit" in message(none, "memory_does_not_fit")
 
 
+@pytest.mark.slow
 def test_what_is_wrong_with_a_pipeline_is_found(plan: Plan) -> None:
     planned = plan(*DEEP, *PIPELINE, "strategy.stages=3", "strategy.schedule=gpipe", "strategy.micro_batches=2")
     assert "Use strategy.micro_batches=12, or at least 3" in message(planned, "pipeline_not_filled")

@@ -86,7 +86,7 @@ def undisturbed(python: str, tmp_path_factory: pytest.TempPathFactory) -> Callab
 @pytest.mark.parametrize(
     ("name", "ranks", "lost", "replaced"),
     slow_but(
-        [("pipeline", 4, [0], 1), ("fsdp", 4, [3], 1)],
+        [],
         [
             ("pipeline", 4, [0], 1),
             ("pipeline", 4, [3], 1),

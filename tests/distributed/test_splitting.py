@@ -69,6 +69,7 @@ def test_a_model_that_places_itself_takes_micro_batches(run: Run, weights: Weigh
 UNEVEN = ["model._target_=own_blocks.Uneven", "~model.hidden_features"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", slow_but([2], [1, 2]))
 def test_a_timed_split_leaves_the_weights(world_size: int, run: Run) -> None:
     """Rank 0 times, and all ranks cut there; weights, batch order and random numbers are what they would have been."""

@@ -156,6 +156,7 @@ def test_ranks_are_replaced_one_after_the_other_also_at_the_last_step(
     assert (ended.stdout + ended.stderr).count("Replaced, at the cost of") == 3
 
 
+@pytest.mark.slow
 def test_an_exception_that_comes_again_at_its_step_ends_the_run(tmp_path: Path, python: str) -> None:
     again = ["+callbacks.disturbing.once=false", "+callbacks.disturbing.where=on_epoch_start"]
     ended = ran(python, tmp_path, EXACT, *disturbed(1, "[1]", "raise", *again))
@@ -233,6 +234,7 @@ def test_a_state_in_memory_that_nobody_would_read_is_refused(tmp_path: Path, pyt
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
     [["strategy=ddp"], pytest.param([EXACT, "strategy.shards=4"], marks=pytest.mark.slow)],

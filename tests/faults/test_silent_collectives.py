@@ -144,6 +144,7 @@ def see_same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
     assert ours["points"] == theirs["points"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("at", "where"),
     [

@@ -1,9 +1,15 @@
 """Marks for some cases of a test only."""
 
 from collections.abc import Iterable
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
+
+
+def needs(package: str) -> pytest.MarkDecorator:
+    """Return the mark of a test that is skipped where one of the peers is not installed."""
+    return pytest.mark.skipif(find_spec(package) is None, reason=f"needs the package {package}, of the extra peers")
 
 
 def slow_but(quick: Iterable[Any], cases: Iterable[Any], daily: Iterable[Any] | None = None) -> list[Any]:

@@ -3,7 +3,6 @@
 import json
 import re
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -44,10 +43,10 @@ def ran(python: str, folder: Path, *overrides: str) -> subprocess.CompletedProce
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=patience(120), check=False)
 
 
-def requested(folder: Path, cases: Mapping[str, Sequence[str]]) -> dict[str, tuple[int, str]]:
+def requested(python: str, folder: Path, cases: Mapping[str, Sequence[str]]) -> dict[str, tuple[int, str]]:
     """Make requests that need no torch; return exit code and standard error of each, by name."""
     text = json.dumps({name: ["--config-dir=my_conf", *overrides] for name, overrides in cases.items()})
-    command = [sys.executable, "-c", REQUESTS]
+    command = [python, "-c", REQUESTS]
     done = subprocess.run(
         command, cwd=folder, input=text, capture_output=True, text=True, timeout=patience(120), check=False
     )

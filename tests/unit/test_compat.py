@@ -439,6 +439,7 @@ def test_a_port_that_is_taken_is_seen() -> None:
     assert messages.address_in_use(raised.value)
 
 
+@pytest.mark.slow
 def test_parameters_without_gradients_are_known_by_number() -> None:
     code = """
 import torch

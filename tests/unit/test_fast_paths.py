@@ -109,6 +109,7 @@ def test_what_is_not_torchs_own_is_left_as_it_is() -> None:
     assert uncompiled(torch.optim.SGD) is uncompiled(torch.optim.SGD)
 
 
+@pytest.mark.slow
 def test_the_compiler_is_not_loaded() -> None:
     lines = [
         "import sys, torch",

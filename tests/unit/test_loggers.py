@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ddp_recipes.build.instantiate import make
 from ddp_recipes.loggers import CSVLogger, Logger, Loggers, TensorBoardLogger, WandbLogger
+from helpers.marks import needs
 from helpers.trackers import QUIET, wandb_exit_code, wandb_points, wandb_records, wandb_rows
 
 PNG = base64.b64decode(  # a pixel
@@ -294,6 +295,7 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("quiet")
+@needs("wandb")
 def test_wandb_goes_on_from_an_older_checkpoint(tmp_path: Path) -> None:
     for purge_step, last in ((None, 6), (4, 5)):
         logger = WandbLogger(tmp_path / "wandb", purge_step, mode="offline", project="ours", tags=["a"])
