@@ -6,11 +6,12 @@ import re
 import shutil
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
+
+from helpers.patience import patience
 
 PAGE = (Path(__file__).parents[2] / "docs" / "elsewhere.md").read_text(encoding="utf-8")
 
@@ -18,12 +19,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.spawn]
 
 
 @pytest.fixture
-def environ(tmp_path: Path) -> dict[str, str]:
-    """An environment in which ``torchrun`` and ``python`` are this interpreter's."""
+def environ(tmp_path: Path, python: str) -> dict[str, str]:
+    """An environment in which ``torchrun`` and ``python`` have loaded torch already."""
     programs = tmp_path / "bin"
     programs.mkdir()
     for name, module in (("torchrun", "-m torch.distributed.run"), ("python", "")):
-        (programs / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {module} "$@"\n')
+        (programs / name).write_text(f'#!/bin/sh\nexec "{python}" {module} "$@"\n')
         (programs / name).chmod(0o700)
     return os.environ | {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
 
@@ -48,7 +49,7 @@ def test_the_pods_of_the_kubernetes_manifest_make_one_run(tmp_path: Path, enviro
         )
         for rank, container in enumerate(containers)
     ]
-    outputs = [pod.communicate(timeout=120)[0] for pod in pods]
+    outputs = [pod.communicate(timeout=patience(60))[0] for pod in pods]
     assert [pod.returncode for pod in pods] == [0, 0], "\n".join(outputs)
     summary = json.loads((tmp_path / "runs" / "toy" / "summary.json").read_text())
     assert (summary["world_size"], summary["nnodes"], summary["status"]) == (2, 2, "finished")
@@ -61,5 +62,5 @@ def test_mpirun_starts_the_ranks(tmp_path: Path, environ: dict[str, str]) -> Non
     if os.geteuid() == 0:
         command.insert(1, "--allow-run-as-root")
     quick = ["model=toy", "trainer.max_epochs=1", "hydra.run.dir=run"]
-    subprocess.run([*command, *quick], cwd=tmp_path, env=environ, check=True, capture_output=True, timeout=120)
+    subprocess.run([*command, *quick], cwd=tmp_path, env=environ, check=True, capture_output=True, timeout=patience(60))
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["world_size"] == 2

@@ -2,6 +2,8 @@
 
 A block of commands runs in a copy of the repository of its own, together with the files that its page shows: a block of
 Python or yaml whose first line names a file (``# my_models.py``). Other Python blocks run as they are.
+
+What ``python`` loads before it runs a command, it loads once for all of them: most of what a command would cost.
 """
 
 import os
@@ -11,12 +13,17 @@ import socket
 import stat
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from helpers.patience import patience
 from helpers.trackers import QUIET
+from helpers.warm import warm_python
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -26,6 +33,17 @@ FENCE = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FILE_NAME = re.compile(r"# ([\w./]+\.(?:py|yaml))\n")
 NUMBER = re.compile(r"\d[\d.,:e+-]*")
 ANOTHER_SET_UP = ("git clone ", "cd ", "make ", "make\n", "source ", "pip install ", ".ci/run")
+
+# Of the extra `peers`: a page's files or commands name it, or the block shows a picture.
+PEER = re.compile(r"(?<![\w.])(?:datasets|mlflow|peft|timm|transformers|wandb)\b")
+# What commands load in each of their processes, or torchrun in its own.
+LOADED = [
+    "matplotlib.figure",
+    "torch.distributed.launcher.api",
+    "torch.utils.tensorboard",
+    "torchvision",
+    "transformers.models.bert.modeling_bert",
+]
 
 # `tensorboard` would run for ever: what counts is that it starts and serves.
 TENSORBOARD = """\
@@ -37,6 +55,9 @@ with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
     server.terminate()
 sys.exit(not serves)
 """
+# Not for every change: a language model is trained for as long as 40 other blocks together; a ResNet-18 is profiled for
+# 12 steps, and the real MNIST takes an epoch, each as long as 10. `make test-nightly` runs them.
+NIGHTLY = ("experiment=gpt trainer.max_epochs", "debug=profiler", "experiment=mnist")
 MODULE = '#!/bin/sh\nexec "{python}" -m {module} "$@"\n'
 
 
@@ -54,6 +75,20 @@ class Block:
     def name(self) -> str:
         first = self.commands.splitlines()[0]
         return f"{self.page.name}-{self.number}-{first[:60]}"
+
+    @property
+    def files(self) -> dict[str, str]:
+        """The files that the page shows, by name."""
+        texts = [text for language, _, text in FENCE.findall(MARKDOWN[self.page]) if language in ("python", "yaml")]
+        return {name[1]: text for text in texts if (name := FILE_NAME.match(text))}
+
+    @property
+    def missing(self) -> list[str]:
+        """The packages that it needs and that are not installed."""
+        needs = set(PEER.findall("\n".join([self.commands, *self.files.values()])))
+        if any(line.endswith(".png") for line in self.shown):
+            needs.add("matplotlib")
+        return sorted(name for name in needs if find_spec(name) is None)
 
 
 def blocks(page: Path) -> list[Block]:
@@ -81,6 +116,19 @@ ALL = [block for page in PAGES for block in blocks(page)]
 RUN = [block for block in ALL if block.page.name != "slurm.md" and not block.commands.startswith(ANOTHER_SET_UP)]
 
 
+def tiered(block: Block) -> Any:
+    """Return a block as a case of its test."""
+    nightly = any(part in block.commands for part in NIGHTLY)
+    return pytest.param(block, id=block.name, marks=[pytest.mark.nightly] if nightly else [])
+
+
+@pytest.fixture(scope="module")
+def python() -> Iterator[str]:
+    """A program like ``python`` that has loaded what most commands here need."""
+    with warm_python(*(name for name in LOADED if find_spec(name.partition(".")[0]))) as program:
+        yield program
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A copy of what the commands use."""
@@ -98,7 +146,7 @@ def environ(tmp_path: Path, python: str) -> dict[str, str]:
     programs.mkdir()
     texts = {
         "ddp-recipes": MODULE.format(python=python, module="ddp_recipes"),
-        "torchrun": MODULE.format(python=sys.executable, module="torch.distributed.run"),
+        "torchrun": MODULE.format(python=python, module="torch.distributed.run"),
         "tensorboard": TENSORBOARD.format(python=sys.executable),
     }
     for name, text in texts.items():
@@ -129,16 +177,17 @@ def plain(text: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.spawn
-@pytest.mark.parametrize("block", RUN, ids=lambda block: block.name)
+@pytest.mark.parametrize("block", [tiered(block) for block in RUN])
 def test_commands_run_and_print_what_is_shown(
     block: Block, folder: Path, environ: dict[str, str], request: pytest.FixtureRequest
 ) -> None:
+    if block.missing:
+        pytest.skip(f"not installed: {', '.join(block.missing)}")
     if "$MNIST" in block.commands:
         environ["MNIST"] = str(request.getfixturevalue("mnist_root"))
-    for language, _, text in FENCE.findall(MARKDOWN[block.page]):
-        if language in ("python", "yaml") and (name := FILE_NAME.match(text)):
-            (folder / name[1]).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name[1]).write_text(text)
+    for name, text in block.files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
     nodes = [
         subprocess.Popen(
             ["bash", "-euo", "pipefail", "-c", block.commands],
@@ -152,7 +201,7 @@ def test_commands_run_and_print_what_is_shown(
         for node in range(block.nodes)
     ]
     try:
-        outputs = [node.communicate(timeout=240)[0] for node in nodes]
+        outputs = [node.communicate(timeout=patience(60))[0] for node in nodes]
     finally:
         for node in nodes:
             node.kill()

@@ -2,7 +2,8 @@
 
 A server loads torch once, and forks for each start, which saves two seconds of a core. What is started there has the
 arguments, environment, folder, open files and exit status of a process of its own, and so has what it starts by
-``sys.executable``: the server of the local launcher. Its parent is another one, so it is not for torchrun.
+``sys.executable`` or ``multiprocessing``: the server of the local launcher, workers of torchrun. Its parent is another
+one, so it is not for tests of what becomes of processes whose parent is killed.
 """
 
 import array
@@ -10,6 +11,7 @@ import fcntl
 import gc
 import importlib
 import json
+import multiprocessing
 import os
 import runpy
 import select
@@ -20,8 +22,10 @@ import sys
 import tempfile
 import traceback
 import types
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import NoReturn
 
@@ -84,36 +88,46 @@ def warm_python(*modules: str) -> Iterator[str]:
 
 
 def serve(listener: socket.socket) -> None:
-    """Fork for each program that connects, until this is killed."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those who attend
+    """Fork for each program that connects, and report each fork's id and end, until this is killed."""
+    forks: dict[socket.socket, int] = {}  # by channel: a file descriptor of the process, 0 until there is one
     while True:
-        channel = listener.accept()[0]
-        if os.fork() == 0:
-            listener.close()
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            attend(channel)
-        channel.close()
+        ready = select.select([listener, *forks, *filter(None, forks.values())], [], [])[0]
+        for channel, process in list(forks.items()):
+            if channel in ready and not process:
+                forks[channel] = start(channel)
+            elif channel in ready or process in ready:
+                report(channel, process)
+                del forks[channel]
+        if listener in ready:
+            forks[listener.accept()[0]] = 0
 
 
-def attend(channel: socket.socket) -> NoReturn:
-    """Start what a program requests, and report its id and its end; kill it if the program ends before."""
+def start(channel: socket.socket) -> int:
+    """Fork as a program requests, and return a file descriptor of that process."""
     size = array.array("i").itemsize
     _, messages, _, _ = channel.recvmsg(64, socket.CMSG_SPACE(MAX_FDS * size))
-    request, *fds = array.array("i", messages[0][2])
+    fds = array.array("i", messages[0][2] if messages else b"")
     process = os.fork()
     if process == 0:
-        channel.close()
-        become(request, fds)
-    for fd in (request, *fds):
+        if not fds:  # the program was killed before it had asked for anything
+            os._exit(0)
+        become(fds[0], list(fds[1:]))
+    for fd in fds:
         os.close(fd)
-    channel.send(str(process).encode())
-    ended = os.pidfd_open(process)
-    if ended not in select.select([channel, ended], [], [])[0]:
-        with suppress(ProcessLookupError):
-            os.kill(process, signal.SIGKILL)
     with suppress(BrokenPipeError):
-        channel.send(str(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])).encode())
-    os._exit(0)
+        channel.send(str(process).encode())
+    return os.pidfd_open(process)
+
+
+def report(channel: socket.socket, process: int) -> None:
+    """Tell a program how its fork ended, and kill the fork first if it is the program that ended before."""
+    signal.pidfd_send_signal(process, signal.SIGKILL)  # nothing comes of it where the fork has exited
+    ended = os.waitid(os.P_PIDFD, process, os.WEXITED)
+    assert ended is not None
+    status = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+    with suppress(BrokenPipeError), channel:
+        channel.send(str(status).encode())
+    os.close(process)
 
 
 def become(request: int, fds: list[int]) -> NoReturn:
@@ -133,6 +147,7 @@ def become(request: int, fds: list[int]) -> NoReturn:
     os.environ.update(start["environ"])
     program, *arguments = start["argv"]
     sys.executable = program
+    multiprocessing.set_executable(program)
     sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
     status: object = None
@@ -150,8 +165,11 @@ def become(request: int, fds: list[int]) -> NoReturn:
 
 def execute(arguments: list[str]) -> None:
     """Run what ``python`` runs with these arguments."""
-    finds = arguments[0] != "-P"  # modules in the folder
-    what, *sys.argv = arguments if finds else arguments[1:]
+    flags = set(takewhile({"-P", "-u"}.__contains__, arguments))
+    what, *sys.argv = arguments[len(flags) :]
+    finds = "-P" not in flags  # modules in the folder
+    if "-u" in flags:
+        sys.stdout.reconfigure(write_through=True)
     folder = str(Path(what).absolute().parent) if what[:1] != "-" else os.getcwd() if what == "-m" else ""
     sys.path[:0] = [folder] if finds else []
     if what == "-m":
@@ -171,5 +189,7 @@ if __name__ == "__main__":
     del sys.path[0]
     for name in sys.argv[2:]:
         importlib.import_module(name)
+    for finalizer in list(weakref.finalize._registry):
+        finalizer.atexit = False  # no fork takes apart at its end what torch has registered here
     gc.freeze()  # so that collections in the forks do not copy all these pages
     serve(socket.socket(fileno=int(sys.argv[1])))
