@@ -10,7 +10,7 @@ from signal import SIGSTOP
 
 import pytest
 
-from helpers.patience import patience
+from helpers.patience import timeout_s
 from helpers.processes import (
     ENDLESS,
     FAULTY,
@@ -29,7 +29,7 @@ from helpers.processes import (
     until_saved,
 )
 
-pytestmark = [pytest.mark.spawn, pytest.mark.slow, pytest.mark.alone]
+pytestmark = [pytest.mark.spawn, pytest.mark.slow]
 
 
 @contextmanager
@@ -51,14 +51,9 @@ def ends(runs: list[Run], begun: list[float], seconds: float) -> list[Ended]:
     return [run.end(max(0.1, at + seconds - time.monotonic())) for run, at in zip(runs, begun, strict=True)]
 
 
-def timeout() -> int:
-    """Return ``launcher.timeout_s`` that a busy machine does not run into."""
-    return round(patience(3))
-
-
 @pytest.mark.parametrize("command", [None, TORCHRUN], ids=["local", "torchrun"])
 def test_a_stopped_rank_is_named_and_leaves_its_stack(command: list[str] | None, folder: Path) -> None:
-    limit = timeout()
+    limit = timeout_s()
     own = [f"launcher.timeout_s={limit}", "hydra.run.dir=run_{rank}", *([] if command else [TWO])]
     with a_run_for_each_rank(folder, *ENDLESS, *own, command=command) as runs:
         begun = []
@@ -78,7 +73,7 @@ def test_a_stopped_rank_is_named_and_leaves_its_stack(command: list[str] | None,
 
 
 def test_a_data_worker_that_hangs_is_named_where_there_is_one_rank(folder: Path) -> None:
-    limit = timeout()
+    limit = timeout_s()
     overrides = [*ENDLESS, *ONE_BY_ONE, "strategy=single", "data.num_workers=2", f"launcher.timeout_s={limit}"]
     with started(folder, *overrides) as run:
         until_saved(run, folder / "run")
@@ -92,7 +87,7 @@ def test_a_data_worker_that_hangs_is_named_where_there_is_one_rank(folder: Path)
 
 
 def test_a_rank_that_is_stopped_while_it_starts_is_named(folder: Path) -> None:
-    limit = timeout()
+    limit = timeout_s()
     own = [TWO, f"launcher.timeout_s={limit}", "hydra.run.dir=run_{rank}"]
     with a_run_for_each_rank(folder, *ENDLESS, *own) as runs:
         begun = []
@@ -107,7 +102,7 @@ def test_a_rank_that_is_stopped_while_it_starts_is_named(folder: Path) -> None:
 
 
 def test_under_torchrun_a_rank_that_is_stopped_while_it_starts_is_named_and_ended(folder: Path) -> None:
-    limit = timeout()
+    limit = timeout_s()
     with started(folder, *ENDLESS, f"launcher.timeout_s={limit}", command=TORCHRUN) as run:
         until(lambda: "1" in run.pids().values(), START_S, "the rank is not there")
         kill(run.rank(1), SIGSTOP)

@@ -17,3 +17,8 @@ def slowness() -> float:
 def patience(seconds: float) -> float:
     """Return how many seconds to wait for what takes at most so many on a quiet machine."""
     return seconds * slowness()
+
+
+def timeout_s() -> int:
+    """Return a ``launcher.timeout_s`` that is soon over, but not before ranks that are well have answered."""
+    return round(patience(3))

@@ -7,7 +7,7 @@ from signal import SIGSTOP
 
 import pytest
 
-from helpers.patience import patience
+from helpers.patience import patience, timeout_s
 from helpers.processes import (
     ENDLESS,
     GONE_S,
@@ -22,8 +22,13 @@ from helpers.processes import (
     until_saved,
 )
 
-pytestmark = [pytest.mark.spawn, pytest.mark.slow, pytest.mark.alone]
-T = 3
+pytestmark = [pytest.mark.spawn, pytest.mark.slow]
+
+
+@pytest.fixture
+def limit() -> int:
+    """Return ``launcher.timeout_s``."""
+    return timeout_s()
 
 
 @pytest.mark.parametrize(
@@ -35,17 +40,19 @@ T = 3
         pytest.param(1, TORCHRUN, id="1-torchrun"),
     ],
 )
-def test_a_rank_that_hangs_after_the_last_step_is_named(rank: int, command: list[str] | None, folder: Path) -> None:
+def test_a_rank_that_hangs_after_the_last_step_is_named(
+    rank: int, command: list[str] | None, folder: Path, limit: int
+) -> None:
     own = [
-        f"launcher.timeout_s={T}",
+        f"launcher.timeout_s={limit}",
         "+callbacks.sleeper._target_=own_models.Sleeper",
         f"+callbacks.sleeper.rank={rank}",
     ]
     with started(folder, *SMALL, *own, *([] if command else [TWO]), command=command) as run:
         until((folder / f"ended_{1 - rank}").exists, START_S, "it trains for ever")
-        ended = run.end(T + 5 + GONE_S)
+        ended = run.end(limit + 5 + GONE_S)
     assert ended.status == 1
-    assert f"Rank {rank} of 2 did not come to its end within launcher.timeout_s={T} seconds" in ended.err
+    assert f"Rank {rank} of 2 did not come to its end within launcher.timeout_s={limit} seconds" in ended.err
     if rank == 1 or command is None or (folder / "run" / "summary.json").exists():  # rank 0 was killed by another rank
         assert summary(folder / "run")["status"] == "failed"
 
@@ -53,14 +60,14 @@ def test_a_rank_that_hangs_after_the_last_step_is_named(rank: int, command: list
 @pytest.mark.parametrize(
     "command", [pytest.param(None, id="local"), pytest.param(TORCHRUN, id="torchrun", marks=pytest.mark.nightly)]
 )
-def test_a_rank_0_that_hangs_while_it_closes_is_named(command: list[str] | None, folder: Path) -> None:
-    own = [f"launcher.timeout_s={T}", "logger=none", "logger._target_=own_models.NeverCloses"]
+def test_a_rank_0_that_hangs_while_it_closes_is_named(command: list[str] | None, folder: Path, limit: int) -> None:
+    own = [f"launcher.timeout_s={limit}", "logger=none", "logger._target_=own_models.NeverCloses"]
     with started(folder, *SMALL, *own, *([] if command else [TWO]), command=command) as run:
         until(lambda: (folder / "closes").exists() or run.process.poll() is not None, START_S, "it trains for ever")
-        ended = run.end(T + 5 + GONE_S)
+        ended = run.end(limit + 5 + GONE_S)
     message = "Rank 0 did not respond and was killed."
     if command:
-        message = f"Rank 0 of 2 did not come to its end within launcher.timeout_s={T} seconds of the others"
+        message = f"Rank 0 of 2 did not come to its end within launcher.timeout_s={limit} seconds of the others"
     assert ended.status == 1
     assert message in ended.err
     done = summary(folder / "run")
@@ -70,19 +77,21 @@ def test_a_rank_0_that_hangs_while_it_closes_is_named(command: list[str] | None,
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.nightly), 1])
-def test_a_rank_that_is_stopped_while_the_other_one_logs_is_named(rank: int, folder: Path) -> None:
-    loud = [*ENDLESS, "model._target_=own_models.Loud", f"launcher.timeout_s={T}"]
+def test_a_rank_that_is_stopped_while_the_other_one_logs_is_named(rank: int, folder: Path, limit: int) -> None:
+    loud = [*ENDLESS, "model._target_=own_models.Loud", f"launcher.timeout_s={limit}"]
     with started(folder, *loud, TWO) as run:
         until_saved(run, folder / "run")
         kill(run.rank(rank), SIGSTOP)
-        ended = run.end(T + 5 + GONE_S)
+        ended = run.end(limit + 5 + GONE_S)
     assert ended.status == 1
-    assert f"Rank {rank} of 2 did not respond within launcher.timeout_s={T} seconds" in ended.err
+    assert f"Rank {rank} of 2 did not respond within launcher.timeout_s={limit} seconds" in ended.err
 
 
-def test_a_rank_0_that_holds_the_store_and_is_stopped_while_the_other_one_logs_is_named(folder: Path) -> None:
+def test_a_rank_0_that_holds_the_store_and_is_stopped_while_the_other_one_logs_is_named(
+    folder: Path, limit: int
+) -> None:
     """As under srun and mpirun, where rank 0 holds the store."""
-    loud = [*ENDLESS, "model._target_=own_models.Loud", f"launcher.timeout_s={T}"]
+    loud = [*ENDLESS, "model._target_=own_models.Loud", f"launcher.timeout_s={limit}"]
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29871", "GLOO_SOCKET_IFNAME": "lo"}
     with ExitStack() as stack:
         both = [
@@ -92,7 +101,7 @@ def test_a_rank_0_that_holds_the_store_and_is_stopped_while_the_other_one_logs_i
         until_saved(both[0], folder / "run")
         kill(both[0].process.pid, SIGSTOP)
         began = time.monotonic()
-        ended = both[1].end(T + 5 + GONE_S)
-        assert time.monotonic() - began < patience(T + 5 + GONE_S)
+        ended = both[1].end(limit + 5 + GONE_S)
+        assert time.monotonic() - began < patience(limit + 5 + GONE_S)
     assert ended.status == 1
-    assert f"Rank 0 of 2 did not respond within launcher.timeout_s={T} seconds" in ended.err
+    assert f"Rank 0 of 2 did not respond within launcher.timeout_s={limit} seconds" in ended.err
