@@ -10,9 +10,6 @@ from typing import Any
 
 import pytest
 
-from ddp_recipes.checkpointing.files import load
-from ddp_recipes.checkpointing.parts import put_together
-from ddp_recipes.reporting.run_directory import Summary
 from helpers.recipes import OFTEN_USED
 
 
@@ -33,10 +30,12 @@ def own_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def weights() -> Callable[[Summary], dict[str, Any]]:
-    """Return the weights in the last checkpoint of a run."""
+def weights() -> Callable[[Any], dict[str, Any]]:
+    """Return the weights in the last checkpoint of a run, by its summary."""
+    from ddp_recipes.checkpointing.files import load
+    from ddp_recipes.checkpointing.parts import put_together
 
-    def of(summary: Summary) -> dict[str, Any]:
+    def of(summary: Any) -> dict[str, Any]:
         model: dict[str, Any] = put_together(load(Path(summary["run_directory"]) / "checkpoints" / "last.pt")["model"])
         return model
 

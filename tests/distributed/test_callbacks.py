@@ -71,7 +71,10 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("shape", slow_but(["ddp"], SHAPES))
+@pytest.mark.parametrize(
+    "shape",
+    slow_but(["ddp"], SHAPES, daily=["single", "fsdp", "ddp_pipeline", "batch norm, from step 4, every second"]),
+)
 def test_averages_resume_with_the_same_bits(shape: str, run: Run) -> None:
     world_size, more = SHAPES[shape]
     overrides = [*SAVING, *EMA, "optimizer=adamw", "scheduler=cosine", *more]

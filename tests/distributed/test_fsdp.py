@@ -80,7 +80,9 @@ def test_any_number_of_ranks_and_level_gives_the_bits_of_ddp_exact(
     [
         pytest.param(["model.activation_checkpointing=true"], (1, 2, 4), marks=pytest.mark.slow),
         pytest.param(["callbacks=ema"], (1, 2, 4), marks=pytest.mark.slow),
-        pytest.param(["trainer.compile=true", "model.layers=1"], (2,), marks=pytest.mark.slow),  # compiling takes long
+        pytest.param(
+            ["trainer.compile=true", "model.layers=1"], (2,), marks=pytest.mark.nightly
+        ),  # compiling takes long
     ],
 )
 def test_a_transformer_with_a_tied_embedding_has_them_too(
@@ -111,7 +113,7 @@ def test_a_transformer_with_a_tied_embedding_has_them_too(
         assert fsdp["metrics"]["val/loss"] == exact["metrics"]["val/loss"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.spawn
 def test_a_part_of_the_table_of_hashes() -> None:
     """Of all strategies and levels, with replicas, after a resume of another strategy."""

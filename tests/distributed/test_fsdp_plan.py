@@ -72,7 +72,7 @@ def test_a_run_that_does_not_fit_is_told_what_does(tmp_path: Path) -> None:
         assert (other["fits"], peak(other), other["findings"]) == (True, each["peak"], [])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_several_together_are_named_where_none_is_enough(tmp_path: Path) -> None:
     dealt = [*("strategy=fsdp", "model.activation_checkpointing=true", "data.batch_size=1", "data.val_batch_size=1")]
     least = peak(plan(tmp_path, *dealt, "trainer.accumulate_grad_batches=16"))

@@ -165,7 +165,7 @@ def under_limit(folder: Path, own: list[str], size: int, limit: int | None) -> l
     return on_ranks(train, size, timeout_s=patience(400))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_model_of_four_times_the_memory_of_a_rank_trains_on_six(tmp_path: Path) -> None:
     with torch.device("meta"):
         model = GPT(**LARGE)  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ import torch
 from ddp_recipes.checkpointing.files import load
 from ddp_recipes.errors import RequestError
 from ddp_recipes.reporting.run_directory import Summary
-from helpers.marks import slow_but
+from helpers.marks import at_night, slow_but
 from helpers.processes import ran, summary
 
 Run = Callable[..., Summary]
@@ -45,7 +45,15 @@ LEARNING = {
 
 @pytest.mark.parametrize(
     ("name", "workers"),
-    slow_but([("accumulation, clipping", 2), ("batch norm", 3)], [(name, w) for name in LEARNING for w in (2, 3)]),
+    slow_but(
+        [("accumulation, clipping", 2), ("batch norm", 3)],
+        [(name, w) for name in LEARNING for w in (2, 3)],
+        daily=[
+            ("fewer samples than workers in the last batch", 3),
+            ("dropout, sample by sample", 2),
+            ("bf16-mixed", 3),
+        ],
+    ),
 )
 def test_synchronous_servers_give_the_bits_of_ddp(name: str, workers: int, run: Run) -> None:
     overrides = ["data.num_samples=61", "data.global_batch_size=16", *LEARNING[name]]
@@ -129,9 +137,10 @@ def test_every_sample_is_evaluated_and_predicted_once(strategy: list[str], run: 
 
 # --- asynchronous ----------------------------------------------------------------------------------------------------
 
+STALE = [(staleness, servers) for staleness in (0, 1, 2, 4) for servers in (1, 2)]
 
-@pytest.mark.parametrize("servers", slow_but([1], [1, 2]))
-@pytest.mark.parametrize("staleness", slow_but([2], [0, 1, 2, 4]))
+
+@pytest.mark.parametrize(("staleness", "servers"), slow_but([], STALE, daily=[(0, 1), (2, 2)]))
 def test_staleness_bounds_how_far_workers_run_ahead(staleness: int, servers: int, run: Run, tmp_path: Path) -> None:
     model = [f"model._target_={PARTS}.Traced", f"+model.folder={tmp_path}", "+model.global_batch=16"]
     slow = [f"+model.slow={servers}", "+model.seconds=0.3"]
@@ -191,7 +200,7 @@ def mortal(rank: int, signal: int = SIGKILL) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.spawn
-@pytest.mark.parametrize("servers", slow_but([1], [1, 2]))
+@pytest.mark.parametrize("servers", [1, *at_night(2)])
 def test_dead_worker_is_named_and_the_others_go_on(servers: int, folder: Path) -> None:
     processes = [f"strategy.servers={servers}", f"launcher.nproc_per_node={servers + 3}"]
     ended = ran(folder, *ASYNCHRONOUS, *mortal(rank=servers + 1), *processes)

@@ -372,7 +372,7 @@ def test_a_replica_may_span_nodes(plan: Plan) -> None:
     assert two["exchange"]["at_least_seconds"] == pytest.approx(gradients / 1e9)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_smallest_number_of_stages_that_fits_is_the_smallest(plan: Plan) -> None:
     overrides = [*GPUS, *DEEP, "strategy=ddp_pipeline", "strategy.schedule=gpipe", "data.in_features=64"]
     two, three = (max(each["peak"] for each in plan(*overrides, f"strategy.stages={k}")["memory"]) for k in (2, 3))

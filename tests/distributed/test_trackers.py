@@ -68,7 +68,7 @@ def steps(points: list[tuple[int, float]]) -> list[int]:
     return [step for step, _ in points]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.spawn
 def test_every_tracker_has_each_step_once_after_kill_9(tmp_path: Path) -> None:
     shutil.copy(PARTS, tmp_path)

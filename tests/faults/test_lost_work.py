@@ -105,6 +105,7 @@ def first_steps(run: Run) -> list[int]:
     return [int(number) for number in re.findall(r"steps +\d+, from (\d+)", printed)]
 
 
+@pytest.mark.nightly
 def test_two_torchruns_in_one_folder_each_go_on_in_their_own_directory(folder: Path) -> None:
     with ExitStack() as stack:
         runs = {}
@@ -154,6 +155,7 @@ def test_a_rank_that_gets_sigterm_under_torchrun_goes_on_in_its_directory(folder
     assert not list(folder.glob(".torchrun*"))
 
 
+@pytest.mark.nightly
 def test_a_start_that_was_refused_does_not_go_on_in_the_directory_of_another_run(folder: Path) -> None:
     directory = folder / "run"
     assert ran(folder, *SMALL, "logger=none", "launcher.nproc_per_node=1").status == 0

@@ -83,6 +83,7 @@ def test_one_signal_to_the_launcher_saves_and_ends(number: Signals, folder: Path
     stopped_at(folder / "run")
 
 
+@pytest.mark.nightly
 def test_a_signal_in_a_slow_validation_is_answered_there_and_the_validation_comes_again(folder: Path) -> None:
     overrides = [
         *RUN,
