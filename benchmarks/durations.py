@@ -55,9 +55,9 @@ def main(quick: Path, everything: Path) -> None:
     suites = [Suite.read("make test", quick), Suite.read("make test-all", everything)]
     print("# What the tests take\n")
     print(
-        f"`benchmarks/durations.py`, two cores, Python {platform.python_version()}, torch {version('torch')}. Seconds "
-        f"by the clock beside the other workers' tests\nand, in these two runs, beside other work on the machine: most are "
-        f"two to three times what a test takes alone.\nSome of the longest have become slow or nightly since.\n"
+        f"`benchmarks/durations.py`, two cores, Python {platform.python_version()}, torch {version('torch')}.\n"
+        "Seconds by the clock beside the other workers' tests and, in these two runs, beside other work on the machine:\n"
+        "most are two to three times what a test takes alone. Some of the longest have become slow or nightly since.\n"
     )
     print("| | tests | skipped | failed | minutes |\n| --- | --- | --- | --- | --- |")
     for suite in suites:
