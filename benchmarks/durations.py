@@ -56,7 +56,7 @@ def main(quick: Path, everything: Path) -> None:
     print("# What the tests take\n")
     print(
         f"`benchmarks/durations.py`, two cores, Python {platform.python_version()}, torch {version('torch')}.\n"
-        "Seconds by the clock beside the other workers' tests and, in these two runs, beside other work on the machine:\n"
+        "Seconds by the clock beside other workers' tests and, in these two runs, other work on the machine:\n"
         "most are two to three times what a test takes alone. Some of the longest have become slow or nightly since.\n"
     )
     print("| | tests | skipped | failed | minutes |\n| --- | --- | --- | --- | --- |")
