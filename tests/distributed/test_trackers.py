@@ -37,8 +37,9 @@ PARTS = Path(__file__).with_name("own_parts.py")
 
 
 @pytest.fixture(autouse=True)
-def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep trackers from the network."""
+def quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep trackers from the network, and what MLflow puts into the current folder in the test's own."""
+    monkeypatch.chdir(tmp_path)
     for name, value in QUIET.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("WANDB_API_KEY", raising=False)

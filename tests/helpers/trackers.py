@@ -10,6 +10,7 @@ QUIET = {
     "WANDB_X_DISABLE_STATS": "true",
     "WANDB_MODE": "offline",
     "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_SQLALCHEMYSTORE_POOLCLASS": "NullPool",  # SQLite forbids a connection that a fork inherits
     "DO_NOT_TRACK": "true",
 }
 BLOCK = 32768  # a record does not cross a block of W&B's file: it is cut there

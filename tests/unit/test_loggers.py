@@ -317,6 +317,20 @@ def test_wandb_goes_on_from_an_older_checkpoint(tmp_path: Path) -> None:
     assert kept.read_text() == "seed: 42"
 
 
+@pytest.mark.usefixtures("quiet")
+@needs("wandb")
+def test_wandb_records_of_one_second_replace_each_other(tmp_path: Path) -> None:
+    for purge_step in (None, 2, 3):
+        logger = WandbLogger(tmp_path / "wandb", purge_step, mode="offline", project="ours")
+        logger.scalars({"loss": 0.5}, purge_step or 1)
+        logger.close()
+        (record,) = (tmp_path / "wandb").glob("offline-run-*")
+        record.rename(record.with_name("offline-run-20261124_120000-ours"))
+    assert wandb_points(tmp_path, "loss") == [(1, 0.5), (2, 0.5), (3, 0.5)]
+    names = [f"offline-run-20261124_120000-ours{end}" for end in ("", ".1")]
+    assert sorted(path.name for path in (tmp_path / "wandb" / "replaced").iterdir()) == names
+
+
 # --- several ---------------------------------------------------------------------------------------------------------
 
 

@@ -17,6 +17,12 @@ log = logging.getLogger(__name__)
 EXIT_CODES = {"finished": 0, "failed": 1, "preempted": 75}
 
 
+def _free(path: Path) -> Path:
+    """Return a path that nothing has yet: W&B names the records of one second alike."""
+    names = (path.name, *(f"{path.name}.{number}" for number in range(1, 100)))
+    return next(free for name in names if not (free := path.with_name(name)).exists())
+
+
 class WandbLogger(Logger):
     """Log to W&B, one row a step; on resume the same run goes on there.
 
@@ -76,7 +82,7 @@ class WandbLogger(Logger):
         # An offline record cannot be continued. A new one gets all points, and replaces it.
         for record in self._directory.glob("offline-run-*") if self._offline else ():
             (self._directory / "replaced").mkdir(exist_ok=True)
-            record.rename(self._directory / "replaced" / record.name)
+            record.rename(_free(self._directory / "replaced" / record.name))
         try:
             self.run: Any = wandb.init(
                 dir=self._directory.parent,  # W&B adds a folder `wandb`
