@@ -70,7 +70,8 @@ def count_collectives(player: Player) -> None:
 
         return call
 
-    for name in ("all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "all_to_all", "barrier", "reduce"):
+    gather = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    for name in ("all_reduce", "broadcast", "all_gather", gather, "all_to_all", "barrier", "reduce"):
         setattr(dist, name, counted(getattr(dist, name)))
     setattr(SharedMemory, "sum", counted(SharedMemory.sum))  # noqa: B010
 

@@ -243,12 +243,13 @@ class WarmRanks:
     """
 
     def __init__(self) -> None:
-        self._ranks: list[_Warm] = []
+        # A process keeps its number: torch remembers by the shape of a mesh which rows of a tensor are its own.
+        self._ranks: dict[int, _Warm] = {}
 
     @property
     def processes(self) -> set[int]:
         """The ids of the ranks' processes."""
-        return {warm.process for warm in self._ranks}
+        return {warm.process for warm in self._ranks.values()}
 
     def run(self, job: Job, world_size: int, timeout_s: float = 120) -> Summary:
         """Run a job on so many ranks; return rank 0's summary.
@@ -257,46 +258,48 @@ class WarmRanks:
             Exception: what the first rank raised, rank 0 first.
             TimeoutError: a rank did not end in time.
         """
-        while len(self._ranks) < world_size:
-            self._ranks.append(_start())
-        ranks, filters = self._ranks[:world_size], [_plain(each) for each in warnings.filters]
+        numbers, filters = range(world_size), [_plain(each) for each in warnings.filters]
+        for number in numbers:
+            if number not in self._ranks:
+                self._ranks[number] = _start()
         os.umask(umask := os.umask(0))
         here = (dict(os.environ), os.getcwd(), list(sys.path), umask, filters)
         try:
             with os.fdopen(os.memfd_create("ddp_recipes")) as meeting:
-                for number, warm in enumerate(ranks):
+                for number in numbers:
+                    warm = self._ranks[number]
                     socket.send_fds(warm.channel, [b"x"], [1, 2, meeting.fileno()])
                     warm.connection.send(_Order(job, World(number, world_size, number, world_size), *here))
-                return self._summary(ranks, timeout_s)
+                return self._summary(numbers, timeout_s)
         except RequestError:
             raise
         except BaseException:
-            self._end(ranks)
+            self._end(numbers)
             raise
 
-    def _summary(self, ranks: Sequence[_Warm], timeout_s: float) -> Summary:
+    def _summary(self, numbers: Sequence[int], timeout_s: float) -> Summary:
         """Wait for all; return rank 0's summary, or raise what it raised once the others have refused the job, too."""
         try:
-            outcomes = [_outcome(number, warm.connection, timeout_s) for number, warm in enumerate(ranks)]
+            outcomes = [_outcome(number, self._ranks[number].connection, timeout_s) for number in numbers]
         except RequestError:
-            for number, warm in enumerate(ranks[1:], 1):
+            for number in numbers[1:]:
                 try:
-                    _outcome(number, warm.connection, timeout_s)
+                    _outcome(number, self._ranks[number].connection, timeout_s)
                 except RequestError:
                     pass
                 except Exception:  # it lost rank 0 while they met
-                    self._end([warm])
+                    self._end([number])
             raise
         summary: Summary = outcomes[0]
         return summary
 
     def close(self) -> None:
         """End all ranks."""
-        self._end(list(self._ranks))
+        self._end(self._ranks)
 
-    def _end(self, ranks: Sequence[_Warm]) -> None:
-        for warm in ranks:
-            self._ranks.remove(warm)
+    def _end(self, numbers: Iterable[int]) -> None:
+        for number in [*numbers]:
+            warm = self._ranks.pop(number)
             warm.connection.close()
             warm.channel.close()
             os.kill(warm.process, signal.SIGKILL)

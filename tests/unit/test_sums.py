@@ -44,7 +44,7 @@ class Threads:
         received.copy_(torch.stack([given[self._rank.number] for given in self._exchange(rows)]))
         return SimpleNamespace(wait=lambda: None)
 
-    def all_gather_into_tensor(self, into: Tensor, mine: Tensor) -> None:
+    def all_gather_single(self, into: Tensor, mine: Tensor) -> None:
         into.copy_(torch.cat(self._exchange(mine)))
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
@@ -134,6 +134,7 @@ def test_ordered_sums_do_not_depend_on_how_shards_are_dealt(
     threads = Threads(ranks)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ordered_sum, "dist", threads)
+        patch.setattr(ordered_sum, "all_gather_single", threads.all_gather_single)
         patch.setattr(ordered_sum, "_TOGETHER", together)
         found = threads.of_ranks(
             lambda rank: summed(Net(sizes), World(rank, ranks, rank, ranks), each * ranks, without)

@@ -7,6 +7,8 @@ did not come about not count: the count is in the names under which ranks look f
 from collections.abc import Callable
 from typing import Any
 
+import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -22,6 +24,12 @@ class OnCollective(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.namespace in ("c10d", "_c10d_functional"):
             self.found(func.name())
         return func(*args, **(kwargs or {}))
+
+
+def all_gather_single(into: Tensor, mine: Tensor, group: ProcessGroup | None = None) -> None:
+    """Gather a tensor of each rank into one; torch 2.14 gave this its name, and warns of the one before."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(into, mine, group=group)
 
 
 def count_groups_anew() -> None:

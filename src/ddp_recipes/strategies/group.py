@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store
 
-from ddp_recipes._compat.collectives import count_groups_anew, every_group
+from ddp_recipes._compat.collectives import all_gather_single, count_groups_anew, every_group
 from ddp_recipes.config.parallelism import StrategySettings
 from ddp_recipes.errors import RequestError
 from ddp_recipes.runtime.digest import digest
@@ -61,7 +61,7 @@ class Group(Plain):
         """Gather the rows of all ranks and add them: first rows first."""
         if self.world.world_size > 1:
             rows = values.new_empty(self.world.world_size * len(values), *values.shape[1:])
-            dist.all_gather_into_tensor(rows, values.contiguous())
+            all_gather_single(rows, values.contiguous())
             values = rows.view(self.world.world_size, *values.shape).transpose(0, 1).flatten(0, 1)
         self.exchanges.settle()
         return values.sum(dim=0)

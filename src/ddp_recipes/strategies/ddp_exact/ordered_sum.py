@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ddp_recipes._compat.collectives import all_gather_single
 from ddp_recipes._compat.modules import buffers_of
 from ddp_recipes._compat.tensors import add_each, copy_each
 from ddp_recipes.runtime.world import World
@@ -233,7 +234,7 @@ class _Rows:
                 for of_ranks in rows.transpose(0, 1):
                     for row in of_ranks:
                         self.slice.add_(row)
-            dist.all_gather_into_tensor(self.total.flat, self.slice)
+            all_gather_single(self.total.flat, self.slice)
         if self.unused and self.world.world_size > 1:  # only then: on a GPU this waits
             used = self.total.used.tolist()
             self.unused = {at for at in self.unused if used[at] == 0}

@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ddp_recipes._compat.collectives import all_gather_single
+
 
 class OrderedReduceScatter:
     """The running total of this rank's part of a block's gradients, over the shards of a step.
@@ -37,7 +39,7 @@ class OrderedReduceScatter:
         dist.all_to_all_single(received, input_tensor, group=group)
         if self.replicas is not None:
             of_all = received.new_empty(self.replicas.size() * len(received))
-            dist.all_gather_into_tensor(of_all, received, group=self.replicas)
+            all_gather_single(of_all, received, group=self.replicas)
             received = of_all
         first, *rows = received.view(-1, len(output_tensor))
         if self.total is None:
