@@ -40,8 +40,8 @@ class Suite:
 
 
 def _name(case: ET.Element) -> str:
-    folder, file = case.get("classname", "").removeprefix("tests.").rsplit(".", 1)
-    return f"{folder}/{file}::{case.get('name')}"
+    file = case.get("classname", "").removeprefix("tests.").replace(".", "/")  # empty where a whole module is skipped
+    return f"{file}::{case.get('name')}"
 
 
 def table(rows: Iterable[tuple[float, str]]) -> str:
@@ -56,8 +56,7 @@ def main(quick: Path, everything: Path) -> None:
     print("# What the tests take\n")
     print(
         f"`benchmarks/durations.py`, two cores, Python {platform.python_version()}, torch {version('torch')}.\n"
-        "Seconds by the clock beside other workers' tests and, in these two runs, other work on the machine:\n"
-        "most are two to three times what a test takes alone. Some of the longest have become slow or nightly since.\n"
+        "Seconds by the clock, beside the tests of three other workers: about twice what a test takes alone.\n"
     )
     print("| | tests | skipped | failed | minutes |\n| --- | --- | --- | --- | --- |")
     for suite in suites:
