@@ -190,6 +190,23 @@ def test_of_several_outputs_one_is_chosen(kind: str, output: str, run: Run) -> N
     assert torch.load(folder / "predictions.pt").shape == (21, 5)
 
 
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        ["strategy=ddp_exact", "strategy.shards=4"],
+        ["strategy=fsdp", "strategy.wrap=[net.net1,net.net2]"],
+        ["strategy=ddp_pipeline", "strategy.micro_batches=2"],
+        ["strategy=dp"],
+    ],
+    ids=lambda value: value[0],
+)
+def test_one_of_several_outputs_is_chosen_with_any_strategy(strategy: list[str], run: Run) -> None:
+    own = ["model._target_=own_parts.Several", "+model.kind=dict", "task.output=out", "data.global_batch_size=16"]
+    found = run(*own, *strategy, world_size=1 if strategy == ["strategy=dp"] else 2)
+    expected = run("data.global_batch_size=16")
+    assert found["metrics"]["val/loss"] == pytest.approx(expected["metrics"]["val/loss"], rel=1e-5)
+
+
 def test_what_is_a_tensor_in_evaluations_only_is_taken_as_it_is(run: Run) -> None:
     own = ["model._target_=own_parts.Several", "+model.kind=training", "task.output=logits"]
     assert run(*own)["metrics"]["val/loss"] == run()["metrics"]["val/loss"]
