@@ -2,7 +2,7 @@
 
 import logging
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import NoReturn
 
@@ -18,6 +18,7 @@ from ddp_recipes.checkpointing.export import write_weights
 from ddp_recipes.checkpointing.writing import disk_failure
 from ddp_recipes.errors import MAKE_KEY, Left, Preempted, RecipeError, RequestError, RunFailed
 from ddp_recipes.output import Output
+from ddp_recipes.reporting.logs import own_lines
 from ddp_recipes.reporting.run_directory import RunDirectory, Summary, write_trace
 from ddp_recipes.runtime.advice import advice
 from ddp_recipes.runtime.control import NOBODY, Control
@@ -32,6 +33,7 @@ from ddp_recipes.runtime.world import World
 from ddp_recipes.tools import batch_size, learning_rate, profiling
 from ddp_recipes.tools import dry_run as planning
 from ddp_recipes.tools import equivalence as check
+from ddp_recipes.training.cadence import save_meets_validation
 from ddp_recipes.training.evaluation import check_monitor, evaluate, evaluated, refusing_collectives
 from ddp_recipes.training.metrics import Matrices, log_matrices
 from ddp_recipes.training.precision import make_precision
@@ -59,6 +61,11 @@ def run(job: Job, world: World, messages: Messages | None, watcher: Watcher = NO
         RunFailed: it failed on another rank, which is named.
         Exception: it failed on this rank.
     """
+    with own_lines(world):
+        return _run(job, world, messages, watcher)
+
+
+def _run(job: Job, world: World, messages: Messages | None, watcher: Watcher) -> Summary:
     control = Control(world, messages, float(job.config["launcher"]["timeout_s"]), watcher)
     control.joins = job.meeting is not None and not job.meeting["states"]
     recipe, directory = prepare(job, world, control)
@@ -133,6 +140,7 @@ def fit(recipe: Recipe, output: Output) -> None:
     run = make_run(recipe, output.hold(make_stop_controller(recipe)))
     if recipe.meeting is None:
         check_validation(run, recipe)
+        recipe.warnings.extend(foreseen(run, recipe))
     for callback in run.callbacks.values():
         callback.check()
     run.memory = rejoin.make_memory(recipe, run)
@@ -170,6 +178,23 @@ def check_validation(run: Run, recipe: Recipe) -> None:
     run.task.train()
 
 
+def foreseen(run: Run, recipe: Recipe) -> Iterator[str]:
+    """Yield what a user may not expect of this run, though nothing is wrong with it."""
+    plan, settings = run.train.plan, run.checkpoint
+    if plan.global_batch_size > plan.num_samples:
+        yield (
+            f"A global batch of {plan.global_batch_size} samples is more than data.train has: each step takes all "
+            f"{plan.num_samples}. Set data.global_batch_size or data.batch_size, which is for each replica."
+        )
+    measured = settings.enabled and settings.save_top_k and run.val and not run.monitor.startswith("train/")
+    if measured and not run.trainer.fast_dev_run and not save_meets_validation(run, recipe.length):
+        yield (
+            f"There will be no best.pt: no checkpoint is due at a step that is validated, so of none {run.monitor} is "
+            f"known. Leave out checkpoint.every_n_steps and checkpoint.every_n_epochs for one with each validation, or "
+            f"set trainer.val_check_interval and trainer.check_val_every_n_epoch to fit."
+        )
+
+
 def stop_early(run: Run) -> NoReturn:
     """End a run that a signal stopped."""
     stopped = f"Stopped by {run.stop_controller.cause} at step {run.cursor.step}"
@@ -185,6 +210,7 @@ def stop_early(run: Run) -> NoReturn:
 def measure(recipe: Recipe, output: Output) -> None:
     """Evaluate without training: ``mode=validate`` and ``mode=test``."""
     recipe.task.position.step = step = recipe.load_weights(recipe.strategy)
+    recipe.forget_state()
     output.open(None)
     precision = make_precision(recipe.trainer.precision, recipe.device.type)
     matrices: Matrices = {}
@@ -197,6 +223,7 @@ def predict(recipe: Recipe, output: Output) -> None:
     """Write the outputs for every sample, in the data set's order, to ``predictions.pt``: a tensor [samples, ...]."""
     ((_, loader),) = recipe.loaders.items()
     recipe.load_weights(recipe.strategy)
+    recipe.forget_state()
     output.open(None)
     recipe.strategy.sync_buffers(recipe.task)
     recipe.task.eval()

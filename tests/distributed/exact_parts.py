@@ -187,3 +187,52 @@ class Scaled(Toy):
     def __init__(self, in_features: int, hidden_features: int, out_features: int) -> None:
         super().__init__(in_features, hidden_features, out_features)
         self.scale = nn.Parameter(torch.tensor(1.0))
+
+
+class Counting(Toy):
+    """Counts what it is called for, outside of its tensors; its output depends on that only after a hundred passes.
+
+    Args:
+        where: ``attribute``, ``dict``, ``class``, ``global`` or ``samples``, whose number it counts; ``late``: an
+            attribute that comes with the first pass. ``notes``: it counts nothing, but notes what a batch was.
+    """
+
+    passes = 0
+
+    def __init__(self, in_features: int, hidden_features: int, out_features: int, where: str) -> None:
+        super().__init__(in_features, hidden_features, out_features)
+        self.where, self.seen, self.stats = where, 0, {"passes": 0}
+
+    def forward(self, input: Tensor) -> Tensor:
+        global PASSES
+        match self.where:
+            case "attribute":
+                self.seen += 1
+            case "late":
+                self.since = getattr(self, "since", 0) + 1
+            case "dict":
+                self.stats["passes"] += 1
+            case "class":
+                type(self).passes += 1
+            case "global":
+                PASSES += 1
+            case "samples":
+                self.seen += len(input)
+        if self.where == "notes":
+            self.size, self.mean, self.inputs, self.shape = len(input), input.mean().item(), input, input.shape
+        output = super().forward(input)
+        late = max(self.seen, self.stats["passes"], self.passes, PASSES, getattr(self, "since", 0)) > 100
+        return output * 0.5 if late and self.where != "samples" else output
+
+
+PASSES = 0
+
+
+class CountingTask(Task):
+    """Counts its steps."""
+
+    steps = 0
+
+    def training_step(self, batch: Any) -> StepOutput:
+        self.steps += 1
+        return super().training_step(batch)

@@ -7,9 +7,11 @@ import os
 import random
 import resource
 import signal
+import sys
+from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -313,3 +315,66 @@ class Lit(Toy):
     def configure_optimizers(self) -> tuple[list[torch.optim.Optimizer], list[object]]:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
         return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), "interval": "epoch"}]
+
+
+class Held(Callback):
+    """Writes what tensors this rank holds at the end of a run, in bytes, to ``<folder>/<rank>``."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
+
+    def on_end(self) -> None:
+        gc.collect()
+        held = [each for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter) and each.is_cpu]
+        storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in held}
+        (self.folder / f"{rank()}").write_text(str(sum(storages.values())))
+
+
+class Talking(Toy):
+    """Prints in its first forward pass: lines, a line in parts, and to standard error."""
+
+    said = False
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.said:
+            self.said = True
+            print(f"one of {rank()}\ntwo of {rank()}")
+            print("three", f"of {rank()}", end="")
+            print()
+            print(f"error of {rank()}", file=sys.stderr)
+        return super().forward(input)
+
+
+class Several(nn.Module):
+    """Returns several outputs, as models with an auxiliary head do.
+
+    Args:
+        kind: ``dict`` of out and aux, ``out`` of out alone, ``tuple``, ``list``, ``named``, ``none`` or ``training``:
+            a named tuple, but a tensor in evaluations.
+    """
+
+    def __init__(self, in_features: int, hidden_features: int, out_features: int, kind: str) -> None:
+        super().__init__()
+        self.net, self.kind = Toy(in_features, hidden_features, out_features), kind
+
+    def forward(self, input: Tensor) -> Any:
+        out = self.net(input)
+        match self.kind:
+            case "dict":
+                return {"aux": out + 1, "out": out}
+            case "out":
+                return OrderedDict(out=out)
+            case "tuple":
+                return out, out + 1
+            case "list":
+                return [out + 1, out]
+            case "none":
+                return None
+        return out if self.kind == "training" and not self.training else Outputs(out, out + 1)
+
+
+class Outputs(NamedTuple):
+    """Of a model with an auxiliary head."""
+
+    logits: Tensor
+    aux_logits: Tensor

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from PIL import Image
 
 from ddp_recipes.errors import RequestError, RunFailed
 from ddp_recipes.reporting.run_directory import Summary
@@ -142,3 +144,99 @@ def test_unknown_keys_of_an_own_yaml_are_refused(line: str, near: str, tmp_path:
         make_job(["data=mine"], config_dir=str(tmp_path))
     (folder / "mine.yaml").write_text(f"defaults: [random, _self_]\nvocabulary: 7\n{line}\nnum_samples: ${{.{key}}}\n")
     make_job(["data=mine"], config_dir=str(tmp_path))
+
+
+def broken(folder: Path, content: bytes) -> Path:
+    """Put a file that is no image among images of two classes."""
+    for kind in ("ant", "bee"):
+        for number in range(4):
+            path = folder / kind / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (8, 8), (number, 0, 0)).save(path)
+    path.write_bytes(content or path.read_bytes()[:-30])
+    return path
+
+
+@pytest.mark.parametrize("content", [b"", b"no image"], ids=["cut short", "no image"])
+@pytest.mark.parametrize("own", [True, False], ids=["ours", "torchvision's"])
+def test_an_image_that_cannot_be_read_is_named_with_its_file(
+    own: bool, content: bytes, run: Run, tmp_path: Path
+) -> None:
+    path = broken(tmp_path / "train", content)
+    target = "ddp_recipes.datasets.image_folder" if own else "torchvision.datasets.ImageFolder"
+    root = tmp_path if own else tmp_path / "train"
+    transform = "" if own else ", transform: {_target_: torchvision.transforms.ToTensor}"
+    with pytest.raises((RunFailed, RuntimeError)) as raised:
+        run(
+            "data.val=null",
+            "~data.train",
+            f"+data.train={{_target_: {target}, root: {root}{transform}}}",
+            "task=classification",
+        )
+    last = str(raised.value).strip().splitlines()[-1]
+    assert f" of sample 7 of data.train, a ImageFolder of 8, the file {path}: " in last
+
+
+@pytest.mark.parametrize(
+    ("kind", "output"), [("out", "null"), ("dict", "out"), ("tuple", "0"), ("list", "1"), ("named", "logits")]
+)
+def test_of_several_outputs_one_is_chosen(kind: str, output: str, run: Run) -> None:
+    own = ["model._target_=own_parts.Several", f"+model.kind={kind}", f"task.output={output}"]
+    expected = run(world_size=2)
+    found = run(*own, world_size=2)
+    assert found["metrics"]["val/loss"] == expected["metrics"]["val/loss"]
+    test = ["mode=predict", "data.predict=${data.val}", f"ckpt_path={found['last_checkpoint']}"]
+    folder = Path(run(*own, *test, world_size=2)["run_directory"])
+    assert torch.load(folder / "predictions.pt").shape == (21, 5)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        ["strategy=ddp_exact", "strategy.shards=4"],
+        ["strategy=fsdp", "strategy.wrap=[net.net1,net.net2]"],
+        ["strategy=ddp_pipeline", "strategy.micro_batches=2"],
+        ["strategy=dp"],
+    ],
+    ids=lambda value: value[0],
+)
+def test_one_of_several_outputs_is_chosen_with_any_strategy(strategy: list[str], run: Run) -> None:
+    own = ["model._target_=own_parts.Several", "+model.kind=dict", "task.output=out", "data.global_batch_size=16"]
+    found = run(*own, *strategy, world_size=1 if strategy == ["strategy=dp"] else 2)
+    expected = run("data.global_batch_size=16")
+    assert found["metrics"]["val/loss"] == pytest.approx(expected["metrics"]["val/loss"], rel=1e-5)
+
+
+def test_what_is_a_tensor_in_evaluations_only_is_taken_as_it_is(run: Run) -> None:
+    own = ["model._target_=own_parts.Several", "+model.kind=training", "task.output=logits"]
+    assert run(*own)["metrics"]["val/loss"] == run()["metrics"]["val/loss"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "output", "message"),
+    [
+        (
+            "dict",
+            "null",
+            "task.output=null, but Several returns a dict of aux, out: this task computes the loss from o",
+        ),
+        ("dict", "logits", "task.output=logits, but Several returns a dict of aux, out"),
+        ("tuple", "null", "task.output=null, but Several returns a tuple of 0, 1"),
+        ("tuple", "2", "task.output=2, but Several returns a tuple of 0, 1"),
+        ("named", "null", "task.output=null, but Several returns a Outputs of logits, aux_logits"),
+        ("none", "null", "task.output=null, but Several returns a NoneType: this task"),
+        ("out", "[1]", r"task.output=\[1\] is no name and no place"),
+    ],
+)
+def test_outputs_that_nobody_chose_are_refused_before_the_run(
+    kind: str, output: str, message: str, run: Run, tmp_path: Path
+) -> None:
+    with pytest.raises(RequestError, match=message):
+        run(
+            "model._target_=own_parts.Several",
+            f"+model.kind={kind}",
+            f"task.output={output}",
+            world_size=2,
+            directory=tmp_path / "run",
+        )
+    assert not [*(tmp_path / "run").glob("*")]

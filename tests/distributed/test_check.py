@@ -98,3 +98,38 @@ def test_a_check_from_a_checkpoint_compares_the_steps_after_it(run: Run) -> None
 def test_only_training_is_compared(run: Run) -> None:
     with pytest.raises(RequestError, match="check=equivalence compares training, but mode=validate is none"):
         run(*CHECK, "mode=validate")
+
+
+@pytest.mark.parametrize(
+    ("where", "name"),
+    {
+        "attribute": "seen is 16, 4 there",
+        "late": "since is 16, 4 there",
+        "dict": "stats.passes is 16, 4 there",
+        "class": "exact_parts.Counting.passes is 16, 4 there",
+        "global": "exact_parts.PASSES is 16, 4 there",
+    }.items(),
+)
+def test_a_count_of_forward_passes_is_named(where: str, name: str, run: Run, tmp_path: Path) -> None:
+    model = ["model._target_=exact_parts.Counting", f"+model.where={where}", "check_steps=4"]
+    message = found(run, tmp_path / "exact", *model, "strategy=ddp_exact", "strategy.shards=8", "data.batch_size=2")
+    assert f"strategy=single does: the model counts, and after 4 steps {name}" in message
+    assert "Have it follow the optimizer steps" in message
+    summary = json.loads((tmp_path / "exact" / "summary.json").read_text())
+    assert summary["status"] == "failed"
+    assert summary["metrics"]["check/gradient"] < 1e-5
+    assert run(*CHECK, *model, world_size=2)["status"] == "finished", "ddp takes as many passes as one process"
+
+
+def test_a_count_of_samples_is_named_and_what_is_noted_of_a_batch_is_not(run: Run, tmp_path: Path) -> None:
+    model = ["model._target_=exact_parts.Counting", "check_steps=5"]
+    assert "after 5 steps seen is 39, 77 there" in found(run, tmp_path, *model, "+model.where=samples")
+    assert run(*CHECK, *model, "+model.where=notes", *EXACT, world_size=2)["status"] == "finished"
+
+
+def test_a_count_in_a_task_or_in_a_sharded_model_is_named(run: Run, tmp_path: Path) -> None:
+    fsdp = ["strategy=fsdp", "strategy.shards=4", "strategy.wrap=[net1,net2]", "data.batch_size=2", "check_steps=4"]
+    model = ["model._target_=exact_parts.Counting", "+model.where=attribute"]
+    assert "after 4 steps seen is 8, 4 there" in found(run, tmp_path / "model", *fsdp, *model)
+    task = "task._target_=exact_parts.CountingTask"
+    assert "after 4 steps steps is 8, 4 there" in found(run, tmp_path / "task", *fsdp, task)

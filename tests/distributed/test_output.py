@@ -138,6 +138,55 @@ def test_lines_come_from_rank_0_and_warnings_from_all(run: Run, capfd: pytest.Ca
     assert log.count("epoch 2  step 8  val/loss") == 1
 
 
+def test_what_ranks_print_has_their_number(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
+    run("model._target_=own_parts.Talking", "trainer.max_epochs=1", world_size=3)
+    terminal = capfd.readouterr()
+    lines = [line for line in terminal.out.splitlines() if " of " in line]
+    said = [f"{word} of {{}}" for word in ("one", "two", "three")]
+    assert sorted(lines) == sorted(
+        [line.format(0) for line in said] + [f"rank {rank}: {line.format(rank)}" for rank in (1, 2) for line in said]
+    )
+    assert sorted(line for line in terminal.err.splitlines() if "error of" in line) == [
+        "error of 0",
+        "rank 1: error of 1",
+        "rank 2: error of 2",
+    ]
+
+
+NO_BEST = "There will be no best.pt: no checkpoint is due at a step that is validated, so of none val/loss is known."
+
+
+@pytest.mark.parametrize(
+    ("overrides", "meets"),
+    [
+        (["checkpoint.every_n_steps=3", "trainer.max_epochs=2"], False),
+        (["checkpoint.every_n_steps=3", "trainer.max_epochs=3"], True),
+        (["checkpoint.every_n_steps=3", "trainer.max_epochs=3", "trainer.check_val_every_n_epoch=2"], False),
+        (["checkpoint.every_n_steps=3", "trainer.val_check_interval=3"], True),
+        (["checkpoint.every_n_epochs=1", "trainer.check_val_every_n_epoch=2", "trainer.max_epochs=1"], False),
+        (["checkpoint.every_n_epochs=1", "trainer.accumulate_grad_batches=3"], True),
+        (["checkpoint.every_n_steps=3", "checkpoint.monitor=train/loss"], True),
+        (["checkpoint.every_n_steps=3", "checkpoint.save_top_k=0"], True),
+    ],
+    ids=str,
+)
+def test_that_no_checkpoint_will_be_the_best_is_said_once(overrides: list[str], meets: bool, run: Run) -> None:
+    """An epoch has four steps."""
+    summary = run("data.global_batch_size=16", *overrides, world_size=2)
+    log = (Path(summary["run_directory"]) / "train.log").read_text()
+    assert log.count(NO_BEST) == (not meets)
+    if "save_top_k" not in overrides[-1]:
+        assert (summary["best_checkpoint"] is not None) == meets
+
+
+def test_a_batch_larger_than_the_data_is_said_once(run: Run) -> None:
+    summary = run("data.batch_size=40", world_size=2)
+    log = (Path(summary["run_directory"]) / "train.log").read_text()
+    assert log.count("A global batch of 80 samples is more than data.train has: each step takes all 64.") == 1
+    log = (Path(run("data.batch_size=32", world_size=2)["run_directory"]) / "train.log").read_text()
+    assert "A global batch" not in log
+
+
 @pytest.mark.parametrize(
     ("overrides", "kept"),
     [

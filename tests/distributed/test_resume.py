@@ -280,3 +280,31 @@ def test_checkpoints_hold_plain_data(run: Run) -> None:
     assert set(state["model"]) == {"net1.weight", "net1.bias", "net2.weight", "net2.bias"}, "names without wrappers"
     assert state["cursor"] == {"epoch": 2, "batch": 0, "step": 8, "samples_seen": 128}
     assert (state["world_size"], state["global_batch_size"], state["seed"]) == (2, 16, 42)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world_size"),
+    [(["single"], 1), (["ddp_exact"], 2), (["fsdp", "strategy.wrap=[net1,net2]"], 2)],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_a_run_that_resumes_holds_no_more_than_one_that_does_not(
+    strategy: list[str], world_size: int, run: Run, tmp_path: Path
+) -> None:
+    """What it has read of the checkpoint is in the model and its optimizer, and nowhere else."""
+    common = [
+        "strategy=" + strategy[0],
+        *strategy[1:],
+        "optimizer=adamw",
+        "model.hidden_features=3000",
+        "trainer.max_epochs=3",
+    ]
+    common += ["+callbacks.held._target_=own_parts.Held", f"+callbacks.held.folder={tmp_path}"]
+
+    def held(*overrides: str) -> list[int]:
+        run(*common, *overrides, world_size=world_size, directory=tmp_path / "run")
+        return [int((tmp_path / str(rank)).read_text()) for rank in range(world_size)]
+
+    fresh = held("trainer.max_epochs=1")
+    resumed = held("ckpt_path=auto")
+    assert min(fresh) > 4 * 15 * 3000 * 3 / world_size
+    assert max(after - before for after, before in zip(resumed, fresh, strict=True)) < 4 * 5 * 3000 / world_size

@@ -1,6 +1,7 @@
 """A save that is killed, refused by the disk, or slow: the newest whole checkpoint is always there to go on from."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from signal import SIGKILL, SIGSTOP, SIGTERM
+from typing import Any
 
 import pytest
 
@@ -15,9 +17,11 @@ from ddp_recipes.checkpointing.files import find, load, load_first, newest_first
 from ddp_recipes.checkpointing.manager import FileCheckpointer
 from ddp_recipes.errors import RecipeError
 from ddp_recipes.runtime.digest import digest
-from helpers.checkpoints import checkpointer, plain, state_of, steps_in
-from helpers.patience import patience
-from helpers.processes import GONE_S, START_S, kill, started, summary, until, until_saved
+from helpers.checkpoints import checkpointer, mounted, plain, state_of, steps_in
+from helpers.marks import slow_but
+from helpers.pairs import pairwise
+from helpers.patience import patience, timeout_s
+from helpers.processes import GONE_S, START_S, kill, ran, started, summary, until, until_saved
 
 ROWS = 700_000  # of 12 bytes: two blocks that go past the page cache, and a rest
 
@@ -263,3 +267,73 @@ def test_a_rank_0_that_is_gone_in_a_save_ends_the_run(folder: Path) -> None:
             assert expected in ended.err
             state = load_first(newest_first(directory / "checkpoints"))[1]
             assert state["cursor"]["step"] % 5 == 0
+
+
+# --- with any strategy, on any rank that writes ---------------------------------------------------------------------
+
+STRATEGIES = {
+    "fsdp": ["strategy=fsdp", "strategy.shards=4", "strategy.wrap=[net1,net2]"],
+    "ddp_exact": ["strategy=ddp_exact", "strategy.shards=4"],
+    "ddp_pipeline": ["strategy=ddp_pipeline", "strategy.micro_batches=2"],
+}
+KILLS = {"write": "write", "sync": "fsync", "rename": "rename,renameat,renameat2"}
+IN_A_SAVE = pairwise(
+    {
+        "strategy": [*STRATEGIES],
+        "async_save": ["true", "false"],
+        "fault": [*KILLS, "slow", "full"],
+        "rank": [0, 1],
+        "call": [1, 2, 3],
+    },
+    seed=13,
+)
+
+
+def disturbed(case: dict[str, Any], folder: Path, own: list[str]) -> None:
+    """Run until the save of a rank is cut off, held up or refused by the disk."""
+    fault, timeout = case["fault"], timeout_s()
+    rank = case["rank"] if case["strategy"] == "fsdp" else 0  # others write nothing
+    directory, log = folder / "disk" / "run", folder / "strace.log"
+    wide = ["model.hidden_features=500"] if fault == "full" else []
+    with started(folder, *own, *wide, f"launcher.timeout_s={timeout}", "hydra.run.dir=disk/run") as run:
+        if fault == "full":
+            ended = run.end()
+            assert re.search(r"could not be written: No space left on device|is not written: it needs about", ended.err)
+            assert "Earlier checkpoints are untouched." in ended.err
+        elif fault == "slow":
+            until_saved(run, directory)
+            with tampered(run.rank(rank), log, f"fsync:delay_enter={2 * timeout}s:when={case['call']}"):
+                until(lambda: log.exists() and "DELAYED" in log.read_text(), START_S, "no sync")
+                held = steps_in(directory / "checkpoints")[-1]
+                until(lambda: steps_in(directory / "checkpoints")[-1] > held + 5, START_S, "no further save")
+            run.signal(SIGTERM)
+            ended = run.end()
+        else:
+            until_saved(run, directory)
+            with tampered(run.rank(rank), log, f"{KILLS[fault]}:signal=SIGKILL:when={case['call']}"):
+                ended = run.end()
+            assert f"Rank {rank} (" in ended.err
+            assert "was killed by SIGKILL" in ended.err
+    assert ended.status == (75 if fault == "slow" else 1), ended.err
+
+
+@pytest.mark.parametrize("number", slow_but([], range(len(IN_A_SAVE)), daily=range(0, len(IN_A_SAVE), 5)))
+def test_whatever_becomes_of_a_save_the_run_goes_on_to_the_same_bits(number: int, folder: Path) -> None:
+    case = IN_A_SAVE[number]
+    own = [*RUN, *STRATEGIES[case["strategy"]], f"checkpoint.async_save={case['async_save']}", "optimizer=adamw"]
+    with mounted(folder / "disk", "1m" if case["fault"] == "full" else "64m"):
+        disturbed(case, folder, own)
+        paths = find("auto", folder / "disk" / "run")
+        _, state, warnings = load_first(paths)
+        assert warnings == [], case
+        shutil.copytree(folder / "disk" / "run", folder / "run")
+    if case["fault"] == "full":
+        return
+    steps = f"trainer.max_steps={state['cursor']['step'] + 12}"
+    on = [*own, steps, f"launcher.timeout_s={timeout_s()}"]
+    assert ran(folder, *on, "ckpt_path=auto").status == 0
+    assert ran(folder, *on, "hydra.run.dir=whole").status == 0
+    assert summary(folder / "run")["weights_sha256"] == summary(folder / "whole")["weights_sha256"], case
+    checkpoints = folder / "run" / "checkpoints"
+    assert load(checkpoints / "last.pt")["cursor"]["step"] == state["cursor"]["step"] + 12
+    assert {path.name for path in checkpoints.iterdir() if not path.name.startswith("step_")} <= {"last.pt", "best.pt"}

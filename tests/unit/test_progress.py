@@ -190,3 +190,12 @@ def test_table_on_a_terminal() -> None:
     stream = Terminal()
     table("Run", [("model", "toy"), ("parameters", "165 [all]")], stream)
     assert re.search(r"│ parameters │ 165 \[all\] │", stream.plain())
+
+
+@pytest.mark.parametrize("width", [20, 40, 79, 80])
+def test_a_path_is_never_broken_to_fit(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    stream, path = Terminal(), f"outputs/{'x' * 49}/best.pt"
+    table("finished in 0.4 s", [("val/loss", "0.1"), ("best", path)], stream)
+    assert path in stream.plain()
+    assert ("╭" in stream.plain()) == (width == 80)

@@ -1,7 +1,10 @@
 """Checkpoints in parts: complete or absent, whatever is missing of them, and the same whole by whoever reads it."""
 
 import json
+import os
 import shutil
+import threading
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -11,6 +14,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load as safetensors
 from safetensors.torch import load_file
 
 import ddp_recipes
@@ -268,6 +272,25 @@ def test_async_save_writes_the_state_as_it_was_when_asked(tmp_path: Path) -> Non
     assert digest({name: written[name] for name in state}) == expected
 
 
+def test_to_wait_for_a_save_is_to_wait_for_all_parts(tmp_path: Path) -> None:
+    team, state = Team(tmp_path), state_of(1, size=7)
+    team.begin(state, without=(1, 2))
+    others = threading.Thread(target=lambda: [team.begin(state, without=(0, rank)) for rank in (2, 1)])
+    others.start()
+    assert not team.each[0].busy(None)
+    others.join()
+    assert load(tmp_path / "last.pt")["cursor"]["step"] == 1
+
+
+def test_parts_that_do_not_come_are_not_waited_for(tmp_path: Path) -> None:
+    team = saved(tmp_path, 1)
+    team.begin(state_of(2, size=7), without=(1,))
+    assert not team.each[0].busy(None)
+    assert steps_in(tmp_path) == [1]
+    team.save(state_of(3, size=7))
+    assert steps_in(tmp_path) == [1, 3]
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     with mounted(tmp_path / "small", "1m") as folder:
@@ -303,6 +326,139 @@ def test_an_index_leads_nowhere_else(tmp_path: Path) -> None:
 
 
 def _index(content: dict[str, Any]) -> bytes:
-    import zlib
-
     return json.dumps({"checksum": f"{zlib.crc32(json.dumps(content).encode()):08x}", "content": content}).encode()
+
+
+# --- an index that somebody made ----------------------------------------------------------------------------------
+
+
+def crafted(folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    """Change the index of step 1, and make its checksum right again."""
+    path = folder / "step_00000001.pt"
+    content = json.loads(path.read_text())["content"]
+    change(content)
+    path.write_bytes(_index(content))
+    return path
+
+
+WEIGHT = "model/weight"  # [7, 3] in three parts: rows 0 to 3, 3 to 6, 6 to 7
+INDICES: dict[str, Callable[[dict[str, Any]], object]] = {
+    "gap at the end": lambda row: row["at"].pop(),
+    "gap in between": lambda row: row["at"].pop(1),
+    "no part": lambda row: row["at"].clear(),
+    "overlap": lambda row: row["at"].__setitem__(1, [1, 2, 6]),
+    "twice": lambda row: row["at"].append([0, 0, 3]),
+    "another part's rows": lambda row: row.update(at=[[1, 0, 3], [0, 3, 6], [2, 6, 7]]),
+    "more rows than a part has": lambda row: row.update(shape=[9, 3], at=[[0, 0, 3], [1, 3, 6], [2, 6, 9]]),
+    "part 99": lambda row: row["at"].__setitem__(2, [99, 6, 7]),
+    "part -1": lambda row: row["at"].__setitem__(2, [-1, 6, 7]),
+    "backwards": lambda row: row.update(shape=[3, 3], at=[[0, 0, 5], [1, 5, 3]]),
+    "negative rows": lambda row: row.update(shape=[-1, 3]),
+    "negative columns": lambda row: row.update(shape=[7, -3]),
+    "other columns": lambda row: row.update(shape=[7, 2]),
+    "no dimension": lambda row: row.update(shape=[]),
+    "huge": lambda row: row.update(shape=[1 << 70, 3], at=[[0, 0, 1 << 70]]),
+    "huge and empty": lambda row: row.update(shape=[0, 1 << 70], at=[]),
+    "half a row": lambda row: row["at"].__setitem__(0, [0, 0, 3.0]),
+    "other numbers": lambda row: row.update(dtype="I32"),
+    "no dtype": lambda row: row.update(dtype="F31"),
+}
+
+
+@pytest.mark.parametrize("readers", [0, RANKS])
+@pytest.mark.parametrize("kind", INDICES)
+def test_an_index_that_does_not_have_each_number_once_is_refused(kind: str, readers: int, tmp_path: Path) -> None:
+    saved(tmp_path, 1)
+    path = crafted(tmp_path, lambda content: INDICES[kind](content["rows"][WEIGHT]))
+    with pytest.raises(RequestError, match=r"step_00000001.pt is damaged or no checkpoint: .*"):
+        load(path, readers=readers)
+
+
+@settings(max_examples=150)
+@given(st.lists(st.integers(0, 8), max_size=5), st.data())
+def test_rows_are_read_as_they_were_or_the_index_is_refused(two: Path, cuts: list[int], data: st.DataObject) -> None:
+    """However somebody cuts a tensor: what is read is what was saved, in every number."""
+    path = two / "step_00000001.pt"
+    good, expected = path.read_bytes(), state_of(1, size=7)["model"]["weight"]
+    numbers = data.draw(st.lists(st.integers(-1, RANKS), min_size=len(cuts) + 1, max_size=len(cuts) + 1))
+    spans = [*zip(numbers, [0, *cuts], [*cuts, 7], strict=True)]
+    shape = data.draw(st.just([7, 3]) | st.lists(st.integers(-1, 9), max_size=3))
+    try:
+        crafted(two, lambda content: content["rows"][WEIGHT].update(at=data.draw(st.permutations(spans)), shape=shape))
+        whole = put_together(load(path, readers=data.draw(st.sampled_from([0, RANKS]))))["model"]["weight"]
+    except RequestError:
+        return
+    finally:
+        path.write_bytes(good)
+    assert same(whole, expected)
+
+
+NUMBERS = st.integers(-1, 90) | st.sampled_from([0, 12, 36, 1 << 62, 1 << 70, True, 0.0, None])
+ENTRIES = st.fixed_dictionaries(
+    {},
+    optional={
+        "data_offsets": st.lists(NUMBERS, min_size=1, max_size=3),
+        "shape": st.lists(NUMBERS, max_size=3),
+        "dtype": st.sampled_from(["F32", "I32", "BF16", "F64", "U8", "F31", 3]),
+    },
+)
+
+
+@settings(max_examples=150)
+@given(st.integers(0, RANKS - 1), ENTRIES, st.sampled_from([None, 0, 7, 1 << 40, (1 << 64) - 1]), st.data())
+def test_a_part_is_read_as_others_read_it_or_refused(
+    two: Path, number: int, entry: dict[str, Any], length: int | None, data: st.DataObject
+) -> None:
+    """Whatever its header says, with checksums that are right."""
+    path, part = two / "step_00000001.pt", parts_of(two, 1)[number]
+    good, whole = path.read_bytes(), part.read_bytes()
+    end = 8 + int.from_bytes(whole[:8], "little")
+    header = json.loads(whole[8:end])
+    header[data.draw(st.sampled_from(sorted(header.keys() - {"__metadata__"})))].update(entry)
+    text = json.dumps(header).encode()
+    content = (len(text) if length is None else length).to_bytes(8, "little") + text + whole[end:]
+    sums = [len(content), zlib.crc32(content)]
+    try:
+        part.write_bytes(content)
+        crafted(two, lambda index: index["parts"][number].__setitem__(slice(2, None), sums))
+        weights = put_together(load(path, readers=data.draw(st.sampled_from([0, RANKS]))))["model"]
+        theirs = [safetensors(each.read_bytes()) for each in parts_of(two, 1)]
+    except RequestError:
+        return
+    finally:
+        path.write_bytes(good)
+        part.write_bytes(whole)
+    assert same(weights["weight"], torch.cat([each["model/weight"] for each in theirs]))
+    assert same(weights["half"], theirs[0]["model/half"])
+
+
+NO_FILES: dict[str, Callable[[Path], object]] = {
+    "pipe": os.mkfifo,
+    "folder": Path.mkdir,
+    "link to a device": lambda path: path.symlink_to("/dev/zero"),
+    "link to itself": lambda path: path.symlink_to(path.name),
+    "link to nothing": lambda path: path.symlink_to("nothing"),
+}
+
+
+@pytest.mark.parametrize("kind", NO_FILES)
+def test_what_is_no_file_is_never_waited_for(kind: str, tmp_path: Path) -> None:
+    """In the place of a part it is named, in that of an index as well; saves go on."""
+    saved(tmp_path, 2)
+    part = parts_of(tmp_path, 2)[1]
+    part.unlink()
+    NO_FILES[kind](part)
+    path, _, warnings = load_first(newest_first(tmp_path))
+    assert path.name == "step_00000001.pt"
+    assert "its part step_00000002-0000abcd/rank_1_of_3.safetensors, which rank 1 wrote, " in warnings[0]
+    index = tmp_path / "step_00000002.pt"
+    index.unlink()
+    NO_FILES[kind](index)
+    with pytest.raises(RequestError, match=r"step_00000002.pt"):
+        load(index)
+    (tmp_path / "last.pt").unlink()
+    NO_FILES[kind](tmp_path / "best.pt")
+    team = Team(tmp_path, start="00001234")
+    for step in (3, 4, 5):
+        team.save(state_of(step, size=7))
+    assert load(tmp_path / "last.pt")["cursor"]["step"] == 5

@@ -40,6 +40,8 @@ from ddp_recipes.training.evaluation import check_measured
 from ddp_recipes.training.handover import load_part
 from ddp_recipes.training.precision import make_precision
 
+_ASKED_LATER = {"checkpointer", "cursor", "purge_step", "run"}  # of a checkpoint, once it is loaded
+
 
 @dataclass
 class Recipe:
@@ -159,6 +161,12 @@ class Recipe:
             load_part(self.task, weights)
         self.initial, self.weights = {}, {}  # some are large
         return 0 if self.state is None else int(self.state["cursor"]["step"])
+
+    def forget_state(self) -> None:
+        """Leave of a checkpoint that is loaded only what the run still asks for: tensors would stay to its end."""
+        state = self.state or {}
+        for name in state.keys() - _ASKED_LATER:
+            del state[name]  # in place, for the output has it as well
 
 
 def make_recipe(job: Job, world: World, control: Control) -> Recipe:

@@ -109,5 +109,6 @@ def make_run(recipe: Recipe, stop_controller: StopController, strategy: Strategy
         callback.run = run
     if recipe.state is not None:
         recipe.warnings.extend(restore(run, recipe.state))
+        recipe.forget_state()
     task.train()
     return run

@@ -206,7 +206,8 @@ def newest_first(directory: Path) -> list[Path]:
     """
     found = [path for _, path in sorted(step_files(directory).items(), reverse=True)]
     last = directory / LAST
-    return [*found, last] if last.exists() and not any(last.samefile(path) for path in found) else found
+    named = [path for path in found if path.exists()]  # a symbolic link may lead nowhere
+    return [*found, last] if last.exists() and not any(map(last.samefile, named)) else found
 
 
 def step_files(directory: Path) -> dict[int, Path]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ddp_recipes.checkpointing.files import State
 from ddp_recipes.checkpointing.part_file import PartFile
-from ddp_recipes.checkpointing.parts import restored, taken_apart
+from ddp_recipes.checkpointing.parts import dealt, restored, taken_apart
 from ddp_recipes.checkpointing.tensors_file import NAMES, stream
 from ddp_recipes.runtime.memory import HEADER
 
@@ -39,11 +39,11 @@ def load_kept(places: Sequence[str], opened: Callable[[str], io.RawIOBase]) -> S
     files: list[PartFile] = []
     for part, place in enumerate(places):
         with opened(place) as file:
-            file.seek(HEADER.size)
+            _, content, *_ = HEADER.unpack(file.read(HEADER.size) or b"")
             size = int.from_bytes(file.read(_LENGTH) or b"", "little")
             notes.append(json.loads(file.read(size) or b""))
-        begin = HEADER.size + _LENGTH + size
-        files.append(PartFile(Path(place), part, 0, 0, begin, partial(opened, place)))
+        tensors, begin = content - _LENGTH - size, HEADER.size + _LENGTH + size
+        files.append(PartFile(Path(place), part, tensors, 0, begin, partial(opened, place)))
     rows = {
         name: {
             "dtype": dtype,
@@ -52,5 +52,5 @@ def load_kept(places: Sequence[str], opened: Callable[[str], io.RawIOBase]) -> S
         }
         for name, (dtype, shape, *_) in notes[0]["rows"].items()
     }
-    state: State = restored(notes[0]["state"], rows, files)
+    state: State = restored(notes[0]["state"], dealt(rows, files), files)
     return {**state, "drawn": [drawn for note in notes for drawn in note["drawn"]]}

@@ -134,7 +134,7 @@ class FileCheckpointer(Background):
         """Return the steps of the files that are to be kept for their values, best first, with a new one's."""
         if value is not None and not math.isnan(value):
             self.values[step] = value
-        kept = self._best_steps({step, *step_files(self.directory)})
+        kept = self._best_steps({step, *self._files()})
         self.values = {kept_step: self.values[kept_step] for kept_step in kept}
         return kept
 
@@ -177,7 +177,7 @@ class FileCheckpointer(Background):
                 shutil.rmtree(folder)
         if self.settings.save_top_k < 0:
             return
-        found = sorted(each for each in step_files(self.directory) if each <= step)
+        found = sorted(each for each in self._files() if each <= step)
         newest = found[-2:] if self.settings.save_last or not kept else []
         for each in {*found} - {*kept, *newest}:
             self._delete(self._path(each))
@@ -203,7 +203,7 @@ class FileCheckpointer(Background):
             path.rename(f"{path}.aside")
             log.warning("%s is of a later step than %d, and now called %s.aside.", path, step, path.name)
         self.values = {int(saved): value for saved, value in state["values"].items() if int(saved) in found}
-        if step in found:
+        if step in self._files():
             self._link(step, self._best_steps({*found}))
 
     def _best_steps(self, found: set[int]) -> list[int]:
@@ -211,6 +211,10 @@ class FileCheckpointer(Background):
         sign = 1 if self.settings.mode == "min" else -1
         ranked = sorted(self.values.keys() & found, key=lambda step: (sign * self.values[step], step))
         return ranked if self.settings.save_top_k < 0 else ranked[: self.settings.save_top_k]
+
+    def _files(self) -> dict[int, Path]:
+        """Return the checkpoints by their steps; what only has the name of one, such as a folder, is not ours."""
+        return {step: path for step, path in step_files(self.directory).items() if path.is_file()}
 
     def _path(self, step: int) -> Path:
         return self.directory / f"step_{step:08d}.pt"

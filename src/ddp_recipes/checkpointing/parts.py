@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_recipes.checkpointing.part_file import DamagedParts, PartFile
-from ddp_recipes.checkpointing.tensors_file import DTYPES, NAMES
+from ddp_recipes.checkpointing.part_file import DamagedParts, Kind, PartFile
+from ddp_recipes.checkpointing.tensors_file import NAMES
+from ddp_recipes.runtime.files import open_regular
 from ddp_recipes.runtime.rows import OwnRows, whole_of
 
 FORMAT = 3
@@ -139,7 +140,7 @@ class Stored:
 
 def is_index(path: Path) -> bool:
     """Whether a file is an index: a zip file begins otherwise."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return file.read(1) == b"{"
 
 
@@ -188,19 +189,43 @@ def load(path: Path, verify: Verify, readers: int) -> dict[str, Any]:
     content = _content(path)
     if content["format"] > FORMAT:
         return {"format": content["format"]}
-    folder = path.parent / content["folder"]
-    if any(name != file_of(rank, len(content["parts"])) for name, rank, *_ in content["parts"]):
+    folder, count = path.parent / content["folder"], len(content["parts"])
+    if [part[:2] for part in content["parts"]] != [[file_of(rank, count), rank] for rank in range(count)]:
         raise DamagedParts("it names files that are no parts of it")
     files = [PartFile(folder / name, *rest) for name, *rest in content["parts"]]
+    rows = dealt(content["rows"], files)
     keep = len(files) == readers
     if problems := [each for each in verify([partial(file.damage, keep) for file in files]) if each]:
         files.clear()  # who has the error would hold what was read
         raise DamagedParts("; ".join(problems))
-    state: dict[str, Any] = restored(content["state"], content["rows"], files)
+    state: dict[str, Any] = restored(content["state"], rows, files)
     return {"format": content["format"], **state, "checksum": content["checksum"]}
 
 
-def restored(value: Any, rows: Mapping[str, Any], files: Sequence[PartFile]) -> Any:
+def dealt(rows: Mapping[str, Any], files: Sequence[PartFile]) -> dict[str, Stored]:
+    """Return the tensors whose rows are in parts, which are told what each of them has to have.
+
+    Raises:
+        DamagedParts: a row is in no part, or in several.
+        ValueError: there is no such tensor.
+    """
+    found = {}
+    for name, entry in rows.items():
+        kind, at = Kind.of(entry["dtype"], entry["shape"]), entry["at"]
+        edges = [0, *(edge for _, *span in at for edge in span), kind.shape[0]]
+        numbers = [number for number, *_ in at]  # rows are dealt in the order of ranks: parts may not trade places
+        once = edges[::2] == edges[1::2] and edges == sorted(edges) and {*map(type, edges + numbers)} == {int}
+        if not once or numbers != sorted({*numbers}) or not {*numbers} <= {*range(len(files))}:
+            spans = ", ".join(f"{first} to {end} in part {number}" for number, first, end in at)
+            raise DamagedParts(f"{name} has {kind.shape[0]} rows, and not each is there once: {spans or 'none'}")
+        for number, first, end in at:
+            if first < end:
+                files[number].expected[name] = Kind(kind.dtype, (end - first, *kind.shape[1:]))
+        found[name] = Stored(name, torch.Size(kind.shape), kind.dtype, at, files)
+    return found
+
+
+def restored(value: Any, rows: Mapping[str, Stored], files: Sequence[PartFile]) -> Any:
     """Return what :func:`taken_apart` made into JSON."""
     if isinstance(value, list):
         return [restored(inside, rows, files) for inside in value]
@@ -213,8 +238,7 @@ def restored(value: Any, rows: Mapping[str, Any], files: Sequence[PartFile]) -> 
         return tuple(restored(inside, rows, files))
     if kind == "tensor":
         return files[0].tensor(inside)  # only rank 0 wrote it
-    row = rows[inside]
-    return Stored(inside, torch.Size(row["shape"]), DTYPES[row["dtype"]], row["at"], files)
+    return rows[inside]
 
 
 def verify_here(checks: Sequence[Callable[[], str | None]]) -> list[str | None]:

@@ -27,6 +27,7 @@ from ddp_recipes.runtime.rows import OwnRows
 from ddp_recipes.runtime.world import World
 
 LOOK_S = 0.01  # between looks at what other ranks have written
+STILL_S = 1.0  # without a byte more of what others write: they are gone, or nobody would wait so
 VISIBLE_S = 70.0  # until another node's files are seen, longer than NFS keeps what it knows of a folder
 
 
@@ -119,15 +120,20 @@ def _refuse_full(path: Path, size: int) -> None:
     directory = path.parent.parent
     directory.mkdir(parents=True, exist_ok=True)
     path.parent.mkdir(exist_ok=True)
-    there = 0
-    for each in path.parent.iterdir():
-        with suppress(FileNotFoundError):  # others write and rename
-            there += each.stat().st_size
-    if size > (free := shutil.disk_usage(directory).free) + there:
+    if size > (free := shutil.disk_usage(directory).free) + bytes_in(path.parent):
         raise RecipeError(
             f"{path.parent} is not written: it needs about {size:,} bytes; free on that disk: {free:,}. Earlier "
             f"checkpoints are untouched. Make room, or choose a larger disk: hydra.run.dir."
         )
+
+
+def bytes_in(folder: Path) -> int:
+    """Return the bytes of parts that are there, whole or not."""
+    there = 0
+    for each in folder.iterdir():
+        with suppress(FileNotFoundError):  # others write and rename
+            there += each.stat().st_size
+    return there
 
 
 class PartCheckpointer(Background):
@@ -167,9 +173,11 @@ class ShardedCheckpointer(FileCheckpointer):
         """Wait so long for this rank's part, or for the index; the others' parts are only looked at."""
         if super().busy(seconds):
             return True
+        if seconds is None:
+            self._wait_for_parts()
         if not self._awaited:
             return False
-        if missing := [path for path in self._awaited if not _note(path).exists()]:
+        if missing := self._missing():
             if self._alone_since is not None and time.monotonic() - self._alone_since > VISIBLE_S:
                 raise RecipeError(
                     f"Rank 0 does not see what other ranks have written: {', '.join(map(str, missing[:4]))}."
@@ -179,6 +187,21 @@ class ShardedCheckpointer(FileCheckpointer):
         self._awaited = ()
         self._begin(self._publish)
         return super().busy(seconds)
+
+    def _missing(self) -> list[Path]:
+        """Return the parts that are not there yet."""
+        return [path for path in self._awaited if not _note(path).exists()]
+
+    def _wait_for_parts(self) -> None:
+        """Wait for the others' parts as long as something of them comes: whoever writes one may be gone."""
+        known, since = 0, time.monotonic()
+        while missing := self._missing():
+            there = bytes_in(missing[0].parent)
+            if there != known:
+                known, since = there, time.monotonic()
+            elif time.monotonic() > since + STILL_S:
+                self.others_are_lost()
+            time.sleep(LOOK_S)
 
     def others_are_done(self) -> None:
         """Expect what they have written."""

@@ -47,8 +47,10 @@ def unwritable(path: Path, size: int) -> Iterator[None]:
         yield
     except (OSError, RuntimeError) as error:
         there = next(folder for folder in path.parents if folder.exists())
+        other = getattr(error, "filename2", None) or path  # that it was to be renamed to, or linked
+        where = "" if Path(os.fsdecode(other)) == path else f" ({os.fsdecode(other)})"
         raise RecipeError(
-            f"{path} could not be written: {reason_of(error)}. It needs about {size:,} bytes; "
+            f"{path} could not be written: {reason_of(error)}{where}. It needs about {size:,} bytes; "
             f"free on that disk: {shutil.disk_usage(there).free:,}. Earlier checkpoints are untouched."
         ) from error
 

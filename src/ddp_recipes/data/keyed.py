@@ -1,10 +1,11 @@
 """Samples fetched one by one, and batches made of them, each with random numbers of its own."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
 from ddp_recipes.data.collate import collate
 from ddp_recipes.runtime.seeding import key, rng_states, seeded
@@ -65,8 +66,22 @@ class KeyedDataset(Dataset[Any]):
             try:
                 return self.dataset[draw.sample]
             except Exception as error:
+                file = file_of(self.dataset, draw.sample)
                 error.add_note(
                     f"{type(error).__name__} of sample {draw.sample} of {self.name}, a {type(self.dataset).__name__} "
-                    f"of {len(self.dataset)}: {error}"
+                    f"of {len(self.dataset)}{'' if file is None else f', the file {file}'}: {error}"
                 )
                 raise
+
+
+def file_of(dataset: Any, sample: int) -> str | None:
+    """Return the file that a sample is read from, where a data set lists its files as torchvision's and ours do."""
+    while isinstance(dataset, Subset):
+        dataset, sample = dataset.dataset, dataset.indices[sample]
+    for name in ("samples", "files"):
+        if isinstance(entries := getattr(dataset, name, None), (list, tuple)) and sample < len(entries):
+            entry = entries[sample]
+            file = entry[0] if isinstance(entry, (tuple, list)) and entry else entry
+            if isinstance(file, (str, Path)):
+                return str(Path(file).absolute())
+    return None

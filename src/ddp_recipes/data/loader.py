@@ -219,10 +219,13 @@ class Loader:
 
 def size_of(dataset: Any) -> int:
     """Return the number of samples of a map-style data set; of others no order can be computed: they are refused."""
+    stream = isinstance(dataset, IterableDataset) or hasattr(dataset, "__iter__")
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        what = "an IterableDataset, a stream" if stream else "no map-style data set"
         raise RequestError(
-            f"{type(dataset).__name__} is no map-style data set. Every sample has to count once on any number "
-            f"of ranks, which needs __len__ and __getitem__(index)."
+            f"{type(dataset).__name__} is {what}. Every sample has to count once on any number of ranks, and where a "
+            f"run resumes, which needs __len__ and __getitem__(index). Give a data set that has both: of a stream, one "
+            f"that reads its records into a list or a file first."
         )
     if len(dataset) == 0:
         raise RequestError(f"{type(dataset).__name__} is empty: give it at least one sample.")

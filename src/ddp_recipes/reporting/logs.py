@@ -3,13 +3,15 @@
 import logging
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import Any, TextIO, cast
 
 from ddp_recipes.errors import printable
 from ddp_recipes.reporting.progress import Progress
 from ddp_recipes.reporting.run_directory import recording
 from ddp_recipes.runtime.control import Control
+from ddp_recipes.runtime.world import World
 
 FAILURE = "ddp_recipes.failure"  # the logger of what ended a run: whoever started the ranks shows it on the terminal
 
@@ -80,6 +82,35 @@ class Console(logging.Handler):
             print(self.format(record), file=sys.stderr, flush=True)
         else:
             self.progress.line(self.format(record))
+
+
+class _Prefixed:
+    """A stream that begins each line with a text; in all else it is the other one."""
+
+    def __init__(self, stream: TextIO, prefix: str) -> None:
+        self._stream, self._prefix, self._begins = stream, prefix, True
+
+    def write(self, text: str) -> int:
+        """Write a text, of one line or several, or of a part of one."""
+        for line in text.splitlines(keepends=True):
+            self._stream.write(f"{self._prefix}{line}" if self._begins else line)
+            self._begins = line.endswith(("\n", "\r"))
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def own_lines(world: World) -> Iterator[None]:
+    """Begin what a rank other than 0 prints itself with its number: lines of several ranks come in any order."""
+    if world.is_main:
+        yield
+        return
+    prefix = f"rank {world.rank}: "
+    out, err = (cast(TextIO, _Prefixed(stream, prefix)) for stream in (sys.stdout, sys.stderr))
+    with redirect_stdout(out), redirect_stderr(err):
+        yield
 
 
 @contextmanager

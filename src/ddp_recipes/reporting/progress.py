@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -172,10 +173,11 @@ def make_progress(choice: str | bool, stream: TextIO) -> Progress:
 
 
 def table(title: str, rows: Sequence[tuple[str, str]], stream: TextIO) -> None:
-    """Print two columns under a title."""
+    """Print two columns under a title, in a box on a terminal that has room for it: a path is not broken to fit."""
     rows = [(printable(name), printable(value)) for name, value in rows]
-    if not _is_terminal(stream):
-        width = max((len(name) for name, _ in rows), default=0)
+    width = max((len(name) for name, _ in rows), default=0)
+    box = width + max((len(value) for _, value in rows), default=0) + len("│  │  │")
+    if not _is_terminal(stream) or box > shutil.get_terminal_size().columns:
         print(title, *(f"  {name:<{width}}  {value}" for name, value in rows), sep="\n", file=stream, flush=True)
         return
     from rich.box import ROUNDED

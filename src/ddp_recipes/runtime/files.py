@@ -1,6 +1,7 @@
 """Files that are complete or absent, and that nobody else can have put in the place of ours. Loads no torch."""
 
 import errno
+import io
 import os
 import stat
 from collections.abc import Callable
@@ -47,6 +48,19 @@ def _sync_folder(path: Path) -> None:
             raise
     finally:
         os.close(folder)
+
+
+def open_regular(path: Path) -> io.FileIO:
+    """Open a regular file to read: opening or reading anything else, such as a pipe or a device, may never end.
+
+    Raises:
+        OSError: it is none, or cannot be opened.
+    """
+    number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(number).st_mode):
+        os.close(number)
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return io.FileIO(number)
 
 
 def planted(path: Path) -> str | None:

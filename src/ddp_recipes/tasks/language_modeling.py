@@ -18,7 +18,7 @@ class LanguageModelingTask(Task):
 
     Args:
         model: tokens ``[n, length]`` to logits ``[n, length, vocab_size]``; a ``context`` is the most that it looks at.
-        metrics: as in :class:`Task`, of logits and following tokens.
+        metrics, output: as in :class:`Task`, of logits and following tokens.
         new_tokens: how many tokens a prediction adds to each prompt.
         temperature: divides logits before a token is drawn; 0 takes the likeliest.
     """
@@ -28,10 +28,11 @@ class LanguageModelingTask(Task):
         model: nn.Module,
         metrics: Mapping[str, Any] | None = None,
         train_metrics: bool = False,
+        output: str | int | None = None,
         new_tokens: int = 256,
         temperature: float = 0.8,
     ) -> None:
-        super().__init__(model, nn.CrossEntropyLoss(), metrics, train_metrics)
+        super().__init__(model, nn.CrossEntropyLoss(), metrics, train_metrics, output)
         self.new_tokens, self.temperature = new_tokens, temperature
 
     @property
@@ -61,7 +62,7 @@ class LanguageModelingTask(Task):
         """Return tokens ``[n, length]`` with ``count`` more, each drawn by what the model says of those before it."""
         context = getattr(self.model, "context", None) or tokens.shape[1] + count
         for _ in range(count):
-            logits = self.model(tokens[:, -context:])[:, -1].float()
+            logits = self.chosen(self.model(tokens[:, -context:]))[:, -1].float()
             if self.temperature:
                 following = torch.multinomial((logits / self.temperature).softmax(dim=1), 1)
             else:

@@ -86,6 +86,8 @@ class Task(nn.Module):
         metrics: name to ``(outputs, targets) -> [n]``, one value a sample, or to a torchmetrics ``Metric`` or
             ``MetricCollection``, whose metrics have their own names.
         train_metrics: whether to log them for training batches, too, at each line of the log.
+        output: which one counts where the model returns several: a name in a mapping or a named tuple, or a place.
+            Without it a mapping may have ``out`` alone, as torchvision's models for segmentation give it.
 
     Raises:
         RequestError: two metrics have one name.
@@ -102,13 +104,21 @@ class Task(nn.Module):
     train_sums: dict[str, Tensor] | None = None
 
     def __init__(
-        self, model: nn.Module, loss: nn.Module, metrics: Mapping[str, Any] | None = None, train_metrics: bool = False
+        self,
+        model: nn.Module,
+        loss: nn.Module,
+        metrics: Mapping[str, Any] | None = None,
+        train_metrics: bool = False,
+        output: str | int | None = None,
     ) -> None:
         super().__init__()
         self.model = model
         self.loss = loss
         self.metrics: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = dict(metrics or {})
         self.train_metrics = train_metrics
+        self.output = output
+        if not isinstance(output, (str, int, type(None))):
+            raise RequestError(f"task.output={output} is no name and no place. Give one, such as out or 0, or null.")
         self.position = Position()
         self._elementwise = isinstance(loss, _ELEMENTWISE)
         names = ["loss", *(_OF_THE_LOOP if train_metrics else ()), *self.metric_names]
@@ -132,8 +142,9 @@ class Task(nn.Module):
         inputs, targets = _pair(batch)
         return self.training_output(self.model(inputs), targets)
 
-    def training_output(self, outputs: Tensor, targets: Tensor) -> StepOutput:
-        """Return the same of the model's outputs."""
+    def training_output(self, outputs: Any, targets: Tensor) -> StepOutput:
+        """Return the same of what the model returned."""
+        outputs = self.chosen(outputs)
         targets = targets.to(outputs.device)  # a model over several devices ends on its last
         if self.train_sums is not None:
             for name, value in self._measured(outputs.detach(), targets).items():
@@ -144,9 +155,31 @@ class Task(nn.Module):
     def validation_step(self, batch: Any) -> StepOutput:
         """Return loss and metrics of a batch. Called without gradients, on the bare module."""
         inputs, targets = _pair(batch)
-        outputs = self.model(inputs)
+        outputs = self.chosen(self.model(inputs))
         targets = targets.to(outputs.device)
         return StepOutput(self._loss(outputs, targets), self._measured(outputs, targets), targets.shape[0])
+
+    def chosen(self, returned: Any) -> Tensor:
+        """Return the tensor that counts of what the model returned.
+
+        Raises:
+            RequestError: it is not known which.
+        """
+        if isinstance(returned, Tensor):
+            return returned
+        names = {**returned} if isinstance(returned, Mapping) else getattr(returned, "_asdict", dict)()
+        places = dict(enumerate(returned)) if isinstance(returned, (tuple, list)) else {}
+        output = "out" if self.output is None and [*names] == ["out"] else self.output
+        found = {**places, **names}.get(output)
+        if isinstance(found, Tensor):
+            return found
+        known = f" of {', '.join(map(str, names or places))}" if names or places else ""
+        given = "null" if self.output is None else self.output
+        raise RequestError(
+            f"task.output={given}, but {type(self.model).__name__} returns a {type(returned).__name__}{known}: this "
+            f"task computes the loss from one tensor. Set task.output to the one that counts; a loss of several takes "
+            f"a task of your own, whose training_step and validation_step compute it."
+        )
 
     def _measured(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         """Return the values of the metrics that give one a sample; update the others."""
@@ -191,7 +224,7 @@ class Task(nn.Module):
     def predict_step(self, batch: Any) -> Any:
         """Return the model's outputs; targets, where a batch has them, are ignored."""
         inputs = batch[0] if isinstance(batch, (tuple, list)) else batch
-        return self.model(inputs)
+        return self.chosen(self.model(inputs))
 
     def in_words(self, predictions: Tensor) -> str | None:
         """Return what was predicted as text for ``predictions.txt``; ``None`` where there is none to read."""

@@ -21,6 +21,7 @@ from ddp_recipes.runtime.control import Control
 from ddp_recipes.runtime.rows import rows_here
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import batch_norms
+from ddp_recipes.tools.counters import Counters
 from ddp_recipes.training.loop import advance
 from ddp_recipes.training.state import Run
 from ddp_recipes.training.update import clip, forward_backward
@@ -38,7 +39,8 @@ def equivalence(recipe: Recipe, output: Output) -> None:
 
     A rank compares what it has of the model. Gradients are compared once they are reduced, before they are clipped;
     then the reference gets the same ones, so that rounding does not add up. Parameters and buffers are compared after
-    the optimizer's step. Dropout is off in both: its masks differ between ranks.
+    the optimizer's step. Dropout is off in both: its masks differ between ranks. Numbers outside of tensors must
+    not count what one of both does more often, as forward passes.
 
     Raises:
         RequestError: no step is left to compare.
@@ -60,12 +62,17 @@ def equivalence(recipe: Recipe, output: Output) -> None:
     if tolerance is None:
         tolerance = TOLERANCE[recipe.trainer.precision]
     comparison = Comparison(recipe.world.rank, tolerance)
+    counters = [Counters(run.task) for run in pair]
     ours, its = (train(run) for run in pair)
     group = dist.new_subgroups(1)[0] if dist.is_initialized() else None
     for number in range(2 * steps):
-        mine = next(ours)
-        with one_process(group):
+        with counters[0].apart():
+            mine = next(ours)
+        with one_process(group), counters[1].apart():
             single = next(its)
+        if "parameter" in mine:
+            for each in counters:
+                each.note()
         for kind in mine:
             here = {name: rows_here(each, mine[kind][name]) for name, each in single[kind].items()}
             ours_here = {name: local(each).to(here[name].device) for name, each in mine[kind].items()}
@@ -73,11 +80,14 @@ def equivalence(recipe: Recipe, output: Output) -> None:
         if "gradient" in mine:
             for one, other in zip(pair[0].task.parameters(), pair[1].task.parameters(), strict=True):
                 other.grad = None if one.grad is None else whole(one.grad).to(other.device, copy=True)
-    gathered = recipe.strategy.gather((comparison.largest, comparison.first))
-    largest, first = recipe.control.of_main("differences", lambda: of_all_ranks(gathered or ()))
+    counted = counters[0].differing(counters[1])
+    gathered = recipe.strategy.gather((comparison.largest, comparison.first, counted))
+    largest, first, counted = recipe.control.of_main("differences", lambda: of_all_ranks(gathered or ()))
     output.metrics = {f"check/{kind}": size for kind, size in largest.items()}
     if first is not None:
         raise RunFailed(describe(recipe, tolerance, Difference(*first)), rank=0)
+    if counted:
+        raise RunFailed(describe_counters(recipe, steps, counted), rank=0)
     name = recipe.request.strategy.name
     log.info("strategy=%s does what strategy=single does: %d steps, check_tolerance %g.", name, steps, tolerance)
 
@@ -176,14 +186,16 @@ class Comparison:
             self.first = Difference(step, self.rank, kind, name, sizes[name], of_all, of_one)
 
 
-Found = tuple[dict[str, float], Difference | None]
+Counted = dict[str, tuple[float, float]]  # names of numbers to what they come to here, and in one process
+Found = tuple[dict[str, float], Difference | None, Counted]
 
 
 def of_all_ranks(gathered: Sequence[Found]) -> Found:
-    """Return the largest differences of all ranks, and the first one."""
-    largest = {kind: max(each[kind] for each, _ in gathered) for kind in KINDS}
-    firsts = [Difference(*first) for _, first in gathered if first is not None]
-    return largest, min(firsts, key=lambda each: (each.step, KINDS.index(each.kind), each.rank), default=None)
+    """Return the largest differences of all ranks, the first one, and what is counted otherwise on any."""
+    largest = {kind: max(each[kind] for each, _, _ in gathered) for kind in KINDS}
+    firsts = [Difference(*first) for _, first, _ in gathered if first is not None]
+    counted = {name: pair for _, _, of_rank in reversed(gathered) for name, pair in of_rank.items()}
+    return largest, min(firsts, key=lambda each: (each.step, KINDS.index(each.kind), each.rank), default=None), counted
 
 
 def difference(one: Tensor, other: Tensor, scale: float) -> float:
@@ -232,3 +244,14 @@ def describe(recipe: Recipe, tolerance: float, first: Difference) -> str:
     elif kind == "buffer":
         text += " Does each rank change it by its own samples?"
     return text
+
+
+def describe_counters(recipe: Recipe, steps: int, counted: Counted) -> str:
+    """Say what a model counts that does not come to the same."""
+    listed = ", ".join(f"{name} is {mine:g}, {single:g} there" for name, (mine, single) in [*counted.items()][:4])
+    return (
+        f"strategy={recipe.request.strategy.name} does not do what strategy=single does: the model counts, and after "
+        f"{steps} steps {listed}{', …' if len(counted) > 4 else ''}. How many forward passes a step takes and how many "
+        f"samples are in one differ, so what depends on such a number comes at another time. Have it follow the "
+        f"optimizer steps: a callback's on_step has their number, as Task.global_step has."
+    )

@@ -2,10 +2,13 @@
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 
 from ddp_recipes.config.settings import TrainerSettings
 from ddp_recipes.training.state import Cursor, Run
+
+_FIRST_SAVES, _FIRST_STEPS = 10_000, 10_000_000  # that are looked at ahead
 
 
 @dataclass(frozen=True)
@@ -82,3 +85,21 @@ def save_due(run: Run, before: Cursor, validated: bool) -> bool:
     if settings.every_n_steps is not None or settings.every_n_epochs is not None:
         return False
     return validated if run.val else epoch_over
+
+
+def save_meets_validation(run: Run, length: Length) -> bool:
+    """Whether a checkpoint is due at a step that is validated, as far as the first so many show."""
+    settings, accumulated = run.checkpoint, run.trainer.accumulate_grad_batches
+    if length.changes or (settings.every_n_steps is None and settings.every_n_epochs is None):
+        return True
+    ahead = replace(run)
+    an_epoch, end = length.steps_in(1), length.total_steps or _FIRST_STEPS
+    cadences = (settings.every_n_steps, settings.every_n_epochs and settings.every_n_epochs * an_epoch)
+    for step in (step for every in cadences if every for step in islice(range(every, end + 1, every), _FIRST_SAVES)):
+        epoch, taken = divmod(step - 1, an_epoch)
+        before = Cursor(epoch, taken * accumulated, step - 1)
+        over = taken + 1 == an_epoch
+        ahead.cursor = Cursor(epoch + 1, 0, step) if over else Cursor(epoch, before.batch + accumulated, step)
+        if validation_due(ahead, before):
+            return True
+    return False
