@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Collection, Mapping
-from contextlib import suppress
 from functools import partial
 from traceback import extract_tb
 from typing import Any
@@ -13,7 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ddp_recipes._compat import hydra_
 from ddp_recipes._compat.messages import shortened
-from ddp_recipes.config import targets
+from ddp_recipes.config import kinds, targets
 from ddp_recipes.errors import RequestError
 from ddp_recipes.runtime.fast_paths import uncompiled
 
@@ -28,9 +27,7 @@ def locate(target: str, section: str) -> Any:
     """
     targets.check_name(target, f"{section}._target_")
     try:
-        found = hydra_.locate(target)
-        targets.check_found(target, f"{section}._target_")
-        return found
+        return kinds.check_found(target, f"{section}._target_", section)
     except (ImportError, AttributeError, ValueError) as error:
         if (broken := _broken_module(error.__cause__, target)) is not None:
             raise RequestError(f"{section}._target_={target} cannot be imported: {broken}") from None
@@ -84,11 +81,8 @@ def make(node: Mapping[str, Any], section: str, *arguments: Any, without: Collec
     try:
         kept = {name: value for name, value in node.items() if name not in without}
         resolved = _resolved(kept, section)
-        for name in targets.names_in(resolved):
-            with suppress(ImportError, ValueError, AttributeError):  # Hydra says so
-                hydra_.locate(name)
-                targets.check_found(name, section)
-        made = hydra_.instantiate(resolved, _convert_="all", _partial_=True)
+        names = kinds.check_calls(resolved, section)
+        made = hydra_.instantiate(resolved, names, _convert_="all", _partial_=True)
     except OmegaConfBaseException as error:  # an environment variable that is not set
         where = f"{section}.{error.full_key}" if error.full_key else section
         raise RequestError(f"{where}: {str(error).splitlines()[0]}") from None

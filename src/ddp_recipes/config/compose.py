@@ -23,7 +23,7 @@ from ddp_recipes._compat.hydra_ import (
     use_defaults_of_1_3,
 )
 from ddp_recipes._version import __version__
-from ddp_recipes.config import targets
+from ddp_recipes.config import kinds
 from ddp_recipes.config.keys import parse as parse_keys
 from ddp_recipes.config.monitor import better
 from ddp_recipes.config.overrides import quoted, refuse_unused, spelled_out
@@ -117,7 +117,7 @@ def compose(hydra: Hydra, config_name: str, overrides: Sequence[str], mode: RunM
         config = hydra.compose_config(config_name, list(overrides), mode, validate_sweep_overrides=single)
         parse_keys(SweepSettings, "sweep", config.get("sweep") or {})
         refuse_unused(config, overrides)
-        targets.check_hydra(config)
+        kinds.check_hydra(config)
         return config
 
 
