@@ -90,9 +90,9 @@ FUNCTIONS = {
     "numpy.random": "default_rng normal permutation rand randint randn uniform",
     "sklearn.datasets": "load_breast_cancer load_diabetes load_digits load_iris load_linnerud load_wine "
     "make_biclusters make_blobs make_checkerboard make_circles make_classification make_friedman1 make_friedman2 "
-    "make_friedman3 make_gaussian_quantiles make_hastie_10_2 make_low_rank_matrix make_moons make_multilabel_classification "
-    "make_regression make_s_curve make_sparse_coded_signal make_sparse_spd_matrix make_sparse_uncorrelated "
-    "make_spd_matrix make_swiss_roll",
+    "make_friedman3 make_gaussian_quantiles make_hastie_10_2 make_low_rank_matrix make_moons "
+    "make_multilabel_classification make_regression make_s_curve make_sparse_coded_signal "
+    "make_sparse_spd_matrix make_sparse_uncorrelated make_spd_matrix make_swiss_roll",
     "sklearn.metrics": "accuracy_score average_precision_score balanced_accuracy_score cohen_kappa_score f1_score "
     "fbeta_score hamming_loss jaccard_score log_loss matthews_corrcoef mean_absolute_error mean_squared_error "
     "precision_score r2_score recall_score roc_auc_score",
@@ -182,8 +182,8 @@ def _may_be_called(found: Any, own: bool) -> bool:
     if not callable(found) or _is_trusted(identity(found)):
         return True
     is_function = inspect.isroutine(found)
-    if own and not is_function:  # an object that the user made
-        return True
+    if own and not is_function:  # an object that the user made, or an imported look-up of Hydra's
+        return not identity(found).startswith("hydra.")
     if matches(identity(found), METHODS):
         return True
     name = getattr(found, "__name__", "")
@@ -240,18 +240,18 @@ def check_hydra(config: DictConfig) -> None:
 
 
 def check_calls(resolved: Any, section: str) -> list[str]:
-    """Look at all that a node has called, once it is resolved and before anything is; return the names in it.
+    """Look at all that a node has called, once it is resolved and before anything is; return the names of it.
 
     Raises:
         RequestError: it names what no config may call there.
     """
     names = []
     for where, target, node in targets.nodes(resolved, section):
-        names.append(target)
         with suppress(ImportError, ValueError):  # Hydra says so
             found = check_found(target, f"{where}._target_", where if where == section else "")
             check_call(target, found, node, where)
+            names += [target, identity(found)]
             if target in targets.LOOK_UPS:
-                names.append(targets.path_of(node))
-                check_found(names[-1], f"{where}.path")
+                path = targets.path_of(node)
+                names += [path, identity(check_found(path, f"{where}.path"))]
     return names

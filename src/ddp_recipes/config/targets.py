@@ -26,9 +26,9 @@ ddp_recipes.loggers.** ddp_recipes.models.** ddp_recipes.strategies.** ddp_recip
 torch.* torch.nn.** torch.optim.** torch.utils.data.** torch.distributions.** torch.amp.* torch.special.* torch.linalg.*
 torchvision.datasets.** torchvision.io.read_image torchvision.io.decode_image torchvision.models.** torchvision.ops.**
 torchvision.transforms.** torchmetrics.** numpy.* numpy.random.* sklearn.datasets.* sklearn.metrics.*
-sklearn.model_selection.* sklearn.preprocessing.* timm.* timm.data.** timm.layers.** timm.loss.** timm.models.** timm.optim.**
-timm.scheduler.** transformers.* transformers.*.from_* transformers.models.** transformers.optimization.* peft.*
-peft.*.from_pretrained datasets.* datasets.*.from_* wandb.Settings lightning.*
+sklearn.model_selection.* sklearn.preprocessing.* timm.* timm.data.** timm.layers.** timm.loss.** timm.models.**
+timm.optim.** timm.scheduler.** transformers.* transformers.*.from_* transformers.models.** transformers.optimization.*
+peft.* peft.*.from_pretrained datasets.* datasets.*.from_* wandb.Settings lightning.*
 lightning.pytorch.* lightning.pytorch.callbacks.** lightning.pytorch.demos.** lightning.pytorch.loggers.**
 pytorch_lightning.* pytorch_lightning.callbacks.** pytorch_lightning.demos.** pytorch_lightning.loggers.**
 """.split()  # noqa: SIM905
