@@ -5,7 +5,7 @@ import os
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -84,13 +84,22 @@ def run(job: Job, world: World, messages: Messages | None, watcher: Watcher = NO
         raise
     except BaseException as error:
         recipe.strategy.exchanges.end()  # or this rank would wait for the others to leave the group
-        fail(recipe, control, output, error)
+        fail(recipe, control, output, _as_error(error))
     finally:
         with suppress(RecipeError):  # of a save that had begun when something else failed
             output.wait_for_save()
         if job.last:
             ignore_once(ASKS_TO_STOP)
         close(recipe, output)
+
+
+def _as_error(error: BaseException) -> Any:
+    """Return an error, which a call of ``sys.exit`` in a user's code is as well: a run has other ranks, and an end."""
+    if not isinstance(error, SystemExit):
+        return error
+    failure = RuntimeError(f"sys.exit({error.code!r}) was called in the run: raise an exception there instead.")
+    failure.__cause__ = error
+    return failure
 
 
 def close(recipe: Recipe, output: Output) -> None:
@@ -112,8 +121,8 @@ def prepare(job: Job, world: World, control: Control) -> tuple[Recipe, RunDirect
         if unproven:
             recipe.warnings.append(f"{NO_KEY[0].upper()}{NO_KEY[1:]}")
         directory = RunDirectory(job.directory, recipe.resumes_in_place) if world.is_main else None
-    except Exception as raised:
-        error = raised
+    except (Exception, SystemExit) as raised:
+        error = _as_error(raised)
         if isinstance(raised, OSError) and raised.filename is not None and not reaches_own_code(raised):
             error = RequestError(f"{os.fsdecode(raised.filename)} cannot be used: {raised.strerror}.")
         if (line := advice(error, job.config)) is not None:

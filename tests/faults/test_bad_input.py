@@ -120,7 +120,6 @@ REFUSED_BY_A_RANK: dict[str, tuple[list[str], list[str]]] = {
         ["data=csv", "data.path=t.csv", "data.inputs=[wide]", "data.target=value"],
         ["CrossEntropyLoss takes classes", "task=regression"],
     ),
-    "fewer outputs than classes": (["data.out_features=5"], ["out of bounds", "whole numbers from 0 to 4"]),
     "test without a test set": (["mode=test"], ["mode=test", "data.test"]),
 }
 

@@ -12,6 +12,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import run_job
 from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
 
 from ddp_recipes._compat.hydra_ import (
     Callbacks,
@@ -153,11 +154,20 @@ def run(hydra: Hydra, config: DictConfig, config_name: str, task: Task) -> None:
     outcome(result)
 
 
-def directory_of(node: DictConfig) -> tuple[Path, bool]:
-    """Return ``hydra.run.dir`` or ``hydra.sweep.dir`` of a section, and whether its name follows the clock."""
-    written = OmegaConf.to_container(node, resolve=False)
-    assert isinstance(written, dict)
-    return Path(node.dir).absolute(), "${now:" in str(written["dir"])
+def directory_of(config: DictConfig, key: str) -> tuple[Path, bool]:
+    """Return ``hydra.run.dir`` or ``hydra.sweep.dir``, and whether its name follows the clock.
+
+    Raises:
+        RequestError: it is no directory, or follows what is not there.
+    """
+    try:
+        given, section = OmegaConf.select(config, key), OmegaConf.select(config, key.rpartition(".")[0])
+        follows_clock = section is not None and "${now:" in str(OmegaConf.to_container(section, resolve=False))
+    except (OmegaConfBaseException, ValueError) as error:
+        raise RequestError(f"{key}: {str(error).splitlines()[0]}") from None
+    if not isinstance(given, str):
+        raise RequestError(f"{key}={given} is no directory. Allowed: the path of one.")
+    return Path(given).absolute(), follows_clock
 
 
 def for_sweep(hydra: Hydra, config_name: str, overrides: Sequence[str]) -> DictConfig:

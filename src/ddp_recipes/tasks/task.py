@@ -174,21 +174,13 @@ class Task(nn.Module):
             )
         if self._of_classes:
             self._check_classes(outputs, targets)
-        try:
-            return self.loss(outputs, targets)  # type: ignore[no-any-return]
-        except IndexError as error:
-            if "out of bounds" not in str(error):
-                raise
-            raise RequestError(
-                f"{error} The model has {outputs.shape[1]} outputs, so classes are whole numbers from 0 to "
-                f"{outputs.shape[1] - 1}. Set data.out_features to the number of classes, or mend the targets."
-            ) from error
+        return self.loss(outputs, targets)  # type: ignore[no-any-return]
 
     def _check_classes(self, outputs: Tensor, targets: Tensor) -> None:
         """Refuse targets that are no classes: with one output, cross-entropy is 0 whatever the model says."""
         classes = outputs.shape[1] if outputs.dim() > 1 else outputs.shape[0]
         probabilities = targets.is_floating_point() and targets.shape == outputs.shape
-        if classes < 2 or not (probabilities or targets.dtype in (torch.int64, torch.uint8)):
+        if classes < 2 or (targets.is_floating_point() and not probabilities):
             raise RequestError(
                 f"{type(self.loss).__name__} takes classes, int64 from 0 to one less than the model's outputs, or a "
                 f"probability of each, but the outputs are {list(outputs.shape)} and the targets "
