@@ -162,6 +162,7 @@ def fit(recipe: Recipe, output: Output) -> None:
     finally:
         for callback in run.callbacks.values():
             callback.on_end()
+    check_best(run)
     if reason == "moved":
         if (memory := rejoin.memory_of(recipe)) is not None:
             memory.keep_now(run)
@@ -188,6 +189,17 @@ def check_validation(run: Run, recipe: Recipe) -> None:
         if isinstance(callback, EarlyStopping) and callback.monitor.startswith("val"):
             check_measured(callback.monitor, metrics, f"callbacks.{name}.monitor")
     run.task.train()
+
+
+def check_best(run: Run) -> None:
+    """Say that there is no best checkpoint where none was saved at a validation."""
+    saved, wanted = run.checkpointer.last is not None, run.checkpoint.save_top_k != 0
+    if saved and wanted and run.checkpointer.best is None and run.monitor.startswith("val"):
+        log.warning(
+            "There is no best.pt: no checkpoint was saved right after a validation, which measures %s. Set "
+            "checkpoint.every_n_steps or every_n_epochs so that they meet trainer.val_check_interval.",
+            run.monitor,
+        )
 
 
 def stop_early(run: Run) -> NoReturn:

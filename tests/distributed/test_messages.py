@@ -1,12 +1,14 @@
 """What a failed or refused run says at its end: what to change here, in one line."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from ddp_recipes.errors import RequestError
+from ddp_recipes.reporting.run_directory import Summary
 from helpers.ranks import run_recipe
 
 HUNGRY = """
@@ -91,3 +93,29 @@ def test_sizes_that_do_not_fit_end_with_what_to_change(
 def test_an_environment_variable_that_is_not_set_is_named(run: Callable[..., object]) -> None:
     with pytest.raises(RequestError, match=r"^optimizer(.lr)?: .*Environment variable 'NOT_SET_ANYWHERE' not found"):
         run("optimizer.lr=${oc.env:NOT_SET_ANYWHERE}")
+
+
+def test_a_batch_larger_than_the_data_and_a_best_checkpoint_that_never_comes_are_said_once(
+    run: Callable[..., object], tmp_path: Path
+) -> None:
+    run(
+        "data.batch_size=1000", "checkpoint.every_n_steps=1", "trainer.val_check_interval=1.0", directory=tmp_path / "a"
+    )
+    assert (tmp_path / "a" / "train.log").read_text().count("is larger than the data: each step takes all 64") == 1
+    run("checkpoint.every_n_steps=3", "trainer.check_val_every_n_epoch=2", directory=tmp_path / "b")
+    assert (tmp_path / "b" / "train.log").read_text().count("There is no best.pt: no checkpoint was saved right") == 1
+
+
+def test_class_weights_are_a_list_in_a_yaml(run: Callable[..., Summary]) -> None:
+    images = ["data=fake_images", "data.image_size=8", "model=mlp", "trainer.max_epochs=1", "data.out_features=3"]
+    equal, others = (run(*images, f"+task.loss.weight=[{weights}]") for weights in ("1,1,1", "1,2,5"))
+    assert equal["metrics"]["val/loss"] == pytest.approx(run(*images)["metrics"]["val/loss"])
+    assert others["metrics"]["val/loss"] != pytest.approx(equal["metrics"]["val/loss"])
+
+
+def test_a_broken_image_is_named(tiny_data: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_data, tmp_path / "data")
+    (broken := tmp_path / "data" / "train" / "bee" / "2.png").write_bytes(b"no image")
+    images = ["data=image_folder", f"data.root={tmp_path / 'data'}", "data.image_size=32", "model=mlp"]
+    with pytest.raises(RuntimeError, match=f"{broken} is no image that can be read"):
+        run_recipe([*images, "logger=none", "launcher.device=cpu"], directory=tmp_path / "run")

@@ -88,6 +88,7 @@ REFUSED_BY_A_RANK: dict[str, tuple[list[str], list[str]]] = {
     "no last checkpoint": (["ckpt_path=last"], ["ckpt_path=last", "has no checkpoint"]),
     "no such checkpoint": (["ckpt_path=no.pt"], ["ckpt_path=no.pt", "last, best, auto"]),
     "model that cannot be split": (["model=linear", "model.num_devices=2"], ["num_devices=2", "into 1 stage(s)"]),
+    "scheduler of no steps": (["scheduler=step", "scheduler.step_size=0"], ["scheduler.step_size=0", "at least 1"]),
     "groups of text": (["optimizer.groups=abc"], ["optimizer.groups=abc", "names, each with params"]),
     "loss of text": (["task.loss=abc"], ["task.loss=abc", "cannot be called"]),
     "metric of text": (["task.metrics.accuracy=abc"], ["task.metrics.accuracy=abc", "cannot be called"]),

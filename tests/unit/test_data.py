@@ -241,7 +241,7 @@ def test_no_batch_is_refused() -> None:
 
 def test_data_sets_without_an_order_are_refused() -> None:
     assert size_of(Noisy()) == 23
-    with pytest.raises(RequestError, match="Stream is no map-style data set"):
+    with pytest.raises(RequestError, match="Stream is an IterableDataset"):
         size_of(Stream())
     with pytest.raises(RequestError, match="object is no map-style data set"):
         size_of(object())

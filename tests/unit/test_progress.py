@@ -190,3 +190,10 @@ def test_table_on_a_terminal() -> None:
     stream = Terminal()
     table("Run", [("model", "toy"), ("parameters", "165 [all]")], stream)
     assert re.search(r"│ parameters │ 165 \[all\] │", stream.plain())
+
+
+def test_table_breaks_no_path_where_the_terminal_is_narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    stream, path = Terminal(), "outputs/2026-11-24/" + "long_name/" * 8
+    table("Run", [("model", "toy"), ("run directory", path)], stream)
+    assert f"  run directory  {path}\n" in stream.plain()

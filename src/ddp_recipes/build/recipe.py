@@ -244,6 +244,11 @@ def make_recipe(job: Job, world: World, control: Control) -> Recipe:
         built.warnings.append(
             f"checkpoint.monitor=auto is {checkpoint.monitor}, of the first of {', '.join(list(loaders)[1:])}."
         )
+    if mode == "fit" and (plan := loaders["train"].plan).global_batch_size > plan.num_samples:
+        built.warnings.append(
+            f"A global batch of {plan.global_batch_size} samples is larger than the data: each step takes all "
+            f"{plan.num_samples}. data.batch_size is for each replica."
+        )
     path: Path | None = None
     state: State | None = None
     warnings: list[str] = []

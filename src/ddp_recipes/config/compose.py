@@ -29,7 +29,7 @@ from ddp_recipes.config.keys import parse as parse_keys
 from ddp_recipes.config.monitor import better
 from ddp_recipes.config.overrides import quoted, refuse_unused, spelled_out
 from ddp_recipes.config.settings import SweepSettings
-from ddp_recipes.config.translate import translated
+from ddp_recipes.config.translate import comes_of_hydra, translated
 from ddp_recipes.errors import RequestError
 
 JOB_NAME = "train"
@@ -141,15 +141,20 @@ def single(hydra: Hydra, config_name: str, overrides: Sequence[str]) -> DictConf
 def run(hydra: Hydra, config: DictConfig, config_name: str, task: Task) -> None:
     """Run one job as ``Hydra.run`` does, in its directory and with its callbacks; the task's own error comes out."""
     config.hydra.mode = RunMode.RUN
-    callbacks = Callbacks(config)
-    callbacks.on_run_start(config=config, config_name=config_name)
-    result = run_job(
-        hydra_context=HydraContext(config_loader=hydra.config_loader, callbacks=callbacks),
-        task_function=task,
-        config=config,
-        job_dir_key="hydra.run.dir",
-        job_subdir_key=None,
-    )
+    try:
+        callbacks = Callbacks(config)
+        callbacks.on_run_start(config=config, config_name=config_name)
+        result = run_job(
+            hydra_context=HydraContext(config_loader=hydra.config_loader, callbacks=callbacks),
+            task_function=task,
+            config=config,
+            job_dir_key="hydra.run.dir",
+            job_subdir_key=None,
+        )
+    except Exception as error:
+        if not comes_of_hydra(error):
+            raise
+        raise RequestError(f"Hydra cannot start this job: {type(error).__name__} {error}. Check hydra.*.") from error
     callbacks.on_run_end(config=config, config_name=config_name, job_return=result)
     outcome(result)
 

@@ -84,13 +84,13 @@ def translated(hydra: Hydra, config_name: str, overrides: Sequence[str]) -> Iter
     except (HydraException, OmegaConfBaseException, MarkedYAMLError) as error:
         raise RequestError(_message(error, hydra, config_name, overrides)) from None
     except (ValueError, TypeError, AttributeError, AssertionError, OSError, RecursionError) as error:
-        if not _of_hydra(error):
+        if not comes_of_hydra(error):
             raise
         raise RequestError(_wrong_choice(error, hydra, overrides)) from None
 
 
-def _of_hydra(error: BaseException) -> bool:
-    """Whether an error comes of composing: neither of a job nor of a plugin, whose tracebacks help."""
+def comes_of_hydra(error: BaseException) -> bool:
+    """Whether an error is Hydra's own, about its config: neither of a job nor of a plugin, whose tracebacks help."""
     modules = [str(frame.f_globals.get("__name__")).partition(".")[0] for frame, _ in walk_tb(error.__traceback__)]
     return [each for each in modules if each not in sys.stdlib_module_names][-1:] in (
         ["hydra"],
@@ -122,7 +122,7 @@ def _message(error: Exception, hydra: Hydra, config_name: str, overrides: Sequen
     lines = [line for line in lines if line not in noise]
     if error.__cause__ is not None and "Error merging override" in lines[0]:
         return f"{lines[0].removeprefix('Error merging override ')}: {str(error.__cause__).splitlines()[0]}."
-    return "\n".join(lines)
+    return " ".join(lines)
 
 
 def _of_yaml(error: MarkedYAMLError) -> str:

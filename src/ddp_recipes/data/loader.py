@@ -219,7 +219,13 @@ class Loader:
 
 def size_of(dataset: Any) -> int:
     """Return the number of samples of a map-style data set; of others no order can be computed: they are refused."""
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+    if isinstance(dataset, IterableDataset):
+        raise RequestError(
+            f"{type(dataset).__name__} is an IterableDataset, whose samples come in an order of its own. "
+            f"Every sample has to count once on any number of ranks, which needs __len__ and "
+            f"__getitem__(index): derive it from torch.utils.data.Dataset."
+        )
+    if not hasattr(dataset, "__len__"):
         raise RequestError(
             f"{type(dataset).__name__} is no map-style data set. Every sample has to count once on any number "
             f"of ranks, which needs __len__ and __getitem__(index)."

@@ -68,7 +68,7 @@ def image_folder(
         )
     chosen = imagenet_transform(image_size) if transform is None else in_order(transform)
     try:
-        dataset = ImageFolder(str(folder), transform=chosen)
+        dataset = ImageFolder(str(folder), transform=chosen, loader=open_image)
     except FileNotFoundError as error:
         raise RequestError(f"data.root={root}: {error}. Expected are images in <root>/{split}/<class>/.") from error
     _number_classes_as_in(folder.parent / "train", dataset)
@@ -76,6 +76,21 @@ def image_folder(
         found = len(dataset.class_to_idx)
         raise RequestError(f"{found} classes are in {folder.absolute()}, data.out_features={num_classes} is too small.")
     return dataset  # type: ignore[no-any-return]  # torchvision has no types
+
+
+def open_image(path: str | Path) -> Any:
+    """Return an image of a file, a PIL image, RGB.
+
+    Raises:
+        OSError: names the file where it is broken, which PIL itself does not.
+    """
+    from PIL import Image
+
+    try:
+        with Image.open(path) as image:
+            return image.convert("RGB")
+    except (OSError, SyntaxError, ValueError) as error:
+        raise OSError(f"{path} is no image that can be read: {error}") from error
 
 
 def imagenet_transform(image_size: int) -> Transform:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -174,7 +175,8 @@ def make_progress(choice: str | bool, stream: TextIO) -> Progress:
 def table(title: str, rows: Sequence[tuple[str, str]], stream: TextIO) -> None:
     """Print two columns under a title."""
     rows = [(printable(name), printable(value)) for name, value in rows]
-    if not _is_terminal(stream):
+    widest = max((len(name) + len(value) for name, value in rows), default=0) + 7
+    if not _is_terminal(stream) or widest > shutil.get_terminal_size().columns:  # a path that is broken is none
         width = max((len(name) for name, _ in rows), default=0)
         print(title, *(f"  {name:<{width}}  {value}" for name, value in rows), sep="\n", file=stream, flush=True)
         return

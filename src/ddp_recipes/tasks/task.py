@@ -106,7 +106,7 @@ class Task(nn.Module):
     ) -> None:
         super().__init__()
         for key, given in (("loss", loss), *((f"metrics.{name}", each) for name, each in _named(metrics).items())):
-            if not callable(given):
+            if not (callable(given) or is_stateful(given)):
                 raise RequestError(
                     f"task.{key}={given} cannot be called. Give the _target_ of what takes outputs and targets."
                 )
