@@ -70,7 +70,7 @@ class Controller:
                 config = compose.single(hydra, config_name, args.overrides)
             if config is None:
                 return self._sweep(hydra, config_name, args.overrides)
-            with self._directory(config, *compose.directory_of(config.hydra.run)) as directory:
+            with self._directory(config, *compose.directory_of(config, "hydra.run.dir")) as directory:
                 config.hydra.run.dir = str(directory)
                 compose.run(hydra, config, config_name, self.job)
         return self._summary
@@ -140,7 +140,7 @@ class Controller:
     def _sweep(self, hydra: "Hydra", config_name: str, overrides: Sequence[str]) -> list[Summary]:
         """Run one job for each combination; however it ends, print the table of the jobs."""
         config = compose.for_sweep(hydra, config_name, overrides)
-        with self._directory(config, *compose.directory_of(config.hydra.sweep)) as directory:
+        with self._directory(config, *compose.directory_of(config, "hydra.sweep.dir")) as directory:
             try:
                 compose.multirun(hydra, config_name, overrides, str(directory), self.sweep_job)
             except _SweepStopped as stop:

@@ -1,19 +1,22 @@
 """One run on one rank: get ready, agree with the others, work, write a summary."""
 
 import logging
+import os
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from ddp_recipes._compat.messages import timed_out
 from ddp_recipes.build import rejoin
+from ddp_recipes.build.instantiate import reaches_own_code
 from ddp_recipes.build.output import make_output
 from ddp_recipes.build.recipe import Recipe, make_recipe
 from ddp_recipes.build.run import join, make_run, make_stop_controller
+from ddp_recipes.callbacks import EarlyStopping
 from ddp_recipes.checkpointing.export import write_weights
 from ddp_recipes.checkpointing.writing import disk_failure
 from ddp_recipes.errors import MAKE_KEY, Left, Preempted, RecipeError, RequestError, RunFailed
@@ -34,7 +37,7 @@ from ddp_recipes.tools import batch_size, learning_rate, profiling
 from ddp_recipes.tools import dry_run as planning
 from ddp_recipes.tools import equivalence as check
 from ddp_recipes.training.cadence import save_meets_validation
-from ddp_recipes.training.evaluation import check_monitor, evaluate, evaluated, refusing_collectives
+from ddp_recipes.training.evaluation import check_measured, check_monitor, evaluate, evaluated, refusing_collectives
 from ddp_recipes.training.metrics import Matrices, log_matrices
 from ddp_recipes.training.precision import make_precision
 from ddp_recipes.training.state import Run
@@ -88,13 +91,22 @@ def _run(job: Job, world: World, messages: Messages | None, watcher: Watcher) ->
         raise
     except BaseException as error:
         recipe.strategy.exchanges.end()  # or this rank would wait for the others to leave the group
-        fail(recipe, control, output, error)
+        fail(recipe, control, output, _as_error(error))
     finally:
         with suppress(RecipeError):  # of a save that had begun when something else failed
             output.wait_for_save()
         if job.last:
             ignore_once(ASKS_TO_STOP)
         close(recipe, output)
+
+
+def _as_error(error: BaseException) -> Any:
+    """Return an error, which a call of ``sys.exit`` in a user's code is as well: a run has other ranks, and an end."""
+    if not isinstance(error, SystemExit):
+        return error
+    failure = RuntimeError(f"sys.exit({error.code!r}) was called in the run: raise an exception there instead.")
+    failure.__cause__ = error
+    return failure
 
 
 def close(recipe: Recipe, output: Output) -> None:
@@ -116,10 +128,15 @@ def prepare(job: Job, world: World, control: Control) -> tuple[Recipe, RunDirect
         if unproven:
             recipe.warnings.append(f"{NO_KEY[0].upper()}{NO_KEY[1:]}")
         directory = RunDirectory(job.directory, recipe.resumes_in_place) if world.is_main else None
-    except Exception as error:
+    except (Exception, SystemExit) as raised:
+        error = _as_error(raised)
+        if isinstance(raised, OSError) and raised.filename is not None and not reaches_own_code(raised):
+            error = RequestError(f"{os.fsdecode(raised.filename)} cannot be used: {raised.strerror}.")
         if (line := advice(error, job.config)) is not None:
             error.add_note(line)
         control.agree(error, {})
+        if error is not raised:
+            raise error from raised
         raise
     state, facts = recipe.state, rejoin.facts(recipe)
     if recipe.meeting is None:
@@ -175,6 +192,9 @@ def check_validation(run: Run, recipe: Recipe) -> None:
         recipe.warnings.append(f"checkpoint.monitor=auto is train/loss, for {run.monitor} is not measured.")
         run.monitor = "train/loss"
     check_monitor(run, metrics)
+    for name, callback in run.callbacks.items():
+        if isinstance(callback, EarlyStopping) and callback.monitor.startswith("val"):
+            check_measured(callback.monitor, metrics, f"callbacks.{name}.monitor")
     run.task.train()
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from ddp_recipes.errors import RequestError
+from ddp_recipes.reporting.run_directory import Summary
 from helpers.ranks import run_recipe
 
 HUNGRY = """
@@ -91,3 +92,10 @@ def test_sizes_that_do_not_fit_end_with_what_to_change(
 def test_an_environment_variable_that_is_not_set_is_named(run: Callable[..., object]) -> None:
     with pytest.raises(RequestError, match=r"^optimizer(.lr)?: .*Environment variable 'NOT_SET_ANYWHERE' not found"):
         run("optimizer.lr=${oc.env:NOT_SET_ANYWHERE}")
+
+
+def test_class_weights_are_a_list_in_a_yaml(run: Callable[..., Summary]) -> None:
+    images = ["data=fake_images", "data.image_size=8", "model=mlp", "trainer.max_epochs=1", "data.out_features=3"]
+    equal, others = (run(*images, f"+task.loss.weight=[{weights}]") for weights in ("1,1,1", "1,2,5"))
+    assert equal["metrics"]["val/loss"] == pytest.approx(run(*images)["metrics"]["val/loss"])
+    assert others["metrics"]["val/loss"] != pytest.approx(equal["metrics"]["val/loss"])

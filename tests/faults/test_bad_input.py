@@ -45,6 +45,16 @@ REFUSED_BEFORE_ANY_RANK: dict[str, tuple[list[str], list[str]]] = {
     "launcher=env without a rank": (["launcher=env"], ["launcher=env", "RANK", "torchrun"]),
     "export of nothing": (["mode=export"], ["mode=export needs ckpt_path", "a run directory or a checkpoint file"]),
     "no config folder": (["--config-dir", "nowhere"], ["--config-dir nowhere", "no folder"]),
+    "list for a group": (["model=[1]"], ["model=[1]: there is no such option", "linear, mlp"]),
+    "deletion of a group as a number": (["~launcher=1"], ["~launcher=1: there is no such option", "auto"]),
+    "option of 300 letters": ([f"model={'a' * 300}"], ["model=aaa", "there is no such option"]),
+    "no option": (["callbacks=''"], ["callbacks=", "early_stopping"]),
+    "key of a section alone": (["lr=0.1"], ["lr=0.1", "Did you mean 'optimizer.lr'?"]),
+    "key that nothing reads": (["+lr=0.1"], ["+lr=0.1", "nothing refers to it"]),
+    "option as a key": (["ema=true"], ["ema=true", "Did you mean 'callbacks=ema'?"]),
+    "key of Lightning": (["trainer.gpus=2"], ["trainer.gpus=2", "launcher.nproc_per_node"]),
+    "removed key of Lightning": (["trainer.auto_lr_find=true"], ["trainer.auto_lr_find=true", "tune=lr"]),
+    "no list of packages": (["trusted_packages=1"], ["trusted_packages=1", "a list of names of packages"]),
     "csv without a path": (["data=csv", "data.inputs=[a]", "data.target=y", "data.out_features=2"], ["data.path"]),
 }
 
@@ -60,7 +70,7 @@ REFUSED_BY_A_RANK: dict[str, tuple[list[str], list[str]]] = {
     ),
     "csv without the column": (
         ["data=csv", "data.path=t.csv", "data.inputs=[wide,long]", "data.target=kind", "data.out_features=2"],
-        ["t.csv has no column 'long'", "Did you mean 'length'?", "wide, length, kind"],
+        ["t.csv has no column 'long'", "Did you mean 'length'?", "wide, length, kind, value"],
     ),
     "unknown target": (["model._target_=own_models.Nobody"], ["model._target_=own_models.Nobody"]),
     "target in no module": (["model._target_=no_such_module.Model"], ["no_such_module"]),
@@ -78,6 +88,39 @@ REFUSED_BY_A_RANK: dict[str, tuple[list[str], list[str]]] = {
     "no last checkpoint": (["ckpt_path=last"], ["ckpt_path=last", "has no checkpoint"]),
     "no such checkpoint": (["ckpt_path=no.pt"], ["ckpt_path=no.pt", "last, best, auto"]),
     "model that cannot be split": (["model=linear", "model.num_devices=2"], ["num_devices=2", "into 1 stage(s)"]),
+    "scheduler of no steps": (["scheduler=step", "scheduler.step_size=0"], ["scheduler.step_size=0", "at least 1"]),
+    "groups of text": (["optimizer.groups=abc"], ["optimizer.groups=abc", "names, each with params"]),
+    "loss of text": (["task.loss=abc"], ["task.loss=abc", "cannot be called"]),
+    "metric of text": (["task.metrics.accuracy=abc"], ["task.metrics.accuracy=abc", "cannot be called"]),
+    "metrics of text": (["task.metrics=abc"], ["task.metrics=abc", "names of metrics"]),
+    "number for an optimizer's switch": (["optimizer.nesterov=1e308"], ["optimizer.nesterov=1e+308", "true, false"]),
+    "checkpoint of 300 letters": ([f"ckpt_path={'a' * 300}"], ["ckpt_path=aaa", "last, best, auto"]),
+    "weights of 300 letters": ([f"weights_from={'a' * 300}"], ["weights_from=aaa", "a run directory"]),
+    "number for a callback": (
+        ["callbacks=lr_monitor", "callbacks.lr_monitor=-1"],
+        ["callbacks.lr_monitor=-1", "give a _target_"],
+    ),
+    "target for a number": (
+        ["data=random", "data.in_features={_target_: torch.nn.Linear}"],
+        ["data.train.in_features", "missing 2 required positional arguments"],
+    ),
+    "logger's seconds of text": (["logger=csv", "logger.flush_secs=abc"], ["logger.flush_secs=abc", "a number"]),
+    "huge number of samples": (
+        ["data=random", "data.num_samples=9223372036854775808"],
+        ["data.train", "num_samples", "Overflow"],
+    ),
+    "size beyond memory": (
+        ["data=random", "data.num_samples=9223372036854775807"],
+        ["num_samples=9223372036854775807", "overflowed"],
+    ),
+    "metric for early stopping that is not measured": (
+        ["callbacks=early_stopping", "callbacks.early_stopping.monitor=val/acc", "trainer.max_epochs=1"],
+        ["callbacks.early_stopping.monitor=val/acc", "Did you mean 'val/accuracy'?"],
+    ),
+    "values as targets of a classification": (
+        ["data=csv", "data.path=t.csv", "data.inputs=[wide]", "data.target=value"],
+        ["CrossEntropyLoss takes classes", "task=regression"],
+    ),
     "test without a test set": (["mode=test"], ["mode=test", "data.test"]),
 }
 
@@ -145,7 +188,7 @@ def test_a_wrong_request_is_refused_before_any_rank_starts(case: str, folder: Pa
 @pytest.mark.parametrize("case", REFUSED_BY_A_RANK)
 def test_what_only_a_rank_can_see_is_refused_alike(case: str, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     overrides, parts = REFUSED_BY_A_RANK[case]
-    (here / "t.csv").write_text("wide,length,kind\n" + "1,2,0\n3,4,1\n" * 4)
+    (here / "t.csv").write_text("wide,length,kind,value\n" + "1,2,0,0.5\n3,4,1,1.5\n" * 4)
     refused_here(here, *overrides, parts=parts)
     assert capfd.readouterr() == ("", "")
 

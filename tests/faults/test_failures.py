@@ -87,6 +87,23 @@ def test_a_rank_that_dies_without_a_word_is_named_with_how_it_died(
     assert words in said["error"]
 
 
+@pytest.mark.parametrize(
+    ("what", "rank", "words"),
+    [
+        ("sys.exit", 1, "RuntimeError: sys.exit(0) was called in the run: raise an exception there instead."),
+        ("breakpoint", 0, "breakpoint() needs a terminal, which a rank does not have: run with strategy=single"),
+    ],
+)
+def test_a_rank_that_calls_for_an_exit_or_a_terminal_fails_with_a_word(
+    what: str, rank: int, words: str, folder: Path
+) -> None:
+    ended = ran(folder, *FAULTY, f"+model.what={what}", f"+model.rank={rank}", TWO)
+    assert ended.status == 1
+    assert f"Rank {rank} failed:" in ended.err
+    assert words in ended.err
+    assert summary(folder / "run")["status"] == "failed"
+
+
 @pytest.mark.parametrize(("rank", "method"), [(0, "forkserver"), *at_night((1, "forkserver")), (1, "spawn")])
 def test_a_rank_that_is_killed_in_training_leaves_its_checkpoints_and_no_process(
     rank: int, method: str, folder: Path

@@ -184,3 +184,13 @@ def test_a_run_goes_on_when_its_reader_does_not(overrides: list[str], folder: Pa
     assert ended.out.count("\n") == 1
     if "--cfg" not in overrides:
         assert summary(folder / "run")["status"] == "finished"
+
+
+@pytest.mark.parametrize(("redirection", "said"), [(">/dev/full", "Standard output takes no more"), (">&-", "")])
+def test_a_run_goes_on_where_nothing_can_be_printed(redirection: str, said: str, folder: Path) -> None:
+    command = ["bash", "-c", f'"$@" {redirection}', "bash", sys.executable]
+    ended = ran(folder, *processes.SMALL, "launcher.nproc_per_node=1", command=command)
+    assert (ended.status, ended.out) == (0, "")
+    assert ended.err.startswith(said)
+    assert ended.err.count("\n") == bool(said)
+    assert summary(folder / "run")["status"] == "finished"

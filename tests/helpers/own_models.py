@@ -5,6 +5,7 @@ import fcntl
 import logging
 import os
 import signal
+import sys
 import time
 from hashlib import sha256
 from pathlib import Path
@@ -213,6 +214,10 @@ class Faulty(Toy):
                 raise ValueError("the cat sat on the keyboard")
             case "exit":
                 os._exit(0)
+            case "sys.exit":
+                sys.exit(0)
+            case "breakpoint":
+                breakpoint()
             case "segfault":
                 ctypes.string_at(0)
             case "kill":

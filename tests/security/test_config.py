@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ from omegaconf import OmegaConf
 
 import ddp_recipes
 from ddp_recipes import RequestError
+from ddp_recipes.build import instantiate
 from ddp_recipes.build.instantiate import make
-from ddp_recipes.config.targets import check, check_hydra, is_own
+from ddp_recipes.config.kinds import check_found, check_hydra
+from ddp_recipes.config.targets import check, is_own
 from ddp_recipes.reporting.run_directory import Summary
 from ddp_recipes.testing import make_job
 from helpers import security_files
@@ -30,7 +33,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import load, nn, relu
+from hydra.utils import get_object
+from torch import compile, load, nn, relu
+from torch.utils.data import DataLoader
 
 FOLDERS = []
 
@@ -126,6 +131,179 @@ def test_a_target_that_acts_is_refused_however_it_is_named(own: Path, composed: 
     for node in calls("os.mkdir"):
         assert "os.mkdir" in refusal({**composed, "model": node})
     assert not (own / "made").exists()
+
+
+# Each lies where much may be named, and is a method, a function that is not listed, or a class of no kind.
+DECIDED_BY_KIND = [
+    *(
+        "own.compile",
+        "own.DataLoader",
+        "own.get_object",
+        "torch.compile",
+        "torch.set_default_device",
+        "torch.nn.Linear.to",
+    ),
+    *("torch.nn.Module.load_state_dict", "torch.nn.Module.register_module", "torch.nn.init.math.log.__call__"),
+    *(
+        "torch.nn.utils.stateless.functional_call",
+        "torch.nn.modules.module.warnings.warn",
+        "torch.utils.data.DataLoader",
+    ),
+    *("torch.utils.data.get_worker_info", "torch.nn.parallel.replicate", "torch.optim.swa_utils.update_bn"),
+    *(
+        "torchvision.models._api.WeightsEnum.get_state_dict",
+        "torchvision.models._api.Weights",
+        "torchvision.models.Weights",
+    ),
+    *("torchvision.models.ResNet18_Weights.DEFAULT.get_state_dict", "torchvision.models.resnet.Weights"),
+    *("torchvision.io.write_png", "torchmetrics.Metric.reset", "torchmetrics.utilities.prints.rank_zero_info"),
+    *("numpy.fromfile", "numpy.random.seed", "sklearn.datasets.fetch_openml", "sklearn.datasets.get_data_home"),
+    *("timm.models._helpers.load_state_dict", "timm.models.load_checkpoint", "timm.data.create_loader"),
+    *("timm.models.load_model_config_from_hf", "timm.models.register_model"),
+    *("transformers.models.auto.configuration_auto.get_class_from_dynamic_module", "transformers.pipeline"),
+    *(
+        "transformers.dynamic_module_utils.get_class_from_dynamic_module",
+        "transformers.Trainer",
+        "transformers.set_seed",
+    ),
+    *(
+        "transformers.BertModel.save_pretrained",
+        "transformers.AutoModel.register",
+        "peft.AutoPeftModel.from_pretrained",
+    ),
+    *("datasets.Dataset.save_to_disk", "datasets.Dataset.from_generator", "datasets.disable_caching"),
+    *("lightning.Trainer", "lightning.pytorch.callbacks.Callback.setup", "lightning.pytorch.Trainer.fit"),
+    *("ddp_recipes.run", "ddp_recipes.export", "ddp_recipes.datasets.csv_table.__call__", "ddp_recipes.tasks.Task.to"),
+    *("ddp_recipes.datasets.table.Path", "ddp_recipes.datasets.table.csv.reader", "ddp_recipes.datasets.balanced"),
+]
+# What configs call of packages, and what makes a name of it a node.
+CALLED = [
+    *(
+        "ddp_recipes.datasets.digits",
+        "ddp_recipes.models.resnet18",
+        "ddp_recipes.tasks.Accuracy",
+        "own.Net",
+        "own.relu",
+    ),
+    *(
+        "ddp_recipes.callbacks.EMA",
+        "ddp_recipes.loggers.CSVLogger",
+        "ddp_recipes.strategies.DDPPipeline",
+        "torch.device",
+    ),
+    *(
+        "torch.nn.Linear",
+        "torch.nn.Sequential",
+        "torch.nn.functional.gelu",
+        "torch.relu",
+        "torch.tensor",
+        "torch.float32",
+    ),
+    *("torch.optim.AdamW", "torch.optim.lr_scheduler.ReduceLROnPlateau", "torch.optim.lr_scheduler.LambdaLR"),
+    *("torch.utils.data.ConcatDataset", "torch.utils.data.default_collate", "torch.distributions.Normal"),
+    *("torch.nn.utils.parametrizations.weight_norm", "torchvision.models.resnet18", "torchvision.models.get_model"),
+    *("torchvision.models.detection.fasterrcnn_resnet50_fpn", "torchvision.models.ResNet18_Weights.DEFAULT"),
+    *("torchvision.models.quantization.resnet18", "torchvision.datasets.CIFAR10", "torchvision.ops.sigmoid_focal_loss"),
+    *(
+        "torchvision.transforms.ToTensor",
+        "torchvision.transforms.v2.Resize",
+        "torchvision.transforms.InterpolationMode",
+    ),
+    *("torchmetrics.MetricCollection", "torchmetrics.classification.MulticlassF1Score", "numpy.array", "numpy.float32"),
+    *("sklearn.datasets.load_iris", "sklearn.datasets.make_moons", "sklearn.preprocessing.StandardScaler"),
+    *(
+        "timm.create_model",
+        "timm.models.resnet18",
+        "timm.optim.create_optimizer_v2",
+        "timm.optim.Lamb",
+        "timm.data.Mixup",
+    ),
+    *("timm.scheduler.CosineLRScheduler", "timm.loss.SoftTargetCrossEntropy", "timm.data.create_transform"),
+    *("transformers.BertConfig", "transformers.BertForSequenceClassification", "transformers.DataCollatorWithPadding"),
+    *("transformers.AutoModel.from_pretrained", "transformers.AutoModelForSequenceClassification.from_pretrained"),
+    *("transformers.BertModel.from_pretrained", "transformers.AutoModelForCausalLM.from_config"),
+    *("transformers.AutoTokenizer.from_pretrained", "transformers.BertConfig.from_pretrained", "wandb.Settings"),
+    *("transformers.AutoConfig.from_pretrained", "transformers.get_cosine_schedule_with_warmup", "peft.LoraConfig"),
+    *("transformers.PreTrainedTokenizerFast", "transformers.BertTokenizerFast.from_pretrained", "peft.get_peft_model"),
+    *("datasets.load_dataset", "datasets.Dataset.from_dict", "lightning.pytorch.callbacks.LearningRateMonitor"),
+    *("lightning.pytorch.demos.boring_classes.BoringModel", "lightning.pytorch.demos.boring_classes.BoringDataModule"),
+    *("collections.OrderedDict", "math.log", "datetime.timedelta", "functools.partial", "hydra.utils.get_class"),
+]
+
+
+@pytest.fixture
+def there(own: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Return what skips a test of a name whose package is not installed."""
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # as Lightning sets it when it is imported
+
+    def check(name: str) -> None:
+        if find_spec(name.partition(".")[0]) is None:
+            pytest.skip("not installed")
+
+    return check
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DECIDED_BY_KIND)
+def test_methods_and_unlisted_functions_of_packages_are_refused(name: str, there: Callable[[str], None]) -> None:
+    there(name)
+    for node in calls(name):
+        with pytest.raises(RequestError, match=re.escape(name)):
+            make(node, "model")
+    with pytest.raises(RequestError, match=re.escape(name)):
+        instantiate.locate(name, "data.collate_fn")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CALLED)
+def test_what_configs_call_of_packages_is_found(name: str, there: Callable[[str], None]) -> None:
+    there(name)
+    assert check_found(name, "model._target_") is not None
+
+
+@pytest.mark.parametrize(
+    ("section", "target", "kind"),
+    [
+        ("model", "torch.optim.SGD", "an optimizer, and model takes a module"),
+        ("optimizer", "torch.nn.Linear", "a module, and optimizer takes an optimizer"),
+        ("scheduler", "torch.nn.Linear", "a module, and scheduler takes a scheduler"),
+        ("data.val.clean", "torch.optim.SGD", "an optimizer, and data.val.clean takes a data set"),
+        ("callbacks.mine", "torch.nn.Linear", "a module, and callbacks.mine takes a callback"),
+    ],
+)
+def test_a_section_takes_classes_of_one_kind(section: str, target: str, kind: str) -> None:
+    with pytest.raises(RequestError, match=re.escape(f"{section}._target_={target} is {kind}")):
+        make({"_target_": target}, section)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "node",
+    [
+        {"_target_": "timm.data.ImageDataset", "_args_": [".", None, "train", "evil.pkl"]},
+        {"_target_": "timm.create_model", "model_name": "resnet18", "pretrained_cfg": {"weights_only": False}},
+        {"_target_": "datasets.load_dataset", "_args_": ["pandas"], "data_files": "evil.pkl"},
+        {
+            "_target_": "functools.partial",
+            "_args_": [{"_target_": "datasets.load_dataset", "_partial_": True}, "pandas"],
+        },
+        {"_target_": "peft.LoraConfig", "megatron_config": {"a": 1}, "megatron_core": "evil"},
+        {"_target_": "transformers.BertConfig", "attn_implementation": "somebody/kernels"},
+        {
+            "_target_": "transformers.AutoModel.from_pretrained",
+            "_args_": ["x"],
+            "model_kwargs": [{"trust_remote_code": 1}],
+        },
+    ],
+    ids=str,
+)
+def test_arguments_that_run_what_files_bring_are_refused_by_name_and_by_position(
+    node: dict[str, Any], there: Callable[[str], None]
+) -> None:
+    there(node["_target_"])
+    for one in (node, {"_target_": "torch.nn.Sequential", "_args_": [node]}):
+        with pytest.raises(RequestError, match=r"would run what a file brings|by name, not by position"):
+            make(one, "model.parts")
 
 
 HARMLESS = st.none() | st.booleans() | st.integers() | st.text("ab._$ ", max_size=5)

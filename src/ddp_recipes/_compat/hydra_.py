@@ -5,6 +5,7 @@ No public way: ``hydra.compose`` runs neither jobs nor sweeps, and ``hydra.main`
 
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -62,9 +63,10 @@ def use_defaults_of_1_3() -> None:
         version.setbase("1.3")
 
 
-def instantiate(node: Any, **options: Any) -> Any:
-    """Return what ``hydra.utils.instantiate`` makes of a node, within :func:`execution_whitelist`."""
-    with execution_whitelist():
+def instantiate(node: Any, names: Sequence[str], **options: Any) -> Any:
+    """Return what ``hydra.utils.instantiate`` makes of a node in which these names are; Hydra 1.4 calls no others."""
+    whitelist = getattr(hydra.utils, "execution_whitelist", None)
+    with nullcontext() if whitelist is None else whitelist(names, reset=True):
         return hydra.utils.instantiate(node, **options)
 
 
@@ -73,7 +75,7 @@ OF_STANDARD_LIBRARY = ("collections.*", "datetime.*", "decimal.*", "fractions.*"
 
 
 def execution_whitelist(*more: str) -> AbstractContextManager[Any]:
-    """Return a context in which Hydra may call what is installed or lies in a folder of ``sys.path``.
+    """Return a context in which Hydra may call, for its own section, what is installed or in a folder of ``sys.path``.
 
     Hydra 1.4 asks for that list, ``hydra.utils.execution_whitelist``; 1.3.8 has one of what it refuses, which 1.4 still
     refuses of what is listed. A name counts as what it stands for: ``my_module.os.remove`` is refused.

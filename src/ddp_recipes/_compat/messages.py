@@ -74,7 +74,7 @@ def config_of_error(error: BaseException) -> str | None:
 
 def is_about_a_choice(error: BaseException) -> bool:
     """Whether Hydra refused the type of what a group was to be."""
-    return isinstance(error, ValueError) and "group override must be" in str(error)
+    return re.search("group override (must be|deletion value)", str(error)) is not None
 
 
 def without_search_path(error: BaseException) -> str:

@@ -1,20 +1,24 @@
 """Objects of config nodes: the only place that calls what a yaml names."""
 
 import inspect
+import re
 from collections.abc import Collection, Mapping
-from contextlib import suppress
 from functools import partial
-from traceback import extract_tb
-from typing import Any
+from traceback import extract_tb, walk_tb
+from typing import Any, get_type_hints
 
+import torch
 from hydra.errors import InstantiationException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from torch import Tensor
 
 from ddp_recipes._compat import hydra_
 from ddp_recipes._compat.messages import shortened
-from ddp_recipes.config import targets
-from ddp_recipes.errors import RequestError
+from ddp_recipes.config import kinds, targets
+from ddp_recipes.config.keys import describe, fits, is_plain, shown
+from ddp_recipes.config.targets import identity
+from ddp_recipes.errors import RecipeError, RequestError
 from ddp_recipes.runtime.fast_paths import uncompiled
 
 WELL_KNOWN = ("ddp_recipes.", "torch.", "torchvision.")  # whose own errors say enough without a traceback
@@ -28,9 +32,7 @@ def locate(target: str, section: str) -> Any:
     """
     targets.check_name(target, f"{section}._target_")
     try:
-        found = hydra_.locate(target)
-        targets.check_found(target, f"{section}._target_")
-        return found
+        return kinds.check_found(target, f"{section}._target_", section)
     except (ImportError, AttributeError, ValueError) as error:
         if (broken := _broken_module(error.__cause__, target)) is not None:
             raise RequestError(f"{section}._target_={target} cannot be imported: {broken}") from None
@@ -78,36 +80,99 @@ def make(node: Mapping[str, Any], section: str, *arguments: Any, without: Collec
         RequestError: there is no such target, Hydra refuses it, it does not take these arguments, or refuses them.
         Exception: what a user's own code raised, with its traceback.
     """
+    if not isinstance(node, Mapping):
+        raise RequestError(f"{section}={shown(node)} is no section: give a _target_ with its arguments.")
     if "_target_" not in node:
         raise RequestError(f"{section} has no _target_, the dotted name of a class or function to call.")
     target = str(node["_target_"])
     try:
         kept = {name: value for name, value in node.items() if name not in without}
         resolved = _resolved(kept, section)
-        for name in targets.names_in(resolved):
-            with suppress(ImportError, ValueError, AttributeError):  # Hydra says so
-                hydra_.locate(name)
-                targets.check_found(name, section)
-        made = hydra_.instantiate(resolved, _convert_="all", _partial_=True)
+        names = [*kinds.check_calls(resolved, section), *_tensors(resolved)]
+        made = hydra_.instantiate(resolved, names, _convert_="all", _partial_=True)
     except OmegaConfBaseException as error:  # an environment variable that is not set
         where = f"{section}.{error.full_key}" if error.full_key else section
         raise RequestError(f"{where}: {str(error).splitlines()[0]}") from None
     except InstantiationException as error:
         cause = error.__cause__ or error
-        if not isinstance(cause, (ImportError, InstantiationException)):
-            raise cause from None  # of an object nested in this one
+        if not isinstance(cause, (ImportError, InstantiationException)):  # of an object nested in this one
+            if isinstance(cause, RecipeError) or reaches_own_code(cause):
+                raise cause from None
+            inner = re.search(r"full_key: (\S+)", str(error))
+            raise RequestError(f"{section}{f'.{inner[1]}' if inner else ''} cannot be made: {_said(cause)}.") from error
         message = f"{section}._target_={target} cannot be made: {shortened(cause)}"
         if not isinstance(cause, ImportError):
             message += " Name what is installed or lies in the current folder: your own function may call the rest."
         raise RequestError(message) from error
+    check_values(made.func, made.keywords, section)
     try:
         return partial(uncompiled(made.func), *made.args, **made.keywords)(*arguments, **runtime)
-    except (TypeError, ValueError) as error:
-        well_known = target.startswith(WELL_KNOWN)
+    except RecipeError:
+        raise
+    except Exception as error:
+        well_known = target.startswith(WELL_KNOWN) and not reaches_own_code(error)
         at_the_call = error.__traceback__ is None or error.__traceback__.tb_next is None  # not inside what was called
-        if isinstance(error, TypeError) and "argument" in str(error) and (well_known or at_the_call):
-            raise RequestError(f"{section} does not fit {target}: {error}. Check the keys of {section}.") from error
+        if (
+            isinstance(error, TypeError)
+            and re.search("(keyword|positional) argument", str(error))
+            and (well_known or at_the_call)
+        ):
+            raise RequestError(
+                f"{section} does not fit {target}: {_said(error)}. Check the keys of {section}."
+            ) from error
         if not well_known:
             raise  # the traceback is what helps
         given = ", ".join(f"{name}={value}" for name, value in kept.items() if not name.startswith("_"))
-        raise RequestError(f"{section} does not fit {target}: {error}. Check the values of {given}.") from error
+        raise RequestError(f"{section} does not fit {target}: {_said(error)}. Check the values of {given}.") from error
+
+
+def check_values(found: Any, arguments: Mapping[str, Any], section: str) -> None:
+    """Refuse a text for a number and the like, where a parameter's annotation says so.
+
+    Raises:
+        RequestError: says what is allowed.
+    """
+    hints = _hints(found)
+    for name, value in arguments.items():
+        if is_plain(hint := hints.get(name, Any)) and not fits(value, hint):
+            raise RequestError(f"{section}.{name}={shown(value)} is not allowed. Allowed: {describe(hint)}.")
+
+
+def _hints(found: Any) -> dict[str, Any]:
+    """Return the annotations of a well-known function's parameters, or of a class's constructor's."""
+    if not f"{getattr(found, '__module__', '')}.".startswith(WELL_KNOWN):
+        return {}
+    bases = found.__mro__ if isinstance(found, type) else ()
+    function = next((vars(base)["__init__"] for base in bases if "__init__" in vars(base)), found)
+    try:
+        return get_type_hints(function)
+    except (NameError, TypeError, AttributeError):  # what they name is not there at run time
+        return {}
+
+
+def _tensors(resolved: Any) -> list[str]:
+    """Have lists of numbers become tensors where nothing else is taken, as class weights; return what makes them."""
+    made = []
+    for _, target, node in [*targets.nodes(resolved, "")]:
+        lists = [name for name, value in node.items() if isinstance(value, list) and value and _are_numbers(value)]
+        hints = _hints(hydra_.locate(target)) if lists and target.startswith(WELL_KNOWN) else {}
+        for name in lists:
+            if hints.get(name) in (Tensor, Tensor | None):
+                node[name] = {"_target_": "torch.tensor", "data": [float(number) for number in node[name]]}
+                made = ["torch.tensor", identity(torch.tensor)]
+    return made
+
+
+def _are_numbers(values: list[Any]) -> bool:
+    return all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values)
+
+
+def reaches_own_code(error: BaseException) -> bool:
+    """Whether an error comes from a function in a user's own folder, so that its traceback helps."""
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    return any(targets.is_own(str(frame.f_globals.get("__name__", "__main__")).partition(".")[0]) for frame in frames)
+
+
+def _said(error: BaseException) -> str:
+    """Return what an error says in one line: torch's go on with the frames of its C++."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ddp_recipes._compat.messages import shortened
-from ddp_recipes.build.instantiate import locate, make, parameters_of
+from ddp_recipes.build.instantiate import check_values, locate, make, parameters_of
 from ddp_recipes.errors import RequestError, nearest
 from ddp_recipes.loggers import Logger, Loggers, folder_name
 
@@ -67,6 +67,7 @@ def _check(node: Mapping[str, Any], section: str) -> None:
         raise RequestError(f"{section} has no _target_, the dotted name of a class or function to call.")
     target = str(node["_target_"])
     parameters, given = parameters_of(target, section), {"directory", "purge_step"}
+    check_values(locate(target, section), {name: node[name] for name in node if "${" not in str(node[name])}, section)
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return
     if not given <= parameters.keys():

@@ -109,6 +109,9 @@ def _make_schedule(
     interval = node.get("interval", "epoch")
     if interval not in ("step", "epoch"):
         raise not_one_of("scheduler.interval", interval, ("step", "epoch"))
+    for name in ("step_size", "T_max", "T_0", "total_steps"):
+        if isinstance(node.get(name), int) and node[name] < 1:  # torch divides by it, in training
+            raise RequestError(f"scheduler.{name}={node[name]} is not allowed. Allowed: a whole number at least 1.")
     lengths = [name for name in ("T_max", "total_steps") if name in node and node[name] is None]
     if lengths and not steps:
         raise RequestError(

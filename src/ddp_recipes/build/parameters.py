@@ -33,6 +33,8 @@ def grouped(node: Mapping[str, Any], task: Task) -> Any:
         RequestError: a group has no parameters, or one is in two groups.
     """
     groups, decay = node.get("groups") or {}, node.get("layer_decay")
+    if not isinstance(groups, Mapping):
+        raise RequestError(f"optimizer.groups={groups} is no section. Allowed: names, each with params and options.")
     if not groups and decay is None:
         return task.parameters()
     parameters = {outside(name): parameter for name, parameter in task.named_parameters()}

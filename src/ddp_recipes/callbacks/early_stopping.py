@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from ddp_recipes.callbacks.base import Callback
 from ddp_recipes.config.monitor import resolved
-from ddp_recipes.errors import RequestError
+from ddp_recipes.errors import RequestError, nearest
 
 log = logging.getLogger(__name__)
 
@@ -15,8 +15,8 @@ class EarlyStopping(Callback):
     """Stop when the monitored metric has not improved by more than ``min_delta`` in ``patience`` validations.
 
     Raises:
-        RequestError: ``mode`` is ``auto``, and the metric's name does not tell which way it gets better.
-        KeyError: in the first validation, if it has no such metric.
+        RequestError: ``mode`` is ``auto``, and the metric's name does not tell which way it gets better; or, in the
+            first validation, that has no such metric.
 
     A run without a validation set, or without the one of ``monitor``, is refused.
     """
@@ -48,6 +48,11 @@ class EarlyStopping(Callback):
 
     def on_validation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Compare with the best so far."""
+        if self.monitor not in metrics:
+            raise RequestError(
+                f"callbacks.early_stopping.monitor={self.monitor} is not measured. Measured are: "
+                f"{', '.join(sorted(metrics))}.{nearest(self.monitor, metrics)}"
+            )
         value = self.sign * metrics[self.monitor]
         if value < self.best - self.min_delta:
             self.best, self.waited = value, 0

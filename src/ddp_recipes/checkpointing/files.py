@@ -174,9 +174,9 @@ def find(ckpt_path: str | None, run_directory: Path) -> list[Path]:
             raise RequestError(f"ckpt_path=last: {run_directory} has no checkpoint. {_hint(folder)}")
         return found
     path = folder / BEST if ckpt_path == "best" else Path(ckpt_path).expanduser().absolute()
-    if path.is_dir():
+    if os.path.isdir(path):  # also where the name is too long to be looked at
         return _in_directory(ckpt_path, path)
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise RequestError(
             f"ckpt_path={ckpt_path}: there is no {path}. Allowed: last, best, auto, a checkpoint file, or a "
             "run directory."

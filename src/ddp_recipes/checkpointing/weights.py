@@ -1,5 +1,6 @@
 """Weights to start from: of a run of ours, of Lightning, or of any program that writes safetensors or a state dict."""
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ def matching(given: str, expected: Mapping[str, Tensor]) -> tuple[dict[str, Tens
         RequestError: there is no such file, it holds more than tensors and plain data, or nothing in it matches.
     """
     path = Path(given).expanduser().absolute()
-    if not (path.is_file() or path.is_dir()):
+    if not (os.path.isfile(path) or os.path.isdir(path)):  # also where the name is too long to be looked at
         raise RequestError(
             f"weights_from={given}: there is no file {path}. Allowed: a run directory, a checkpoint of it, a "
             f".safetensors file, a state dict, or a .ckpt of Lightning."

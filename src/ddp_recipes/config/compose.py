@@ -12,6 +12,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import run_job
 from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
 
 from ddp_recipes._compat.hydra_ import (
     Callbacks,
@@ -23,12 +24,12 @@ from ddp_recipes._compat.hydra_ import (
     use_defaults_of_1_3,
 )
 from ddp_recipes._version import __version__
-from ddp_recipes.config import targets
+from ddp_recipes.config import kinds
 from ddp_recipes.config.keys import parse as parse_keys
 from ddp_recipes.config.monitor import better
 from ddp_recipes.config.overrides import quoted, refuse_unused, spelled_out
 from ddp_recipes.config.settings import SweepSettings
-from ddp_recipes.config.translate import translated
+from ddp_recipes.config.translate import comes_of_hydra, translated
 from ddp_recipes.errors import RequestError
 
 JOB_NAME = "train"
@@ -117,7 +118,7 @@ def compose(hydra: Hydra, config_name: str, overrides: Sequence[str], mode: RunM
         config = hydra.compose_config(config_name, list(overrides), mode, validate_sweep_overrides=single)
         parse_keys(SweepSettings, "sweep", config.get("sweep") or {})
         refuse_unused(config, overrides)
-        targets.check_hydra(config)
+        kinds.check_hydra(config)
         return config
 
 
@@ -140,24 +141,38 @@ def single(hydra: Hydra, config_name: str, overrides: Sequence[str]) -> DictConf
 def run(hydra: Hydra, config: DictConfig, config_name: str, task: Task) -> None:
     """Run one job as ``Hydra.run`` does, in its directory and with its callbacks; the task's own error comes out."""
     config.hydra.mode = RunMode.RUN
-    callbacks = Callbacks(config)
-    callbacks.on_run_start(config=config, config_name=config_name)
-    result = run_job(
-        hydra_context=HydraContext(config_loader=hydra.config_loader, callbacks=callbacks),
-        task_function=task,
-        config=config,
-        job_dir_key="hydra.run.dir",
-        job_subdir_key=None,
-    )
+    try:
+        callbacks = Callbacks(config)
+        callbacks.on_run_start(config=config, config_name=config_name)
+        result = run_job(
+            hydra_context=HydraContext(config_loader=hydra.config_loader, callbacks=callbacks),
+            task_function=task,
+            config=config,
+            job_dir_key="hydra.run.dir",
+            job_subdir_key=None,
+        )
+    except Exception as error:
+        if not comes_of_hydra(error):
+            raise
+        raise RequestError(f"Hydra cannot start this job: {type(error).__name__} {error}. Check hydra.*.") from error
     callbacks.on_run_end(config=config, config_name=config_name, job_return=result)
     outcome(result)
 
 
-def directory_of(node: DictConfig) -> tuple[Path, bool]:
-    """Return ``hydra.run.dir`` or ``hydra.sweep.dir`` of a section, and whether its name follows the clock."""
-    written = OmegaConf.to_container(node, resolve=False)
-    assert isinstance(written, dict)
-    return Path(node.dir).absolute(), "${now:" in str(written["dir"])
+def directory_of(config: DictConfig, key: str) -> tuple[Path, bool]:
+    """Return ``hydra.run.dir`` or ``hydra.sweep.dir``, and whether its name follows the clock.
+
+    Raises:
+        RequestError: it is no directory, or follows what is not there.
+    """
+    try:
+        given, section = OmegaConf.select(config, key), OmegaConf.select(config, key.rpartition(".")[0])
+        follows_clock = section is not None and "${now:" in str(OmegaConf.to_container(section, resolve=False))
+    except (OmegaConfBaseException, ValueError) as error:
+        raise RequestError(f"{key}: {str(error).splitlines()[0]}") from None
+    if not isinstance(given, str):
+        raise RequestError(f"{key}={given} is no directory. Allowed: the path of one.")
+    return Path(given).absolute(), follows_clock
 
 
 def for_sweep(hydra: Hydra, config_name: str, overrides: Sequence[str]) -> DictConfig:

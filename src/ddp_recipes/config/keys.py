@@ -53,7 +53,7 @@ def parse(cls: type[T], section: str, values: Mapping[str, Any], *, others: bool
     """
     prefix = f"{section}." if section else ""
     if not isinstance(values, Mapping):
-        raise RequestError(f"{section}={_shown(values)} is no section. Allowed: its keys, with their values.")
+        raise RequestError(f"{section}={shown(values)} is no section. Allowed: its keys, with their values.")
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     hints = get_type_hints(cls, include_extras=True)
     for name in values:
@@ -62,10 +62,10 @@ def parse(cls: type[T], section: str, values: Mapping[str, Any], *, others: bool
                 f"{prefix}{name} is not a key. Keys of {section}: {', '.join(sorted(fields))}.{nearest(name, fields)}"
             )
     for name, field in fields.items():
-        allowed = f"Allowed: {_describe(hints[name])}."
-        if name in values and not _fits(value := values[name], hints[name]):
+        allowed = f"Allowed: {describe(hints[name])}."
+        if name in values and not fits(value := values[name], hints[name]):
             near = nearest(str(value), _choices(hints[name]))
-            raise RequestError(f"{prefix}{name}={_shown(value)} is not allowed. {allowed}{near}")
+            raise RequestError(f"{prefix}{name}={shown(value)} is not allowed. {allowed}{near}")
         if name not in values and field.default is dataclasses.MISSING:
             raise RequestError(f"{prefix}{name} is missing from the config. {allowed}")
     return cls(**{name: values[name] for name in fields if name in values})
@@ -79,33 +79,42 @@ def _choices(hint: Any) -> list[str]:
     return [str(choice) for arm in _arms(hint) if get_origin(arm) is Literal for choice in get_args(arm)]
 
 
-def _fits(value: Any, hint: Any) -> bool:
+def is_plain(hint: Any) -> bool:
+    """Whether a type is of numbers, texts and switches alone, so that a value of a yaml can be checked by it."""
+    arms = _arms(hint)
+    return all(arm in (int, float, bool, str, type(None)) or get_origin(arm) is Literal for arm in arms)
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Whether a value of a config is of this type."""
     if len(arms := _arms(hint)) > 1:
-        return any(_fits(value, arm) for arm in arms)
+        return any(fits(value, arm) for arm in arms)
     kind, arguments = get_origin(hint) or hint, get_args(hint)
     if kind is Annotated:
         base, bound = arguments
-        return _fits(value, base) and value >= bound.low and (bound.high is None or value <= bound.high)
+        return fits(value, base) and value >= bound.low and (bound.high is None or value <= bound.high)
     if kind is Literal:
         return any(value == choice and type(value) is type(choice) for choice in arguments)
     if isinstance(value, bool):
         return kind is bool
     if kind is list:
-        return isinstance(value, list) and all(_fits(item, *arguments) for item in value)
+        return isinstance(value, list) and all(fits(item, *arguments) for item in value)
     return isinstance(value, (int, float) if kind is float else kind)
 
 
-def _describe(hint: Any) -> str:
+def describe(hint: Any) -> str:
+    """Return in words what a type allows."""
     if len(arms := _arms(hint)) > 1:
-        return ", or ".join(map(_describe, arms))
+        return ", or ".join(map(describe, arms))
     kind, arguments = get_origin(hint) or hint, get_args(hint)
     if kind is Annotated:
         base, bound = arguments
-        return f"{_describe(base)} {bound}"
+        return f"{describe(base)} {bound}"
     if kind is list and not {str} & set(_arms(arguments[0])):
         return "a list of numbers"
     return ", ".join(map(str, arguments)) if kind is Literal else IN_WORDS[kind]
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """Return a value as a yaml has it."""
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

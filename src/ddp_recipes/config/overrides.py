@@ -10,7 +10,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_recipes._compat.hydra_ import Hydra
-from ddp_recipes.config.settings import DataSettings
+from ddp_recipes.config.settings import DataSettings, RunSettings
 from ddp_recipes.errors import RequestError, nearest
 
 
@@ -57,6 +57,7 @@ def quoted(text: str) -> str:
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
+OUTSIDE_GROUPS = ("experiment", "debug")  # whose options are merged into all of the config
 _OF_DATA = ("root", "download", "datamodule", "in_features", "out_features", "train", "val", "test", "predict")
 _OF_DATA_LOADER = ("sampler", "batch_sampler", "timeout", "worker_init_fn", "generator", "multiprocessing_context")
 
@@ -83,6 +84,7 @@ def refuse_unused(config: DictConfig, overrides: Sequence[str]) -> None:
         match = re.match(r"\+{1,2}data\.(\w+)=", override)
         if match and not OmegaConf.is_config(OmegaConf.select(config, f"data.{match[1]}")):
             suspects[match[1]] = override
+    _refuse_unread(config, overrides)
     text = ""
     for name, given in suspects.items():
         if name in known:
@@ -93,4 +95,18 @@ def refuse_unused(config: DictConfig, overrides: Sequence[str]) -> None:
                 f"{given}: data.{name} is no key of data, and nothing refers to it, so it would do nothing. Keys: "
                 f"{', '.join(known)}; arguments of a data set go to it, as in +data.train.{name}=…."
                 f"{nearest(name, known)}"
+            )
+
+
+def _refuse_unread(config: DictConfig, overrides: Sequence[str]) -> None:
+    """Refuse a key beside the sections that an override adds, and that neither we nor the config read."""
+    known = {*(each.name for each in fields(RunSettings)), *OUTSIDE_GROUPS}
+    for override in overrides:
+        match = re.match(r"\+{1,2}([\w-]+)=", override)
+        if match is None or match[1] in known or OmegaConf.is_config(OmegaConf.select(config, match[1])):
+            continue
+        if not re.search(rf"\$\{{\.*{match[1]}\b", OmegaConf.to_yaml(config)):
+            raise RequestError(
+                f"{override}: there is no key {match[1]}, and nothing refers to it, so it would do nothing."
+                f"{nearest(match[1], known)}"
             )

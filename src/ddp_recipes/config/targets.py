@@ -1,4 +1,7 @@
-"""Which functions and classes a config may name: looked up here before anything is imported. Loads no torch."""
+"""Which names a config may use: looked up here before anything is imported. Loads no torch.
+
+What such a name stands for is decided in :mod:`~ddp_recipes.config.kinds`, once it is found.
+"""
 
 import os
 import re
@@ -16,20 +19,16 @@ from omegaconf.errors import OmegaConfBaseException
 from ddp_recipes._compat.hydra_ import OF_STANDARD_LIBRARY
 from ddp_recipes.errors import RequestError
 
-# ``*`` stands for anything between two dots, ``**`` for anything.
+# Where the classes and functions of packages are: ``*`` stands for anything between two dots, ``**`` for anything.
 LISTED = """
 ddp_recipes.* ddp_recipes.callbacks.** ddp_recipes.datasets.** ddp_recipes.launchers.* ddp_recipes.lightning.**
 ddp_recipes.loggers.** ddp_recipes.models.** ddp_recipes.strategies.** ddp_recipes.tasks.**
-torch.* torch.nn.** torch.optim.** torch.utils.data.** torch.distributions.** torch.distributed.algorithms.**
-torch.amp.* torch.cuda.amp.* torch.distributed.fsdp.* torch.fft.* torch.func.* torch.linalg.* torch.special.*
-torchvision.datasets.** torchvision.models.** torchvision.ops.** torchvision.transforms.** torchvision.tv_tensors.**
-torchvision.io.read_image torchvision.io.decode_image torchmetrics.**
-numpy.array numpy.asarray numpy.arange numpy.full numpy.linspace numpy.ones numpy.zeros numpy.random.**
-numpy.bool_ numpy.float16 numpy.float32 numpy.float64 numpy.int8 numpy.int16 numpy.int32 numpy.int64 numpy.uint8
-sklearn.datasets.load_* sklearn.datasets.make_* sklearn.metrics.* sklearn.model_selection.* sklearn.preprocessing.*
-timm.* timm.data.** timm.layers.** timm.loss.** timm.models.** timm.optim.** timm.scheduler.**
-transformers.* transformers.*.from_* transformers.models.** transformers.optimization.* peft.* peft.*.from_pretrained
-datasets.* datasets.*.from_* wandb.Settings lightning.*
+torch.* torch.nn.** torch.optim.** torch.utils.data.** torch.distributions.** torch.amp.* torch.special.* torch.linalg.*
+torchvision.datasets.** torchvision.io.read_image torchvision.io.decode_image torchvision.models.** torchvision.ops.**
+torchvision.transforms.** torchmetrics.** numpy.* numpy.random.* sklearn.datasets.* sklearn.metrics.*
+sklearn.model_selection.* sklearn.preprocessing.* timm.* timm.data.** timm.layers.** timm.loss.** timm.models.**
+timm.optim.** timm.scheduler.** transformers.* transformers.*.from_* transformers.models.** transformers.optimization.*
+peft.* peft.*.from_pretrained datasets.* datasets.*.from_* wandb.Settings lightning.*
 lightning.pytorch.* lightning.pytorch.callbacks.** lightning.pytorch.demos.** lightning.pytorch.loggers.**
 pytorch_lightning.* pytorch_lightning.callbacks.** pytorch_lightning.demos.** pytorch_lightning.loggers.**
 """.split()  # noqa: SIM905
@@ -52,8 +51,17 @@ torchvision.datasets.LSUN* torchvision.datasets.lsun.**
 hydra.utils.instantiate hydra.utils.call hydra._internal.utils.** ddp_recipes._compat.** ddp_recipes.runtime.**
 **.load_from_checkpoint
 """.split()  # noqa: SIM905
-# Arguments with another value than this would have what is listed run what a file or a download brings.
-SAFE = {"trust_remote_code": False, "allow_pickle": False, "weights_only": True}
+# Of what is called, arguments that would have it run what a file or a download brings, and what is harmless of each.
+SAFE = (
+    ("**", "trust_remote_code", "False"),
+    ("**", "allow_pickle", "False"),
+    ("**", "weights_only", "True"),
+    ("datasets.**", "path", r"(?!(cache|generator|iceberg|pandas|spark|sql)$).*"),
+    ("timm.**", "class_map", r".*(?<!\.pkl)"),
+    ("peft.**", "megatron_co(re|nfig)", ""),
+    ("transformers.**", "_?attn_implementation(_internal)?", "[^/]*"),
+    ("transformers.**", "use_kernels", "False"),
+)
 
 _DOTTED = r"[^\W\d]\w*(\.[^\W\d]\w*)*"
 
@@ -66,15 +74,24 @@ def check(config: Mapping[str, Any]) -> None:
     Raises:
         RequestError: says which name, and what to do.
     """
-    global _trusted
-    trusted = config.get("trusted_packages") or []
-    if not isinstance(trusted, list) or not all(isinstance(name, str) and name for name in trusted):
-        raise RequestError(f"trusted_packages={trusted} is not allowed. Allowed: a list of names of packages.")
-    for name in trusted:
-        if not re.fullmatch(_DOTTED, name) or _is_never(name) or _is_never(f"{name}._"):
-            raise RequestError(f"trusted_packages={name}: no config may call that. {_REMEDY}")
-    _trusted = tuple(trusted)
+    trust(config.get("trusted_packages"))
     check_node({name: value for name, value in config.items() if name != "hydra"}, "")
+
+
+def trust(packages: Any) -> None:
+    """Have later names be looked up with these ``trusted_packages``, too.
+
+    Raises:
+        RequestError: they are no list of names of packages, or one acts on the machine.
+    """
+    global _trusted
+    packages = packages or []
+    if not isinstance(packages, list) or not all(isinstance(name, str) and name for name in packages):
+        raise RequestError(f"trusted_packages={packages} is not allowed. Allowed: a list of names of packages.")
+    for name in packages:
+        if not re.fullmatch(_DOTTED, name) or is_never(name) or is_never(f"{name}._"):
+            raise RequestError(f"trusted_packages={name}: no config may call that. {REMEDY}")
+    _trusted = tuple(packages)
 
 
 def check_node(node: Any, section: str) -> None:
@@ -83,45 +100,61 @@ def check_node(node: Any, section: str) -> None:
     Raises:
         RequestError: says which name, and what to do.
     """
-    for where, target, one in _nodes(node, section):
+    for where, target, one in nodes(node, section):
         check_name(target, f"{where}._target_")
-        for name, harmless in SAFE.items():
-            if one.get(name) not in (None, harmless):
-                raise RequestError(
-                    f"{where}.{name}={one[name]}: {target} would run what a file brings, which no config may ask for. "
-                    f"Leave it out. {_REMEDY}"
-                )
+        check_arguments((target,), one, where)
         if target in LOOK_UPS:
-            check_name(_path(one), f"{where}.path")
+            check_name(path_of(one), f"{where}.path")
 
 
-def names_in(node: Any) -> list[str]:
-    """Return what a node names that :func:`check_node` let through."""
-    found = [(target, one) for _, target, one in _nodes(node, "")]
-    return [target if target not in LOOK_UPS else _path(one) for target, one in found]
+def check_arguments(called: Sequence[str], arguments: Any, key: str) -> None:
+    """See that arguments, at any depth, have nothing run that a file or a download brings.
+
+    Args:
+        called: the names of what gets them.
+
+    Raises:
+        RequestError: names the argument.
+    """
+    if isinstance(arguments, list | tuple):
+        for each in arguments:
+            check_arguments(called, each, key)
+    if not isinstance(arguments, Mapping):
+        return
+    for name, value in arguments.items():
+        for pattern, argument, harmless in SAFE:
+            given = (
+                value is not None
+                and re.fullmatch(argument, str(name))
+                and any(matches(one, (pattern,)) for one in called)
+            )
+            if given and not re.fullmatch(harmless, str(value), re.DOTALL):
+                raise RequestError(
+                    f"{key}.{name}={value}: {called[0]} would run what a file brings, which no config may ask for. "
+                    f"Leave it out. {REMEDY}"
+                )
+        check_arguments(called, value, f"{key}.{name}")
 
 
-def _path(node: Mapping[str, Any]) -> Any:
+def path_of(node: Mapping[str, Any]) -> Any:
     """Return what one of Hydra's look-ups is to find."""
     given = node.get("_args_")
     return node.get("path", given[0] if given and isinstance(given, list) else None)
 
 
-def check_hydra(config: DictConfig) -> None:
-    """See the same of the section ``hydra``, whose plugins and callbacks Hydra makes, and of what a job's env_set sets.
+def in_hydra(config: DictConfig) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the nodes of the section ``hydra`` that Hydra makes objects of; refuse what ``hydra.job.env_set`` may not.
 
     Raises:
-        RequestError: says which name, and what to do.
+        RequestError: a variable decides what code a process loads.
     """
-    trusted = _below([str(name) for name in OmegaConf.select(config, "trusted_packages") or []])
-    for part in ("callbacks", "launcher", "sweeper"):
-        for where, target, _ in _nodes(OmegaConf.select(config.hydra, part), f"hydra.{part}"):
-            check_name(target, f"{where}._target_", (*OF_HYDRA, *trusted))
     for name in OmegaConf.select(config, "hydra.job.env_set") or {}:
         if re.match(r"LD_|DYLD_|PYTHON|PATH$|TORCH_FORCE_|TRUST_REMOTE_CODE$|CC$|CXX$", str(name)):
             raise RequestError(
                 f"hydra.job.env_set.{name}: it decides what code a process loads. Set it in the shell instead."
             )
+    for part in ("callbacks", "launcher", "sweeper"):
+        yield from nodes(OmegaConf.select(config.hydra, part), f"hydra.{part}")
 
 
 def check_name(target: Any, key: str, more: Sequence[str] = ()) -> None:
@@ -137,9 +170,13 @@ def check_name(target: Any, key: str, more: Sequence[str] = ()) -> None:
     if not isinstance(target, str) or not re.fullmatch(_DOTTED, target):
         raise RequestError(f"{key}={target} is no dotted name of a class or function, written out.")
     parts = target.split(".")
-    if _is_never(target) or any(part.startswith("__") and part != "__main__" for part in parts):
-        raise RequestError(f"{key}={target}: no config may call that. {_REMEDY}")
-    if _matches(target, (*LISTED, *OF_STANDARD_LIBRARY, *LOOK_UPS, *more, *_below(_trusted))):
+    if is_never(target) or any(part.startswith("__") and part != "__main__" for part in parts):
+        raise RequestError(f"{key}={target}: no config may call that. {REMEDY}")
+    if matches(target, (*OF_STANDARD_LIBRARY, *LOOK_UPS, *more)) or is_trusted(target):
+        return
+    if matches(target, LISTED):
+        if any(part.startswith("_") for part in parts):
+            raise RequestError(f"{key}={target} is private to {parts[0]}: no config may call that. {REMEDY}")
         return
     if not is_own(parts[0]):
         among = ", ".join([*_trusted, parts[0] if not _is_top(parts[0]) else target.rpartition(".")[0]])
@@ -150,30 +187,7 @@ def check_name(target: Any, key: str, more: Sequence[str] = ()) -> None:
         )
 
 
-def check_found(target: str, key: str) -> None:
-    """See that what a name stands for may be called, too: ``my_models.os.remove`` is ``os.remove``.
-
-    Raises:
-        RequestError: it stands for what no config may call.
-        ImportError, AttributeError: there is no such thing.
-    """
-    parts = target.split(".")
-    passed: Any = sys.modules[parts[0]]
-    for number, part in enumerate(parts[1:], 1):
-        passed, owner = getattr(passed, part), passed
-        if isinstance(owner, ModuleType) and owner.__name__ != ".".join(parts[:number]):
-            check_name(".".join([owner.__name__, *parts[number:]]), f"{key}={target}")
-        if number == len(parts) - 1 and not callable(passed) and not isinstance(owner, type):
-            return  # a value
-        name = _identity(passed)
-        foreign = (
-            not is_own(parts[0]) and not _is_top(name.partition(".")[0]) and not _matches(name, OF_STANDARD_LIBRARY)
-        )
-        if not isinstance(passed, ModuleType) and (foreign or _is_never(name)):
-            raise RequestError(f"{key}={target} stands for {name}, which no config may call. {_REMEDY}")
-
-
-_REMEDY = "It acts on the machine, or runs what files bring: call it in a function of your own, and name that one."
+REMEDY = "It acts on the machine, or runs what files bring: call it in a function of your own, and name that one."
 
 
 def is_own(package: str) -> bool:
@@ -199,11 +213,17 @@ def is_run(folder: Path) -> bool:
     return (folder / "config.yaml").is_file() and (folder / ".hydra").is_dir()
 
 
-def _is_never(name: str) -> bool:
+def is_never(name: str) -> bool:
+    """Whether a name is of what no config may call, whoever lists it."""
     top = name.partition(".")[0]
     of_python = top in sys.stdlib_module_names or top in sys.builtin_module_names
-    acts = of_python and not _matches(name, OF_STANDARD_LIBRARY) and not is_own(top)  # one's own may be called so, too
-    return acts or _matches(name, NEVER)
+    acts = of_python and not matches(name, OF_STANDARD_LIBRARY) and not is_own(top)  # one's own may be called so, too
+    return acts or matches(name, NEVER)
+
+
+def is_trusted(name: str) -> bool:
+    """Whether a name lies in one of the ``trusted_packages``."""
+    return matches(name, _below(_trusted))
 
 
 def _is_top(package: str) -> bool:
@@ -214,7 +234,8 @@ def _below(packages: Sequence[str]) -> list[str]:
     return [pattern for name in packages for pattern in (name, f"{name}.**")]
 
 
-def _matches(name: str, patterns: Sequence[str]) -> bool:
+def matches(name: str, patterns: Sequence[str]) -> bool:
+    """Whether a name is one of those that patterns stand for."""
     return _expression(tuple(patterns)).fullmatch(name) is not None
 
 
@@ -225,7 +246,7 @@ def _expression(patterns: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile("|".join(each))
 
 
-def _identity(found: Any) -> str:
+def identity(found: Any) -> str:
     """Return the dotted name of a class or function where it was defined; of another object that of its class."""
     if isinstance(found, ModuleType):
         return found.__name__
@@ -235,7 +256,7 @@ def _identity(found: Any) -> str:
     return f"{module}.{name}"
 
 
-def _nodes(node: Any, where: str) -> Iterator[tuple[str, Any, Any]]:
+def nodes(node: Any, where: str) -> Iterator[tuple[str, Any, Any]]:
     """Yield each node that has a ``_target_``: its dotted name, that target, and the node."""
     if isinstance(node, Mapping | DictConfig):
         if node.get("_target_") is not None:
@@ -250,4 +271,4 @@ def _nodes(node: Any, where: str) -> Iterator[tuple[str, Any, Any]]:
             inside = node[key]
         except OmegaConfBaseException:  # of Hydra's own section: known in a job only
             continue
-        yield from _nodes(inside, f"{where}.{key}" if where else str(key))
+        yield from nodes(inside, f"{where}.{key}" if where else str(key))

@@ -1,7 +1,9 @@
 """Hydra's errors in one message: what was given, what there is, and the nearest name."""
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from traceback import walk_tb
 from typing import Any
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
@@ -24,16 +26,53 @@ OPEN = ("model", "task", "optimizer", "scheduler", "logger", "callbacks", "hydra
 
 # What others call what we have under another name.
 _LIGHTNING = {
-    "trainer.devices": "launcher.nproc_per_node",
-    "trainer.num_nodes": "launcher.nnodes",
-    "trainer.accelerator": "launcher.device",
-    "trainer.strategy": "the group strategy",
-    "trainer.callbacks": "the group callbacks (callbacks=early_stopping)",
-    "trainer.logger": "the group logger (logger=[tensorboard,csv])",
-    "trainer.profiler": "debug=profiler",
-    "trainer.enable_progress_bar": "trainer.progress",
-    "trainer.enable_checkpointing": "checkpoint.enabled",
-    "trainer.default_root_dir": "hydra.run.dir",
+    "devices": "launcher.nproc_per_node",
+    "gpus": "launcher.nproc_per_node",
+    "num_processes": "launcher.nproc_per_node",
+    "num_nodes": "launcher.nnodes",
+    "accelerator": "launcher.device",
+    "strategy": "the group strategy (strategy=ddp)",
+    "callbacks": "the group callbacks (callbacks=early_stopping)",
+    "logger": "the group logger (logger=[tensorboard,csv])",
+    "profiler": "debug=profiler",
+    "enable_progress_bar": "trainer.progress",
+    "enable_checkpointing": "checkpoint.enabled",
+    "enable_model_summary": "callbacks=model_summary",
+    "enable_autolog_hparams": "done by every logger, so there is no key for it",
+    "default_root_dir": "hydra.run.dir",
+    "weights_save_path": "hydra.run.dir",
+    "sync_batchnorm": "strategy.sync_batchnorm",
+    "use_distributed_sampler": "done by itself, so there is no key for it",
+    "replace_sampler_ddp": "done by itself, so there is no key for it",
+    "plugins": "trainer.precision, or a strategy or launcher of your own,",
+    "inference_mode": "done by itself, so there is no key for it",
+    "barebones": "logger=none checkpoint=none trainer.progress=false",
+    "reload_dataloaders_every_n_epochs": "a data set that follows the epoch",
+    "min_epochs": "callbacks.early_stopping.patience",
+    "min_steps": "callbacks.early_stopping.patience",
+    "model_registry": "logger=mlflow",
+    "resume_from_checkpoint": "ckpt_path",
+    "ckpt_path": "ckpt_path, without a section,",
+    "auto_lr_find": "tune=lr",
+    "auto_scale_batch_size": "tune=batch_size",
+    "track_grad_norm": "train/grad_norm, which is logged by itself,",
+    "stochastic_weight_avg": "callbacks=ema",
+    "amp_backend": "trainer.precision",
+    "checkpoint_callback": "checkpoint.enabled",
+    "log_gpu_memory": "debug=profiler",
+}
+# What has an option or a key by now, under other names that one may try.
+_BY_NOW = {
+    "epochs": "trainer.max_epochs",
+    "max_epochs": "trainer.max_epochs",
+    "learning_rate": "optimizer.lr",
+    "lr_find": "tune=lr",
+    "nproc_per_node": "launcher.nproc_per_node",
+    "resume": "ckpt_path",
+    "patience": "callbacks=early_stopping",
+    "fp16": "trainer.precision=16-mixed",
+    "bf16": "trainer.precision=bf16-mixed",
+    "amp": "trainer.precision=16-mixed",
 }
 
 
@@ -44,10 +83,20 @@ def translated(hydra: Hydra, config_name: str, overrides: Sequence[str]) -> Iter
         yield
     except (HydraException, OmegaConfBaseException, MarkedYAMLError) as error:
         raise RequestError(_message(error, hydra, config_name, overrides)) from None
-    except ValueError as error:
-        if not is_about_a_choice(error):
+    except (ValueError, TypeError, AttributeError, AssertionError, OSError, RecursionError) as error:
+        if not comes_of_hydra(error):
             raise
         raise RequestError(_wrong_choice(error, hydra, overrides)) from None
+
+
+def comes_of_hydra(error: BaseException) -> bool:
+    """Whether an error is Hydra's own, about its config: neither of a job nor of a plugin, whose tracebacks help."""
+    modules = [str(frame.f_globals.get("__name__")).partition(".")[0] for frame, _ in walk_tb(error.__traceback__)]
+    return [each for each in modules if each not in sys.stdlib_module_names][-1:] in (
+        ["hydra"],
+        ["omegaconf"],
+        ["antlr4"],
+    )
 
 
 def _message(error: Exception, hydra: Hydra, config_name: str, overrides: Sequence[str]) -> str:
@@ -60,6 +109,8 @@ def _message(error: Exception, hydra: Hydra, config_name: str, overrides: Sequen
             f"{error.override}: Hydra cannot read this override ({reason}). It reads key=value, +key=value, ~key, and "
             f"-m key=1,2; quote a value with special characters twice: 'key=\"a, b\"'."
         )
+    if is_about_a_choice(error):
+        return _wrong_choice(error, hydra, overrides)
     if isinstance(error, MissingConfigException):
         return _no_option(error, hydra, overrides)
     if (there := added_twice(error)) is not None and (given := _given(f"+{there}", overrides)):
@@ -71,7 +122,7 @@ def _message(error: Exception, hydra: Hydra, config_name: str, overrides: Sequen
     lines = [line for line in lines if line not in noise]
     if error.__cause__ is not None and "Error merging override" in lines[0]:
         return f"{lines[0].removeprefix('Error merging override ')}: {str(error.__cause__).splitlines()[0]}."
-    return "\n".join(lines)
+    return " ".join(lines)
 
 
 def _of_yaml(error: MarkedYAMLError) -> str:
@@ -82,7 +133,7 @@ def _of_yaml(error: MarkedYAMLError) -> str:
 
 def _no_option(error: MissingConfigException, hydra: Hydra, overrides: Sequence[str]) -> str:
     group, _, option = (error.missing_cfg_file or "").rpartition("/")
-    options = sorted(error.options or hydra.config_loader.get_group_options(group)) if option else []
+    options = sorted(error.options or hydra.config_loader.get_group_options(group)) if group or option else []
     if options and not group:
         there = [name for name in options if not name.startswith("_")]
         return f"--config-name {option}: there is none. There are: {', '.join(there)}.{nearest(option, there)}"
@@ -97,11 +148,14 @@ def _no_option(error: MissingConfigException, hydra: Hydra, overrides: Sequence[
 
 
 def _wrong_choice(error: Exception, hydra: Hydra, overrides: Sequence[str]) -> str:
-    for group in hydra.config_loader.list_groups(""):
-        given, options = _given(group, overrides), hydra.config_loader.get_group_options(group)
-        if given is not None and given.partition("=")[2] not in options:
-            return f"{given}: there is no such option. Options of {group}: {', '.join(sorted(options))}."
-    return f"{error}."
+    groups = hydra.config_loader.list_groups("")
+    for given in overrides:
+        if (group := _key(given)) in groups:
+            options = hydra.config_loader.get_group_options(group)
+            if given.partition("=")[2] not in options:
+                return f"{given}: there is no such option. Options of {group}: {', '.join(sorted(options))}."
+    given = next((one for one in overrides if repr(one) in repr(str(error))), "This")
+    return f"{given}: Hydra cannot compose a config of it: {str(error).splitlines()[0]}."
 
 
 def _unknown(key: str, error: Exception, hydra: Hydra, config_name: str, overrides: Sequence[str]) -> str:
@@ -112,8 +166,8 @@ def _unknown(key: str, error: Exception, hydra: Hydra, config_name: str, overrid
             f"Put this into an option of experiment, which comes last."
         )
     given = given or key
-    if key in _LIGHTNING:
-        return f"{given}: there is no key {key}. What Lightning calls so is {_LIGHTNING[key]} here."
+    if (lightning := _LIGHTNING.get(key.removeprefix("trainer."))) and key.startswith("trainer."):
+        return f"{given}: there is no key {key}. What Lightning calls so is {lightning} here."
     section = key.rpartition(".")[0]
     others = [one for one in overrides if _key(one) != key]
     names = _keys(hydra, config_name, others, with_hydra=key.startswith("hydra."))
@@ -122,9 +176,19 @@ def _unknown(key: str, error: Exception, hydra: Hydra, config_name: str, overrid
     may_grow = section in names and (section.split(".")[0] in OPEN or section.startswith("data."))
     advice = f" To add a key that the yaml does not have, write +{given}."
     return (
-        f"{given}: there is no key {key}.{nearest(key, names)}{allowed}"
+        f"{given}: there is no key {key}.{_elsewhere(key, names, hydra)}{allowed}"
         f"{advice if may_grow and siblings and given[0] not in '+~' else ''}"
     )
+
+
+def _elsewhere(key: str, names: Sequence[str], hydra: Hydra) -> str:
+    """Return where there is what a key names: a key of a section, an option of a group, or what is written like it."""
+    others = [name for name in names if name != key]
+    groups = [one for one in hydra.config_loader.list_groups("") if key in hydra.config_loader.get_group_options(one)]
+    sections = [name for name in others if name.rpartition(".")[2] == key and name.count(".") == 1]
+    preferred = [name for name in sections if name.startswith(("optimizer.", "trainer.", "data.", "launcher."))]
+    found = _BY_NOW.get(key) or (f"{groups[0]}={key}" if groups else next(iter([*preferred, *sections]), None))
+    return nearest(key, others) if found is None or found == key else f" Did you mean '{found}'?"
 
 
 def _key(override: str) -> str:

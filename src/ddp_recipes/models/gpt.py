@@ -71,7 +71,7 @@ class GPT(nn.Module):
         tied: whether the last layer has the weights of the embedding, as Press & Wolf (2017) do.
 
     Raises:
-        RequestError: the heads do not divide the width.
+        RequestError: a size is less than 1, or the heads do not divide the width.
     """
 
     def __init__(
@@ -85,6 +85,10 @@ class GPT(nn.Module):
         tied: bool = True,
     ) -> None:
         super().__init__()
+        sizes = {"vocab_size": vocab_size, "context": context, "heads": heads, "width": width}
+        for name, size in sizes.items():
+            if size < 1:
+                raise RequestError(f"model.{name}={size} is too small: allowed is 1 and more.")
         if width % heads:
             raise RequestError(
                 f"model.heads={heads} do not divide model.width={width}, which they share evenly. Use a width of "

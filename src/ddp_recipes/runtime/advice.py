@@ -1,6 +1,7 @@
 """What to change here where torch alone words an error: it says what is wrong, not where that is set."""
 
 import re
+from bdb import BdbQuit
 from collections.abc import Mapping
 from typing import Any
 
@@ -43,6 +44,10 @@ _ADVICE = {
         "Inputs and the model's weights are of different types. Convert inputs in the data set: tensor.float(), or "
         "array.astype('float32')."
     ),
+    r"DataLoader worker \(pid\(?s?\)? [\d, ]+\) (?:is killed by signal|exited unexpectedly)": (
+        "A worker of data.num_workers ended: if nobody killed it, memory ran out (dmesg shows it). Use fewer, or "
+        "smaller batches or samples."
+    ),
     r"must be Tensor, not (\w+)": (
         "The model was given a {0}, as it came from the data set. Make tensors of it there or by data.collate_fn, or "
         "choose a task that takes such batches (task=model_loss gives a dict as keyword arguments)."
@@ -65,6 +70,8 @@ def advice(error: BaseException, config: Mapping[str, Any]) -> str | None:
             f"Out of memory. Make {less} smaller; or take trainer.precision=bf16-mixed, or more devices a replica "
             f"(model.num_devices). plan=true estimates what a run needs."
         )
+    if isinstance(error, BdbQuit):
+        return "breakpoint() needs a terminal, which a rank does not have: run with strategy=single, in one process."
     if isinstance(error, (RuntimeError, IndexError, ValueError, TypeError)):
         for pattern, text in _ADVICE.items():
             if found := re.search(pattern, str(error)):

@@ -60,8 +60,10 @@ class _Stream(io.FileIO):
         try:
             return super().write(data)
         except OSError as error:
-            if error.errno not in (errno.EPIPE, errno.EIO):
+            if error.errno not in (errno.EPIPE, errno.EIO, errno.ENOSPC, errno.EBADF):
                 raise
+            if error.errno == errno.ENOSPC and self.fileno() == 1:  # a run does not fail by what it prints
+                print(f"Standard output takes no more: {error.strerror}. The run goes on.", file=sys.stderr)
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, self.fileno())
             os.close(null)
@@ -70,7 +72,13 @@ class _Stream(io.FileIO):
 
 def outlive_readers() -> None:
     """Go on when whoever reads what this process prints does not: ``| head``, a terminal that is closed."""
-    for name in ("stdout", "stderr"):
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        if getattr(sys, name) is None:  # closed: the next file that is opened would be in its place
+            null = os.open(os.devnull, os.O_WRONLY)
+            if null != number:
+                os.dup2(null, number)
+                os.close(null)
+            setattr(sys, name, open(number, "w", closefd=False))  # noqa: SIM115
         stream = getattr(sys, name)
         if type(stream) is io.TextIOWrapper:
             stream.flush()

@@ -112,6 +112,11 @@ class Task(nn.Module):
         output: str | int | None = None,
     ) -> None:
         super().__init__()
+        for key, given in (("loss", loss), *((f"metrics.{name}", each) for name, each in _named(metrics).items())):
+            if not (callable(given) or is_stateful(given)):
+                raise RequestError(
+                    f"task.{key}={given} cannot be called. Give the _target_ of what takes outputs and targets."
+                )
         self.model = model
         self.loss = loss
         self.metrics: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = dict(metrics or {})
@@ -121,6 +126,7 @@ class Task(nn.Module):
             raise RequestError(f"task.output={output} is no name and no place. Give one, such as out or 0, or null.")
         self.position = Position()
         self._elementwise = isinstance(loss, _ELEMENTWISE)
+        self._of_classes = isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss))
         names = ["loss", *(_OF_THE_LOOP if train_metrics else ()), *self.metric_names]
         if twice := [name for name, count in Counter(names).items() if count > 1]:
             raise RequestError(
@@ -199,7 +205,20 @@ class Task(nn.Module):
                 f"{list(outputs.shape)} and the targets {list(targets.shape)}: torch would broadcast them. Give both "
                 f"one shape, e.g. by targets of {list(outputs.shape)} in the data set."
             )
+        if self._of_classes:
+            self._check_classes(outputs, targets)
         return self.loss(outputs, targets)  # type: ignore[no-any-return]
+
+    def _check_classes(self, outputs: Tensor, targets: Tensor) -> None:
+        """Refuse targets that are no classes: with one output, cross-entropy is 0 whatever the model says."""
+        classes = outputs.shape[1] if outputs.dim() > 1 else outputs.shape[0]
+        probabilities = targets.is_floating_point() and targets.shape == outputs.shape
+        if classes < 2 or (targets.is_floating_point() and not probabilities):
+            raise RequestError(
+                f"{type(self.loss).__name__} takes classes, int64 from 0 to one less than the model's outputs, or a "
+                f"probability of each, but the outputs are {list(outputs.shape)} and the targets "
+                f"{list(targets.shape)}, {targets.dtype}. For targets that are values choose task=regression."
+            )
 
     def start_evaluation(self, split: str, number: int) -> None:
         """Do what is due before a data set is evaluated; nothing here.
@@ -288,6 +307,12 @@ class Task(nn.Module):
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Load what :meth:`weights` returned; names and shapes must match."""
         self.load_state_dict({name: weights[outside(name)] for name in self.state_dict()})
+
+
+def _named(metrics: Any) -> Mapping[str, Any]:
+    if isinstance(metrics or {}, Mapping):
+        return metrics or {}
+    raise RequestError(f"task.metrics={metrics} is no section. Allowed: names of metrics, each with its _target_.")
 
 
 def _pair(batch: Any) -> Any:

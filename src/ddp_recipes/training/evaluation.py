@@ -188,7 +188,7 @@ def check_monitor(run: Run, metrics: Metrics) -> None:
         check_measured(run.monitor, metrics)
 
 
-def check_measured(monitor: str, metrics: Collection[str]) -> None:
+def check_measured(monitor: str, metrics: Collection[str], key: str = "checkpoint.monitor") -> None:
     """Refuse a metric to monitor that nothing measures.
 
     Raises:
@@ -196,6 +196,5 @@ def check_measured(monitor: str, metrics: Collection[str]) -> None:
     """
     if monitor not in metrics:
         raise RequestError(
-            f"checkpoint.monitor={monitor} is not measured. Measured are: {', '.join(sorted(metrics))}."
-            f"{nearest(monitor, metrics)}"
+            f"{key}={monitor} is not measured. Measured are: {', '.join(sorted(metrics))}.{nearest(monitor, metrics)}"
         )
