@@ -21,7 +21,7 @@ from ddp_recipes.output import Output
 from ddp_recipes.reporting.run_directory import RunDirectory, Summary, write_trace
 from ddp_recipes.runtime.advice import advice
 from ddp_recipes.runtime.control import NOBODY, Control
-from ddp_recipes.runtime.digest import digest
+from ddp_recipes.runtime.digest import digest, without_digest
 from ddp_recipes.runtime.files import write_aside
 from ddp_recipes.runtime.job import ASKS_TO_STOP, Job
 from ddp_recipes.runtime.main_module import unpack
@@ -68,7 +68,7 @@ def run(job: Job, world: World, messages: Messages | None, watcher: Watcher = NO
             join(recipe)
             watcher.joined()
         WORK[recipe.request.run.work](recipe, output)
-        summary = output.facts(recipe.strategy.digest(recipe.task)) | {"status": "finished"}
+        summary = output.facts(final_digest(recipe)) | {"status": "finished"}
         if not world.is_main:  # all that could still hang comes before its end, and rank 0's summary after all ends
             close(recipe, output)
         control.end([rank for rank in range(world.world_size) if not recipe.request.strategy.outlives(rank)])
@@ -77,7 +77,7 @@ def run(job: Job, world: World, messages: Messages | None, watcher: Watcher = NO
     except (RequestError, Left):
         raise
     except Preempted as error:
-        output.finish(output.facts(recipe.strategy.digest(recipe.task)) | {"status": "preempted", "error": str(error)})
+        output.finish(output.facts(final_digest(recipe)) | {"status": "preempted", "error": str(error)})
         raise
     except BaseException as error:
         recipe.strategy.exchanges.end()  # or this rank would wait for the others to leave the group
@@ -88,6 +88,14 @@ def run(job: Job, world: World, messages: Messages | None, watcher: Watcher = NO
         if job.last:
             ignore_once(ASKS_TO_STOP)
         close(recipe, output)
+
+
+def final_digest(recipe: Recipe) -> str | None:
+    """Return the SHA-256 of the weights on rank 0, if they have one: training does not fail at its end for that."""
+    if (found := without_digest(recipe.task.weights())) is not None:
+        log.warning("There is no weights_sha256: the model's state dict has got %s.", found)
+        return None
+    return recipe.strategy.digest(recipe.task)
 
 
 def close(recipe: Recipe, output: Output) -> None:
@@ -106,6 +114,11 @@ def prepare(job: Job, world: World, control: Control) -> tuple[Recipe, RunDirect
         if unproven and job.config["launcher"].get("require_key"):
             raise RequestError(f"launcher.require_key=true, but {NO_KEY}")
         recipe = make_recipe(job, world, control)
+        if (found := without_digest(initial := recipe.initial_weights())) is not None:
+            raise RequestError(
+                f"The state dict of {type(recipe.task.model).__name__} has {found}: no checkpoint could hold it. Have "
+                f"get_extra_state() return tensors (torch.from_numpy for an array), numbers, text, lists or dicts."
+            )
         if unproven:
             recipe.warnings.append(f"{NO_KEY[0].upper()}{NO_KEY[1:]}")
         directory = RunDirectory(job.directory, recipe.resumes_in_place) if world.is_main else None
@@ -119,7 +132,7 @@ def prepare(job: Job, world: World, control: Control) -> tuple[Recipe, RunDirect
         facts |= {
             "checkpoint": "none" if state is None else f"step {state['cursor']['step']}, checksum {state['checksum']}",
             "version of torch": torch.__version__,
-            "digest of the initial weights": digest(recipe.initial_weights())[:12] if world.world_size > 1 else "",
+            "digest of the initial weights": digest(initial)[:12] if world.world_size > 1 else "",
         }
     control.agree(None, facts)
     return recipe, directory
@@ -141,7 +154,7 @@ def fit(recipe: Recipe, output: Output) -> None:
     for callback in run.callbacks.values():
         callback.on_start(recipe.job.directory if recipe.world.is_main else None, recipe.task)
     try:
-        reason = rejoin.train(recipe, run)
+        reason = rejoin.train(recipe, run, output.note)
     finally:
         for callback in run.callbacks.values():
             callback.on_end()
@@ -275,7 +288,10 @@ def fail(recipe: Recipe, control: Control, output: Output, error: BaseException)
     last = cause.strip().splitlines()[-1]
     # Of a part, others would have to be asked, which may be dead.
     known = recipe.request.strategy.whole_model and recipe.world.is_main
-    weights_sha256 = digest(recipe.task.weights()) if known else None
+    try:
+        weights_sha256 = digest(recipe.task.weights()) if known else None
+    except Exception:  # the error to show is the one above, which after a device-side one comes again here
+        weights_sha256 = None
     output.finish(output.facts(weights_sha256) | {"status": "failed", "error": f"rank {rank}: {last}"}, cause)
     if rank != recipe.world.rank:
         raise RunFailed(f"Rank {rank} failed, so rank {recipe.world.rank} stopped: {last}", rank=rank) from error

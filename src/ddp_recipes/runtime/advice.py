@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ddp_recipes._compat.messages import out_of_memory
+from ddp_recipes._compat.messages import out_of_memory, text_of
 
 _ADVICE = {
     r"Target (-?\d+) is out of bounds": (
@@ -67,6 +67,6 @@ def advice(error: BaseException, config: Mapping[str, Any]) -> str | None:
         )
     if isinstance(error, (RuntimeError, IndexError, ValueError, TypeError)):
         for pattern, text in _ADVICE.items():
-            if found := re.search(pattern, str(error)):
+            if found := re.search(pattern, text_of(error)):
                 return text.format(*found.groups())
     return None
