@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from ddp_recipes._compat.messages import out_of_memory, timed_out
+from ddp_recipes.checkpointing.writing import disk_failure
+from ddp_recipes.errors import RequestError, chain
 from ddp_recipes.reporting.run_directory import Summary
 from helpers.marks import slow_but
 from helpers.patience import patience
@@ -68,3 +71,61 @@ def test_an_exception_is_shown_soon_and_the_run_failed(
         assert "raising_parts.py" in trace
         assert "the cat saw a mouse" in trace  # what it came of
         assert "failed to run forward" not in trace  # torch's words, in its place
+
+
+EXTRA = ["model._target_=own_parts.Extra", "checkpoint=none"]
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_weights_without_a_digest_are_refused_at_the_start(ranks: int, run: Run, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=r"Extra has _extra_state, which is a ndarray.*\(torch\.from_numpy"):
+        run(*EXTRA, "+model.after=0", world_size=ranks, directory=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_weights_that_lose_their_digest_do_not_fail_a_run_at_its_end(run: Run) -> None:
+    assert run(*EXTRA, "+model.after=3")["weights_sha256"] is None
+
+
+@pytest.mark.parametrize("save", [[], ["checkpoint=default", "checkpoint.every_n_steps=4"]], ids=["step", "save"])
+def test_what_fails_while_weights_have_no_digest_is_shown(save: list[str], run: Run, tmp_path: Path) -> None:
+    words = "ndarray cannot be in a checkpoint" if save else "the cat sat on the keyboard"
+    with pytest.raises(RuntimeError, match=words):
+        run(*EXTRA, "+model.after=3", "+model.raises=true", *save, directory=tmp_path / "run")
+    said = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (said["status"], words in said["error"]) == ("failed", True)
+
+
+def test_a_loss_that_is_a_sum_is_named(run: Run, tmp_path: Path) -> None:
+    run("+task.loss.reduction=sum", "trainer.max_steps=1", directory=tmp_path / "run")
+    assert "task.loss has reduction=sum" in (tmp_path / "run" / "train.log").read_text()
+
+
+class Mute(RuntimeError):
+    def __str__(self) -> str:
+        raise ValueError("no words")
+
+
+def test_errors_are_walked_once_wherever_they_lead() -> None:
+    first, second, third = ValueError("first"), KeyError("second"), Mute()
+    first.__cause__, second.__context__, second.__cause__ = second, first, third
+    third.__context__ = third
+    assert [*chain(first)] == [first, second, third]
+    assert disk_failure(first, Path("/")) is None
+    assert not timed_out(third)
+    assert not out_of_memory(third)
+
+
+@pytest.mark.parametrize(
+    ("words", "is_one"),
+    [
+        ("no runtime output", False),
+        ("Timed out waiting 3000ms for recv operation to complete", True),
+        ("wait timeout after 300ms, keys: /default_pg", True),
+        ("Socket Timeout", True),
+        ("recvValueWithTimeout failed on 3", True),
+        ("the client socket has timed-out", True),
+    ],
+)
+def test_timeouts_are_told_by_their_words(words: str, is_one: bool) -> None:
+    assert timed_out(RuntimeError(words)) == is_one
