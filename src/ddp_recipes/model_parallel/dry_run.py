@@ -182,7 +182,8 @@ class DryRun:
 
 def _memo(task: Task, starts: Sequence[str], stage: int) -> dict[int, Any]:
     """Return what a copy of a task has in the place of its tensors: those of one stage, and no data of others."""
-    stages, memo = stages_of(task.model, starts), {}
+    stages = stages_of(task.model, starts)
+    memo: dict[int, Any] = {}
     for module in task.modules():
         own = stages.get(module, len(starts)) == stage
         for parameter in module.parameters(recurse=False):
