@@ -83,8 +83,7 @@ class Output:
         self.run = run
         if run is not None:
             self._make_checkpointer(run)
-            if self.job.meeting is None:  # else what is handed over knows
-                run.replaced, run.seconds_lost = self.control.of_main("losses of earlier starts", self._losses)
+            run.replaced, run.seconds_lost = self._losses()
         if self.directory is None:
             self.hold(handling(ForwardHandler(self.control)))
             return
@@ -128,10 +127,16 @@ class Output:
         self.progress.start(self.total_steps, run.cursor.step, run.train.plan.global_batch_size)
 
     def _losses(self) -> tuple[int, float]:
-        """Return how many ranks were replaced in this directory before, and the seconds that it took."""
-        found = read_summary(self.job.directory) or {}
-        replaced, seconds = found.get("ranks_replaced"), found.get("seconds_lost")
-        return replaced if isinstance(replaced, int) else 0, seconds if isinstance(seconds, float) else 0.0
+        """Return how many ranks were replaced in this directory before, and the seconds that it took; on every rank."""
+        if self.job.meeting is not None and self.state is not None:
+            return self.state["run"]["replaced"], self.state["run"]["seconds_lost"]
+
+        def written() -> tuple[int, float]:
+            found = read_summary(self.job.directory) or {}
+            replaced, seconds = found.get("ranks_replaced"), found.get("seconds_lost")
+            return replaced if isinstance(replaced, int) else 0, seconds if isinstance(seconds, float) else 0.0
+
+        return self.control.of_main("losses of earlier starts", written)
 
     def note(self) -> None:
         """Write what the summary says by now: nobody may be left to write it later."""

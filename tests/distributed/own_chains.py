@@ -122,6 +122,22 @@ class UNet(nn.Module):
         return output
 
 
+class Moving(nn.Module):
+    """Takes what its first block gives to the device of what its second one does."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(in_features, 16)
+        self.second = nn.Linear(16, 16)
+        self.last = nn.Linear(16, out_features)
+
+    def forward(self, input: Tensor) -> Tensor:
+        first = self.first(input)
+        second = self.second(first)
+        output: Tensor = self.last(second + first.to(second.device))
+        return output
+
+
 class Deciding(nn.Module):
     """Its flow depends on what its first block gives, or on the inputs alone."""
 

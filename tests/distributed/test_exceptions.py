@@ -1,6 +1,8 @@
 """An exception anywhere, with any strategy, on any rank: it is shown, soon, and the run is called failed."""
 
 import json
+import os
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from ddp_recipes.errors import RequestError, chain
 from ddp_recipes.reporting.run_directory import Summary
 from helpers.marks import slow_but
 from helpers.patience import patience
+from helpers.recipes import QUICK
 
 Run = Callable[..., Summary]
 
@@ -71,6 +74,27 @@ def test_an_exception_is_shown_soon_and_the_run_failed(
         assert "raising_parts.py" in trace
         assert "the cat saw a mouse" in trace  # what it came of
         assert "failed to run forward" not in trace  # torch's words, in its place
+
+
+@pytest.mark.slow
+def test_an_exception_in_a_stage_is_what_the_command_shows_first(python: str, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    ended = subprocess.run(
+        [
+            *(python, "-m", "ddp_recipes", *QUICK, *RECIPE, "strategy=ddp_pipeline", "strategy.stages=3"),
+            *("launcher.nproc_per_node=3", f"hydra.run.dir={folder}"),
+        ],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent), "RAISES": f"backward,1,{tmp_path / 'raised'}"},
+        capture_output=True,
+        text=True,
+        timeout=patience(60),
+    )
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("Rank 1 failed:\nTraceback (most recent call last):\n"), ended.stderr
+    assert ended.stderr.rstrip().endswith("RuntimeError: the cat sat on the keyboard in backward")
+    assert ended.stderr.count("Traceback") == 2  # with what it came of, and nothing of other ranks
+    assert json.loads((folder / "summary.json").read_text())["status"] == "failed"
 
 
 EXTRA = ["model._target_=own_parts.Extra", "checkpoint=none"]

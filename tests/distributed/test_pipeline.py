@@ -327,6 +327,11 @@ REFUSED_MODELS: dict[str, tuple[list[str], int, list[str]]] = {
         2,
         ["model.split=[up] cannot be: the forward of the model needs values of a tensor that another stage has"],
     ),
+    "what is moved from another stage": (
+        ["model._target_=own_chains.Moving", "~model.hidden_features", "model.split=[second]"],
+        2,
+        ["_to_copy.default in the forward of the model mixes tensors of stage 0 and stage 1"],
+    ),
     "a flow that depends on what another stage computes": (
         ["model._target_=own_chains.Deciding", "~model.hidden_features", "model.split=[second]"],
         2,

@@ -99,7 +99,7 @@ def missing_interpolation_key(error: BaseException) -> str | None:
 
 def lacks_data(error: BaseException) -> bool:
     """Whether an operation needed the data of a tensor on the device ``meta``, which has none, or of another device."""
-    return re.search(r"\b(meta|Meta)\b", text_of(error)) is not None
+    return isinstance(error, (RuntimeError, TypeError)) and re.search(r"\b(meta|Meta)\b", text_of(error)) is not None
 
 
 def cuda_devices(error: BaseException) -> set[int]:

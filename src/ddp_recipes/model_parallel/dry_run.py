@@ -265,8 +265,10 @@ class _Counter(ModuleMode):  # type: ignore[no-untyped-call]
         if len(stages) > 1 and func not in MOVES:
             raise self.conflict(str(func), stages)
         output = func(*args, **kwargs)
+        outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        if self.between and func in MOVES and 1 in stages and any(each.device.index == 0 for each in outputs):
+            raise self.conflict(str(func), stages)  # to where it runs, of what has no data there
         if not func.is_view and module != OUTSIDE:
-            outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
             count = self.operations_of.get(func.overloadpacket)
             operations = count(*args, **kwargs, out_val=output) if count is not None else 0
             moved = sum(tensor.nbytes for tensor in (*inputs, *outputs))
