@@ -102,8 +102,8 @@ class Output:
                 log.warning("%s", warning)
         if not quick:
             # What an earlier start logged after its checkpoint comes again; without one, all of it.
-            purge_step = run.cursor.step and run.cursor.step + 1 if run is not None and again else None
-            self.logger = self.make_logger((self.state or {}).get("purge_step", purge_step))
+            first = None if run is None or not again else run.cursor.step + 1 if run.cursor.step else 0
+            self.logger = self.make_logger((self.state or {}).get("purge_step", first))
             self._stack.callback(self.logger.close)
             self.task.logger = self.logger
             self.logger.parameters(hyper_parameters(self.job.config) | {"world_size": self.world.world_size})

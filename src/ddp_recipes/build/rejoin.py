@@ -66,8 +66,7 @@ def train(recipe: Recipe, run: Run, note: Callable[[], None]) -> str:
         try:
             return loop.fit(run)
         except Exception as error:
-            lost = lost_a_rank(error) or run.strategy.exchanges.lost
-            if not lost or (run.buffers is not None and _aside(run)):  # some hold nothing as training begins
+            if not (lost_a_rank(error) or run.strategy.exchanges.lost):
                 raise
             cause = error
         _meet_again(recipe, run, cause, reported)
@@ -160,7 +159,7 @@ def _meet_again(recipe: Recipe, run: Run, error: Exception, reported: Callable[[
     """
     while True:
         _leave(recipe, run, error)
-        loss = Loss(*progress_of(run), text="".join(traceback.format_exception(error)), alone=_alone(recipe))
+        loss = Loss(*progress_of(run), text="".join(traceback.format_exception(error)), alone=_alone(recipe, run))
         if (meeting := recipe.control.meet_again(loss)) is None:
             raise error
         if isinstance(meeting, Leaving):
@@ -215,8 +214,14 @@ def _leave(recipe: Recipe, run: Run, error: Exception) -> None:
     recipe.strategy.teardown()
 
 
-def _alone(recipe: Recipe) -> tuple[int, ...]:
-    """Return the ranks of the first replica where buffers that are saved are its own: of whole models batch norms'."""
+def _alone(recipe: Recipe, run: Run | None = None) -> tuple[int, ...]:
+    """Return the ranks that have what no other rank has.
+
+    These are the first replica's where buffers that are saved are its own: of whole models batch norms'. Where a
+    callback of this rank has got tensors since training began, all others: then nobody goes on from it.
+    """
+    if run is not None and run.buffers is not None and _aside(run):
+        return tuple(rank for rank in range(recipe.world.world_size) if rank != recipe.world.rank)
     settings, task = recipe.request.strategy, recipe.task
     own = batch_norms(task) if settings.whole_model else dict(task.named_buffers()).keys() & task.state_dict().keys()
     return () if settings.same_buffers or not own else (*range(_parts(recipe)),)
