@@ -10,7 +10,7 @@ from benchmarks.campaign.script import IN_STEP, INSIDE, KINDS, ON_NODES, RECIPES
 from benchmarks.campaign.seen import Done, Played
 
 COST = re.compile(r"(?:Replaced|All started again from memory), at the cost of ([\d.]+) s")
-AGAIN = "all start again, from the last checkpoint"
+AGAIN = re.compile("all start again, from (the last checkpoint|step 0)")
 PLACES = {
     "rank": ("starting", "training", "training", "training", "saving", "ending", "replacing", "replacing", "replacing"),
     "server": ("starting", "training", "replacing"),
@@ -98,7 +98,7 @@ def flaws(played: Played, summary: dict[str, Any], lost_steps: Sequence[int]) ->
     found = []
     (started,) = played.starts
     again = started_again(played)
-    counted = len(COST.findall(started.text.rpartition(AGAIN)[2]))
+    counted = len(COST.findall(started.text))
     deaths = [done for done in played.done if done.fault.kind != "return_node" and not done.idle]
     lost = [(done, _ranks_lost(done, played)) for done in deaths]
     losses = sum(ranks for _, ranks in lost)
@@ -157,8 +157,8 @@ def beside_another(done: Done, played: Played) -> bool:
 
 
 def started_again(played: Played) -> int:
-    """Return how often all ranks started again, from the last checkpoint."""
-    return sum(started.text.count(AGAIN) for started in played.starts)
+    """Return how often all ranks started again, from the last checkpoint or without one."""
+    return sum(len(AGAIN.findall(started.text)) for started in played.starts)
 
 
 def histogram(seconds: Sequence[float]) -> list[list[str]]:

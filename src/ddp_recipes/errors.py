@@ -7,7 +7,7 @@ RecipeError                 base of all, status 1
 """
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 MAKE_KEY = (
     "Make one in the home folder, if all nodes share it: (umask 077; openssl rand -hex 32 > ~/.ddp_recipes_key). Else "
@@ -55,6 +55,17 @@ class Preempted(RecipeError):
     def __init__(self, message: str, *, checkpoint: str | None = None) -> None:
         super().__init__(message)
         self.checkpoint = checkpoint
+
+
+def chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error and all that it came of, causes before contexts, each once: some lead back to the first one."""
+    pending: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while pending:
+        if (each := pending.pop()) is not None and id(each) not in seen:
+            seen.add(id(each))
+            yield each
+            pending += (each.__context__, each.__cause__)
 
 
 def printable(text: object) -> str:

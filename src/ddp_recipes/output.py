@@ -30,7 +30,7 @@ from ddp_recipes.reporting.figures.split import draw_split
 from ddp_recipes.reporting.hparams import hyper_parameters, overridden
 from ddp_recipes.reporting.logs import FAILURE, Console, ForwardHandler, LogFile, handling
 from ddp_recipes.reporting.progress import Progress, make_progress, number, table
-from ddp_recipes.reporting.run_directory import RunDirectory, Summary, recording, write_summary
+from ddp_recipes.reporting.run_directory import RunDirectory, Summary, read_summary, recording, write_summary
 from ddp_recipes.runtime.control import Control
 from ddp_recipes.runtime.files import write_aside
 from ddp_recipes.runtime.job import Job
@@ -83,9 +83,11 @@ class Output:
         self.run = run
         if run is not None:
             self._make_checkpointer(run)
+            run.replaced, run.seconds_lost = self._losses()
         if self.directory is None:
             self.hold(handling(ForwardHandler(self.control)))
             return
+        again = self.resumes_in_place or read_summary(self.directory.path) is not None  # all may start from step 0
         quick = bool(self.request.trainer.fast_dev_run)
         self.directory.record(self.job.config, self.job.hydra)
         write_summary(self.directory.path, self.facts(None))  # "running", whatever an earlier start came to
@@ -99,9 +101,9 @@ class Output:
             for warning in self.warnings:
                 log.warning("%s", warning)
         if not quick:
-            # What an earlier start logged after its checkpoint comes again.
-            purge_step = run.cursor.step + 1 if run is not None and self.resumes_in_place else None
-            self.logger = self.make_logger((self.state or {}).get("purge_step", purge_step))
+            # What an earlier start logged after its checkpoint comes again; without one, all of it.
+            first = None if run is None or not again else run.cursor.step + 1 if run.cursor.step else 0
+            self.logger = self.make_logger((self.state or {}).get("purge_step", first))
             self._stack.callback(self.logger.close)
             self.task.logger = self.logger
             self.logger.parameters(hyper_parameters(self.job.config) | {"world_size": self.world.world_size})
@@ -123,6 +125,24 @@ class Output:
             else:
                 log.warning("The graph is not written: a batch is a %s, not inputs and targets.", type(sample).__name__)
         self.progress.start(self.total_steps, run.cursor.step, run.train.plan.global_batch_size)
+
+    def _losses(self) -> tuple[int, float]:
+        """Return how many ranks were replaced in this directory before, and the seconds that it took; on every rank."""
+        if self.job.meeting is not None and self.state is not None:
+            return self.state["run"]["replaced"], self.state["run"]["seconds_lost"]
+
+        def written() -> tuple[int, float]:
+            found = read_summary(self.job.directory) or {}
+            replaced, seconds = found.get("ranks_replaced"), found.get("seconds_lost")
+            return replaced if isinstance(replaced, int) else 0, seconds if isinstance(seconds, float) else 0.0
+
+        return self.control.of_main("losses of earlier starts", written)
+
+    def note(self) -> None:
+        """Write what the summary says by now: nobody may be left to write it later."""
+        if self.directory is not None:
+            with recording():
+                write_summary(self.directory.path, self.facts(None))
 
     def _make_checkpointer(self, run: Run) -> None:
         """Give a training run what writes its checkpoints, on the ranks that do."""

@@ -25,7 +25,8 @@ from ddp_recipes.reporting.logs import own_lines
 from ddp_recipes.reporting.run_directory import RunDirectory, Summary, write_trace
 from ddp_recipes.runtime.advice import advice
 from ddp_recipes.runtime.control import NOBODY, Control
-from ddp_recipes.runtime.digest import digest
+from ddp_recipes.runtime.digest import digest, without_digest
+from ddp_recipes.runtime.doors import hang_up
 from ddp_recipes.runtime.files import write_aside
 from ddp_recipes.runtime.job import ASKS_TO_STOP, Job
 from ddp_recipes.runtime.main_module import unpack
@@ -78,7 +79,7 @@ def _run(job: Job, world: World, messages: Messages | None, watcher: Watcher) ->
             join(recipe)
             watcher.joined()
         WORK[recipe.request.run.work](recipe, output)
-        summary = output.facts(recipe.strategy.digest(recipe.task)) | {"status": "finished"}
+        summary = output.facts(final_digest(recipe)) | {"status": "finished"}
         if not world.is_main:  # all that could still hang comes before its end, and rank 0's summary after all ends
             close(recipe, output)
         control.end([rank for rank in range(world.world_size) if not recipe.request.strategy.outlives(rank)])
@@ -87,7 +88,7 @@ def _run(job: Job, world: World, messages: Messages | None, watcher: Watcher) ->
     except (RequestError, Left):
         raise
     except Preempted as error:
-        output.finish(output.facts(recipe.strategy.digest(recipe.task)) | {"status": "preempted", "error": str(error)})
+        output.finish(output.facts(final_digest(recipe)) | {"status": "preempted", "error": str(error)})
         raise
     except BaseException as error:
         recipe.strategy.exchanges.end()  # or this rank would wait for the others to leave the group
@@ -109,6 +110,14 @@ def _as_error(error: BaseException) -> Any:
     return failure
 
 
+def final_digest(recipe: Recipe) -> str | None:
+    """Return the SHA-256 of the weights on rank 0, if they have one: training does not fail at its end for that."""
+    if (found := without_digest(recipe.task.weights())) is not None:
+        log.warning("There is no weights_sha256: the model's state dict has got %s.", found)
+        return None
+    return recipe.strategy.digest(recipe.task)
+
+
 def close(recipe: Recipe, output: Output) -> None:
     """Leave the group and close what is open; again, it does nothing."""
     recipe.strategy.teardown()
@@ -125,6 +134,11 @@ def prepare(job: Job, world: World, control: Control) -> tuple[Recipe, RunDirect
         if unproven and job.config["launcher"].get("require_key"):
             raise RequestError(f"launcher.require_key=true, but {NO_KEY}")
         recipe = make_recipe(job, world, control)
+        if (found := without_digest(initial := recipe.initial_weights())) is not None:
+            raise RequestError(
+                f"The state dict of {type(recipe.task.model).__name__} has {found}: no checkpoint could hold it. Have "
+                f"get_extra_state() return tensors (torch.from_numpy for an array), numbers, text, lists or dicts."
+            )
         if unproven:
             recipe.warnings.append(f"{NO_KEY[0].upper()}{NO_KEY[1:]}")
         directory = RunDirectory(job.directory, recipe.resumes_in_place) if world.is_main else None
@@ -143,7 +157,7 @@ def prepare(job: Job, world: World, control: Control) -> tuple[Recipe, RunDirect
         facts |= {
             "checkpoint": "none" if state is None else f"step {state['cursor']['step']}, checksum {state['checksum']}",
             "version of torch": torch.__version__,
-            "digest of the initial weights": digest(recipe.initial_weights())[:12] if world.world_size > 1 else "",
+            "digest of the initial weights": digest(initial)[:12] if world.world_size > 1 else "",
         }
     control.agree(None, facts)
     return recipe, directory
@@ -166,7 +180,7 @@ def fit(recipe: Recipe, output: Output) -> None:
     for callback in run.callbacks.values():
         callback.on_start(recipe.job.directory if recipe.world.is_main else None, recipe.task)
     try:
-        reason = rejoin.train(recipe, run)
+        reason = rejoin.train(recipe, run, output.note)
     finally:
         for callback in run.callbacks.values():
             callback.on_end()
@@ -317,12 +331,16 @@ def fail(recipe: Recipe, control: Control, output: Output, error: BaseException)
             f"{control.timeout_s:g} seconds: stopped, stuck or cut off."
         )
         error = RunFailed(text, unresponsive=unresponsive)
+    hang_up(control.connections)  # what torch keeps of the group may outlive its end, and the others wait meanwhile
     if output.opened:
         write_trace(recipe.job.directory, recipe.world.rank, text)
     last = cause.strip().splitlines()[-1]
     # Of a part, others would have to be asked, which may be dead.
     known = recipe.request.strategy.whole_model and recipe.world.is_main
-    weights_sha256 = digest(recipe.task.weights()) if known else None
+    try:
+        weights_sha256 = digest(recipe.task.weights()) if known else None
+    except Exception:  # the error to show is the one above, which after a device-side one comes again here
+        weights_sha256 = None
     output.finish(output.facts(weights_sha256) | {"status": "failed", "error": f"rank {rank}: {last}"}, cause)
     if rank != recipe.world.rank:
         raise RunFailed(f"Rank {rank} failed, so rank {recipe.world.rank} stopped: {last}", rank=rank) from error

@@ -87,6 +87,75 @@ class Skip(nn.Module):
         return output
 
 
+class Recurrent(nn.Module):
+    """Two LSTM on a vector as a sequence of numbers, of which each keeps weak references to its weights."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.embed = nn.Linear(1, 6)
+        self.first = nn.LSTM(6, 8, num_layers=2, batch_first=True)
+        self.second = nn.LSTM(8, 8, batch_first=True)
+        self.head = nn.Linear(8, out_features)
+
+    def forward(self, input: Tensor) -> Tensor:
+        outputs, _ = self.first(self.embed(input.unsqueeze(-1)))
+        outputs, _ = self.second(outputs)
+        output: Tensor = self.head(outputs[:, -1])
+        return output
+
+
+class UNet(nn.Module):
+    """Skip connections from the way down to the way up, on a tensor that is made on the CPU whatever the inputs are."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.down = nn.Conv2d(1, 4, 3, padding=1)
+        self.lower = nn.Conv2d(4, 8, 3, padding=1)
+        self.up = nn.ConvTranspose2d(8, 4, 2, stride=2)
+        self.join = nn.Conv2d(8, 4, 3, padding=1)
+        self.head = nn.Linear(4, out_features)
+
+    def forward(self, input: Tensor) -> Tensor:
+        down = self.down(input[:, :1, None, None] * torch.ones(1, 8, 8))
+        up = self.up(self.lower(nn.functional.max_pool2d(down, 2)))
+        output: Tensor = self.head(self.join(torch.cat([up, down], 1)).mean((2, 3)))
+        return output
+
+
+class Moving(nn.Module):
+    """Takes what its first block gives to the device of what its second one does."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(in_features, 16)
+        self.second = nn.Linear(16, 16)
+        self.last = nn.Linear(16, out_features)
+
+    def forward(self, input: Tensor) -> Tensor:
+        first = self.first(input)
+        second = self.second(first)
+        output: Tensor = self.last(second + first.to(second.device))
+        return output
+
+
+class Deciding(nn.Module):
+    """Its flow depends on what its first block gives, or on the inputs alone."""
+
+    def __init__(self, in_features: int, out_features: int, by_inputs: bool = False) -> None:
+        super().__init__()
+        self.by_inputs = by_inputs
+        self.first = nn.Linear(in_features, 16)
+        self.second = nn.Linear(16, 16)
+        self.last = nn.Linear(16, out_features)
+
+    def forward(self, input: Tensor) -> Tensor:
+        hidden = self.first(input)
+        if (input if self.by_inputs else hidden).abs().max() > -1:
+            hidden = torch.relu(hidden)
+        output: Tensor = self.last(self.second(hidden))
+        return output
+
+
 class Noted(nn.Sequential):
     """Two or more linear layers that note, each in a file of its own, when they run forward and backward."""
 

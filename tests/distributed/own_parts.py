@@ -299,6 +299,26 @@ class Notes(Callback):
         (self.folder / f"rank_{rank()}.json").write_text(json.dumps(notes))
 
 
+class Extra(Toy):
+    """Its extra state is an array from the n-th training step on; some steps later a forward pass may raise."""
+
+    def __init__(self, after: int, raises: bool = False, **sizes: int) -> None:
+        super().__init__(**sizes)
+        self.left, self.raises = after, raises
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.left -= self.training
+        if self.raises and self.left < -2:
+            raise ValueError("the cat sat on the keyboard")
+        return super().forward(x)
+
+    def get_extra_state(self) -> object:
+        return np.zeros(2) if self.left <= 0 else 0
+
+    def set_extra_state(self, state: object) -> None:
+        pass
+
+
 class Lit(Toy):
     """A toy written for Lightning, as far as the loop needs it: steps that log, and an optimizer of its own."""
 

@@ -31,6 +31,9 @@ MODELS = {
     "chain": ["model._target_=own_chains.Chain", "~model.hidden_features"],
     "frozen": ["model._target_=own_chains.Frozen", "~model.hidden_features"],
     "encoder": ["model._target_=own_chains.Encoder", "~model.hidden_features"],
+    "recurrent": ["model._target_=own_chains.Recurrent", "~model.hidden_features"],
+    "unet": ["model._target_=own_chains.UNet", "~model.hidden_features"],
+    "deciding": ["model._target_=own_chains.Deciding", "~model.hidden_features"],
     "images": ["model._target_=own_chains.Images", "~model.hidden_features"],
 }
 THREE = ["strategy.stages=3", "strategy.micro_batches=4"]
@@ -48,9 +51,14 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("model", "overrides", "world_size"),
     slow_but(
-        [("mlp", [], 2)],
+        [("mlp", [], 2), ("recurrent", [], 2)],
         [
             ("mlp", [], 2),
+            ("recurrent", [], 2),
+            ("recurrent", INTERLEAVED, 2),
+            ("unet", [], 2),
+            ("unet", THREE, 3),
+            ("deciding", ["+model.by_inputs=true"], 2),
             ("mlp", ["strategy.schedule=gpipe", *THREE], 3),
             ("mlp", ["model.split=[layers.2]"], 4),
             ("chain", ["model.split=[3,6]", *THREE], 3),
@@ -66,7 +74,8 @@ def test_stages_learn_what_one_process_learns(
 ) -> None:
     """61 samples: the last batch has 13, or with two replicas 7 and 6, which micro-batches do not divide."""
     common = [*MODELS[model], "data.num_samples=61", "data.global_batch_size=16", "trainer.log_every_n_steps=1"]
-    one = run(*common, "strategy=single")
+    of_model = [each for each in overrides if each.startswith("+model.")]
+    one = run(*common, *of_model, "strategy=single")
     staged = run(*common, PIPELINE, *overrides, world_size=world_size)
     assert_same(weights(staged), weights(one))
     assert staged["metrics"].keys() == one["metrics"].keys()
@@ -312,6 +321,26 @@ REFUSED_MODELS: dict[str, tuple[list[str], int, list[str]]] = {
         ["model._target_=own_chains.Tied", "~model.hidden_features", "model.split=[second]"],
         2,
         ["first.weight and second.weight are one parameter, in stages 0 and 1", "Let no stage begin between them"],
+    ),
+    "a skip connection over the cut": (
+        ["model._target_=own_chains.UNet", "~model.hidden_features", "model.split=[up]"],
+        2,
+        ["model.split=[up] cannot be: the forward of the model needs values of a tensor that another stage has"],
+    ),
+    "what is moved from another stage": (
+        ["model._target_=own_chains.Moving", "~model.hidden_features", "model.split=[second]"],
+        2,
+        ["_to_copy.default in the forward of the model mixes tensors of stage 0 and stage 1"],
+    ),
+    "a flow that depends on what another stage computes": (
+        ["model._target_=own_chains.Deciding", "~model.hidden_features", "model.split=[second]"],
+        2,
+        ["needs values of a tensor that another stage has (Tensor.item()", "Let no stage begin at second"],
+    ),
+    "a flow that no cut leaves to one stage": (
+        ["model._target_=own_chains.Deciding", "~model.hidden_features"],
+        2,
+        ["Deciding can be cut into 1 stage(s) at most", "Tensor.item()", "Use a strategy without stages, as ddp."],
     ),
     "what skips a stage": (
         ["model._target_=own_chains.Skip", "~model.hidden_features", "model.split=[second,last]", *THREE],

@@ -1,4 +1,4 @@
-"""A rank that held a part of the model is replaced in place, where another rank has that part."""
+"""A rank that held a part of the model is replaced in place, where another rank has that part, also after a resume."""
 
 import json
 import os
@@ -13,7 +13,7 @@ import pytest
 from helpers.marks import slow_but
 from helpers.patience import patience
 
-# Layers of which one kills its process, once, in the 15th pass of some ranks.
+# Layers of which one kills its process, once, in a pass of some ranks.
 MODEL = """
 import os
 import signal
@@ -23,23 +23,23 @@ from torch import nn
 
 
 class Layer(nn.Linear):
-    def __init__(self, ranks, sizes):
+    def __init__(self, ranks, at, sizes):
         super().__init__(*sizes)
-        self.dies, self.passes = int(os.environ["RANK"]) in ranks, 0
+        self.dies, self.at, self.passes = int(os.environ["RANK"]) in ranks, at, 0
 
     def forward(self, inputs):
         self.passes += self.training
         mark = Path("died_" + os.environ["RANK"])
-        if self.passes == 15 and self.dies and not mark.exists():
+        if self.passes == self.at and self.dies and not mark.exists():
             mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return super().forward(inputs)
 
 
 class Layers(nn.Sequential):
-    def __init__(self, ranks):
+    def __init__(self, ranks, at=15):
         shapes = [(10, 96), (96, 96), (96, 96), (96, 5)]  # some without memory until they are dealt
-        super().__init__(*[layer for each in shapes for layer in (Layer(ranks, each), nn.Tanh())][:-1])
+        super().__init__(*[layer for each in shapes for layer in (Layer(ranks, at, each), nn.Tanh())][:-1])
 """
 COMMON = [
     *("data=random", "data.num_samples=80", "data.global_batch_size=16", "data.val_samples=21"),
@@ -49,6 +49,9 @@ COMMON = [
     *("checkpoint.every_n_steps=4", "launcher.timeout_s=60"),
 ]
 STRATEGIES = {
+    "ddp": ["strategy=ddp"],
+    "ddp_exact": ["strategy=ddp_exact", "strategy.shards=4"],
+    "parameter server": ["strategy=parameter_server"],
     "pipeline": ["strategy=ddp_pipeline", "strategy.micro_batches=2"],
     "fsdp": ["strategy=fsdp", "strategy.replicas=2"],
     "fsdp with shards": ["strategy=fsdp", "strategy.replicas=2", "strategy.shards=4"],
@@ -57,7 +60,7 @@ STRATEGIES = {
 
 def train(python: str, folder: Path, name: str, ranks: int, *overrides: str) -> tuple[dict[str, Any], str]:
     """Train in a folder; return the summary and what was printed of errors."""
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     (folder / "dying.py").write_text(MODEL)
     own = [*COMMON, *STRATEGIES[name], f"launcher.nproc_per_node={ranks}", "hydra.run.dir=run", *overrides]
     ended = subprocess.run(
@@ -116,7 +119,47 @@ def test_a_part_comes_from_a_rank_that_has_it_or_from_the_checkpoint(
     assert summary["ranks_replaced"] == replaced, errors
     again = "No rank has all that the lost one had: all start again, from the last checkpoint."
     assert (again in errors) == (replaced == 0)
+    see_same(summary, whole)
+
+
+def see_same(summary: dict[str, Any], whole: dict[str, Any]) -> None:
     for fact in ("weights_sha256", "global_step", "samples_seen"):
         assert summary[fact] == whole[fact]
     for metric in ("val/loss", "train/loss", "train/grad_norm"):
         assert summary["metrics"][metric] == whole["metrics"][metric]
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "lost", "replaced"),
+    slow_but(
+        [],
+        [
+            ("pipeline", 4, [3], 1),
+            ("pipeline", 4, [0], 1),
+            ("pipeline", 2, [1], 0),
+            ("ddp", 2, [0], 1),
+            ("ddp_exact", 2, [1], 1),
+            ("fsdp", 4, [0], 1),
+            ("fsdp with shards", 4, [3], 1),
+            ("parameter server", 3, [2], 0),
+        ],
+        daily=[("pipeline", 4, [3], 1), ("ddp_exact", 2, [1], 1), ("fsdp", 4, [0], 1), ("parameter server", 3, [2], 0)],
+    ),
+)
+def test_a_resumed_run_loses_a_rank_and_ends_with_the_same_bits(
+    name: str,
+    ranks: int,
+    lost: list[int],
+    replaced: int,
+    python: str,
+    undisturbed: Callable[[str, int], dict[str, Any]],
+    tmp_path: Path,
+) -> None:
+    """It stops after step 6, has saved that, and loses a rank in step 8 or 9: before the next checkpoint."""
+    schedule = "scheduler.T_max=15"
+    train(python, tmp_path / "hurt", name, ranks, "+model.ranks=[]", "trainer.max_steps=6", schedule)
+    own = [f"+model.ranks={lost}".replace(" ", ""), "+model.at=5", "launcher.replace_ranks=2", "ckpt_path=auto"]
+    summary, errors = train(python, tmp_path / "hurt", name, ranks, *own, schedule)
+    assert all((tmp_path / "hurt" / f"died_{rank}").exists() for rank in lost)
+    assert summary["ranks_replaced"] == replaced, errors
+    see_same(summary, undisturbed(name, ranks))

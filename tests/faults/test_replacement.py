@@ -1,5 +1,6 @@
 """A rank that is lost is replaced while the others keep their processes, and nobody can tell from what comes out."""
 
+import csv
 import json
 import os
 import subprocess
@@ -35,6 +36,24 @@ class Disturbing(Callback):
         if self.how == "raise":
             raise ValueError("the cat sat on the keyboard")
         os.kill(os.getpid(), SIGSTOP if self.how == "stop" else SIGKILL)
+
+
+class Counting(Callback):
+    def __init__(self):
+        self.saves, self.folder = {}, Path("saves")
+
+    def on_save_start(self, step):
+        self.saves[step] = "begun"
+
+
+class Preparing(Counting):
+    def state(self):
+        return {"saves": len(self.saves)}
+
+
+class Averaging(Counting):
+    def on_step(self, step):
+        self.averages = [each.detach().clone() for each in self.run.task.parameters()]
 
 
 class Norm(nn.Sequential):
@@ -184,6 +203,53 @@ def test_more_losses_than_may_be_replaced_end_the_run(tmp_path: Path, python: st
     assert ended.stderr.count("was killed by SIGKILL") == 2 or "Replaced" in ended.stdout
     assert summary(tmp_path)["status"] == "failed"
     assert "Rank 1" in summary(tmp_path)["error"]
+
+
+BOTH = "logger=[tensorboard,csv]"
+
+
+@pytest.mark.parametrize("lost", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_where_all_start_again_from_step_0_each_point_is_there_once(
+    lost: int, tmp_path: Path, undisturbed: Path, python: str
+) -> None:
+    again = ["launcher.replace_ranks=0", "launcher.max_restarts=1"]
+    ended = ran(python, tmp_path, EXACT, BOTH, *disturbed(lost, "[3]"), *again)  # before the first checkpoint
+    assert ended.returncode == 0, ended.stderr
+    assert "Restart 1 of 1, from step 0." in ended.stderr
+    see_same(tmp_path, undisturbed)
+    with (tmp_path / "run" / "csv" / "metrics.csv").open() as file:
+        assert [int(row["step"]) for row in csv.DictReader(file)] == [*range(1, STEPS + 1)]
+
+
+@pytest.mark.slow
+def test_ranks_replaced_are_counted_over_later_starts(tmp_path: Path, undisturbed: Path, python: str) -> None:
+    """One is replaced, then all start again: from step 0, or from a checkpoint; then a later command goes on."""
+    for first, second in ((2, 3), (5, 9)):
+        folder = tmp_path / str(first)
+        restarts = ["launcher.replace_ranks=1", "launcher.max_restarts=1"]
+        ended = ran(python, folder, EXACT, *disturbed(1, f"[{first},{second}]"), *restarts)
+        assert ended.returncode == 0, ended.stderr
+        assert "Restart 1 of 1, from " in ended.stderr
+        see_same(folder, undisturbed)
+        assert summary(folder)["ranks_replaced"] == 1
+        seconds = summary(folder)["seconds_lost"]
+        assert seconds > 0
+    ended = ran(python, folder, EXACT, "ckpt_path=auto", "trainer.max_epochs=4")
+    assert ended.returncode == 0, ended.stderr
+    assert (summary(folder)["ranks_replaced"], summary(folder)["seconds_lost"]) == (1, seconds)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "replaced"), [("Counting", 1), ("Preparing", 0), ("Averaging", 0)])
+def test_a_callback_that_prepares_a_save_with_tensors_or_state_alone_keeps_ranks_from_being_replaced(
+    how: str, replaced: int, tmp_path: Path, undisturbed: Path, python: str
+) -> None:
+    ended = ran(python, tmp_path, EXACT, f"+callbacks.own={{_target_: parts.{how}}}", *disturbed(1, "[6]"))
+    assert ended.returncode == 0, ended.stderr
+    see_same(tmp_path, undisturbed)
+    assert summary(tmp_path)["ranks_replaced"] == replaced
+    said = "callbacks.own may put other weights in the model's place for a save" in ended.stdout + ended.stderr
+    assert said == (how == "Preparing")  # as training begins, the other one has no tensors yet
 
 
 @pytest.mark.slow

@@ -6,9 +6,18 @@ Where another version words it differently, each of these says no, and the error
 import re
 
 
+def text_of(error: BaseException) -> str:
+    """Return what an error says; nothing where its class fails to."""
+    try:
+        return str(error)
+    except Exception:
+        return ""
+
+
 def timed_out(error: BaseException) -> bool:
     """Whether a collective or the store timed out: torch's ``RuntimeError`` says so in several ways."""
-    return isinstance(error, RuntimeError) and re.search(r"time(d )?.?out", str(error), re.IGNORECASE) is not None
+    text = r"timeout|\btimed?[ -]out\b"  # not "runtime output"
+    return isinstance(error, RuntimeError) and re.search(text, text_of(error), re.IGNORECASE) is not None
 
 
 def lost_a_rank(error: BaseException) -> bool:
@@ -17,13 +26,13 @@ def lost_a_rank(error: BaseException) -> bool:
         return True
     text = r"third_party/gloo|gloo/transport|Connection (closed|reset|refused)|Broken pipe"
     text += r"|NCCL (communicator was aborted|Async Error|\w+ failed)"
-    return timed_out(error) or (isinstance(error, RuntimeError) and re.search(text, str(error)) is not None)
+    return timed_out(error) or (isinstance(error, RuntimeError) and re.search(text, text_of(error)) is not None)
 
 
 def out_of_memory(error: BaseException) -> bool:
     """Whether there was no memory for a tensor: on a GPU it has a type, which is not imported here; on a CPU none."""
     text = r"can't allocate memory|not enough memory|_STATUS_ALLOC_FAILED"
-    return type(error).__name__ in ("OutOfMemoryError", "MemoryError") or re.search(text, str(error)) is not None
+    return type(error).__name__ in ("OutOfMemoryError", "MemoryError") or re.search(text, text_of(error)) is not None
 
 
 def address_in_use(error: BaseException) -> bool:
@@ -86,6 +95,11 @@ def missing_interpolation_key(error: BaseException) -> str | None:
     """Return the key that an interpolation names and no config has."""
     found = re.search(r"key '([^']*)'", str(error))
     return found[1] if found else None
+
+
+def lacks_data(error: BaseException) -> bool:
+    """Whether an operation needed the data of a tensor on the device ``meta``, which has none, or of another device."""
+    return isinstance(error, (RuntimeError, TypeError)) and re.search(r"\b(meta|Meta)\b", text_of(error)) is not None
 
 
 def cuda_devices(error: BaseException) -> set[int]:

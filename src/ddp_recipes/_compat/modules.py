@@ -1,8 +1,10 @@
 """What ``nn.Module`` holds, and base classes of its kinds."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 # ``nn.modules.batchnorm._BatchNorm``, or the public classes that are made of it.
@@ -47,6 +49,20 @@ def apply_to_own(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
     it, goes into the modules inside.
     """
     module._apply(change, recurse=False)  # type: ignore[no-untyped-call]
+
+
+def move_own(module: nn.Module, device: torch.device) -> None:
+    """Put a module's own parameters and buffers on a device of any kind; parameters stay the same objects.
+
+    ``swap_tensors`` alone refuses weights to which there are weak references, which ``nn.LSTM`` has. Its ``_apply``
+    lets go of them for as long as that takes.
+    """
+    swaps = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        apply_to_own(module, partial(Tensor.to, device=device))
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(swaps)
 
 
 def remove_forward_pre_hooks(module: nn.Module, chosen: Callable[[Any], bool]) -> None:

@@ -133,4 +133,5 @@ def _split(
     else:
         built.stages = split_model(built.task, devices.own, names, dry_run)
     if dry_run.failure is not None:
-        built.warnings.append(f"The split could not be tried out before training: {dry_run.failure}")
+        what = "The split could not be tried out" if pipeline is None else "What blocks cost could not be found out"
+        built.warnings.append(f"{what} before training: {dry_run.failure}")

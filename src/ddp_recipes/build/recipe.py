@@ -216,6 +216,11 @@ def make_recipe(job: Job, world: World, control: Control) -> Recipe:
         compiled=trainer.compile,
     )
     strategy.starts = built.starts
+    if getattr(built.task.loss, "reduction", None) == "sum":
+        built.warnings.append(
+            "task.loss has reduction=sum. A step takes the mean over the samples of all ranks and accumulated batches "
+            "of what their losses are, so this one is smaller the more of them there are. Use reduction=mean."
+        )
     callbacks = make_callbacks(config.get("callbacks") or {}, built.task)
     if request.run.work != mode and any(each.accumulation for each in callbacks.values()):
         raise RequestError(

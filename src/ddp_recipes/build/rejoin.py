@@ -2,10 +2,15 @@
 
 import gc
 import io
+import logging
 import traceback
 from collections.abc import Callable
+from pathlib import Path
+
+from torch import nn
 
 from ddp_recipes._compat.messages import lost_a_rank
+from ddp_recipes._compat.pytree import tree_leaves
 from ddp_recipes._version import __version__
 from ddp_recipes.build.recipe import Recipe
 from ddp_recipes.build.resume import fit_cursor
@@ -13,7 +18,7 @@ from ddp_recipes.build.run import cut_off, join
 from ddp_recipes.callbacks import Callback
 from ddp_recipes.checkpointing.files import State
 from ddp_recipes.checkpointing.kept import load_kept
-from ddp_recipes.errors import Left, RequestError, RunFailed
+from ddp_recipes.errors import Left, RequestError, RunFailed, chain
 from ddp_recipes.loggers.points import Points
 from ddp_recipes.runtime.digest import digest
 from ddp_recipes.runtime.meeting import Leaving, Loss, Meeting
@@ -33,15 +38,26 @@ from ddp_recipes.training.handover import (
 )
 from ddp_recipes.training.state import Run
 
+log = logging.getLogger(__name__)
 
-def train(recipe: Recipe, run: Run) -> str:
-    """Run the loop to its end, beyond the loss of ranks that the launcher replaces; return why it ended."""
+
+def train(recipe: Recipe, run: Run, note: Callable[[], None]) -> str:
+    """Run the loop to its end, beyond the loss of ranks that the launcher replaces; return why it ended.
+
+    Args:
+        note: is called on rank 0 once the step is done that a loss cut off.
+    """
+
+    def reported(losses: int) -> None:
+        note()
+        recipe.control.watcher.reported(losses)
+
     if may_go_on(recipe, run):
         run.buffers, run.logger, run.together = Buffers(run.task), Points(run.logger), _parts(recipe) > 1
     elif recipe.world.restarts and recipe.checkpoint.in_memory_every_n_steps:
         run.logger = Points(run.logger)  # the state may come from another node, and rank 0 be lost before it wrote them
     if recipe.meeting is not None and recipe.state is not None:
-        go_on(run, recipe.state, recipe.meeting, recipe.control.watcher.reported)
+        go_on(run, recipe.state, recipe.meeting, reported)
         if run.memory is not None and recipe.meeting.states and _parts(recipe) > 1:
             run.memory.keep_now(run)  # where parts lie now: another loss may come before the next is due
     if run.buffers is None and not recipe.job.start:  # else others go on, though not this rank
@@ -53,7 +69,7 @@ def train(recipe: Recipe, run: Run) -> str:
             if not (lost_a_rank(error) or run.strategy.exchanges.lost):
                 raise
             cause = error
-        _meet_again(recipe, run, cause)
+        _meet_again(recipe, run, cause, reported)
 
 
 def may_go_on(recipe: Recipe, run: Run) -> bool:
@@ -61,14 +77,35 @@ def may_go_on(recipe: Recipe, run: Run) -> bool:
 
     It is not where a task steps its optimizers itself, nor where a callback keeps the model elsewhere for a while.
     """
+    aside = _aside(run) if recipe.request.launcher.replace_ranks > 0 else []
+    if aside and run.world.is_main:
+        log.warning(
+            "callbacks.%s may put other weights in the model's place for a save: where a rank is lost, all start again "
+            "from the last checkpoint.",
+            ", callbacks.".join(aside),
+        )
     shared = 0 < _parts(recipe) < run.world.world_size and run.strategy.rejoins
     one = _parts(recipe) == 1 or recipe.trainer.precision != "16-mixed"  # whose scaler has a group of its own
-    return recipe.request.launcher.replace_ranks > 0 and shared and one and run.task.update is None and not _aside(run)
+    return recipe.request.launcher.replace_ranks > 0 and shared and one and run.task.update is None and not aside
 
 
 def _aside(run: Run) -> list[str]:
-    """Return the callbacks that put other weights in the model's place for a save."""
-    return [name for name, each in run.callbacks.items() if type(each).on_save_start is not Callback.on_save_start]
+    """Return the callbacks that may put other weights in the model's place for a save, or get their state ready then.
+
+    One that has neither a state nor any tensors but the task's own does neither.
+    """
+    modules = set(run.task.modules())
+
+    def harmless(each: Callback) -> bool:
+        held = [value for name, value in vars(each).items() if name != "run"]
+        plain = (bool, int, float, str, Path, type(None))
+        known = (
+            leaf in modules if isinstance(leaf, nn.Module) else isinstance(leaf, plain) for leaf in tree_leaves(held)
+        )
+        return type(each).state is Callback.state and all(known)
+
+    prepare = [name for name, each in run.callbacks.items() if type(each).on_save_start is not Callback.on_save_start]
+    return [name for name in prepare if not harmless(run.callbacks[name])]
 
 
 def make_memory(recipe: Recipe, run: Run) -> Memory | None:
@@ -115,14 +152,14 @@ def facts(recipe: Recipe) -> dict[str, str]:
     return {"version of ddp_recipes": __version__, "digest of the config": digest(recipe.job.config)[:12]}
 
 
-def _meet_again(recipe: Recipe, run: Run, error: Exception) -> None:
+def _meet_again(recipe: Recipe, run: Run, error: Exception, reported: Callable[[int], None]) -> None:
     """Wait for the launcher's word, and go on with the others; raise the error where the run ends.
 
     A rank that is lost meanwhile ends this attempt, and begins the next.
     """
     while True:
         _leave(recipe, run, error)
-        loss = Loss(*progress_of(run), text="".join(traceback.format_exception(error)), alone=_alone(recipe))
+        loss = Loss(*progress_of(run), text="".join(traceback.format_exception(error)), alone=_alone(recipe, run))
         if (meeting := recipe.control.meet_again(loss)) is None:
             raise error
         if isinstance(meeting, Leaving):
@@ -136,7 +173,7 @@ def _meet_again(recipe: Recipe, run: Run, error: Exception) -> None:
             recipe.control.watcher.joined()
             state = _of_source(recipe, meeting, run)
             catch_up(run, state)
-            go_on(run, state, meeting, recipe.control.watcher.reported)
+            go_on(run, state, meeting, reported)
             run.module = run.strategy.wrap(run.task, run.devices)
             return
         except RequestError:
@@ -170,17 +207,21 @@ def _opener(recipe: Recipe) -> Callable[[str], io.RawIOBase]:
 
 def _leave(recipe: Recipe, run: Run, error: Exception) -> None:
     """Close the connections to the others, who may be waiting for this rank, and forget what was under way."""
-    cause: BaseException | None = error
-    while cause is not None:
+    for cause in chain(error):
         traceback.clear_frames(cause.__traceback__)
-        cause = cause.__context__
     cut_off(recipe)
     rewind(run)
     recipe.strategy.teardown()
 
 
-def _alone(recipe: Recipe) -> tuple[int, ...]:
-    """Return the ranks of the first replica where buffers that are saved are its own: of whole models batch norms'."""
+def _alone(recipe: Recipe, run: Run | None = None) -> tuple[int, ...]:
+    """Return the ranks that have what no other rank has.
+
+    These are the first replica's where buffers that are saved are its own: of whole models batch norms'. Where a
+    callback of this rank has got tensors since training began, all others: then nobody goes on from it.
+    """
+    if run is not None and run.buffers is not None and _aside(run):
+        return tuple(rank for rank in range(recipe.world.world_size) if rank != recipe.world.rank)
     settings, task = recipe.request.strategy, recipe.task
     own = batch_norms(task) if settings.whole_model else dict(task.named_buffers()).keys() & task.state_dict().keys()
     return () if settings.same_buffers or not own else (*range(_parts(recipe)),)

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from ddp_recipes._compat.messages import refused_global
-from ddp_recipes.errors import RecipeError
+from ddp_recipes.errors import RecipeError, chain
 from ddp_recipes.runtime.files import Save
 
 
@@ -57,15 +57,13 @@ def unwritable(path: Path, size: int) -> Iterator[None]:
 
 def disk_failure(error: BaseException, directory: Path) -> RecipeError | None:
     """Return the error to show where writing anything else into the run directory failed for want of a disk."""
-    cause: BaseException | None = error
-    while cause is not None:
+    for cause in chain(error):
         if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
             path, free = os.fsdecode(cause.filename or directory), shutil.disk_usage(directory).free
             return RecipeError(
                 f"{path} could not be written: {cause.strerror}. Free on that disk: {free:,} bytes. Make room "
                 f"(df -h and df -i show it), and go on with the same hydra.run.dir and ckpt_path=auto."
             )
-        cause = cause.__cause__ or cause.__context__
     return None
 
 
@@ -80,11 +78,9 @@ def size_of(content: Any) -> int:
 
 def reason_of(error: Exception) -> str:
     """Return the system's message (torch calls a failed write an unexpected position), or what was not read."""
-    cause: BaseException | None = error
-    while cause is not None:
+    for cause in chain(error):
         if isinstance(cause, OSError) and cause.strerror:
             return cause.strerror
-        cause = cause.__context__
     # torch goes on to say how to load it all the same, which is no advice for a file that came from elsewhere.
     refused = refused_global(error)
     return f"it names {refused}" if refused else (str(error) or type(error).__name__).split(". ")[0].splitlines()[0]

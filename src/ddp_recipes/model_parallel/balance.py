@@ -35,16 +35,17 @@ def balanced(
         found = _cut(ends, stages, cost, weights)
         if found is None:
             most = max(1, len({weights[end] for end in ends}) - 1)
+            fewer = f"{key}={most}" if most > 1 or key == "model.num_devices" else "a strategy without stages, as ddp"
             raise RequestError(
                 f"{key}={stages}, but {type(model).__name__} can be cut into {most} stage(s) at most that "
-                f"have parameters.{reason} Use {key}={most}."
+                f"have parameters.{reason} Use {fewer}."
             )
         starts = [names[end] for end in found]
         try:
             dry_run(starts)
             return starts
         except Conflict as conflict:
-            reason = f" {conflict}."
+            reason = f" At {', '.join(starts)}: {conflict}."
             if conflict.module and is_cut(conflict.module, starts):
                 whole.add(conflict.module)
             else:

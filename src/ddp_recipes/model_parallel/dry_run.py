@@ -4,6 +4,7 @@ It runs a copy of the task on fake tensors, so it takes a fraction of a second, 
 on the model and the shapes of a batch and on nothing else: every rank and every start gets the same.
 """
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,13 +17,15 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ddp_recipes._compat.autograd import current_node
 from ddp_recipes._compat.dispatch import MOVES, OpOverload, TorchDispatchMode
-from ddp_recipes._compat.messages import cuda_devices
-from ddp_recipes._compat.pytree import tree_leaves
+from ddp_recipes._compat.messages import cuda_devices, lacks_data
+from ddp_recipes._compat.pytree import tree_leaves, tree_map_only
 from ddp_recipes._compat.tensors import storage_key
 from ddp_recipes.errors import RequestError
 from ddp_recipes.model_parallel.cut import Cut
 from ddp_recipes.model_parallel.fake import fake_batch, new_mode, without_data
-from ddp_recipes.model_parallel.placement import Conflict, connect
+from ddp_recipes.model_parallel.layout import META
+from ddp_recipes.model_parallel.placement import Conflict, connect, stages_of
+from ddp_recipes.runtime.seeding import restored
 from ddp_recipes.tasks import Task
 
 INTENSITY = 20  # operations in the time of moving a byte, about that of today's GPUs and CPUs in single precision
@@ -104,6 +107,8 @@ class DryRun:
     def run_apart(self, starts: Sequence[str] = ()) -> Costs:
         """Run it for each stage as the process that holds it alone will, and return what :meth:`run` does.
 
+        What fake tensors cannot run, such as a flow that depends on values of the inputs, runs on the CPU.
+
         Raises:
             Conflict: a stage needs more than what its first block is called with.
         """
@@ -118,9 +123,31 @@ class DryRun:
                 )
 
             devices = [here if number == stage else elsewhere for number in range(len(starts) + 1)]
+            between = (max(stage, 1) - 1, max(stage, 1))
             if self.failure is None:
-                self._run(starts, devices, cut, between=(max(stage, 1) - 1, max(stage, 1)))
+                self._run(starts, devices, cut, between)
+            if self.failure is not None:
+                self._run_on_cpu(starts, stage, between)
         return costs
+
+    def _run_on_cpu(self, starts: Sequence[str], stage: int, between: Collection[int]) -> None:
+        """Run a stage with its own weights on two samples, and blocks of other stages without data."""
+        task = copy.deepcopy(self.task, _memo(self.task, starts, stage))
+        batch = tree_map_only(Tensor, lambda each: each.repeat_interleave(2, 0) if each.dim() else each, self.sample)
+        modules, cut, here = ModuleMode(), Cut(task, starts, META), torch.device("cpu")
+        modules.follow(task.model)
+        step, reason = partial(getattr(task, self.step), batch), "what it returns has none"
+        try:
+            with restored(), torch.no_grad():
+                output = cut.run(step, stage, lambda _, wanted: torch.zeros_like(wanted, device=here))
+            lacks = any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves(output))
+        except (Conflict, RequestError):
+            raise
+        except Exception as error:  # any other comes of these values, or again in the run
+            lacks, reason = lacks_data(error), str(error).partition("\n")[0]
+        if lacks:
+            message = f"{modules.where} needs values of a tensor that another stage has ({reason})"
+            raise Conflict(modules.active[-1], message, between)
 
     def _run(
         self,
@@ -153,6 +180,21 @@ class DryRun:
         return costs
 
 
+def _memo(task: Task, starts: Sequence[str], stage: int) -> dict[int, Any]:
+    """Return what a copy of a task has in the place of its tensors: those of one stage, and no data of others."""
+    stages = stages_of(task.model, starts)
+    memo: dict[int, Any] = {}
+    for module in task.modules():
+        own = stages.get(module, len(starts)) == stage
+        for parameter in module.parameters(recurse=False):
+            # Never the parameter itself: weak references of the copy to it (nn.LSTM) would stay, and it be fixed here.
+            values = parameter.detach() if own else parameter.detach().to(META)
+            memo[id(parameter)] = nn.Parameter(values, parameter.requires_grad)
+        for buffer in module.buffers(recurse=False):
+            memo[id(buffer)] = buffer.clone() if own else buffer.to(META)
+    return memo
+
+
 class ModuleMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every operation, and which module's forward is running."""
 
@@ -165,6 +207,12 @@ class ModuleMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for name, module in model.named_modules():
             module.register_forward_pre_hook(partial(self._enter, name), prepend=True)
             module.register_forward_hook(self._leave)
+
+    @property
+    def where(self) -> str:
+        """What is running, in words."""
+        module = self.active[-1]
+        return "the task's step" if module == OUTSIDE else f"the forward of {module or 'the model'}"
 
     def changed(self) -> None:
         """Another module is running."""
@@ -193,13 +241,12 @@ class _Counter(ModuleMode):  # type: ignore[no-untyped-call]
 
     def conflict(self, operation: str, devices: Collection[int]) -> Conflict:
         """Return the error for an operation that mixes tensors on several devices."""
-        stages, module = self.between or devices, self.active[-1]
-        where = "the task's step" if module == OUTSIDE else f"the forward of {module or 'the model'}"
+        stages = self.between or devices
         message = (
-            f"{operation} in {where} mixes tensors of stage {min(stages)} and stage {max(stages)}, and only what a "
-            f"block is called with is moved"
+            f"{operation} in {self.where} mixes tensors of stage {min(stages)} and stage {max(stages)}, and only what "
+            f"a block is called with is moved"
         )
-        return Conflict(module, message, stages)
+        return Conflict(self.active[-1], message, stages)
 
     def save(self, tensor: Tensor) -> Tensor:
         """Count what autograd keeps, once."""
@@ -218,8 +265,10 @@ class _Counter(ModuleMode):  # type: ignore[no-untyped-call]
         if len(stages) > 1 and func not in MOVES:
             raise self.conflict(str(func), stages)
         output = func(*args, **kwargs)
+        outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        if self.between and func in MOVES and 1 in stages and any(each.device.index == 0 for each in outputs):
+            raise self.conflict(str(func), stages)  # to where it runs, of what has no data there
         if not func.is_view and module != OUTSIDE:
-            outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
             count = self.operations_of.get(func.overloadpacket)
             operations = count(*args, **kwargs, out_val=output) if count is not None else 0
             moved = sum(tensor.nbytes for tensor in (*inputs, *outputs))

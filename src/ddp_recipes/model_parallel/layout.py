@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ddp_recipes._compat.modules import buffers_of
+from ddp_recipes._compat.modules import move_own
 from ddp_recipes.model_parallel.placement import stages_of
 from ddp_recipes.tasks import Task
 
@@ -49,11 +49,7 @@ def keep_own(task: Task, layout: Layout, device: torch.device) -> None:
     """
     for module, stage in layout.stages_of(task).items():
         place = device if stage in layout.mine else META
-        for parameter in module.parameters(recurse=False):
-            if parameter.device != place:
-                moved = nn.Parameter(parameter.detach().to(place), parameter.requires_grad)
-                torch.utils.swap_tensors(parameter, moved)  # type: ignore[no-untyped-call]
-        buffers = buffers_of(module)
-        for name, buffer in buffers.items():
-            if buffer is not None:
-                buffers[name] = buffer.to(place)
+        if any(
+            tensor.device != place for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        ):
+            move_own(module, place)

@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from torch.nn import functional as F
 
 from ddp_recipes._compat.modules import buffers_of, share_tensors
 from ddp_recipes._compat.pytree import tree_leaves
+from ddp_recipes.errors import chain
 from ddp_recipes.model_parallel.cut import Cut, Handover
 from ddp_recipes.model_parallel.fake import without_data
 from ddp_recipes.model_parallel.layout import META, Layout, keep_own
@@ -104,13 +107,24 @@ class Pipeline:
                 each.train(self.task.training)
         self._now = self._prepare()
         with self._apart():
-            try:
-                self._now.schedule()
-            except RuntimeError as error:  # torch puts one of its own in the place of a stage's
-                raise error.__cause__ or error from None
+            self._run_schedule()
         for module, copied in self._copied:  # a stage may have put a new tensor in a buffer's place
             buffers_of(module).update(buffers_of(copied))
         return self._outputs, [size for size in self._sizes if size] if self.layout.has_last else []
+
+    def _run_schedule(self) -> None:
+        """Run all micro-batches; raise what a stage raised, in whose place torch puts an error of its own."""
+        failure: BaseException | None = None
+        try:
+            self._now.schedule()
+        except Exception as error:
+            failure = next((each for each in chain(error) if not _by_schedule(each)), error)
+        if failure is None:
+            return
+        try:
+            raise failure  # not where torch's is handled, which came of it: each would be what the other one came of
+        finally:
+            del failure
 
     @contextmanager
     def _apart(self) -> Iterator[None]:
@@ -228,6 +242,14 @@ def _flat(tensor: Tensor, like: Tensor) -> Tensor:
     """Return a tensor flat, as long as ``like`` and of its type: what autocast has made 16 bits is sent in 32."""
     assert tensor.numel() <= like.numel(), f"{list(tensor.shape)} does not fit into {like.numel()} numbers"
     return F.pad(tensor.reshape(-1).to(like.dtype), (0, like.numel() - tensor.numel()))
+
+
+def _by_schedule(error: BaseException) -> bool:
+    """Whether an error was raised by torch's pipelines themselves, not by what they call."""
+    from torch.distributed import pipelining
+
+    files = [frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__)]
+    return bool(files) and Path(files[-1]).is_relative_to(Path(pipelining.__file__).parent)
 
 
 class _StageModule(nn.Module):

@@ -176,7 +176,7 @@ def refuse_used(path: Path, resumed: bool) -> None:
 
 def write_summary(path: Path, summary: Summary) -> None:
     """Write ``summary.json``, complete or not at all; what is not finite, which JSON does not have, becomes null."""
-    write_text(path / "summary.json", json.dumps(_finite(summary), indent=2, allow_nan=False) + "\n")
+    write_text(path / "summary.json", json.dumps(_finite(summary), indent=2, allow_nan=False, default=str) + "\n")
 
 
 def _finite(value: Any) -> Any:

@@ -5,7 +5,7 @@ from bdb import BdbQuit
 from collections.abc import Mapping
 from typing import Any
 
-from ddp_recipes._compat.messages import out_of_memory
+from ddp_recipes._compat.messages import out_of_memory, text_of
 
 _ADVICE = {
     r"Target (-?\d+) is out of bounds": (
@@ -74,6 +74,6 @@ def advice(error: BaseException, config: Mapping[str, Any]) -> str | None:
         return "breakpoint() needs a terminal, which a rank does not have: run with strategy=single, in one process."
     if isinstance(error, (RuntimeError, IndexError, ValueError, TypeError)):
         for pattern, text in _ADVICE.items():
-            if found := re.search(pattern, str(error)):
+            if found := re.search(pattern, text_of(error)):
                 return text.format(*found.groups())
     return None

@@ -8,6 +8,18 @@ import torch
 from ddp_recipes._compat.tensors import bytes_of
 
 
+def without_digest(content: Any, name: str = "") -> str | None:
+    """Return in words the first thing in some content that :func:`digest` does not take, nor a checkpoint."""
+    if isinstance(content, dict):
+        inside = ((f"{name}.{key}" if name else str(key), value) for key, value in content.items())
+    elif isinstance(content, (list, tuple)):
+        inside = ((f"{name}[{number}]", value) for number, value in enumerate(content))
+    else:
+        known = content is None or callable(content) or isinstance(content, (torch.Tensor, bool, int, float, str))
+        return None if known else f"{name}, which is a {type(content).__name__}"
+    return next((found for key, value in inside if (found := without_digest(value, key)) is not None), None)
+
+
 def digest(content: Any) -> str:
     """Return the hex SHA-256 of dicts (in key order), lists, tuples, numbers, text, ``None`` and tensors.
 

@@ -82,6 +82,7 @@ def _beyond(run: Run) -> dict[str, Any]:
         "began": run.began,
         "deadline": _on_clock(run.stop_controller.deadline, time.time() - time.monotonic()),
         "points": run.logger.latest if isinstance(run.logger, Points) else (-1, {}),
+        "losses": run.losses,
         "replaced": run.replaced,
         "seconds_lost": run.seconds_lost,
     }
@@ -156,7 +157,7 @@ def go_on(run: Run, state: State, meeting: Meeting, reported: Callable[[int], No
     """Go on from a state that this rank has now; ``reported`` is called once the user knows of so many losses."""
     own: dict[str, Any] = state["run"]
     kept = ("values", "unsaved", "measured", "saved_step", "good_step", "samples_before", "began")
-    for name in (*kept, "replaced", "seconds_lost"):
+    for name in (*kept, "losses", "replaced", "seconds_lost"):
         setattr(run, name, own[name])
     run.clock.train_seconds = own["train_seconds"]
     run.stop_controller.deadline = _on_clock(own["deadline"], time.monotonic() - time.time())
@@ -186,9 +187,10 @@ class Recovery:
     def end(self, run: Run) -> Sequence[str]:
         """Note it in the run; return the lines that say so."""
         unreported, now = self.meeting.why[self.meeting.reported :], time.time()
-        if run.replaced < len(self.meeting.why):
-            run.seconds_lost += now - self.meeting.since[run.replaced]
-        run.replaced = len(self.meeting.why)
+        if run.losses < len(self.meeting.why):
+            run.seconds_lost += now - self.meeting.since[run.losses]
+        run.replaced += len(self.meeting.why) - run.losses
+        run.losses = len(self.meeting.why)
         seconds = now - self.meeting.since[self.meeting.reported] if unreported else 0.0
         run.recovery = None
         cost = f"{seconds:.1f} s until step {run.cursor.step} was done"

@@ -105,7 +105,8 @@ class Run:
     memory: "Memory | None" = None  # where the state is kept besides checkpoints
     buffers: "Buffers | None" = None  # as they were before a step, where lost ranks are replaced
     recovery: "Recovery | None" = None  # from the loss of ranks, until the step that it cut off is done
-    replaced: int = 0  # ranks, in all
+    losses: int = 0  # that the launcher knows of, and this run has counted
+    replaced: int = 0  # ranks, in all starts
     seconds_lost: float = 0.0  # by that
     unsaved: bool = False  # whether a checkpoint that is due after the last step is still to be written
     measured: bool = False  # whether the monitored metric belongs to the last step

@@ -103,8 +103,8 @@ def _restarted(
     """
     newest = None if places is None else places.newest()
     if newest is None or newest[0] <= job.saved_step:
-        known.clear()
-        return job.resumed(), "the last checkpoint"
+        known.clear()  # what they came to is in summary.json
+        return job.resumed(), "the last checkpoint" if job.saved_step >= 0 else "step 0"
     step, states = newest
     known.append((error.splitlines()[0], time.time()))
     why, since = zip(*known, strict=True)

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ddp_recipes.checkpointing.parts import put_together
 from ddp_recipes.errors import RequestError
 from ddp_recipes.model_parallel.layout import Layout
 from ddp_recipes.model_parallel.pipeline import Pipeline, joined
@@ -20,6 +21,7 @@ from ddp_recipes.strategies.collectives import broadcast, gather
 from ddp_recipes.strategies.ddp_pipeline.settings import DDPPipelineSettings
 from ddp_recipes.strategies.group import Group
 from ddp_recipes.tasks import StepOutput, Task
+from ddp_recipes.tasks.task import outside
 
 
 class DDPPipeline(Group):
@@ -146,8 +148,13 @@ class DDPPipeline(Group):
         mine = task.weights()
         if self.pipeline is None:
             return mine  # each process still has all of them
-        gathered = self._on_rank_0({name: tensor for name, tensor in mine.items() if not tensor.is_meta})
-        return {name: gathered.get(name, tensor) for name, tensor in mine.items()}
+        stages, layout = self.layout.stages_of(task), self.layout
+        others = {name for name, module in task.named_modules() if stages[module] not in layout.mine}
+        extra = {outside(f"{name}._extra_state") for name in others}  # as these were made, for they run elsewhere
+        gathered = self._on_rank_0(
+            {name: value for name, value in mine.items() if name not in extra and not getattr(value, "is_meta", False)}
+        )
+        return {name: gathered.get(name, value) for name, value in mine.items()}
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Gather all stages' on rank 0."""
@@ -155,6 +162,13 @@ class DDPPipeline(Group):
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         mine = {at: value for at, value in state["state"].items() if not parameters[at].is_meta}
         return {**state, "state": dict(sorted(self._on_rank_0(mine).items()))}
+
+    def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        """Leave out what belongs to other processes: the optimizer would keep it, without data."""
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        whole = put_together(state)
+        mine = {at: value for at, value in whole["state"].items() if not parameters[at].is_meta}
+        optimizer.load_state_dict({**whole, "state": mine})
 
     def _on_rank_0(self, mine: dict[Any, Any]) -> dict[Any, Any]:
         """Return on rank 0 what all processes of its replica have, elsewhere what is given."""
