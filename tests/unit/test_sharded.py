@@ -374,6 +374,14 @@ def test_an_index_that_does_not_have_each_number_once_is_refused(kind: str, read
         load(path, readers=readers)
 
 
+@pytest.mark.parametrize("number", [-1, 0, 1, 2, 4, True, None, "3", 3.5])
+def test_an_index_of_another_format_is_refused(number: object, tmp_path: Path) -> None:
+    saved(tmp_path, 1)
+    path = crafted(tmp_path, lambda content: content.update(format=number))
+    with pytest.raises(RequestError, match=r"step_00000001.pt (is damaged|has format 4, this version reads up to 3)"):
+        load(path)
+
+
 @settings(max_examples=150)
 @given(st.lists(st.integers(0, 8), max_size=5), st.data())
 def test_rows_are_read_as_they_were_or_the_index_is_refused(two: Path, cuts: list[int], data: st.DataObject) -> None:

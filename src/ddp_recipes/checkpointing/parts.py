@@ -189,6 +189,8 @@ def load(path: Path, verify: Verify, readers: int) -> dict[str, Any]:
     content = _content(path)
     if content["format"] > FORMAT:
         return {"format": content["format"]}
+    if content["format"] != FORMAT:
+        raise DamagedParts(f"it has the format {content['format']}, of which there are none in parts")
     folder, count = path.parent / content["folder"], len(content["parts"])
     if [part[:2] for part in content["parts"]] != [[file_of(rank, count), rank] for rank in range(count)]:
         raise DamagedParts("it names files that are no parts of it")
