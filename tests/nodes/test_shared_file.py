@@ -1,6 +1,8 @@
 """A store in a file: what several processes write there at once, and what a killed one leaves."""
 
+import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,9 +12,11 @@ from pathlib import Path
 import pytest
 from torch.distributed import PrefixStore
 
+from ddp_recipes.errors import RequestError
 from ddp_recipes.launchers.nodes.shared_file import SharedFile
+from ddp_recipes.launchers.nodes.stores import open_store
 from helpers.patience import patience
-from helpers.processes import until
+from helpers.processes import OWN_MODELS, SMALL, started, until
 
 COUNT = """
 import sys
@@ -29,6 +33,13 @@ for turn in range(int(times)):
             break
     store.set(name, seen)
 """
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Return a folder with a user's own models in it."""
+    shutil.copy(OWN_MODELS, tmp_path)
+    return tmp_path
 
 
 def count(folder: Path, times: int, name: str) -> subprocess.Popen[bytes]:
@@ -75,3 +86,51 @@ def test_what_a_run_has_left_is_emptied_once_nobody_has_written_for_long(tmp_pat
     assert SharedFile(path, 60).check(["key"])
     os.utime(path, (0, 0))
     assert not SharedFile(path, 60).check(["key"])
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("pipe", "no regular file"),
+        ("folder", "no regular file"),
+        ("half", "is damaged"),
+        ("list", "is damaged"),
+        ("other", "is another file"),
+        pytest.param("locked", "has kept .*meet.lock locked for 10 seconds", marks=pytest.mark.slow),
+    ],
+)
+def test_what_nodes_cannot_meet_in_is_refused_in_time(what: str, message: str, tmp_path: Path) -> None:
+    path, lock = tmp_path / "meet", tmp_path / "meet.lock"
+    begun = b"ddp_recipes: nodes of a run meet here\n"
+    with lock.open("w") as file:
+        if what == "locked":
+            fcntl.flock(file, fcntl.LOCK_EX)
+        elif what in ("pipe", "folder"):
+            {"pipe": os.mkfifo, "folder": os.mkdir}[what](path)
+        else:
+            path.write_bytes({"half": begun + b'{"key": "va', "list": begun + b"[1]", "other": b"a diary"}[what])
+        with pytest.raises(RequestError, match=message):
+            open_store(f"file://{path}", "127.0.0.1", 60)
+
+
+@pytest.mark.spawn
+@pytest.mark.slow
+def test_messages_of_an_earlier_run_with_the_same_key_are_worth_nothing(folder: Path) -> None:
+    """Its port leads to nobody now, and could to a stranger."""
+    key = {"DDP_RECIPES_KEY": "a secret that these nodes have"}
+    for number in (1, 2):
+        own = [
+            *(*SMALL, "launcher=nodes", "launcher.local_addr=127.0.0.1", "launcher.nproc_per_node=1"),
+            *(
+                "launcher.min_nodes=2",
+                "launcher.lost_after_s=3",
+                f"launcher.rdzv_endpoint=file://{folder}/meet_{number}",
+            ),
+            *(f"hydra.run.dir={folder}/run_{number}", "logger=none"),
+        ]
+        with started(folder, *own, environ=key) as one, started(folder, *own, environ=key) as other:
+            assert [(ended := run.end()).status for run in (one, other)] == [0, 0], ended.err
+        values = SharedFile(folder / f"meet_{number}", 3600)._read()
+        ours = {name: value for name, value in values.items() if "/ddp_recipes" in name}
+        assert ours
+        SharedFile(folder / "meet_2", 3600)._write(ours)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ddp_recipes.checkpointing.tensors_file import DTYPES
+from ddp_recipes.runtime.files import open_file
 
 CHUNK = 1 << 20  # bytes: what was read is still in the processor's cache when its checksum is computed
 
@@ -128,7 +129,7 @@ class PartFile:
             return self.begin + 8 + size, json.loads(file.read(size) or b"")
 
     def _open(self) -> io.RawIOBase:
-        return self.path.open("rb", buffering=0) if self.source is None else self.source()
+        return open_file(self.path) if self.source is None else self.source()
 
 
 def _bytes(values: Tensor) -> memoryview:

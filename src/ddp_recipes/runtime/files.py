@@ -1,6 +1,7 @@
 """Files that are complete or absent, and that nobody else can have put in the place of ours. Loads no torch."""
 
 import errno
+import io
 import os
 import stat
 from collections.abc import Callable
@@ -10,6 +11,19 @@ from typing import BinaryIO
 Save = Callable[[BinaryIO], object]
 
 LACKING = (errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOLCK, errno.EMLINK)
+
+
+def open_file(path: Path) -> io.FileIO:
+    """Open a file to read it, unless something else is there: a pipe would be waited for, a device has no end.
+
+    Raises:
+        OSError: it cannot be read, or is no regular file.
+    """
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return io.FileIO(file)
 
 
 def write_aside(path: Path, save: Save, link: Callable[[], object] = lambda: None, durable: bool = True) -> None:

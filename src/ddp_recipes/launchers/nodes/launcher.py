@@ -58,6 +58,7 @@ class NodesLauncher:
         before = read_summary(job.directory)  # now: the run of the others may end while torch is loaded
         settings, request = self.settings, Request.of(job.config)
         ranks = request.processes_on_node(visible_gpus())
+        settings.check_processes(ranks)
         if settings.rdzv_endpoint is None:
             raise RequestError(
                 "launcher=nodes needs launcher.rdzv_endpoint: host:port of one of the nodes, or file:///path of a file "
@@ -73,6 +74,7 @@ class NodesLauncher:
         with loading():
             from ddp_recipes.launchers.nodes.rendezvous import Rendezvous
         server = self.resources.server if settings.start_method == "forkserver" else None
+        self.resources.server.timeout_s = settings.timeout_s
         with signals_caught(job.last) as signals, ExitStack() as stack:
             rendezvous = Rendezvous(settings)
             stack.callback(rendezvous.leave)
