@@ -180,9 +180,14 @@ class Control:
         Raises:
             RunFailed: it has not in time.
         """
-        if (text := self._said(name, self.timeout_s + VERDICT_S, rank)) is None:
-            _, text, ranks = self._missing([rank])
-            raise RunFailed(text, unresponsive=ranks)
+        text = self._said(name, self.timeout_s + VERDICT_S, rank)
+        return self._loaded(text, rank)
+
+    def _loaded(self, text: str | None, rank: int) -> Any:
+        """Return what a rank has written; raise if that is nothing."""
+        if text is None:
+            _, why, ranks = self._missing([rank])
+            raise RunFailed(why, unresponsive=ranks)
         return json.loads(text)
 
     def tell(self, name: str, value: object) -> None:
@@ -241,12 +246,12 @@ class Control:
         name, ranks = f"shared/{self._shared}", self.world.world_size
         self.tell(name, [check() for check in checks[self.world.rank :: ranks]])
         if self.world.is_main:  # asks all: the others ask it alone
-            found = [self._shared_by(rank, f"{name}/{rank}") for rank in range(ranks)]
+            found = [self._shared_by(rank, f"{name}/{rank}", self.timeout_s) for rank in range(ranks)]
             self.messages.set(f"{name}/all", json.dumps([found[at % ranks][at // ranks] for at in range(len(checks))]))
-        answers: list[str | None] = self._shared_by(0, f"{name}/all")
+        answers: list[str | None] = self._shared_by(0, f"{name}/all", self.timeout_s + VERDICT_S)
         return answers
 
-    def _shared_by(self, rank: int, name: str) -> Any:
+    def _shared_by(self, rank: int, name: str, seconds: float) -> Any:
         """Return what a rank has written, unless it has something else to say of this start."""
         assert self.messages is not None
         messages, other = self.messages, f"ready/{rank}"
@@ -254,10 +259,10 @@ class Control:
         def given_up() -> bool:
             return rank in self.watcher.exited() or bool(messages.there(other))
 
-        text = messages.get(name, self.timeout_s + VERDICT_S, given_up)
+        text = messages.get(name, seconds, given_up)
         if text is None and (refusal := messages.there(other)):
             raise RequestError(json.loads(refusal[other])[1])
-        return self._wait(name, rank) if text is None else json.loads(text)
+        return self._loaded(text, rank)
 
     def _of_rank(self, rank: int, name: str, make: Callable[[], T], failed: str) -> T:
         if self.messages is None:
