@@ -7,14 +7,15 @@ from typing import Any
 from torch import Tensor, nn
 
 
-class Talkative(nn.Linear):
+class Talkative(nn.Sequential):
     """Logs a warning, with a number of its own, for each batch."""
 
     def __init__(self, in_features: int, out_features: int, **unused: Any) -> None:
-        super().__init__(in_features, out_features)
+        super().__init__(nn.Linear(in_features, 64), nn.ReLU(), nn.Linear(64, out_features))
         self.said = 0
 
     def forward(self, x: Tensor) -> Tensor:
         self.said += 1
         logging.getLogger(__name__).warning("line %d of %d", self.said, int(os.getpid()))
-        return super().forward(x)
+        output: Tensor = super().forward(x)
+        return output
