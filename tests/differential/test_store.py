@@ -35,6 +35,9 @@ STRATEGIES = ("ddp", "ddp_exact", "fsdp", "parameter_server")
 FEW, SIZES = (2, 3, 4), (2, 2, 3, 4, 5, 8, 12, 16)
 
 
+OWN = ("data.global_batch_size=16", "model._target_=store_parts.Talkative")
+
+
 class Disturbed(Store):
     """Hands each call on, to a store or a connection to one, and the answer late, after a second call, or never."""
 
@@ -109,7 +112,7 @@ def test_what_trains_to_its_end_is_finished(
     for case in range(cases):
         strategy, size, in_file = random.choice(STRATEGIES), random.choice(sizes), random.random() < 0.25
         name, folder = f"{SEED} {case}", tmp_path / f"case_{case}"
-        own = ("data.global_batch_size=16", f"strategy={strategy}", "model._target_=store_parts.Talkative")
+        own = [*OWN, f"strategy={strategy}", *([f"strategy.shards={size}"] if strategy == "ddp_exact" else [])]
         print(f"DDP_RECIPES_TEST_SEED={SEED}, case {case}: {strategy} on {size} ranks, {in_file=}", flush=True)
         if (strategy, size) not in whole:
             whole[strategy, size] = run(*own, world_size=size)

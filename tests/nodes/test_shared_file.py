@@ -1,11 +1,14 @@
 """A store in a file: what several processes write there at once, and what a killed one leaves."""
 
 import fcntl
+import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 
@@ -16,7 +19,7 @@ from ddp_recipes.errors import RequestError
 from ddp_recipes.launchers.nodes.shared_file import SharedFile
 from ddp_recipes.launchers.nodes.stores import open_store
 from helpers.patience import patience
-from helpers.processes import OWN_MODELS, SMALL, started, until
+from helpers.processes import OWN_MODELS, SMALL, START_S, Run, started, until
 
 COUNT = """
 import sys
@@ -115,22 +118,38 @@ def test_what_nodes_cannot_meet_in_is_refused_in_time(what: str, message: str, t
 
 @pytest.mark.spawn
 @pytest.mark.slow
-def test_messages_of_an_earlier_run_with_the_same_key_are_worth_nothing(folder: Path) -> None:
-    """Its port leads to nobody now, and could to a stranger."""
+def test_a_message_of_an_earlier_run_with_the_same_key_leads_nobody_to_a_stranger(folder: Path) -> None:
+    """It says at which port ranks meet, where a stranger listens by now, who writes it again all the time."""
     key = {"DDP_RECIPES_KEY": "a secret that these nodes have"}
-    for number in (1, 2):
-        own = [
-            *(*SMALL, "launcher=nodes", "launcher.local_addr=127.0.0.1", "launcher.nproc_per_node=1"),
-            *(
-                "launcher.min_nodes=2",
-                "launcher.lost_after_s=3",
-                f"launcher.rdzv_endpoint=file://{folder}/meet_{number}",
-            ),
-            *(f"hydra.run.dir={folder}/run_{number}", "logger=none"),
-        ]
-        with started(folder, *own, environ=key) as one, started(folder, *own, environ=key) as other:
-            assert [(ended := run.end()).status for run in (one, other)] == [0, 0], ended.err
-        values = SharedFile(folder / f"meet_{number}", 3600)._read()
-        ours = {name: value for name, value in values.items() if "/ddp_recipes" in name}
-        assert ours
-        SharedFile(folder / "meet_2", 3600)._write(ours)
+    alone = ["launcher.local_addr=127.0.0.1", "launcher.nproc_per_node=1", "launcher.min_nodes=2"]
+    own = [*SMALL, "launcher=nodes", *alone]
+
+    def node(number: int) -> Run:
+        meets = [f"launcher.rdzv_endpoint=file://{folder}/meet_{number}", f"hydra.run.dir={folder}/run_{number}"]
+        return stack.enter_context(started(folder, *own, *meets, "logger=none", environ=key))
+
+    with ExitStack() as stack:
+        both = [node(1), node(1)]
+        assert [run.end().status for run in both] == [0, 0]
+        signed = next(value for name, value in values_in(folder / "meet_1").items() if name.endswith("/port"))
+        stranger = stack.enter_context(socket.create_server(("127.0.0.1", int(signed.partition(":")[2]))))
+        stranger.setblocking(False)
+        meeting, both = SharedFile(folder / "meet_2", 3600), [node(2), node(2)]
+
+        def over() -> bool:
+            names = [name for name in values_in(folder / "meet_2") if name.endswith("/0")]
+            for name in {name.rpartition("/")[0].rpartition("/")[0] for name in names}:
+                meeting.set(f"{name}/port", signed)
+            return any(run.process.poll() is not None for run in both)
+
+        until(over, 2 * START_S, "it does not end")
+        with pytest.raises(BlockingIOError):
+            stranger.accept()
+        if (run := next(run for run in both if run.process.poll() is not None)).process.poll():
+            assert "/port in the store where ranks meet was not written with this rank's key" in run.end().err
+
+
+def values_in(path: Path) -> dict[str, str]:
+    """Return what is in the file in which nodes meet."""
+    found: dict[str, str] = json.loads(path.read_text().partition("\n")[2])
+    return found

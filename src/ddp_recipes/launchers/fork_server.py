@@ -26,7 +26,8 @@ from typing import Any, NoReturn
 from ddp_recipes.runtime.job import ASKS_TO_STOP
 from ddp_recipes.runtime.process import die_with_parent, ignore, is_running, is_stopped, loading
 
-WAIT_S = 2.0  # for the report that a rank has exited
+WAIT_S = 2.0  # for the report that a rank has exited, of a server that is stopped
+LOAD_S = 1800.0  # of one that runs; also to load torch, and to fork
 MAX_FDS = 8
 MAX_BYTES = 256  # of a message
 
@@ -57,7 +58,7 @@ class ForkedRank:
         now = time.monotonic()
         if self.pid is not None and is_running(self.pid):
             self._since = now
-        return now > self._since + (WAIT_S if self._server.stopped else self._server.timeout_s)
+        return now > self._since + (WAIT_S if self._server.stopped else LOAD_S)
 
     def send_signal(self, number: int) -> None:
         """Send a signal unless it has exited; one that is not yet forked gets it then."""
@@ -76,8 +77,6 @@ class ForkedRank:
 
 class ForkServer:
     """The controller's side of the server, which exits with the controller. Loads no torch; a copy by pickle is new."""
-
-    timeout_s = float("inf")  # for it to load torch, and to fork a rank
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None

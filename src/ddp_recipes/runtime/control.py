@@ -136,12 +136,13 @@ class Control:
         if self.world.is_main:
             self._await("read", by, seconds)
 
-    def _await(self, name: str, ranks: Iterable[int], seconds: float) -> set[int]:
+    def _await(self, name: str, ranks: Iterable[int], seconds: float, strict: bool = False) -> set[int]:
         """Wait until these ranks have written something, as long as they live; return which have not."""
         assert self.messages is not None
         names, deadline = {f"{name}/{rank}": rank for rank in ranks}, time.monotonic() + seconds
         while waited := {name: rank for name, rank in names.items() if rank not in self.watcher.exited()}:
-            there = self.messages.wait([*waited], deadline - time.monotonic(), partial(self._some_exited, waited))
+            exited, left = partial(self._some_exited, waited), deadline - time.monotonic()
+            there = self.messages.wait([*waited], left, exited, strict)
             if there and len(waited) == len(names):
                 return set()
             if there or self.messages.gone or time.monotonic() > deadline:
@@ -213,7 +214,7 @@ class Control:
             return
         self.messages.set(f"ended/{self.world.rank}", "")
         if self.world.is_main:  # asks for all: the others ask for its word alone
-            left = self._await("ended", ranks, self.timeout_s)
+            left = self._await("ended", ranks, self.timeout_s, strict=True)
             missing = sorted(left & {*self.watcher.exited()}) or self._silent(left)
             self.messages.set("ended/all", json.dumps(missing), patience=self.timeout_s)  # this process may end next
         elif (told := self._said("ended/all", self.timeout_s + VERDICT_S, 0)) is None:

@@ -131,10 +131,18 @@ class Messages:
         found = self._await([name], seconds, given_up, patience)
         return self._verify(name, found[0]) if found else None
 
-    def wait(self, names: Sequence[str], seconds: float, given_up: Callable[[], bool] | None = None) -> bool:
-        """Wait until all of these are there, written with the key, and return whether they are."""
+    def wait(
+        self, names: Sequence[str], seconds: float, given_up: Callable[[], bool] | None = None, strict: bool = False
+    ) -> bool:
+        """Wait until all of these are there, written with the key, and return whether they are.
+
+        Raises:
+            RunFailed: something else is there, and ``strict``.
+        """
         deadline = time.monotonic() + seconds
         while found := self._await(names, max(0.0, deadline - time.monotonic()), given_up):
+            if strict:
+                list(map(self._verify, names, found))
             if all(map(self._is_proven, names, found)):
                 return True
             if time.monotonic() > deadline:

@@ -58,7 +58,6 @@ class LocalLauncher:
             self.resources.server.close()
             return run_here(job)
         server = self.resources.server if self.settings.start_method == "forkserver" else None
-        self.resources.server.timeout_s = self.settings.timeout_s
         restarts, spare, origin = 0, self.settings.replace_ranks, job
         seen: set[str] = set()  # failures, which come again if they are not by chance
         known: list[tuple[str, float]] = []  # why ranks were lost, and when

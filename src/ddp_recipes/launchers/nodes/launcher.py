@@ -74,7 +74,6 @@ class NodesLauncher:
         with loading():
             from ddp_recipes.launchers.nodes.rendezvous import Rendezvous
         server = self.resources.server if settings.start_method == "forkserver" else None
-        self.resources.server.timeout_s = settings.timeout_s
         with signals_caught(job.last) as signals, ExitStack() as stack:
             rendezvous = Rendezvous(settings)
             stack.callback(rendezvous.leave)
