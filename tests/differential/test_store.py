@@ -3,9 +3,11 @@
 import json
 import os
 import re
+import subprocess
+import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -100,14 +102,34 @@ def on_rank(job: Job, port: int, name: str, in_file: bool, world: World, file: S
     return rank.run(job, world, messages(world, file, port, name, in_file))
 
 
+@pytest.fixture
+def port() -> Iterator[int]:
+    """The port of a store in a process of its own: ranks are forked from this one, which is to have no threads."""
+    code = """if True:
+        from torch.distributed import TCPStore
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        print(store.port, flush=True)
+        input()
+    """
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        yield int(server.stdout.readline())
+        server.kill()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("cases", "sizes"), [(4, FEW), pytest.param(150, SIZES, marks=pytest.mark.nightly)])
 def test_what_trains_to_its_end_is_finished(
-    cases: int, sizes: Sequence[int], run: Callable[..., Summary], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cases: int,
+    sizes: Sequence[int],
+    port: int,
+    run: Callable[..., Summary],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parent)
     random, began, seen = Random(SEED), time.monotonic(), Counter[str]()
-    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     whole: dict[tuple[str, int], Summary] = {}
     for case in range(cases):
         strategy, size, in_file = random.choice(STRATEGIES), random.choice(sizes), random.random() < 0.25
@@ -117,7 +139,7 @@ def test_what_trains_to_its_end_is_finished(
         if (strategy, size) not in whole:
             whole[strategy, size] = run(*own, world_size=size)
         job = make_job([*QUICK, *own, f"launcher.nproc_per_node={size}"], folder)
-        at = partial(on_rank, job, server.port, name, in_file)
+        at = partial(on_rank, job, port, name, in_file)
         on_ranks(at, size, timeout_s=patience(LONGEST_S))
         left = json.loads((folder / "summary.json").read_text())
         assert left["status"] == "finished"
