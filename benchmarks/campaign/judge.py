@@ -15,6 +15,7 @@ from benchmarks.campaign.seen import Done, Played, Started
 
 SIGNALS = {"interrupt": "SIGINT|Ctrl-C|Interrupted", "interrupt_twice": "SIGINT|Ctrl-C|Interrupted"}
 SIGNALS |= {"terminate": "SIGTERM", "usr1": "SIGUSR1"}
+UNNAMED = ("kill_launcher", "kill_all", "return_node", "stop_agent")  # nobody is left to name it, or nothing to name
 LOST_NODE = re.compile(r"Node \d+ \([\d.]+\) was lost\.")
 NUMBERS = {"interrupt": 2, "interrupt_twice": 2, "terminate": 15, "usr1": 10}
 SAME = ("global_step", "epoch", "samples_seen", "weights_sha256")  # of summary.json
@@ -159,7 +160,7 @@ def named(done: Done, played: Played) -> bool | None:
     late = done.fault.place == "ending" or done.step >= STEPS - 1  # it may have come to its end itself
     too_late = started.status == 0 and done.fault.place not in INSIDE and (late or not done.restarted)
     by_signal = kind in NUMBERS and started.status == -NUMBERS[kind]  # before Python could take it: the shell says it
-    if own_death or too_late or by_signal or kind in ("kill_launcher", "kill_all", "return_node") or done.idle:
+    if own_death or too_late or by_signal or kind in UNNAMED or done.idle:
         return None
     if kind == "kill_two" and done.second is not None:
         both = ((rank, pid), done.second)
@@ -181,6 +182,8 @@ def named(done: Done, played: Played) -> bool | None:
             return (own if local else f"(exitcode: {status}) local_rank: {rank} (pid: {pid})") in text
         case "kill_node":
             return LOST_NODE.search(text) is not None
+        case "stop_server":
+            return "did not respond and was killed" in text
         case "kill_server":
             return "was killed by SIGKILL" in text
         case "stop_rank":
@@ -221,6 +224,8 @@ def status_right(done: Done, started: Started, played: Played) -> bool:
         allowed = {75}
         if place == "starting" or kind == "interrupt_twice":
             allowed |= {130, -2}  # which is 130 to a shell
+        if played.script.goes_on and replacing.may_lose_all(played):
+            allowed |= {1, 130}
         # Outside of training a signal may come before Python takes signals, or when all is done but the leaving.
         default = place == "starting" or started.outcome == "finished"
         return status in allowed or (default and status == -NUMBERS[kind])

@@ -20,6 +20,7 @@ from benchmarks.cluster import Cluster
 
 PATH = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
 GONE_S = 10.0  # what the contract gives a run to be gone, however it ended
+LATE_S = 5.0  # that the store answers nothing
 PATIENCE_S = 60.0  # for a start to end after something was done to it
 SLEEP_S = 0.05  # in each step of a run on nodes, for which 60 steps would soon be over
 TIMED = ("starting", "replacing", "returning")
@@ -125,7 +126,7 @@ class Player:
             self.played.done.append(done)
             patience = PATIENCE_S + self.script.timeout_s
             self.before = len(self._journal())
-            if self.script.goes_on:  # the run goes on, and so does this
+            if self.script.goes_on or done.fault.kind == "stop_agent":  # the run goes on, and so does this
                 done.restarted = True
                 since = time.monotonic()
                 continue
@@ -198,6 +199,11 @@ class Player:
             done.second = None if (pid := start.rank(other)) is None else (other, pid)
         if kind == "kill_worker" and (pid := start.rank(done.rank)) is not None:
             done.second = (done.rank, pid)  # which fails of it
+        if kind == "stop_server" and (server := start.server()) is not None:
+            done.second = (done.rank, server)
+        if kind == "terminate":
+            done.rank, done.pid = None, start.pid
+            return True
         if isinstance(start, NodesStart) and kind == "return_node":
             done.rank = None
             return start.lost is not None
@@ -216,7 +222,7 @@ class Player:
         return (
             done.pid is not None
             and hurt.isdisjoint(done.pids)
-            and len(done.pids) == 1 + (kind in ("kill_two", "kill_worker"))
+            and len(done.pids) == 1 + (kind in ("kill_two", "kill_worker", "stop_server"))
         )
 
     def _act(self, done: Done, start: Start) -> None:
@@ -240,6 +246,14 @@ class Player:
                 start.kill_all()
             case "stop_rank":
                 kill(done.pid, signal.SIGSTOP)
+            case "stop_server":
+                assert done.second is not None
+                kill(done.second[1], signal.SIGSTOP)
+                kill(done.pid, signal.SIGKILL)
+            case "stop_agent":
+                kill(done.pid, signal.SIGSTOP)
+                _until(lambda: False, start, LATE_S)
+                kill(done.pid, signal.SIGCONT)
             case "terminate":
                 kill(done.pid, signal.SIGTERM)
             case "usr1":

@@ -16,6 +16,7 @@ PLACES = {
     "server": ("starting", "training", "replacing"),
     "stop": ("training", "training", "saving", "replacing"),
     "worker": ("training",),
+    "signal": ("training", "saving", "replacing", "replacing"),
     "node": ("starting", "training", "training", "training", "saving", "replacing"),
     "inside": (*INSIDE[1:], *IN_STEP, *IN_STEP),
 }
@@ -24,6 +25,7 @@ DRAWN = {
     "kill_rank_0": "rank",
     "kill_two": "rank",
     "kill_server": "server",
+    "stop_server": "server",
     "stop_rank": "stop",
     "kill_worker": "worker",
     "exception": "inside",
@@ -32,8 +34,10 @@ DRAWN = {
     "segfault": "inside",
     "kill_node": "node",
 }
+ONCE = {"terminate": "signal"}  # beside those
 OF_NODES = 3  # as many as this of each other kind
 RETURNS = 0.7  # of lost nodes
+STOPS = 0.3  # of runs on this machine: told to stop, at the end of all that is done to them, and started again
 MOST_S = 30.0  # that a loss may cost on a busy machine, where nobody had to wait for a collective to time out
 
 
@@ -43,7 +47,7 @@ def draw(seed: int, mode: Mode, number: int, most: int, sizes: Sequence[int], wi
     several = mode in ON_NODES
     recipe = RECIPES[dice.choice(list(RECIPES))]
     count = dice.randint(1, most) if most else 0
-    none = {*without, *([] if recipe.workers else ["kill_worker"]), *([] if several else ["kill_node"])}
+    none = {*without, *([] if recipe.workers else ["kill_worker"]), *(["stop_server"] if several else ["kill_node"])}
     possible = [kind for kind in DRAWN if kind not in none]
     possible += ["kill_node"] * (OF_NODES - 1) * ("kill_node" in possible)
     kinds = [dice.choice(possible) for _ in range(count)]
@@ -62,8 +66,23 @@ def draw(seed: int, mode: Mode, number: int, most: int, sizes: Sequence[int], wi
         if kind == "kill_node":
             away = dice.random() > RETURNS
             faults += [] if away else [_return(dice)]
+    stops = not several and count and "terminate" not in without and dice.random() < STOPS
+    if stops:
+        last = faults[-1].place == "ending"  # nothing comes after
+        faults[-1 if last else len(faults) :] = [
+            _fault("terminate", min(steps[-1] + 1, STEPS - 2), count, dice, several)
+        ]
     timeout_s = 60 if "stop_rank" not in kinds else 12 if several else 8  # where all may have to load torch again
-    return Script(mode, seed, number, recipe.name, tuple(faults), (size,), max_restarts=0, timeout_s=timeout_s)
+    return Script(
+        mode,
+        seed,
+        number,
+        recipe.name,
+        tuple(faults),
+        (size,) * (2 if stops else 1),
+        max_restarts=0,
+        timeout_s=timeout_s,
+    )
 
 
 def _return(dice: random.Random) -> Fault:
@@ -72,8 +91,8 @@ def _return(dice: random.Random) -> Fault:
 
 
 def _fault(kind: str, step: int, number: int, dice: random.Random, several: bool) -> Fault:
-    places = [place for place in PLACES[DRAWN[kind]] if place != ("replacing" if number == 0 else "starting")]
-    if number == 0 and DRAWN[kind] == "inside" and not (several and kind == "exception"):  # which ends such a run
+    places = [place for place in PLACES[(DRAWN | ONCE)[kind]] if place != ("replacing" if number == 0 else "starting")]
+    if number == 0 and DRAWN.get(kind) == "inside" and not (several and kind == "exception"):  # which ends such a run
         places.append("making")
     place = dice.choice(places)
     wait_s = {"starting": 4.0, "replacing": 1.5, "ending": 0.6}.get(place, 0.04)
@@ -95,11 +114,11 @@ def costs(played: Played) -> list[float]:
 
 def flaws(played: Played, summary: dict[str, Any], lost_steps: Sequence[int]) -> list[str]:
     """Return what of the promises on replaced ranks does not hold, where each loss took so many steps."""
-    found = []
-    (started,) = played.starts
+    found: list[str] = []
+    *stopped, started = played.starts
     again = started_again(played)
-    counted = len(COST.findall(started.text))
-    deaths = [done for done in played.done if done.fault.kind != "return_node" and not done.idle]
+    counted = len(COST.findall(started.text.rpartition(AGAIN)[2]))
+    deaths = [done for done in played.done if done.fault.kind not in ("return_node", "terminate") and not done.idle]
     lost = [(done, _ranks_lost(done, played)) for done in deaths]
     losses = sum(ranks for _, ranks in lost)
     late = sum(
@@ -109,6 +128,8 @@ def flaws(played: Played, summary: dict[str, Any], lost_steps: Sequence[int]) ->
     )
     if again > (may := sum(_may_start_again(done, played) for done in deaths)):
         found.append(f"all ranks started again {again} times, {may} may be")
+    if stopped:  # what was lost before is not counted again
+        return found
     if summary["ranks_replaced"] != counted:
         found.append(f"ranks_replaced is {summary['ranks_replaced']}, {counted} losses are told")
     least = losses - late - sum(ranks - 1 for done, ranks in lost if done.fault.kind == "kill_server")
@@ -138,12 +159,23 @@ def _may_start_again(done: Done, played: Played) -> bool:
     others = [each for each in played.done if each is not done]
     close = any(abs(each.at - done.at) < 3 or abs(each.step - done.step) <= 2 for each in others)
     return (
-        done.fault.kind == "kill_server"
+        done.fault.kind in ("kill_server", "stop_server")
         or done.fault.place in ("starting", "making", "replacing", "ending")
         or (done.fault.kind == "kill_two" and done.world_size == 2)
         or played.script.may_be_hurt == 1
         or done.step >= STEPS - 1
         or close
+    )
+
+
+def may_lose_all(played: Played) -> bool:
+    """Whether there may be an instant without any rank that could save: all are lost, or have yet to begin."""
+    return any(
+        done.fault.kind in ("kill_server", "stop_server")
+        or done.fault.place in ("starting", "making", "ending")
+        or (done.fault.kind == "kill_two" and done.world_size == 2)
+        for done in played.done
+        if done.fault.kind != "terminate"
     )
 
 

@@ -121,6 +121,8 @@ KINDS = {
     "kill_rank_0": Kind("SIGKILL of rank 0", OUTSIDE, restarts=True),
     "kill_launcher": Kind("SIGKILL of the launcher or agent", OUTSIDE),
     "kill_server": Kind("SIGKILL of the process that forked the ranks", OUTSIDE, 2, True, ("local",)),
+    "stop_server": Kind("SIGSTOP of that process, then SIGKILL of a rank", OUTSIDE, 2, True, ("replace",)),
+    "stop_agent": Kind("SIGSTOP of torchrun's agent, which has the store, for 5 s", OUTSIDE, 2, True, ("torchrun",)),
     "kill_two": Kind("SIGKILL of two ranks at once", OUTSIDE, 2, True, GOES_ON),
     "kill_node": Kind("SIGKILL of all that runs on a node, and of Slurm's daemon there", OUTSIDE, 2, True, ON_NODES),
     "return_node": Kind("the node comes back", ("returning",), 2, True, ON_NODES),

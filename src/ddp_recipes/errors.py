@@ -94,6 +94,15 @@ def did_not_end(ranks: Iterable[int], world_size: int, timeout_s: float) -> str:
     )
 
 
+def store_is_silent(seconds: float) -> str:
+    """Return the message on a store that nobody can read, where none of the ranks has it."""
+    how = f"has not answered for {seconds:.0f} seconds" if seconds < float("inf") else "has closed the connection"
+    return (
+        f"The store where ranks meet {how}: the process that has it, torchrun's agent on the node of MASTER_ADDR, is "
+        f"stopped, stuck, gone or cut off."
+    )
+
+
 def exited_without_report(ranks: Iterable[int], world_size: int) -> str:
     """Return the message on ranks whose processes exited, by ``os._exit`` or a kill, while others waited for them."""
     return f"Rank {', '.join(map(str, sorted(ranks)))} of {world_size} exited without a report."

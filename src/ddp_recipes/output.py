@@ -74,7 +74,7 @@ class Output:
     metrics: Metrics = field(default_factory=dict)
     logger: Logger = field(default_factory=Logger)
     progress: Progress = field(default_factory=Progress)
-    _started: float = field(default_factory=time.time)
+    _started: float = field(default_factory=time.monotonic)
     _stack: ExitStack = field(default_factory=ExitStack)
 
     def open(self, run: Run | None) -> None:
@@ -230,7 +230,7 @@ class Output:
             "seconds_lost": 0.0 if run is None else run.seconds_lost,
             "samples_per_second": rate,
             "step_time_ms": statistics.median(steps) * 1e3 if steps else None,
-            "wall_time_s": time.time() - began,
+            "wall_time_s": time.monotonic() - began,
             "weights_sha256": weights_sha256,
             "run_directory": str(self.job.directory),
             "torch": torch.__version__,

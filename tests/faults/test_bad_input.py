@@ -41,6 +41,10 @@ REFUSED_BEFORE_ANY_RANK: dict[str, tuple[list[str], list[str]]] = {
     ),
     "image model on a table": (["model=resnet18"], ["model.in_channels", "data.in_channels", "Choose another data"]),
     "two processes for single": (["strategy=single", TWO], ["nproc_per_node=2", "one process", "strategy=ddp"]),
+    "more ranks than a machine bears": (
+        ["launcher.nproc_per_node=3000", "launcher.device=cpu"],
+        ["launcher.nproc_per_node=3000", "core", "launcher.oversubscribe=true"],
+    ),
     "several nodes for the local launcher": (["launcher.nnodes=2"], ["launcher.nnodes=2", "torchrun"]),
     "launcher=env without a rank": (["launcher=env"], ["launcher=env", "RANK", "torchrun"]),
     "export of nothing": (["mode=export"], ["mode=export needs ckpt_path", "a run directory or a checkpoint file"]),
@@ -63,6 +67,10 @@ REFUSED_BY_A_RANK: dict[str, tuple[list[str], list[str]]] = {
     "no image folder": (
         ["data=image_folder", "data.root=here", "data.out_features=3", "model=resnet18"],
         ["data.root=here", "here/train", "Set data.root"],
+    ),
+    "csv that is a pipe": (
+        ["data=csv", "data.path=pipe", "data.inputs=[a]", "data.target=y", "data.out_features=2"],
+        ["data.path=pipe", "no regular file"],
     ),
     "no csv": (
         ["data=csv", "data.path=no.csv", "data.inputs=[a]", "data.target=y", "data.out_features=2"],
@@ -188,6 +196,8 @@ def test_a_wrong_request_is_refused_before_any_rank_starts(case: str, folder: Pa
 @pytest.mark.parametrize("case", REFUSED_BY_A_RANK)
 def test_what_only_a_rank_can_see_is_refused_alike(case: str, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     overrides, parts = REFUSED_BY_A_RANK[case]
+    if not (here / "pipe").exists():
+        os.mkfifo(here / "pipe")
     (here / "t.csv").write_text("wide,length,kind,value\n" + "1,2,0,0.5\n3,4,1,1.5\n" * 4)
     refused_here(here, *overrides, parts=parts)
     assert capfd.readouterr() == ("", "")

@@ -5,15 +5,18 @@ import json
 import os
 import subprocess
 from pathlib import Path
+from signal import SIGINT, SIGKILL, SIGSTOP, SIGTERM, Signals
 from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from helpers.patience import patience
+from helpers.processes import ENDLESS, GONE_S, START_S, TWO, kill, started, until, until_saved
 
 PARTS = """
 import os
+import time
 from pathlib import Path
 from signal import SIGKILL, SIGSTOP
 
@@ -54,6 +57,15 @@ class Preparing(Counting):
 class Averaging(Counting):
     def on_step(self, step):
         self.averages = [each.detach().clone() for each in self.run.task.parameters()]
+
+
+class HeldIfNew(nn.Linear):
+    def __init__(self, in_features, out_features, **unused):
+        super().__init__(in_features, out_features)
+        if Path("done_5").exists():
+            Path("held").touch()
+            while not Path("attacked").exists():
+                time.sleep(0.01)
 
 
 class Norm(nn.Sequential):
@@ -250,6 +262,55 @@ def test_a_callback_that_prepares_a_save_with_tensors_or_state_alone_keeps_ranks
     assert summary(tmp_path)["ranks_replaced"] == replaced
     said = "callbacks.own may put other weights in the model's place for a save" in ended.stdout + ended.stderr
     assert said == (how == "Preparing")  # as training begins, the other one has no tensors yet
+
+
+@pytest.mark.slow
+@pytest.mark.spawn
+@pytest.mark.parametrize("asked", [SIGTERM, pytest.param(SIGINT, marks=pytest.mark.nightly)])
+def test_a_run_that_is_to_stop_while_a_rank_is_replaced_is_saved(asked: Signals, folder: Path) -> None:
+    (folder / "parts.py").write_text(PARTS)
+    held = ["model._target_=parts.HeldIfNew", *disturbed(1, "[5]")]
+    with started(folder, *RECIPE, EXACT, *held, "trainer.max_epochs=100000") as run:
+        until(lambda: (folder / "held").exists() or run.process.poll() is not None, START_S, "nobody is replaced")
+        run.signal(asked)
+        (folder / "attacked").touch()
+        ended = run.end()
+    assert ended.status == 75, ended.err
+    assert summary(folder)["status"] == "preempted"
+    assert (folder / "run" / "checkpoints" / f"step_{summary(folder)['global_step']:08d}.pt").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.spawn
+def test_a_rank_that_is_lost_while_the_fork_server_is_stopped_does_not_hold_up_the_run(folder: Path) -> None:
+    with started(folder, *ENDLESS, TWO, "launcher.replace_ranks=2") as run:
+        until_saved(run, folder / "run")
+        kill(run.fork_server, SIGSTOP)
+        kill(run.rank(1), SIGKILL)
+        again = "all start again, from the last checkpoint"
+        until(lambda: again in (folder / f"{run.mark}.err").read_text(), GONE_S, "it does not go on")
+        last = folder / "run" / "checkpoints" / "last.pt"
+        saved = last.stat().st_mtime_ns
+        until(lambda: last.stat().st_mtime_ns > saved, START_S, "it trains no more")
+        run.signal(SIGTERM)
+        ended = run.end()
+    assert ended.status == 75, ended.err
+    assert "The process that ranks are forked from did not respond and was killed" in ended.err
+
+
+@pytest.mark.slow
+@pytest.mark.spawn
+def test_a_replacement_leaves_no_file_open_in_the_launcher(folder: Path) -> None:
+    with started(folder, *ENDLESS, TWO, EXACT, "launcher.replace_ranks=2") as run:
+        until_saved(run, folder / "run")
+        open_files, log = [], folder / "run" / "train.log"
+        for number in (1, 2):
+            kill(run.rank(1), SIGKILL)
+            until(lambda number=number: log.read_text().count("Replaced, at") == number, START_S, "it is not replaced")  # type: ignore[misc]
+            open_files.append(len(os.listdir(f"/proc/{run.process.pid}/fd")))
+        assert open_files[0] == open_files[1]
+        run.signal(SIGTERM)
+        assert run.end().status == 75
 
 
 @pytest.mark.slow

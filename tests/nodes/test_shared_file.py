@@ -1,18 +1,25 @@
 """A store in a file: what several processes write there at once, and what a killed one leaves."""
 
+import fcntl
+import json
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 from torch.distributed import PrefixStore
 
+from ddp_recipes.errors import RequestError
 from ddp_recipes.launchers.nodes.shared_file import SharedFile
+from ddp_recipes.launchers.nodes.stores import open_store
 from helpers.patience import patience
-from helpers.processes import until
+from helpers.processes import OWN_MODELS, SMALL, START_S, Run, started, until
 
 COUNT = """
 import sys
@@ -29,6 +36,13 @@ for turn in range(int(times)):
             break
     store.set(name, seen)
 """
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Return a folder with a user's own models in it."""
+    shutil.copy(OWN_MODELS, tmp_path)
+    return tmp_path
 
 
 def count(folder: Path, times: int, name: str) -> subprocess.Popen[bytes]:
@@ -75,3 +89,67 @@ def test_what_a_run_has_left_is_emptied_once_nobody_has_written_for_long(tmp_pat
     assert SharedFile(path, 60).check(["key"])
     os.utime(path, (0, 0))
     assert not SharedFile(path, 60).check(["key"])
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("pipe", "no regular file"),
+        ("folder", "no regular file"),
+        ("half", "is damaged"),
+        ("list", "is damaged"),
+        ("other", "is another file"),
+        pytest.param("locked", "has kept .*meet.lock locked for 10 seconds", marks=pytest.mark.slow),
+    ],
+)
+def test_what_nodes_cannot_meet_in_is_refused_in_time(what: str, message: str, tmp_path: Path) -> None:
+    path, lock = tmp_path / "meet", tmp_path / "meet.lock"
+    begun = b"ddp_recipes: nodes of a run meet here\n"
+    with lock.open("w") as file:
+        if what == "locked":
+            fcntl.flock(file, fcntl.LOCK_EX)
+        elif what in ("pipe", "folder"):
+            {"pipe": os.mkfifo, "folder": os.mkdir}[what](path)
+        else:
+            path.write_bytes({"half": begun + b'{"key": "va', "list": begun + b"[1]", "other": b"a diary"}[what])
+        with pytest.raises(RequestError, match=message):
+            open_store(f"file://{path}", "127.0.0.1", 60)
+
+
+@pytest.mark.spawn
+@pytest.mark.slow
+def test_a_message_of_an_earlier_run_with_the_same_key_leads_nobody_to_a_stranger(folder: Path) -> None:
+    """It says at which port ranks meet, where a stranger listens by now, who writes it again all the time."""
+    key = {"DDP_RECIPES_KEY": "a secret that these nodes have"}
+    alone = ["launcher.local_addr=127.0.0.1", "launcher.nproc_per_node=1", "launcher.min_nodes=2"]
+    own = [*SMALL, "launcher=nodes", *alone]
+
+    def node(number: int) -> Run:
+        meets = [f"launcher.rdzv_endpoint=file://{folder}/meet_{number}", f"hydra.run.dir={folder}/run_{number}"]
+        return stack.enter_context(started(folder, *own, *meets, "logger=none", environ=key))
+
+    with ExitStack() as stack:
+        both = [node(1), node(1)]
+        assert [run.end().status for run in both] == [0, 0]
+        signed = next(value for name, value in values_in(folder / "meet_1").items() if name.endswith("/port"))
+        stranger = stack.enter_context(socket.create_server(("127.0.0.1", int(signed.partition(":")[2]))))
+        stranger.setblocking(False)
+        meeting, both = SharedFile(folder / "meet_2", 3600), [node(2), node(2)]
+
+        def over() -> bool:
+            names = [name for name in values_in(folder / "meet_2") if name.endswith("/0")]
+            for name in {name.rpartition("/")[0].rpartition("/")[0] for name in names}:
+                meeting.set(f"{name}/port", signed)
+            return any(run.process.poll() is not None for run in both)
+
+        until(over, 2 * START_S, "it does not end")
+        with pytest.raises(BlockingIOError):
+            stranger.accept()
+        if (run := next(run for run in both if run.process.poll() is not None)).process.poll():
+            assert "/port in the store where ranks meet was not written with this rank's key" in run.end().err
+
+
+def values_in(path: Path) -> dict[str, str]:
+    """Return what is in the file in which nodes meet."""
+    found: dict[str, str] = json.loads(path.read_text().partition("\n")[2])
+    return found

@@ -259,7 +259,7 @@ def test_who_says_that_a_rank_failed_has_to_have_the_key(tmp_path: Path) -> None
     for name, text in (("failed/2", ""), ("failed/3", ":"), ("failed/4", store.get("failed/1").decode())):
         store.set(name, text)
     names = [f"failed/{rank}" for rank in range(5)]
-    assert Messages(store, b"key").there(*names) == ["failed/1"]
+    assert list(Messages(store, b"key").there(*names)) == ["failed/1"]
     assert Messages(store, b"key").claimed(*names) == names[1:]
 
 

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from time import sleep
+from typing import Any
 
 from torch.distributed import TCPStore
 
@@ -25,10 +26,10 @@ Control(World(0, 2), Messages(store), 60.0).end([0, 1])
 class Slow(Messages):
     """Those of a rank on a busy machine: it reads its own last message only once rank 0 could be gone."""
 
-    def get(self, name: str, seconds: float = 0.0, patience: float = PATIENCE_S) -> str | None:
-        if name == "ended/1":
+    def get(self, name: str, *others: Any, **named: Any) -> str | None:
+        if name == "ended/all":
             sleep(1.0)
-        return super().get(name, seconds, patience)
+        return super().get(name, *others, **named)
 
 
 def test_rank_0_keeps_the_store_until_a_slow_rank_has_read_that_all_have_ended() -> None:

@@ -190,6 +190,12 @@ def test_a_byte_that_is_changed_or_gone_is_found(
         path.write_bytes(good)
 
 
+def piped(path: Path) -> None:
+    """Put a pipe in the place of a file, to which nobody writes."""
+    path.unlink()
+    os.mkfifo(path)
+
+
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with two checkpoints."""
@@ -198,6 +204,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a pipe": (lambda folder: piped(parts_of(folder, 2)[1]), "which rank 1 wrote,: it is no regular file"),
     "missing": (lambda folder: parts_of(folder, 2)[1].unlink(), "rank_1_of_3.safetensors, which rank 1 wrote, is miss"),
     "of another checkpoint": (
         lambda folder: shutil.copy(parts_of(folder, 1)[1], parts_of(folder, 2)[1]),

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ddp_recipes.checkpointing.tensors_file import DTYPES
-from ddp_recipes.runtime.files import open_regular
+from ddp_recipes.runtime.files import open_file
 
 MOST_DIMENSIONS = 64  # of a tensor that torch computes with
 CHUNK = 1 << 20  # bytes: what was read is still in the processor's cache when its checksum is computed
@@ -184,7 +184,7 @@ class PartFile:
         return {name: (kind, self.begin + 8 + length + at) for name, (kind, at) in found.items()}
 
     def _open(self) -> io.RawIOBase:
-        return open_regular(self.path) if self.source is None else self.source()
+        return open_file(self.path) if self.source is None else self.source()
 
 
 def _bytes(values: Tensor) -> memoryview:

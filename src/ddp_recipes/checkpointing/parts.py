@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ddp_recipes.checkpointing.part_file import DamagedParts, Kind, PartFile
 from ddp_recipes.checkpointing.tensors_file import NAMES
-from ddp_recipes.runtime.files import open_regular
+from ddp_recipes.runtime.files import open_file
 from ddp_recipes.runtime.rows import OwnRows, whole_of
 
 FORMAT = 3
@@ -140,7 +140,7 @@ class Stored:
 
 def is_index(path: Path) -> bool:
     """Whether a file is an index: a zip file begins otherwise."""
-    with open_regular(path) as file:
+    with open_file(path) as file:
         return file.read(1) == b"{"
 
 
@@ -161,7 +161,8 @@ def abandoned(directory: Path) -> list[Path]:
 
 
 def _content(path: Path) -> dict[str, Any]:
-    text = path.read_bytes()
+    with open_file(path) as whole:
+        text = whole.readall()
     try:
         file = json.loads(text)
         content: dict[str, Any] = file["content"]

@@ -24,6 +24,8 @@ def column_classes(path: str, column: str, delimiter: str, loss: str) -> list[st
         return None
     try:
         file = Path(path).expanduser()
+        if not file.is_file():  # to open a pipe would wait for ever
+            return None
         texts = _texts(file, column, delimiter, file.stat().st_mtime_ns)
     except (OSError, ValueError, IndexError, csv.Error):
         return None

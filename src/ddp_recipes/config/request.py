@@ -115,6 +115,7 @@ class Request:
                 f"overrides."
             )
         processes = self.processes_on_node(gpus)
+        self.launcher.check_processes(processes)
         self.strategy.check_world_size(processes)
         return processes
 

@@ -1,12 +1,14 @@
 """The recipe's own keys as frozen dataclasses, for :func:`~ddp_recipes.config.keys.parse`. Loads no torch."""
 
 import dataclasses
+import os
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from ddp_recipes.config.keys import Count, Fraction, Natural, Positive, Range
 from ddp_recipes.errors import RequestError
 
+RANKS_PER_CORE = 16
 Limit = Fraction | Natural  # a float is a fraction of the batches, an int a number of them
 
 
@@ -121,6 +123,7 @@ class LauncherSettings:
     device: Literal["auto", "cpu", "cuda"]
     init_method: str | None
     require_key: bool = False
+    oversubscribe: bool = False
 
     def __post_init__(self) -> None:
         if self.backend == "nccl" and self.device == "cpu":
@@ -131,6 +134,15 @@ class LauncherSettings:
             raise RequestError(
                 f"launcher.init_method={self.init_method} is no rendezvous address. "
                 f"Allowed: file:///an/absolute/path, tcp://host:port, or null for a free port of our own."
+            )
+
+    def check_processes(self, processes: int) -> None:
+        """Refuse to start so many ranks on this machine's cores as to stop it, unless that is asked for."""
+        cores = len(os.sched_getaffinity(0))
+        if processes > (most := max(64, RANKS_PER_CORE * cores)) and not self.oversubscribe:
+            raise RequestError(
+                f"launcher.nproc_per_node={processes}, and {cores} core(s) are here, on which {most} ranks are started "
+                f"at most. Give fewer, or launcher.oversubscribe=true."
             )
 
     def gpus_of_node(self) -> int | None:

@@ -102,8 +102,8 @@ def text(path: str | None, context: int, split: str, val_fraction: float = 0.1) 
 
 def _files(path: Path) -> list[Path]:
     found = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
-    if not found or not path.exists():
-        raise RequestError(f"data.path={path} has no file. Give a text file, or a folder of them.")
+    if not found or not found[0].is_file():  # to open a pipe would wait for ever
+        raise RequestError(f"data.path={path} has no file, or is none. Give a text file, or a folder of them.")
     return found
 
 

@@ -32,6 +32,7 @@ from ddp_recipes.launchers.store import TIMEOUT, agent_holds_store, at_address
 from ddp_recipes.reporting.run_directory import Summary, leave_failure_of_rank_0
 from ddp_recipes.runtime.job import Job
 from ddp_recipes.runtime.messages import Messages
+from ddp_recipes.runtime.store_client import CALL_S, LOOK_S
 from ddp_recipes.runtime.watcher import Watcher
 from ddp_recipes.runtime.world import World
 
@@ -56,6 +57,7 @@ class Channel:
         self._generation: Messages | None = None
         self._next = 0
         self._peers = Peers(world)
+        self._timeout_s = TIMEOUT.total_seconds()
         self._unresponsive: Sequence[int] = ()
 
     @property
@@ -76,8 +78,9 @@ class Channel:
 
     def _found(self) -> list[Found]:
         """Return what the node of each rank has of earlier starts."""
-        others = (self.messages.get(f"here/{follower}") for follower in range(1, self.world.world_size))
-        return [self._note.found(), *(Found(**json.loads(other or "{}")) for other in others)]
+        others = (f"here/{follower}" for follower in range(1, self.world.world_size))
+        said = (self.messages.get(name, TIMEOUT.total_seconds()) for name in others)  # it is there: all have met
+        return [self._note.found(), *(Found(**json.loads(each or "{}")) for each in said)]
 
     def lead(self, job: Job) -> Summary:
         """Post a job and run it as rank 0; with one rank, a plain run."""
@@ -103,14 +106,12 @@ class Channel:
         """Have the followers exit, with the exit code that rank 0 has."""
         with suppress(RunFailed):
             self._meet(MEET_TO_STOP_S)
-        self._post(f"stop {status}")
+        self._post(f"stop {status}", STOP_S if status else END_S)
         if agent_holds_store():
             return
         # Started by srun or mpirun, rank 0 holds the store: it stays until those that still respond have read that.
-        deadline = time.monotonic() + (STOP_S if status else END_S)
         readers = [f"stopped/{each}" for each in range(1, self.world.world_size) if each not in self._unresponsive]
-        while len(self.messages.there(*readers)) < len(readers) and time.monotonic() < deadline:
-            time.sleep(0.02)
+        self.messages.wait(readers, STOP_S if status else END_S)
 
     def _meet(self, timeout_s: float) -> None:
         """Answer every follower, whenever it comes; raise if some do not come in time."""
@@ -118,19 +119,22 @@ class Channel:
             return
         name = uuid.uuid4().hex
         self._enter(name)
-        missing = set(range(1, self.world.world_size))
+        missing, looked = set(range(1, self.world.world_size)), 0.0
         deadline = time.monotonic() + timeout_s
-        while missing and time.monotonic() < deadline:
-            missing -= {int(name.split("/")[1]) for name in self.messages.there(*(f"here/{each}" for each in missing))}
-            for hello in self.root.there(*(f"hello/{each}" for each in missing)):
-                self.root.set(f"welcome/{self.root.get(hello)}", name)
+        while missing and (now := time.monotonic()) < deadline:
+            if now > looked + LOOK_S or self.root.there("knock"):  # one question, however many ranks there are
+                looked = now
+                self.root.delete("knock")  # first: who comes from now on says so again
+                missing -= {int(each.split("/")[1]) for each in self.messages.there(*(f"here/{n}" for n in missing))}
+                for hello in self.root.there(*(f"hello/{each}" for each in missing)).values():
+                    self.root.send(f"welcome/{hello}", name)
             time.sleep(0.01)
         if missing:
             raise RunFailed(did_not_arrive(missing, self.world.world_size, timeout_s), unresponsive=sorted(missing))
 
-    def _post(self, message: str) -> int:
+    def _post(self, message: str, patience: float = CALL_S) -> int:
         number, self._next = self._next, self._next + 1
-        self.messages.set(f"message/{number}", message)
+        self.messages.set(f"message/{number}", message, patience)
         return number
 
     # --- followers
@@ -147,7 +151,7 @@ class Channel:
                 break
             self._next += 1
             if message.startswith("stop "):
-                self.messages.set(f"stopped/{self.world.rank}", "")
+                self.messages.set(f"stopped/{self.world.rank}", "", STOP_S)
                 return int(message.removeprefix("stop ")) or int(failed)  # rank 0 may have finished before
             job = replace(Job.from_json(message), main="")
             failed = not self._run_as_follower(job, self._next - 1)
@@ -160,27 +164,26 @@ class Channel:
     def _arrive(self) -> None:
         """Send a hello, and wait for the answer."""
         name = uuid.uuid4().hex
-        self.root.set(f"hello/{self.world.rank}", name)
+        self.root.send(f"hello/{self.world.rank}", name)
+        self.root.send("knock")
         generation = self.root.get(f"welcome/{name}", TIMEOUT.total_seconds())
         if generation is None:
             raise RunFailed(did_not_arrive([0], self.world.world_size, TIMEOUT.total_seconds()))
         self._enter(generation)
-        self.messages.set(f"here/{self.world.rank}", json.dumps(asdict(self._note.found())))
+        self.messages.send(f"here/{self.world.rank}", json.dumps(asdict(self._note.found())))
+        self.root.send("knock")
 
     def _receive(self, name: str, seconds: float | None) -> str | None:
         """Return a message of rank 0's, or ``None`` if there will be none, or none in so many seconds."""
-        deadline = None if seconds is None else time.monotonic() + seconds
-        exited = False  # rank 0; what it had posted is there
-        while deadline is None or time.monotonic() < deadline:
-            if (message := self.messages.get(name, 1.0)) is not None:
-                return message
-            if self.messages.lost or exited:
-                return None  # the store has ended, and rank 0 with it
-            exited = 0 in self._peers.exited()  # the store may be torchrun's, which outlives it
-        return None
+        return self.messages.get(name, float("inf") if seconds is None else seconds, self._ended)
+
+    def _ended(self) -> bool:
+        """Whether rank 0 has exited, which torchrun's store outlives, or the store does not answer."""
+        return 0 in self._peers.exited() or self.messages.silent_s > self._timeout_s
 
     def _run_as_follower(self, job: Job, number: int) -> bool:
         """Run a job; print why it failed, and return whether it did not."""
+        self._timeout_s = float(job.config["launcher"]["timeout_s"])
         try:
             with suppress(RequestError, Preempted):  # rank 0 prints it
                 self._run(job, number)
@@ -194,9 +197,8 @@ class Channel:
                 text = f"{text}{exited_without_report(exited, self.world.world_size)}"
             print(f"Rank {self.world.rank} failed:\n{text}", file=sys.stderr, flush=True)
             return False
-        timeout_s = float(job.config["launcher"]["timeout_s"])
-        if self._receive(f"left/{number}", timeout_s) is None:  # what rank 0 closes may be a user's own
-            hangs = RunFailed(did_not_end([0], self.world.world_size, timeout_s), unresponsive=[0])
+        if self._receive(f"left/{number}", self._timeout_s) is None:  # what rank 0 closes may be a user's own
+            hangs = RunFailed(did_not_end([0], self.world.world_size, self._timeout_s), unresponsive=[0])
             print(f"[rank {self.world.rank}] {self._explained(hangs, job.directory)}", file=sys.stderr, flush=True)
             leave_failure_of_rank_0(job.directory, job.overrides, str(hangs), known_better=True)
             return False

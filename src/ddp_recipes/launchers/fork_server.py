@@ -17,15 +17,17 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
 from ddp_recipes.runtime.job import ASKS_TO_STOP
-from ddp_recipes.runtime.process import die_with_parent, ignore, loading
+from ddp_recipes.runtime.process import die_with_parent, ignore, is_running, is_stopped, loading
 
-WAIT_S = 2.0  # for the report that a killed rank has exited
+WAIT_S = 2.0  # for the report that a rank has exited, of a server that is stopped
+LOAD_S = 1800.0  # of one that runs; also to load torch, and to fork
 MAX_FDS = 8
 MAX_BYTES = 256  # of a message
 
@@ -43,11 +45,20 @@ class ForkedRank:
         self._number = number
         self.pid: int | None = None
         self.returncode: int | None = None
+        self._since = time.monotonic()  # when the server was asked for it, or it was last seen to run
 
     def poll(self) -> int | None:
-        """Return the exit code if it has exited."""
+        """Return the exit code if it has exited; a server that does not report that, or not fork it, is killed."""
         self._server.listen(0)
+        if self.returncode is None and self._overdue():
+            self._server.give_up()
         return self.returncode
+
+    def _overdue(self) -> bool:
+        now = time.monotonic()
+        if self.pid is not None and is_running(self.pid):
+            self._since = now
+        return now > self._since + (WAIT_S if self._server.stopped else LOAD_S)
 
     def send_signal(self, number: int) -> None:
         """Send a signal unless it has exited; one that is not yet forked gets it then."""
@@ -128,6 +139,16 @@ class ForkServer:
             else:
                 self._ranks[number].returncode = value
         return received
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it gets no time: SIGSTOP, or a debugger."""
+        return self._process is not None and is_stopped(self._process.pid)
+
+    def give_up(self) -> None:
+        """End a server that does not respond, stopped or stuck."""
+        print("The process that ranks are forked from did not respond and was killed, with all ranks.", file=sys.stderr)
+        self.close()
 
     def close(self) -> None:
         """End the server, and with it the ranks that still run."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import IO
 
-from ddp_recipes.runtime.process import state
+from ddp_recipes.runtime.process import is_running
 
 ANSWER_S = 1.0
 
@@ -28,15 +28,8 @@ def request(processes: Mapping[int, IO[bytes]]) -> dict[int, str]:
             os.kill(pid, signal.SIGUSR2)
             os.kill(pid, signal.SIGCONT)
     deadline = time.monotonic() + ANSWER_S
-    while any(map(_is_alive, processes)) and time.monotonic() < deadline:
+    while any(map(is_running, processes)) and time.monotonic() < deadline:
         time.sleep(0.02)
     for file in processes.values():
         file.seek(0)
     return {pid: file.read().decode(errors="replace") for pid, file in processes.items()}
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        return state(pid)[0] not in "ZX"
-    except OSError:  # somebody has taken note of its death
-        return False

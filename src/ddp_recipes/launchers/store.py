@@ -3,11 +3,12 @@
 import os
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
-from torch.distributed import FileStore, PrefixStore, Store, TCPStore, rendezvous
+from torch.distributed import FileStore, Store, TCPStore, rendezvous
 
 from ddp_recipes._compat.messages import address_in_use
 from ddp_recipes.errors import RequestError
@@ -16,6 +17,7 @@ from ddp_recipes.runtime.messages import Messages
 from ddp_recipes.runtime.world import World
 
 TIMEOUT = timedelta(minutes=30)
+AGAIN = timedelta(seconds=2)  # for another connection
 
 
 def in_file(meeting: int) -> Messages:
@@ -46,9 +48,15 @@ def at_address(world: World, environ: Mapping[str, str], timeout: timedelta = TI
         RequestError: another program, or another run, is there.
         RunFailed: rank 0 has another key.
     """
-    run = _name(world, environ)
-    messages = Messages(PrefixStore("ddp_recipes", _store(world, timeout)), find_key(environ), "ddp_recipes")
-    if agent_holds_store():  # for ranks that it started, also once they are fewer or more
+    run, agent = _name(world, environ), agent_holds_store()
+    messages = Messages(
+        _store(world, timeout),
+        find_key(environ),
+        "ddp_recipes",
+        holders=list if agent or world.is_main else lambda: [0],
+        connect=partial(_store, replace(world, rank=max(1, world.rank)), AGAIN),
+    )
+    if agent:  # for ranks that it started, also once they are fewer or more
         return messages.under(run)
     if world.is_main:
         messages.set("run", run)

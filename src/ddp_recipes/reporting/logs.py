@@ -58,11 +58,11 @@ class LogFile(logging.FileHandler):
 
     def close(self) -> None:
         with recording(self.baseFilename):
-            self._write_received()
+            self._write_received(last=True)
             super().close()
 
-    def _write_received(self) -> None:
-        for line in self.control.received_logs():
+    def _write_received(self, last: bool = False) -> None:
+        for line in self.control.received_logs(last):
             assert self.stream is not None
             self.stream.write(printable(line) + "\n")
 

@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar, cast
 
 from ddp_recipes.errors import (
@@ -11,9 +12,10 @@ from ddp_recipes.errors import (
     did_not_arrive,
     did_not_end,
     exited_without_report,
+    store_is_silent,
 )
 from ddp_recipes.runtime.meeting import Leaving, Loss, Meeting
-from ddp_recipes.runtime.messages import LOOK_S, Messages
+from ddp_recipes.runtime.messages import Messages
 from ddp_recipes.runtime.watcher import Watcher
 from ddp_recipes.runtime.world import World
 
@@ -23,6 +25,9 @@ VERDICT_S = 2.0  # for rank 0 to name the rank that it waited for, before it tim
 FAILURE_S = 2.5  # for the other ranks to fail as well, once a collective has timed out
 STAY_S = 3.0  # for the others to read why they do not start, or that all have come to their end
 NOBODY = Watcher()
+NEWS_S = 0.2  # for the store to say whether there are lines for the log
+LOG_S = 2.0  # for rank 0 to read them
+HOLDS_S = 10.0  # for the store to say whether a rank had failed
 MOST_LINES = 1000  # of a rank's log at once
 
 
@@ -82,12 +87,11 @@ class Control:
         self.messages.set(f"ready/{self.world.rank}", json.dumps([kind, str(error), dict(facts)]))
         if self.world.is_main:
             self.messages.set("verdict", json.dumps(self._verdict(facts)))
-        try:
-            self._wait("ready/0", self.timeout_s, 0)
-            kind, text, ranks = json.loads(self._wait("verdict", self.timeout_s + VERDICT_S, 0))
-        except TimeoutError:
-            ranks = self._silent([0])
-            kind, text = "missing", self._absent(ranks)
+        verdict = self._said("ready/0", self.timeout_s, 0) and self._said("verdict", self.timeout_s + VERDICT_S, 0)
+        if verdict is None:
+            kind, text, ranks = self._missing([0])
+        else:
+            kind, text, ranks = json.loads(verdict)
         if kind == "ready":
             return
         self._stay_until_read({*range(self.world.world_size)} - {*(ranks if kind == "missing" else ())})
@@ -101,9 +105,8 @@ class Control:
         deadline = time.monotonic() + self.timeout_s
         missing, differing = [], []
         for rank in range(self.world.world_size):
-            try:
-                report = self._wait(f"ready/{rank}", max(0.1, deadline - time.monotonic()), rank)
-            except TimeoutError:
+            report = self._said(f"ready/{rank}", max(0.1, deadline - time.monotonic()), rank)
+            if report is None:
                 missing.append(rank)
                 continue
             kind, text, theirs = json.loads(report)
@@ -117,8 +120,7 @@ class Control:
                 if theirs.get(name) != value
             ]
         if missing:
-            missing = self._silent(missing)
-            return "missing", self._absent(missing), missing
+            return self._missing(missing)
         if differing:
             listed = "\n  ".join(differing[:8])
             same = "Use one version, one config and one run directory on every node."
@@ -131,19 +133,36 @@ class Control:
         if self.messages.private:
             return
         self.messages.set(f"read/{self.world.rank}", "")
-        left, deadline = {*by}, time.monotonic() + seconds
-        while self.world.is_main and left and not self.messages.lost and time.monotonic() < deadline:
-            read = self.messages.there(*(f"read/{rank}" for rank in left))
-            left -= {int(name.split("/")[1]) for name in read} | {*self.watcher.exited()}
-            time.sleep(0.02)
+        if self.world.is_main:
+            self._await("read", by, seconds)
+
+    def _await(self, name: str, ranks: Iterable[int], seconds: float, strict: bool = False) -> set[int]:
+        """Wait until these ranks have written something, as long as they live; return which have not."""
+        assert self.messages is not None
+        names, deadline = {f"{name}/{rank}": rank for rank in ranks}, time.monotonic() + seconds
+        while waited := {name: rank for name, rank in names.items() if rank not in self.watcher.exited()}:
+            exited, left = partial(self._some_exited, waited), deadline - time.monotonic()
+            there = self.messages.wait([*waited], left, exited, strict)
+            if there and len(waited) == len(names):
+                return set()
+            if there or self.messages.gone or time.monotonic() > deadline:
+                break
+        return {*names.values()} - {names[name] for name in self.messages.there(*names)}
+
+    def _some_exited(self, waited: Mapping[str, int]) -> bool:
+        return not {*waited.values()}.isdisjoint(self.watcher.exited())
+
+    def _missing(self, ranks: Iterable[int]) -> tuple[str, str, list[int]]:
+        """Return the verdict on a start for which this rank waits in vain."""
+        assert self.messages is not None
+        ranks = self._silent(ranks)
+        return "missing", self._absent(ranks) if ranks else store_is_silent(self.messages.silent_s), ranks
 
     def _silent(self, ranks: Iterable[int]) -> list[int]:
         """Return which ranks kept this one waiting for these: where the store does not respond, those that have it."""
         assert self.messages is not None
-        if not self.messages.lost:
-            return sorted(ranks)
-        # It is in a file that one has locked, or rank 0's: then nothing is known of the others.
-        return self.messages.holders() or ([0] if not self.world.is_main else sorted({*ranks} - {0}))
+        # It is in a file that one has locked, or another process has it: then nothing is known of the others.
+        return self.messages.holders() if self.messages.silent else sorted(ranks)
 
     def _absent(self, ranks: Iterable[int]) -> str:
         """Return the message on ranks that did not respond."""
@@ -151,18 +170,26 @@ class Control:
             return exited_without_report(exited, self.world.world_size)
         return did_not_arrive(ranks, self.world.world_size, self.timeout_s)
 
-    def _wait(self, name: str, seconds: float, rank: int) -> str:
-        """Return another rank's message; raise ``TimeoutError`` if there is none in time, or that rank has exited."""
+    def _said(self, name: str, seconds: float, rank: int) -> str | None:
+        """Return another rank's message; nothing if there is none in time, or that rank has exited without one."""
         assert self.messages is not None
-        deadline = time.monotonic() + seconds
-        exited = False
-        while not self.messages.lost and (left := deadline - time.monotonic()) > 0:
-            if (text := self.messages.get(name, min(left, LOOK_S), patience=left)) is not None:
-                return text
-            if exited:
-                break
-            exited = rank in self.watcher.exited()  # what it had written is there: look once more
-        raise TimeoutError(name)
+        return self.messages.get(name, seconds, lambda: rank in self.watcher.exited())
+
+    def _wait(self, name: str, rank: int) -> Any:
+        """Return what another rank has written.
+
+        Raises:
+            RunFailed: it has not in time.
+        """
+        text = self._said(name, self.timeout_s + VERDICT_S, rank)
+        return self._loaded(text, rank)
+
+    def _loaded(self, text: str | None, rank: int) -> Any:
+        """Return what a rank has written; raise if that is nothing."""
+        if text is None:
+            _, why, ranks = self._missing([rank])
+            raise RunFailed(why, unresponsive=ranks)
+        return json.loads(text)
 
     def tell(self, name: str, value: object) -> None:
         """Write a value of this rank's, plain data."""
@@ -175,10 +202,7 @@ class Control:
         Raises:
             RunFailed: it has not in time.
         """
-        try:
-            return json.loads(self._wait(f"{name}/{rank}", self.timeout_s + VERDICT_S, rank))
-        except TimeoutError:
-            raise RunFailed(self._absent([rank]), unresponsive=[rank]) from None
+        return self._wait(f"{name}/{rank}", rank)
 
     def end(self, ranks: Collection[int]) -> None:
         """Say that this rank has come to its end, and wait until these have, too.
@@ -188,16 +212,18 @@ class Control:
         """
         if self.messages is None:
             return
-        self.messages.set(f"ended/{self.world.rank}", "", patience=self.timeout_s)
-        deadline = time.monotonic() + self.timeout_s
-        missing = []
-        for rank in ranks:
-            try:
-                self._wait(f"ended/{rank}", max(0.1, deadline - time.monotonic()), rank)
-            except TimeoutError:
-                missing.append(rank)
-        if missing:
-            raise RunFailed(did_not_end(missing, self.world.world_size, self.timeout_s), unresponsive=missing)
+        self.messages.set(f"ended/{self.world.rank}", "")
+        if self.world.is_main:  # asks for all: the others ask for its word alone
+            left = self._await("ended", ranks, self.timeout_s, strict=True)
+            missing = sorted(left & {*self.watcher.exited()}) or self._silent(left)
+            self.messages.set("ended/all", json.dumps(missing), patience=self.timeout_s)  # this process may end next
+        elif (told := self._said("ended/all", self.timeout_s + VERDICT_S, 0)) is None:
+            left, missing = {0}, self._silent([0])
+        else:
+            left = missing = json.loads(told)
+        if left:
+            text = did_not_end(missing, self.world.world_size, self.timeout_s)
+            raise RunFailed(text if missing else store_is_silent(self.messages.silent_s), unresponsive=missing)
         self._stay_until_read(ranks, self.timeout_s)
         self._stay_until_read({*range(self.world.world_size)} - {*ranks})  # some of which may be dead
 
@@ -220,15 +246,24 @@ class Control:
         self._shared += 1
         name, ranks = f"shared/{self._shared}", self.world.world_size
         self.tell(name, [check() for check in checks[self.world.rank :: ranks]])
-        found = []
-        for rank in range(ranks):
-            while self.messages.get(f"{name}/{rank}", LOOK_S) is None and not self.messages.lost:
-                if self.messages.there(f"ready/{rank}"):  # it has something else to say of this start
-                    raise RequestError(json.loads(self._wait(f"ready/{rank}", self.timeout_s, rank))[1])
-                if rank in self.watcher.exited():
-                    break
-            found.append(self.told(name, rank))
-        return [found[number % ranks][number // ranks] for number in range(len(checks))]
+        if self.world.is_main:  # asks all: the others ask it alone
+            found = [self._shared_by(rank, f"{name}/{rank}", self.timeout_s) for rank in range(ranks)]
+            self.messages.set(f"{name}/all", json.dumps([found[at % ranks][at // ranks] for at in range(len(checks))]))
+        answers: list[str | None] = self._shared_by(0, f"{name}/all", self.timeout_s + VERDICT_S)
+        return answers
+
+    def _shared_by(self, rank: int, name: str, seconds: float) -> Any:
+        """Return what a rank has written, unless it has something else to say of this start."""
+        assert self.messages is not None
+        messages, other = self.messages, f"ready/{rank}"
+
+        def given_up() -> bool:
+            return rank in self.watcher.exited() or bool(messages.there(other))
+
+        text = messages.get(name, seconds, given_up)
+        if text is None and (refusal := messages.there(other)):
+            raise RequestError(json.loads(refusal[other])[1])
+        return self._loaded(text, rank)
 
     def _of_rank(self, rank: int, name: str, make: Callable[[], T], failed: str) -> T:
         if self.messages is None:
@@ -240,7 +275,7 @@ class Control:
             finally:
                 self.messages.set(name, json.dumps(outcome))
         else:
-            outcome = json.loads(self._wait(name, self.timeout_s, rank))
+            outcome = self._wait(name, rank)
         if not outcome:
             raise RequestError(failed)
         self._outcomes[name] = outcome
@@ -250,7 +285,7 @@ class Control:
         """Record a failure and which rank's it is; return rank and text of the first one, the cause of the others."""
         if self.messages is None:
             return culprit, text
-        self.messages.set(f"failed/{self.world.rank}", "")
+        self.messages.send(f"failed/{self.world.rank}")
         try:
             rank, cause = json.loads(self.messages.first("failure", json.dumps([culprit, text])))
         except RunFailed as error:  # that somebody else writes there is no reason to lose one's own
@@ -261,34 +296,46 @@ class Control:
         """Return the ranks that have not failed a short while after this one timed out: it waited for them."""
         if self.messages is None:
             return []
-        others, deadline = {*range(self.world.world_size)} - {self.world.rank}, time.monotonic() + FAILURE_S
-        while others and not self.messages.lost and time.monotonic() < deadline:
-            others -= {int(name.split("/")[1]) for name in self.messages.there(*(f"failed/{rank}" for rank in others))}
-            time.sleep(0.05)
-        return self._silent(others)
+        others = {f"failed/{rank}": rank for rank in range(self.world.world_size) if rank != self.world.rank}
+        if not self.messages.silent and self.messages.wait([*others], FAILURE_S):
+            return []
+        return self._silent({*others.values()} - {others[name] for name in self.messages.there(*others)})
 
     def send_log(self, line: str) -> None:
-        """Send a line to rank 0's log."""
+        """Send a line to rank 0's log, and wait for nothing."""
         if self.messages is not None:
             self._sent += 1
-            self.messages.set(f"log/{self.world.rank}/{self._sent}", line)
+            self.messages.send(f"log/{self.world.rank}/{self._sent}", line)
+            self.messages.send("log")
 
-    def received_logs(self) -> list[str]:
-        """Return the lines that other ranks sent since the last call, rank by rank; rank 0 only."""
+    def received_logs(self, last: bool = False) -> list[str]:
+        """Return the lines that other ranks sent since the last call, rank by rank; rank 0 only.
+
+        Whether there are any is one question, however many ranks there are.
+        """
+        if self.messages is None or not (last or self.messages.there("log", patience=NEWS_S)):
+            return []
+        self.messages.delete("log")  # first: what is sent from now on says so again
         lines: list[str] = []
-        if self.messages is None:
-            return lines
-        for name in self.messages.claimed(*(self._next_line(rank) for rank in self._read)):
-            rank = int(name.split("/")[1])
+        for name in self.messages.claimed(*map(self._next_line, self._read), patience=LOG_S):
+            lines += self._lines_of(int(name.split("/")[1]))
+        return lines
+
+    def _lines_of(self, rank: int) -> list[str]:
+        """Return and delete the lines of a rank."""
+        assert self.messages is not None
+        lines: list[str] = []
+        while len(lines) < MOST_LINES:
+            name = self._next_line(rank)
             try:
-                for _ in range(MOST_LINES):
-                    if (line := self.messages.get(self._next_line(rank))) is None:
-                        break
-                    self._read[rank] += 1
-                    lines.append(line.rstrip())
+                if (line := self.messages.get(name)) is None:
+                    return lines
+                lines.append(line.rstrip())
             except RunFailed as error:
-                self._read[rank] += 1
                 lines.append(f"rank {rank}: a line is left out. {error}")
+            self.messages.delete(name)
+            self._read[rank] += 1
+        self.messages.send("log")  # there is more
         return lines
 
     def _next_line(self, rank: int) -> str:
@@ -297,4 +344,4 @@ class Control:
 
 def has_failed(messages: Messages, rank: int) -> bool:
     """Whether a rank has recorded that it failed, which it does before it leaves the others."""
-    return bool(messages.there(f"failed/{rank}"))
+    return bool(messages.there(f"failed/{rank}", patience=HOLDS_S))

@@ -13,6 +13,19 @@ Save = Callable[[BinaryIO], object]
 LACKING = (errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOLCK, errno.EMLINK)
 
 
+def open_file(path: Path) -> io.FileIO:
+    """Open a file to read it, unless something else is there: a pipe would be waited for, a device has no end.
+
+    Raises:
+        OSError: it cannot be read, or is no regular file.
+    """
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return io.FileIO(file)
+
+
 def write_aside(path: Path, save: Save, link: Callable[[], object] = lambda: None, durable: bool = True) -> None:
     """Let ``save`` write a file so that it is complete at ``path`` or not there at all.
 
@@ -48,19 +61,6 @@ def _sync_folder(path: Path) -> None:
             raise
     finally:
         os.close(folder)
-
-
-def open_regular(path: Path) -> io.FileIO:
-    """Open a regular file to read: opening or reading anything else, such as a pipe or a device, may never end.
-
-    Raises:
-        OSError: it is none, or cannot be opened.
-    """
-    number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(number).st_mode):
-        os.close(number)
-        raise OSError(errno.EINVAL, "it is no regular file", str(path))
-    return io.FileIO(number)
 
 
 def planted(path: Path) -> str | None:

@@ -1,10 +1,10 @@
 """Messages over a store that strangers may reach too: each carries a keyed digest, and every wait has a bound."""
 
 import hmac
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from concurrent.futures import Future
+from copy import copy
 from datetime import timedelta
 from functools import partial
 from hashlib import blake2b
@@ -14,23 +14,24 @@ from torch.distributed import PrefixStore, Store
 
 from ddp_recipes._compat.messages import timed_out
 from ddp_recipes.errors import RunFailed
+from ddp_recipes.runtime.store_client import CALL_S, LOOK_S, StoreClient
 
 T = TypeVar("T")
 
-CALL_S = 1.5  # for one call of the store: what is there is answered at once
-LOOK_S = 1.0  # between looks at whether the process that is waited for has exited
-AWAKE_S = 0.5  # once more, for a process that was itself stopped meanwhile
+NOT_OURS_S = 0.05  # between looks at what somebody else has written over
 
 
 class Messages:
     """Texts in a store, under names. With a key a reader takes only what was written with it, and under that name.
 
-    Names hold the run, the rank and a number, so that an old message is worth nothing in another place. Once a call
-    has got no answer, its process being dead, stopped or cut off, ``lost`` is set and no other call is made.
+    Names hold the run, the rank and a number, so that an old message is worth nothing in another place. What is
+    written is there before anything that is written or asked after it. Where the store does not answer in time, a
+    reader gets nothing, and can ask again.
 
     Args:
         private: whether nobody but the ranks has the store.
         holders: returns the ranks that keep the store from the others, as far as that can be known.
+        connect: opens another connection to the store.
 
     Attributes:
         key: that others prove to have; empty without one.
@@ -46,80 +47,148 @@ class Messages:
         scope: str = "",
         private: bool = False,
         holders: Callable[[], list[int]] = list,
+        connect: Callable[[], Store] | None = None,
     ) -> None:
-        self.store, self.lost = store, False
+        self._client = StoreClient(store, connect)
         self.private, self.proven = private, bool(key) or private
         self.holders = holders
         self.key, self._scope = key, scope
 
     def under(self, name: str) -> "Messages":
-        """Return the messages of a part, which may still be had where others are lost."""
-        scope = f"{self._scope}/{name}"
-        found = Messages(PrefixStore(name, self.store), self.key, scope, self.private, self.holders)
-        found.exited = self.exited
+        """Return the messages of a part."""
+        found = copy(self)
+        found._scope = self._path(name)
         return found
 
-    def set(self, name: str, text: str, patience: float = CALL_S) -> None:
-        """Write a message; wait so many seconds for the store to take it."""
-        self.call(partial(self.store.set, name, self._sign(name, text)), None, patience)
+    @property
+    def name(self) -> str:
+        """Of the part."""
+        return self._scope.rpartition("/")[2]
 
-    def get(self, name: str, seconds: float = 0.0, patience: float = CALL_S) -> str | None:
+    @property
+    def store(self) -> Store:
+        """Where these messages are: for what is not theirs."""
+        return PrefixStore(self._scope, self._client.store) if self._scope else self._client.store
+
+    @property
+    def gone(self) -> bool:
+        """Whether the store has ended, as far as this process can know."""
+        return self._client.gone
+
+    @property
+    def silent_s(self) -> float:
+        """For how long the store has owed an answer."""
+        return self._client.silent_s
+
+    @property
+    def silent(self) -> bool:
+        """Whether it has for longer than a busy machine explains."""
+        return self.silent_s > CALL_S
+
+    # --- writing
+
+    def set(self, name: str, text: str, patience: float = CALL_S) -> None:
+        """Write a message; wait so many seconds for the store to take it, which it may still do later."""
+        self._client.wait([self._write(name, text)], patience)
+
+    def send(self, name: str, text: str = "") -> None:
+        """Write a message, and wait for nothing."""
+        self._write(name, text)
+
+    def first(self, name: str, text: str) -> str:
+        """Write a message unless there is one; return the one that is there."""
+        path, mine = self._path(name), self._sign(name, text)
+        there = self._client.ask(lambda store: store.compare_set(path, "", mine))
+        return self._verify(name, mine if there is None else there.decode(errors="replace"))
+
+    def delete(self, *names: str) -> None:
+        """Delete messages, and wait for nothing."""
+        for path in map(self._path, names):
+            self._client.post(lambda store, path=path: store.delete_key(path))  # type: ignore[misc]
+
+    def _write(self, name: str, text: str) -> "Future[None]":
+        path, signed = self._path(name), self._sign(name, text)
+        return self._client.post(lambda store: store.set(path, signed))
+
+    # --- reading
+
+    def get(
+        self,
+        name: str,
+        seconds: float = 0.0,
+        given_up: Callable[[], bool] | None = None,
+        patience: float = CALL_S,
+    ) -> str | None:
         """Return a message if it is there in time.
 
         Args:
+            given_up: returns whether it need not be waited for any more; what is there by then is returned.
             patience: in seconds, for the answer itself, which a process on a busy machine gives late.
 
         Raises:
             RunFailed: something else is there.
         """
+        found = self._await([name], seconds, given_up, patience)
+        return self._verify(name, found[0]) if found else None
 
-        def read() -> str | None:
-            if seconds <= 0:
-                return self.store.get(name).decode(errors="replace") if self.store.check([name]) else None
-            try:
-                self.store.wait([name], timedelta(seconds=seconds))
-            except RuntimeError as error:
-                if not timed_out(error):
-                    raise
-                return None
-            return self.store.get(name).decode(errors="replace")
+    def wait(
+        self, names: Sequence[str], seconds: float, given_up: Callable[[], bool] | None = None, strict: bool = False
+    ) -> bool:
+        """Wait until all of these are there, written with the key, and return whether they are.
 
-        # Where the process with the store is stopped, torch's own timeout waits for its answer for ever.
-        found = self.call(read, None, seconds + patience)
-        return None if found is None else self._verify(name, found)
+        Raises:
+            RunFailed: something else is there, and ``strict``.
+        """
+        deadline = time.monotonic() + seconds
+        while found := self._await(names, max(0.0, deadline - time.monotonic()), given_up):
+            if strict:
+                list(map(self._verify, names, found))
+            if all(map(self._is_proven, names, found)):
+                return True
+            if time.monotonic() > deadline:
+                break
+            time.sleep(NOT_OURS_S)
+        return not names
 
-    def first(self, name: str, text: str) -> str:
-        """Write a message unless there is one; return the one that is there."""
-        mine = self._sign(name, text)
-        return self._verify(name, self.call(partial(self.store.compare_set, name, "", mine), mine.encode()).decode())
+    def there(self, *names: str, patience: float = CALL_S) -> dict[str, str]:
+        """Return those of these messages that are there, written with the key."""
+        found = self._found(names, patience)
+        return {name: text.partition(":")[2] for name, text in found.items() if self._is_proven(name, text)}
 
-    def there(self, *names: str) -> list[str]:
-        """Return which of these are there, written with the key."""
-        nothing: dict[str, bytes] = {}
-        found = self.call(lambda: {name: self.store.get(name) for name in names if self.store.check([name])}, nothing)
-        return [name for name, text in found.items() if self._is_proven(name, text.decode(errors="replace"))]
-
-    def claimed(self, *names: str) -> list[str]:
+    def claimed(self, *names: str, patience: float = CALL_S) -> list[str]:
         """Return which of these are there, whoever wrote them."""
-        return self.call(lambda: [name for name in names if self.store.check([name])], [])
+        return list(self._found(names, patience))
 
-    def call(self, call: Callable[[], T], otherwise: T, seconds: float = CALL_S) -> T:
-        """Return what a call of the store returns, or ``otherwise`` if there is no answer in time."""
-        if self.lost:
-            return otherwise
-        outcome: list[T] = []
+    def call(self, call: Callable[[], T], patience: float) -> T | None:
+        """Return what something else returns that asks the same store; ``None`` if there is no answer in time."""
+        return self._client.ask(lambda store: call(), patience)
 
-        def run() -> None:
-            with suppress(RuntimeError):
-                outcome.append(call())
+    def _await(
+        self, names: Sequence[str], seconds: float, given_up: Callable[[], bool] | None, patience: float = CALL_S
+    ) -> list[str]:
+        """Return what is there under all of these names; nothing if it is not in time."""
+        deadline, left = time.monotonic() + seconds, seconds
+        while names:
+            within = min(left, LOOK_S)
+            read = partial(_read, list(map(self._path, names)), within)
+            found = self._client.ask(read, left + patience, within, given_up)
+            if found or found is None or left == 0.0:
+                return [text.decode(errors="replace") for text in found or ()]
+            left = max(0.0, deadline - time.monotonic())
+            if given_up is not None and given_up():
+                left = 0.0
+        return []
 
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
-        thread.join(seconds)
-        if not outcome:
-            thread.join(AWAKE_S)
-        self.lost = not outcome
-        return outcome[0] if outcome else otherwise
+    def _found(self, names: Sequence[str], patience: float) -> dict[str, str]:
+        asked = {name: self._client.post(partial(_read, [self._path(name)], 0.0)) for name in names}
+        self._client.wait(asked.values(), patience)
+        answers = {name: each.result() for name, each in asked.items() if not (each.cancel() or each.exception())}
+        return {name: found[0].decode(errors="replace") for name, found in answers.items() if found}
+
+    # --- what is in the store
+
+    def _path(self, name: str) -> str:
+        return f"{self._scope}/{name}" if self._scope else name
 
     def _sign(self, name: str, text: str) -> str:
         return f"{self._digest(name, text)}:{text}"
@@ -127,7 +196,7 @@ class Messages:
     def _verify(self, name: str, signed: str) -> str:
         if not self._is_proven(name, signed):
             raise RunFailed(
-                f"The message {self._scope}/{name} in the store where ranks meet was not written with this rank's key. "
+                f"The message {self._path(name)} in the store where ranks meet was not written with this rank's key. "
                 f"Either ranks have different keys (DDP_RECIPES_KEY or ~/.ddp_recipes_key, the same for every rank, or "
                 f"none), or somebody else writes to the store."
             )
@@ -140,7 +209,22 @@ class Messages:
     def _digest(self, name: str, text: str) -> str:
         if not self.key:
             return ""
-        return blake2b(f"{self._scope}/{name}\n{text}".encode(), key=self.key, digest_size=16).hexdigest()
+        return blake2b(f"{self._path(name)}\n{text}".encode(), key=self.key, digest_size=16).hexdigest()
+
+
+def _read(paths: list[str], seconds: float, store: Store) -> list[bytes]:
+    """Return what is there under all of these, or nothing if it is not within so many seconds."""
+    if seconds == 0.0:
+        if not store.check(paths):
+            return []
+    else:
+        try:
+            store.wait(paths, timedelta(seconds=max(seconds, 0.01)))  # nothing would be for ever
+        except RuntimeError as error:
+            if not timed_out(error):
+                raise
+            return []
+    return store.multi_get(paths) if len(paths) > 1 else [store.get(path) for path in paths]
 
 
 def as_text(value: str | bytes) -> str:
@@ -173,12 +257,9 @@ class SignedStore(Store):
 
     def _wait(self, key: str, timeout: timedelta) -> bytes:
         """Return a value; raise if it does not come in time, or a rank has exited: then no group comes about."""
-        deadline = time.monotonic() + timeout.total_seconds()
-        exited: list[int] = []
-        while not self._messages.lost and (left := deadline - time.monotonic()) > 0:
-            if (value := self._messages.get(key, min(left, LOOK_S))) is not None:
-                return value.encode("latin-1")
-            if exited:
-                raise RuntimeError(f"Rank {', '.join(map(str, exited))} has exited: no {key} in the store.")
-            exited = sorted(self._messages.exited())  # what was written before is there: look once more
+        value = self._messages.get(key, timeout.total_seconds(), lambda: any(True for _ in self._messages.exited()))
+        if value is not None:
+            return value.encode("latin-1")
+        if exited := sorted(self._messages.exited()):
+            raise RuntimeError(f"Rank {', '.join(map(str, exited))} has exited: no {key} in the store.")
         raise RuntimeError(f"Timed out after {timeout.total_seconds():g} seconds: no {key} in the store.")

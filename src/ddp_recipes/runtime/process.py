@@ -32,6 +32,22 @@ def state(process: int) -> tuple[str, int]:
     return letter, int(parent)
 
 
+def is_running(process: int) -> bool:
+    """Whether a process has not exited, whoever is to take note of that."""
+    try:
+        return state(process)[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def is_stopped(process: int) -> bool:
+    """Whether a process is there but gets no time: SIGSTOP, or a debugger."""
+    try:
+        return state(process)[0] in "Tt"
+    except OSError:
+        return False
+
+
 def started_at(process: int) -> int:
     """Return when a process started, in clock ticks since the machine did."""
     return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19])

@@ -70,6 +70,7 @@ def handed_over(run: Run) -> State:
 
 
 def _beyond(run: Run) -> dict[str, Any]:
+    ahead = time.time() - time.monotonic()
     return {
         "after": progress_of(run).after,
         "values": dict(run.values),
@@ -79,8 +80,8 @@ def _beyond(run: Run) -> dict[str, Any]:
         "good_step": run.good_step,
         "samples_before": run.samples_before,
         "train_seconds": run.clock.train_seconds,
-        "began": run.began,
-        "deadline": _on_clock(run.stop_controller.deadline, time.time() - time.monotonic()),
+        "began": _on_clock(run.began, ahead),
+        "deadline": _on_clock(run.stop_controller.deadline, ahead),
         "points": run.logger.latest if isinstance(run.logger, Points) else (-1, {}),
         "losses": run.losses,
         "replaced": run.replaced,
@@ -156,11 +157,12 @@ def catch_up(run: Run, state: State) -> None:
 def go_on(run: Run, state: State, meeting: Meeting, reported: Callable[[int], None]) -> None:
     """Go on from a state that this rank has now; ``reported`` is called once the user knows of so many losses."""
     own: dict[str, Any] = state["run"]
-    kept = ("values", "unsaved", "measured", "saved_step", "good_step", "samples_before", "began")
+    kept = ("values", "unsaved", "measured", "saved_step", "good_step", "samples_before")
     for name in (*kept, "losses", "replaced", "seconds_lost"):
         setattr(run, name, own[name])
     run.clock.train_seconds = own["train_seconds"]
-    run.stop_controller.deadline = _on_clock(own["deadline"], time.monotonic() - time.time())
+    ahead = time.monotonic() - time.time()
+    run.stop_controller.deadline, run.began = _on_clock(own["deadline"], ahead), own["began"] + ahead
     if min(meeting.lost, default=run.world.world_size) < max(1, run.strategy.writers):
         run.checkpointer.others_are_lost()
         if run.saved_step == run.cursor.step or (run.checkpoint.async_save and run.saved_step > 0):

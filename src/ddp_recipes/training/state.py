@@ -100,7 +100,7 @@ class Run:
     unfinished: Cursor | None = None  # where the last step began, if what follows a step is still to be done
     metrics: Metrics = field(default_factory=dict)  # the latest of each
     samples_before: int = 0  # seen by earlier starts
-    began: float = field(default_factory=time.time)  # in seconds since the epoch
+    began: float = field(default_factory=time.monotonic)
     together: bool = False  # whether no rank may change weights before all can: others have other parts of the model
     memory: "Memory | None" = None  # where the state is kept besides checkpoints
     buffers: "Buffers | None" = None  # as they were before a step, where lost ranks are replaced

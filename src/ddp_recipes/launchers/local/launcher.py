@@ -131,7 +131,7 @@ def _supervise(job: Job, ranks: list[Rank], signals: Sequence[str], replacement:
     strategy = strategy_settings(job.config["strategy"])
     outlives = strategy.outlives
     deadline = closed = float("inf")  # when all ranks have to have ended
-    signalled = False
+    first, signalled, replaces = [*ranks], False, 0 < replacement.parts < len(ranks) and replacement.most > 0
     for _ in incoming(ranks):
         if signals.count("SIGINT") > 1:
             return Outcome(KeyboardInterrupt(), "interrupted by the keyboard, twice")
@@ -139,8 +139,9 @@ def _supervise(job: Job, ranks: list[Rank], signals: Sequence[str], replacement:
             signalled = True
             deadline = time.monotonic() + (AFTER_INTERRUPT_S if signals[0] == "SIGINT" else AFTER_TERM_S)
             for rank in ranks:
-                rank.process.send_signal(signal.SIGTERM)
-        if 0 < replacement.parts < len(ranks) and replacement.most and not signals and replacement.goes_on(ranks):
+                if rank.joined or rank in first:  # else it takes a lost one's place, and cannot save yet
+                    rank.process.send_signal(signal.SIGTERM)
+        if replaces and time.monotonic() < deadline and replacement.goes_on(ranks):  # and saves, if it is to stop
             continue
         reports = {rank.number: rank.report for rank in ranks if rank.report is not None}
         deaths = _deaths(ranks, outlives)

@@ -18,7 +18,7 @@ from ddp_recipes.launchers.reports import Death, RankReport
 from ddp_recipes.runtime.job import Job
 from ddp_recipes.runtime.meeting import Loss
 from ddp_recipes.runtime.memory import Places
-from ddp_recipes.runtime.process import state
+from ddp_recipes.runtime.process import is_stopped
 
 
 @dataclass(eq=False)
@@ -41,9 +41,7 @@ class Rank:
     @property
     def stopped(self) -> bool:
         """Whether its process runs, but gets no time: SIGSTOP, or a debugger."""
-        with suppress(OSError):  # it has exited meanwhile
-            return self.process.pid is not None and state(self.process.pid)[0] in "Tt"
-        return False
+        return self.process.pid is not None and is_stopped(self.process.pid)
 
     @property
     def lost(self) -> bool:
@@ -95,8 +93,8 @@ class Rank:
         self.process.send_signal(signal.SIGKILL)
         if self.process.wait() < 0 and self.number == 0 and sys.stdout.isatty():
             print("\n\x1b[?25h", end="", flush=True)  # the bar hides the cursor while it is there
-        self.lifeline.close()
-        self.reports.close()
+        for file in (self.lifeline, self.reports, self.stacks):
+            file.close()
 
 
 @dataclass
@@ -111,10 +109,14 @@ class Starter:
     first: int = 0  # of the ranks on this node
     world_size: int | None = None  # of the run, where other nodes have ranks of it
     environ: Mapping[str, str] = field(default_factory=dict)  # where ranks of several nodes meet
+    _meeting: IO[bytes] | None = None  # the last
 
     def meeting(self) -> IO[bytes]:
-        """Return a file for a store: no port, no path; ranks inherit it, or open it while this process has it."""
-        return self.stack.enter_context(os.fdopen(os.memfd_create("ddp_recipes"), "rb"))
+        """Return a file for a store: no port, no path; ranks inherit it, or open it until there is another one."""
+        if self._meeting is not None:
+            self._meeting.close()
+        self._meeting = self.stack.enter_context(os.fdopen(os.memfd_create("ddp_recipes"), "rb"))
+        return self._meeting
 
     def all(self) -> list[Rank]:
         """Start all ranks."""

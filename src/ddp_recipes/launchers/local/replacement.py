@@ -36,7 +36,7 @@ class Replacement:
     reported: int = 0  # of those, by rank 0
     number: int = 0
     again: str = ""
-    _since: float | None = None  # when the loss was noticed
+    _since: float | None = None  # when the loss was noticed, by the clock that is never set
     _over: bool = False  # whether the run ends
     _announced: set[int] | None = None  # lost ranks that the others know of
     _times: Counter[tuple[str, int]] = field(default_factory=Counter)  # that ranks were lost, by cause and step
@@ -56,7 +56,7 @@ class Replacement:
             self._end(waiting)
         if self._over or not (lost or waiting):
             return False
-        self._since = self._since or time.time()
+        self._since = self._since or time.monotonic()
         self._tell(ranks, lost)
         others = [rank for rank in ranks if rank not in lost and rank not in waiting]
         ended = any(rank.report is not None and not rank.lost for rank in ranks)
@@ -66,7 +66,7 @@ class Replacement:
             return False
         if not others:
             self._meet(ranks, lost, waiting)
-        elif time.time() > self._since + ANSWER_S + (self.timeout_s if lost else 0):
+        elif time.monotonic() > self._since + ANSWER_S + (self.timeout_s if lost else 0):
             for rank in others:
                 rank.hung = True
             self.kill(others)
@@ -119,7 +119,8 @@ class Replacement:
         # A new rank that fails because of another one is no loss of its own.
         died = any(rank.death is not None for rank in lost)
         by_itself = [r for r in lost if r.joined or r.report is None or not (died or r.report.unresponsive)]
-        self.known += [(rank.why, self._since) for rank in by_itself]
+        since = time.time() - (time.monotonic() - self._since)
+        self.known += [(rank.why, since) for rank in by_itself]
         file, common = self.starter.meeting(), self._common(waiting)
         sources = {rank.number % self.parts: rank.number for rank in reversed(waiting) if progress(rank) == common}
         meeting = asdict(

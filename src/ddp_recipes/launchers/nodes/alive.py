@@ -63,21 +63,19 @@ class Alive(threading.Thread):
     def run(self) -> None:
         """Look now and then."""
         number, over, patience = 0, False, self._lost_after_s  # a busy file server may take seconds
+        names = {f"alive/{other}": other for other in self._others}
         while not over:
             self._news.wait(BEAT_S)
             self._news.clear()
             number, over = number + 1, self._over
             own = {**asdict(self._own), "number": number}
             self._messages.set(f"alive/{self._node}", json.dumps(own), patience)
-            for other in self._others:
-                if (text := self._messages.get(f"alive/{other}", patience=patience)) is not None:
-                    beat = Beat.of(json.loads(text))
-                    if beat != self._beats[other]:
-                        self._beats[other], self._heard[other] = beat, time.monotonic()
-            waiting = self._messages.call(self._num_nodes_waiting, None, patience)
-            if self._messages.lost or waiting is None:
-                return
-            self.waiting, self._answered = waiting, time.monotonic()
+            for name, text in self._messages.there(*names, patience=patience).items():
+                beat = Beat.of(json.loads(text))
+                if beat != self._beats[names[name]]:
+                    self._beats[names[name]], self._heard[names[name]] = beat, time.monotonic()
+            if (waiting := self._messages.call(self._num_nodes_waiting, patience)) is not None:
+                self.waiting, self._answered = waiting, time.monotonic()
 
     def say(self, exited: Iterable[int], died: bool, silent: Iterable[int], reported: int) -> None:
         """Have the others know soon how this node is."""
@@ -143,13 +141,8 @@ class Alive(threading.Thread):
     def end(self, wait: bool) -> None:
         """Be silent from now on; where all have come to the end, ``wait`` for them: the store is one's."""
         if wait:
-            self._messages.set(f"ended/{self._node}", "")
-            deadline = time.monotonic() + END_S
-            names = [f"ended/{node}" for node in self._others]
-            while len(self._messages.there(*names)) < len(names) and not self._messages.lost and not self.lost:
-                if time.monotonic() > deadline:
-                    break
-                time.sleep(0.02)
+            self._messages.set(f"ended/{self._node}", "", END_S)
+            self._messages.wait([f"ended/{node}" for node in self._others], END_S, lambda: bool(self.lost))
         else:
             self.leave()
         self._over = True

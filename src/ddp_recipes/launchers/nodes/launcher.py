@@ -58,6 +58,7 @@ class NodesLauncher:
         before = read_summary(job.directory)  # now: the run of the others may end while torch is loaded
         settings, request = self.settings, Request.of(job.config)
         ranks = request.processes_on_node(visible_gpus())
+        settings.check_processes(ranks)
         if settings.rdzv_endpoint is None:
             raise RequestError(
                 "launcher=nodes needs launcher.rdzv_endpoint: host:port of one of the nodes, or file:///path of a file "

@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import asdict, replace
+from hashlib import blake2b
 from typing import TYPE_CHECKING, TypeVar
 
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError, RendezvousInfo
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
@@ -133,28 +134,44 @@ class Rendezvous:
 
     def _agreed(self, found: RendezvousInfo, offer: Offer) -> Start:
         """Return the start of nodes that have met, once each knows what the others bring."""
-        messages = Messages(PrefixStore("ddp_recipes", found.store), self.key, f"nodes {self._name}")
-        own = found.rank
+        own, nodes = found.rank, range(found.world_size)
+        messages = self._of_this_round(found)
         messages.set(f"offer/{own}", json.dumps(asdict(replace(offer, address=self.address))))
-        offers = [Offer.of(self._said(messages, f"offer/{node}")) for node in range(found.world_size)]
-        first = max(range(found.world_size), key=lambda node: (offers[node].progress, -node))
+        offers = [Offer.of(self._said(messages, f"offer/{node}")) for node in nodes]
+        first = max(nodes, key=lambda node: (offers[node].progress, -node))
         if offer.digest != offers[first].digest:
             raise RequestError(
                 f"This node's config is another one than that of {offers[first].address}, whose run it would join. "
                 f"Start it with the same command: only launcher.nproc_per_node and launcher.local_addr may differ."
             )
         offers = [each if each.digest == offer.digest else replace(each, ranks=0, held=()) for each in offers]
-        order = [first, *(node for node in range(found.world_size) if node != first)]
+        order = [first, *(node for node in nodes if node != first)]
         store: TCPStore | None = None
         if own == first:
             store = TCPStore(self.address, 0, is_master=True, wait_for_workers=False)
             messages.set("port", str(store.port))
         port = int(self._said(messages, "port"))
         place = order.index(own)
-        waiting = self.handler.num_nodes_waiting
-        alive = Alive(messages.under("round"), waiting, self.lost_after_s, place, len(order))
+        alive = Alive(messages, self._num_nodes_waiting, self.lost_after_s, place, len(order))
         ordered = [offers[node] for node in order]
-        return Start(_round_of(found), place, ordered, ordered[0].address, port, store, alive, self.endpoint)
+        return Start(messages.name, place, ordered, ordered[0].address, port, store, alive, self.endpoint)
+
+    def _of_this_round(self, found: RendezvousInfo) -> Messages:
+        """Return the messages of nodes that have met: none that were written in another round, or run, are of these.
+
+        All names are under what each node has drawn for this round, so that each knows its own to be new.
+        """
+        messages = Messages(found.store, self.key, f"ddp_recipes/{self._name}")
+        messages.set(f"drawn/{found.rank}", mine := os.urandom(16).hex())
+        others = [node for node in range(found.world_size) if node != found.rank]
+        drawn = {node: self._said(messages, f"drawn/{node}") for node in others} | {found.rank: mine}
+        return messages.under(blake2b(json.dumps(sorted(drawn.items())).encode(), digest_size=8).hexdigest())
+
+    def _num_nodes_waiting(self) -> int:
+        try:
+            return self.handler.num_nodes_waiting()
+        except RendezvousError as error:
+            raise RuntimeError(str(error)) from error
 
     def close(self) -> None:
         """End the run for all nodes, those that come later as well."""
@@ -193,10 +210,3 @@ def _await(outcome: Future[T], given_up: Callable[[], bool]) -> None:
 def _after(seconds: float) -> Callable[[], bool]:
     deadline = time.monotonic() + seconds
     return lambda: time.monotonic() > deadline
-
-
-def _round_of(found: RendezvousInfo) -> str:
-    """Return what tells this round from others: all nodes have the same prefix in its store."""
-    key = "ddp_recipes/name"
-    mine = os.urandom(8).hex()
-    return found.store.compare_set(key, "", mine).decode()

@@ -11,11 +11,13 @@ from pathlib import Path
 
 from torch.distributed import Store
 
-from ddp_recipes.runtime.files import write_aside
+from ddp_recipes.runtime.files import open_file, write_aside
 from ddp_recipes.runtime.messages import as_text
 
 LOOK_S = 0.02
 FIRST_LINE = b"ddp_recipes: nodes of a run meet here\n"
+LOCK_S = 10.0
+MOST = 1 << 26  # bytes
 TIMEOUT = timedelta(seconds=60)
 
 
@@ -87,20 +89,37 @@ class SharedFile(Store):
             # Not through a link, by which another user could have put any file of ours there.
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
             with os.fdopen(os.open(self._lock, flags, 0o600)) as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
+                self._take(lock.fileno())
                 os.utime(lock.fileno())
                 yield os.fstat(lock.fileno()).st_mtime
         except OSError as error:
             raise RuntimeError(str(error)) from error
 
+    def _take(self, lock: int) -> None:
+        """Take the lock, which others have for an instant."""
+        deadline = time.monotonic() + LOCK_S
+        while True:
+            try:
+                return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"another process has kept {self._lock} locked for {LOCK_S:g} seconds") from None
+                time.sleep(LOOK_S / 4)
+
     def _read(self) -> dict[str, str]:
         try:
-            text = self._path.read_bytes()
+            with open_file(self._path) as file:
+                text = file.read(MOST + 1) or b""
         except OSError as error:
             raise RuntimeError(str(error)) from error
         if not text.startswith(FIRST_LINE):
             raise RuntimeError(f"{self._path} is another file, in which no nodes have met")
-        values: dict[str, str] = json.loads(text.removeprefix(FIRST_LINE))
+        try:
+            values = json.loads(text.removeprefix(FIRST_LINE))
+        except (ValueError, RecursionError):
+            values = None
+        if not isinstance(values, dict) or not all(isinstance(value, str) for value in values.values()):
+            raise RuntimeError(f"{self._path} is damaged, or somebody else writes there")
         return values
 
     def _write(self, values: dict[str, str]) -> None:

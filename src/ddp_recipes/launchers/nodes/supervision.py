@@ -70,7 +70,7 @@ class Supervision:
     def __init__(self, job: Job, start: Start, starter: Starter, signals: Sequence[str], whole: bool) -> None:
         self.job, self.start, self.signals, self.whole = job, start, signals, whole
         self.ranks = starter.all()
-        self._since: float | None = None  # when a loss was noticed
+        self._since: float | None = None  # when a loss was noticed, by the clock that is never set
         self._nodes: list[int] = []  # that were lost
         self._known: set[int] = set()  # ranks of which this node's know that they are lost
         self._leaving: set[int] = set()  # ranks that are about to
@@ -129,7 +129,7 @@ class Supervision:
         waiting = [rank for rank in self.ranks if rank.loss is not None and not rank.lost]
         if not (self._lost or waiting or self._nodes or alive.exited or alive.left):
             return
-        self._since = self._since or time.time()
+        self._since = self._since or time.monotonic()
         numbers = {rank.number for rank in self._lost} | alive.exited
         numbers |= {number for node in self._nodes for number in self.start.ranks_of(node)}
         there = [rank for rank in self.ranks if not rank.lost and rank.report is None]
@@ -138,7 +138,7 @@ class Supervision:
             for rank in there:
                 rank.say(json.dumps({"exited": sorted(numbers)}))
         others = [rank for rank in there if rank.loss is None and rank.number not in self._leaving]
-        waited_s = time.time() - self._since - ANSWER_S
+        waited_s = time.monotonic() - self._since - ANSWER_S
         if not others and waiting:
             self._leave(waiting)
         elif waited_s > 0:  # with a rank lost, others may notice when they next need it
@@ -201,7 +201,7 @@ class Supervision:
         raised = [] if died else [report.message.strip().splitlines()[-1] for _, report in own]
         return Ended(
             why=tuple(why),
-            since=self._since or time.time(),
+            since=time.time() - (0.0 if self._since is None else time.monotonic() - self._since),
             error=raised[0] if raised else None,
             hung=any(rank.hung for rank in deaths),
             began=any(rank.joined for rank in self.ranks),
