@@ -83,6 +83,8 @@ class EverySecond(Lit):
         self.asked += 1
         if batch_idx % 2:
             optimizer.step(closure=optimizer_closure)
+        else:
+            optimizer_closure()
 
     def on_train_epoch_end(self) -> None:
         self.log("asked", float(self.asked), reduce_fx="max")
@@ -154,6 +156,42 @@ class OnStep(Lit):
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         self.log("val_loss", nn.functional.mse_loss(self(batch[0]), batch[1]), on_step=True)
+
+
+class Nowhere(Lit):
+    """Logs so that nobody gets it."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        self.log("nothing", 1.0, on_step=False, on_epoch=False)
+        return super().training_step(batch, batch_idx)
+
+
+class Removed(Lit):
+    """Has a hook of Lightning 1."""
+
+    def validation_epoch_end(self, outputs: Any) -> None:
+        """Would log something."""
+
+
+class Joined(Lit):
+    """Brings two sets to train on."""
+
+    def train_dataloader(self) -> Any:
+        return {name: DataLoader(TensorDataset(torch.ones(4, 10), torch.ones(4, 5))) for name in ("one", "other")}
+
+
+class Vector(Lit):
+    """Returns a loss for each of two samples."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return nn.functional.mse_loss(self(batch[0]), batch[1]).expand(2)
+
+
+class Memory(Lit):
+    """Has an optimizer that computes gradients several times in a step."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
 
 
 class Late(Lit):

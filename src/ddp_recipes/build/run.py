@@ -109,5 +109,11 @@ def make_run(recipe: Recipe, stop_controller: StopController, strategy: Strategy
         callback.run = run
     if recipe.state is not None:
         recipe.warnings.extend(restore(run, recipe.state))
-    task.train()
+    task.enter_training()
+    if frozen := [name.removeprefix("model.") for name, module in task.named_modules() if not module.training]:
+        listed = f"{', '.join(frozen[:3])}{', …' if len(frozen) > 3 else ''}"
+        recipe.warnings.append(
+            f"{len(frozen)} modules are in eval mode as training begins, and stay so: {listed}. If that is not meant, "
+            f"call their train() in the model's __init__."
+        )
     return run

@@ -4,6 +4,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from ddp_recipes.errors import RequestError
+from ddp_recipes.lightning.hooks import REMOVED
 from ddp_recipes.tasks import Surroundings
 
 _STEPS = {"validate": "validation_step", "test": "test_step"}
@@ -13,17 +14,23 @@ _OF_ALL = {  # hooks that are given gradients or weights, or an optimizer
 }
 
 
-def refuse_surroundings(owner: str, own: Collection[str], manual: bool, around: Surroundings) -> None:
+def refuse_surroundings(module: object, own: Collection[str], manual: bool, around: Surroundings) -> None:
     """Refuse a run that would not do what the module asks for.
 
     Args:
-        owner: the module's class.
-        own: the hooks that it defines.
+        own: the hooks that the module defines.
         manual: whether it steps its optimizers itself.
 
     Raises:
         RequestError: with what to do instead.
     """
+    owner = type(module).__name__
+    for name, (instead, modes) in REMOVED.items():
+        if around.mode in modes and callable(getattr(module, name, None)):
+            raise RequestError(
+                f"{owner} has {name}, which Lightning 2 does not call and refuses. Use {instead}; outputs of the steps "
+                f"are kept as attributes of the module."
+            )
     step, trainer, strategy = _STEPS.get(around.mode, "training_step"), around.trainer, around.parallelism
     if step not in own and not (step == "test_step" and "validation_step" in own):
         raise RequestError(f"mode={around.mode} runs {step}, which {owner} does not define.")

@@ -54,7 +54,7 @@ def reason_to_stop(run: Run) -> str | None:
         return "signal"
     if limits.max_epochs is not None and at.epoch >= limits.max_epochs:
         return "finished"
-    if limits.max_steps is not None and at.step >= limits.max_steps:
+    if limits.max_steps is not None and max(at.step, run.task.steps) >= limits.max_steps:
         return "finished"
     if any(callback.stop for callback in run.callbacks.values()):
         return "finished"
@@ -65,6 +65,8 @@ def validation_due(run: Run, before: Cursor) -> bool:
     """Whether the step just done reached a boundary of ``val_check_interval`` in an epoch that is validated."""
     if not run.val or (before.epoch + 1) % run.trainer.check_val_every_n_epoch:
         return False
+    if any(callback.stop and callback.validates for callback in run.callbacks.values()):
+        return True
     interval = run.trainer.val_check_interval
     batches = interval if isinstance(interval, int) else max(1, int(interval * len(run.train)))
     done = len(run.train) if run.cursor.epoch > before.epoch else run.cursor.batch
