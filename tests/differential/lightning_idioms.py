@@ -737,7 +737,8 @@ _logs("changed_in_place", _in_place)
 _logs("twice", _twice)
 _logs("twice_differently", _differently)
 _logs("on_rank_0", _on_rank_0)
-_logs("sometimes", _sometimes, "which batches count differs")
+# In training Lightning logs the value of an earlier step again, at each step without one.
+_logs("sometimes", _sometimes, "which batches count differs", stages=("val",))
 _logs("graph", lambda self, name, loss, batch: self.log(name, loss, enable_graph=True, on_epoch=True))
 _logs("step_number", lambda self, name, loss, batch: self.log(name, float(self.global_step)))
 _logs("epoch_number", lambda self, name, loss, batch: self.log(name, float(self.current_epoch)))
@@ -752,7 +753,9 @@ def _metric(name: str, make_metric: Callable[[], Any], log: Hook, alone: str = "
 
             def use(self: Base, loss: Any, batch: Batch, batch_idx: int) -> None:
                 with torch.no_grad():
-                    outputs = self.net(batch[0]) if not self.net.training or not plan.alone else batch[0][:, :2]
+                    outputs = (
+                        self.net(batch[0]) if not self.net.training or not plan.alone else batch[0][:, :2].contiguous()
+                    )
                 log(self, f"{stage}_{name}", getattr(self, attribute), outputs, batch, _scalar(loss))
 
             if stage == "train":
@@ -882,7 +885,10 @@ def outputs_kept(plan: Plan) -> None:
 
 
 def _modes(name: str, hook: str, change: Hook) -> None:
-    listed("mode", name, lambda plan: plan.on(hook, change))
+    def call(self: Base, *_: Any) -> None:
+        change(self)
+
+    listed("mode", name, lambda plan: plan.on(hook, call))
 
 
 def _norms_frozen(self: Base, *_: Any) -> None:
@@ -900,15 +906,17 @@ def _teacher(self: Base) -> None:
 
 for _name in ("__init__", "on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start"):
     _modes(f"norms_in_{_name.strip('_')}", _name, _norms_frozen)
-_modes("layer_in_init", "__init__", lambda self: next(iter(self.net.children()), self.net).eval() and None)
-_modes("net_in_init", "__init__", lambda self: self.net.eval() and None)
-_modes("net_in_train_start", "on_train_start", lambda self: self.net.eval() and None)
-_modes("all_in_train_start", "on_train_start", lambda self: self.eval() and None)
-_modes("all_by_epoch", "on_train_epoch_start", lambda self: self.train(self.trainer.current_epoch % 2 == 0) and None)
+_modes("layer_in_init", "__init__", lambda self: next(iter(self.net.children()), self.net).eval())
+_modes("net_in_init", "__init__", lambda self: self.net.eval())
+_modes("net_in_train_start", "on_train_start", lambda self: self.net.eval())
+_modes("all_in_train_start", "on_train_start", lambda self: self.eval())
+_modes(
+    "all_by_epoch", "on_train_epoch_start", lambda self: self.train(self.trainer.current_epoch % 2 == 0) is None or None
+)
 _modes("after_validation", "on_validation_end", _norms_frozen)
-_modes("in_validation", "on_validation_start", lambda self: self.net.train() and None)
-_modes("own_eval", "on_validation_model_eval", lambda self: self.net.eval() and None)
-_modes("own_train", "on_validation_model_train", lambda self: self.train() and None)
+_modes("in_validation", "on_validation_start", lambda self: self.net.train())
+_modes("own_eval", "on_validation_model_eval", lambda self: self.net.eval())
+_modes("own_train", "on_validation_model_train", lambda self: self.train())
 _modes("neither_eval", "on_validation_model_eval", lambda self: None)
 
 
@@ -935,18 +943,19 @@ def eval_within_a_step(plan: Plan) -> None:
     plan.step.append(look)
 
 
+def _first_trains(self: Base, trains: bool) -> None:
+    next(iter(self.net.parameters())).requires_grad_(trains)
+
+
 @idiom("mode")
 def frozen_parameters(plan: Plan) -> None:
-    plan.on("__init__", lambda self: next(iter(self.net.parameters())).requires_grad_(False) and None)
+    plan.on("__init__", lambda self: _first_trains(self, False))
 
 
 @idiom("mode")
 def unfrozen_later(plan: Plan) -> None:
-    plan.on("__init__", lambda self: next(iter(self.net.parameters())).requires_grad_(False) and None)
-    plan.on(
-        "on_train_epoch_start",
-        lambda self: next(iter(self.net.parameters())).requires_grad_(self.trainer.current_epoch > 0) and None,
-    )
+    plan.on("__init__", lambda self: _first_trains(self, False))
+    plan.on("on_train_epoch_start", lambda self: _first_trains(self, self.trainer.current_epoch > 0))
 
 
 @idiom("mode")
@@ -1012,8 +1021,12 @@ _trainer("clipped", gradient_clip_val=0.2)
 # --- callbacks -------------------------------------------------------------------------------------------------------
 
 
-def _callback(name: str, make_callback: Callable[[], Callback]) -> None:
-    listed("callback", name, lambda plan: plan.callbacks.append(make_callback))
+def _callback(name: str, make_callback: Callable[[], Callback], alone: str = "") -> None:
+    def change(plan: Plan) -> None:
+        plan.callbacks.append(make_callback)
+        plan.alone = plan.alone or alone
+
+    listed("callback", name, change)
 
 
 class Logs(Callback):
@@ -1048,7 +1061,7 @@ class Outputs(Callback):
     """Keeps the outputs of steps."""
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.world_size == 1 and isinstance(outputs, dict):
+        if isinstance(outputs, dict):
             found = {key: float(value) for key, value in outputs.items()}
             pl_module.seen["metrics"].append(["outputs", found])
 
@@ -1069,7 +1082,7 @@ class Freezes(Callback):
 
 _callback("logs", Logs)
 _callback("reads", Reads)
-_callback("outputs", Outputs)
+_callback("outputs", Outputs, "a step's outputs are a rank's")
 _callback("stops", Stops)
 _callback("freezes", Freezes)
 _callback("early_by_validation", lambda: EarlyStopping("val_loss", patience=1, min_delta=0.05))

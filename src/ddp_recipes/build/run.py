@@ -113,7 +113,7 @@ def make_run(recipe: Recipe, stop_controller: StopController, strategy: Strategy
     if frozen := [name.removeprefix("model.") for name, module in task.named_modules() if not module.training]:
         listed = f"{', '.join(frozen[:3])}{', …' if len(frozen) > 3 else ''}"
         recipe.warnings.append(
-            f"{len(frozen)} modules are in eval mode as training begins, and stay so: {listed}. If that is not meant, "
-            f"call their train() in the model's __init__."
+            f"In eval mode as training begins, and so they stay: {listed} ({len(frozen)} of the modules). If that is "
+            f"not meant, call their train() in the model's __init__."
         )
     return run

@@ -74,7 +74,7 @@ class LightningTask(Task):
         self.of_step: dict[str, list[Tensor]] = {}  # logged in the latest evaluation step, each [samples]
         self._taken: dict[str, int] = {}  # arguments of each step
         self.configured: dict[str, Callback] = {}  # by the module itself
-        self._measured: dict[str, float] = {}  # in the evaluation under way
+        self._evaluated_to: dict[str, float] = {}  # in the evaluation under way
         self._stage = ""
         self.services = Services(self)
 
@@ -226,6 +226,12 @@ class LightningTask(Task):
     def enter_evaluation(self, split: str) -> None:
         """Put all in eval mode, or have the module do so."""
         self._stage = _STAGES[split]
+        refuse_rows(type(self.model).__name__, self.hooks.callbacks, self.trainer.surroundings)
+        sanity = split == "val" and self.trainer.surroundings.mode == "fit" and not self.events.started
+        self.trainer.stage = "sanity_check" if sanity else {"val": "validate"}.get(split, split)
+        if sanity:
+            self.events.begin()
+            self.hooks("on_sanity_check_start")
         self._modes = Modes(self)
         if f"on_{self._stage}_model_eval" not in self.hooks.own:
             self.eval()
@@ -242,15 +248,8 @@ class LightningTask(Task):
         if number:
             self._measure()  # what the one before came to
         self.dataloader_idx, self.batch_idx = number, -1
-        if number == 0:
-            refuse_rows(type(self.model).__name__, self.hooks.callbacks, self.trainer.surroundings)
-            sanity = split == "val" and self.trainer.surroundings.mode == "fit" and not self.events.started
-            self.trainer.stage = "sanity_check" if sanity else {"val": "validate"}.get(split, split)
-            if sanity:
-                self.events.begin()
-                self.hooks("on_sanity_check_start")
-            for event in ("model_eval", "start", "epoch_start"):
-                self.hooks(f"on_{stage}_{event}")
+        for event in ("model_eval", "start", "epoch_start") if number == 0 else ():
+            self.hooks(f"on_{stage}_{event}")
 
     def end_evaluation(self, split: str, metrics: dict[str, float]) -> dict[str, float]:
         """Return the metrics together with what was logged for the whole of the evaluation."""
@@ -259,7 +258,7 @@ class LightningTask(Task):
         self._measure()
         self.hooks(f"on_{stage}_epoch_end")
         self._measure()
-        metrics, self._measured = metrics | self._measured, {}
+        metrics, self._evaluated_to = metrics | self._evaluated_to, {}
         if self.trainer.stage != "validate" or self.trainer.surroundings.mode != "fit":
             self.hooks(f"on_{stage}_end")
             self.hooks(f"on_{stage}_model_train")
@@ -279,7 +278,7 @@ class LightningTask(Task):
             return
         points = self.evaluation_log.points(around)
         values = self.evaluation_log.epoch(around).measured
-        self._measured |= values
+        self._evaluated_to |= values
         self.trainer.measured(values)
         if points and not self.trainer.sanity_checking:
             self._log_points(points)
@@ -300,7 +299,7 @@ class LightningTask(Task):
     @contextmanager
     def uncounted(self) -> Iterator[None]:
         """Keep a step out of what the module's metrics hold."""
-        metrics = [each for each in self.modules() if hasattr(each, "metric_state")]
+        metrics: list[Any] = [each for each in self.modules() if hasattr(each, "metric_state")]
         before = [(each, updates_of(each), deepcopy(each.metric_state)) for each in metrics]
         self.counts = False
         yield

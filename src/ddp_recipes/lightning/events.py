@@ -84,14 +84,18 @@ class Events(Callback):
         """End a batch, and log what its step logged."""
         task, run, around = self.task, self.run, self.task.trainer.surroundings
         due, over = step % run.trainer.log_every_n_steps == 0, run.cursor.batch == 0
-        logged: dict[str, float] = {}
-        if self._is_followed:
-            logged |= self._measured(task.training_log.steps(around))
+        logged = self.follow()
         task.end_batch()
         if due or over or self._is_followed:  # else it is not read, but for this rank's by trainer.callback_metrics
             logged |= self._measured(task.training_log.steps(around))
         if due:
             self._log(logged)
+
+    def follow(self) -> dict[str, float]:
+        """Take what a batch has logged, if something looks at it in each step; return it. A collective then."""
+        if not self._is_followed:
+            return {}
+        return self._measured(self.task.training_log.steps(self.task.trainer.surroundings))
 
     @cached_property
     def _is_followed(self) -> bool:

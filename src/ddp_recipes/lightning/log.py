@@ -235,7 +235,7 @@ class Log:
 
     def latest(self, of_step: bool) -> dict[str, float]:
         """Return what was not read yet of this rank's values: of the latest step, or of the epoch so far."""
-        found = {}
+        found: dict[str, float] = {}
         for key, entry in self.entries.items():
             total, name = (entry.of_step(), key.of_step) if of_step else (entry.of_epoch, key.of_epoch)
             if (value := total.result()) is not None:

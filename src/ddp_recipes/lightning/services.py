@@ -64,9 +64,12 @@ class Services:
         step = hook in OF_STEP if on_step is None else on_step
         epoch = hook not in OF_STEP if on_epoch is None else on_epoch
         log = task.evaluation_log if evaluates else task.training_log
-        of_set = f"/dataloader_idx_{task.dataloader_idx}" if add_dataloader_idx and trainer.evaluates_several else ""
+        several = add_dataloader_idx and hook in OF_EVALUATION and trainer.evaluates_several
+        of_set = f"/dataloader_idx_{task.dataloader_idx}" if several else ""
         options = {"reduce_fx": reduce_fx, "logger": logger is not False, "alone": rank_zero_only}
-        key = log.key(hook, name, value, of_set if evaluates else "", on_step=step, on_epoch=epoch, **options)
+        key = log.key(hook, name, value, of_set, on_step=step, on_epoch=epoch, **options)
+        if evaluates and step and epoch:
+            log.unlogged.add(key.plain)  # it is there for callbacks
         if evaluates and epoch and hook.endswith("_step") and key[5:] == ("mean", False, False):
             # Exactly, by samples: as evaluations measure whatever is measured.
             values = log.number(name, value).expand(int(size or 1))

@@ -45,6 +45,8 @@ def automatic(task: LightningTask, run: Run, batches: Iterator[Batch], measured:
         closure.batches.append(each)
         if number < total:
             closure.forward_backward(each)
+            if run.strategy.takes_empty:  # else some ranks may be here less often
+                task.events.follow()
             task.end_batch()
         else:
             _step(task, run, optimizer, closure)
@@ -213,7 +215,7 @@ def _sum_gradients(run: Run, parameters: Sequence[nn.Parameter]) -> None:
     for alike in kinds.values():
         mine = [torch.zeros_like(each) if each.grad is None else each.grad.to_dense() for each in alike]
         summed = run.strategy.sum(torch.cat([each.detach().flatten() for each in mine])[None])
-        for parameter, gradient in zip(alike, summed.split([each.numel() for each in alike]), strict=True):
+        for parameter, gradient in zip(alike, torch.split(summed, [each.numel() for each in alike]), strict=True):
             parameter.grad = gradient.view_as(parameter)
 
 
@@ -234,7 +236,7 @@ class Summed:
         for parameter in module.parameters():
             if parameter.requires_grad and parameter not in self._hooked:
                 self._hooked.add(parameter)
-                parameter.register_post_accumulate_grad_hook(self._note)
+                parameter.register_post_accumulate_grad_hook(self._note)  # type: ignore[no-untyped-call]
 
     def _note(self, parameter: Tensor) -> None:
         self._complete &= self.inside

@@ -18,7 +18,7 @@ def rows_of(output: Any, samples: int) -> Any:
         RunFailed: something of it has not one row for each of so many samples.
     """
     leaves, structure = tree_flatten(output, is_leaf=lambda each: _is_list(each, samples))
-    rows = []
+    rows: list[Any] = []
     for each in leaves:
         if isinstance(each, Tensor) and each.dim() and len(each) == samples:
             rows.append(each.float().cpu() if each.is_floating_point() else each.cpu())
