@@ -251,6 +251,13 @@ class Counting(nn.Module):
         return self.layer(inputs)
 
 
+class Doubling(nn.Module):
+    """Does something else in eval mode, as dropout does, but nothing at random."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return 2 * inputs if self.training else inputs
+
+
 def _net(make_net: Callable[[], nn.Module], alone: str = "") -> Callable[[Plan], None]:
     def change(plan: Plan) -> None:
         plan.net = make_net
@@ -268,7 +275,7 @@ NETS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "group_norm": (lambda: nn.Sequential(nn.Linear(4, 8), nn.GroupNorm(2, 8), nn.Linear(8, 2)), ""),
     "batch_norm": (lambda: nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2)), LOCAL),
     "batch_norm_first": (lambda: nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2)), LOCAL),
-    "dropout_of_nothing": (lambda: nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.0), nn.Linear(8, 2)), ""),
+    "doubling": (lambda: nn.Sequential(nn.Linear(4, 8), Doubling(), nn.Linear(8, 2)), ""),
     "shared": (Shared, ""),
     "tied": (Tied, ""),
     "skip": (Skip, ""),
@@ -893,14 +900,14 @@ def _modes(name: str, hook: str, change: Hook) -> None:
 
 def _norms_frozen(self: Base, *_: Any) -> None:
     for each in self.modules():
-        if isinstance(each, (nn.BatchNorm1d, nn.LayerNorm, nn.Tanh, nn.Dropout)):
+        if isinstance(each, (nn.BatchNorm1d, nn.LayerNorm, nn.Tanh, Doubling)):
             each.eval()
 
 
 def _teacher(self: Base) -> None:
     with torch.random.fork_rng():
         torch.manual_seed(2)
-        self.teacher = nn.Sequential(nn.Linear(4, 2), nn.Dropout(0.5)).eval()
+        self.teacher = nn.Sequential(nn.Linear(4, 2), Doubling()).eval()
     self.teacher.requires_grad_(False)
 
 

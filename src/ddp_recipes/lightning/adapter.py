@@ -18,7 +18,7 @@ from ddp_recipes.lightning.callbacks import Wrapped, refuse_callback
 from ddp_recipes.lightning.events import Events
 from ddp_recipes.lightning.hooks import Hooks, refuse_data_hooks, refuse_hooks
 from ddp_recipes.lightning.log import Log, everywhere
-from ddp_recipes.lightning.refusals import refuse_rows, refuse_surroundings
+from ddp_recipes.lightning.refusals import refuse_cadence, refuse_rows, refuse_surroundings
 from ddp_recipes.lightning.services import Services, size_of
 from ddp_recipes.lightning.trainer import Trainer
 from ddp_recipes.lightning.update import Summed
@@ -156,6 +156,8 @@ class LightningTask(Task):
 
     def configure_optimizers(self) -> OwnOptimizers | None:
         """Return what the module configures; ``None`` without that."""
+        if "train" in self.trainer.surroundings.loaders:
+            refuse_cadence(type(self.model).__name__, self.trainer.surroundings)
         refuse_rows(type(self.model).__name__, self.hooks.callbacks, self.trainer.surroundings)
         return optimizers.of_module(self)
 

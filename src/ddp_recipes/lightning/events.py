@@ -74,7 +74,7 @@ class Events(Callback):
                 f"with strategy={self.run.strategy.settings.name} what ranks exchange is settled then. Choose "
                 f"another strategy, or model.freeze."
             )
-        if self._frozen() != before and self.run.world.world_size > 1:
+        if self._frozen() != before and self.run.world.world_size > 1 and not self.task.manual:
             self.run.module = self.run.strategy.wrap(self.task, self.run.devices)
 
     def _frozen(self) -> list[str]:
@@ -86,6 +86,7 @@ class Events(Callback):
         due, over = step % run.trainer.log_every_n_steps == 0, run.cursor.batch == 0
         logged = self.follow()
         task.end_batch()
+        due |= self.stop  # the last one is logged as well
         if due or over or self._is_followed:  # else it is not read, but for this rank's by trainer.callback_metrics
             logged |= self._measured(task.training_log.steps(around))
         if due:
@@ -104,7 +105,9 @@ class Events(Callback):
         return by_step or self.task.hooks.listens("on_train_batch_start", "on_train_batch_end")
 
     def on_validation_start(self, step: int) -> None:
-        """Begin to validate."""
+        """Begin to validate, without the gradients of the last step."""
+        if "on_validation_model_zero_grad" not in self.task.hooks.own:
+            self.task.model.zero_grad()
         self.task.hooks("on_validation_model_zero_grad")
 
     def on_validation(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -96,5 +96,22 @@ def refuse_rows(owner: str, callbacks: Collection[object], around: Surroundings)
             )
 
 
+def refuse_cadence(owner: str, around: Surroundings) -> None:
+    """Refuse validations in the middle of a step, as Lightning has them between batches that are accumulated.
+
+    Raises:
+        RequestError: says which interval there may be.
+    """
+    trainer, batches = around.trainer, len(around.loaders["train"])
+    interval, step = trainer.val_check_interval, trainer.accumulate_grad_batches
+    every = interval if isinstance(interval, int) else max(1, int(interval * batches))
+    if every < batches and every % step and any(name != "train" for name in around.loaders):
+        raise RequestError(
+            f"trainer.val_check_interval={interval} asks to validate {owner} after every {every} of {batches} batches, "
+            f"and a step takes trainer.accumulate_grad_batches={step} of them. Validations are between steps: give a "
+            f"multiple of {step} batches, or 1.0."
+        )
+
+
 def _manual(manual: bool) -> tuple[str, ...]:
     return ("backward", "optimizer_step") if manual else ()
