@@ -296,8 +296,12 @@ def sgd(self: Base) -> Any:
     return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def _optimizer(make_optimizer: Callable[[Any], Any]) -> Callable[[Plan], None]:
-    return lambda plan: plan.on("configure_optimizers", lambda self: make_optimizer(self))
+def _optimizer(make_optimizer: Callable[[Any], Any], alone: str = "") -> Callable[[Plan], None]:
+    def change(plan: Plan) -> None:
+        plan.on("configure_optimizers", lambda self: make_optimizer(self))
+        plan.alone = plan.alone or alone
+
+    return change
 
 
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
@@ -319,7 +323,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "those_that_train": lambda self: torch.optim.Adam(filter(lambda p: p.requires_grad, self.parameters()), lr=0.02),
 }
 for _name, _make_optimizer in OPTIMIZERS.items():
-    listed("optimizer", _name, _optimizer(_make_optimizer))
+    listed("optimizer", _name, _optimizer(_make_optimizer, "it makes rounding large" if _name == "lbfgs" else ""))
 
 
 def _scheduler(make_scheduler: Callable[[Any], Any], **options: Any) -> Callable[[Plan], None]:

@@ -86,6 +86,12 @@ def test_mode_test_runs_the_test_step(run: Run) -> None:
         ),
         ("Unmonitored", [], "ReduceLROnPlateau follows a metric, and there is no 'monitor'"),
         ("Several", [], "configure_optimizers returns 2 optimizers. .* self.automatic_optimization=False"),
+        ("Lit", ["trainer.val_check_interval=9"], "interval=9, and an epoch has 4 batches, so Lit would never be"),
+        (
+            "Lit",
+            ["trainer.val_check_interval=3", "trainer.accumulate_grad_batches=2"],
+            "interval=3 asks to validate Lit after every 3 of 4 batches, .* give a multiple of 2 batches",
+        ),
         ("Nowhere", [], "logs nothing in training_step with on_step=False and on_epoch=False"),
         ("Removed", [], "Removed has validation_epoch_end, which Lightning 2 does not call .* on_validation_epoch_end"),
         ("Joined", LIGHTNING, "train_dataloader returns a dict of 2 loaders, .*StackDataset"),

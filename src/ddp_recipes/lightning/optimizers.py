@@ -40,7 +40,8 @@ def of_module(task: LightningTask) -> OwnOptimizers | None:
             raise RequestError(
                 f"{owner} returns {name}, which computes the gradients of a step several times and looks at all of "
                 f"them. That does not go with strategy={around.parallelism.name} and "
-                f"trainer.precision={around.trainer.precision}: choose strategy=ddp and 32-true."
+                f"trainer.precision={around.trainer.precision}: choose 32-true, and a strategy whose ranks have all of "
+                f"the weights."
             )
         if around.trainer.accumulate_grad_batches > 1:
             raise RequestError(

@@ -105,7 +105,14 @@ def refuse_cadence(owner: str, around: Surroundings) -> None:
     trainer, batches = around.trainer, len(around.loaders["train"])
     interval, step = trainer.val_check_interval, trainer.accumulate_grad_batches
     every = interval if isinstance(interval, int) else max(1, int(interval * batches))
-    if every < batches and every % step and any(name != "train" for name in around.loaders):
+    if not any(name != "train" for name in around.loaders):
+        return
+    if isinstance(interval, int) and interval > batches:
+        raise RequestError(
+            f"trainer.val_check_interval={interval}, and an epoch has {batches} batches, so {owner} would never be "
+            f"validated. Give at most {batches}, or a fraction of an epoch such as 1.0."
+        )
+    if every < batches and every % step:
         raise RequestError(
             f"trainer.val_check_interval={interval} asks to validate {owner} after every {every} of {batches} batches, "
             f"and a step takes trainer.accumulate_grad_batches={step} of them. Validations are between steps: give a "
