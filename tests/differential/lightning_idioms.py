@@ -1106,6 +1106,8 @@ WRONG = {
     *("nothing", "own_reduction", "vector", "text", "twice_differently", "forgets_the_closure", "a_vector"),
     *("on_train_epoch_end_on_step", "on_validation_end", "on_train_end", "on_fit_start"),
 }
+# What Lightning does not take beside manual optimization.
+NOT_MANUAL = {"accumulation", "accumulation_of_three", "clipped", "lbfgs"}
 NUMBER = sum(map(len, IDIOMS.values()))
 
 

@@ -74,9 +74,11 @@ def drawn(generator: random.Random) -> str:
         counts |= {"returns": 0}
     chosen = ["train_log.loss", "val_log.loss"]
     for kind, count in {**counts, way: 1}.items():
-        right = sorted(kinds[kind].keys() - ({} if generator.random() < 0.02 else idioms().WRONG))
+        wrong = idioms().WRONG | (idioms().NOT_MANUAL if way == "manual" else set())
+        right = sorted(kinds[kind].keys() - (set() if generator.random() < 0.02 else wrong))
         names = generator.sample(right, int(count))
         chosen += [f"{kind}.{name}" for name in names]
+        chosen += ["train_log.both"] if "early_by_epoch" in names else []
     return "+".join(dict.fromkeys(chosen))
 
 

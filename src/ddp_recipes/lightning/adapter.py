@@ -162,9 +162,9 @@ class LightningTask(Task):
         return optimizers.of_module(self)
 
     @property
-    def steps(self) -> int:  # type: ignore[override]
-        """Optimizer steps of manual optimization."""
-        return self.trainer.steps
+    def steps(self) -> int | None:  # type: ignore[override]
+        """Optimizer steps of manual optimization; ``None`` of any other."""
+        return self.trainer.steps if self.manual else None
 
     def update(self, run: Run, batches: Iterator[Batch], measured: bool) -> Update:
         """Take an optimizer step, or let the module take its own."""

@@ -135,13 +135,19 @@ class Events(Callback):
             if self.task.trainer.datamodule is not None:
                 self.task.data_hooks.of_module("on_exception", error)
             return
-        if self.run.cursor.batch and not self.run.stop_controller.cause:  # it ends here, so this epoch does as well
-            self.on_epoch_end(self.task.trainer.epoch)
-        if self.run.cursor.step:
-            self.task.trainer.epoch += 1  # as in Lightning, epochs that are done
+        if self.run.cursor.samples_seen > self.run.samples_before:
+            if cut_off := self._is_cut_off():
+                self.on_epoch_end(self.task.trainer.epoch)
+            self.task.trainer.epoch += cut_off or self.run.cursor.batch == 0  # those that are done, as in Lightning
         for name in ("on_train_end", "on_fit_end"):
             self.task.hooks(name)
         self.task.tear_down()
+
+    def _is_cut_off(self) -> bool:
+        """Whether a limit of steps, or a callback, has ended the run within an epoch, which ends it as well."""
+        limit, run = self.run.trainer.max_steps, self.run
+        reached = limit is not None and self.task.trainer.global_step >= limit
+        return run.cursor.batch > 0 and (reached or any(callback.stop for callback in run.callbacks.values()))
 
     def state(self) -> dict[str, Any]:
         """Return what the module does not keep itself.

@@ -250,7 +250,7 @@ class Task(nn.Module):
 
     _modes: Modes | None = None  # as they were before the evaluation that is under way
 
-    steps = 0  # optimizer steps that the task took by itself, where one of the loop may be several
+    steps: int | None = None  # optimizer steps, where the task takes them by itself: one of the loop may be several
     deferred = False  # whether large tensors are on meta until they are filled
     accumulates = True  # whether an optimizer step may be one of several passes
 

@@ -54,7 +54,8 @@ def reason_to_stop(run: Run) -> str | None:
         return "signal"
     if limits.max_epochs is not None and at.epoch >= limits.max_epochs:
         return "finished"
-    if limits.max_steps is not None and max(at.step, run.task.steps) >= limits.max_steps:
+    steps = at.step if run.task.steps is None else run.task.steps
+    if limits.max_steps is not None and steps >= limits.max_steps:
         return "finished"
     if any(callback.stop for callback in run.callbacks.values()):
         return "finished"
