@@ -38,6 +38,7 @@ from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies import Strategy
 from ddp_recipes.strategies.base import batch_norms
 from ddp_recipes.tasks import Task
+from ddp_recipes.tasks.modes import Modes
 from ddp_recipes.training.state import Cursor, Metrics, Run
 
 log = logging.getLogger(__name__)
@@ -120,8 +121,9 @@ class Output:
         if self.logs_graph and not quick:
             sample = run.train.sample()
             if isinstance(sample, (tuple, list)):
+                modes = Modes(self.task)
                 self.logger.graph(self.task.model, sample[0])
-                self.task.train()
+                modes.restore()
             else:
                 log.warning("The graph is not written: a batch is a %s, not inputs and targets.", type(sample).__name__)
         self.progress.start(self.total_steps, run.cursor.step, run.train.plan.global_batch_size)

@@ -41,6 +41,7 @@ from ddp_recipes.training.cadence import save_meets_validation
 from ddp_recipes.training.evaluation import check_measured, check_monitor, evaluate, evaluated, refusing_collectives
 from ddp_recipes.training.metrics import Matrices, log_matrices
 from ddp_recipes.training.precision import make_precision
+from ddp_recipes.training.predictions import in_order, rows_of
 from ddp_recipes.training.state import Run
 
 log = logging.getLogger(__name__)
@@ -200,8 +201,8 @@ def check_validation(run: Run, recipe: Recipe) -> None:
     if not run.val or steps == 0:
         return
     loaders = run.val if steps < 0 else {name: loader.limited(steps) for name, loader in run.val.items()}
-    with refusing_collectives(run.task, run.val if run.world.world_size > 1 and not run.strategy.lockstep else {}):
-        metrics = evaluate(run.task, loaders, run.strategy, run.precision)
+    within = refusing_collectives(run.task, run.val if run.world.world_size > 1 and not run.strategy.lockstep else {})
+    metrics = evaluate(run.task, loaders, run.strategy, run.precision, within=within)
     if run.task.names_metrics and recipe.request.checkpoint.monitor in (None, "auto") and run.monitor not in metrics:
         recipe.warnings.append(f"checkpoint.monitor=auto is train/loss, for {run.monitor} is not measured.")
         run.monitor = "train/loss"
@@ -209,7 +210,7 @@ def check_validation(run: Run, recipe: Recipe) -> None:
     for name, callback in run.callbacks.items():
         if isinstance(callback, EarlyStopping) and callback.monitor.startswith("val"):
             check_measured(callback.monitor, metrics, f"callbacks.{name}.monitor")
-    run.task.train()
+    run.task.leave_evaluation()
 
 
 def foreseen(run: Run, recipe: Recipe) -> Iterator[str]:
@@ -254,16 +255,20 @@ def measure(recipe: Recipe, output: Output) -> None:
 
 
 def predict(recipe: Recipe, output: Output) -> None:
-    """Write the outputs for every sample, in the data set's order, to ``predictions.pt``: a tensor [samples, ...]."""
+    """Write the outputs for every sample, in the data set's order, to ``predictions.pt``: a tensor [samples, ...].
+
+    Where a step returns several in a dict, a list or a tuple, there is one of each. One that returns nothing writes
+    its predictions itself.
+    """
     ((_, loader),) = recipe.loaders.items()
     recipe.load_weights(recipe.strategy)
     recipe.forget_state()
     output.open(None)
     recipe.strategy.sync_buffers(recipe.task)
-    recipe.task.eval()
+    recipe.task.enter_evaluation("predict")
     recipe.task.start_evaluation("predict", 0)
     indices: list[Tensor] = []
-    outputs: list[Tensor] = []
+    outputs: list[Any] = []
     with torch.no_grad(), make_precision(recipe.trainer.precision, recipe.device.type).forward():
         for batch in evaluated(recipe.task, loader):
             if not batch.num_samples and not recipe.strategy.lockstep:
@@ -271,16 +276,16 @@ def predict(recipe: Recipe, output: Output) -> None:
             output_of_batch = recipe.task.predict_step(batch.data)
             if batch.num_samples and output_of_batch is not None:
                 indices.append(loader.plan.indices(0, batch.number, batch.shard))
-                outputs.append(output_of_batch.float().cpu())  # of a pipeline in its last process
+                outputs.append(rows_of(output_of_batch, batch.num_samples))  # of a pipeline in its last process
     recipe.task.end_evaluation("predict", {})
     gathered = recipe.strategy.gather((indices, outputs))
-    if gathered is not None:
-        order = torch.cat([part for rank in gathered for part in rank[0]])
-        values = torch.cat([part for rank in gathered for part in rank[1]])
-        predictions = values[order.argsort()]
-        write_aside(recipe.job.directory / "predictions.pt", lambda file: torch.save(predictions, file))
-        if (words := recipe.task.in_words(predictions)) is not None:
-            write_aside(recipe.job.directory / "predictions.txt", lambda file: file.write(words.encode()))
+    if gathered is None or not any(parts for _, parts in gathered):
+        return
+    order = torch.cat([part for rank in gathered for part in rank[0]]).argsort()
+    predictions = in_order([part for rank in gathered for part in rank[1]], order)
+    write_aside(recipe.job.directory / "predictions.pt", lambda file: torch.save(predictions, file))
+    if isinstance(predictions, Tensor) and (words := recipe.task.in_words(predictions)) is not None:
+        write_aside(recipe.job.directory / "predictions.txt", lambda file: file.write(words.encode()))
 
 
 def export(recipe: Recipe, output: Output) -> None:

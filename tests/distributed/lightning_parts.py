@@ -1,7 +1,10 @@
 """Modules in the shape of Lightning's, for tests."""
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from own_parts import Lit
 from torch import Tensor, nn
@@ -83,6 +86,8 @@ class EverySecond(Lit):
         self.asked += 1
         if batch_idx % 2:
             optimizer.step(closure=optimizer_closure)
+        else:
+            optimizer_closure()
 
     def on_train_epoch_end(self) -> None:
         self.log("asked", float(self.asked), reduce_fx="max")
@@ -154,6 +159,42 @@ class OnStep(Lit):
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         self.log("val_loss", nn.functional.mse_loss(self(batch[0]), batch[1]), on_step=True)
+
+
+class Nowhere(Lit):
+    """Logs so that nobody gets it."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        self.log("nothing", 1.0, on_step=False, on_epoch=False)
+        return super().training_step(batch, batch_idx)
+
+
+class Removed(Lit):
+    """Has a hook of Lightning 1."""
+
+    def validation_epoch_end(self, outputs: Any) -> None:
+        """Would log something."""
+
+
+class Joined(Lit):
+    """Brings two sets to train on."""
+
+    def train_dataloader(self) -> Any:
+        return {name: DataLoader(TensorDataset(torch.ones(4, 10), torch.ones(4, 5))) for name in ("one", "other")}
+
+
+class Vector(Lit):
+    """Returns a loss for each of two samples."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return nn.functional.mse_loss(self(batch[0]), batch[1]).expand(2)
+
+
+class Memory(Lit):
+    """Has an optimizer that computes gradients several times in a step."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
 
 
 class Late(Lit):
@@ -273,3 +314,225 @@ class Gathers(Lit):
         else:
             assert self.all_gather(loss).shape == (2,)
         return loss
+
+
+class ManualWays(Manual):
+    """Looks at its gradients before it steps, in one of several ways."""
+
+    def __init__(self, *arguments: Any, way: str, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.way = way
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        optimizer, parameters = self.optimizers(), [*self.parameters()]
+        if self.way != "in parts" or batch_idx % 2 == 0:
+            optimizer.zero_grad()
+        loss = nn.functional.mse_loss(self(batch[0]), batch[1])
+        if self.way == "by itself":
+            loss.backward()
+        else:
+            self.manual_backward(loss)
+        norm = torch.stack([each.grad.norm() for each in parameters]).norm()
+        self.log("norm", norm, on_epoch=True)
+        if self.way == "clip_gradients":
+            self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+        elif self.way == "clip_grad_norm_":
+            nn.utils.clip_grad_norm_(parameters, 0.1)
+        elif self.way == "sharpness":
+            moves = [each.grad / norm for each in parameters]
+            torch._foreach_add_([each.data for each in parameters], moves, alpha=0.05)
+            optimizer.zero_grad()
+            self.manual_backward(nn.functional.mse_loss(self(batch[0]), batch[1]))
+            torch._foreach_sub_([each.data for each in parameters], moves, alpha=0.05)
+        if self.way != "in parts" or batch_idx % 2:
+            optimizer.step()
+
+
+class ClosureTwice(Lit):
+    """Calls its closure twice, with the same weights."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer_closure()
+        optimizer_closure()
+        optimizer.step()
+
+
+class NoClosure(Lit):
+    """Computes nothing."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer.step()
+
+
+class Frozen(Lit):
+    """Has a batch norm that does not learn, put in eval mode in a hook, and one that does."""
+
+    def __init__(self, *arguments: Any, hook: str, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.frozen, self.norm = nn.BatchNorm1d(10), nn.BatchNorm1d(10)
+        self.hook = hook
+        self.freeze_in("__init__")
+
+    def freeze_in(self, hook: str) -> None:
+        if hook == self.hook:
+            self.frozen.eval()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(self.frozen(inputs) + self.norm(inputs))
+
+    def on_fit_start(self) -> None:
+        self.freeze_in("on_fit_start")
+
+    def on_train_start(self) -> None:
+        self.freeze_in("on_train_start")
+
+    def on_train_epoch_start(self) -> None:
+        self.freeze_in("on_train_epoch_start")
+
+
+class InTime(Lit):
+    """Finds what it has logged at once."""
+
+    def seen(self, name: str) -> float:
+        return float(self.trainer.callback_metrics[name])
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        self.log("at", float(self.trainer.global_step), on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
+        assert self.seen("at") == self.seen("at_step") == self.trainer.global_step - 1
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self.log("val_at", float(self.trainer.global_step))
+
+    def on_validation_epoch_end(self) -> None:
+        assert self.seen("val_at") == self.trainer.global_step
+        self.log("val_twice", 2.0 * self.trainer.global_step)
+        assert self.seen("val_twice") == 2 * self.trainer.global_step
+
+    def on_validation_end(self) -> None:
+        assert self.seen("val_twice") == 2 * self.trainer.global_step
+
+    def on_train_epoch_end(self) -> None:
+        first, last = self.trainer.global_step - self.trainer.num_training_batches, self.trainer.global_step - 1
+        assert self.seen("at") == self.seen("at_epoch") == (first + last) / 2
+
+
+class LoggedTwice(Lit):
+    """Logs a name twice in a step, and changes a value after it was logged."""
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self.log("twice", 1.0)
+        self.log("twice", 3.0)
+        value = torch.ones(())
+        self.log("changed", value)
+        value.add_(5)
+
+
+class OneElement(Lit):
+    """Has losses of shape [1]."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return nn.functional.mse_loss(self(batch[0]), batch[1]).reshape(1)
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return nn.functional.mse_loss(self(batch[0]), batch[1])[None]
+
+
+class OnRank0(Lit):
+    """Logs on one rank alone."""
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        if self.trainer.is_global_zero:
+            self.log("val_here", 3.0)
+
+    def on_train_epoch_end(self) -> None:
+        if self.trainer.is_global_zero:
+            self.log("here", 2.0, rank_zero_only=True)
+        else:
+            self.log("there", 5.0)
+
+
+class Predicts(Lit):
+    """Predicts several things."""
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> Any:
+        outputs = self(batch[0])
+        return {"outputs": outputs, "best": outputs.argmax(1), "pair": (outputs[:, 0], ["a" for _ in outputs])}
+
+
+class PredictsTheMean(Lit):
+    """Predicts one number a batch."""
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> Any:
+        return {"mean": self(batch[0]).mean()}
+
+
+class Writes:
+    """A callback in the shape of Lightning's ``BasePredictionWriter``."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder, self.interval = Path(folder), SimpleNamespace(on_batch=True, on_epoch=True)
+
+    def setup(self, trainer: Any, pl_module: nn.Module, stage: str) -> None:
+        """Nothing is to be done."""
+
+    def on_predict_batch_end(
+        self, trainer: Any, pl_module: nn.Module, outputs: Any, batch: Batch, batch_idx: int
+    ) -> None:
+        numbers = trainer.predict_loop.current_batch_indices
+        torch.save((numbers, batch[1]), self.folder / f"{trainer.global_rank}_{batch_idx}.pt")
+
+    def on_predict_epoch_end(self, trainer: Any, pl_module: nn.Module) -> None:
+        loop = trainer.predict_loop
+        (indices,) = loop.epoch_batch_indices
+        assert [len(each) for each in indices] == [len(each["outputs"]) for each in loop.predictions]
+
+
+class Looks(Lit):
+    """Uses what Lightning's trainer has of loaders and checkpoints."""
+
+    def __init__(self, *arguments: Any, file: str, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.file = file
+
+    def on_train_start(self) -> None:
+        loader = self.trainer.val_dataloaders
+        assert len(loader) == self.trainer.num_val_batches[0]
+        assert len(next(iter(loader))[0]) <= loader.batch_size
+        assert len(loader.dataset) == 21
+
+    def on_train_epoch_end(self) -> None:
+        samples = sum(len(inputs) for inputs, _ in self.trainer.train_dataloader)
+        assert samples * self.trainer.world_size == 64
+
+    def on_train_end(self) -> None:
+        self.trainer.save_checkpoint(self.file)
+        self.trainer.save_checkpoint(f"{self.file}.weights", weights_only=True)
+        kept = self.trainer.checkpoint_callback
+        assert (Path(kept.dirpath) / "best.pt").samefile(kept.best_model_path)
+        assert kept.best_model_score == pytest.approx(self.trainer.callback_metrics["val/loss"])
+
+
+class Own(Lit):
+    """Brings loaders: of 9 samples to validate on, the last is dropped; and names its scheduler."""
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(TensorDataset(torch.ones(12, 10), torch.ones(12, 5)), batch_size=4)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(TensorDataset(torch.zeros(9, 10), torch.ones(9, 5)), batch_size=4, drop_last=True)
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        assert not batch[0].any()
+        self.log("val_batches", float(self.trainer.num_val_batches[0]))
+
+    def on_train_start(self) -> None:
+        assert [each.name for each in self.trainer.lr_scheduler_configs] == ["slowly"]
+
+    def configure_optimizers(self) -> Any:
+        (optimizer,), _ = super().configure_optimizers()
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "name": "slowly"}}

@@ -319,6 +319,19 @@ class Extra(Toy):
         pass
 
 
+class Norms(Toy):
+    """Has two batch norms, of which one is in eval mode from the beginning, or all of the model is."""
+
+    def __init__(self, *arguments: Any, whole: bool = False, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.frozen, self.norm = nn.BatchNorm1d(10).eval(), nn.BatchNorm1d(10)
+        if whole:
+            self.eval()  # as what is loaded by from_pretrained
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return cast(Tensor, super().forward(self.frozen(inputs) + self.norm(inputs)))
+
+
 class Lit(Toy):
     """A toy written for Lightning, as far as the loop needs it: steps that log, and an optimizer of its own."""
 

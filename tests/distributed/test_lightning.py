@@ -1,5 +1,6 @@
 """A module written for Lightning learns what the plain module learns."""
 
+import csv
 import json
 import subprocess
 import sys
@@ -85,7 +86,18 @@ def test_mode_test_runs_the_test_step(run: Run) -> None:
         ),
         ("Unmonitored", [], "ReduceLROnPlateau follows a metric, and there is no 'monitor'"),
         ("Several", [], "configure_optimizers returns 2 optimizers. .* self.automatic_optimization=False"),
-        ("OnStep", [], "logs val_loss in validation_step with on_step=True"),
+        ("Lit", ["trainer.val_check_interval=9"], "interval=9, and an epoch has 4 batches, so Lit would never be"),
+        (
+            "Lit",
+            ["trainer.val_check_interval=3", "trainer.accumulate_grad_batches=2"],
+            "interval=3 asks to validate Lit after every 3 of 4 batches, .* give a multiple of 2 batches",
+        ),
+        ("Nowhere", [], "logs nothing in training_step with on_step=False and on_epoch=False"),
+        ("Removed", [], "Removed has validation_epoch_end, which Lightning 2 does not call .* on_validation_epoch_end"),
+        ("Joined", LIGHTNING, "train_dataloader returns a dict of 2 loaders, .*StackDataset"),
+        ("Vector", [], r"training_step returns a loss of shape \[2\]. Return a single number"),
+        ("Memory", ["trainer.accumulate_grad_batches=2"], "returns LBFGS, .* trainer.accumulate_grad_batches=2"),
+        ("Memory", FSDP, "returns LBFGS, .* does not go with strategy=fsdp"),
         ("Late", [], "logs late in on_validation_end, where Lightning does not allow it"),
         ("Shaped", [], r"logs shape of shape \[2\]. Allowed: a single number"),
         ("Valid", LIGHTNING, "data=lightning, and Valid has no train_dataloader"),
@@ -132,6 +144,140 @@ def test_a_module_that_steps_by_itself_learns_what_the_loop_would_teach_it(
     same = ["data.global_batch_size=16", "optimizer.lr=0.05", "optimizer.momentum=0"]
     manual = run("data.global_batch_size=16", *part("Manual"), world_size=world_size)
     torch.testing.assert_close(weights(manual), weights(run(*same)), rtol=0, atol=1e-6)
+
+
+WAYS = ["clip_gradients", "clip_grad_norm_", "sharpness", "in parts"]
+
+
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=pytest.mark.slow if at else ()) for at, way in enumerate(WAYS)]
+)
+def test_a_module_that_steps_by_itself_sees_the_gradients_of_all_ranks(way: str, run: Run, weights: Weights) -> None:
+    manual = [*part("ManualWays"), f"+model.way='{way}'", "data.global_batch_size=16", "trainer.log_every_n_steps=1"]
+    one, two = run(*manual), run(*manual, world_size=2)
+    torch.testing.assert_close(weights(two), weights(one), rtol=0, atol=1e-6)
+    assert two["metrics"]["norm"] == pytest.approx(one["metrics"]["norm"], rel=1e-5)
+
+
+def test_a_backward_pass_of_one_rank_is_not_stepped_with(run: Run) -> None:
+    alone = [*part("ManualWays"), "+model.way='by itself'", "trainer.max_epochs=1"]
+    assert run(*alone)["status"] == "finished"
+    with pytest.raises(
+        RunFailed, match=r"training_step calls loss.backward\(\) by itself, .* Call self.manual_backward"
+    ):
+        run(*alone, world_size=2)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_closure_that_is_called_again_computes_the_gradients_anew(
+    world_size: int, run: Run, weights: Weights
+) -> None:
+    once, twice = (
+        run(*part("Valid"), "data.global_batch_size=16"),
+        run(*part("ClosureTwice"), "data.global_batch_size=16", world_size=world_size),
+    )
+    torch.testing.assert_close(weights(twice), weights(once), rtol=0, atol=1e-6)
+    exact = [*part("ClosureTwice"), "strategy=ddp_exact", "strategy.shards=4", "data.global_batch_size=16"]
+    if world_size == 2:
+        assert run(*exact)["weights_sha256"] == run(*exact, world_size=2)["weights_sha256"]
+
+
+def test_what_a_closure_cannot_do_ends_a_run_by_name(run: Run) -> None:
+    with pytest.raises(RunFailed, match=r"ClosureTwice calls its closure more than once .*accumulate_grad_batches=2"):
+        run(*part("ClosureTwice"), "trainer.accumulate_grad_batches=2")
+    with pytest.raises(RunFailed, match=r"NoClosure.optimizer_step calls neither optimizer_closure\(\) nor"):
+        run(*part("NoClosure"))
+
+
+def test_an_optimizer_that_computes_gradients_several_times_gives_the_same_on_two_ranks(
+    run: Run, weights: Weights
+) -> None:
+    one, two = (run(*part("Memory"), "data.global_batch_size=16", world_size=size) for size in (1, 2))
+    torch.testing.assert_close(weights(two), weights(one), rtol=0, atol=1e-4)
+    with pytest.raises(RequestError, match=r"optimizer._target_=torch.optim.LBFGS computes .* configure_optimizers"):
+        run("~optimizer", "+optimizer._target_=torch.optim.LBFGS", "+optimizer.lr=0.1")
+
+
+@pytest.mark.parametrize("hook", ["__init__", "on_fit_start", "on_train_start", "on_train_epoch_start"])
+def test_what_a_module_puts_in_eval_mode_stays_so(hook: str, run: Run, weights: Weights) -> None:
+    found = weights(run(*part("Frozen"), f"+model.hook={hook}", "trainer.val_check_interval=0.5"))
+    assert found["frozen.num_batches_tracked"] == 0
+    assert found["norm.num_batches_tracked"] == 16
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_metrics_are_there_for_callbacks_as_soon_as_they_are_logged(world_size: int, run: Run) -> None:
+    found = run(*part("InTime"), "data.global_batch_size=16", "trainer.val_check_interval=2", world_size=world_size)
+    assert found["metrics"]["val_twice"] == 2 * found["global_step"]
+
+
+def test_a_name_that_is_logged_twice_is_averaged_and_a_value_is_taken_as_it_is(run: Run) -> None:
+    metrics = run(*part("LoggedTwice"))["metrics"]
+    assert (metrics["twice"], metrics["changed"]) == (2, 1)
+
+
+def test_a_loss_of_one_element_is_a_number(run: Run, weights: Weights) -> None:
+    one, usual = run(*part("OneElement")), run(*part("Valid"))
+    torch.testing.assert_close(weights(one), weights(usual), rtol=0, atol=0)
+    assert one["metrics"]["val/loss"] == usual["metrics"]["val/loss"]
+
+
+def test_ranks_may_log_what_others_do_not(run: Run) -> None:
+    metrics = run(*part("OnRank0"), world_size=2)["metrics"]
+    assert (metrics["val_here"], metrics["here"], metrics["there"]) == (3, 2, 5)
+
+
+@pytest.mark.parametrize("samples", [1, 9])
+def test_metrics_may_be_logged_where_the_last_batch_leaves_a_rank_without_a_sample(samples: int, run: Run) -> None:
+    uneven = [*part("Metric"), f"data.val_samples={samples}", "data.global_batch_size=16"]
+    one = run(*uneven, "data.val_batch_size=8")["metrics"]
+    two = run(*uneven, "data.val_batch_size=4", world_size=2)["metrics"]
+    for name in ("val/metric", "val/mae", "val_loss"):
+        assert two[name] == pytest.approx(one[name], rel=1e-5)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_each_batch_of_a_validation_is_a_point_where_a_module_asks_for_it(world_size: int, run: Run) -> None:
+    found = run(*part("OnStep"), "logger=csv", f"data.val_batch_size={8 // world_size}", world_size=world_size)
+    with (Path(found["run_directory"]) / "csv" / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    points = [(int(row["step"]), float(row["val_loss_step"])) for row in rows if row["val_loss_step"]]
+    points.sort()  # rows of training come between them
+    assert [step for step, _ in points] == [0, 1, 2, 3, 4, 5]  # three batches in each of two epochs
+    last = (8 * points[3][1] + 8 * points[4][1] + 5 * points[5][1]) / 21
+    assert found["metrics"]["val_loss_epoch"] == found["metrics"]["val_loss"] == pytest.approx(last, rel=1e-5)
+
+
+def test_predictions_may_be_several_and_a_callback_may_write_them(tmp_path: Path, run: Run) -> None:
+    predicting = ["mode=predict", "data.predict=${data.val}", "data.val_samples=21"]
+    writes = [f"+callbacks.writes={{_target_: lightning_parts.Writes, folder: {tmp_path}}}"]
+    found = run(*part("Predicts"), *predicting, *writes, world_size=2)
+    predictions = torch.load(Path(found["run_directory"]) / "predictions.pt", weights_only=True)
+    assert predictions["outputs"].shape == (21, 5)
+    assert torch.equal(predictions["best"], predictions["outputs"].argmax(1))
+    assert torch.equal(predictions["pair"][0], predictions["outputs"][:, 0])
+    assert predictions["pair"][1] == ["a"] * 21
+    written = [torch.load(path, weights_only=True) for path in tmp_path.glob("[01]_*.pt")]
+    assert sorted(number for numbers, _ in written for number in numbers) == list(range(21))
+    with pytest.raises(RunFailed, match=r"predict_step returns a tensor \[\] for a batch of 8 samples"):
+        run(*part("PredictsTheMean"), *predicting, "data.val_batch_size=8")
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_module_finds_loaders_and_checkpoints(world_size: int, tmp_path: Path, run: Run, weights: Weights) -> None:
+    found = run(*part("Looks"), f"+model.file={tmp_path}/own.ckpt", world_size=world_size)
+    own = torch.load(tmp_path / "own.ckpt", weights_only=True)
+    torch.testing.assert_close(dict(own["state_dict"]), weights(found), rtol=0, atol=0)
+    assert own["cursor"]["step"] == found["global_step"]
+    assert "optimizer" not in torch.load(tmp_path / "own.ckpt.weights", weights_only=True)
+
+
+def test_loaders_and_schedulers_mean_what_they_mean_in_lightning(tmp_path: Path) -> None:
+    own = ["model=toy", "data.in_features=10", "data.out_features=5", *part("Own"), "data=lightning", "logger=none"]
+    own += ["trainer.max_epochs=1", "trainer.progress=false", "launcher.device=cpu"]
+    assert run_recipe(own, 1, tmp_path / "all")["metrics"]["val_batches"] == 2
+    overfit = run_recipe([*own, "trainer.overfit_batches=1"], 1, tmp_path / "few")
+    assert overfit["metrics"]["val_batches"] == overfit["global_step"] == 1
 
 
 def test_an_own_optimizer_step_is_asked_once_a_step(run: Run) -> None:

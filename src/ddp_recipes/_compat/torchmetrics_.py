@@ -21,6 +21,18 @@ def is_updated(metric: Any) -> bool:
     return getattr(metric, "_update_count", 0) > 0 and hasattr(metric, "metric_state")
 
 
+def updates_of(metric: Any) -> int:
+    """Return how many batches a metric has taken in since it was reset: ``_update_count``."""
+    return int(metric._update_count)
+
+
+def put_back(metric: Any, updates: int, state: Mapping[str, Any]) -> None:
+    """Leave a metric as it was, of which its state is known."""
+    for name, value in state.items():
+        setattr(metric, name, value)
+    metric._update_count, metric._computed = updates, None
+
+
 def state_of(metric: Any) -> dict[str, Any]:
     """Return the state of a metric over all ranks. A collective where there are several."""
     with metric.sync_context():

@@ -87,10 +87,11 @@ def make_loaders(
             replicas_a_shard,
             device,
             timeout_s,
+            own is not None,
         )
         for name, node in nodes.items()
     }
-    if trainer.overfit_batches and mode == "fit":
+    if trainer.overfit_batches and mode == "fit" and own is None:
         return dict.fromkeys(loaders, loaders["train"])
     return loaders
 
@@ -123,7 +124,9 @@ def _make_loader(
     replicas_a_shard: int,
     device: torch.device,
     timeout_s: float,
+    own: bool,
 ) -> Loader:
+    """Return the loader of a split; of ``own`` loaders of the task it has what they mean in Lightning."""
     dataset, settings, collate_fn = source
     split = split_of(name)
     training, replicas = split == "train", shards.total * replicas_a_shard
@@ -142,11 +145,13 @@ def _make_loader(
         num_shards=shards.total,
         seed=seed,
         shuffle=training and settings.shuffle and not trainer.overfit_batches,
-        drop_last=training and settings.drop_last,
+        drop_last=settings.drop_last and (training or own),
         sharding=settings.shard,
         weights=_weights(settings.weights, dataset, trainer) if training and settings.weights is not None else None,
     )
     limit = getattr(trainer, f"limit_{split}_batches")
+    if own and split == "val":
+        limit = trainer.overfit_batches or limit
     return Loader(
         dataset,
         plan.limited(batches(limit, plan.num_batches)),

@@ -26,9 +26,19 @@ class Source(NamedTuple):
 
 
 def by_name(split: str, made: Any) -> list[tuple[str, Any]]:
-    """Return what a hook returned for a split: one loader, or several with their names or numbers."""
+    """Return what a hook returned for a split: one loader, or several with their names or numbers.
+
+    Raises:
+        RequestError: several are to be trained on, of which Lightning puts together the batches.
+    """
     if isinstance(made, (list, tuple)) and len(made) == 1:
         return [(split, made[0])]
+    if split == "train" and isinstance(made, (list, tuple, Mapping)):
+        raise RequestError(
+            f"train_dataloader returns a {type(made).__name__} of {len(made)} loaders, whose batches would come "
+            f"together. Every sample counts once, so one data set is trained on: return one DataLoader, e.g. of a "
+            f"torch.utils.data.StackDataset, whose samples are dicts of theirs."
+        )
     if isinstance(made, (list, tuple)):
         made = dict(enumerate(made))
     if isinstance(made, Mapping):

@@ -10,6 +10,7 @@ from ddp_recipes.build.instantiate import make, parameters_of
 from ddp_recipes.build.parameters import check_options, grouped
 from ddp_recipes.errors import RequestError, not_one_of
 from ddp_recipes.tasks import Schedule, Task
+from ddp_recipes.training.update import needs_closure
 
 
 def make_optimizer(config: Mapping[str, Any], task: Task, may_fuse: bool) -> torch.optim.Optimizer:
@@ -55,6 +56,11 @@ def make_optimizers_and_schedules(
             f"{type(task.model).__name__} brings its own, by configure_optimizers. Leave them out."
         )
     optimizers = [_of_config(config, task, may_fuse)] if own is None else own.optimizers
+    if own is None and needs_closure(optimizers[0]):
+        raise RequestError(
+            f"optimizer._target_={config['optimizer'].get('_target_')} computes the gradients of a step several times, "
+            f"by a closure. Choose another one, or task=lightning with a module whose configure_optimizers makes it."
+        )
     if own is not None and own.schedules:
         return optimizers, own.schedules
     return optimizers, [_make_schedule(config, optimizers[0], steps, epochs)]

@@ -110,5 +110,11 @@ def make_run(recipe: Recipe, stop_controller: StopController, strategy: Strategy
     if recipe.state is not None:
         recipe.warnings.extend(restore(run, recipe.state))
         recipe.forget_state()
-    task.train()
+    task.enter_training()
+    if frozen := [name.removeprefix("model.") for name, module in task.named_modules() if not module.training]:
+        listed = f"{', '.join(frozen[:3])}{', …' if len(frozen) > 3 else ''}"
+        recipe.warnings.append(
+            f"In eval mode as training begins, and so they stay: {listed} ({len(frozen)} of the modules). If that is "
+            f"not meant, call their train() in the model's __init__."
+        )
     return run

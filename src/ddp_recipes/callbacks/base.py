@@ -82,6 +82,7 @@ class Callback:
     """
 
     stop = False  # set it and the loop ends after this step, on every rank
+    validates = False  # whether it validates once more before that, in an epoch that is validated
     accumulation: Mapping[int, int] = {}  # epoch -> trainer.accumulate_grad_batches from there on, which it sets
     run: Running  # what is being trained; set before check
 

@@ -1,12 +1,15 @@
 """Runs a ``LightningModule`` as it is, or any module that has Lightning's methods."""
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ddp_recipes._compat.torchmetrics_ import put_back, updates_of
 from ddp_recipes.callbacks import Callback
 from ddp_recipes.data.loader import Batch
 from ddp_recipes.errors import RequestError
@@ -14,11 +17,13 @@ from ddp_recipes.lightning import checkpoint, optimizers, update
 from ddp_recipes.lightning.callbacks import Wrapped, refuse_callback
 from ddp_recipes.lightning.events import Events
 from ddp_recipes.lightning.hooks import Hooks, refuse_data_hooks, refuse_hooks
-from ddp_recipes.lightning.log import Log
-from ddp_recipes.lightning.refusals import refuse_rows, refuse_surroundings
+from ddp_recipes.lightning.log import Log, everywhere
+from ddp_recipes.lightning.refusals import refuse_cadence, refuse_rows, refuse_surroundings
 from ddp_recipes.lightning.services import Services, size_of
 from ddp_recipes.lightning.trainer import Trainer
+from ddp_recipes.lightning.update import Summed
 from ddp_recipes.tasks import OwnOptimizers, StepOutput, Surroundings, Task
+from ddp_recipes.tasks.modes import Modes
 from ddp_recipes.training.state import Run, Update
 from ddp_recipes.training.update import MicroBatch
 
@@ -57,14 +62,20 @@ class LightningTask(Task):
         self.events = self.trainer.events = Events(self)
         self.batch: Any = None
         self.batch_idx = self.dataloader_idx = 0
+        self.at = 0, 0  # the numbers of the batch and of the part of it, which may be one of several of this rank
+        self.counts = True  # whether the batch has samples
+        self.seen: dict[str, int] = {}  # batches of each validation set
+        self.summed = Summed()
         self.output: Any = {}  # of the latest training step, as its hooks get it
         self.weight = 1.0  # of the loss in manual optimization
         self.training_log = Log(type(model).__name__)
         self.evaluation_log = Log(type(model).__name__)
         self.logged = self.training_log.names
-        self.of_step: dict[str, Tensor] = {}  # logged in the latest evaluation step, [samples]
+        self.of_step: dict[str, list[Tensor]] = {}  # logged in the latest evaluation step, each [samples]
         self._taken: dict[str, int] = {}  # arguments of each step
         self.configured: dict[str, Callback] = {}  # by the module itself
+        self._evaluated_to: dict[str, float] = {}  # in the evaluation under way
+        self._stage = ""
         self.services = Services(self)
 
     # What the run asks for.
@@ -73,7 +84,7 @@ class LightningTask(Task):
         """Tell module and callbacks what run they are in, and have them set up."""
         trainer, hooks = self.trainer, self.hooks
         trainer.surroundings = surroundings
-        refuse_surroundings(type(self.model).__name__, hooks.own, self.manual, surroundings)
+        refuse_surroundings(self.model, hooks.own, self.manual, surroundings)
         made = hooks.of_module("configure_callbacks")
         for each in [] if made is None else made if isinstance(made, Sequence) else [made]:
             name = f"{type(each).__name__} of the module"
@@ -118,6 +129,7 @@ class LightningTask(Task):
                 f"data=lightning, and {type(self.data_hooks.module).__name__} has no {names[0]}_dataloader. Give a "
                 f"data module as data.datamodule, or choose another data."
             )
+        self.trainer.brought = found
         return found
 
     def callback(self, name: str, made: Any) -> Callback | None:
@@ -144,8 +156,15 @@ class LightningTask(Task):
 
     def configure_optimizers(self) -> OwnOptimizers | None:
         """Return what the module configures; ``None`` without that."""
+        if "train" in self.trainer.surroundings.loaders:
+            refuse_cadence(type(self.model).__name__, self.trainer.surroundings)
         refuse_rows(type(self.model).__name__, self.hooks.callbacks, self.trainer.surroundings)
         return optimizers.of_module(self)
+
+    @property
+    def steps(self) -> int | None:  # type: ignore[override]
+        """Optimizer steps of manual optimization; ``None`` of any other."""
+        return self.trainer.steps if self.manual else None
 
     def update(self, run: Run, batches: Iterator[Batch], measured: bool) -> Update:
         """Take an optimizer step, or let the module take its own."""
@@ -157,6 +176,7 @@ class LightningTask(Task):
     def begin_batch(self, each: MicroBatch) -> MicroBatch:
         """Return a batch as the module's hooks make it, and say that it begins."""
         self.batch_idx = self.trainer.fit_loop.epoch_loop.batch_idx = each.batch.number
+        self.at, self.counts = (each.batch.number, each.batch.shard), each.batch.num_samples > 0
         self.batch = self._transferred(each.batch.data)
         if self.hooks("on_train_batch_start", self.batch, self.batch_idx) == -1:
             raise RequestError(
@@ -180,40 +200,115 @@ class LightningTask(Task):
                 f"{type(self.model).__name__}.training_step returns {type(output).__name__}, which has no loss. Return "
                 f"the loss, or a dict with it under 'loss'."
             )
+        if loss.numel() > 1:
+            raise RequestError(
+                f"{type(self.model).__name__}.training_step returns a loss of shape {list(loss.shape)}. Return a "
+                f"single number, e.g. its mean()."
+            )
+        loss = loss if loss.dim() == 0 or not loss.numel() else loss.reshape(())
         share = loss.detach() / self.trainer.accumulate_grad_batches  # as Lightning gives it to its hooks
-        self.output = {"loss": share, **{k: v for k, v in _items(output) if k != "loss"}}
+        self.output = {"loss": share} if share.numel() else {}
+        self.output |= {name: value for name, value in _items(output) if name != "loss"}
         return StepOutput(loss, {}, size_of(batch))
 
     # Evaluation.
 
+    @property
+    def unlogged(self) -> Collection[str]:  # type: ignore[override]
+        """Names that a module logs with ``logger=False``."""
+        return self.evaluation_log.unlogged
+
+    def everywhere(self, names: Sequence[str]) -> Sequence[str]:
+        """Return the names that were logged on any rank. A collective."""
+        return everywhere(names, self.trainer.surroundings)
+
+    def enter_training(self) -> None:
+        """Leave modes to the module, as Lightning does."""
+
+    def enter_evaluation(self, split: str) -> None:
+        """Put all in eval mode, or have the module do so."""
+        self._stage = _STAGES[split]
+        refuse_rows(type(self.model).__name__, self.hooks.callbacks, self.trainer.surroundings)
+        sanity = split == "val" and self.trainer.surroundings.mode == "fit" and not self.events.started
+        self.trainer.stage = "sanity_check" if sanity else {"val": "validate"}.get(split, split)
+        if sanity:
+            self.events.begin()
+            self.hooks("on_sanity_check_start")
+        self._modes = Modes(self)
+        if f"on_{self._stage}_model_eval" not in self.hooks.own:
+            self.eval()
+
+    def leave_evaluation(self) -> None:
+        """Put each module in the mode that it was in before, unless the module has done so."""
+        if self._modes is not None and f"on_{self._stage}_model_train" in self.hooks.own:
+            self._modes = None
+        super().leave_evaluation()
+
     def start_evaluation(self, split: str, number: int) -> None:
         """Begin with a data set; the first one begins the evaluation."""
         stage = _STAGES[split]
+        if number:
+            self._measure()  # what the one before came to
         self.dataloader_idx, self.batch_idx = number, -1
-        if number == 0:
-            refuse_rows(type(self.model).__name__, self.hooks.callbacks, self.trainer.surroundings)
-            sanity = split == "val" and self.trainer.surroundings.mode == "fit" and not self.events.started
-            self.trainer.stage = "sanity_check" if sanity else {"val": "validate"}.get(split, split)
-            if sanity:
-                self.events.begin()
-                self.hooks("on_sanity_check_start")
-            for event in ("model_eval", "start", "epoch_start"):
-                self.hooks(f"on_{stage}_{event}")
+        for event in ("model_eval", "start", "epoch_start") if number == 0 else ():
+            self.hooks(f"on_{stage}_{event}")
 
     def end_evaluation(self, split: str, metrics: dict[str, float]) -> dict[str, float]:
         """Return the metrics together with what was logged for the whole of the evaluation."""
         stage = _STAGES[split]
+        self.trainer.measured(metrics)
+        self._measure()
         self.hooks(f"on_{stage}_epoch_end")
-        metrics = metrics | self.evaluation_log.epoch(self.trainer.surroundings)
+        self._measure()
+        metrics, self._evaluated_to = metrics | self._evaluated_to, {}
         if self.trainer.stage != "validate" or self.trainer.surroundings.mode != "fit":
             self.hooks(f"on_{stage}_end")
             self.hooks(f"on_{stage}_model_train")
+        self.evaluation_log.close()
         if self.trainer.stage == "sanity_check":
             self.hooks("on_sanity_check_end")
             self.trainer.stage = "train"
+            self.trainer.forget()
         if self.trainer.surroundings.mode != "fit":
             self.tear_down()
         return metrics
+
+    def _measure(self) -> None:
+        """Take what was logged so far, for callbacks and the module may ask for it. A collective."""
+        around = self.trainer.surroundings
+        if self.trainer.stage == "predict":
+            return
+        points = self.evaluation_log.points(around)
+        values = self.evaluation_log.epoch(around).measured
+        self._evaluated_to |= values
+        self.trainer.measured(values)
+        if points and not self.trainer.sanity_checking:
+            self._log_points(points)
+
+    def _log_points(self, points: list[tuple[str, int, float]]) -> None:
+        """Log what was logged with ``on_step=True``: over the batches of the data set, counted from the first one."""
+        evaluated = [(name, each) for name, each in self.trainer.surroundings.loaders.items() if name != "train"]
+        of_set, loader = evaluated[self.dataloader_idx]
+        before = self.seen.get(of_set, 0)
+        batches: dict[int, dict[str, float]] = {}
+        for name, number, value in points:
+            if name not in self.unlogged:
+                batches.setdefault(number, {})[name] = value
+        for number, values in sorted(batches.items()):
+            self.logger.scalars(values, before + number)
+        self.seen[of_set] = before + len(loader)
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Keep a step out of what the module's metrics hold."""
+        metrics: list[Any] = [each for each in self.modules() if hasattr(each, "metric_state")]
+        before = [(each, updates_of(each), deepcopy(each.metric_state)) for each in metrics]
+        self.counts = False
+        yield
+        self.counts = True
+        for each, updates, state in before:
+            if updates_of(each) != updates:
+                put_back(each, updates, state)
 
     def tear_down(self) -> None:
         """Have data module, callbacks and module clear up."""
@@ -231,11 +326,14 @@ class LightningTask(Task):
 
     def predict_step(self, batch: Any) -> Any:
         """Return what the module predicts."""
+        loop = self.trainer.predict_loop
+        loop.begin(self.position.indices)
         arguments = self._begin_evaluated("predict", batch)
         if "predict_step" in self.hooks.own:
             output = self.hooks.of_module("predict_step", *self._arguments("predict_step", arguments[0]))
         else:
             output = super().predict_step(arguments[0])
+        loop.keep(output)
         self.hooks("on_predict_batch_end", output, *arguments)
         return output
 
@@ -245,6 +343,7 @@ class LightningTask(Task):
 
     def _begin_evaluated(self, stage: str, batch: Any) -> tuple[Any, ...]:
         self.batch_idx += 1
+        self.at = self.position.batch, self.position.shard
         self.batch = self._transferred(batch)
         arguments = (self.batch, self.batch_idx, *([self.dataloader_idx] if self.trainer.evaluates_several else []))
         self.hooks(f"on_{stage}_batch_start", *arguments)
@@ -256,9 +355,12 @@ class LightningTask(Task):
         self.of_step = {}
         output = self.hooks.of_module(method, *self._arguments(method, self.batch))
         self.hooks(f"on_{stage}_batch_end", output, *arguments)
-        values, self.of_step = self.of_step, {}
+        values = {name: torch.cat(logged) for name, logged in self.of_step.items()}
+        self.of_step = {}
         loss = output.get("loss") if isinstance(output, Mapping) else output
-        if not isinstance(loss, Tensor):
+        if isinstance(loss, Tensor) and loss.numel() == 1:
+            loss = loss.reshape(())
+        else:
             logged = next((name for name in values if name.partition("/dataloader_idx_")[0] in _LOSSES), None)
             loss = torch.zeros(0) if logged is None else values[logged].mean()
         return StepOutput(loss, values, size_of(batch))

@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 # The format of these keys, so that LightningModule.load_from_checkpoint reads our files.
 _KEYS_OF = "2.5.0"
 _DATAMODULE = "datamodule"
+# What a checkpoint of the weights alone has of all this.
+WEIGHTS_ONLY = {"state_dict", "hyper_parameters", "epoch", "global_step", "pytorch-lightning_version"}
 
 
 def entries(task: LightningTask, state: Mapping[str, Any]) -> dict[str, Any]:

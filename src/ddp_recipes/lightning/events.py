@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,8 @@ import torch
 from ddp_recipes._compat.torchmetrics_ import is_updated, load_state, state_of
 from ddp_recipes.callbacks import Callback
 from ddp_recipes.errors import RunFailed
-from ddp_recipes.lightning.update import ManualOptimizer
+from ddp_recipes.lightning.log import Values
+from ddp_recipes.lightning.update import SteppedOptimizer
 from ddp_recipes.training.state import Run
 
 if TYPE_CHECKING:
@@ -24,11 +26,12 @@ class Events(Callback):
     """Calls the hooks of a task's module and of Lightning's callbacks as Lightning would."""
 
     run: Run
+    validates = True
 
     def __init__(self, task: LightningTask) -> None:
         self.task = task
         self.begun = self.started = False
-        self.optimizers: list[ManualOptimizer] = []
+        self.optimizers: list[SteppedOptimizer] = []
 
     def begin(self) -> None:
         """Say that the run begins: before validation is tried out."""
@@ -37,8 +40,14 @@ class Events(Callback):
         self.begun = True
         trainer = self.task.trainer
         trainer.run = run = self.run
-        self.optimizers = [ManualOptimizer(self.task, run, each) for each in run.optimizers]
+        self.optimizers = [SteppedOptimizer(self.task, run, each) for each in run.optimizers]
+        self._watch()
         self.task.hooks("on_fit_start")
+
+    def _watch(self) -> None:
+        """Notice backward passes that leave the gradients of one rank."""
+        if self.task.manual and self.run.world.world_size > 1:
+            self.task.summed.watch(self.task)
 
     def on_start(self, directory: Path | None, task: torch.nn.Module) -> None:
         """Begin to train."""
@@ -52,6 +61,7 @@ class Events(Callback):
         self.task.trainer.epoch = epoch
         with self._wrapped_anew():
             self.task.hooks("on_train_epoch_start")
+        self._watch()
 
     @contextmanager
     def _wrapped_anew(self) -> Iterator[None]:
@@ -64,7 +74,7 @@ class Events(Callback):
                 f"with strategy={self.run.strategy.settings.name} what ranks exchange is settled then. Choose "
                 f"another strategy, or model.freeze."
             )
-        if self._frozen() != before and self.run.world.world_size > 1:
+        if self._frozen() != before and self.run.world.world_size > 1 and not self.task.manual:
             self.run.module = self.run.strategy.wrap(self.task, self.run.devices)
 
     def _frozen(self) -> list[str]:
@@ -72,13 +82,32 @@ class Events(Callback):
 
     def on_step(self, step: int) -> None:
         """End a batch, and log what its step logged."""
-        self.task.end_batch()
-        run = self.run
-        if step % run.trainer.log_every_n_steps == 0:
-            self._log(self.task.training_log.steps(self.task.trainer.surroundings))
+        task, run, around = self.task, self.run, self.task.trainer.surroundings
+        due, over = step % run.trainer.log_every_n_steps == 0, run.cursor.batch == 0
+        logged = self.follow()
+        task.end_batch()
+        due |= self.stop  # the last one is logged as well
+        if due or over or self._is_followed:  # else it is not read, but for this rank's by trainer.callback_metrics
+            logged |= self._measured(task.training_log.steps(around))
+        if due:
+            self._log(logged)
+
+    def follow(self) -> dict[str, float]:
+        """Take what a batch has logged, if something looks at it in each step; return it. A collective then."""
+        if not self._is_followed:
+            return {}
+        return self._measured(self.task.training_log.steps(self.task.trainer.surroundings))
+
+    @cached_property
+    def _is_followed(self) -> bool:
+        """Whether something may look at each step's values: a hook that is called then, or a scheduler."""
+        by_step = any(each.monitor is not None and each.interval == "step" for each in self.run.schedules)
+        return by_step or self.task.hooks.listens("on_train_batch_start", "on_train_batch_end")
 
     def on_validation_start(self, step: int) -> None:
-        """Begin to validate."""
+        """Begin to validate, without the gradients of the last step."""
+        if "on_validation_model_zero_grad" not in self.task.hooks.own:
+            self.task.model.zero_grad()
         self.task.hooks("on_validation_model_zero_grad")
 
     def on_validation(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -89,8 +118,14 @@ class Events(Callback):
 
     def on_epoch_end(self, epoch: int) -> None:
         """End an epoch, and log what it came to."""
-        self.task.hooks("on_train_epoch_end")
-        self._log(self.task.training_log.epoch(self.task.trainer.surroundings))
+        hooks, log, around = self.task.hooks, self.task.training_log, self.task.trainer.surroundings
+        logged = self._measured(log.epoch(around))
+        hooks("on_train_epoch_end")
+        logged |= self._measured(log.epoch(around))
+        hooks.of_followers("on_train_epoch_end")
+        logged |= self._measured(log.epoch(around))
+        log.close()
+        self._log(logged)
 
     def on_end(self) -> None:
         """End the run."""
@@ -100,9 +135,19 @@ class Events(Callback):
             if self.task.trainer.datamodule is not None:
                 self.task.data_hooks.of_module("on_exception", error)
             return
+        if self.run.cursor.samples_seen > self.run.samples_before:
+            if cut_off := self._is_cut_off():
+                self.on_epoch_end(self.task.trainer.epoch)
+            self.task.trainer.epoch += cut_off or self.run.cursor.batch == 0  # those that are done, as in Lightning
         for name in ("on_train_end", "on_fit_end"):
             self.task.hooks(name)
         self.task.tear_down()
+
+    def _is_cut_off(self) -> bool:
+        """Whether a limit of steps, or a callback, has ended the run within an epoch, which ends it as well."""
+        limit, run = self.run.trainer.max_steps, self.run
+        reached = limit is not None and self.task.trainer.global_step >= limit
+        return run.cursor.batch > 0 and (reached or any(callback.stop for callback in run.callbacks.values()))
 
     def state(self) -> dict[str, Any]:
         """Return what the module does not keep itself.
@@ -115,6 +160,7 @@ class Events(Callback):
         anywhere = around.sum(updated).tolist() if metrics else []
         return {
             "steps": self.task.trainer.steps,
+            "seen": dict(self.task.seen),
             "frozen": self._frozen(),
             "log": self.task.training_log.state(around),
             "metrics": {name: state_of(metrics[name]) for name, at in zip(metrics, anywhere, strict=True) if at},
@@ -126,6 +172,7 @@ class Events(Callback):
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore it."""
         self.task.trainer.steps = state["steps"]
+        self.task.seen = dict(state.get("seen", {}))
         first = self.task.trainer.surroundings.world.is_main
         self.task.training_log.load_state(state["log"], first)
         metrics = self._metrics()
@@ -136,9 +183,12 @@ class Events(Callback):
                 if parameter.is_floating_point():
                     parameter.requires_grad_(name not in state["frozen"])
 
+    def _measured(self, values: Values) -> dict[str, float]:
+        """Give values to whoever asks for metrics; return those for the loggers."""
+        self.run.metrics.update(values.measured)
+        return values.logged
+
     def _log(self, values: dict[str, float]) -> None:
-        if values:
-            plain = {name.removesuffix("_epoch"): value for name, value in values.items()}  # for whoever follows it
-            self.run.metrics.update(plain | values)
-            unlogged = self.task.training_log.unlogged
-            self.run.logger.scalars({k: v for k, v in values.items() if k not in unlogged}, self.run.cursor.step)
+        unlogged = self.task.training_log.unlogged
+        if values := {name: value for name, value in values.items() if name not in unlogged}:
+            self.run.logger.scalars(values, self.run.cursor.step)

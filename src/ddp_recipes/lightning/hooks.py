@@ -70,18 +70,32 @@ CALLED = (
     | {f"{split}_dataloader" for split in ("train", "val", "test", "predict")}
 ) - {"on_predict_model_train"}
 
+# What is followed by a hook of Lightning 1.x that Lightning 2 refuses, in the modes in which it does.
+REMOVED = {
+    "training_epoch_end": ("on_train_epoch_end", ("fit",)),
+    "validation_epoch_end": ("on_validation_epoch_end", ("fit", "validate")),
+    "test_epoch_end": ("on_test_epoch_end", ("test",)),
+}
+
 # What to do instead of a hook that is not called.
 REFUSED = {
     "configure_sharded_model": "use configure_model, as Lightning advises",
 }
 
-# A hook that may log nothing, as in Lightning.
-SILENT = {
-    name
-    for name in CALLED
-    if (name.endswith(("_end", "transfer", "_dataloader")) and not name.endswith(("batch_end", "epoch_end")))
-    or name in {"setup", "teardown", "prepare_data", "on_fit_start", "configure_model", "configure_optimizers"}
+# For each batch of an evaluation.
+OF_EVALUATION = {
+    f"{prefix}{stage}_{event}"
+    for stage in ("validation", "test")
+    for prefix, event in (("", "step"), ("on_", "batch_start"), ("on_", "batch_end"))
 }
+
+# Hooks that may log, as in Lightning.
+LOGGING = (
+    OF_STEP
+    | OF_EVALUATION
+    | {f"on_{stage}_{event}" for stage in ("train", "validation", "test") for event in ("start", "epoch_start")}
+    | {f"on_{stage}_epoch_end" for stage in ("train", "validation", "test")}
+)
 
 
 def defined(module: object) -> set[str]:
@@ -121,6 +135,12 @@ def refuse_data_hooks(datamodule: object) -> None:
         )
 
 
+def _does(callback: object, name: str) -> bool:
+    """Whether a callback has a hook that is not Lightning's empty one."""
+    owner = next((each for each in type(callback).__mro__ if name in vars(each)), None)
+    return owner is not None and not (owner.__name__ == "Callback" and "lightning" in owner.__module__)
+
+
 class Hooks:
     """Calls a hook of all that listen: Lightning's callbacks first, then the module, as Lightning does.
 
@@ -136,18 +156,28 @@ class Hooks:
 
     def __call__(self, name: str, *arguments: Any) -> Any:
         """Call a hook of callbacks and of the module; return what the module's returns, ``None`` where it has none."""
-        last = [each for each in self.callbacks if name == "on_train_epoch_end" and hasattr(each, "monitor")]
         outer, self.current = self.current, name
         try:
             for callback in self.callbacks:
-                if callback not in last:
+                if name != "on_train_epoch_end" or not hasattr(callback, "monitor"):
                     self._of_callback(callback, name, arguments)
-            result = self.of_module(name, *arguments)
-            for callback in last:  # it may follow what the module has just logged
-                self._of_callback(callback, name, arguments)
-            return result
+            return self.of_module(name, *arguments)
         finally:
             self.current = outer
+
+    def of_followers(self, name: str) -> None:
+        """Call the hook of the callbacks that follow a metric, which the module may just have logged."""
+        outer, self.current = self.current, name
+        try:
+            for callback in self.callbacks:
+                if hasattr(callback, "monitor"):
+                    self._of_callback(callback, name, ())
+        finally:
+            self.current = outer
+
+    def listens(self, *names: str) -> bool:
+        """Whether the module or a callback does something in one of these hooks."""
+        return any(name in self.own or any(_does(callback, name) for callback in self.callbacks) for name in names)
 
     def of_module(self, name: str, *arguments: Any) -> Any:
         """Call a hook of the module alone."""

@@ -1,37 +1,69 @@
 """What a module logs by ``self.log``: of a step, and of an epoch."""
 
+import json
 import warnings
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ddp_recipes._compat.torchmetrics_ import batch_value
-from ddp_recipes.errors import RequestError
+from ddp_recipes.errors import RequestError, RunFailed
+from ddp_recipes.strategies.base import by_rank
 from ddp_recipes.tasks import Surroundings
 from ddp_recipes.tasks.task import is_stateful
 
 _REDUCTIONS = ("mean", "sum", "min", "max")
+_NAMES: dict[Any, str] = {
+    "avg": "mean",
+    **{torch.mean: "mean", torch.sum: "sum", torch.min: "min", torch.max: "max"},
+    **{sum: "sum", min: "min", max: "max"},
+}
 
 
-@dataclass
-class Entry:
-    """A name that was logged.
+class Key(NamedTuple):
+    """What was logged: as in Lightning, a name in a hook; the same one in another hook is another.
 
     Attributes:
+        of_set: what follows the name where several data sets are evaluated.
         reduction: of the values of an epoch to one.
-        metric: of torchmetrics, computed at the end of an epoch in place of the values.
+        is_metric: whether it is an object of torchmetrics, computed at the end of an epoch.
+        alone: whether each rank has a value of its own, of which rank 0's is logged (``rank_zero_only``).
     """
 
+    hook: str
+    name: str
+    of_set: str
     on_step: bool
     on_epoch: bool
     reduction: str
-    metric: Any = None
+    is_metric: bool = False
+    alone: bool = False
 
-    def __post_init__(self) -> None:
-        self.of_step, self.of_epoch = Total(self.reduction), Total(self.reduction)
+    @property
+    def plain(self) -> str:
+        """The name that was given."""
+        return f"{self.name}{self.of_set}"
+
+    @property
+    def of_step(self) -> str:
+        """The name of a step's value."""
+        return f"{self.name}_step{self.of_set}" if self.on_epoch else self.plain
+
+    @property
+    def of_epoch(self) -> str:
+        """The name of an epoch's value."""
+        return f"{self.name}_epoch{self.of_set}" if self.on_step else self.plain
+
+
+class Values(NamedTuple):
+    """Numbers by name: as loggers get them, and as callbacks ask for them."""
+
+    logged: dict[str, float]
+    measured: dict[str, float]
 
 
 class Total:
@@ -44,24 +76,48 @@ class Total:
 
     def add(self, value: Tensor, weight: float) -> None:
         """Take one more value."""
-        value = value.detach().double()
         self.merge(value * weight if self.reduction == "mean" else value, weight)
 
     def result(self) -> float | None:
         """Return what it came to; ``None`` where there was no value."""
-        if self.value is None:
+        if self.value is None or self.weight == 0:
             return None
         return self.value.item() / (self.weight if self.reduction == "mean" else 1)
 
     def merge(self, value: Tensor, weight: float) -> None:
-        """Take the value of another total."""
-        if self.value is None:
+        """Take the value of another total; one without weight does not count."""
+        if self.value is None or self.weight == 0:
             self.value = value
+        elif weight == 0:
+            return
         elif self.reduction in ("mean", "sum"):
             self.value = self.value + value
         else:
             self.value = (torch.minimum if self.reduction == "min" else torch.maximum)(self.value, value)
         self.weight += weight
+
+
+@dataclass
+class Entry:
+    """What came up of a key.
+
+    Attributes:
+        steps: the values of the latest steps, by which of them it was, with the samples that each counts for.
+        metric: of torchmetrics.
+    """
+
+    key: Key
+    of_epoch: Total
+    steps: dict[Any, tuple[Tensor, float]] = field(default_factory=dict)
+    metric: Any = None
+
+    def of_step(self, which: Any = None) -> Total:
+        """Return the total of the latest steps, or of those with a number."""
+        total = Total(self.key.reduction)
+        for step, (value, weight) in self.steps.items():
+            if which is None or step[0] == which:
+                total.add(value, weight)
+        return total
 
 
 def reduced(totals: Iterable[Total], around: Surroundings) -> list[Total]:
@@ -87,109 +143,207 @@ def reduced(totals: Iterable[Total], around: Surroundings) -> list[Total]:
     return found
 
 
+def everywhere(mine: Sequence[Any], around: Surroundings) -> list[Any]:
+    """Return what any rank has, in one order: plain data, as JSON gives it back. A collective, or two of them.
+
+    A module may log on some ranks alone: ``if self.global_rank == 0: self.log(…)``.
+    """
+    if around.world.world_size == 1:
+        return list(mine)
+    text = json.dumps(list(mine)).encode()
+    device = around.devices[0]
+    told = by_rank(torch.tensor([len(text), zlib.crc32(text)], device=device), around.world, around.sum).cpu()
+    if bool((told == told[0]).all()):
+        return list(mine)
+    letters = torch.zeros(int(told[:, 0].max()), dtype=torch.int64, device=device)
+    letters[: len(text)] = torch.tensor(list(text), device=device)
+    texts = by_rank(letters, around.world, around.sum).tolist()
+    found = [json.loads(bytes(row[: int(size)])) for row, size in zip(texts, told[:, 0], strict=True)]
+    each = {json.dumps(one): one for rows in found for one in rows}
+    return list(each.values())
+
+
 class Log:
     """What was logged since it was last read, by the names that Lightning gives it."""
 
     def __init__(self, owner: str) -> None:
         self.owner = owner  # the module's class, for messages
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[Key, Entry] = {}
+        self.computed: list[Any] = []  # metrics of the epoch that are to be reset
         self.names: set[str] = set()  # all that ever came up
         self.unlogged: set[str] = set()  # those that loggers do not get
+        self._asked: dict[tuple[str, str], tuple[Any, ...]] = {}  # by hook and name: how it was logged
 
-    def add(
-        self,
-        name: str,
-        value: Any,
-        size: float,
-        *,
-        on_step: bool,
-        on_epoch: bool,
-        reduce_fx: Any = "mean",
-        logger: bool = True,
-    ) -> None:
-        """Take a value that counts for ``size`` samples.
+    def key(self, hook: str, name: str, value: Any, of_set: str, reduce_fx: Any, logger: bool, **options: Any) -> Key:
+        """Return the key of what is logged.
 
         Raises:
-            RequestError: it is not a scalar, or is to be reduced in a way that is not there.
+            RequestError: it cannot be reduced in that way, or was logged in another way before.
         """
-        reduction = {torch.mean: "mean", torch.sum: "sum", torch.min: "min", torch.max: "max"}.get(reduce_fx, reduce_fx)
+        reduction = _NAMES.get(reduce_fx, reduce_fx)
         if reduction not in _REDUCTIONS:
             raise RequestError(
                 f"{self.owner} logs {name} with reduce_fx={reduce_fx}, which cannot be done over ranks. Allowed: "
                 f"{', '.join(_REDUCTIONS)}."
             )
-        is_metric = is_stateful(value)
-        entry = self._entry(name, on_step, on_epoch, reduction, logger)
-        if is_metric:
+        if not options["on_step"] and not options["on_epoch"]:
+            raise RequestError(
+                f"{self.owner} logs {name} in {hook} with on_step=False and on_epoch=False, so it would be logged "
+                f"nowhere. Set one of them."
+            )
+        key = Key(hook, name, of_set, reduction=reduction, is_metric=is_stateful(value), **options)
+        asked = key[3:6], logger
+        if self._asked.setdefault((hook, key.plain), asked) != asked:
+            raise RequestError(
+                f"{self.owner} logs {name} twice in {hook}, with different arguments (on_step, on_epoch, reduce_fx, "
+                f"logger). Give both the same ones, or one of them another name."
+            )
+        names = {key.plain, key.of_step, key.of_epoch}
+        self.names |= names
+        self.unlogged |= set() if logger else names
+        return key
+
+    def number(self, name: str, value: Any) -> Tensor:
+        """Return a logged value as it is now: a module may change it later.
+
+        Raises:
+            RequestError: it is no single number.
+        """
+        found = torch.as_tensor(value).detach().to(torch.float64, copy=True)
+        if found.numel() != 1:
+            raise RequestError(
+                f"{self.owner} logs {name} of shape {list(found.shape)}. Allowed: a single number, or a metric of "
+                f"torchmetrics."
+            )
+        return found.reshape(())
+
+    def add(self, key: Key, value: Any, size: float, step: Any) -> None:
+        """Take a value that counts for ``size`` samples; in a ``step`` the last one of a name is that step's."""
+        entry = self.entries.setdefault(key, Entry(key, Total(key.reduction)))
+        if key.is_metric:
             entry.metric = value
-            number = batch_value(value) if on_step else None
+            now = batch_value(value) if key.on_step else None
+            number = None if now is None else self.number(key.name, now)
         else:
-            number = torch.as_tensor(value)
-            if number.numel() != 1:
-                raise RequestError(
-                    f"{self.owner} logs {name} of shape {list(number.shape)}. Allowed: a single number, or a metric of "
-                    f"torchmetrics."
-                )
-            number = number.reshape(())
+            number = self.number(key.name, value)
         if number is None:
             return
-        if on_step:
-            entry.of_step.add(number, size)
-        if on_epoch and not is_metric:
+        if key.on_step:
+            entry.steps[step] = number, size
+        if key.on_epoch and not key.is_metric:
             entry.of_epoch.add(number, size)
 
-    def steps(self, around: Surroundings) -> dict[str, float]:
+    def latest(self, of_step: bool) -> dict[str, float]:
+        """Return what was not read yet of this rank's values: of the latest step, or of the epoch so far."""
+        found: dict[str, float] = {}
+        for key, entry in self.entries.items():
+            total, name = (entry.of_step(), key.of_step) if of_step else (entry.of_epoch, key.of_epoch)
+            if (value := total.result()) is not None:
+                found |= {key.plain: value, name: value}
+        return found
+
+    def steps(self, around: Surroundings) -> Values:
         """Return and forget the values of the latest steps. A collective."""
-        chosen = {
-            f"{name}_step" if entry.on_epoch else name: entry for name, entry in self.entries.items() if entry.on_step
-        }
-        values = [total.result() for total in reduced([e.of_step for e in chosen.values()], around)]
-        for entry in chosen.values():
-            entry.of_step = Total(entry.reduction)
-        return {name: value for name, value in zip(chosen, values, strict=True) if value is not None}
+        entries = self._chosen(lambda key: key.on_step, around)
+        found = self._values([(key, key.of_step, entry.of_step()) for key, entry in entries], around)
+        self.forget_steps()
+        return found
 
-    def epoch(self, around: Surroundings) -> dict[str, float]:
-        """Return the values of the epoch, then forget it and reset its metrics. A collective."""
-        chosen = {
-            f"{name}_epoch" if entry.on_step else name: entry for name, entry in self.entries.items() if entry.on_epoch
-        }
-        plain = {name: entry for name, entry in chosen.items() if entry.metric is None}
-        values = [total.result() for total in reduced([e.of_epoch for e in plain.values()], around)]
-        found = {name: value for name, value in zip(plain, values, strict=True) if value is not None}
-        for name, entry in chosen.items():
-            if entry.metric is not None:
-                with warnings.catch_warnings():  # of a metric without an update: a rank without a sample is no mistake
-                    warnings.filterwarnings("ignore", "The ``compute`` method", UserWarning)
-                    found[name] = float(entry.metric.compute())
-                entry.metric.reset()
-        self.entries = {}
-        return {name: found[name] for name in chosen if name in found}
+    def points(self, around: Surroundings) -> list[tuple[str, int, float]]:
+        """Return and forget the same for each step by itself: name, number of the step and value. A collective."""
+        mine = [
+            [*key, number]
+            for key, entry in self.entries.items()
+            for number in dict.fromkeys(step[0] for step in entry.steps)
+        ]
+        rows = [(Key(*row[:-1]), row[-1]) for row in everywhere(mine, around)]
+        totals = [self._entry(key).of_step(number) for key, number in rows]
+        self.forget_steps()
+        found = zip(rows, reduced(totals, around), strict=True)
+        return [(key.of_step, number, value) for (key, number), total in found if (value := total.result()) is not None]
 
-    def state(self, around: Surroundings) -> dict[str, Any]:
-        """Return what the epoch came to so far, over all ranks. A collective."""
-        plain = {name: each for name, each in self.entries.items() if each.on_epoch and each.metric is None}
-        totals = reduced([entry.of_epoch for entry in plain.values()], around)
-        return {
-            name: [entry.on_step, entry.reduction, name not in self.unlogged, total.value, total.weight]
-            for (name, entry), total in zip(plain.items(), totals, strict=True)
-        }
+    def epoch(self, around: Surroundings) -> Values:
+        """Return the values of the epoch that were not read yet. A collective."""
+        entries = self._chosen(lambda key: key.on_epoch, around)
+        found = self._values([(k, k.of_epoch, e.of_epoch) for k, e in entries if not k.is_metric], around)
+        for key, entry in entries:
+            if key.is_metric:
+                value = self._computed(key, entry.metric)
+                found.logged[key.of_epoch] = value
+                found.measured.update({key.plain: value, key.of_epoch: value})
+                self.computed.append(entry.metric)
+        for key, _ in entries:
+            self.entries.pop(key, None)
+        return found
 
-    def load_state(self, state: Mapping[str, Any], first: bool) -> None:
-        """Restore it: the values on the ``first`` rank alone, for they will be added up again."""
-        for name, (on_step, reduction, logger, value, weight) in state.items():
-            entry = self._entry(name, on_step, True, reduction, logger)
-            if first and value is not None:
-                entry.of_epoch.merge(value, weight)
-
-    def _entry(self, name: str, on_step: bool, on_epoch: bool, reduction: str, logger: bool) -> Entry:
-        if name not in self.entries:
-            self.entries[name] = Entry(on_step, on_epoch, reduction)
-            names = {name, f"{name}_step", f"{name}_epoch"}
-            self.names |= names
-            self.unlogged |= set() if logger else names
-        return self.entries[name]
+    def close(self) -> None:
+        """End the epoch: forget it, and reset its metrics."""
+        for entry in self.entries.values():
+            self.computed += [] if entry.metric is None else [entry.metric]
+        for metric in self.computed:
+            metric.reset()
+        self.entries, self.computed = {}, []
 
     def forget_steps(self) -> None:
         """Forget the values of steps that are not logged."""
         for entry in self.entries.values():
-            entry.of_step = Total(entry.reduction)
+            entry.steps = {}
+
+    def state(self, around: Surroundings) -> list[Any]:
+        """Return what the epoch came to so far, over all ranks. A collective."""
+        entries = self._chosen(lambda key: key.on_epoch and not key.alone, around)
+        entries = [(key, entry) for key, entry in entries if not key.is_metric]
+        totals = reduced([entry.of_epoch for _, entry in entries], around)
+        return [
+            [*key, key.plain not in self.unlogged, total.value, total.weight]
+            for (key, _), total in zip(entries, totals, strict=True)
+        ]
+
+    def load_state(self, state: Any, first: bool) -> None:
+        """Restore it: the values on the ``first`` rank alone, for they will be added up again."""
+        if isinstance(state, Mapping):  # until 0.2 there were names alone
+            state = [["training_step", name, "", on, True, *rest] for name, (on, *rest) in state.items()]
+            state = [[*row[:6], False, False, *row[6:]] for row in state]
+        for row in state:
+            key, (logger, value, weight) = Key(*row[:-3]), row[-3:]
+            self.unlogged |= set() if logger else {key.plain, key.of_step, key.of_epoch}
+            self.names |= {key.plain, key.of_step, key.of_epoch}
+            entry = self.entries.setdefault(key, Entry(key, Total(key.reduction)))
+            if first and value is not None:
+                entry.of_epoch.merge(value, weight)
+
+    def _entry(self, key: Key) -> Entry:
+        return self.entries.get(key) or Entry(key, Total(key.reduction))
+
+    def _chosen(self, wanted: Any, around: Surroundings) -> list[tuple[Key, Entry]]:
+        """Return the entries of that kind that any rank has, in one order. A collective."""
+        keys = everywhere([key for key in self.entries if wanted(key)], around)
+        return [(key, self._entry(key)) for key in (Key(*each) for each in keys)]
+
+    def _values(self, rows: Sequence[tuple[Key, str, Total]], around: Surroundings) -> Values:
+        over_ranks = iter(reduced([total for key, _, total in rows if not key.alone], around))
+        found = Values({}, {})
+        for key, name, mine in rows:
+            value = (mine if key.alone else next(over_ranks)).result()
+            if value is not None:
+                found.logged[name] = value
+                found.measured.update({key.plain: value, name: value})
+        return found
+
+    def _computed(self, key: Key, metric: Any) -> float:
+        """Return what a metric comes to over all ranks. A collective."""
+        if metric is None:
+            raise RunFailed(
+                f"{self.owner} logs the metric {key.name} in {key.hook} on some ranks alone, and to compute it takes "
+                f"all of them. Log it on each rank."
+            )
+        with warnings.catch_warnings():  # of a metric without an update: a rank without a sample is no mistake
+            warnings.filterwarnings("ignore", "The ``compute`` method", UserWarning)
+            value = metric.compute()
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            shape = f"of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+            raise RunFailed(
+                f"{self.owner} logs {key.name}, which computes to {shape}. Allowed: a single number. Ask the metric "
+                f"for one, e.g. by average='macro', or log the parts of a MetricCollection by self.log_dict."
+            )
+        return float(value)

@@ -9,6 +9,7 @@ import torch
 
 from ddp_recipes.errors import RequestError
 from ddp_recipes.tasks import OwnOptimizers, Schedule
+from ddp_recipes.training.update import needs_closure
 
 if TYPE_CHECKING:
     from ddp_recipes.lightning.adapter import LightningTask
@@ -32,6 +33,22 @@ def of_module(task: LightningTask) -> OwnOptimizers | None:
             f"{owner} returns {len(optimizers)} optimizers. Several are stepped by the module itself: set "
             f"self.automatic_optimization=False in its __init__, as Lightning asks for."
         )
+    around = task.trainer.surroundings
+    if any(map(needs_closure, optimizers)) and not task.manual:
+        name = type(optimizers[0]).__name__
+        if around.trainer.precision == "16-mixed" or not around.parallelism.whole_model:
+            raise RequestError(
+                f"{owner} returns {name}, which computes the gradients of a step several times and looks at all of "
+                f"them. That does not go with strategy={around.parallelism.name} and "
+                f"trainer.precision={around.trainer.precision}: choose 32-true, and a strategy whose ranks have all of "
+                f"the weights."
+            )
+        if around.trainer.accumulate_grad_batches > 1:
+            raise RequestError(
+                f"{owner} returns {name}, which computes the gradients of a step several times, and with "
+                f"trainer.accumulate_grad_batches={around.trainer.accumulate_grad_batches} each time but the first "
+                f"would be of the last batch alone. Set trainer.accumulate_grad_batches=1."
+            )
     return OwnOptimizers(optimizers, [_schedule(task, each, owner) for each in schedulers])
 
 
@@ -80,6 +97,7 @@ def _schedule(task: LightningTask, given: Any, owner: str) -> Schedule:
         options["monitor"] if follows else None,
         bool(options.get("strict", True)),
         advance,
+        options.get("name"),
     )
 
 

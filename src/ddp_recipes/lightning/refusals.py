@@ -4,6 +4,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from ddp_recipes.errors import RequestError
+from ddp_recipes.lightning.hooks import REMOVED
 from ddp_recipes.tasks import Surroundings
 
 _STEPS = {"validate": "validation_step", "test": "test_step"}
@@ -13,17 +14,23 @@ _OF_ALL = {  # hooks that are given gradients or weights, or an optimizer
 }
 
 
-def refuse_surroundings(owner: str, own: Collection[str], manual: bool, around: Surroundings) -> None:
+def refuse_surroundings(module: object, own: Collection[str], manual: bool, around: Surroundings) -> None:
     """Refuse a run that would not do what the module asks for.
 
     Args:
-        owner: the module's class.
-        own: the hooks that it defines.
+        own: the hooks that the module defines.
         manual: whether it steps its optimizers itself.
 
     Raises:
         RequestError: with what to do instead.
     """
+    owner = type(module).__name__
+    for name, (instead, modes) in REMOVED.items():
+        if around.mode in modes and callable(getattr(module, name, None)):
+            raise RequestError(
+                f"{owner} has {name}, which Lightning 2 does not call and refuses. Use {instead}; outputs of the steps "
+                f"are kept as attributes of the module."
+            )
     step, trainer, strategy = _STEPS.get(around.mode, "training_step"), around.trainer, around.parallelism
     if step not in own and not (step == "test_step" and "validation_step" in own):
         raise RequestError(f"mode={around.mode} runs {step}, which {owner} does not define.")
@@ -87,6 +94,30 @@ def refuse_rows(owner: str, callbacks: Collection[object], around: Surroundings)
                 f"({plan.num_samples} in batches of {plan.global_batch_size}). Choose data.global_batch_size or "
                 f"data.val_batch_size so that each has one, or data.drop_last=true."
             )
+
+
+def refuse_cadence(owner: str, around: Surroundings) -> None:
+    """Refuse validations in the middle of a step, as Lightning has them between batches that are accumulated.
+
+    Raises:
+        RequestError: says which interval there may be.
+    """
+    trainer, batches = around.trainer, len(around.loaders["train"])
+    interval, step = trainer.val_check_interval, trainer.accumulate_grad_batches
+    every = interval if isinstance(interval, int) else max(1, int(interval * batches))
+    if not any(name != "train" for name in around.loaders):
+        return
+    if isinstance(interval, int) and interval > batches:
+        raise RequestError(
+            f"trainer.val_check_interval={interval}, and an epoch has {batches} batches, so {owner} would never be "
+            f"validated. Give at most {batches}, or a fraction of an epoch such as 1.0."
+        )
+    if every < batches and every % step:
+        raise RequestError(
+            f"trainer.val_check_interval={interval} asks to validate {owner} after every {every} of {batches} batches, "
+            f"and a step takes trainer.accumulate_grad_batches={step} of them. Validations are between steps: give a "
+            f"multiple of {step} batches, or 1.0."
+        )
 
 
 def _manual(manual: bool) -> tuple[str, ...]:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ddp_recipes.errors import RequestError
-from ddp_recipes.lightning.hooks import OF_STEP, SILENT
+from ddp_recipes.lightning.hooks import LOGGING, OF_EVALUATION, OF_STEP
+from ddp_recipes.lightning.update import backward
 from ddp_recipes.strategies.base import by_rank
-from ddp_recipes.tasks.task import is_stateful
 from ddp_recipes.training.evaluation import refused_collective
 from ddp_recipes.training.update import clip_to
 
@@ -46,32 +46,39 @@ class Services:
         *_: Any,
         batch_size: int | None = None,
         add_dataloader_idx: bool = True,
+        rank_zero_only: bool = False,
         **__: Any,
     ) -> None:
         """Take a value under a name, as ``LightningModule.log`` does."""
         task, hook = self.task, self.task.hooks.current
         owner, trainer = type(task.model).__name__, task.trainer
-        if hook in SILENT:
-            raise RequestError(f"{owner} logs {name} in {hook}, where Lightning does not allow it.")
-        size = float(batch_size or (size_of(task.batch) if task.batch is not None else 1))
-        options: dict[str, Any] = {"reduce_fx": reduce_fx, "logger": logger is not False}
-        evaluates = hook.startswith(("on_validation", "on_test", "validation", "test"))
-        if trainer.stage == "train" and not evaluates:
-            in_step = hook in OF_STEP
-            step, epoch = in_step if on_step is None else on_step, not in_step if on_epoch is None else on_epoch
-            task.training_log.add(name, value, size, on_step=step, on_epoch=epoch, **options)
-            return
-        if on_step:
+        if hook not in LOGGING:
+            raise RequestError(f"{owner} logs {name} in {hook or 'no hook'}, where Lightning does not allow it.")
+        if hook not in OF_STEP | OF_EVALUATION and (on_step or on_epoch is False):
             raise RequestError(
-                f"{owner} logs {name} in {hook} with on_step=True. Evaluations are logged once, for all their samples: "
-                f"leave it out."
+                f"{owner} logs {name} in {hook} with on_step={on_step} and on_epoch={on_epoch}, which is not called "
+                f"for each batch. Leave both out."
             )
-        if add_dataloader_idx and trainer.evaluates_several:
-            name = f"{name}/dataloader_idx_{task.dataloader_idx}"
-        if hook.endswith("_step") and not is_stateful(value) and reduce_fx in ("mean", torch.mean):
-            task.of_step[name] = torch.as_tensor(value).detach().float().reshape(()).expand(int(size))
-        else:
-            task.evaluation_log.add(name, value, size, on_step=False, on_epoch=True, **options)
+        size = float(batch_size or (size_of(task.batch) if task.batch is not None else 1)) * task.counts
+        evaluates = trainer.stage != "train" or "validation" in hook or "test" in hook
+        step = hook in OF_STEP if on_step is None else on_step
+        epoch = hook not in OF_STEP if on_epoch is None else on_epoch
+        log = task.evaluation_log if evaluates else task.training_log
+        several = add_dataloader_idx and hook in OF_EVALUATION and trainer.evaluates_several
+        of_set = f"/dataloader_idx_{task.dataloader_idx}" if several else ""
+        options = {"reduce_fx": reduce_fx, "logger": logger is not False, "alone": rank_zero_only}
+        key = log.key(hook, name, value, of_set, on_step=step, on_epoch=epoch, **options)
+        if evaluates and step and epoch:
+            log.unlogged.add(key.plain)  # it is there for callbacks
+        if evaluates and epoch and hook.endswith("_step") and key[5:] == ("mean", False, False):
+            # Exactly, by samples: as evaluations measure whatever is measured.
+            values = log.number(name, value).expand(int(size or 1))
+            for each in dict.fromkeys((key.plain, key.of_epoch)):
+                task.of_step.setdefault(each, []).append(values)
+            if not step:
+                return
+            key = key._replace(on_epoch=False, name=f"{name}_step")
+        log.add(key, value, size, task.at)
 
     def log_dict(self, dictionary: Mapping[str, Any], *arguments: Any, **options: Any) -> None:
         """Take several."""
@@ -90,10 +97,9 @@ class Services:
         return None if not found else found[0] if len(found) == 1 else found
 
     def manual_backward(self, loss: Tensor, *arguments: Any, **options: Any) -> None:
-        """Run backward."""
+        """Run backward, for the gradients of all ranks. A collective."""
         self.task.hooks("on_before_backward", loss)
-        weighted = loss if self.task.weight == 1 else loss * self.task.weight
-        weighted.backward(*arguments, **options)  # type: ignore[no-untyped-call]
+        backward(self.task, loss if self.task.weight == 1 else loss * self.task.weight, *arguments, **options)
         self.task.hooks("on_after_backward")
 
     def clip_gradients(
@@ -102,12 +108,15 @@ class Services:
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip the gradients of an optimizer's parameters."""
+        """Clip the gradients of an optimizer's parameters, as ``trainer.gradient_clip_*`` say where nothing else is."""
+        settings = self.task.trainer.surroundings.trainer
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        if gradient_clip_val is None or not parameters:
+        if gradient_clip_val is None:
+            gradient_clip_val = settings.gradient_clip_val
+        if not gradient_clip_val or not parameters:
             return
         assert self.task.trainer.run is not None
-        by_value = gradient_clip_algorithm == "value"
+        by_value = (gradient_clip_algorithm or settings.gradient_clip_algorithm).lower() == "value"
         norm = None if by_value else self.task.trainer.run.strategy.norm([p.grad for p in parameters])
         clip_to(parameters, gradient_clip_val, norm)
 

@@ -1,7 +1,8 @@
 """What a module written for Lightning sees as ``self.trainer``."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,10 +10,15 @@ import torch
 from torch import Tensor
 
 from ddp_recipes.callbacks import Callback
-from ddp_recipes.data.loader import Loader
+from ddp_recipes.checkpointing.files import content_of
+from ddp_recipes.errors import RequestError
+from ddp_recipes.lightning.checkpoint import WEIGHTS_ONLY
+from ddp_recipes.lightning.hooks import OF_EVALUATION, OF_STEP
 from ddp_recipes.lightning.logger import ModuleLogger
-from ddp_recipes.tasks import Surroundings, Task
-from ddp_recipes.training.state import Run
+from ddp_recipes.lightning.views import Checkpoints, LoaderView, PredictLoop
+from ddp_recipes.runtime.files import write_aside
+from ddp_recipes.tasks import Surroundings
+from ddp_recipes.training.state import Run, gather_state
 
 
 class Trainer:
@@ -29,13 +35,13 @@ class Trainer:
     barebones = False
     received_sigterm = False
     enable_validation = True
-    checkpoint_callback = early_stopping_callback = progress_bar_callback = None
+    early_stopping_callback = progress_bar_callback = None
     reload_dataloaders_every_n_epochs = 0
     num_sanity_val_steps = 0
 
     surroundings: Surroundings
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: Any) -> None:
         self.lightning_module = self.model = task.model
         self.run: Run | None = None
         self.datamodule: Any = None
@@ -45,7 +51,11 @@ class Trainer:
         self.manual = False
         self.stage = "train"
         self.logger = ModuleLogger(self, task)
-        self.fit_loop = SimpleNamespace(epoch_loop=_EpochLoop(self))
+        self.fit_loop = SimpleNamespace(epoch_loop=_EpochLoop(self), setup_data=lambda: None)
+        self.predict_loop = PredictLoop(self)
+        self.brought: Mapping[str, Any] = {}
+        self._metrics: dict[str, float] = {}  # outside of training
+        self._task = task
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith(("limit_", "gradient_", "log_every", "check_val", "val_check", "overfit", "fast_dev")):
@@ -117,14 +127,41 @@ class Trainer:
         return sum(name != "train" for name in self.surroundings.loaders) > 1
 
     @property
-    def train_dataloader(self) -> Loader | None:
-        """The loader of training batches, which has a ``dataset``."""
-        return self.surroundings.loaders.get("train")
+    def train_dataloader(self) -> "LoaderView | None":
+        """This rank's training batches, with their ``dataset``."""
+        loaders = self._loaders("train")
+        return loaders if isinstance(loaders, LoaderView) else None
 
     @property
-    def val_dataloaders(self) -> list[Loader]:
-        """Those of validation."""
-        return [loader for name, loader in self.surroundings.loaders.items() if name.startswith("val")]
+    def val_dataloaders(self) -> Any:
+        """The same of validation: one, or a list or dict of several, as the hook returns them; ``None`` without any."""
+        return self._loaders("val")
+
+    @property
+    def test_dataloaders(self) -> Any:
+        """The same of tests."""
+        return self._loaders("test")
+
+    @property
+    def predict_dataloaders(self) -> Any:
+        """The same of predictions."""
+        return self._loaders("predict")
+
+    def _loaders(self, split: str) -> Any:
+        loaders = self.surroundings.loaders
+        if split == "predict" and self.surroundings.mode == "predict":
+            return next((LoaderView(loader) for loader in loaders.values()), None)
+        found = {
+            name.partition("/")[2]: LoaderView(each)
+            for name, each in loaders.items()
+            if name.partition("/")[0] == split
+        }
+        brought = self.brought.get(split)
+        if not found:
+            return None
+        if "" in found and not isinstance(brought, (list, tuple, Mapping)):
+            return found[""]
+        return list(found.values()) if isinstance(brought, (list, tuple)) else found
 
     @property
     def should_stop(self) -> bool:
@@ -147,9 +184,7 @@ class Trainer:
     def lr_scheduler_configs(self) -> list[Any]:
         """Its schedulers, with ``scheduler``, ``interval``, ``frequency`` and ``monitor``."""
         schedules = [] if self.run is None else self.run.schedules
-        return [
-            SimpleNamespace(**vars(each), name=None, reduce_on_plateau=each.monitor is not None) for each in schedules
-        ]
+        return [SimpleNamespace(**vars(each), reduce_on_plateau=each.monitor is not None) for each in schedules]
 
     @property
     def loggers(self) -> list[ModuleLogger]:
@@ -185,10 +220,54 @@ class Trainer:
 
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
-        """The latest value of each metric."""
-        return {name: torch.tensor(value) for name, value in (self.run.metrics if self.run else {}).items()}
+        """The latest value of each metric; as long as ranks have not exchanged what was just logged, this rank's."""
+        task, hook = self._task, self._task.hooks.current
+        latest: dict[str, float] = {}
+        if self.training:
+            latest = task.training_log.latest(of_step=hook in OF_STEP)
+        elif hook not in OF_EVALUATION:
+            latest = task.evaluation_log.latest(of_step=False)
+        values = {**(self.run.metrics if self.run else {}), **self._metrics, **latest}
+        return {name: torch.tensor(value) for name, value in values.items()}
+
+    def measured(self, values: Mapping[str, float]) -> None:
+        """Take values before the run has them: as soon as they are known."""
+        kept = self._metrics if self.run is None or self.sanity_checking else self.run.metrics
+        kept.update(values)
+
+    def forget(self) -> None:
+        """Forget those of the first look at validation."""
+        self._metrics.clear()
 
     logged_metrics = progress_bar_metrics = callback_metrics
+
+    @property
+    def checkpoint_callback(self) -> "Checkpoints | None":
+        """Where the run's checkpoints are; ``None`` where it saves none."""
+        return Checkpoints(self.run, self.surroundings) if self.run and self.run.checkpoint.enabled else None
+
+    @property
+    def checkpoint_callbacks(self) -> "list[Checkpoints]":
+        """The same as a list."""
+        return [] if self.checkpoint_callback is None else [self.checkpoint_callback]
+
+    def save_checkpoint(self, filepath: str | Path, weights_only: bool = False, *_: Any, **__: Any) -> None:
+        """Save a checkpoint to a file of one's own. A collective, as in Lightning: call it on each rank.
+
+        Raises:
+            RequestError: nothing is trained, or no rank has the whole of the weights.
+        """
+        if self.run is None or self.run.strategy.writers:
+            raise RequestError(
+                f"trainer.save_checkpoint saves what is trained, on one rank; this is mode={self.surroundings.mode} "
+                f"with strategy={self.surroundings.parallelism.name}. Use checkpoint.every_n_steps or every_n_epochs."
+            )
+        state = gather_state(self.run)
+        if self.is_global_zero:
+            content = content_of({**state, "checkpointer": self.run.checkpointer.state()})
+            if weights_only:
+                content = {name: value for name, value in content.items() if name in WEIGHTS_ONLY}
+            write_aside(Path(filepath), lambda file: torch.save(content, file))
 
     # Who it is.
 

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
-from functools import partial
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ddp_recipes.data.loader import Batch
+from ddp_recipes.errors import RunFailed
 from ddp_recipes.runtime.fast_paths import zero_grad
 from ddp_recipes.runtime.phases import ALL_REDUCE, phase
+from ddp_recipes.runtime.seeding import seed_torch, step_key
+from ddp_recipes.training.metrics import mean_loss
 from ddp_recipes.training.non_finite import Losses
 from ddp_recipes.training.state import Run, Update
-from ddp_recipes.training.update import MicroBatch, clip_unscaled, micro_batches, of_step
+from ddp_recipes.training.update import MicroBatch, clip_unscaled, micro_batches, needs_closure, of_step
 
 if TYPE_CHECKING:
     from ddp_recipes.lightning.adapter import LightningTask
@@ -23,67 +25,114 @@ if TYPE_CHECKING:
 
 def automatic(task: LightningTask, run: Run, batches: Iterator[Batch], measured: bool) -> Update:
     """Take an optimizer step as the loop does; the module may have a say in each part of it."""
-    hooks, plan = task.hooks, run.train.plan
+    plan = run.train.plan
     numbers, samples = of_step(run)
     total = sum(
         run.strategy.takes_empty or plan.size(number, shard) > 0 for number in numbers for shard in run.train.shards
     )
-    losses: list[Losses] = [[] for _ in run.train.shards]
-    precision = _Backward(task, run)
-    norm: list[Tensor | None] = [None]
     lr = run.optimizer.param_groups[0]["lr"]
-
-    def forward_backward(each: MicroBatch) -> Tensor:
-        loss = run.strategy.training_step(run.module, each.batch.data, each.weight, each.last, precision)
-        losses[each.shard].append((loss, each.batch.num_samples))
-        return loss
-
-    def gradients(each: MicroBatch | None) -> Tensor | None:
-        """What Lightning calls the closure: ends with the clipped gradients of the whole step."""
-        with torch.enable_grad():
-            loss = None if each is None else forward_backward(each)
-        next(passes, None)  # there is none: the context of the last shard ends
-        with phase(ALL_REDUCE):
-            run.strategy.reduce()
-        run.precision.unscale(run.optimizer)
-        hooks("on_before_optimizer_step", run.optimizer)
-        norm[0] = _clip(task, run, measured)
-        return loss
-
     passes = micro_batches(run, batches, numbers, samples)
+    closure = Closure(task, run, passes, numbers, samples)
+    optimizer = SteppedOptimizer(task, run, run.optimizer, measured)
     for number, each in enumerate(passes, start=1):
-        if len(losses) == 1:
+        if len(run.train.shards) == 1:
             task.training_log.forget_steps()  # as in Lightning, the last of accumulated batches is what is logged
         each = task.begin_batch(each)
+        if run.trainer.accumulate_grad_batches > 1:  # each batch counts alike in Lightning, also in a rest
+            weight = each.batch.num_samples * run.strategy.divisor / plan.size(each.batch.number)
+            each = each._replace(weight=weight / run.trainer.accumulate_grad_batches)
+            closure.batches.clear()  # no batch is computed anew
+        closure.batches.append(each)
         if number < total:
-            forward_backward(each)
+            closure.forward_backward(each)
+            if run.strategy.takes_empty:  # else some ranks may be here less often
+                task.events.follow()
             task.end_batch()
         else:
-            _step(task, run, partial(gradients, each))
+            _step(task, run, optimizer, closure)
     if not total:  # no sample of this step is on this rank, but its parameters change all the same
-        _step(task, run, partial(gradients, None))
-    return Update(losses, samples, norm[0], lr)
+        _step(task, run, optimizer, closure)
+    return Update(closure.losses, samples, optimizer.norm, lr)
 
 
-def _step(task: LightningTask, run: Run, closure: Any) -> None:
-    """Step the optimizer, which calls the closure first; the module may do it by itself."""
+def _step(task: LightningTask, run: Run, optimizer: SteppedOptimizer, closure: Closure) -> None:
+    """Step the optimizer, which calls the closure first; the module may do it by itself.
+
+    Raises:
+        RunFailed: it does not call the closure.
+    """
     if "optimizer_step" in task.hooks.own:
-        task.hooks.of_module("optimizer_step", task.trainer.epoch, task.batch_idx, run.optimizer, closure)
-        return
-    closure()
-    with phase("optimizer"):
-        run.precision.step(run.optimizer)
+        task.hooks.of_module("optimizer_step", task.trainer.epoch, task.batch_idx, optimizer, closure)
+    else:
+        optimizer.step(closure)
+    if not closure.calls:
+        raise RunFailed(
+            f"{type(task.model).__name__}.optimizer_step calls neither optimizer_closure() nor "
+            f"optimizer.step(closure=optimizer_closure), so nothing is computed. Lightning asks for one of them."
+        )
 
 
-def _clip(task: LightningTask, run: Run, measured: bool) -> Tensor | None:
-    """Clip as the module says, else as configured."""
-    if "configure_gradient_clipping" not in task.hooks.own:
-        return clip_unscaled(run, measured)
-    limit, algorithm = run.trainer.gradient_clip_val, run.trainer.gradient_clip_algorithm
-    gradients = [p.grad for group in run.optimizer.param_groups for p in group["params"] if p.grad is not None]
-    norm = run.strategy.norm(gradients) if measured else None
-    task.hooks.of_module("configure_gradient_clipping", run.optimizer, limit, algorithm)
-    return norm
+class Closure:
+    """What Lightning calls the closure: computes the gradients of a step, for the weights as they are then.
+
+    The first call ends what has begun with the batches before. Another one computes all of it anew.
+
+    Attributes:
+        batches: those of this rank that the step has taken so far.
+        losses: of each shard, by the first call.
+    """
+
+    def __init__(
+        self, task: LightningTask, run: Run, passes: Iterator[MicroBatch], numbers: range, samples: int
+    ) -> None:
+        self.task, self.run, self.passes, self.numbers, self.samples = task, run, passes, numbers, samples
+        self.batches: list[MicroBatch] = []
+        self.losses: list[Losses] = [[] for _ in run.train.shards]
+        self.calls = 0
+        self._precision = _Backward(task, run)
+
+    def __call__(self, *_: Any, **__: Any) -> Tensor | None:
+        """Compute gradients; return the loss, over all ranks if the optimizer looks at it."""
+        self.calls += 1
+        with torch.enable_grad():
+            if self.calls == 1:
+                losses = self.losses
+                if self.batches:
+                    self.forward_backward(self.batches[-1])
+                next(self.passes, None)  # there is none: the context of the last shard ends
+            else:
+                losses = self._again()
+        with phase(ALL_REDUCE):
+            self.run.strategy.reduce()
+        if needs_closure(self.run.optimizer):  # and goes on by the loss: the same one on all ranks
+            return mean_loss(self.run, losses, self.samples)
+        return losses[-1][-1][0] if losses[-1] else None
+
+    def forward_backward(self, each: MicroBatch, losses: list[Losses] | None = None) -> None:
+        """Add the gradients of a batch."""
+        run = self.run
+        loss = run.strategy.training_step(run.module, each.batch.data, each.weight, each.last, self._precision)
+        (self.losses if losses is None else losses)[each.shard].append((loss, each.batch.num_samples))
+
+    def _again(self) -> list[Losses]:
+        run, task = self.run, self.task
+        if run.trainer.accumulate_grad_batches > 1:
+            raise RunFailed(
+                f"{type(task.model).__name__} calls its closure more than once in a step, and with "
+                f"trainer.accumulate_grad_batches={run.trainer.accumulate_grad_batches} a second call would compute "
+                f"the last batch alone. Set trainer.accumulate_grad_batches=1."
+            )
+        self._precision.first = True
+        losses: list[Losses] = [[] for _ in run.train.shards]
+        by_place = {each.shard: each for each in self.batches}
+        for place, shard in enumerate(run.train.shards):
+            seed_torch(step_key(run.seed, run.cursor.step, shard), run.devices)
+            size = sum(run.train.plan.size(number, shard) for number in self.numbers)
+            with run.strategy.batch_shard(size / self.samples):
+                if place in by_place:
+                    task.batch = by_place[place].batch.data
+                    self.forward_backward(by_place[place], losses)
+        return losses
 
 
 class _Backward:
@@ -116,7 +165,7 @@ class _Backward:
 
 
 def manual(task: LightningTask, run: Run, batches: Iterator[Batch], measured: bool) -> Update:
-    """Let the module run backward and step its optimizers; each step takes the gradients of all ranks."""
+    """Let the module run backward, for the gradients of all ranks, and step its optimizers."""
     lr = run.optimizer.param_groups[0]["lr"]
     losses: list[Losses] = [[]]
     numbers, samples = of_step(run)
@@ -130,11 +179,87 @@ def manual(task: LightningTask, run: Run, batches: Iterator[Batch], measured: bo
     return Update(losses if losses[0] else [], samples, None, lr)
 
 
-class ManualOptimizer:
-    """What ``self.optimizers()`` gives a module that steps by itself: an optimizer whose step sums over ranks first."""
+def backward(task: LightningTask, loss: Tensor, *arguments: Any, **options: Any) -> None:
+    """Run backward in manual optimization, and add to the gradients those of all ranks. A collective."""
+    run = task.trainer.run
+    assert run is not None
+    several = run.world.world_size > 1
+    trained = [parameter for parameter in task.parameters() if parameter.requires_grad] if several else []
+    before = [parameter.grad for parameter in trained]
+    for parameter in trained:
+        parameter.grad = None
+    task.summed.inside = True
+    try:
+        if "backward" in task.hooks.own:
+            task.hooks.of_module("backward", loss, *arguments, **options)
+        else:
+            loss.backward(*arguments, **options)  # type: ignore[no-untyped-call]
+    finally:
+        task.summed.inside = False
+    if several:
+        with phase(ALL_REDUCE):
+            _sum_gradients(run, trained)
+        for parameter, former in zip(trained, before, strict=True):
+            if former is not None:
+                parameter.grad = former if parameter.grad is None else former.add_(parameter.grad)
 
-    def __init__(self, task: LightningTask, run: Run, optimizer: torch.optim.Optimizer) -> None:
-        self._task, self._run, self.optimizer = task, run, optimizer
+
+def _sum_gradients(run: Run, parameters: Sequence[nn.Parameter]) -> None:
+    """Leave each gradient's sum over ranks, also on a rank that does not use the parameter. Collectives."""
+    used = torch.tensor([[parameter.grad is not None for parameter in parameters]], device=run.devices[0])
+    anywhere = run.strategy.sum(used.to(torch.int64)).tolist()
+    kinds: dict[torch.dtype, list[nn.Parameter]] = {}
+    for parameter, ranks in zip(parameters, anywhere, strict=True):
+        if ranks:
+            kinds.setdefault(parameter.dtype, []).append(parameter)
+    for alike in kinds.values():
+        mine = [torch.zeros_like(each) if each.grad is None else each.grad.to_dense() for each in alike]
+        summed = run.strategy.sum(torch.cat([each.detach().flatten() for each in mine])[None])
+        for parameter, gradient in zip(alike, torch.split(summed, [each.numel() for each in alike]), strict=True):
+            parameter.grad = gradient.view_as(parameter)
+
+
+class Summed:
+    """Whether the gradients of manual optimization are those of all ranks: not of ``loss.backward()`` by itself.
+
+    Attributes:
+        inside: whether the backward pass under way is one of ``self.manual_backward``.
+    """
+
+    def __init__(self) -> None:
+        self.inside = False
+        self._complete = True
+        self._hooked: set[nn.Parameter] = set()
+
+    def watch(self, module: nn.Module) -> None:
+        """Notice backward passes over these parameters."""
+        for parameter in module.parameters():
+            if parameter.requires_grad and parameter not in self._hooked:
+                self._hooked.add(parameter)
+                parameter.register_post_accumulate_grad_hook(self._note)  # type: ignore[no-untyped-call]
+
+    def _note(self, parameter: Tensor) -> None:
+        self._complete &= self.inside
+
+    def check(self, owner: str) -> None:
+        """Refuse a step with gradients of one rank.
+
+        Raises:
+            RunFailed: a backward pass was run by itself.
+        """
+        if not self._complete:
+            raise RunFailed(
+                f"{owner} calls loss.backward() by itself, so ranks would step with gradients of their own. Call "
+                f"self.manual_backward(loss), as Lightning asks for."
+            )
+
+
+class SteppedOptimizer:
+    """An optimizer as a module steps it: by Lightning's hooks, with the gradients of all ranks."""
+
+    def __init__(self, task: LightningTask, run: Run, optimizer: torch.optim.Optimizer, measured: bool = False) -> None:
+        self._task, self._run, self.optimizer, self._measured = task, run, optimizer, measured
+        self.norm: Tensor | None = None  # of the gradients before they were clipped
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.optimizer, name)
@@ -143,20 +268,48 @@ class ManualOptimizer:
     def __class__(self) -> type:
         return type(self.optimizer)  # for isinstance, as modules and torch's schedulers ask
 
-    def step(self, closure: Any = None, **_: Any) -> None:
-        """Step with the gradients of the mean over the samples of all ranks. A collective."""
-        if closure is not None:
+    @contextmanager
+    def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
+        """Let a backward pass give gradients to this optimizer's parameters alone."""
+        module: Any = self._task.model
+        module.toggle_optimizer(self)
+        yield
+        module.untoggle_optimizer(self)
+
+    def step(self, closure: Any = None, **options: Any) -> Any:
+        """Step, after the closure and the hooks of a step."""
+
+        def gradients() -> Any:
             with torch.enable_grad():
-                closure()
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
-        if self._run.world.world_size > 1 and parameters:
-            flat = torch.cat([p.grad.flatten() for p in parameters if p.grad is not None])
-            with phase(ALL_REDUCE):
-                summed = self._run.strategy.sum(flat[None])
-            gradients = torch.split(summed, [p.numel() for p in parameters])
-            for parameter, gradient in zip(parameters, gradients, strict=True):
-                parameter.grad = gradient.view_as(parameter)
-        self._task.hooks("on_before_optimizer_step", self.optimizer)
+                result = None if closure is None else closure()
+            self._prepare()
+            return result
+
         with phase("optimizer"):
-            self.optimizer.step()
-        self._task.trainer.steps += 1
+            if self._task.manual:
+                result = self.optimizer.step(closure=gradients, **options)
+            else:
+                result = self._run.precision.step(self.optimizer, gradients, **options)
+        self._task.trainer.steps += self._task.manual
+        return result
+
+    def _prepare(self) -> None:
+        task, run = self._task, self._run
+        if task.manual:
+            task.summed.check(f"{type(task.model).__name__}.training_step")
+        else:
+            run.precision.unscale(self.optimizer)
+        task.hooks("on_before_optimizer_step", self.optimizer)
+        if not task.manual:
+            self.norm = self._clip()
+
+    def _clip(self) -> Tensor | None:
+        """Clip as the module says, else as configured; return the norm before that, if it was measured."""
+        task, run = self._task, self._run
+        if "configure_gradient_clipping" not in task.hooks.own:
+            return clip_unscaled(run, self._measured)
+        limit, algorithm = run.trainer.gradient_clip_val, run.trainer.gradient_clip_algorithm
+        gradients = [p.grad for group in run.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        norm = run.strategy.norm(gradients) if self._measured else None
+        task.hooks.of_module("configure_gradient_clipping", run.optimizer, limit, algorithm)
+        return norm

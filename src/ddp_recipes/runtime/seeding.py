@@ -48,11 +48,11 @@ def _mix(state: Any, part: Any) -> Any:
 
 def seed_step(value: int, devices: Iterable[torch.device]) -> None:
     """Seed what a step may draw from: torch's generators on the CPU and on CUDA devices, ``random``, NumPy."""
-    _seed_torch(value, devices)
+    seed_torch(value, devices)
     _seed_others(value)
 
 
-def _seed_torch(value: int, devices: Iterable[torch.device]) -> None:
+def seed_torch(value: int, devices: Iterable[torch.device]) -> None:
     """Seed these generators alone; ``torch.manual_seed`` visits every backend and costs several times as much."""
     torch.default_generator.manual_seed(value)
     for device in devices:
@@ -83,7 +83,7 @@ class Generators:
     def begin(self, step: int, shard: int) -> None:
         """Seed a shard of a step."""
         value = step_key(self.seed, step, shard)
-        _seed_torch(value, self.devices)
+        seed_torch(value, self.devices)
         if not self.drawn:
             self.check()
             if step % _STEPS == 0:

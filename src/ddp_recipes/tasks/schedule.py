@@ -19,6 +19,7 @@ class Schedule:
         monitor: the metric that it follows, once measured; ``None`` for one that follows from the number of ticks.
         strict: whether a metric that is not there ends the run; else it does not advance.
         advance: does so, given the scheduler and the metric.
+        name: what its learning rate is called, where that is given.
     """
 
     scheduler: Any
@@ -27,6 +28,7 @@ class Schedule:
     monitor: str | None = None
     strict: bool = True
     advance: Callable[[Any, float | None], None] | None = None
+    name: str | None = None
 
     def tick(self, batch: int, epoch: int | None, metrics: Mapping[str, float] | None = None) -> None:
         """Advance after an optimizer step, if it is time.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from ddp_recipes.config.settings import TrainerSettings
 from ddp_recipes.errors import RequestError
 from ddp_recipes.loggers import Logger
 from ddp_recipes.runtime.world import World
+from ddp_recipes.tasks.modes import Modes
 from ddp_recipes.tasks.schedule import OwnOptimizers
 
 _OF_THE_LOOP = ("lr", "grad_norm", "samples_per_second", "epoch")  # what it logs as train/… itself, and the loss
@@ -72,9 +74,17 @@ class StepOutput(NamedTuple):
 
 
 class Position:
-    """The optimizer step that is being taken, or was taken last."""
+    """Where a run is.
+
+    Attributes:
+        step: the optimizer step that is being taken, or was taken last.
+        batch, shard: the numbers of the batch that is being evaluated, in its data set, and of the part of it.
+        indices: gives the numbers of its samples.
+    """
 
     step = 0
+    batch = shard = 0
+    indices: Callable[[], Tensor]
 
 
 class Task(nn.Module):
@@ -220,6 +230,27 @@ class Task(nn.Module):
                 f"{list(targets.shape)}, {targets.dtype}. For targets that are values choose task=regression."
             )
 
+    def enter_training(self) -> None:
+        """Put the model in training mode, but for parts of it that are in eval mode, which stay so.
+
+        One that is in eval mode as a whole, as Hugging Face's are when they are loaded, is put in training mode.
+        """
+        if self.model.training:
+            Modes(self).restore()
+        else:
+            self.train()
+
+    def enter_evaluation(self, split: str) -> None:
+        """Put all in eval mode, for a split as in :meth:`start_evaluation`."""
+        self._modes = Modes(self)
+        self.eval()
+
+    def leave_evaluation(self) -> None:
+        """Put each module in the mode that it was in before an evaluation, if there was one."""
+        if self._modes is not None:
+            self._modes.restore()
+        self._modes = None
+
     def start_evaluation(self, split: str, number: int) -> None:
         """Do what is due before a data set is evaluated; nothing here.
 
@@ -231,6 +262,17 @@ class Task(nn.Module):
     def end_evaluation(self, split: str, metrics: dict[str, float]) -> dict[str, float]:
         """Return the metrics of all data sets of a split, once they are evaluated; a task may add to them."""
         return metrics
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Keep a step of an evaluation out of what metrics hold: its batch has no sample, and only its names count."""
+        yield
+        for metric in self.stateful_metrics.values():
+            metric.reset()
+
+    def everywhere(self, names: Sequence[str]) -> Sequence[str]:
+        """Return the names of what was measured on any rank, in one order. A collective, if ranks may have others."""
+        return names
 
     def metric_name(self, prefix: str, name: str) -> str:
         """Return what a metric of a step is logged as; ``prefix`` is ``val``, ``val/<name of the set>``, …"""
@@ -254,9 +296,13 @@ class Task(nn.Module):
         return None
 
     logged: Collection[str] = ()  # names that the task logs in training itself, which are not logged twice
+    unlogged: Collection[str] = ()  # metrics of evaluations that loggers do not get
     names_metrics = False  # whether what a step measures has names of its own, which are known once it ran
     validates = True  # whether there is something to measure on validation sets
 
+    _modes: Modes | None = None  # as they were before the evaluation that is under way
+
+    steps: int | None = None  # optimizer steps, where the task takes them by itself: one of the loop may be several
     deferred = False  # whether large tensors are on meta until they are filled
     accumulates = True  # whether an optimizer step may be one of several passes
 

@@ -57,7 +57,8 @@ def reason_to_stop(run: Run) -> str | None:
         return "signal"
     if limits.max_epochs is not None and at.epoch >= limits.max_epochs:
         return "finished"
-    if limits.max_steps is not None and at.step >= limits.max_steps:
+    steps = at.step if run.task.steps is None else run.task.steps
+    if limits.max_steps is not None and steps >= limits.max_steps:
         return "finished"
     if any(callback.stop for callback in run.callbacks.values()):
         return "finished"
@@ -68,6 +69,8 @@ def validation_due(run: Run, before: Cursor) -> bool:
     """Whether the step just done reached a boundary of ``val_check_interval`` in an epoch that is validated."""
     if not run.val or (before.epoch + 1) % run.trainer.check_val_every_n_epoch:
         return False
+    if any(callback.stop and callback.validates for callback in run.callbacks.values()):
+        return True
     interval = run.trainer.val_check_interval
     batches = interval if isinstance(interval, int) else max(1, int(interval * len(run.train)))
     done = len(run.train) if run.cursor.epoch > before.epoch else run.cursor.batch

@@ -2,7 +2,8 @@
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ def validate(run: Run) -> bool:
         return False
     check_monitor(run, {**run.metrics, **metrics})
     run.metrics.update(metrics)
-    run.logger.scalars(metrics, run.cursor.step)
+    run.logger.scalars({k: v for k, v in metrics.items() if k not in run.task.unlogged}, run.cursor.step)
     log_matrices(matrices, run.logger, run.world.is_main)
     shown = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
     log.info("epoch %d  step %d  %s", run.cursor.epoch, run.cursor.step, shown)
@@ -49,7 +50,7 @@ def validate(run: Run) -> bool:
 def _end_validation(run: Run) -> None:
     for callback in run.callbacks.values():
         callback.on_validation_end(run.cursor.step)
-    run.task.train()
+    run.task.leave_evaluation()
 
 
 def evaluate(
@@ -59,6 +60,7 @@ def evaluate(
     precision: Precision,
     matrices: Matrices | None = None,
     before_batch: Callable[[int], None] = lambda batch: None,
+    within: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Metrics:
     """Return the loss and metrics of data sets, every sample of each counted once at any world size.
 
@@ -68,17 +70,22 @@ def evaluate(
         loaders: by what their metrics' names begin with: ``val``, or ``val/clean`` and ``val/noisy``.
         matrices: gets the metrics that are matrices, for a picture.
         before_batch: called at the same places on every rank, with the batch's number over all data sets.
+        within: makes the context of each step.
+
+    The task is in eval mode after it, too, until :meth:`Task.leave_evaluation`.
     """
     strategy.sync_buffers(task)
-    task.eval()
+    split = next(iter(loaders)).partition("/")[0]
+    task.enter_evaluation(split)
     metrics: Metrics = {}
     done = 0
     for number, (prefix, loader) in enumerate(loaders.items()):
-        task.start_evaluation(prefix.partition("/")[0], number)
+        task.start_evaluation(split, number)
         batches = _announced(task, loader, done, before_batch)
-        metrics |= _evaluate(task, loader, batches, strategy, prefix, precision, {} if matrices is None else matrices)
+        found = {} if matrices is None else matrices
+        metrics |= _evaluate(task, loader, batches, strategy, prefix, precision, found, within)
         done += len(loader)
-    metrics = task.end_evaluation(next(iter(loaders)).partition("/")[0], metrics)
+    metrics = task.end_evaluation(split, metrics)
     strategy.exchanges.settle()  # metrics have collectives of their own
     return metrics
 
@@ -99,6 +106,7 @@ def _evaluate(
     prefix: str,
     precision: Precision,
     matrices: Matrices,
+    within: Callable[[], AbstractContextManager[object]],
 ) -> Metrics:
     for metric in task.stateful_metrics.values():
         metric.reset()
@@ -111,12 +119,11 @@ def _evaluate(
                     with _unmeasured(task):
                         step(batch.data)
                 continue
-            output = step(batch.data)
+            with within(), nullcontext() if batch.num_samples else task.uncounted():
+                output = step(batch.data)
             values = {"loss": output.loss, **output.metrics}
             if batch.num_samples == 0:  # only the names count: fewer samples than ranks
                 values = {name: value.new_zeros(0) for name, value in values.items()}
-                for metric in task.stateful_metrics.values():
-                    metric.reset()
             for name, value in values.items():
                 weight = output.weight if value.dim() == 0 else len(value)
                 summed = value.double() * weight if value.dim() == 0 else value.double().sum()
@@ -124,8 +131,10 @@ def _evaluate(
                 if name not in sums:
                     sums[name] = pair.new_zeros(len(loader.shards), 2)
                 sums[name][loader.shards.index(batch.shard)].add_(pair)
-    totals = strategy.sum(torch.stack(list(sums.values()), dim=1))
-    counted = zip(sums, totals.tolist(), strict=True)
+    names = task.everywhere(list(sums))
+    nothing = torch.zeros(len(loader.shards), 2, dtype=torch.float64, device=loader.device)
+    totals = strategy.sum(torch.stack([sums.get(name, nothing) for name in names], dim=1))
+    counted = zip(names, totals.tolist(), strict=True)
     metrics = {task.metric_name(prefix, name): total / count for name, (total, count) in counted if count}
     return metrics | computed(task, prefix, matrices)
 
@@ -145,26 +154,24 @@ def evaluated(task: Task, loader: Loader) -> Iterator[Batch]:
     devices = {parameter.device for parameter in task.parameters()}
     for batch in loader.batches(epoch=0):
         seed_step(key(loader.plan.seed, 0, batch.number, batch.shard), devices)
+        task.position.batch, task.position.shard = batch.number, batch.shard
+        task.position.indices = partial(loader.plan.indices, 0, batch.number, batch.shard)
         yield batch
 
 
-@contextmanager
-def refusing_collectives(task: Task, loaders: Mapping[str, Loader]) -> Iterator[None]:
-    """Refuse collectives in the task's validation step, where ranks have different numbers of batches.
+def refusing_collectives(task: Task, loaders: Mapping[str, Loader]) -> Callable[[], AbstractContextManager[object]]:
+    """Return contexts that refuse collectives in the task's validation step, where ranks have unevenly many batches.
 
-    Raises:
-        RequestError: one was about to begin; some ranks would wait for others that are done.
+    In them is raised a ``RequestError``: some ranks would wait for others that are done.
     """
     uneven = [name for name, loader in loaders.items() if not loader.is_even]
     if not uneven or type(task).validation_step is Task.validation_step:
-        yield
-        return
+        return nullcontext
 
     def refuse(collective: str) -> None:
         raise refused_collective(collective, uneven[0], loaders[uneven[0]])
 
-    with OnCollective(refuse):
-        yield
+    return partial(OnCollective, refuse)
 
 
 def refused_collective(called: str, name: str, loader: Loader) -> RequestError:

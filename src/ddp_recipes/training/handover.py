@@ -59,7 +59,7 @@ def rewind(run: Run) -> None:
     for optimizer in run.optimizers:
         zero_grad(optimizer)
     run.task.train_sums = None
-    run.task.train()
+    run.task.leave_evaluation()
     run.module = run.task  # what the strategy made of it keeps its connections open
     run.stop_controller.steps, run.stop_controller.batches = Pace(), Pace()
 

@@ -1,5 +1,6 @@
 """Numeric precision of a step: where autocast is on, and how a loss is scaled."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -24,9 +25,9 @@ class Precision:
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Make gradients those of the unscaled loss, for clipping and for their norm."""
 
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Step the optimizer."""
-        optimizer.step()
+    def step(self, optimizer: torch.optim.Optimizer, gradients: Callable[[], Any] | None = None, **options: Any) -> Any:
+        """Step the optimizer, which calls what computes the gradients first, where they are not there yet."""
+        return optimizer.step(**options) if gradients is None else optimizer.step(closure=gradients, **options)
 
     def state(self) -> dict[str, Any]:
         """Return what a resume needs."""
@@ -66,10 +67,12 @@ class Float16(BFloat16):
         """Divide gradients by the scale."""
         self.scaler.unscale_(optimizer)
 
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
+    def step(self, optimizer: torch.optim.Optimizer, gradients: Callable[[], Any] | None = None, **options: Any) -> Any:
         """Step unless a gradient overflowed, then adapt the scale."""
-        self.scaler.step(optimizer)
+        result = None if gradients is None else gradients()
+        self.scaler.step(optimizer, **options)
         self.scaler.update()
+        return result
 
     def state(self) -> dict[str, Any]:
         """Return the scaler's state."""
@@ -95,12 +98,14 @@ class ShardedFloat16(Float16):
         super().unscale(optimizer)
         self.unscaled = True
 
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
+    def step(self, optimizer: torch.optim.Optimizer, gradients: Callable[[], Any] | None = None, **options: Any) -> Any:
         """Step unless a gradient overflowed anywhere. A collective."""
+        result = None if gradients is None else gradients()
         if not self.unscaled:  # a fused optimizer would do it by itself, and look at its own gradients alone
             self.unscale(optimizer)
         self.unscaled = False
-        super().step(optimizer)
+        super().step(optimizer, **options)
+        return result
 
 
 def make_precision(name: str, device_type: str, whole_model: bool = True) -> Precision:

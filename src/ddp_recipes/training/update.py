@@ -1,5 +1,6 @@
 """One optimizer step: forward and backward of its micro-batches, clip, step."""
 
+import inspect
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -127,3 +128,9 @@ def clip_to(parameters: Sequence[nn.Parameter], limit: float, norm: Tensor | Non
         nn.utils.clip_grads_with_norm_(parameters, limit, norm)
     elif any(parameter.grad is not None for parameter in parameters):  # else torch fails
         nn.utils.clip_grad_value_(parameters, limit)
+
+
+def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer cannot step without a closure, which it may call several times (``LBFGS``)."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is closure.empty

@@ -1,0 +1,78 @@
+"""Parts of ``self.trainer``: what modules and callbacks look up in them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ddp_recipes._compat.pytree import tree_map_only
+from ddp_recipes.checkpointing.files import BEST, LAST
+from ddp_recipes.data.loader import Loader
+from ddp_recipes.tasks import Surroundings
+from ddp_recipes.training.state import Run
+
+if TYPE_CHECKING:
+    from ddp_recipes.lightning.trainer import Trainer
+
+
+class LoaderView:
+    """This rank's batches of a data set, as a ``DataLoader`` gives them; training does not notice who iterates here."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+        self.dataset, self.collate_fn = loader.dataset, loader.collate_fn
+        self.batch_size = -(-loader.plan.global_batch_size // loader.plan.num_shards)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        apart = self._loader.limited(len(self))  # a loader of its own: the run's may be in the middle of an epoch
+        return (batch.data for batch in apart.batches(epoch=0) if batch.num_samples)
+
+
+class Checkpoints:
+    """The run's checkpoints by the names of Lightning's ``ModelCheckpoint``."""
+
+    def __init__(self, run: Run, around: Surroundings) -> None:
+        self.monitor, self.mode, self.save_top_k = run.monitor, run.checkpoint.mode, run.checkpoint.save_top_k
+        self.dirpath = str(around.directory / "checkpoints")
+        values = [value for value in run.values.values() if not math.isnan(value)]
+        best = (max if self.mode == "max" else min)(values, default=None)
+        self.best_model_score = None if best is None else torch.tensor(best)
+        self.best_model_path = "" if best is None else str(Path(self.dirpath, BEST))
+        self.last_model_path = str(Path(self.dirpath, LAST)) if run.good_step > 0 else ""
+
+
+class PredictLoop:
+    """What a ``BasePredictionWriter`` of Lightning asks of ``trainer.predict_loop``.
+
+    Attributes:
+        current_batch_indices: the numbers of the batch's samples in the data set.
+        epoch_batch_indices, predictions: of all batches of this rank, where a callback writes them at the end.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self.current_batch_indices: list[int] = []
+        self.epoch_batch_indices: list[list[list[int]]] = [[]]
+        self.predictions: list[Any] = []
+
+    def _writers(self, interval: str) -> bool:
+        return any(getattr(getattr(each, "interval", None), interval, False) for each in self._trainer.callbacks)
+
+    def begin(self, indices: Callable[[], Tensor]) -> None:
+        """Begin a batch with these samples."""
+        if self._writers("on_batch") or self._writers("on_epoch"):
+            self.current_batch_indices = indices().tolist()
+
+    def keep(self, output: Any) -> None:
+        """Keep a batch's predictions, if they are asked for at the end."""
+        if self._writers("on_epoch"):
+            self.epoch_batch_indices[0].append(self.current_batch_indices)
+            self.predictions.append(tree_map_only(Tensor, Tensor.cpu, output))

@@ -1,0 +1,56 @@
+"""Predictions of batches, put together in the data set's order."""
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddp_recipes._compat.pytree import tree_flatten, tree_unflatten
+from ddp_recipes.errors import RunFailed
+
+
+def rows_of(output: Any, samples: int) -> Any:
+    """Return what a step predicted, on the CPU and with numbers of single precision.
+
+    Raises:
+        RunFailed: something of it has not one row for each of so many samples.
+    """
+    leaves, structure = tree_flatten(output, is_leaf=lambda each: _is_list(each, samples))
+    rows: list[Any] = []
+    for each in leaves:
+        if isinstance(each, Tensor) and each.dim() and len(each) == samples:
+            rows.append(each.float().cpu() if each.is_floating_point() else each.cpu())
+        elif _is_list(each, samples):
+            rows.append(list(each))
+        else:
+            found = f"a tensor {list(each.shape)}" if isinstance(each, Tensor) else f"a {type(each).__name__}"
+            raise RunFailed(
+                f"predict_step returns {found} for a batch of {samples} samples. predictions.pt has a row for each "
+                f"sample: return tensors [{samples}, ...], alone or in a dict, list or tuple, or nothing."
+            )
+    return tree_unflatten(rows, structure)
+
+
+def in_order(outputs: Sequence[Any], order: Tensor) -> Any:
+    """Return what :func:`rows_of` gave for all batches as one, its rows in this order."""
+    flat = [tree_flatten(each, is_leaf=_is_plain_list) for each in outputs]
+    columns = zip(*(leaves for leaves, _ in flat), strict=True)
+    return tree_unflatten([_joined(column, order) for column in columns], flat[0][1])
+
+
+def _joined(parts: Sequence[Any], order: Tensor) -> Any:
+    if isinstance(parts[0], Tensor):
+        return torch.cat(list(parts))[order]
+    rows = list(chain.from_iterable(parts))
+    return [rows[place] for place in order.tolist()]
+
+
+def _is_plain_list(value: Any) -> bool:
+    """Whether a list holds plain values, such as texts, one for each sample."""
+    return type(value) is list and bool(value) and all(isinstance(each, (str, int, float, bool)) for each in value)
+
+
+def _is_list(value: Any, samples: int) -> bool:
+    return _is_plain_list(value) and len(value) == samples
