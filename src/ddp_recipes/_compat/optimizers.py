@@ -1,6 +1,7 @@
-"""Who observes an optimizer's steps."""
+"""Who observes an optimizer's steps, and gradients that torch's fused ones do not take."""
 
-from torch.optim import Optimizer
+import torch
+from torch.optim import SGD, Optimizer
 from torch.optim import optimizer as optimizers
 
 from ddp_recipes._compat.autograd import is_profiled
@@ -19,3 +20,24 @@ def is_observed(optimizer: Optimizer) -> bool:
         or getattr(optimizers, "_global_optimizer_post_hooks", True)
         or is_profiled()
     )
+
+
+def ready_for_late_gradients(optimizer: Optimizer) -> None:
+    """Let a fused optimizer take gradients that came later than others, or that are sparse.
+
+    torch's fused SGD takes momentum of all parameters or of none; without any it would begin with the gradient, which
+    is what comes of zeros. No fused one takes sparse gradients. Any other optimizer is left as it is.
+    """
+    state, groups = optimizer.state, optimizer.param_groups
+    if len(state) == sum(len(group["params"]) for group in groups):
+        return
+    for group in groups:
+        if not group.get("fused"):
+            continue
+        trained = [parameter for parameter in group["params"] if parameter.grad is not None]
+        late = [parameter for parameter in trained if parameter not in state]
+        if any(parameter.grad.is_sparse for parameter in late):
+            group["fused"] = False
+        elif isinstance(optimizer, SGD) and group["momentum"] and 0 < len(late) < len(trained):
+            for parameter in late:
+                state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)

@@ -12,6 +12,7 @@ from ddp_recipes._compat.torchmetrics_ import batch_value
 from ddp_recipes.errors import RequestError
 from ddp_recipes.tasks import Surroundings
 from ddp_recipes.tasks.task import is_stateful
+from ddp_recipes.training.metrics import agree_on_lists
 
 _REDUCTIONS = ("mean", "sum", "min", "max")
 
@@ -156,6 +157,7 @@ class Log:
         plain = {name: entry for name, entry in chosen.items() if entry.metric is None}
         values = [total.result() for total in reduced([e.of_epoch for e in plain.values()], around)]
         found = {name: value for name, value in zip(plain, values, strict=True) if value is not None}
+        agree_on_lists(entry.metric for entry in chosen.values() if entry.metric is not None)
         for name, entry in chosen.items():
             if entry.metric is not None:
                 with warnings.catch_warnings():  # of a metric without an update: a rank without a sample is no mistake

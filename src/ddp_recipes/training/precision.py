@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ddp_recipes._compat.optimizers import ready_for_late_gradients
 from ddp_recipes.runtime.fast_paths import backward
 
 
@@ -26,6 +27,7 @@ class Precision:
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Step the optimizer."""
+        ready_for_late_gradients(optimizer)
         optimizer.step()
 
     def state(self) -> dict[str, Any]:
@@ -68,6 +70,7 @@ class Float16(BFloat16):
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Step unless a gradient overflowed, then adapt the scale."""
+        ready_for_late_gradients(optimizer)
         self.scaler.step(optimizer)
         self.scaler.update()
 
