@@ -42,7 +42,7 @@ def layer() -> nn.Sequential:
     return nn.Sequential(nn.Linear(16, 16), nn.Tanh())
 
 
-# --- convolutions, skip connections ---------------------------------------------------------------------------------
+# --- convolutions, skip connections ----------------------------------------------------------------------------------
 
 
 class UNet(Sizes):
@@ -112,7 +112,7 @@ class InstanceNorms(Mixed, Sizes):
         return self.norm(hidden.view(-1, 4, 4)).flatten(1)
 
 
-# --- experts, routing, control flow ---------------------------------------------------------------------------------
+# --- experts, routing, control flow ----------------------------------------------------------------------------------
 
 
 class SoftExperts(Sizes):
@@ -151,7 +151,7 @@ class MaskedExperts(SoftExperts):
         return torch.stack([weights[:, i, None] * each(hidden) for i, each in enumerate(self.experts)]).sum(dim=0)
 
 
-class Branching(Sizes):
+class Branching(Mixed, Sizes):
     """Takes one of two ways by the values of the batch."""
 
     def make(self) -> None:
@@ -185,7 +185,7 @@ class Shuffled(Mixed, Sizes):
         return hidden
 
 
-class Adaptive(Sizes):
+class Adaptive(Mixed, Sizes):
     """Repeats a block until its values are small."""
 
     def make(self) -> None:
@@ -678,7 +678,7 @@ class Grows(Mixed, Sizes):
         return hidden
 
 
-# --- randomness, gradients of one's own --------------------------------------------------------------------------------
+# --- randomness, gradients of one's own ------------------------------------------------------------------------------
 
 
 class Dropouts(Mixed, Sizes):
@@ -779,7 +779,7 @@ class InnerGradient(Sizes):
         return hidden - force
 
 
-# --- what blocks take and return -----------------------------------------------------------------------------------------
+# --- what blocks take and return -------------------------------------------------------------------------------------
 
 
 class Nested(Sizes):

@@ -48,6 +48,12 @@ def of_two_dtypes(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and re.search(text, str(error)) is not None
 
 
+def of_sparse(error: BaseException) -> bool:
+    """Whether an operation got a sparse tensor, and cannot take it."""
+    text = r"Sparse(CPU|CUDA|TensorImpl)|sparse tensor|sparse\.\w+Tensor"
+    return isinstance(error, RuntimeError) and re.search(text, str(error), re.IGNORECASE) is not None
+
+
 def refused_global(error: BaseException) -> str | None:
     """Return the class or function that ``torch.load(weights_only=True)`` refused: ``GLOBAL module.name``."""
     found = re.search(r"GLOBAL [\w.]+", str(error))

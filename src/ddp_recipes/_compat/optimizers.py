@@ -26,18 +26,19 @@ def ready_for_late_gradients(optimizer: Optimizer) -> None:
     """Let a fused optimizer take gradients that came later than others, or that are sparse.
 
     torch's fused SGD takes momentum of all parameters or of none; without any it would begin with the gradient, which
-    is what comes of zeros. No fused one takes sparse gradients. Any other optimizer is left as it is.
+    is what comes of zeros, too. No fused one takes sparse gradients; momentum of theirs is dense then, which can be
+    saved. Any other optimizer is left as it is.
     """
     state, groups = optimizer.state, optimizer.param_groups
     if len(state) == sum(len(group["params"]) for group in groups):
         return
     for group in groups:
-        if not group.get("fused"):
-            continue
         trained = [parameter for parameter in group["params"] if parameter.grad is not None]
         late = [parameter for parameter in trained if parameter not in state]
-        if any(parameter.grad.is_sparse for parameter in late):
+        sparse = [parameter for parameter in late if parameter.grad.is_sparse]
+        if group.get("fused") and sparse:
             group["fused"] = False
-        elif isinstance(optimizer, SGD) and group["momentum"] and 0 < len(late) < len(trained):
-            for parameter in late:
-                state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        if not isinstance(optimizer, SGD) or not group["momentum"] or group["dampening"]:
+            continue
+        for parameter in late if group["fused"] and len(late) < len(trained) else sparse:
+            state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)

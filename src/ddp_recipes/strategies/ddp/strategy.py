@@ -50,6 +50,13 @@ class DDP(Whole, Group):
                 "strategy.sync_batchnorm=true works on GPUs only (torch's SyncBatchNorm), and this run is on the CPU. "
                 "Leave it false."
             )
+        for name, buffer in task.named_buffers():
+            if devices[0].type == "cpu" and buffer.is_floating_point() and buffer.itemsize == 1:
+                raise RequestError(
+                    f"strategy=ddp sends buffers to all ranks, and on the CPU none of {buffer.dtype}, as "
+                    f"{name.removeprefix('model.')} is. Keep its bytes (view(torch.uint8)), or choose "
+                    f"strategy=ddp_exact."
+                )
 
     def wrap(self, task: Task, devices: Sequence[torch.device]) -> Wrapped:
         """Wrap the task. ``device_ids`` stays ``None``: batches are in place already, and a replica may span devices.
@@ -63,6 +70,8 @@ class DDP(Whole, Group):
         options = {name: value for name, value in self.options.items() if name not in _SEND_BUFFERS}
         options[_SEND_BUFFERS[0]] = self._sends_buffers(task)
         options.setdefault("init_sync", False)  # all have made the same weights, as they have agreed, or loaded them
+        for each in filter(_is_sparse, task.modules()):
+            each.weight.register_hook(_own_values)
         module = DistributedDataParallel(task, device_ids=None, **options)
         _settle_buckets(module, task)
         if self.settings.comm_hook is not None:
@@ -97,7 +106,7 @@ class DDP(Whole, Group):
     def explain(self, error: BaseException, task: Task) -> str | None:
         """Name the parameters that got no gradients, of which torch gives the indices alone."""
         if not (indices := without_gradient(error)):
-            return None
+            return super().explain(error, task)
         trained = [name for name, parameter in task.named_parameters() if parameter.requires_grad]
         unused = ", ".join(trained[index].removeprefix("model.") for index in indices)
         return (
@@ -163,7 +172,7 @@ def _settle_buckets(module: DistributedDataParallel, task: Task) -> None:
     It arranges them anew after the first one, by the order in which gradients came, and with them the order in which
     gradients of three or more ranks are added. The first step after a resume would then end with other bits.
     """
-    if module.static_graph or any(getattr(each, "sparse", False) for each in task.modules()):
+    if module.static_graph or any(map(_is_sparse, task.modules())):
         return  # the one learns the graph from its first pass, the other would wonder at gradients that are dense
 
     def forward(_: Any) -> StepOutput:
@@ -176,6 +185,18 @@ def _settle_buckets(module: DistributedDataParallel, task: Task) -> None:
     module(None).loss.backward()
     del task.forward
     module.zero_grad()
+
+
+def _is_sparse(module: nn.Module) -> bool:
+    return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
+
+
+def _own_values(gradient: Tensor) -> Tensor:
+    """Return a sparse gradient whose values are in memory of their own.
+
+    They may be those of the gradient that goes on to layers before it, and torch divides them by the number of ranks.
+    """
+    return gradient.clone()
 
 
 def _hook(name: str) -> Callable[[DistributedDataParallel], None]:

@@ -106,6 +106,11 @@ def refuse_parameters(task: Task, blocks: Sequence[str]) -> None:
                 f"{name or 'The model'} is wrapped as {type(module).__name__} already, and strategy=fsdp deals the "
                 f"model itself. Give the module that is in it."
             )
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise RequestError(
+                f"strategy=fsdp reduces dense gradients, but those of {name} are sparse. Make it with sparse=False, or "
+                f"use strategy=ddp."
+            )
     beside = [name for name, _ in task.named_parameters() if not name.startswith("model.")]
     if beside:
         raise RequestError(

@@ -67,7 +67,7 @@ class FSDP(Whole, Group):
 
     def explain(self, error: BaseException, task: Task) -> str | None:
         """Say what parameters that are not gathered, or of another dtype, come from."""
-        return explanation(error, self.settings.param_dtype)
+        return explanation(error, self.settings.param_dtype) or super().explain(error, task)
 
     def setup(
         self, world: World, messages: Messages | None, backend: str, timeout: timedelta, init_method: str | None
@@ -292,7 +292,7 @@ class FSDP(Whole, Group):
         """Give every rank rank 0's, unless they are the same after each step."""
         if self.buffers is None and self.world.world_size > 1:
             for buffer in task.buffers():
-                dist.broadcast(buffer, src=0)
+                dist.broadcast(buffer.view(torch.uint8) if buffer.itemsize == 1 else buffer, src=0)
 
     def teardown(self) -> None:
         """Drop what holds the groups as well, and what a pass that was cut off has left."""
