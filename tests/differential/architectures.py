@@ -90,10 +90,10 @@ class ConvNorm(Mixed, Sizes):
 
 class CumulativeNorm(Mixed, Sizes):
     def make(self) -> None:
-        self.norm = nn.BatchNorm1d(16, momentum=None)
+        self.norm = nn.BatchNorm2d(1, momentum=None)
 
     def between(self, hidden: Tensor) -> Tensor:
-        return self.norm(hidden)
+        return self.norm(hidden.view(-1, 1, 4, 4)).flatten(1)
 
 
 class GroupNorms(Sizes):
@@ -378,22 +378,26 @@ class Words(Sizes):
         return hidden + self.out(found + hidden) @ self.words.weight
 
 
-class SparseWords(Sizes):
+class DenseWords(Sizes):
     def make(self) -> None:
-        self.words = nn.Embedding(8, 16, sparse=True)
+        self.words = nn.Embedding(8, 16)
 
     def between(self, hidden: Tensor) -> Tensor:
         return hidden + self.words(hidden[:, 0].abs().mul(2).long().clamp(max=7))
 
 
-class FunctionalSparse(Sizes):
-    """Has sparse gradients that no module tells of."""
+class SparseWords(DenseWords):
+    """Has sparse gradients, of the very values that come to the layer before."""
 
     def make(self) -> None:
-        self.table = nn.Parameter(torch.randn(8, 16))
+        self.words = nn.Embedding(8, 16, sparse=True)
+
+
+class FunctionalSparse(DenseWords):
+    """Has sparse gradients that no module tells of."""
 
     def between(self, hidden: Tensor) -> Tensor:
-        return hidden + F.embedding(hidden[:, 0].abs().mul(2).long().clamp(max=7), self.table, sparse=True)
+        return hidden + F.embedding(hidden[:, 0].abs().mul(2).long().clamp(max=7), self.words.weight, sparse=True)
 
 
 class Bag(Sizes):

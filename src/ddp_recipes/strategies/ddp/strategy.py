@@ -70,8 +70,9 @@ class DDP(Whole, Group):
         options = {name: value for name, value in self.options.items() if name not in _SEND_BUFFERS}
         options[_SEND_BUFFERS[0]] = self._sends_buffers(task)
         options.setdefault("init_sync", False)  # all have made the same weights, as they have agreed, or loaded them
-        for each in filter(_is_sparse, task.modules()):
-            each.weight.register_hook(_own_values)
+        for each in task.modules():
+            if isinstance(each, _SPARSE) and each.sparse:
+                each.weight.register_hook(_own_values)  # type: ignore[no-untyped-call]
         module = DistributedDataParallel(task, device_ids=None, **options)
         _settle_buckets(module, task)
         if self.settings.comm_hook is not None:
@@ -172,7 +173,7 @@ def _settle_buckets(module: DistributedDataParallel, task: Task) -> None:
     It arranges them anew after the first one, by the order in which gradients came, and with them the order in which
     gradients of three or more ranks are added. The first step after a resume would then end with other bits.
     """
-    if module.static_graph or any(map(_is_sparse, task.modules())):
+    if module.static_graph or any(getattr(each, "sparse", False) for each in task.modules()):
         return  # the one learns the graph from its first pass, the other would wonder at gradients that are dense
 
     def forward(_: Any) -> StepOutput:
@@ -185,10 +186,6 @@ def _settle_buckets(module: DistributedDataParallel, task: Task) -> None:
     module(None).loss.backward()
     del task.forward
     module.zero_grad()
-
-
-def _is_sparse(module: nn.Module) -> bool:
-    return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
 
 
 def _own_values(gradient: Tensor) -> Tensor:
@@ -215,6 +212,7 @@ def _powersgd(module: DistributedDataParallel) -> None:
 
 
 _OPTIONS = sorted(inspect.signature(DistributedDataParallel).parameters.keys() - {"module", "device_ids"})
+_SPARSE = (nn.Embedding, nn.EmbeddingBag)
 # Since torch 2.15, and before.
 _SEND_BUFFERS = [name for name in ("forward_sync_buffers", "broadcast_buffers") if name in _OPTIONS]
 _COMM_HOOKS: dict[str, Callable[[DistributedDataParallel], None]] = {

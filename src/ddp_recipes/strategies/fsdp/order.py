@@ -98,6 +98,7 @@ def ask(values: Sequence[int], device: torch.device, ordered: bool, patience_s: 
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     every = torch.zeros(ranks, len(values), dtype=torch.int64, device=device)
+    work: dist.Work | None
     if ordered:
         every[rank] = torch.tensor(values)
         work = dist.all_reduce(every, async_op=True)

@@ -110,9 +110,9 @@ class FSDP(Whole, Group):
         shard = partial(fully_shard, mesh=self.mesh, offload_policy=offload)
         for name, policy in policies.items():
             after = self.settings.level == 3 and name != ""  # of the model, needed first in backward
-            block = model.get_submodule(name)
-            deal = partial(shard, block, reshard_after_forward=after, mp_policy=policy)
-            self.blocks.insert(0, self.calls.watch(block, deal))
+            module = model.get_submodule(name)
+            deal = partial(shard, module, reshard_after_forward=after, mp_policy=policy)
+            self.blocks.insert(0, self.calls.watch(module, deal))
         self.order.blocks = [*policies]
         model.register_forward_hook(self._give_back)
         gather_in_steps(model, self._give_back)
