@@ -375,7 +375,7 @@ class Words(Sizes):
 
     def between(self, hidden: Tensor) -> Tensor:
         found = self.words(hidden[:, :4].abs().mul(2).long().clamp(max=7)).mean(dim=1)
-        return hidden + self.out(found + hidden) @ self.words.weight
+        return hidden + (self.out(found + hidden) @ self.words.weight).tanh()
 
 
 class DenseWords(Sizes):
@@ -671,14 +671,14 @@ class Observed(Mixed, Sizes):
 
 
 class Grows(Mixed, Sizes):
-    """Keeps all that it saw in a buffer."""
+    """Has a buffer that gets another row in each pass."""
 
     def make(self) -> None:
         self.register_buffer("seen", torch.zeros(0, 16))
 
     def between(self, hidden: Tensor) -> Tensor:
         if self.training:
-            self.seen = torch.cat([self.seen, hidden.detach()])
+            self.seen = torch.cat([self.seen, hidden.detach().mean(dim=0, keepdim=True)])
         return hidden
 
 

@@ -111,7 +111,7 @@ class Compared:
 def weights(summary: Summary) -> dict[str, torch.Tensor]:
     """Return what a run has learned."""
     model: dict[str, torch.Tensor] = put_together(load(Path(summary["last_checkpoint"]))["model"])
-    return model
+    return {name: value.float() if value.itemsize == 1 else value for name, value in model.items()}
 
 
 @pytest.fixture(autouse=True)

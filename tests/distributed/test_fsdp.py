@@ -206,6 +206,7 @@ def test_it_does_what_one_process_does(own: list[str], run: Run) -> None:
         (["model._target_=exact_parts.Tied", TOY], r"net1.weight and net2.weight are one parameter, of two blocks"),
         (["model._target_=exact_parts.Scaled", TOY], r"scale is a single number. Make it of shape \[1\]"),
         (["optimizer._target_=exact_parts.Normed", TOY], r"Normed may look at all of it"),
+        (["model._target_=exact_parts.Sparse", TOY], r"reduces dense gradients, but those of words are sparse"),
         (["strategy.shards=2", "optimizer.fused=true", TOY], r"bits depend on how a parameter is dealt"),
     ],
 )
@@ -233,6 +234,12 @@ BLOCKS = {
     "Codebook": "that return their own parameters",
     "LateHead": "used from the fourth step on",
 }
+AWKWARD = {
+    "Constant": "returns a parameter of its own",
+    "Highest": "a buffer that starts at minus infinity",
+    "Kinds": "buffers of many dtypes",
+    "Eights": "a buffer of 8-bit floats",
+}
 
 
 @pytest.mark.parametrize(
@@ -247,6 +254,15 @@ def test_blocks_of_all_kinds_give_the_bits_of_ddp_exact(name: str, level: int, r
     fsdp = run(*model, "strategy=fsdp", f"strategy.level={level}", world_size=2)
     assert fsdp["weights_sha256"] == exact["weights_sha256"]
     assert fsdp["metrics"]["val/loss"] == exact["metrics"]["val/loss"]
+
+
+@pytest.mark.parametrize("name", slow_but(["Highest"], AWKWARD))
+def test_awkward_models_give_them_too(name: str, run: Run) -> None:
+    model = [*QUIET, *SMALL, f"model._target_=differential.architectures.{name}", "strategy.shards=6"]
+    exact = run(*model, "strategy=ddp_exact")
+    fsdp = run(*model, "strategy=fsdp", "strategy.wrap=[start,head]", world_size=2)
+    assert fsdp["weights_sha256"] == exact["weights_sha256"]
+    assert fsdp["metrics"]["val/loss"] == exact["metrics"]["val/loss"] < 2
 
 
 @pytest.mark.slow

@@ -177,9 +177,10 @@ def _settle_buckets(module: DistributedDataParallel, task: Task) -> None:
         return  # the one learns the graph from its first pass, the other would wonder at gradients that are dense
 
     def forward(_: Any) -> StepOutput:
-        loss = next(task.parameters()).new_zeros(())
+        loss = torch.zeros((), device=next(task.parameters()).device)
         for parameter in filter(lambda each: each.requires_grad, task.parameters()):
-            loss = loss + (0 * parameter.sum()).to(loss.device)
+            total = parameter.sum()
+            loss = loss + (0 * (total.real if total.is_complex() else total)).to(loss.device)
         return StepOutput(loss, {}, 0)
 
     task.forward = forward  # type: ignore[method-assign, assignment]

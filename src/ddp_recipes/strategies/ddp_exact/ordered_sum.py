@@ -47,9 +47,10 @@ class OrderedSum:
         self.done = 0  # shards of this step
         parameters = [parameter for parameter in module.parameters() if gradients and parameter.requires_grad]
         buffers = _Buffer.all_of(module)
+        self.shapes = [(buffer, buffer.tensor.shape) for buffer in buffers]
+        buffers = [buffer for buffer in buffers if buffer.tensor.numel()]
         moving = [buffer for buffer in buffers if buffer.moves]
         others = [buffer for buffer in buffers if not buffer.moves]
-        self.shapes = [(buffer, buffer.tensor.shape) for buffer in buffers]
         self.kinds: list[_Rows | _Firsts] = [
             *(_Rows(*alike, world, shards) for alike in _alike(parameters, moving)),
             *(_Firsts(alike, world) for _, alike in _alike([], others)),
