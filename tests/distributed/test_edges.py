@@ -203,7 +203,7 @@ def test_a_module_that_does_not_import_is_named_with_file_and_line(
         run_recipe([*QUICK, f"model._target_={name}.Net"])
 
 
-# --- gradients that come late, or are sparse ---------------------------------------------------------------------------
+# --- gradients that come late, or are sparse --------------------------------------------------------------------------
 
 LATE = [[], ["+optimizer.dampening=0.5"], ["optimizer.weight_decay=0.1", "optimizer.nesterov=true"]]
 

@@ -233,6 +233,7 @@ BLOCKS = {
     "Attending": "attention, whose query is its key",
     "Codebook": "that return their own parameters",
     "LateHead": "used from the fourth step on",
+    "Hooked": "with a hook of a parameter's gradient",
 }
 AWKWARD = {
     "Constant": "returns a parameter of its own",

@@ -42,6 +42,11 @@ def uses_rows(error: BaseException) -> bool:
     return "got mixed torch.Tensor and DTensor" in str(error)
 
 
+def of_freed_memory(error: BaseException) -> bool:
+    """Whether an operation got a tensor whose memory has been freed, as that of a parameter that is given back."""
+    return isinstance(error, RuntimeError) and "storage of size 0" in str(error)
+
+
 def of_two_dtypes(error: BaseException) -> bool:
     """Whether an operation got tensors of two types, as linear layers and convolutions say it."""
     text = r"must have the same dtype|should be the same|expected scalar type|mixed dtype"

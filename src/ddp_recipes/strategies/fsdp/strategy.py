@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
 from ddp_recipes._compat.fsdp import LEAVES, leave, meet
+from ddp_recipes._compat.modules import gradient_hooks
 from ddp_recipes._compat.tensors import local
 from ddp_recipes.model_parallel.blocks import on_copies
 from ddp_recipes.runtime.digest import digest
@@ -57,6 +58,7 @@ class FSDP(Whole, Group):
         self.buffers: OrderedSum | None = None
         self.group: dist.ProcessGroup  # ranks that hold a replica together
         self.passes = 0  # shards of this step that have begun
+        self.hooks: dict[str, list[Callable[[Tensor], Tensor | None]]] = {}  # of gradients, the user's
         ordered = self.settings.shards is not None
         self.order, self.usage, self.calls = Order((), ordered), Usage(ordered), Calls()
 
@@ -105,6 +107,7 @@ class FSDP(Whole, Group):
     def shard(self, task: Task, devices: Sequence[torch.device]) -> None:
         """Leave this rank its rows of each parameter; the model gathers those of a block before it runs."""
         model, self.mesh, self.device = task.model, self._mesh(devices[0].type), devices[0]
+        self.hooks = {name: gradient_hooks(parameter) for name, parameter in model.named_parameters()}
         policies = policies_of(model, blocks_of(model, self.settings.wrap), self.settings.param_dtype)
         offload = CPUOffloadPolicy() if self.settings.offload and devices[0].type == "cuda" else OffloadPolicy()
         shard = partial(fully_shard, mesh=self.mesh, offload_policy=offload)
@@ -162,6 +165,8 @@ class FSDP(Whole, Group):
             for name, parameter in zip(whole.values(), cast(nn.Module, block).parameters(), strict=True):
                 if parameter.requires_grad and local(parameter) is parameter:  # not of a block inside
                     self.usage.watch(name, parameter)
+                    for hook in self.hooks.pop(name, ()):
+                        parameter.register_hook(hook)  # type: ignore[no-untyped-call]
             block.reshard()
         self.order.begin(step=False)
         return cast(Wrapped, task)
