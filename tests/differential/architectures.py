@@ -17,6 +17,13 @@ class Mixed:
     """Marks a model whose outputs depend on the batch, or on random numbers."""
 
 
+class Rounded:
+    """Marks a model with a tensor that a block uses several times, and something beside the block as well.
+
+    FSDP2 adds up what comes back out of a block before it adds the rest.
+    """
+
+
 class Sizes(nn.Module):
     """What all of them are made with."""
 
@@ -786,7 +793,7 @@ class InnerGradient(Sizes):
 # --- what blocks take and return -------------------------------------------------------------------------------------
 
 
-class Nested(Sizes):
+class Nested(Rounded, Sizes):
     """Passes dicts, tuples and keywords, and one tensor twice."""
 
     class Block(nn.Module):
@@ -862,5 +869,12 @@ class Quiet(nn.Sequential):
 
 def names() -> list[str]:
     """Return the names of all of them."""
-    kinds = [each for each in globals().values() if isinstance(each, type) and issubclass(each, nn.Module)]
-    return sorted(each.__name__ for each in kinds if each.__module__ == __name__ and each is not Sizes)
+    found = [each for each in globals().values() if isinstance(each, type) and issubclass(each, nn.Module)]
+    return sorted(each.__name__ for each in found if each.__module__ == __name__ and each is not Sizes)
+
+
+def wraps(name: str) -> list[str]:
+    """Return ways to cut a model into the blocks of fsdp."""
+    model = globals()[name](10, 8, 5)
+    lists = any(isinstance(each, (nn.Sequential, nn.ModuleList)) for each in model.modules())
+    return ["64", *(["auto"] if lists else []), *(["[start,head]"] if isinstance(model, Sizes) else [])]

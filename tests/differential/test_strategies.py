@@ -28,11 +28,22 @@ SMALL = (
 )
 EXACT = ("strategy=ddp_exact", "strategy.shards=6")
 DDP = ("strategy=ddp", "strategy.find_unused_parameters=true")
-WRAPS = ("strategy.wrap=[start,head]", "strategy.wrap=auto", "strategy.wrap=64")
-LONGEST_S = 60  # of a run, which takes about one
+LONGEST_S = 90  # of a run: most take about one, the rest wait for a rank that has left the order
 SEED = int(os.environ.get("DDP_RECIPES_TEST_SEED", random.randrange(10**6)))
 # What the pipeline is known to do wrong with them is mended beside it.
-NOT_IN_STAGES: frozenset[str] = frozenset()
+NOT_IN_STAGES = {
+    *(
+        "Adaptive",
+        "Branching",
+        "Cells",
+        "Checked",
+        "InnerGradient",
+        "LateHead",
+        "Recurrent",
+        "RoutedExperts",
+        "Shuffled",
+    ),
+}
 
 
 class Case(NamedTuple):
@@ -49,11 +60,12 @@ class Case(NamedTuple):
 
 def cases(name: str, choose: random.Random) -> list[Case]:
     """Return all cases of a model; some options of theirs are chosen at random."""
+    wraps = architectures.wraps(name)
     found = [Case(each, ranks) for ranks in (1, 2, 3) for each in (DDP, EXACT)]
     for ranks in (1, 2, 3):
         for shards in (("strategy.shards=6",), ()):
-            level = f"strategy.level={choose.choice((1, 2, 3))}"
-            found.append(Case(("strategy=fsdp", choose.choice(WRAPS), level, *shards), ranks))
+            dealt = f"strategy.wrap={choose.choice(wraps)}", f"strategy.level={choose.choice((1, 2, 3))}"
+            found.append(Case(("strategy=fsdp", *dealt, *shards), ranks))
     found += [Case((each, "model.num_devices=2", "model.split=auto"), 1) for each in ("strategy=single", EXACT[0])]
     if name not in NOT_IN_STAGES:
         found += [Case(("strategy=ddp_pipeline", f"strategy.stages={ranks}"), ranks) for ranks in (2, 3)]
@@ -89,13 +101,16 @@ class Compared:
         if isinstance(found, str):
             self.counts["refused"] += 1
             return
-        if case.has_bits and not isinstance(self.exact, str):
+        rounded = issubclass(self.kind, architectures.Rounded) and case.overrides[0] == "strategy=fsdp"
+        if case.has_bits and not rounded and not isinstance(self.exact, str):
             assert found["weights_sha256"] == self.exact["weights_sha256"], f"{self.name}, {case}: other bits"
             assert found["metrics"]["val/loss"] == self.exact["metrics"]["val/loss"], f"{self.name}, {case}"
         elif not issubclass(self.kind, architectures.Mixed):
             self.close(found, self.single)
         elif case.overrides[0] == "strategy=fsdp":
             self.close(found, self.run(Case(DDP, case.ranks)))  # as many replicas, which rank 0's buffers go to
+        elif case.overrides == DDP and not [*self.kind(10, 8, 5).buffers()]:
+            self.close(found, self.run(Case(("strategy=ddp_exact", f"strategy.shards={case.ranks}"), 1)))
         self.counts["same"] += 1
 
     def close(self, found: Summary, expected: Summary | str) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ddp_recipes._compat.collectives import all_gather_single, reduce_scatter_single
 from ddp_recipes.errors import RunFailed
 
-_PATIENCE_S = 60.0  # with others, once this rank has left the order that all had: they may not have
+_PATIENCE_S = 30.0  # with others, once this rank has left the order that all had: they may not have
 
 
 class Turn(NamedTuple):
