@@ -278,6 +278,15 @@ def test_blocks_in_an_order_of_each_rank_end_the_run_by_name(name: str, shards: 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("wrap", "level"), [("energy", 3), ("start,head", 1)])
+def test_a_gradient_within_the_forward_pass_is_refused_by_name(wrap: str, level: int, run: Run) -> None:
+    model = [*QUIET, *SMALL, "model._target_=differential.architectures.InnerGradient", "strategy.shards=6"]
+    message = r"gradient of gradients|reduced twice in a pass|used parameters of another one"
+    with pytest.raises(RunFailed, match=message):
+        run(*model, "strategy=fsdp", f"strategy.wrap=[{wrap}]", f"strategy.level={level}", world_size=2)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("shards", [[], ["strategy.shards=6"]])
 def test_a_rank_that_leaves_the_order_says_so(shards: list[str], run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others wait for it in the block that comes next to them."""

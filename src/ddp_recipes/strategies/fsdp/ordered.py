@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_recipes._compat.collectives import all_gather_single
+from ddp_recipes.errors import RunFailed
 from ddp_recipes.strategies.fsdp.order import Order, ReduceScatter
 
 
@@ -26,12 +27,20 @@ class OrderedReduceScatter(ReduceScatter):
         self.replicas = replicas
         self.total: Tensor | None = None
         self.counts = True  # whether this rank's shard has a sample
+        self.done = False  # whether it has been reduced
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         """Send each rank its part of ``input_tensor``; leave the total in ``output_tensor``."""
         self.order.take(self.turn, input_tensor.device)
+        if self.done:
+            raise RunFailed(
+                f"Gradients of {self.order.blocks[self.turn.block] or 'the rest of the model'} were reduced twice in a "
+                f"pass, as where a gradient is taken within the forward pass (torch.autograd.grad) at what a block "
+                f"returned. Choose strategy.wrap so that what returns it is in no block, or strategy=ddp_exact."
+            )
+        self.done = True
         if not self.counts:
             input_tensor.fill_(-0.0)
         received = torch.empty_like(input_tensor)

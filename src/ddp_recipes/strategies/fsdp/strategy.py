@@ -178,7 +178,7 @@ class FSDP(Whole, Group):
         if self.passes == 1:
             self.order.begin(step=True)
         for each in self.ordered:
-            each.counts = weight > 0
+            each.counts, each.done = weight > 0, False
         if self.ordered or self.passes == 1:  # else torch adds to what is there
             for part in self.parts.values():
                 part.whole.grad = None
