@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.distributed import Store
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -45,6 +46,7 @@ MODELS: dict[str, tuple[str, ...]] = {
         f"model.hidden_features={[512] * 8}",
     ),
 }
+MODELS["repeating"] = (*MODELS["mlp"][:3], "model=toy", "model._target_=benchmarks.dry_run.Repeating")
 MODELS["larger gpt"] = (*MODELS["gpt"], "model.layers=6", "model.width=256", "optimizer=adamw")
 CASES: list[tuple[str, int, tuple[str, ...]]] = [
     *(("gpt", size, (f"strategy.level={level}", "optimizer=adamw")) for level in (3, 2, 1) for size in (2, 4)),
@@ -65,6 +67,8 @@ CASES: list[tuple[str, int, tuple[str, ...]]] = [
     ("larger gpt", 4, ("model.activation_checkpointing=true", "trainer.precision=bf16-mixed")),
     *(("mlp", size, ("optimizer=adamw",)) for size in (2, 4)),
     ("mlp", 4, ("optimizer=sgd", "strategy.level=1")),
+    *(("repeating", 2, (f"strategy.level={level}",)) for level in (3, 2)),
+    ("repeating", 4, ("strategy.shards=8",)),
 ]  # fmt: skip
 GIVEN = {  # by the name of the operation: the kind, and which argument is given
     "c10d::_allgather_base_": ("gathered", 1),
@@ -73,6 +77,22 @@ GIVEN = {  # by the name of the operation: the kind, and which argument is given
     "c10d::allreduce_": ("all_reduced", 0),
     "c10d::broadcast_": ("broadcast", 0),
 }
+
+
+class Repeating(nn.Module):
+    """Runs its blocks again and again."""
+
+    def __init__(self, in_features: int, hidden_features: int, out_features: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(in_features, in_features) for _ in range(3))
+        self.head = nn.Linear(in_features, out_features)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return [n, out_features] of [n, in_features]."""
+        for number in (0, 1, 0, 2, 1, 0):
+            inputs = inputs + self.blocks[number](inputs).tanh()
+        output: Tensor = self.head(inputs)
+        return output
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,22 @@ class Keeping(Toy):
         return super().forward(input - self.mean)
 
 
+class TurnsRound(Toy):
+    """Runs its blocks the other way round on rank 1 from its sixth training batch on."""
+
+    def __init__(self, in_features: int, hidden_features: int, out_features: int) -> None:
+        super().__init__(in_features, hidden_features, out_features)
+        self.blocks, self.batches = nn.ModuleList(nn.Linear(out_features, out_features) for _ in range(2)), 0
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.batches += self.training
+        turned = self.batches > 5 and torch.distributed.get_rank() == 1
+        output = super().forward(input)
+        for number in (1, 0) if turned else (0, 1):
+            output = self.blocks[number](output)
+        return output
+
+
 class Sparse(Toy):
     """Has sparse gradients."""
 

@@ -201,3 +201,28 @@ def test_a_module_that_does_not_import_is_named_with_file_and_line(
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(RequestError, match=rf"model\._target_={name}\.Net cannot be imported: {message}"):
         run_recipe([*QUICK, f"model._target_={name}.Net"])
+
+
+# --- gradients that come late, or are sparse --------------------------------------------------------------------------
+
+LATE = [[], ["+optimizer.dampening=0.5"], ["optimizer.weight_decay=0.1", "optimizer.nesterov=true"]]
+
+
+@pytest.mark.parametrize("own", LATE)
+def test_a_fused_optimizer_takes_gradients_that_come_late(own: list[str], tmp_path: Path) -> None:
+    """torch's has momentum of all parameters or of none."""
+    late = [*QUICK, "model._target_=differential.architectures.LateHead", "trainer.max_steps=8", *own]
+    ours, unfused = (
+        run_recipe([*late, *more], directory=tmp_path / str(len(more))) for more in ([], ["optimizer.fused=false"])
+    )
+    assert ours["metrics"]["val/loss"] == pytest.approx(unfused["metrics"]["val/loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("clip", [[], ["trainer.gradient_clip_val=0.3"]])
+@pytest.mark.parametrize("name", ["SparseWords", "FunctionalSparse"])
+def test_sparse_gradients_learn_what_dense_ones_do(name: str, clip: list[str], tmp_path: Path) -> None:
+    words = [*QUICK, "trainer.max_steps=6", "trainer.log_every_n_steps=1", *clip]
+    models = [f"model._target_=differential.architectures.{each}" for each in (name, "DenseWords")]
+    sparse, dense = (run_recipe([*words, each], directory=tmp_path / each[-9:]) for each in models)
+    for metric in ("val/loss", "train/grad_norm"):
+        assert sparse["metrics"][metric] == pytest.approx(dense["metrics"][metric], rel=1e-5)

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from ddp_recipes.errors import RequestError
+from ddp_recipes.errors import RequestError, RunFailed
 from ddp_recipes.reporting.run_directory import Summary
+from ddp_recipes.strategies.fsdp import order
 from ddp_recipes.testing import make_job
 from helpers.exact import QUIET, RECIPES, all_on_ranks
+from helpers.marks import slow_but
 from helpers.patience import patience
 from helpers.ranks import run_recipe
 
@@ -204,6 +206,7 @@ def test_it_does_what_one_process_does(own: list[str], run: Run) -> None:
         (["model._target_=exact_parts.Tied", TOY], r"net1.weight and net2.weight are one parameter, of two blocks"),
         (["model._target_=exact_parts.Scaled", TOY], r"scale is a single number. Make it of shape \[1\]"),
         (["optimizer._target_=exact_parts.Normed", TOY], r"Normed may look at all of it"),
+        (["model._target_=exact_parts.Sparse", TOY], r"reduces dense gradients, but those of words are sparse"),
         (["strategy.shards=2", "optimizer.fused=true", TOY], r"bits depend on how a parameter is dealt"),
     ],
 )
@@ -217,3 +220,77 @@ def test_a_layer_that_only_some_shards_use_ends_the_run_by_name(world_size: int,
     model = ["data.num_samples=61", "model._target_=exact_parts.Sometimes", TOY]
     with pytest.raises(Exception, match=r"Some shards of a batch use rare.bias, rare.weight of the model, and others"):
         run(*QUIET, *FSDP, *model, world_size=world_size)
+
+
+# --- what blocks may be ----------------------------------------------------------------------------------------------
+
+SMALL = ["data.num_samples=41", "data.global_batch_size=12"]
+BLOCKS = {
+    "Shared": "called again and again",
+    "Pyramid": "one head over several levels",
+    "Partly": "called twice, for another part of it each time",
+    "SharedAndChecked": "called again, activations computed again",
+    "Attending": "attention, whose query is its key",
+    "Codebook": "that return their own parameters",
+    "LateHead": "used from the fourth step on",
+    "Hooked": "with a hook of a parameter's gradient",
+}
+AWKWARD = {
+    "Constant": "returns a parameter of its own",
+    "Highest": "a buffer that starts at minus infinity",
+    "Kinds": "buffers of many dtypes",
+    "Eights": "a buffer of 8-bit floats",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "level"),
+    slow_but(
+        [("Shared", 3)], [(name, level) for name in BLOCKS for level in (1, 2, 3)], [(name, 3) for name in BLOCKS]
+    ),
+)
+def test_blocks_of_all_kinds_give_the_bits_of_ddp_exact(name: str, level: int, run: Run) -> None:
+    model = [*QUIET, *SMALL, f"model._target_=differential.architectures.{name}", "strategy.shards=6"]
+    exact = run(*model, "strategy=ddp_exact")
+    fsdp = run(*model, "strategy=fsdp", f"strategy.level={level}", world_size=2)
+    assert fsdp["weights_sha256"] == exact["weights_sha256"]
+    assert fsdp["metrics"]["val/loss"] == exact["metrics"]["val/loss"]
+
+
+@pytest.mark.parametrize("name", slow_but(["Highest"], AWKWARD))
+def test_awkward_models_give_them_too(name: str, run: Run) -> None:
+    model = [*QUIET, *SMALL, f"model._target_=differential.architectures.{name}", "strategy.shards=6"]
+    exact = run(*model, "strategy=ddp_exact")
+    fsdp = run(*model, "strategy=fsdp", "strategy.wrap=[start,head]", world_size=2)
+    assert fsdp["weights_sha256"] == exact["weights_sha256"]
+    assert fsdp["metrics"]["val/loss"] == exact["metrics"]["val/loss"] < 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shards", [[], ["strategy.shards=6"]])
+@pytest.mark.parametrize("name", ["Shuffled", "StochasticDepth", "RoutedExperts"])
+def test_blocks_in_an_order_of_each_rank_end_the_run_by_name(name: str, shards: list[str], run: Run) -> None:
+    model = [*QUIET, *SMALL, f"model._target_=differential.architectures.{name}", *shards]
+    with pytest.raises(
+        RunFailed, match=r"had (gathered|reduced) \S+, where .* run the blocks of the model in one order"
+    ):
+        run(*model, "strategy=fsdp", world_size=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("wrap", "level"), [("energy", 3), ("start,head", 1)])
+def test_a_gradient_within_the_forward_pass_is_refused_by_name(wrap: str, level: int, run: Run) -> None:
+    model = [*QUIET, *SMALL, "model._target_=differential.architectures.InnerGradient", "strategy.shards=6"]
+    message = r"gradient of gradients|reduced twice in a pass|used parameters of another one"
+    with pytest.raises(RunFailed, match=message):
+        run(*model, "strategy=fsdp", f"strategy.wrap=[{wrap}]", f"strategy.level={level}", world_size=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shards", [[], ["strategy.shards=6"]])
+def test_a_rank_that_leaves_the_order_says_so(shards: list[str], run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others wait for it in the block that comes next to them."""
+    monkeypatch.setattr(order, "_PATIENCE_S", patience(2))
+    model = [*QUIET, *SMALL, "model._target_=exact_parts.TurnsRound", *shards]
+    with pytest.raises(RunFailed, match=r"Rank 1 had gathered blocks.1, where all had gathered blocks.0 before"):
+        run(*model, "strategy=fsdp", world_size=2)

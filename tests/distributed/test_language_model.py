@@ -129,11 +129,12 @@ def test_it_goes_on_from_a_prompt(learn: Callable[..., Summary], tmp_path: Path)
     assert torch.equal(one, two)
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_text_is_shown_after_a_validation_and_training_is_not_changed(
-    learn: Callable[..., Summary], weights: Callable[[Summary], Any]
+    strategy: str, learn: Callable[..., Summary], weights: Callable[[Summary], Any]
 ) -> None:
     shows = ["callbacks=sample_text", "callbacks.sample_text.new_tokens=9", "logger=tensorboard"]
-    dropout = ["model.dropout=0.1", "trainer.val_check_interval=2", "strategy=ddp"]
+    dropout = ["model.dropout=0.1", "trainer.val_check_interval=2", f"strategy={strategy}"]
     quiet, shown = learn(*dropout, world_size=2), learn(*dropout, *shows, world_size=2)
     for name, value in weights(quiet).items():
         assert torch.equal(value, weights(shown)[name])

@@ -145,3 +145,18 @@ def test_picture_of_a_matrix_is_a_png() -> None:
 
     for size in (2, 30):
         assert draw_matrix(torch.eye(size).tolist(), "val/confusion").startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks"), [("ddp", 3), ("ddp_exact", 3), ("ddp_pipeline", 2)], ids=lambda value: str(value)
+)
+def test_a_metric_that_keeps_lists_is_that_of_all_samples(strategy: str, ranks: int, run: Run) -> None:
+    """Of fewer samples than ranks, and of a pipeline, whose last stage alone has outputs."""
+    kept = "{_target_: metric_parts.Kept}"
+    collected = f"{{_target_: torchmetrics.MetricCollection, metrics: {{again: {kept}}}}}"
+    listed = [*IMAGES, "data.val_samples=2", "logger=none", f"+task.metrics.kept={kept}"]
+    listed += [f"+task.metrics.more={collected}"]
+    alone = run(*listed, "strategy=single")["metrics"]
+    together = run(*listed, f"strategy={strategy}", world_size=ranks)["metrics"]
+    for name in ("val/kept", "val/again"):
+        assert together[name] == alone[name] >= 2

@@ -24,6 +24,11 @@ def current_node() -> Any:
     return torch._C._current_autograd_node()
 
 
+def in_backward() -> bool:
+    """Whether the engine runs a backward pass: ``torch._C._current_graph_task_id``. No public way."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def next_sequence_number() -> int:
     """Return the number that the next node gets: ``torch._C._autograd._get_sequence_nr``. No public way."""
     return torch._C._autograd._get_sequence_nr()

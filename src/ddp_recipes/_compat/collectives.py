@@ -32,6 +32,12 @@ def all_gather_single(into: Tensor, mine: Tensor, group: ProcessGroup | None = N
     gather(into, mine, group=group)
 
 
+def reduce_scatter_single(into: Tensor, all_: Tensor, group: ProcessGroup, op: Any) -> None:
+    """Reduce a tensor of each rank, and leave each its part; torch 2.14 gave this its name."""
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    scatter(into, all_, group=group, op=op)
+
+
 def count_groups_anew() -> None:
     """Have the next process group be named as the first, which it is to a process that was started meanwhile."""
     distributed_c10d._world.group_count = 0

@@ -1,6 +1,7 @@
-"""Process groups of a model that ``fully_shard`` has dealt, in which others take their places.
+"""Process groups of a model that ``fully_shard`` has dealt, in which others take their places; and late reductions.
 
-There is no public way: a mesh and what FSDP2 makes of it hold the groups that they were made of.
+There is no public way: a mesh and what FSDP2 makes of it hold the groups that they were made of. And FSDP2 reduces
+gradients after each use of a block that gives its inputs gradients, or where there was none at the end.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,6 +28,15 @@ def meet(blocks: Sequence[FSDPModule], mesh: DeviceMesh, other: DeviceMesh) -> N
     vars(mesh).update(vars(other))  # tensors refer to it
     for group in _groups(blocks):
         group.mesh_info.__post_init__()
+
+
+def reduce_now(blocks: Sequence[FSDPModule]) -> None:
+    """Reduce what backward has left of blocks' gradients, as FSDP2 does by itself where it may: ``post_backward``."""
+    for group in _groups(blocks):
+        group.post_backward()
+        group._training_state = type(group._training_state).IDLE
+        group.finalize_backward()  # has the device wait, too
+        group.comm_ctx.reduce_scatter_states.clear()
 
 
 def _groups(blocks: Sequence[FSDPModule]) -> Iterator[Any]:

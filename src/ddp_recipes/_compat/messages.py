@@ -51,10 +51,21 @@ def uses_rows(error: BaseException) -> bool:
     return "got mixed torch.Tensor and DTensor" in str(error)
 
 
+def of_freed_memory(error: BaseException) -> bool:
+    """Whether an operation got a tensor whose memory has been freed, as that of a parameter that is given back."""
+    return isinstance(error, RuntimeError) and "storage of size 0" in str(error)
+
+
 def of_two_dtypes(error: BaseException) -> bool:
     """Whether an operation got tensors of two types, as linear layers and convolutions say it."""
     text = r"must have the same dtype|should be the same|expected scalar type|mixed dtype"
     return isinstance(error, RuntimeError) and re.search(text, str(error)) is not None
+
+
+def of_sparse(error: BaseException) -> bool:
+    """Whether an operation got a sparse tensor, and cannot take it."""
+    text = r"Sparse(CPU|CUDA|TensorImpl)|sparse tensor|sparse\.\w+Tensor"
+    return isinstance(error, RuntimeError) and re.search(text, str(error), re.IGNORECASE) is not None
 
 
 def refused_global(error: BaseException) -> str | None:

@@ -33,6 +33,11 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
     return module._buffers
 
 
+def gradient_hooks(tensor: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
+    """Return what ``Tensor.register_hook`` was given: ``Tensor._backward_hooks``. No public way."""
+    return list((tensor._backward_hooks or {}).values())
+
+
 def share_tensors(module: nn.Module, copied: nn.Module) -> None:
     """Give a copy of a module the very parameters and buffers of its own: ``Module._parameters``, ``_buffers``.
 

@@ -1,6 +1,6 @@
 """What a metric of torchmetrics was for its latest batch, and its state."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -52,3 +52,17 @@ def load_state(metric: Any, state: Mapping[str, Any], first: bool) -> None:
         if first or not added_up:
             setattr(metric, name, deepcopy(value))
     metric._update_count = state["updates"]
+
+
+def list_states(metrics: Iterable[Any]) -> list[tuple[Any, str]]:
+    """Return each list that metrics, and those in them, keep of what they saw, as its owner and name: ``_reductions``.
+
+    Where several ranks compute one they concatenate what all have, which must be alike but for its length.
+    """
+    owners = {id(owner): owner for metric in metrics for owner in metric.modules()}.values()
+    return [
+        (owner, name)
+        for owner in owners
+        for name in getattr(owner, "_reductions", ())
+        if isinstance(getattr(owner, name), list)
+    ]

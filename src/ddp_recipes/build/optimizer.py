@@ -104,6 +104,8 @@ def _has_fused(node: Mapping[str, Any], task: Task) -> bool:
         and "fused" in parameters_of(node["_target_"], "optimizer")
         and (on_cpu or node["_target_"].rpartition(".")[2] != "Adagrad")
         and all(parameter.is_floating_point() for parameter in task.parameters())
+        and not node.get("dampening")  # which the first step leaves out, for parameters that get a gradient later, too
+        and not any(getattr(module, "sparse", False) for module in task.modules())
     )
 
 

@@ -15,6 +15,7 @@ from ddp_recipes.errors import RequestError, RunFailed
 from ddp_recipes.strategies.base import by_rank
 from ddp_recipes.tasks import Surroundings
 from ddp_recipes.tasks.task import is_stateful
+from ddp_recipes.training.metrics import agree_on_lists
 
 _REDUCTIONS = ("mean", "sum", "min", "max")
 _NAMES: dict[Any, str] = {
@@ -266,12 +267,13 @@ class Log:
         """Return the values of the epoch that were not read yet. A collective."""
         entries = self._chosen(lambda key: key.on_epoch, around)
         found = self._values([(k, k.of_epoch, e.of_epoch) for k, e in entries if not k.is_metric], around)
-        for key, entry in entries:
-            if key.is_metric:
-                value = self._computed(key, entry.metric)
-                found.logged[key.of_epoch] = value
-                found.measured.update({key.plain: value, key.of_epoch: value})
-                self.computed.append(entry.metric)
+        metrics = [(key, self._on_all_ranks(key, entry.metric)) for key, entry in entries if key.is_metric]
+        agree_on_lists(metric for _, metric in metrics)
+        for key, metric in metrics:
+            value = self._computed(key, metric)
+            found.logged[key.of_epoch] = value
+            found.measured.update({key.plain: value, key.of_epoch: value})
+            self.computed.append(metric)
         for key, _ in entries:
             self.entries.pop(key, None)
         return found
@@ -330,13 +332,17 @@ class Log:
                 found.measured.update({key.plain: value, name: value})
         return found
 
-    def _computed(self, key: Key, metric: Any) -> float:
-        """Return what a metric comes to over all ranks. A collective."""
+    def _on_all_ranks(self, key: Key, metric: Any) -> Any:
+        """Return a metric that was logged, which this rank has, too."""
         if metric is None:
             raise RunFailed(
                 f"{self.owner} logs the metric {key.name} in {key.hook} on some ranks alone, and to compute it takes "
                 f"all of them. Log it on each rank."
             )
+        return metric
+
+    def _computed(self, key: Key, metric: Any) -> float:
+        """Return what a metric comes to over all ranks. A collective."""
         with warnings.catch_warnings():  # of a metric without an update: a rank without a sample is no mistake
             warnings.filterwarnings("ignore", "The ``compute`` method", UserWarning)
             value = metric.compute()

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ddp_recipes._compat.messages import of_sparse
 from ddp_recipes._compat.modules import BatchNorm
 from ddp_recipes.checkpointing.parts import put_together
 from ddp_recipes.config.parallelism import StrategySettings
@@ -188,6 +189,7 @@ class Strategy(Protocol):
 class Plain:
     """What most strategies answer alike: a replica a process, one shard of a batch, nothing to refuse."""
 
+    settings: StrategySettings
     starts: Sequence[str] = ()
     takes_empty = False
     lockstep = False
@@ -230,8 +232,14 @@ class Plain:
         return digest(self.weights(task))
 
     def explain(self, error: BaseException, task: Task) -> str | None:
-        """torch's own message says it."""
-        return None
+        """torch's own message says it, but for a gradient that ranks would have to exchange, and that is sparse."""
+        if not of_sparse(error):
+            return None
+        return (
+            f"Something got a sparse tensor that it cannot take, most likely a sparse gradient. strategy=ddp takes "
+            f"those of nn.Embedding(sparse=True) and nn.EmbeddingBag(sparse=True), strategy={self.settings.name} no "
+            f"other ones: have them dense (sparse=False)."
+        )
 
     def abort(self) -> None:
         """They end by themselves."""

@@ -2,16 +2,19 @@
 
 import logging
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from ddp_recipes._compat.torchmetrics_ import list_states
 from ddp_recipes.errors import RequestError, RunFailed
 from ddp_recipes.loggers import Logger
 from ddp_recipes.reporting.figures.matrix import draw_matrix
+from ddp_recipes.strategies.collectives import broadcast, gather
 from ddp_recipes.tasks import Task
 from ddp_recipes.tasks.task import is_stateful
 from ddp_recipes.training.non_finite import Losses
@@ -33,6 +36,7 @@ def computed(task: Task, prefix: str, matrices: Matrices) -> Metrics:
     with warnings.catch_warnings():
         # torchmetrics warns of a metric without an update; a rank without a sample is no mistake.
         warnings.filterwarnings("ignore", "The ``compute`` method", UserWarning)
+        agree_on_lists(task.stateful_metrics.values())
         values = {name: metric.compute() for name, metric in task.stateful_metrics.items()}
     for name, value in values.items():
         for own, each in value.items() if isinstance(value, Mapping) else [(name, value)]:
@@ -52,6 +56,22 @@ def computed(task: Task, prefix: str, matrices: Matrices) -> Metrics:
             f"ddp-recipes[figures], or leave the metric out."
         )
     return metrics
+
+
+def agree_on_lists(metrics: Iterable[Any]) -> None:
+    """Give metrics without a sample on this rank empty lists of what others have, to be gathered. A collective.
+
+    Else torchmetrics sends an empty list as one of floats, which others do not expect.
+    """
+    lists = list_states(metrics)
+    if not lists or not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    first = [next(iter(getattr(owner, name)), None) for owner, name in lists]
+    mine = [[each[:0] if each.dim() else each[None][:0]] if isinstance(each, Tensor) else [] for each in first]
+    every: list[list[list[Tensor]]] = broadcast(gather(mine), 0)
+    for (owner, name), kinds in zip(lists, zip(*every, strict=True), strict=True):
+        if not getattr(owner, name):
+            setattr(owner, name, [each.to(owner.device) for kind in kinds for each in kind][:1])
 
 
 def _is_matrix(value: Any) -> bool:

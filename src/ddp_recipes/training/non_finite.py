@@ -105,7 +105,7 @@ def non_finite_weights(task: nn.Module) -> dict[str, bool]:
 
 
 def _may_be_non_finite(tensor: Tensor) -> bool:
-    return not tensor.is_meta and (tensor.is_floating_point() or tensor.is_complex())
+    return not tensor.is_meta and (tensor.is_floating_point() or tensor.is_complex()) and tensor.itemsize > 1
 
 
 def _is_non_finite(tensor: Tensor, is_parameter: bool) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ddp_recipes._compat.optimizers import ready_for_late_gradients
 from ddp_recipes.runtime.fast_paths import backward
 
 
@@ -27,6 +28,7 @@ class Precision:
 
     def step(self, optimizer: torch.optim.Optimizer, gradients: Callable[[], Any] | None = None, **options: Any) -> Any:
         """Step the optimizer, which calls what computes the gradients first, where they are not there yet."""
+        ready_for_late_gradients(optimizer)
         return optimizer.step(**options) if gradients is None else optimizer.step(closure=gradients, **options)
 
     def state(self) -> dict[str, Any]:
@@ -70,6 +72,7 @@ class Float16(BFloat16):
     def step(self, optimizer: torch.optim.Optimizer, gradients: Callable[[], Any] | None = None, **options: Any) -> Any:
         """Step unless a gradient overflowed, then adapt the scale."""
         result = None if gradients is None else gradients()
+        ready_for_late_gradients(optimizer)
         self.scaler.step(optimizer, **options)
         self.scaler.update()
         return result

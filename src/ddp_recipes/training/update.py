@@ -116,7 +116,8 @@ def clip_unscaled(run: Run, measured: bool) -> Tensor | None:
     parameters = [parameter for group in run.optimizer.param_groups for parameter in group["params"]]
     norm = None
     if measured or (limit is not None and algorithm == "norm"):
-        norm = run.strategy.norm([p.grad for p in parameters if p.grad is not None])
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        norm = run.strategy.norm([each.coalesce() if each.is_sparse else each for each in gradients])
     if limit is not None:
         clip_to(parameters, limit, norm if algorithm == "norm" else None)
     return norm

@@ -50,7 +50,7 @@ def _draw(panels: Any, stages: Sequence[Stage], blocks: Sequence[Sequence[Block]
             panel.axhspan(rows[0] - 0.6, rows[-1] + 0.6, color="#000000", alpha=0.04 * (number % 2), lw=0)
             where, text = (1.34 * most, (rows[0] + rows[-1]) / 2), f"device {number}\n{total}"
             panel.text(*where, text, fontsize=9, ha="right", va="center", color=color)
-            panel.set_xlim(0, 1.36 * most)
+            panel.set_xlim(0, 1.36 * most or 1)  # of nothing there is still an axis
         row = rows[-1] + 1.6
     panels[0].set_yticks(places, names)
     panels[0].set_ylim(places[-1] + 0.8, -0.8)

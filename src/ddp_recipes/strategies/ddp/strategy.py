@@ -50,6 +50,13 @@ class DDP(Whole, Group):
                 "strategy.sync_batchnorm=true works on GPUs only (torch's SyncBatchNorm), and this run is on the CPU. "
                 "Leave it false."
             )
+        for name, buffer in task.named_buffers():
+            if devices[0].type == "cpu" and buffer.is_floating_point() and buffer.itemsize == 1:
+                raise RequestError(
+                    f"strategy=ddp sends buffers to all ranks, and on the CPU none of {buffer.dtype}, as "
+                    f"{name.removeprefix('model.')} is. Keep its bytes (view(torch.uint8)), or choose "
+                    f"strategy=ddp_exact."
+                )
 
     def wrap(self, task: Task, devices: Sequence[torch.device]) -> Wrapped:
         """Wrap the task. ``device_ids`` stays ``None``: batches are in place already, and a replica may span devices.
@@ -63,6 +70,9 @@ class DDP(Whole, Group):
         options = {name: value for name, value in self.options.items() if name not in _SEND_BUFFERS}
         options[_SEND_BUFFERS[0]] = self._sends_buffers(task)
         options.setdefault("init_sync", False)  # all have made the same weights, as they have agreed, or loaded them
+        for each in task.modules():
+            if isinstance(each, _SPARSE) and each.sparse:
+                each.weight.register_hook(_own_values)  # type: ignore[no-untyped-call]
         module = DistributedDataParallel(task, device_ids=None, **options)
         _settle_buckets(module, task)
         if self.settings.comm_hook is not None:
@@ -97,7 +107,7 @@ class DDP(Whole, Group):
     def explain(self, error: BaseException, task: Task) -> str | None:
         """Name the parameters that got no gradients, of which torch gives the indices alone."""
         if not (indices := without_gradient(error)):
-            return None
+            return super().explain(error, task)
         trained = [name for name, parameter in task.named_parameters() if parameter.requires_grad]
         unused = ", ".join(trained[index].removeprefix("model.") for index in indices)
         return (
@@ -167,15 +177,24 @@ def _settle_buckets(module: DistributedDataParallel, task: Task) -> None:
         return  # the one learns the graph from its first pass, the other would wonder at gradients that are dense
 
     def forward(_: Any) -> StepOutput:
-        loss = next(task.parameters()).new_zeros(())
+        loss = torch.zeros((), device=next(task.parameters()).device)
         for parameter in filter(lambda each: each.requires_grad, task.parameters()):
-            loss = loss + (0 * parameter.sum()).to(loss.device)
+            total = parameter.sum()
+            loss = loss + (0 * (total.real if total.is_complex() else total)).to(loss.device)
         return StepOutput(loss, {}, 0)
 
     task.forward = forward  # type: ignore[method-assign, assignment]
     module(None).loss.backward()
     del task.forward
     module.zero_grad()
+
+
+def _own_values(gradient: Tensor) -> Tensor:
+    """Return a sparse gradient whose values are in memory of their own.
+
+    They may be those of the gradient that goes on to layers before it, and torch divides them by the number of ranks.
+    """
+    return gradient.clone()
 
 
 def _hook(name: str) -> Callable[[DistributedDataParallel], None]:
@@ -194,6 +213,7 @@ def _powersgd(module: DistributedDataParallel) -> None:
 
 
 _OPTIONS = sorted(inspect.signature(DistributedDataParallel).parameters.keys() - {"module", "device_ids"})
+_SPARSE = (nn.Embedding, nn.EmbeddingBag)
 # Since torch 2.15, and before.
 _SEND_BUFFERS = [name for name in ("forward_sync_buffers", "broadcast_buffers") if name in _OPTIONS]
 _COMM_HOOKS: dict[str, Callable[[DistributedDataParallel], None]] = {

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ddp_recipes._compat.collectives import all_gather_single
 from ddp_recipes._compat.modules import buffers_of
 from ddp_recipes._compat.tensors import add_each, copy_each
+from ddp_recipes.errors import RunFailed
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import Collective, Exchange
 
@@ -30,7 +31,8 @@ class OrderedSum:
     """Takes what each shard leaves as it is done; then leaves the sum over all shards of all ranks in its place.
 
     Gradients are added. Every shard starts from the buffers that the step started from; at its end a floating-point
-    buffer has moved by the mean of its moves in all shards, weighted by their samples, and any other is shard 0's.
+    buffer has moved by the mean of its moves in all shards, weighted by their samples (one that was infinite is the
+    mean of what shards left), and any other is shard 0's.
 
     Args:
         module: what has the gradients and buffers. Parameters that need no gradient are left out for good.
@@ -45,8 +47,10 @@ class OrderedSum:
         self.done = 0  # shards of this step
         parameters = [parameter for parameter in module.parameters() if gradients and parameter.requires_grad]
         buffers = _Buffer.all_of(module)
-        moving = [buffer for buffer in buffers if buffer.tensor.is_floating_point()]
-        others = [buffer for buffer in buffers if not buffer.tensor.is_floating_point()]
+        self.shapes = [(buffer, buffer.tensor.shape) for buffer in buffers]
+        buffers = [buffer for buffer in buffers if buffer.tensor.numel()]
+        moving = [buffer for buffer in buffers if buffer.moves]
+        others = [buffer for buffer in buffers if not buffer.moves]
         self.kinds: list[_Rows | _Firsts] = [
             *(_Rows(*alike, world, shards) for alike in _alike(parameters, moving)),
             *(_Firsts(alike, world) for _, alike in _alike([], others)),
@@ -54,14 +58,25 @@ class OrderedSum:
 
     def begin(self) -> None:
         """Begin a shard."""
+        self._check()
         for kind in self.kinds:
             kind.begin(self.done)
 
     def take(self, weight: float) -> None:
         """Take what a shard left; ``weight`` is its fraction of the step's samples."""
+        self._check()
         for kind in self.kinds:
             kind.take(self.done, weight)
         self.done += 1
+
+    def _check(self) -> None:
+        for buffer, shape in self.shapes:
+            if buffer.tensor.shape != shape:
+                raise RunFailed(
+                    f"The buffer {buffer.name} was of shape {list(shape)} and is now of {list(buffer.tensor.shape)}. A "
+                    f"strategy with shards adds up what each of them does to a buffer, which so must keep its shape. "
+                    f"Make it of its last one from the start, or choose strategy=ddp."
+                )
 
     def reduce(self) -> None:
         """Leave the sums in ``grad`` and in the buffers; ``grad`` stays ``None`` where no shard of any rank had one."""
@@ -92,12 +107,17 @@ class OrderedSum:
 class _Buffer:
     """Where a module keeps a buffer: it may put another tensor there at any time."""
 
-    def __init__(self, owner: dict[str, Tensor | None], name: str) -> None:
-        self.owner, self.name = owner, name
+    def __init__(self, owner: dict[str, Tensor | None], key: str, name: str) -> None:
+        self.owner, self.key, self.name = owner, key, name
+
+    @property
+    def moves(self) -> bool:
+        """Whether there is a mean of it: a number of 8 bits cannot be added up."""
+        return self.tensor.is_floating_point() and self.tensor.itemsize > 1
 
     @property
     def tensor(self) -> Tensor:
-        tensor = self.owner[self.name]
+        tensor = self.owner[self.key]
         assert tensor is not None
         return tensor.detach()
 
@@ -105,9 +125,9 @@ class _Buffer:
     def all_of(cls, module: nn.Module) -> list["_Buffer"]:
         """Return each buffer once, also one that several modules have."""
         found = {
-            id(tensor): cls(buffers_of(each), name)
-            for each in module.modules()
-            for name, tensor in buffers_of(each).items()
+            id(tensor): cls(buffers_of(each), key, f"{name}.{key}".lstrip("."))
+            for name, each in module.named_modules()
+            for key, tensor in buffers_of(each).items()
             if tensor is not None
         }
         return list(found.values())
@@ -216,8 +236,9 @@ class _Rows:
             parameter.grad = None
         if self.buffers:
             copy_each(self.ended, [buffer.tensor for buffer in self.buffers])
-            # What has not moved stays as it is, also where it is infinite.
-            moves = torch.where(self.end == self.start, -0.0, (self.end - self.start) * weight)
+            start = _finite(self.start)
+            moves = torch.where(self.end == start, -0.0, (self.end - start) * weight)
+            moves = moves if weight else moves.fill_(-0.0)
             row.moves.add_(moves) if add else row.moves.copy_(moves)
 
     def _wait(self) -> None:
@@ -241,8 +262,13 @@ class _Rows:
         for at, (parameter, gradient) in enumerate(zip(self.parameters, self.total.gradients, strict=True)):
             parameter.grad = None if at in self.unused else gradient
         if self.buffers:
-            self.start.add_(self.total.moves)
+            torch.add(_finite(self.start), self.total.moves, out=self.start)
             copy_each([buffer.tensor for buffer in self.buffers], self.started)
+
+
+def _finite(start: Tensor) -> Tensor:
+    """Return where moves are measured from: from an infinite number there is no way to a mean, so from 0."""
+    return torch.where(start.isfinite(), start, 0.0)
 
 
 class _Firsts:

@@ -1,7 +1,7 @@
 """The blocks whose parameters are gathered together, and parameters and optimizers that cannot be dealt."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from inspect import unwrap
 
 import torch
@@ -42,12 +42,23 @@ def blocks_of(model: nn.Module, wrap: str | int | Sequence[str]) -> list[str]:
                     f"itself. Name its elements: strategy.wrap=['{name}.*']."
                 )
         return found
-    if found := repeated(model):
+    if found := [inner for name in repeated(model) for inner in _called(model, name)]:
         return found
     raise RequestError(
         f"strategy.wrap=auto takes the elements of nn.Sequential and nn.ModuleList, and {type(model).__name__} has "
         f"none with parameters. {_remedy(model)}"
     )
+
+
+def _called(model: nn.Module, name: str) -> Iterator[str]:
+    """Yield a module's name, or those of the elements, with parameters, of a list of modules."""
+    module = model.get_submodule(name)
+    if not isinstance(module, _LISTS):
+        yield name
+        return
+    for child, each in module.named_children():
+        if next(each.parameters(), None) is not None:
+            yield from _called(model, f"{name}.{child}")
 
 
 def _remedy(model: nn.Module) -> str:
@@ -105,6 +116,11 @@ def refuse_parameters(task: Task, blocks: Sequence[str]) -> None:
             raise RequestError(
                 f"{name or 'The model'} is wrapped as {type(module).__name__} already, and strategy=fsdp deals the "
                 f"model itself. Give the module that is in it."
+            )
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise RequestError(
+                f"strategy=fsdp reduces dense gradients, but those of {name} are sparse. Make it with sparse=False, or "
+                f"use strategy=ddp."
             )
     beside = [name for name, _ in task.named_parameters() if not name.startswith("model.")]
     if beside:

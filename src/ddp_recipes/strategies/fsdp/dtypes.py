@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from ddp_recipes._compat.messages import of_two_dtypes, uses_rows
+from ddp_recipes._compat.messages import of_freed_memory, of_two_dtypes, uses_rows
 from ddp_recipes._compat.modules import NormBase
 from ddp_recipes.errors import RequestError
 from ddp_recipes.strategies.fsdp.steps import own_steps
@@ -73,6 +73,12 @@ def explanation(error: BaseException, param_dtype: str | None) -> str | None:
         return (
             "A module used parameters of another one without calling it, and strategy=fsdp gathers those of a block "
             "when it is called. Choose strategy.wrap so that both are in one block, or call the module."
+        )
+    if of_freed_memory(error):
+        return (
+            "Backward needed parameters of a block that strategy=fsdp had given back. That comes of a gradient of "
+            "gradients: torch.autograd.grad in a forward pass, through blocks. Choose strategy.wrap so that what it "
+            "goes through is in no block, or strategy=ddp_exact."
         )
     if param_dtype is not None and of_two_dtypes(error):
         return (

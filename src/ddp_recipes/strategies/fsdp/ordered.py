@@ -7,32 +7,40 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_recipes._compat.collectives import all_gather_single
+from ddp_recipes.errors import RunFailed
+from ddp_recipes.strategies.fsdp.order import Order, ReduceScatter
 
 
-class OrderedReduceScatter:
+class OrderedReduceScatter(ReduceScatter):
     """The running total of this rank's part of a block's gradients, over the shards of a step.
 
-    Has the methods that ``FSDPModule.set_custom_reduce_scatter`` asks for; their base class has no public name.
-    Ranks take turns, so what they send at one time are shards that follow each other. -0.0 added to any number leaves
-    it as it is: that is what a shard without a sample counts.
+    It is called once a shard, for FSDP2 adds what each call leaves. Ranks take turns, so what they send at one time are
+    shards that follow each other. -0.0 added to any number leaves it as it is: that is what a shard without a sample
+    counts.
 
     Args:
         replicas: the ranks that have the same part in other replicas; ``None`` where there is one.
     """
 
-    def __init__(self, replicas: dist.ProcessGroup | None) -> None:
+    def __init__(self, order: Order, block: int, replicas: dist.ProcessGroup | None) -> None:
+        super().__init__(order, block)
         self.replicas = replicas
         self.total: Tensor | None = None
         self.counts = True  # whether this rank's shard has a sample
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory for what is sent or received."""
-        return torch.empty(*size, dtype=dtype, device=device)
+        self.done = False  # whether it has been reduced
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         """Send each rank its part of ``input_tensor``; leave the total in ``output_tensor``."""
+        self.order.take(self.turn, input_tensor.device)
+        if self.done:
+            raise RunFailed(
+                f"Gradients of {self.order.blocks[self.turn.block] or 'the rest of the model'} were reduced twice in a "
+                f"pass, as where a gradient is taken within the forward pass (torch.autograd.grad) at what a block "
+                f"returned. Choose strategy.wrap so that what returns it is in no block, or strategy=ddp_exact."
+            )
+        self.done = True
         if not self.counts:
             input_tensor.fill_(-0.0)
         received = torch.empty_like(input_tensor)

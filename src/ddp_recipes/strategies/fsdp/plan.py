@@ -86,8 +86,9 @@ class _Passes:
         self.root = blocks[-1]
         self.ordered = settings.shards is not None and world.world_size > 1
         self.reduces = self.gives_back = self.in_backward = False
-        self.run: list[Block] = []  # blocks of this pass whose forward is done
-        self.reduced: set[Block] = set()  # whose backward is
+        self.run: list[Block] = []  # blocks of this pass whose forward is done, as often as it was
+        self.uses: dict[Block, list[int]] = {}  # where in ``run`` those of a block are whose backward is to come
+        self.reduced: set[Block] = set()  # whose backward is done
         self.received: Tensor | None = None  # kept until the next block has received its own
         self.sent: Tensor | None = None  # likewise
         for block in blocks:
@@ -120,8 +121,8 @@ class _Passes:
                     block.gradient = None
         yield
         for block in (self.root, *self.blocks[:-1]):
-            self._after_backward(block)  # of blocks whose inputs need no gradient
-        self.run, self.reduced, self.in_backward = [], set(), False
+            self._reduce(block)  # of blocks whose inputs need no gradient, or that were called several times
+        self.run, self.uses, self.reduced, self.in_backward = [], {}, set(), False
         if shard == batch == 0 and self.root.ranks > 1:
             gathered = sum(each.part * each.gathers for each in self.blocks)
             self.given[0] = replace(self.given[0], bytes=gathered * (1 if level == 1 else self.count))
@@ -156,13 +157,14 @@ class _Passes:
         output = in_dtype(block.policy.output_dtype, output)
         if self.in_backward:
             return output
+        self.uses.setdefault(block, []).append(len(self.run))
         self.run.append(block)
         if self.settings.level == 3 and block is not self.root:
             block.give_back()
         if block is self.root:
             self.received = None
             if not torch.is_grad_enabled():
-                self.run = []
+                self.run, self.uses = [], {}
                 for each in self.blocks:
                     each.give_back()
         return at_gradients(output, partial(self._before_backward, block))
@@ -171,10 +173,16 @@ class _Passes:
         self.in_backward = True
         block.gather()
         block.take()
-        if before := self.run[: self.run.index(block)]:
-            before[-1].gather()
+        if (at := self.uses[block].pop()) > 0:
+            self.run[at - 1].gather()
 
     def _after_backward(self, block: Block) -> None:
+        if self.run.count(block) == 1:
+            self._reduce(block)
+        elif self.gives_back:
+            block.give_back()
+
+    def _reduce(self, block: Block) -> None:
         if block in self.reduced:
             return
         self.reduced.add(block)

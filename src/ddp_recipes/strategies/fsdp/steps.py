@@ -7,6 +7,8 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 
+from ddp_recipes.strategies.fsdp.calls import apart
+
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
@@ -24,13 +26,13 @@ def gather_in_steps(model: nn.Module, done: Callable[[], None]) -> None:
     for name in own_steps(model):
         own = getattr(model, name)
         register_fsdp_forward_method(model, name)
-        setattr(model, name, _followed(own, getattr(model, name), done))
+        setattr(model, name, _followed(model, own, getattr(model, name), done))
 
 
-def _followed(own: Any, gathered: Callable[..., Any], done: Callable[[], None]) -> Callable[..., Any]:
+def _followed(model: nn.Module, own: Any, gathered: Callable[..., Any], done: Callable[[], None]) -> Callable[..., Any]:
     @wraps(own)  # for who asks what it takes
     def step(*args: Any, **kwargs: Any) -> Any:
-        output = gathered(*args, **kwargs)
+        output = apart(model, gathered(*args, **kwargs))
         done()
         return output
 

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
 from ddp_recipes._compat.fsdp import LEAVES, leave, meet
+from ddp_recipes._compat.modules import gradient_hooks
 from ddp_recipes._compat.tensors import local
 from ddp_recipes.model_parallel.blocks import on_copies
 from ddp_recipes.runtime.digest import digest
@@ -22,7 +23,9 @@ from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import Exchange, Passes, T, Whole, Wrapped, in_place
 from ddp_recipes.strategies.ddp_exact.ordered_sum import OrderedSum
 from ddp_recipes.strategies.fsdp.blocks import blocks_of, refuse_optimizers, refuse_parameters
+from ddp_recipes.strategies.fsdp.calls import Calls
 from ddp_recipes.strategies.fsdp.dtypes import explanation, policies_of
+from ddp_recipes.strategies.fsdp.order import Gather, Order, ReduceScatter
 from ddp_recipes.strategies.fsdp.ordered import OrderedReduceScatter
 from ddp_recipes.strategies.fsdp.parts import Part, joined, norms, own_rows
 from ddp_recipes.strategies.fsdp.plan import exchange_of
@@ -55,7 +58,9 @@ class FSDP(Whole, Group):
         self.buffers: OrderedSum | None = None
         self.group: dist.ProcessGroup  # ranks that hold a replica together
         self.passes = 0  # shards of this step that have begun
-        self.usage = Usage()
+        self.hooks: dict[str, list[Callable[[Tensor], Tensor | None]]] = {}  # of gradients, the user's
+        ordered = self.settings.shards is not None
+        self.order, self.usage, self.calls = Order((), ordered), Usage(ordered), Calls()
 
     def check(self, task: Task, devices: Sequence[torch.device]) -> None:
         """Refuse a model that cannot be dealt, and parameters beside it."""
@@ -64,7 +69,7 @@ class FSDP(Whole, Group):
 
     def explain(self, error: BaseException, task: Task) -> str | None:
         """Say what parameters that are not gathered, or of another dtype, come from."""
-        return explanation(error, self.settings.param_dtype)
+        return explanation(error, self.settings.param_dtype) or super().explain(error, task)
 
     def setup(
         self, world: World, messages: Messages | None, backend: str, timeout: timedelta, init_method: str | None
@@ -87,7 +92,8 @@ class FSDP(Whole, Group):
         self.writers = self.group.size()  # those of the first replica
         if self.blocks:
             meet(self.blocks, self.mesh, self._mesh(self.mesh.device_type))
-            self.passes, self.usage.always, self.usage.agreed = 0, None, False
+            self.passes, self.usage.always, self.usage.step, self.order.known = 0, None, None, {}
+            self.order.begin(step=False)
             for each in self.ordered:
                 each.replicas, each.total = self.peers, None
 
@@ -100,30 +106,41 @@ class FSDP(Whole, Group):
 
     def shard(self, task: Task, devices: Sequence[torch.device]) -> None:
         """Leave this rank its rows of each parameter; the model gathers those of a block before it runs."""
-        model, self.mesh = task.model, self._mesh(devices[0].type)
+        model, self.mesh, self.device = task.model, self._mesh(devices[0].type), devices[0]
+        self.hooks = {name: gradient_hooks(parameter) for name, parameter in model.named_parameters()}
         policies = policies_of(model, blocks_of(model, self.settings.wrap), self.settings.param_dtype)
         offload = CPUOffloadPolicy() if self.settings.offload and devices[0].type == "cuda" else OffloadPolicy()
         shard = partial(fully_shard, mesh=self.mesh, offload_policy=offload)
         for name, policy in policies.items():
             after = self.settings.level == 3 and name != ""  # of the model, needed first in backward
-            self.blocks.insert(0, shard(model.get_submodule(name), reshard_after_forward=after, mp_policy=policy))
+            module = model.get_submodule(name)
+            deal = partial(shard, module, reshard_after_forward=after, mp_policy=policy)
+            self.blocks.insert(0, self.calls.watch(module, deal))
+        self.order.blocks = [*policies]
         model.register_forward_hook(self._give_back)
         gather_in_steps(model, self._give_back)
-        for block in self.blocks:
+        for number, block in enumerate(reversed(self.blocks)):
             type(block).__name__ = type(block).__name__.removeprefix("FSDP")  # messages name the user's class
             block.set_gradient_divide_factor(1.0)  # losses are weighted
             block.set_force_sum_reduction_for_comms(True)
             if hasattr(block, "set_reduce_scatter_unused_params"):  # from torch 2.15 on; else ranks would send less
                 block.set_reduce_scatter_unused_params(True)
-            if self.settings.shards is not None and self.world.world_size > 1:
-                self.ordered.append(OrderedReduceScatter(self.peers))
-                block.set_custom_reduce_scatter(cast(Any, self.ordered[-1]))
+            if self.world.world_size > 1:
+                reduce = ReduceScatter(self.order, number)
+                if self.settings.shards is not None:
+                    reduce = OrderedReduceScatter(self.order, number, self.peers)
+                    self.ordered.append(reduce)
+                block.set_custom_reduce_scatter(cast(Any, reduce))
+                block.set_custom_all_gather(cast(Any, Gather(self.order, number)))
 
     def _give_back(self, *_: Any) -> None:
         """Give back what an evaluation gathered: no backward follows that does, and weights may change."""
-        if not torch.is_grad_enabled():
-            for block in self.blocks:
-                block.reshard()
+        if torch.is_grad_enabled():
+            return
+        for block in self.blocks:
+            block.reshard()
+        if not self.order.step:
+            self.order.end(self.device)
 
     def make_optimizers(self, task: Task, make: Callable[[], T]) -> T:
         """Have them made of this rank's rows; refuse those that look at whole tensors."""
@@ -140,7 +157,7 @@ class FSDP(Whole, Group):
         if self.settings.shards is not None:
             count = self.settings.batch_shards(self.world).count
             self.buffers = OrderedSum(task, self.world, count, gradients=False)
-        self.task, self.device = task, devices[0]
+        self.task = task
         names = {id(part.whole): part.name for part in self.parts.values()}
         for block in self.blocks:
             whole = {id(each): names[id(each)] for each in cast(nn.Module, block).parameters()}
@@ -148,19 +165,24 @@ class FSDP(Whole, Group):
             for name, parameter in zip(whole.values(), cast(nn.Module, block).parameters(), strict=True):
                 if parameter.requires_grad and local(parameter) is parameter:  # not of a block inside
                     self.usage.watch(name, parameter)
+                    for hook in self.hooks.pop(name, ()):
+                        parameter.register_hook(hook)  # type: ignore[no-untyped-call]
             block.reshard()
+        self.order.begin(step=False)
         return cast(Wrapped, task)
 
     @contextmanager
     def batch_shard(self, weight: float) -> Iterator[None]:
         """Let what the shard's backward adds up begin in a tensor of its own where a total goes on in order."""
         self.passes += 1
+        if self.passes == 1:
+            self.order.begin(step=True)
         for each in self.ordered:
-            each.counts = weight > 0
+            each.counts, each.done = weight > 0, False
         if self.ordered or self.passes == 1:  # else torch adds to what is there
             for part in self.parts.values():
                 part.whole.grad = None
-        with self.usage.of_shard() if weight else nullcontext():
+        with self.usage.of_shard(counts=weight > 0):
             if self.buffers is None:
                 yield
                 return
@@ -172,16 +194,23 @@ class FSDP(Whole, Group):
         """Run the task, then backward, which exchanges gradients with the last pass of a shard."""
         model, level = self.blocks[0], self.settings.level
         over = last and self.passes == self.settings.batch_shards(self.world).count
-        model.set_requires_gradient_sync(over if level == 1 and self.settings.shards is None else last)
+        reduces = over if level == 1 and self.settings.shards is None else last
+        model.set_requires_gradient_sync(reduces)
         model.set_is_last_backward(over)
         if level == 1:
             model.set_reshard_after_backward(over)
+        self.calls.begin()
         with nullcontext() if weight else on_copies(self.task):
-            return super().training_step(module, batch, weight, last, precision)
+            loss = super().training_step(module, batch, weight, last, precision)
+        if reduces:
+            self.calls.reduce(self.blocks)
+        return loss
 
     def reduce(self) -> None:
         """Hand over the gradients; they are reduced in backward."""
         self.passes = 0
+        self.order.end(self.device)
+        self.order.begin(step=False)
         for each in self.ordered:
             each.total = None
         self.usage.agree(self.device)
@@ -268,7 +297,7 @@ class FSDP(Whole, Group):
         """Give every rank rank 0's, unless they are the same after each step."""
         if self.buffers is None and self.world.world_size > 1:
             for buffer in task.buffers():
-                dist.broadcast(buffer, src=0)
+                dist.broadcast(buffer.view(torch.uint8) if buffer.itemsize == 1 else buffer, src=0)
 
     def teardown(self) -> None:
         """Drop what holds the groups as well, and what a pass that was cut off has left."""

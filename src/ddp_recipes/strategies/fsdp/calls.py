@@ -1,0 +1,104 @@
+"""What FSDP2 would change of a block's calls: which inputs are one tensor, and outputs in memory that it frees."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from ddp_recipes._compat.autograd import in_backward
+from ddp_recipes._compat.fsdp import reduce_now
+from ddp_recipes._compat.pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from ddp_recipes._compat.tensors import storage_key, viewed
+
+
+class _Leaf:
+    """Stands for a tensor that is among the inputs already, as the leaf of that number."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+class Calls:
+    """The calls of blocks in a pass.
+
+    FSDP2 reduces after each use of a block in backward, although autograd adds the gradients of all uses up first. So
+    one that is called several times in a pass is reduced once, at its end.
+    """
+
+    def __init__(self) -> None:
+        self.called: set[FSDPModule] = set()
+        self.repeated: set[FSDPModule] = set()
+
+    def watch(self, block: nn.Module, deal: Callable[[], FSDPModule]) -> FSDPModule:
+        """Deal a block, with hooks next to those of FSDP2, on both sides of them."""
+        block.register_forward_pre_hook(_together, prepend=True, with_kwargs=True)
+        block.register_forward_hook(_apart)
+        dealt = deal()
+        block.register_forward_pre_hook(_once, prepend=True, with_kwargs=True)
+        block.register_forward_pre_hook(self._count, prepend=True)
+        return dealt
+
+    def begin(self) -> None:
+        """Begin a pass."""
+        self.called, self.repeated = set(), set()
+
+    def _count(self, block: Any, _: Any) -> None:
+        if not torch.is_grad_enabled() or in_backward():  # activations are computed again
+            return
+        if block in self.called:
+            self.repeated.add(block)
+            block.set_requires_gradient_sync(False, recurse=False)
+        self.called.add(block)
+
+    def reduce(self, blocks: Sequence[FSDPModule]) -> None:
+        """Reduce the gradients of those of the blocks that the pass has called several times."""
+        repeated = [each for each in blocks if each in self.repeated]
+        for each in repeated:
+            each.set_requires_gradient_sync(True, recurse=False)
+        reduce_now(repeated)
+
+
+def _once(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Leave one of inputs that are the same tensor, for FSDP2 makes another one of each."""
+    leaves, spec = tree_flatten((args, kwargs))
+    tensors = [id(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
+    if len({*tensors}) == len(tensors):
+        return None
+    first = {id(leaf): number for number, leaf in reversed([*enumerate(leaves)])}
+    kept = [
+        _Leaf(first[id(leaf)]) if isinstance(leaf, Tensor) and first[id(leaf)] != number else leaf
+        for number, leaf in enumerate(leaves)
+    ]
+    return tree_unflatten(kept, spec)
+
+
+def _together(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Put what FSDP2 made of an input in all its places: attention asks whether its query is its key."""
+    leaves, spec = tree_flatten((args, kwargs))
+    if not any(isinstance(leaf, _Leaf) for leaf in leaves):
+        return None
+    return tree_unflatten([leaves[leaf.number] if isinstance(leaf, _Leaf) else leaf for leaf in leaves], spec)
+
+
+def apart(block: nn.Module, outputs: Any) -> Any:
+    """Return outputs in memory of their own.
+
+    That of a block's parameters is freed when they are given back. And of a view FSDP2 notices no gradient any more
+    once it is changed in place.
+    """
+    places = {storage_key(each) for each in block.parameters() if not hasattr(each, "to_local")}
+
+    def shares(leaf: Any) -> bool:
+        if not isinstance(leaf, Tensor) or leaf.layout != torch.strided or hasattr(leaf, "to_local"):
+            return False
+        return (leaf.requires_grad and viewed(leaf) is not None) or storage_key(leaf) in places
+
+    if not any(map(shares, tree_leaves(outputs))):
+        return outputs
+    return tree_map_only(Tensor, lambda leaf: leaf.clone() if shares(leaf) else leaf, outputs)
+
+
+def _apart(block: nn.Module, _: Any, outputs: Any) -> Any:
+    return apart(block, outputs)

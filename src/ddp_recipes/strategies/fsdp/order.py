@@ -1,0 +1,152 @@
+"""The order in which ranks exchange blocks: another one on one of them, and parts of different blocks would meet."""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddp_recipes._compat.collectives import all_gather_single, reduce_scatter_single
+from ddp_recipes.errors import RunFailed
+
+_PATIENCE_S = 30.0  # with others, once this rank has left the order that all had: they may not have
+
+
+class Turn(NamedTuple):
+    """What a rank does next."""
+
+    does: str
+    block: int = -1
+
+
+_ENDS = Turn("ended the step")
+_DOES = ("gathered", "reduced", _ENDS.does)
+
+
+class Order:
+    """What ranks exchange in a pass, or in a step, one after the other; all do it in one order, or none goes on.
+
+    They agree on each turn of the first pass. As long as the next ones go the same way there is nothing to say; a rank
+    that leaves it asks the others first, by a kind of collective that is not among the turns: if those have left it,
+    too, all agree on each turn again, and else nobody answers.
+
+    Args:
+        blocks: their names.
+        ordered: whether gradients are exchanged all to all, not reduced by the backend.
+    """
+
+    def __init__(self, blocks: Sequence[str], ordered: bool) -> None:
+        self.blocks, self.ordered = blocks, ordered
+        self.known: dict[bool, list[Turn]] = {}  # of a step, and of a pass of an evaluation
+        self.begin(step=False)
+
+    def begin(self, step: bool) -> None:
+        """Begin a step, or passes that train nothing."""
+        self.step, self.turns, self.follows = step, list[Turn](), step in self.known
+
+    def take(self, turn: Turn, device: torch.device) -> None:
+        """Take the next turn.
+
+        Raises:
+            RunFailed: others take another one.
+        """
+        at, known = len(self.turns), self.known.get(self.step, [])
+        self.turns.append(turn)
+        if self.follows and known[at : at + 1] == [turn]:
+            return
+        expected = (known[at] if at < len(known) else _ENDS) if self.follows else None
+        self.follows = False
+        number = _DOES.index(turn.does) + len(_DOES) * (turn.block + 1)
+        try:
+            every = ask([number], device, self.ordered, None if expected is None else _PATIENCE_S)
+        except RuntimeError as error:
+            if expected is None:
+                raise
+            raise self._refused(f"{self._said(turn)}, where all had {self._said(expected)} before") from error
+        for rank, (other,) in enumerate(every):
+            if other != number:
+                block, does = divmod(other, len(_DOES))
+                its = Turn(_DOES[does], block - 1)
+                raise self._refused(f"{self._said(turn)}, where rank {rank} had {self._said(its)}")
+
+    def end(self, device: torch.device) -> None:
+        """End the step, or the pass."""
+        if self.turns:
+            self.take(_ENDS, device)
+            self.known[self.step] = self.turns
+        self.begin(self.step)
+
+    def _said(self, turn: Turn) -> str:
+        return turn.does if turn == _ENDS else f"{turn.does} {self.blocks[turn.block] or 'the rest of the model'}"
+
+    def _refused(self, what: str) -> RunFailed:
+        return RunFailed(
+            f"Rank {dist.get_rank()} had {what}. With strategy=fsdp all ranks run the blocks of the model in one "
+            f"order, and each as often. Where data or random numbers choose among blocks, choose strategy.wrap so that "
+            f"one block has them all, or strategy=ddp_exact."
+        )
+
+
+def ask(values: Sequence[int], device: torch.device, ordered: bool, patience_s: float | None) -> list[list[int]]:
+    """Return the values of each rank.
+
+    Args:
+        ordered: as of :class:`Order`.
+        patience_s: how long to wait for others that may not ask; ``None``: as long as for any collective.
+    """
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    every = torch.zeros(ranks, len(values), dtype=torch.int64, device=device)
+    work: dist.Work | None
+    if ordered:
+        every[rank] = torch.tensor(values)
+        work = dist.all_reduce(every, async_op=True)
+    else:
+        work = dist.all_to_all_single(every, torch.tensor([values] * ranks, device=device), async_op=True)
+    assert work is not None
+    work.wait() if patience_s is None else work.wait(timedelta(seconds=patience_s))
+    found: list[list[int]] = every.tolist()
+    return found
+
+
+class InTurn:
+    """An exchange of a block's parameters or gradients, as ``FSDPModule.set_custom_…`` ask for.
+
+    Their base classes have no public names.
+    """
+
+    def __init__(self, order: Order, turn: Turn) -> None:
+        self.order, self.turn = order, turn
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory for what is sent or received."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class Gather(InTurn):
+    """Gathers a block's parameters, as FSDP2 does by itself."""
+
+    def __init__(self, order: Order, block: int) -> None:
+        super().__init__(order, Turn("gathered", block))
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
+        """Leave the rows of all ranks in ``output_tensor``."""
+        self.order.take(self.turn, input_tensor.device)
+        all_gather_single(output_tensor, input_tensor, group=group)
+
+
+class ReduceScatter(InTurn):
+    """Reduces a block's gradients, as FSDP2 does by itself."""
+
+    def __init__(self, order: Order, block: int) -> None:
+        super().__init__(order, Turn("reduced", block))
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        """Leave this rank's rows of the sum in ``output_tensor``."""
+        self.order.take(self.turn, input_tensor.device)
+        reduce_scatter_single(output_tensor, input_tensor, group, op)
