@@ -117,7 +117,7 @@ def flaws(played: Played, summary: dict[str, Any], lost_steps: Sequence[int]) ->
     found: list[str] = []
     *stopped, started = played.starts
     again = started_again(played)
-    counted = len(COST.findall(started.text.rpartition(AGAIN)[2]))
+    counted = len(COST.findall(started.text))
     deaths = [done for done in played.done if done.fault.kind not in ("return_node", "terminate") and not done.idle]
     lost = [(done, _ranks_lost(done, played)) for done in deaths]
     losses = sum(ranks for _, ranks in lost)

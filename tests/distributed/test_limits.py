@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from ddp_recipes.reporting.run_directory import Summary
+from helpers.patience import patience
 
 Run = Callable[..., Summary]
 Notes = Callable[[], list[dict[str, Any]]]
@@ -40,7 +41,7 @@ def test_steps_of_a_run(overrides: list[str], steps: int, run: Run, notes: Notes
 
 
 def test_time_stops_all_ranks_at_one_step(run: Run, notes: Notes, noting: str) -> None:
-    overrides = ["trainer.max_epochs=-1", "trainer.max_time=0.5", "data.num_samples=100000"]
+    overrides = ["trainer.max_epochs=-1", f"trainer.max_time={patience(0.5)}", "data.num_samples=100000"]
     summary = run(noting, *overrides, "data.batch_size=1", "optimizer.lr=1e-4", world_size=2)
     first, second = (note["steps"] for note in notes())
     assert first == second

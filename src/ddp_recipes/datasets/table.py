@@ -1,7 +1,6 @@
 """A table in a csv file: columns of numbers, or of image files, and a target."""
 
 import csv
-import errno
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from ddp_recipes.datasets.images import imagenet_transform, open_image
+from ddp_recipes.datasets.images import imagenet_transform
 from ddp_recipes.datasets.memory import InMemory
 from ddp_recipes.datasets.tabular import rows_of, standardize
 from ddp_recipes.datasets.transforms import Transform, Transforms, in_order
@@ -80,7 +79,10 @@ class ImageTable(Dataset[tuple[Any, Tensor]]):
         return len(self.files)
 
     def __getitem__(self, index: int) -> tuple[Any, Tensor]:
-        return self.transform(open_image(self.files[index])), self.targets[index]
+        from PIL import Image
+
+        with Image.open(self.files[index]) as image:
+            return self.transform(image.convert("RGB")), self.targets[index]
 
 
 @dataclass(frozen=True)
@@ -94,8 +96,6 @@ class _Table:
     @classmethod
     def read(cls, path: Path, delimiter: str) -> "_Table":
         try:
-            if path.exists() and not path.is_file():  # to open a pipe would wait for ever
-                raise OSError(errno.EINVAL, "it is no regular file")
             # utf-8-sig: spreadsheets begin the file with a byte order mark, which would become part of a name.
             with path.open(newline="", encoding="utf-8-sig") as file:
                 reader = csv.reader(file, delimiter=delimiter, skipinitialspace=True, strict=True)

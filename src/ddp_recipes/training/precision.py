@@ -28,8 +28,16 @@ class Precision:
 
     def step(self, optimizer: torch.optim.Optimizer, gradients: Callable[[], Any] | None = None, **options: Any) -> Any:
         """Step the optimizer, which calls what computes the gradients first, where they are not there yet."""
-        ready_for_late_gradients(optimizer)
-        return optimizer.step(**options) if gradients is None else optimizer.step(closure=gradients, **options)
+        if gradients is None:
+            ready_for_late_gradients(optimizer)
+            return optimizer.step(**options)
+
+        def closure() -> Any:
+            result = gradients()
+            ready_for_late_gradients(optimizer)
+            return result
+
+        return optimizer.step(closure=closure, **options)
 
     def state(self) -> dict[str, Any]:
         """Return what a resume needs."""
