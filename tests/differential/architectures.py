@@ -3,7 +3,6 @@
 Those that are ``Mixed`` depend on which samples are in a batch together, or on random numbers of their own.
 """
 
-import random
 from typing import Any
 
 import torch
@@ -174,7 +173,7 @@ class StochasticDepth(Mixed, Sizes):
 
     def between(self, hidden: Tensor) -> Tensor:
         for block in self.blocks:
-            if not self.training or random.random() < 0.5:
+            if not self.training or torch.rand(()) < 0.5:
                 hidden = hidden + block(hidden)
         return hidden
 

@@ -41,6 +41,7 @@ NOT_IN_STAGES = {
         "LateHead",
         "Recurrent",
         "RoutedExperts",
+        "StochasticDepth",
         "Shuffled",
     ),
 }
