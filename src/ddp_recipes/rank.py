@@ -208,7 +208,7 @@ def check_validation(run: Run, recipe: Recipe) -> None:
         run.monitor = "train/loss"
     check_monitor(run, metrics)
     for name, callback in run.callbacks.items():
-        if isinstance(callback, EarlyStopping) and callback.monitor.startswith("val"):
+        if isinstance(callback, EarlyStopping) and callback.monitor.startswith("val") and len(run.val) == 1:
             check_measured(callback.monitor, metrics, f"callbacks.{name}.monitor")
     run.task.leave_evaluation()
 

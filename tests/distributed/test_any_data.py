@@ -225,7 +225,7 @@ def test_what_is_a_tensor_in_evaluations_only_is_taken_as_it_is(run: Run) -> Non
         ("tuple", "2", "task.output=2, but Several returns a tuple of 0, 1"),
         ("named", "null", "task.output=null, but Several returns a Outputs of logits, aux_logits"),
         ("none", "null", "task.output=null, but Several returns a NoneType: this task"),
-        ("out", "[1]", r"task.output=\[1\] is no name and no place"),
+        ("out", "[1]", r"task.output=\[1\] is not allowed. Allowed: text, or a whole number, or null"),
     ],
 )
 def test_outputs_that_nobody_chose_are_refused_before_the_run(

@@ -130,7 +130,7 @@ def test_several_are_a_list_and_each_writes_what_it_says(run: Run, tmp_path: Pat
     [
         (
             "+callbacks.mine={_target_: torch.nn.Identity}",
-            "callbacks.mine makes a Identity, which is no ddp_recipes",
+            "callbacks.mine._target_=torch.nn.Identity is a module, and callbacks.mine takes a callback",
         ),
         ("callbacks=[ema,lr_monitr]", "lr_monitor"),
         ("callbacks.ema.decay=1.5", "Allowed: decay from 0 to below 1"),

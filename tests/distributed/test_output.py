@@ -87,7 +87,7 @@ def test_the_environment_reaches_no_file(run: Run, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("OWN_SECRET", "hunter2")
     monkeypatch.setenv("OWN_HIDDEN", "12")
     summary = run(
-        "+token=${oc.env:OWN_SECRET}",
+        "+own.token=${oc.env:OWN_SECRET}",
         "model.hidden_features='${oc.decode:${oc.env:OWN_HIDDEN}}'",
         "logger=tensorboard",
         world_size=2,

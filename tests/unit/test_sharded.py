@@ -204,7 +204,10 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "a pipe": (lambda folder: piped(parts_of(folder, 2)[1]), "which rank 1 wrote,: it is no regular file"),
+    "a pipe": (
+        lambda folder: piped(parts_of(folder, 2)[1]),
+        "which rank 1 wrote, cannot be read: it is no regular file",
+    ),
     "missing": (lambda folder: parts_of(folder, 2)[1].unlink(), "rank_1_of_3.safetensors, which rank 1 wrote, is miss"),
     "of another checkpoint": (
         lambda folder: shutil.copy(parts_of(folder, 1)[1], parts_of(folder, 2)[1]),

@@ -1,6 +1,7 @@
 """A table in a csv file: columns of numbers, or of image files, and a target."""
 
 import csv
+import errno
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -96,6 +97,8 @@ class _Table:
     @classmethod
     def read(cls, path: Path, delimiter: str) -> "_Table":
         try:
+            if path.exists() and not path.is_file():  # to open a pipe would wait for ever
+                raise OSError(errno.EINVAL, "it is no regular file")
             # utf-8-sig: spreadsheets begin the file with a byte order mark, which would become part of a name.
             with path.open(newline="", encoding="utf-8-sig") as file:
                 reader = csv.reader(file, delimiter=delimiter, skipinitialspace=True, strict=True)
