@@ -1,5 +1,6 @@
 """A config calls nothing but what it may, whoever wrote it: what is refused is not even imported."""
 
+import inspect
 import os
 import re
 import subprocess
@@ -7,6 +8,7 @@ import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,10 +17,10 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 import ddp_recipes
-from ddp_recipes import RequestError
+from ddp_recipes import RequestError, datasets, models
 from ddp_recipes.build import instantiate
 from ddp_recipes.build.instantiate import make
-from ddp_recipes.config.kinds import check_found, check_hydra
+from ddp_recipes.config.kinds import FUNCTIONS, check_found, check_hydra
 from ddp_recipes.config.targets import check, is_own
 from ddp_recipes.reporting.run_directory import Summary
 from ddp_recipes.testing import make_job
@@ -490,3 +492,10 @@ def test_a_strangers_run_is_resumed_validated_and_exported_without_its_code(
     with pytest.raises(RequestError):
         ddp_recipes.run(OmegaConf.load(theirs / ".hydra" / "config.yaml"))
     assert not witness.exists()
+
+
+@pytest.mark.parametrize("package", [datasets, models], ids=lambda package: package.__name__)
+def test_functions_that_a_config_is_to_call_are_listed(package: ModuleType) -> None:
+    functions = [name for name in package.__all__ if inspect.isfunction(getattr(package, name))]
+    assert functions
+    assert {*functions} <= {*FUNCTIONS[package.__name__].split()}

@@ -59,8 +59,8 @@ PLACES = {
 }
 # Functions, by the module that they are named by; ``torchvision.models`` and ``timm.models`` list their own.
 FUNCTIONS = {
-    "ddp_recipes.datasets": "breast_cancer cifar10 csv_table digits fake_images fashion_mnist image_folder mnist "
-    "random_regression text",
+    "ddp_recipes.datasets": "balanced breast_cancer cifar10 csv_table digits fake_images fashion_mnist image_folder "
+    "mnist random_regression text",
     "ddp_recipes.models": "resnet18 resnet50 resnet50_mp",
     "torch": "abs arange as_tensor clamp cos exp eye full linspace log log1p normal ones rand randn relu sigmoid sin "
     "softmax sqrt square tanh tensor zeros",
