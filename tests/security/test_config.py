@@ -175,8 +175,8 @@ DECIDED_BY_KIND = [
     ),
     *("datasets.Dataset.save_to_disk", "datasets.Dataset.from_generator", "datasets.disable_caching"),
     *("lightning.Trainer", "lightning.pytorch.callbacks.Callback.setup", "lightning.pytorch.Trainer.fit"),
+    *("ddp_recipes.datasets.table.Path", "ddp_recipes.datasets.table.csv.reader"),
     *("ddp_recipes.run", "ddp_recipes.export", "ddp_recipes.datasets.csv_table.__call__", "ddp_recipes.tasks.Task.to"),
-    *("ddp_recipes.datasets.table.Path", "ddp_recipes.datasets.table.csv.reader", "ddp_recipes.datasets.balanced"),
 ]
 # What configs call of packages, and what makes a name of it a node.
 CALLED = [
