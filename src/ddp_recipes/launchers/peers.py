@@ -26,6 +26,7 @@ class Peers:
     def __init__(self, world: World) -> None:
         self.world = world
         self._messages: Messages | None = None
+        self._seen: set[int] = set()
         self._stacks = tempfile.TemporaryFile()  # noqa: SIM115
         if agent_holds_store():  # anything else that starts ranks may want SIGUSR2 for itself
             stacks.write_at_death(self._stacks.fileno())
@@ -33,14 +34,19 @@ class Peers:
     def introduce(self, messages: Messages) -> None:
         """Publish where this rank writes its stacks."""
         self._messages = messages
+        self.exited()
         messages.set(f"stacks/{self.world.rank}", str(self._stacks.fileno()))
 
     def exited(self) -> list[int]:
-        """Return the ranks of this node whose process has exited."""
+        """Return the ranks of this node whose process was seen to run, and has exited.
+
+        Where the agent starts something else that starts the rank, a script say, no other rank's is ever seen.
+        """
         if not agent_holds_store():
             return []
-        first = self.world.rank - self.world.local_rank
-        return sorted({*range(first, first + self.world.local_world_size)} - self._running().keys())
+        running = self._running().keys()
+        self._seen |= running
+        return sorted(self._seen - running)
 
     def end(self, ranks: Sequence[int], directory: Path | None) -> None:
         """Write the stacks of these ranks, and kill them, those of this node that still run.
