@@ -230,7 +230,9 @@ def state_in(path: Path, readers: int = 0) -> str:
     ("count", "variants"), [(150, 8), pytest.param(6000, 28, marks=pytest.mark.nightly)], ids=["sample", "many"]
 )
 def test_damaged_checkpoints_are_read_right_or_refused(count: int, variants: int, run: Run, tmp_path: Path) -> None:
-    seed, began = random.SystemRandom().randrange(10**6), time.monotonic()  # other ones each time
+    seed, began = 862708, time.monotonic()
+    if count > 1000:  # other ones each night
+        seed = random.SystemRandom().randrange(10**6)
     came: Counter[str] = Counter()
     machine = Machine(seed, tmp_path, run, variants)
     for number in range(count):

@@ -28,7 +28,7 @@ from ddp_recipes import main
 from ddp_recipes.config import compose
 from helpers.patience import patience
 
-SEED = int(os.environ.get("DDP_RECIPES_SEED", "27"))
+SEED = int(os.environ.get("DDP_RECIPES_TEST_SEED", "27"))
 BOUND_S = 3  # for a case where nothing else runs
 MEMORY = 8 << 30  # of a process, beyond which torch finds none: a key may ask for any amount
 

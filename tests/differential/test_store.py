@@ -28,7 +28,7 @@ from helpers.recipes import QUICK
 
 T = TypeVar("T")
 
-SEED = int(os.environ.get("DDP_RECIPES_TEST_SEED", Random().randrange(10**6)))
+SEED = int(os.environ.get("DDP_RECIPES_TEST_SEED", "7"))  # the same every day; others by night, by hand
 LATE, TWICE, NEVER = 0.04, 0.04, 0.004  # of the calls
 LATE_S = 1.0  # on average
 NEVER_S = 3600.0

@@ -29,7 +29,7 @@ SMALL = (
 EXACT = ("strategy=ddp_exact", "strategy.shards=6")
 DDP = ("strategy=ddp", "strategy.find_unused_parameters=true")
 LONGEST_S = 90  # of a run: most take about one, the rest wait for a rank that has left the order
-SEED = int(os.environ.get("DDP_RECIPES_TEST_SEED", random.randrange(10**6)))
+SEED = int(os.environ.get("DDP_RECIPES_TEST_SEED", "2"))  # the same every day; others by night, by hand
 # What the pipeline is known to do wrong with them is mended beside it.
 NOT_IN_STAGES = {
     *(
