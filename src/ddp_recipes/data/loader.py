@@ -18,7 +18,7 @@ from ddp_recipes.data.prefetch import Prefetcher
 from ddp_recipes.datasets.memory import InMemory
 from ddp_recipes.datasets.transforms import is_known
 from ddp_recipes.errors import RequestError, RunFailed
-from ddp_recipes.runtime.process import die_with_parent, garbage_left, state
+from ddp_recipes.runtime.process import die_with_parent, garbage_left, is_stopped
 
 LOOK_S = 1.0  # between looks at the time, while data workers are waited for
 
@@ -147,7 +147,7 @@ class Loader:
                 if batches is not None and time.monotonic() > asked + self.timeout_s:
                     workers, awaited = workers_of(batches)
                     alive = [(number, each.pid) for number, each in enumerate(workers) if each.is_alive() and each.pid]
-                    stopped = [number for number, process in alive if state(process)[0] in "Tt"]
+                    stopped = [number for number, process in alive if is_stopped(process)]
                     number = (stopped or [awaited])[0]
                     hung = f"Data worker {number} (process {workers[number].pid})"
                     for worker in workers:

@@ -15,7 +15,7 @@ from typing import Any
 
 from ddp_recipes.launchers.fork_server import python_path
 from ddp_recipes.runtime.memory import Places
-from ddp_recipes.runtime.process import started_at, state
+from ddp_recipes.runtime.process import is_running, started_at
 
 RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE")  # a keeper is none, though a rank starts it
 
@@ -67,7 +67,7 @@ class Keeper:
     def lives(self) -> bool:
         """Whether it is still there."""
         with suppress(OSError):
-            return started_at(self.process) == self.born and state(self.process)[0] not in "ZX"
+            return started_at(self.process) == self.born and is_running(self.process)
         return False
 
     @property

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import LBFGS
 
 from ddp_recipes.data.loader import Batch
 from ddp_recipes.errors import RunFailed
@@ -303,7 +302,7 @@ class SteppedOptimizer:
     @property
     def _computes_once(self) -> bool:
         """Whether it begins with the gradients, as torch's do, so that these are phases of their own in a profile."""
-        return type(self.optimizer).__module__.startswith("torch.optim.") and not isinstance(self.optimizer, LBFGS)
+        return type(self.optimizer).__module__.startswith("torch.optim.") and not needs_closure(self.optimizer)
 
     def _step(self, gradients: Callable[[], Any] | None, options: Mapping[str, Any]) -> Any:
         if not self._task.manual:

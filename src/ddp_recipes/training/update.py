@@ -1,8 +1,9 @@
 """One optimizer step: forward and backward of its micro-batches, clip, step."""
 
 import inspect
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -133,5 +134,10 @@ def clip_to(parameters: Sequence[nn.Parameter], limit: float, norm: Tensor | Non
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer cannot step without a closure, which it may call several times (``LBFGS``)."""
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return _has_to_get_a_closure(type(optimizer).step)
+
+
+@cache  # each step asks
+def _has_to_get_a_closure(step: Callable[..., Any]) -> bool:
+    closure = inspect.signature(step).parameters.get("closure")
     return closure is not None and closure.default is closure.empty
