@@ -30,21 +30,6 @@ EXACT = ("strategy=ddp_exact", "strategy.shards=6")
 DDP = ("strategy=ddp", "strategy.find_unused_parameters=true")
 LONGEST_S = 90  # of a run: most take about one, the rest wait for a rank that has left the order
 SEED = int(os.environ.get("DDP_RECIPES_TEST_SEED", "2"))  # the same every day; others by night, by hand
-# What the pipeline is known to do wrong with them is mended beside it.
-NOT_IN_STAGES = {
-    *(
-        "Adaptive",
-        "Branching",
-        "Cells",
-        "Checked",
-        "InnerGradient",
-        "LateHead",
-        "Recurrent",
-        "RoutedExperts",
-        "StochasticDepth",
-        "Shuffled",
-    ),
-}
 
 
 class Case(NamedTuple):
@@ -68,9 +53,7 @@ def cases(name: str, choose: random.Random) -> list[Case]:
             dealt = f"strategy.wrap={choose.choice(wraps)}", f"strategy.level={choose.choice((1, 2, 3))}"
             found.append(Case(("strategy=fsdp", *dealt, *shards), ranks))
     found += [Case((each, "model.num_devices=2", "model.split=auto"), 1) for each in ("strategy=single", EXACT[0])]
-    if name not in NOT_IN_STAGES:
-        found += [Case(("strategy=ddp_pipeline", f"strategy.stages={ranks}"), ranks) for ranks in (2, 3)]
-    return found
+    return found + [Case(("strategy=ddp_pipeline", f"strategy.stages={ranks}"), ranks) for ranks in (2, 3)]
 
 
 class Compared:

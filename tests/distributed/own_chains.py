@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torchvision.models import resnet18
 
 
@@ -42,6 +43,25 @@ class Chain(nn.Sequential):
             nn.ReLU(inplace=True),
             nn.Linear(16, out_features),
         )
+
+
+class Checkpointed(nn.Module):
+    """Runs each of its blocks in a checkpoint of torch's, in an order that it may draw."""
+
+    def __init__(self, in_features: int, out_features: int, reentrant: bool = False, shuffled: bool = False) -> None:
+        super().__init__()
+        self.reentrant, self.shuffled = reentrant, shuffled
+        self.start = nn.Linear(in_features, 16)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4))
+        self.head = nn.Linear(16, out_features)
+
+    def forward(self, input: Tensor) -> Tensor:
+        hidden = self.start(input)
+        order = torch.randperm(4).tolist() if self.shuffled and self.training else range(4)
+        for number in order:
+            hidden = checkpoint(self.blocks[number], hidden, use_reentrant=self.reentrant)
+        output: Tensor = self.head(hidden)
+        return output
 
 
 class Images(nn.Module):

@@ -34,6 +34,7 @@ MODELS = {
     "recurrent": ["model._target_=own_chains.Recurrent", "~model.hidden_features"],
     "unet": ["model._target_=own_chains.UNet", "~model.hidden_features"],
     "deciding": ["model._target_=own_chains.Deciding", "~model.hidden_features"],
+    "checkpointed": ["model._target_=own_chains.Checkpointed", "~model.hidden_features"],
     "images": ["model._target_=own_chains.Images", "~model.hidden_features"],
 }
 THREE = ["strategy.stages=3", "strategy.micro_batches=4"]
@@ -51,7 +52,7 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("model", "overrides", "world_size"),
     slow_but(
-        [("mlp", [], 2), ("recurrent", [], 2)],
+        [("mlp", [], 2), ("recurrent", [], 2), ("checkpointed", [], 2)],
         [
             ("mlp", [], 2),
             ("recurrent", [], 2),
@@ -59,6 +60,8 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
             ("unet", [], 2),
             ("unet", THREE, 3),
             ("deciding", ["+model.by_inputs=true"], 2),
+            ("checkpointed", [], 2),
+            ("checkpointed", INTERLEAVED, 2),
             ("mlp", ["strategy.schedule=gpipe", *THREE], 3),
             ("mlp", ["model.split=[layers.2]"], 4),
             ("chain", ["model.split=[3,6]", *THREE], 3),
@@ -341,6 +344,16 @@ REFUSED_MODELS: dict[str, tuple[list[str], int, list[str]]] = {
         ["model._target_=own_chains.Deciding", "~model.hidden_features"],
         2,
         ["Deciding can be cut into 1 stage(s) at most", "Tensor.item()", "Use a strategy without stages, as ddp."],
+    ),
+    "a checkpoint over the cut that leaves out its gradient": (
+        [*MODELS["checkpointed"], "+model.reentrant=true", "model.split=[blocks.2]"],
+        2,
+        ["blocks.2 begins a stage and is called without gradients", "use_reentrant=False it can be"],
+    ),
+    "an order that is drawn": (
+        [*MODELS["checkpointed"], "+model.shuffled=true", "model.split=[blocks.2]"],
+        2,
+        ["blocks.", "Use a strategy without stages, as ddp."],  # whichever rank is the first to say so
     ),
     "what skips a stage": (
         ["model._target_=own_chains.Skip", "~model.hidden_features", "model.split=[second,last]", *THREE],

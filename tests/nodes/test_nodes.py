@@ -141,6 +141,10 @@ class Nodes:
     def said(self, node: int) -> str:
         return (self.folder / f"node_{node}.log").read_text()
 
+    def ended(self, number: int, seconds: float) -> int:
+        """Wait for one of what was started; return its exit status."""
+        return self.processes[number].wait(patience(seconds))
+
     def wait(self, seconds: float = 120) -> list[int]:
         """Wait for all torchruns; return their exit statuses."""
         deadline = time.monotonic() + patience(seconds)
@@ -395,12 +399,12 @@ def test_a_node_is_cut_off_for_good_and_another_one_joins_with_the_same_bits(
     log = tmp_path / "run" / "train.log"
     wait_for_step(log, 32)
     nodes.cut(2)
-    assert nodes.processes[1].wait(30) == 1
+    assert nodes.ended(1, 30) == 1
     assert "This node is cut off from 10.77.0.1:29400" in nodes.said(2)
     wait_until_no_rank_is_left(nodes, 2, 5)
     wait_for_step(log, 80)
     nodes.supervise(3, *overrides, "launcher.nproc_per_node=1")
-    assert [nodes.processes[0].wait(120), nodes.processes[2].wait(20)] == [0, 0], nodes.said(1) + nodes.said(3)
+    assert [nodes.ended(0, 120), nodes.ended(2, 20)] == [0, 0], nodes.said(1) + nodes.said(3)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["status"], summary["world_size"], summary["ranks_replaced"]) == ("finished", 3, 1)
     told = r"Node 1 \(10\.77\.0\.2\) was lost\. All started again from memory, at the cost of [\d.]+ s until step"
@@ -441,9 +445,9 @@ def test_a_node_that_dies_as_all_have_met_keeps_none_from_meeting_again(nodes: N
     nodes.supervise(1, *overrides)
     until(lambda: "Waiting at" in nodes.said(1), 60, "node 1 does not wait")
     nodes.python(2, "-c", MEETS_AND_DIES)
-    assert nodes.processes[1].wait(60) == -signal.SIGKILL, nodes.said(2)
+    assert nodes.ended(1, 60) == -signal.SIGKILL, nodes.said(2)
     nodes.supervise(2, *overrides)
-    assert [nodes.processes[each].wait(60) for each in (0, 2)] == [0, 0], nodes.said(1) + nodes.said(2)
+    assert [nodes.ended(each, 60) for each in (0, 2)] == [0, 0], nodes.said(1) + nodes.said(2)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["status"], summary["nnodes"], summary["ranks_replaced"]) == ("finished", 2, 0)
 
@@ -466,14 +470,14 @@ def test_any_node_may_be_lost_where_all_meet_in_a_file(nodes: Nodes, tmp_path: P
             os.kill(pid, signal.SIGKILL)
         told = rf"Node 0 \(10\.77\.0\.{node}\) was lost\. All started again from memory, at the cost of [\d.]+ s until"
         until(lambda told=told: re.search(told, log.read_text()), 60, f"loss {count} is not told")  # type: ignore[misc]
-    assert nodes.processes[2].wait(120) == 0, nodes.said(3)
+    assert nodes.ended(2, 120) == 0, nodes.said(3)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["status"], summary["world_size"], summary["ranks_replaced"]) == ("finished", 1, 2)
     see_bits_of_one_process(summary, tmp_path, python, *TINY, *slow)
 
     # The same command begins anew where the run is over, and the file is there.
     nodes.supervise(1, *overrides, "launcher.local_addr=10.77.0.1", "trainer.max_epochs=7")
-    assert nodes.processes[3].wait(60) == 0, nodes.said(1)
+    assert nodes.ended(3, 60) == 0, nodes.said(1)
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["epoch"] == 7
 
 
@@ -512,11 +516,11 @@ def test_a_sharded_model_goes_on_without_a_checkpoint_when_a_node_is_cut_off(
     log = tmp_path / "run" / "train.log"
     wait_for_step(log, 32)
     nodes.cut(2)
-    assert nodes.processes[1].wait(30) == 1
+    assert nodes.ended(1, 30) == 1
     wait_for_step(log, 48)
     assert not list((tmp_path / "run" / "checkpoints").glob("step_*"))
     nodes.supervise(3, *TINY, *SHARDED, "launcher.nproc_per_node=1")
-    assert [nodes.processes[0].wait(120), nodes.processes[2].wait(20)] == [0, 0], nodes.said(1) + nodes.said(3)
+    assert [nodes.ended(0, 120), nodes.ended(2, 20)] == [0, 0], nodes.said(1) + nodes.said(3)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["status"], summary["world_size"], summary["ranks_replaced"]) == ("finished", 2, 1)
     told = r"Node 1 \(10\.77\.0\.2\) was lost\. All started again from memory, at the cost of [\d.]+ s until step (\d+)"
@@ -537,7 +541,7 @@ def test_a_sharded_model_goes_on_without_a_checkpoint_when_all_of_a_node_is_kill
     wait_for_step(log, 32)
     for pid in nodes.pids(2):
         os.kill(pid, signal.SIGKILL)
-    assert nodes.processes[0].wait(120) == 0, nodes.said(1)
+    assert nodes.ended(0, 120) == 0, nodes.said(1)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["status"], summary["world_size"], summary["ranks_replaced"]) == ("finished", 2, 1)
     assert len(re.findall("All started again from memory, at the cost of", log.read_text())) == 1
@@ -568,7 +572,7 @@ def test_stages_of_a_lost_node_are_in_the_memory_of_the_other_one(nodes: Nodes, 
     for pid in nodes.pids(2):
         os.kill(pid, signal.SIGKILL)
     nodes.supervise(3, *overrides, *slow)
-    assert [nodes.processes[0].wait(120), nodes.processes[2].wait(20)] == [0, 0], nodes.said(1) + nodes.said(3)
+    assert [nodes.ended(0, 120), nodes.ended(2, 20)] == [0, 0], nodes.said(1) + nodes.said(3)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["status"], summary["world_size"], summary["ranks_replaced"]) == ("finished", 2, 1)
     assert len(re.findall("All started again from memory, at the cost of", log.read_text())) == 1

@@ -108,11 +108,6 @@ def missing_interpolation_key(error: BaseException) -> str | None:
     return found[1] if found else None
 
 
-def lacks_data(error: BaseException) -> bool:
-    """Whether an operation needed the data of a tensor on the device ``meta``, which has none, or of another device."""
-    return isinstance(error, (RuntimeError, TypeError)) and re.search(r"\b(meta|Meta)\b", text_of(error)) is not None
-
-
 def cuda_devices(error: BaseException) -> set[int]:
     """Return the numbers of the CUDA devices that an error of an operation names."""
     return {int(number) for number in re.findall(r"cuda:(\d+)", str(error))}

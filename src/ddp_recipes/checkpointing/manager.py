@@ -196,6 +196,9 @@ class FileCheckpointer(Background):
         """Restore the monitored values, as far as their files are still there.
 
         Files of later steps, damaged or of a future that will now be another one, are renamed to ``<name>.aside``.
+
+        Raises:
+            RecipeError: ``last.pt`` or ``best.pt`` cannot be pointed at the file of this step.
         """
         found = step_files(self.directory)
         for later in sorted(each for each in found if each > step):
@@ -204,7 +207,8 @@ class FileCheckpointer(Background):
             log.warning("%s is of a later step than %d, and now called %s.aside.", path, step, path.name)
         self.values = {int(saved): value for saved, value in state["values"].items() if int(saved) in found}
         if step in self._files():
-            self._link(step, self._best_steps({*found}))
+            with unwritable(self.directory / LAST, 0):
+                self._link(step, self._best_steps({*found}))
 
     def _best_steps(self, found: set[int]) -> list[int]:
         """Return the steps of the best k of the files, best first; the earlier of two equals."""

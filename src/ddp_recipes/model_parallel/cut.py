@@ -14,18 +14,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ddp_recipes._compat.autograd import current_node
 from ddp_recipes._compat.pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from ddp_recipes.model_parallel.placement import Conflict, blocks_of, has_state, is_cut, stages_of
 from ddp_recipes.tasks import Task
 
+SAME_WAY = "each batch has to take the same way through the blocks before a stage"
+NO_GRADIENT = (
+    "begins a stage and is called without gradients where its input has one (torch.no_grad, or torch.utils.checkpoint "
+    "with use_reentrant=True; with use_reentrant=False it can be)"
+)
+
 Receive = Callable[[int, Tensor], Tensor]
+Given = list[tuple[str, Any]]  # what blocks of earlier stages were called, one after the other, and gave
 
 
 @dataclass(frozen=True)
 class Handover:
-    """The tensors that the first block of the next stage is called with."""
+    """The tensors that the first block of the next stage is called with, and its name."""
 
     tensors: Sequence[Tensor]
+    block: str
 
 
 class _Reached(BaseException):
@@ -45,7 +54,7 @@ class Cut:
             if (has_state(block) or name in starts) and not is_cut(name, starts):
                 block.forward = partial(self._call, name, stages[block], block.forward)
 
-    def run(self, step: Callable[[], Any], stage: int, receive: Receive | None, given: list[Any] | None = None) -> Any:
+    def run(self, step: Callable[[], Any], stage: int, receive: Receive | None, given: Given | None = None) -> Any:
         """Run one stage of a step.
 
         Args:
@@ -56,8 +65,12 @@ class Cut:
 
         Returns:
             A :class:`Handover`, or of the last stage what the step returned.
+
+        Raises:
+            Conflict: a stage needs more than what its first block is called with, or the step takes another way
+                through the blocks of earlier stages than before.
         """
-        self._stage, self._receive, self._latest = stage, receive, 0
+        self._stage, self._receive, self._latest, self.entered = stage, receive, 0, ""
         self._given, self._calls = [] if given is None else given, 0
         try:
             output = step()
@@ -69,6 +82,8 @@ class Cut:
 
     def _call(self, name: str, at: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Stand in for the forward of a block in stage ``at``."""
+        if current_node() is not None:  # a checkpoint runs it once more, for the backward pass
+            return forward(*self._again(args), **self._again(kwargs))
         if not self._latest <= at <= self._latest + 1:
             message = f"{name}, of stage {at}, is called right after a block of stage {self._latest}"
             raise Conflict(name, message, (at, self._latest))
@@ -77,10 +92,11 @@ class Cut:
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             if at > self._stage and self._receive is not None:
                 self._refuse_elsewhere(name, tensors, (at - 2, at - 1))
-            raise _Reached(Handover(tensors))
+            raise _Reached(Handover(tensors, name))
         if at < self._stage:
-            return self._without_data(forward, args, kwargs)
+            return self._without_data(name, forward, args, kwargs)
         if enters:
+            self.entered = name
             args, kwargs = self._received(args, kwargs)
         elif at > 0:
             self._refuse_elsewhere(name, tree_leaves((args, kwargs)), (at - 1, at))
@@ -92,12 +108,16 @@ class Cut:
             message = f"{name} is called with a tensor of an earlier stage that the first block of a stage is not given"
             raise Conflict(name, message, stages)
 
-    def _without_data(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _without_data(self, name: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         number, self._calls = self._calls, self._calls + 1
         if number == len(self._given):
             args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to(self.elsewhere), (args, kwargs))
-            self._given.append(forward(*args, **kwargs))
-        return self._given[number]
+            self._given.append((name, forward(*args, **kwargs)))
+        before, output = self._given[number]
+        if before != name:
+            raise Conflict(name, f"{name} is called where {before} was called before: {SAME_WAY}", (0, self._stage))
+        # Other tensors each time, as what comes in the place of one is kept with it.
+        return tree_map_only(Tensor, lambda tensor: tensor.view_as(tensor), output)
 
     def _received(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         assert self._receive is not None
@@ -106,7 +126,14 @@ class Cut:
         for at, value in enumerate(values):
             if isinstance(value, Tensor):
                 if value.device == self.elsewhere:  # what follows from the inputs alone is computed here
+                    if value.requires_grad and not torch.is_grad_enabled():
+                        raise Conflict(self.entered, f"{self.entered} {NO_GRADIENT}", (self._stage - 1, self._stage))
                     values[at] = self._receive(number, value)
+                    value.received = values[at]  # type: ignore[attr-defined]
                 number += 1
         args, kwargs = tree_unflatten(values, form)
         return args, kwargs
+
+    def _again(self, values: Any) -> Any:
+        """Return arguments with what had come in the place of those without data."""
+        return tree_map_only(Tensor, lambda tensor: getattr(tensor, "received", tensor), values)

@@ -8,7 +8,7 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ddp_recipes._compat.autograd import current_node
 from ddp_recipes._compat.dispatch import MOVES, OpOverload, TorchDispatchMode
-from ddp_recipes._compat.messages import cuda_devices, lacks_data
+from ddp_recipes._compat.messages import cuda_devices
 from ddp_recipes._compat.pytree import tree_leaves, tree_map_only
 from ddp_recipes._compat.tensors import storage_key
 from ddp_recipes.errors import RequestError
@@ -25,7 +25,7 @@ from ddp_recipes.model_parallel.cut import Cut
 from ddp_recipes.model_parallel.fake import fake_batch, new_mode, without_data
 from ddp_recipes.model_parallel.layout import META
 from ddp_recipes.model_parallel.placement import Conflict, connect, stages_of
-from ddp_recipes.runtime.seeding import restored
+from ddp_recipes.runtime.seeding import seeded
 from ddp_recipes.tasks import Task
 
 INTENSITY = 20  # operations in the time of moving a byte, about that of today's GPUs and CPUs in single precision
@@ -113,7 +113,7 @@ class DryRun:
             Conflict: a stage needs more than what its first block is called with.
         """
         costs = self.run()
-        here, elsewhere = torch.device("cuda", 0), torch.device("cuda", 1)
+        here, elsewhere, on_cpu = torch.device("cuda", 0), torch.device("cuda", 1), self.failure is not None
         for stage in range(len(starts) + 1):
 
             def cut(task: Task, stage: int = stage) -> Callable[[Any], object]:
@@ -124,30 +124,51 @@ class DryRun:
 
             devices = [here if number == stage else elsewhere for number in range(len(starts) + 1)]
             between = (max(stage, 1) - 1, max(stage, 1))
-            if self.failure is None:
+            if not on_cpu:
                 self._run(starts, devices, cut, between)
-            if self.failure is not None:
+                failed, self.failure = self.failure, None
+            if on_cpu or failed:
                 self._run_on_cpu(starts, stage, between)
         return costs
 
     def _run_on_cpu(self, starts: Sequence[str], stage: int, between: Collection[int]) -> None:
-        """Run a stage with its own weights on two samples, and blocks of other stages without data."""
+        """Run a stage with its own weights on two samples, and blocks of other stages without data.
+
+        Raises:
+            Conflict: it fails, or returns what has no data, and the whole model does not fail.
+        """
         task = copy.deepcopy(self.task, _memo(self.task, starts, stage))
-        batch = tree_map_only(Tensor, lambda each: each.repeat_interleave(2, 0) if each.dim() else each, self.sample)
         modules, cut, here = ModuleMode(), Cut(task, starts, META), torch.device("cpu")
         modules.follow(task.model)
-        step, reason = partial(getattr(task, self.step), batch), "what it returns has none"
+        reason = "what it returns has none"
         try:
-            with restored(), torch.no_grad():
-                output = cut.run(step, stage, lambda _, wanted: torch.zeros_like(wanted, device=here))
+            with seeded(0), torch.no_grad():
+                output = cut.run(
+                    self._step_on_cpu(task), stage, lambda _, wanted: torch.zeros_like(wanted, device=here)
+                )
             lacks = any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves(output))
         except (Conflict, RequestError):
             raise
-        except Exception as error:  # any other comes of these values, or again in the run
-            lacks, reason = lacks_data(error), str(error).partition("\n")[0]
+        except Exception as error:
+            lacks, reason = self._whole_runs, str(error).partition("\n")[0].partition(". ")[0]
         if lacks:
             message = f"{modules.where} needs values of a tensor that another stage has ({reason})"
             raise Conflict(modules.active[-1], message, between)
+
+    def _step_on_cpu(self, task: Task) -> Callable[[], Any]:
+        batch = tree_map_only(Tensor, lambda each: each.repeat_interleave(2, 0) if each.dim() else each, self.sample)
+        return partial(getattr(task, self.step), batch)
+
+    @cached_property
+    def _whole_runs(self) -> bool:
+        """Whether the model runs on two samples before it is cut: if not, that comes again in the run."""
+        task = copy.deepcopy(self.task, _memo(self.task, (), 0))
+        try:
+            with seeded(0), torch.no_grad():
+                self._step_on_cpu(task)()
+        except Exception:
+            return False
+        return True
 
     def _run(
         self,

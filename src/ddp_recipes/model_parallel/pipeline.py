@@ -16,12 +16,13 @@ from torch.nn import functional as F
 
 from ddp_recipes._compat.modules import buffers_of, share_tensors
 from ddp_recipes._compat.pytree import tree_leaves
-from ddp_recipes.errors import chain
-from ddp_recipes.model_parallel.cut import Cut, Handover
+from ddp_recipes.errors import RequestError, chain
+from ddp_recipes.model_parallel.cut import SAME_WAY, Cut, Given, Handover
 from ddp_recipes.model_parallel.fake import without_data
 from ddp_recipes.model_parallel.layout import META, Layout, keep_own
 from ddp_recipes.model_parallel.micro_batches import micro_batches_of
-from ddp_recipes.runtime.seeding import key, restored, seed_step
+from ddp_recipes.model_parallel.placement import Conflict
+from ddp_recipes.runtime.seeding import key, restored, seed_step, seeded
 from ddp_recipes.tasks import StepOutput, Task
 
 MAX_FORMS = 16  # of batches (shapes of tensors), for which buffers are kept
@@ -35,7 +36,8 @@ class _Prepared:
 
     schedule: Callable[[], None]  # runs all micro-batches
     crossing: dict[int, list[Tensor]]  # the tensors that cross each cut, flat and without data
-    given: defaultdict[tuple[int, int], list[Any]] = field(default_factory=lambda: defaultdict(list))
+    begins: dict[int, str]  # the block at which the stage after each cut begins
+    given: defaultdict[tuple[int, int], Given] = field(default_factory=lambda: defaultdict(list))
     """What blocks of earlier stages give, by stage and size of the micro-batch."""
 
 
@@ -121,6 +123,8 @@ class Pipeline:
             failure = next((each for each in chain(error) if not _by_schedule(each)), error)
         if failure is None:
             return
+        if isinstance(failure, Conflict):
+            raise RequestError(f"{failure}. Use a strategy without stages, as ddp.") from None
         try:
             raise failure  # not where torch's is handled, which came of it: each would be what the other one came of
         finally:
@@ -164,7 +168,10 @@ class Pipeline:
         with self._within(stage, number):
             call = self._call(self.tasks[stage], self._inputs[number])
             output = self.cuts[stage].run(call, stage, receive, self._now.given[stage, size])
+        if stage > 0:
+            self._refuse_another_way(stage, self.cuts[stage].entered)
         if isinstance(output, Handover):
+            self._refuse_another_way(stage + 1, output.block)
             return tuple(_flat(tensor, flat) for tensor, flat in zip(output.tensors, sent, strict=True))
         if not self.training:
             self._outputs.append(output)
@@ -172,6 +179,11 @@ class Pipeline:
         self._outputs.append(output._replace(loss=output.loss.detach()))
         loss: Tensor = output.loss * (size * self._weight)
         return loss
+
+    def _refuse_another_way(self, stage: int, block: str) -> None:
+        """Refuse a step that comes to a stage by another block than the process before, or after, takes it to."""
+        if block != (planned := self._now.begins[stage]):
+            raise Conflict(block, f"stage {stage} begins at {block} here, at {planned} elsewhere: {SAME_WAY}", (stage,))
 
     @property
     def training(self) -> bool:
@@ -184,8 +196,10 @@ class Pipeline:
             if len(self._prepared) == MAX_FORMS:
                 del self._prepared[next(iter(self._prepared))]
             cuts = {cut for stage in self.layout.mine for cut in (stage, stage + 1) if 0 < cut < self.layout.stages}
-            crossing = {cut: self._crossing(cut) for cut in sorted(cuts)}
-            self._prepared[self._form] = _Prepared(self._schedule(crossing), crossing)
+            handovers = {cut: self._handover(cut) for cut in sorted(cuts)}
+            crossing = {cut: _flattened(each.tensors) for cut, each in handovers.items()}
+            begins = {cut: each.block for cut, each in handovers.items()}
+            self._prepared[self._form] = _Prepared(self._schedule(crossing), crossing, begins)
         return self._prepared[self._form]
 
     def _schedule(self, crossing: Mapping[int, Sequence[Tensor]]) -> Callable[[], None]:
@@ -227,15 +241,20 @@ class Pipeline:
         """Return a call of the step as its class has it: that of the task itself may run this pipeline."""
         return partial(getattr(type(task), self._step), task, inputs)
 
-    def _crossing(self, cut: int) -> list[Tensor]:
-        """Return what crosses a cut for the largest micro-batch, flat and without data."""
+    def _handover(self, cut: int) -> Handover:
+        """Return what crosses a cut for the largest micro-batch, without data."""
         self.shapes.train(self.task.training)
-        with torch.set_grad_enabled(self.training):
+        with seeded(0), torch.set_grad_enabled(self.training):  # so that the processes on both sides draw the same
             handover = self.shapes_cut.run(self._call(self.shapes, self._inputs[0]), cut, None)
-        return [
-            torch.empty(tensor.numel(), dtype=tensor.dtype, device=META, requires_grad=tensor.requires_grad)
-            for tensor in handover.tensors
-        ]
+        assert isinstance(handover, Handover), handover
+        return handover
+
+
+def _flattened(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [
+        torch.empty(tensor.numel(), dtype=tensor.dtype, device=META, requires_grad=tensor.requires_grad)
+        for tensor in tensors
+    ]
 
 
 def _flat(tensor: Tensor, like: Tensor) -> Tensor:
