@@ -12,6 +12,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain, count
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -163,7 +164,8 @@ def real(job: Job, world: World, store: Store | None) -> dict[str, Any]:
     recipe = make_recipe(job, world, Control(world, messages, 60))
     join(recipe)
     run = make_run(recipe, make_stop_controller(recipe))
-    batches = run.train.batches(0, 0, run.trainer.accumulate_grad_batches)
+    accumulated = run.trainer.accumulate_grad_batches
+    batches = chain.from_iterable(run.train.batches(epoch, 0, accumulated) for epoch in count())
 
     def step() -> None:
         run.task.train()  # as an evaluation does not leave it

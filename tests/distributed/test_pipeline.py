@@ -12,7 +12,7 @@ import torch
 
 from ddp_recipes.checkpointing.files import load
 from ddp_recipes.config.request import Request
-from ddp_recipes.errors import RequestError, RunFailed
+from ddp_recipes.errors import RecipeError, RequestError, RunFailed
 from ddp_recipes.model_parallel.timeline import bubble, order, timeline
 from ddp_recipes.reporting.run_directory import Summary
 from ddp_recipes.testing import make_job
@@ -260,6 +260,12 @@ def test_an_error_in_a_stage_shows_the_users_own_line(run: Run) -> None:
         run("model._target_=own_chains.Chain", "~model.hidden_features", "model.in_features=7", PIPELINE, world_size=2)
 
 
+def test_a_way_through_the_blocks_that_is_drawn_ends_the_run_by_name(run: Run) -> None:
+    overrides = [*MODELS["checkpointed"], "+model.shuffled=true", "model.split=[blocks.2]"]
+    with pytest.raises((RecipeError, RunFailed), match=r"blocks\.\d.* Use a strategy without stages, as ddp\."):
+        run(PIPELINE, *overrides, world_size=2)
+
+
 REFUSED: dict[str, tuple[list[str], list[str]]] = {
     "too few micro-batches": (
         ["strategy.stages=4", "strategy.micro_batches=2"],
@@ -349,11 +355,6 @@ REFUSED_MODELS: dict[str, tuple[list[str], int, list[str]]] = {
         [*MODELS["checkpointed"], "+model.reentrant=true", "model.split=[blocks.2]"],
         2,
         ["blocks.2 begins a stage and is called without gradients", "use_reentrant=False it can be"],
-    ),
-    "an order that is drawn": (
-        [*MODELS["checkpointed"], "+model.shuffled=true", "model.split=[blocks.2]"],
-        2,
-        ["blocks.", "Use a strategy without stages, as ddp."],  # whichever rank is the first to say so
     ),
     "what skips a stage": (
         ["model._target_=own_chains.Skip", "~model.hidden_features", "model.split=[second,last]", *THREE],

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from ddp_recipes._compat.modules import buffers_of, share_tensors
 from ddp_recipes._compat.pytree import tree_leaves
-from ddp_recipes.errors import RequestError, chain
+from ddp_recipes.errors import RecipeError, chain
 from ddp_recipes.model_parallel.cut import SAME_WAY, Cut, Given, Handover
 from ddp_recipes.model_parallel.fake import without_data
 from ddp_recipes.model_parallel.layout import META, Layout, keep_own
@@ -124,7 +124,7 @@ class Pipeline:
         if failure is None:
             return
         if isinstance(failure, Conflict):
-            raise RequestError(f"{failure}. Use a strategy without stages, as ddp.") from None
+            raise RecipeError(f"{failure}. Use a strategy without stages, as ddp.") from None
         try:
             raise failure  # not where torch's is handled, which came of it: each would be what the other one came of
         finally:
