@@ -261,11 +261,6 @@ def test_some_dozens_are_finished_or_refused(tmp_path: Path, keys: dict[tuple[st
     campaign(f"{SEED}", 36, tmp_path, keys)
 
 
-@pytest.mark.slow
-def test_a_few_hundred_are_finished_or_refused(tmp_path: Path, keys: dict[tuple[str, ...], list[str]]) -> None:
-    campaign(f"{SEED} slow", 300, tmp_path, keys)
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize("part", range(10))
 def test_two_thousand_are_finished_or_refused(

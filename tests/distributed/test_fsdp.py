@@ -15,7 +15,7 @@ from ddp_recipes.reporting.run_directory import Summary
 from ddp_recipes.strategies.fsdp import order
 from ddp_recipes.testing import make_job
 from helpers.exact import QUIET, RECIPES, all_on_ranks
-from helpers.marks import slow_but
+from helpers.marks import at_night, slow_but
 from helpers.patience import patience
 from helpers.ranks import run_recipe
 
@@ -287,7 +287,7 @@ def test_a_gradient_within_the_forward_pass_is_refused_by_name(wrap: str, level:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shards", [[], ["strategy.shards=6"]])
+@pytest.mark.parametrize("shards", [[], *at_night(["strategy.shards=6"])])
 def test_a_rank_that_leaves_the_order_says_so(shards: list[str], run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others wait for it in the block that comes next to them."""
     monkeypatch.setattr(order, "_PATIENCE_S", patience(2))

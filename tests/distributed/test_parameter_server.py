@@ -140,7 +140,7 @@ def test_every_sample_is_evaluated_and_predicted_once(strategy: list[str], run: 
 STALE = [(staleness, servers) for staleness in (0, 1, 2, 4) for servers in (1, 2)]
 
 
-@pytest.mark.parametrize(("staleness", "servers"), slow_but([], STALE, daily=[(0, 1), (2, 2)]))
+@pytest.mark.parametrize(("staleness", "servers"), slow_but([], STALE, daily=[(2, 2)]))
 def test_staleness_bounds_how_far_workers_run_ahead(staleness: int, servers: int, run: Run, tmp_path: Path) -> None:
     model = [f"model._target_={PARTS}.Traced", f"+model.folder={tmp_path}", "+model.global_batch=16"]
     slow = [f"+model.slow={servers}", "+model.seconds=0.3"]
@@ -219,11 +219,12 @@ def test_dead_worker_is_named_and_the_others_go_on(servers: int, folder: Path) -
 @pytest.mark.parametrize(
     ("strategy", "rank", "processes", "message"),
     [
-        ([PS], 2, 3, "Rank 2 (process "),
-        (ASYNCHRONOUS, 1, 2, "Rank 1 died, the last worker."),
-        ([*ASYNCHRONOUS, "strategy.servers=2"], 1, 4, "Rank 1 (process "),
+        pytest.param([PS], 2, 3, "Rank 2 (process ", id="synchronous", marks=pytest.mark.nightly),
+        pytest.param(ASYNCHRONOUS, 1, 2, "Rank 1 died, the last worker.", id="the last worker"),
+        pytest.param(
+            [*ASYNCHRONOUS, "strategy.servers=2"], 1, 4, "Rank 1 (process ", id="a server", marks=pytest.mark.nightly
+        ),
     ],
-    ids=["synchronous", "the last worker", "a server"],
 )
 def test_death_that_a_run_does_not_outlive_ends_it(
     strategy: list[str], rank: int, processes: int, message: str, folder: Path

@@ -70,6 +70,14 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
             ("encoder", [], 2),
             ("encoder", ["model.split=[encoder.layers.1,encoder.layers.2]", *THREE], 3),
         ],
+        [
+            ("recurrent", INTERLEAVED, 2),
+            ("unet", THREE, 3),
+            ("deciding", ["+model.by_inputs=true"], 2),
+            ("mlp", ["model.split=[layers.2]"], 4),
+            ("chain", INTERLEAVED, 2),
+            ("encoder", [], 2),
+        ],
     ),
 )
 def test_stages_learn_what_one_process_learns(
@@ -87,7 +95,7 @@ def test_stages_learn_what_one_process_learns(
     assert staged["samples_seen"] == one["samples_seen"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_batch_norm_takes_its_statistics_from_micro_batches(run: Run, weights: Weights) -> None:
     common = [
         *MODELS["images"],

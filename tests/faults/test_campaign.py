@@ -22,7 +22,7 @@ REPLACED = ["--mode=replace", "--runs=2", "--seed=9", "--most=3", "--sizes=2,3",
     [
         pytest.param(SHORT, 12, id="any fault", marks=pytest.mark.nightly),
         pytest.param(IN_PARTS, 3, id="sharded saves", marks=pytest.mark.nightly),
-        pytest.param(REPLACED, 2, id="ranks replaced"),
+        pytest.param(REPLACED, 2, id="ranks replaced", marks=pytest.mark.nightly),
     ],
 )
 def test_runs_that_are_disturbed_at_random_all_finish_as_if_they_had_not_been(

@@ -104,7 +104,7 @@ def test_a_rank_that_calls_for_an_exit_or_a_terminal_fails_with_a_word(
     assert summary(folder / "run")["status"] == "failed"
 
 
-@pytest.mark.parametrize(("rank", "method"), [(0, "forkserver"), *at_night((1, "forkserver")), (1, "spawn")])
+@pytest.mark.parametrize(("rank", "method"), [(0, "forkserver"), *at_night((1, "forkserver"), (1, "spawn"))])
 def test_a_rank_that_is_killed_in_training_leaves_its_checkpoints_and_no_process(
     rank: int, method: str, folder: Path
 ) -> None:

@@ -6,6 +6,7 @@ from signal import SIGCONT, SIGSTOP
 
 import pytest
 
+from helpers.marks import slow_but
 from helpers.processes import SMALL, START_S, TORCHRUN, started, summary, until
 
 pytestmark = [pytest.mark.spawn, pytest.mark.slow]
@@ -18,7 +19,7 @@ HELD = {
 }
 
 
-@pytest.mark.parametrize("where", HELD)
+@pytest.mark.parametrize("where", slow_but([], HELD, daily=["end"]))
 def test_an_agent_that_is_stopped_for_a_while_with_the_store_harms_nobody(where: str, folder: Path) -> None:
     with started(folder, *SMALL, *HELD[where], "checkpoint.every_n_steps=5", command=TORCHRUN) as run:
         until(lambda: (folder / "held").exists() or run.process.poll() is not None, START_S, "it does not begin")

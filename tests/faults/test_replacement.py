@@ -199,6 +199,7 @@ def test_an_exception_that_comes_again_at_its_step_ends_the_run(tmp_path: Path, 
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_hang_that_comes_a_third_time_at_its_step_ends_the_run(tmp_path: Path, python: str) -> None:
     again = ["+callbacks.disturbing.once=false", "+callbacks.disturbing.where=on_epoch_start", "launcher.timeout_s=3"]
     ended = ran(python, tmp_path, EXACT, *disturbed(1, "[1]", "stop", *again), "launcher.replace_ranks=100")

@@ -50,7 +50,7 @@ def stopped_at(directory: Path) -> int:
     return step
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [*at_night(1), 2])
 def test_a_run_that_was_told_to_stop_goes_on_to_the_weights_of_an_undisturbed_one(processes: int, folder: Path) -> None:
     with started(folder, *DISTURBED, ranks(processes)) as run:
         until_saved(run, folder / "run")

@@ -51,7 +51,9 @@ def ends(runs: list[Run], begun: list[float], seconds: float) -> list[Ended]:
     return [run.end(max(0.1, at + seconds - time.monotonic())) for run, at in zip(runs, begun, strict=True)]
 
 
-@pytest.mark.parametrize("command", [None, TORCHRUN], ids=["local", "torchrun"])
+@pytest.mark.parametrize(
+    "command", [pytest.param(None, id="local"), pytest.param(TORCHRUN, id="torchrun", marks=pytest.mark.nightly)]
+)
 def test_a_stopped_rank_is_named_and_leaves_its_stack(command: list[str] | None, folder: Path) -> None:
     limit = timeout_s()
     own = [f"launcher.timeout_s={limit}", "hydra.run.dir=run_{rank}", *([] if command else [TWO])]

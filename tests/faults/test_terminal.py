@@ -120,7 +120,9 @@ def test_without_a_terminal_there_are_plain_lines(folder: Path) -> None:
     assert "\x1b" not in (folder / "run" / "train.log").read_text()
 
 
-@pytest.mark.parametrize("command", [None, TORCHRUN], ids=["local", "torchrun"])
+@pytest.mark.parametrize(
+    "command", [pytest.param(None, id="local", marks=pytest.mark.nightly), pytest.param(TORCHRUN, id="torchrun")]
+)
 def test_a_secret_of_the_environment_reaches_every_rank_and_no_file(command: list[str] | None, folder: Path) -> None:
     secret = f"s3cr3t-{uuid.uuid4()}"
     overrides = [

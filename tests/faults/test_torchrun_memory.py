@@ -144,6 +144,7 @@ def test_a_checkpoint_that_is_newer_wins_and_each_loss_is_told_once(tmp_path: Pa
     assert summary(hurt / "run")["ranks_replaced"] == 2
 
 
+@pytest.mark.nightly
 def test_a_job_of_a_sweep_goes_on_from_its_own(tmp_path: Path) -> None:
     sweep = ["hydra.sweep.dir=sweep", "+callbacks.dying.rank=1"]
     ended = run(tmp_path, "-m", EXACT, KEPT, *sweep, "+callbacks.dying.at=[1],[8]", "seed=7")

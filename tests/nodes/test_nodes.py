@@ -440,6 +440,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_node_that_dies_as_all_have_met_keeps_none_from_meeting_again(nodes: Nodes, tmp_path: Path) -> None:
     overrides = [*TINY, "trainer.max_epochs=1", "launcher.min_nodes=2", "launcher.nproc_per_node=1"]
     nodes.supervise(1, *overrides)

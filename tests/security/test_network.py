@@ -17,6 +17,7 @@ from ddp_recipes.errors import RequestError, RunFailed
 from ddp_recipes.launchers.keys import find_key
 from ddp_recipes.runtime.messages import Messages
 from helpers.attacks import as_user, blame, forge, get_between, scribble, writes_into
+from helpers.marks import at_night, slow_but
 from helpers.processes import ENDLESS, SMALL, START_S, TORCHRUN, TWO, Run, ran, started, summary, until, until_saved
 
 KEY = "a secret of sixteen characters and more"
@@ -91,7 +92,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.slow
 @pytest.mark.spawn
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("phase", slow_but([], PHASES, daily=["the start", "a save"]))
 def test_a_stranger_changes_nothing_in(phase: str, stranger: int, folder: Path, undisturbed: str) -> None:
     held, forged, refused = PHASES[phase]
     with started(folder, *SMALL, *held, "launcher.timeout_s=20", command=TORCHRUN) as run:
@@ -186,7 +187,7 @@ def test_a_key_may_be_required(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.spawn
-@pytest.mark.parametrize("theirs", ["", "another key of sixteen characters"])
+@pytest.mark.parametrize("theirs", [*at_night(""), "another key of sixteen characters"])
 def test_a_rank_with_another_key_is_refused(theirs: str, folder: Path) -> None:
     with ranks(folder, of_rank={0: {"DDP_RECIPES_KEY": KEY}, 1: {"DDP_RECIPES_KEY": theirs}}) as both:
         ends = [run.end() for run in both]

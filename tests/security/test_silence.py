@@ -34,7 +34,7 @@ def limit() -> int:
 @pytest.mark.parametrize(
     ("rank", "command"),
     [
-        pytest.param(0, None, id="0-local"),
+        pytest.param(0, None, id="0-local", marks=pytest.mark.nightly),
         pytest.param(0, TORCHRUN, id="0-torchrun", marks=pytest.mark.nightly),
         pytest.param(1, None, id="1-local", marks=pytest.mark.nightly),
         pytest.param(1, TORCHRUN, id="1-torchrun"),

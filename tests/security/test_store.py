@@ -6,6 +6,7 @@ from signal import SIGTERM
 
 import pytest
 
+from helpers.marks import slow_but
 from helpers.processes import ENDLESS, GONE_S, SMALL, START_S, Run, started, until, until_saved
 
 pytestmark = [pytest.mark.spawn]
@@ -30,7 +31,7 @@ STOPS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("when", STOPS)
+@pytest.mark.parametrize("when", slow_but([], STOPS, daily=["while joining"]))
 def test_a_rank_that_is_stopped_with_the_store_is_named(when: str, folder: Path) -> None:
     """It is stopped as it writes a message: the others cannot read or write any."""
     with started(folder, *SMALL, *STOPS[when], "launcher.nproc_per_node=3", f"launcher.timeout_s={T}") as run:
