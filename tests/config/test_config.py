@@ -172,9 +172,12 @@ GROUPS = [
 
 PACKAGES = {"mlflow": "mlflow", "wandb": "wandb", "sample_predictions": "matplotlib"}  # that an option needs
 OPTIONS_OF_GROUPS = [
-    pytest.param(group, option, marks=[needs(PACKAGES[option])] if option in PACKAGES else [])
-    for group in GROUPS
-    for option in options(group)
+    pytest.param(
+        group,
+        option,
+        marks=[*([needs(PACKAGES[option])] if option in PACKAGES else []), *([pytest.mark.slow] if number % 3 else [])],
+    )
+    for number, (group, option) in enumerate((group, option) for group in GROUPS for option in options(group))
 ]
 
 

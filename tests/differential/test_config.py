@@ -257,6 +257,7 @@ def campaign(seed: str, count: int, folder: Path, keys: dict[tuple[str, ...], li
     assert not found, f"seed {seed}: {len(found)} of {count}\n" + "\n".join(found)
 
 
+@pytest.mark.slow
 def test_some_dozens_are_finished_or_refused(tmp_path: Path, keys: dict[tuple[str, ...], list[str]]) -> None:
     campaign(f"{SEED}", 36, tmp_path, keys)
 

@@ -11,6 +11,7 @@ from PIL import Image
 from ddp_recipes.errors import RequestError, RunFailed
 from ddp_recipes.reporting.run_directory import Summary
 from ddp_recipes.testing import make_job
+from helpers.marks import slow_but
 
 Run = Callable[..., Summary]
 
@@ -177,9 +178,10 @@ def test_an_image_that_cannot_be_read_is_named_with_its_file(
     assert f" of sample 7 of data.train, a ImageFolder of 8, the file {path}: " in last
 
 
-@pytest.mark.parametrize(
-    ("kind", "output"), [("out", "null"), ("dict", "out"), ("tuple", "0"), ("list", "1"), ("named", "logits")]
-)
+OUTPUTS = [("out", "null"), ("dict", "out"), ("tuple", "0"), ("list", "1"), ("named", "logits")]
+
+
+@pytest.mark.parametrize(("kind", "output"), slow_but(OUTPUTS[:2], OUTPUTS))
 def test_of_several_outputs_one_is_chosen(kind: str, output: str, run: Run) -> None:
     own = ["model._target_=own_parts.Several", f"+model.kind={kind}", f"task.output={output}"]
     expected = run(world_size=2)

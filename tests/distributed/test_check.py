@@ -8,6 +8,7 @@ import pytest
 
 from ddp_recipes.errors import RequestError, RunFailed
 from ddp_recipes.reporting.run_directory import Summary
+from helpers.marks import slow_but
 
 Run = Callable[..., Summary]
 
@@ -22,16 +23,19 @@ def found(run: Run, folder: Path, *overrides: str, world_size: int = 2) -> str:
     return str(failure.value)
 
 
+RIGHT = [
+    (["trainer.accumulate_grad_batches=2", "trainer.gradient_clip_val=0.1", "optimizer=adamw"], 3),
+    (["model=toy_mp", "data.train._target_=own_parts.OneByOne", "data.num_workers=1"], 2),
+    (["trainer.precision=bf16-mixed"], 2),
+    (["trainer.precision=16-mixed", "trainer.gradient_clip_val=0.1"], 2),
+    ([*EXACT, "model._target_=own_parts.Spare", "optimizer.weight_decay=0.1"], 2),
+    (["strategy=single"], 1),
+]
+
+
 @pytest.mark.parametrize(
     ("overrides", "world_size"),
-    [
-        (["trainer.accumulate_grad_batches=2", "trainer.gradient_clip_val=0.1", "optimizer=adamw"], 3),
-        (["model=toy_mp", "data.train._target_=own_parts.OneByOne", "data.num_workers=1"], 2),
-        (["trainer.precision=bf16-mixed"], 2),
-        (["trainer.precision=16-mixed", "trainer.gradient_clip_val=0.1"], 2),
-        ([*EXACT, "model._target_=own_parts.Spare", "optimizer.weight_decay=0.1"], 2),
-        (["strategy=single"], 1),
-    ],
+    slow_but([RIGHT[1], RIGHT[4]], RIGHT),
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_what_is_right_passes(overrides: list[str], world_size: int, run: Run) -> None:
@@ -100,16 +104,16 @@ def test_only_training_is_compared(run: Run) -> None:
         run(*CHECK, "mode=validate")
 
 
-@pytest.mark.parametrize(
-    ("where", "name"),
-    {
-        "attribute": "seen is 16, 4 there",
-        "late": "since is 16, 4 there",
-        "dict": "stats.passes is 16, 4 there",
-        "class": "exact_parts.Counting.passes is 16, 4 there",
-        "global": "exact_parts.PASSES is 16, 4 there",
-    }.items(),
-)
+COUNTS = [
+    ("attribute", "seen is 16, 4 there"),
+    ("late", "since is 16, 4 there"),
+    ("dict", "stats.passes is 16, 4 there"),
+    ("class", "exact_parts.Counting.passes is 16, 4 there"),
+    ("global", "exact_parts.PASSES is 16, 4 there"),
+]
+
+
+@pytest.mark.parametrize(("where", "name"), slow_but([COUNTS[2], COUNTS[4]], COUNTS))
 def test_a_count_of_forward_passes_is_named(where: str, name: str, run: Run, tmp_path: Path) -> None:
     model = ["model._target_=exact_parts.Counting", f"+model.where={where}", "check_steps=4"]
     message = found(run, tmp_path / "exact", *model, "strategy=ddp_exact", "strategy.shards=8", "data.batch_size=2")

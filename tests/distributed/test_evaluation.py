@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ddp_recipes.reporting.run_directory import Summary
+from helpers.marks import slow_but
 
 Run = Callable[..., Summary]
 
@@ -35,7 +36,7 @@ def trained(run: Run) -> str:
     return str(summary["last_checkpoint"])
 
 
-@pytest.mark.parametrize("samples", [21, 1])
+@pytest.mark.parametrize("samples", slow_but([1], [21, 1]))
 def test_metrics_do_not_depend_on_the_number_of_ranks(samples: int, trained: str, run: Run) -> None:
     import torchmetrics.classification  # noqa: F401  # once here, not in each forked rank
 

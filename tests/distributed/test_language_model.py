@@ -16,6 +16,7 @@ from ddp_recipes.errors import RequestError
 from ddp_recipes.models import GPT
 from ddp_recipes.reporting.run_directory import Summary
 from ddp_recipes.tasks import LanguageModelingTask
+from helpers.marks import slow_but
 from helpers.ranks import run_recipe
 
 SMALL = [
@@ -129,7 +130,7 @@ def test_it_goes_on_from_a_prompt(learn: Callable[..., Summary], tmp_path: Path)
     assert torch.equal(one, two)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", slow_but(["fsdp"], ["ddp", "fsdp"]))
 def test_text_is_shown_after_a_validation_and_training_is_not_changed(
     strategy: str, learn: Callable[..., Summary], weights: Callable[[Summary], Any]
 ) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from ddp_recipes.reporting.run_directory import Summary
+from helpers.marks import slow_but
 from helpers.patience import patience
 
 Run = Callable[..., Summary]
@@ -102,7 +103,7 @@ def test_csv_has_each_step_once_after_a_resume(run: Run, tmp_path: Path) -> None
     assert len(whole) == 16
 
 
-@pytest.mark.parametrize("where", ["step", "validation", "validated", "saved"])
+@pytest.mark.parametrize("where", slow_but(["validated"], ["step", "validation", "validated", "saved"]))
 def test_csv_has_each_step_once_after_a_kill(where: str, run: Run, tmp_path: Path) -> None:
     overrides = ["logger=csv", *EACH_STEP, "checkpoint.every_n_steps=3", "ckpt_path=auto"]
     step = 9 if where == "saved" else 8

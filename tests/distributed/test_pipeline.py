@@ -52,7 +52,7 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("model", "overrides", "world_size"),
     slow_but(
-        [("mlp", [], 2), ("recurrent", [], 2), ("checkpointed", [], 2)],
+        [("mlp", [], 2), ("checkpointed", [], 2)],
         [
             ("mlp", [], 2),
             ("recurrent", [], 2),
@@ -71,7 +71,7 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
             ("encoder", ["model.split=[encoder.layers.1,encoder.layers.2]", *THREE], 3),
         ],
         [
-            ("recurrent", INTERLEAVED, 2),
+            ("recurrent", [], 2),
             ("unet", THREE, 3),
             ("deciding", ["+model.by_inputs=true"], 2),
             ("mlp", ["model.split=[layers.2]"], 4),

@@ -79,16 +79,19 @@ def message(planned: dict[str, Any], kind: str) -> str:
 # --- what a run says after -------------------------------------------------------------------------------------------
 
 
+COUNTED = [
+    (["strategy=single"], 1),
+    (["strategy=ddp"], 2),
+    (["strategy=ddp", "data.drop_last=true", "trainer.max_epochs=3"], 3),
+    (["strategy=ddp", "trainer.accumulate_grad_batches=2", "trainer.max_steps=3"], 2),
+    (["strategy=ddp", "data.global_batch_size=10", "trainer.max_steps=5", "trainer.limit_train_batches=3"], 3),
+    (["strategy=ddp_exact", "data.batch_size=2"], 2),
+]
+
+
 @pytest.mark.parametrize(
     ("overrides", "world_size"),
-    [
-        (["strategy=single"], 1),
-        (["strategy=ddp"], 2),
-        (["strategy=ddp", "data.drop_last=true", "trainer.max_epochs=3"], 3),
-        (["strategy=ddp", "trainer.accumulate_grad_batches=2", "trainer.max_steps=3"], 2),
-        (["strategy=ddp", "data.global_batch_size=10", "trainer.max_steps=5", "trainer.limit_train_batches=3"], 3),
-        (["strategy=ddp_exact", "data.batch_size=2"], 2),
-    ],
+    slow_but([COUNTED[3], COUNTED[4]], COUNTED),
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_counts_are_those_of_the_run(overrides: list[str], world_size: int, plan: Plan, run: Run) -> None:
@@ -108,7 +111,7 @@ def test_counts_are_those_of_the_run(overrides: list[str], world_size: int, plan
     [
         ["optimizer=sgd"],
         ["model=mlp", "optimizer=adamw", "trainer.precision=16-mixed"],
-        [*IMAGES, "model=resnet18", "trainer.max_steps=1"],
+        pytest.param([*IMAGES, "model=resnet18", "trainer.max_steps=1"], marks=pytest.mark.slow),
     ],
     ids=lambda value: " ".join(value),
 )
@@ -151,7 +154,11 @@ def test_bytes_all_reduced_are_those_of_the_run(overrides: list[str], plan: Plan
 
 @pytest.mark.parametrize(
     "overrides",
-    [["model=mlp"], ["model._target_=plan_parts.Residual"], [*IMAGES, "model=resnet18", "trainer.max_steps=1"]],
+    [
+        ["model=mlp"],
+        ["model._target_=plan_parts.Residual"],
+        pytest.param([*IMAGES, "model=resnet18", "trainer.max_steps=1"], marks=pytest.mark.slow),
+    ],
     ids=lambda value: " ".join(value),
 )
 def test_activations_are_those_that_autograd_keeps(overrides: list[str], plan: Plan, run: Run, tmp_path: Path) -> None:
@@ -218,7 +225,7 @@ def one_batch_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         ["model._target_=plan_parts.Residual", "optimizer=adamw", "data.in_features=300"],
         ["model._target_=plan_parts.Recomputed", "data.in_features=300"],
         ["model=mlp", "trainer.precision=bf16-mixed", "data.in_features=300"],
-        [*IMAGES, "model=resnet18"],
+        pytest.param([*IMAGES, "model=resnet18"], marks=pytest.mark.slow),
     ],
     ids=lambda value: " ".join(value),
 )

@@ -12,6 +12,7 @@ import ddp_recipes
 from ddp_recipes.config.request import Request
 from ddp_recipes.errors import RequestError
 from ddp_recipes.testing import make_job
+from helpers.marks import slow_but
 from helpers.processes import TORCHRUN, Ended, ran
 
 ONE = "launcher.nproc_per_node=1"
@@ -187,7 +188,7 @@ def files_in(folder: Path) -> dict[Path, bytes | None]:
 
 
 @pytest.mark.spawn
-@pytest.mark.parametrize("case", REFUSED_BEFORE_ANY_RANK)
+@pytest.mark.parametrize("case", slow_but([*REFUSED_BEFORE_ANY_RANK][::3], REFUSED_BEFORE_ANY_RANK))
 def test_a_wrong_request_is_refused_before_any_rank_starts(case: str, folder: Path, python: str) -> None:
     overrides, parts = REFUSED_BEFORE_ANY_RANK[case]
     refused(python, folder, *overrides, parts=parts)

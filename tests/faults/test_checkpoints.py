@@ -165,6 +165,7 @@ def test_a_kill_at_any_call_of_a_save_leaves_the_newest_whole_one(tmp_path: Path
     assert set(found) == {2, 3}
 
 
+@pytest.mark.slow
 def test_an_input_output_error_at_any_call_of_a_save_is_named_and_harms_nothing(tmp_path: Path) -> None:
     def save(keeper: FileCheckpointer) -> str:
         try:
