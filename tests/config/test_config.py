@@ -25,7 +25,7 @@ from ddp_recipes.reporting.run_directory import Summary
 from ddp_recipes.runtime.control import Control
 from ddp_recipes.runtime.job import Job
 from ddp_recipes.runtime.world import World
-from helpers.marks import needs
+from helpers.marks import needs, slow_but
 from helpers.trackers import QUIET
 
 ROOT = Path(__file__).parents[2]
@@ -128,7 +128,7 @@ def assert_learns(recipe: Recipe) -> None:
 # --- each yaml -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("model", "data"), PAIRS)
+@pytest.mark.parametrize(("model", "data"), slow_but(PAIRS[::3], PAIRS))
 def test_any_model_with_a_data_set_it_fits(
     model: str, data: str, files: Callable[[str], list[str]], tmp_path: Path
 ) -> None:

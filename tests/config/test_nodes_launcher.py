@@ -15,6 +15,7 @@ ENDPOINT = "launcher.rdzv_endpoint=127.0.0.1:29477"
 LOCAL = "launcher.local_addr=127.0.0.1"
 
 
+@pytest.mark.slow
 def test_a_file_that_is_no_meeting_place_is_left_as_it_is(tmp_path: Path, python: str) -> None:
     mine = tmp_path / "mine.json"
     mine.write_text('{"a": "b"}')

@@ -18,7 +18,7 @@ from ddp_recipes.errors import RequestError
 from ddp_recipes.models import MLP
 from ddp_recipes.reporting.run_directory import Summary
 from ddp_recipes.tasks import Task
-from helpers.marks import slow_but
+from helpers.marks import needs, slow_but
 from helpers.patience import patience
 
 Run = Callable[..., Summary]
@@ -354,8 +354,12 @@ def test_an_epoch_keeps_its_length_where_batches_are_counted_or_dropped(run: Run
         assert "=16 trainer.accumulate_grad_batches=2 trainer.limit_train_batches=4: " in halves
 
 
-def test_what_takes_no_passes_as_the_loop_does_is_refused(run: Run) -> None:
+@needs("lightning")
+def test_a_batch_size_is_not_tuned_where_a_module_steps_itself(run: Run) -> None:
     with pytest.raises(RequestError, match=r"Manual takes its optimizer steps itself"):
         run("tune=batch_size", "model._target_=lightning_parts.Manual", "task=lightning")
+
+
+def test_a_batch_size_is_not_tuned_where_micro_batches_cut_it(run: Run) -> None:
     with pytest.raises(RequestError, match=r"cuts a pass into micro-batches"):
         run("tune=batch_size", "strategy=ddp_pipeline", "model=mlp", world_size=2)

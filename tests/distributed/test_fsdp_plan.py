@@ -19,7 +19,7 @@ DAILY = (3, 7, 13, 18, 26, 28)
 TEXT = "to be, or not to be, that is the question: " * 400
 
 
-@pytest.mark.parametrize(("model", "size", "own"), slow_but(CASES[:1], CASES, [CASES[number] for number in DAILY]))
+@pytest.mark.parametrize(("model", "size", "own"), slow_but([], CASES, [CASES[number] for number in DAILY]))
 def test_ranks_take_and_send_what_a_dry_run_says(model: str, size: int, own: tuple[str, ...], tmp_path: Path) -> None:
     (text := tmp_path / "text.txt").write_text(TEXT)
     path = (f"data.path={text}",) if "gpt" in model else ()

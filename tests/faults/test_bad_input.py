@@ -194,7 +194,7 @@ def test_a_wrong_request_is_refused_before_any_rank_starts(case: str, folder: Pa
     refused(python, folder, *overrides, parts=parts)
 
 
-@pytest.mark.parametrize("case", REFUSED_BY_A_RANK)
+@pytest.mark.parametrize("case", slow_but([*REFUSED_BY_A_RANK][::3], REFUSED_BY_A_RANK))
 def test_what_only_a_rank_can_see_is_refused_alike(case: str, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     overrides, parts = REFUSED_BY_A_RANK[case]
     if not (here / "pipe").exists():
