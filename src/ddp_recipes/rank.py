@@ -86,7 +86,10 @@ def _run(job: Job, world: World, messages: Messages | None, watcher: Watcher) ->
         control.end([rank for rank in range(world.world_size) if not recipe.request.strategy.outlives(rank)])
         output.finish(summary)
         return summary
-    except (RequestError, Left):
+    except Left:
+        raise
+    except RequestError:
+        control.refuse_together()
         raise
     except Preempted as error:
         output.finish(output.facts(final_digest(recipe)) | {"status": "preempted", "error": str(error)})

@@ -136,6 +136,12 @@ class Control:
         if self.world.is_main:
             self._await("read", by, seconds)
 
+    def refuse_together(self) -> None:
+        """Stay, on a rank that found what all refuse once it had joined, until the others have: they may still join."""
+        if self.messages is not None:
+            self.messages.set(f"refusing/{self.world.rank}", "")
+            self._await("refusing", {*range(self.world.world_size)} - {self.world.rank}, STAY_S)
+
     def _await(self, name: str, ranks: Iterable[int], seconds: float, strict: bool = False) -> set[int]:
         """Wait until these ranks have written something, as long as they live; return which have not."""
         assert self.messages is not None

@@ -48,8 +48,6 @@ class Group(Plain):
             dist.init_process_group(
                 backend, store=self.store, rank=world.rank, world_size=world.world_size, timeout=timeout
             )
-        if backend == "gloo":  # one that finds a reason to refuse must not leave while others still connect to it
-            dist.barrier()
 
     def sum(self, values: Tensor) -> Tensor:
         """All-reduce by sum."""
