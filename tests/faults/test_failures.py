@@ -181,6 +181,7 @@ def test_under_torchrun_others_do_not_wait_for_a_rank_0_that_has_left(folder: Pa
     assert "Rank 0 of 2 exited without a report." in ended.err
 
 
+@pytest.mark.nightly
 def test_under_torchrun_data_workers_delay_no_end(folder: Path) -> None:
     overrides = [*SMALL[2:], "data=random", *ONE_BY_ONE, "data.num_workers=3", "model._target_=own_models.Faulty"]
     with started(folder, *overrides, "+model.what=raise", "+model.rank=1", command=TORCHRUN) as run:

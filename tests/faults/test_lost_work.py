@@ -174,6 +174,7 @@ def test_a_second_start_that_cannot_know_where_the_first_one_was_is_refused(fold
     assert len(list(folder.glob("outputs/*/*"))) == 1
 
 
+@pytest.mark.nightly
 def test_a_summary_is_true_of_a_resumed_run_that_was_killed_whoever_is_left(folder: Path) -> None:
     directory, resumed = folder / "run", [*LONG, "hydra.run.dir=run", "ckpt_path=auto", "trainer.max_steps=100000"]
     first = ran(folder, *resumed, "trainer.max_steps=10", "launcher.nproc_per_node=1")

@@ -103,6 +103,7 @@ def test_a_rank_that_is_stopped_while_it_starts_is_named(folder: Path) -> None:
         assert f"Rank {rank} of 2 did not" in ended.err
 
 
+@pytest.mark.nightly
 def test_under_torchrun_a_rank_that_is_stopped_while_it_starts_is_named_and_ended(folder: Path) -> None:
     limit = timeout_s()
     with started(folder, *ENDLESS, f"launcher.timeout_s={limit}", command=TORCHRUN) as run:

@@ -219,6 +219,7 @@ def test_two_nodes_make_one_run_with_the_weights_of_a_local_one(
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_sweep_over_two_nodes_makes_one_directory_a_job(nodes: Nodes, tmp_path: Path) -> None:
     for node in (1, 2):
         nodes.torchrun(node, "-m", *TINY, "trainer.max_epochs=1", "optimizer.lr=0.1,0.01", "hydra.sweep.dir=sweep")

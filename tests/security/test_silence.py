@@ -76,7 +76,8 @@ def test_a_rank_0_that_hangs_while_it_closes_is_named(command: list[str] | None,
     assert "in close" in (folder / "run" / "ranks" / "rank_0.txt").read_text()
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.nightly), 1])
+@pytest.mark.nightly
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_is_stopped_while_the_other_one_logs_is_named(rank: int, folder: Path, limit: int) -> None:
     loud = [*ENDLESS, "model._target_=own_models.Loud", f"launcher.timeout_s={limit}"]
     with started(folder, *loud, TWO) as run:

@@ -14,7 +14,8 @@ from helpers.processes import SMALL, START_S, ran, summary
 pytestmark = [pytest.mark.spawn, pytest.mark.alone, pytest.mark.slow]
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_strangers_at_every_port_change_nothing(ranks: int, stranger: int, folder: Path) -> None:
     own = [f"launcher.nproc_per_node={ranks}", "launcher.timeout_s=20", "strategy.shared_memory=false"]
     undisturbed = ran(folder, *SMALL, *own, "hydra.run.dir=undisturbed")
