@@ -204,7 +204,10 @@ def test_each_option(group: str, option: str, tmp_path: Path, monkeypatch: pytes
     assert written == {logger} - {"none"}
 
 
-@pytest.mark.parametrize("experiment", options("experiment") if (FOLDER / "experiment").is_dir() else [])
+EXPERIMENTS = [*options("experiment")] if (FOLDER / "experiment").is_dir() else []
+
+
+@pytest.mark.parametrize("experiment", slow_but(EXPERIMENTS[::3], EXPERIMENTS))
 def test_each_experiment(
     experiment: str, files: Callable[[str], list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -251,17 +254,20 @@ def test_the_task_can_be_chosen() -> None:
     assert config_of("task=regression")["task"]["loss"]["_target_"] == "torch.nn.MSELoss"
 
 
+SIZES = [
+    (["data=digits"], (64, 10)),
+    (["data=breast_cancer"], (30, 2)),
+    (["data=random"], (10, 5)),
+    (["data=random", "data.in_features=7", "data.out_features=3"], (7, 3)),
+    (["data=mnist"], (784, 10)),
+    (["data=cifar10"], (3072, 10)),
+    (["data=fake_images", "data.image_size=8", "data.in_channels=2", "data.out_features=4"], (128, 4)),
+]
+
+
 @pytest.mark.parametrize(
     ("overrides", "sizes"),
-    [
-        (["data=digits"], (64, 10)),
-        (["data=breast_cancer"], (30, 2)),
-        (["data=random"], (10, 5)),
-        (["data=random", "data.in_features=7", "data.out_features=3"], (7, 3)),
-        (["data=mnist"], (784, 10)),
-        (["data=cifar10"], (3072, 10)),
-        (["data=fake_images", "data.image_size=8", "data.in_channels=2", "data.out_features=4"], (128, 4)),
-    ],
+    slow_but(SIZES[::3], SIZES),
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_sizes_follow_the_data(overrides: list[str], sizes: tuple[int, int]) -> None:

@@ -230,6 +230,7 @@ def test_a_default_directory_that_is_taken_gets_a_number(here: Path) -> None:
     assert make_directory(here / "outputs" / "now", fresh=False) == [here / "outputs" / "now"]
 
 
+@pytest.mark.slow
 def test_runs_of_one_second_get_directories_of_their_own(here: Path) -> None:
     by_minute = "hydra.run.dir=outputs/${now:%Y}"
     first, second = (ddp_recipes.run([*QUICK, by_minute])["run_directory"] for _ in range(2))

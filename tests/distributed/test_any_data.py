@@ -71,6 +71,7 @@ RAGGED = (
 )
 
 
+@pytest.mark.slow
 def test_ragged_samples_drawn_by_weight_are_the_same_at_any_world_size(run: Run) -> None:
     overrides = [*RAGGED, f"data.collate_fn={PADDED}"]
     weighted = [*overrides, "data.weights=rare"]

@@ -35,7 +35,7 @@ RIGHT = [
 
 @pytest.mark.parametrize(
     ("overrides", "world_size"),
-    slow_but([RIGHT[1], RIGHT[4]], RIGHT),
+    slow_but([RIGHT[4]], RIGHT),
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_what_is_right_passes(overrides: list[str], world_size: int, run: Run) -> None:

@@ -20,6 +20,7 @@ from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies import DDPExact, DDPExactSettings
 from ddp_recipes.testing import make_job, on_ranks
 from helpers.exact import QUIET, RECIPES, all_on_ranks
+from helpers.marks import slow_but
 
 Run = Callable[..., Summary]
 Weights = Callable[[Summary], dict[str, Any]]
@@ -143,7 +144,7 @@ def test_predictions_do_not_depend_on_the_number_of_ranks(run: Run, tmp_path: Pa
 # --- the price -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", slow_but([2], [2, 4]))
 def test_traffic_is_as_promised(world_size: int) -> None:
     """A rank sends at most shards / ranks + 1 gradients a step, counted in what it hands to collectives."""
     steps = 6

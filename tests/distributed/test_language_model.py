@@ -98,13 +98,16 @@ def test_a_token_depends_on_those_before_it_alone() -> None:
     )
 
 
+LEARNERS = [
+    (["strategy=ddp"], 2),
+    (["strategy=ddp_pipeline", "model.tied=false"], 2),
+    (["strategy=single", "model.tied=false", "model.num_devices=2"], 1),
+]
+
+
 @pytest.mark.parametrize(
     ("overrides", "world_size"),
-    [
-        (["strategy=ddp"], 2),
-        (["strategy=ddp_pipeline", "model.tied=false"], 2),
-        (["strategy=single", "model.tied=false", "model.num_devices=2"], 1),
-    ],
+    slow_but([LEARNERS[1]], LEARNERS),
 )
 def test_every_strategy_learns_the_same(
     overrides: list[str], world_size: int, learn: Callable[..., Summary], weights: Callable[[Summary], Any]

@@ -7,30 +7,34 @@ from typing import Any
 import pytest
 
 from ddp_recipes.reporting.run_directory import Summary
+from helpers.marks import slow_but
 from helpers.patience import patience
 
 Run = Callable[..., Summary]
 Notes = Callable[[], list[dict[str, Any]]]
 
 
+STEPS: list[tuple[list[str], int]] = [
+    ([], 8),
+    (["trainer.max_epochs=3"], 12),
+    (["trainer.max_steps=3"], 3),
+    (["trainer.max_steps=100"], 8),
+    (["trainer.max_epochs=-1", "trainer.max_steps=10"], 10),
+    (["trainer.max_epochs=0"], 0),
+    (["trainer.limit_train_batches=3"], 6),
+    (["trainer.limit_train_batches=0.5"], 4),
+    (["trainer.overfit_batches=1"], 2),
+    (["trainer.accumulate_grad_batches=3"], 4),
+    (["trainer.accumulate_grad_batches=3", "trainer.limit_train_batches=3"], 2),
+    (["data.drop_last=true", "data.num_samples=70"], 8),
+    (["trainer.fast_dev_run=true"], 1),
+    (["trainer.fast_dev_run=3"], 3),
+]
+
+
 @pytest.mark.parametrize(
     ("overrides", "steps"),
-    [
-        ([], 8),
-        (["trainer.max_epochs=3"], 12),
-        (["trainer.max_steps=3"], 3),
-        (["trainer.max_steps=100"], 8),
-        (["trainer.max_epochs=-1", "trainer.max_steps=10"], 10),
-        (["trainer.max_epochs=0"], 0),
-        (["trainer.limit_train_batches=3"], 6),
-        (["trainer.limit_train_batches=0.5"], 4),
-        (["trainer.overfit_batches=1"], 2),
-        (["trainer.accumulate_grad_batches=3"], 4),
-        (["trainer.accumulate_grad_batches=3", "trainer.limit_train_batches=3"], 2),
-        (["data.drop_last=true", "data.num_samples=70"], 8),
-        (["trainer.fast_dev_run=true"], 1),
-        (["trainer.fast_dev_run=3"], 3),
-    ],
+    slow_but(STEPS[::3], STEPS),
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_steps_of_a_run(overrides: list[str], steps: int, run: Run, notes: Notes, noting: str) -> None:

@@ -10,6 +10,7 @@ from ddp_recipes.checkpointing.files import load_first, newest_first
 from ddp_recipes.errors import RecipeError
 from ddp_recipes.reporting.run_directory import Summary
 from helpers.checkpoints import mounted
+from helpers.marks import slow_but
 
 Run = Callable[..., Summary]
 
@@ -30,7 +31,7 @@ def test_a_failed_save_ends_the_run_at_that_step(world_size: int, run: Run, tmp_
     assert load_first(newest_first(tmp_path / "good"))[1]["cursor"]["step"] == 4
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", slow_but([2], [1, 2]))
 def test_a_failed_async_save_ends_the_run_before_the_next_one(world_size: int, run: Run, tmp_path: Path) -> None:
     saving = ["checkpoint.every_n_steps=1000", "checkpoint.async_save=true", broken(999)]
     with pytest.raises(RecipeError, match=r"step_00001000\.pt could not be written: File exists"):

@@ -18,6 +18,7 @@ from ddp_recipes.strategies.ddp import shared_memory
 from ddp_recipes.strategies.ddp.shared_memory import SharedMemory, join
 from ddp_recipes.strategies.group import Group
 from ddp_recipes.testing import on_ranks
+from helpers.marks import slow_but
 
 Run = Callable[..., Summary]
 
@@ -46,7 +47,9 @@ def met(world: World, store: Store | None, work: Callable[[SharedMemory], Any], 
 
 
 @pytest.mark.parametrize("model", ["model=toy", "model=mlp model.hidden_features=[900,700]"])
-@pytest.mark.parametrize("more", ["", "strategy.static_graph=true", "trainer.accumulate_grad_batches=2"])
+@pytest.mark.parametrize(
+    "more", slow_but([""], ["", "strategy.static_graph=true", "trainer.accumulate_grad_batches=2"])
+)
 def test_two_ranks_end_with_the_bits_of_gloo(model: str, more: str, run: Run) -> None:
     """The larger one's gradients are put into memory in several pieces."""
     both = [

@@ -23,7 +23,10 @@ OVER = {1: [], 2: ["model.num_devices=2", "model.split=auto"], 3: ["model.num_de
 
 @pytest.mark.parametrize(
     ("model", "strategy", "world_size"),
-    [("mlp", "single", 1), ("own", "single", 1), ("own", "ddp", 2), ("own", "ddp_exact", 2)],
+    slow_but(
+        [("mlp", "single", 1), ("own", "ddp_exact", 2)],
+        [("mlp", "single", 1), ("own", "single", 1), ("own", "ddp", 2), ("own", "ddp_exact", 2)],
+    ),
 )
 def test_weights_are_the_same_over_any_number_of_devices(strategy: str, world_size: int, model: str, run: Run) -> None:
     ks = (1, 2, 3) if strategy == "single" else (1, 2)
@@ -52,7 +55,10 @@ def test_evaluation_and_prediction_run_on_a_split_model(run: Run, tmp_path: Path
     assert torch.load(tmp_path / "predicted" / "predictions.pt", weights_only=True).shape == (21, 5)
 
 
-@pytest.mark.parametrize(("model", "k", "world_size"), [("mlp", 1, 1), ("mlp", 2, 2), ("own", 3, 1), ("own", 2, 2)])
+MICRO_BATCHES = [("mlp", 1, 1), ("mlp", 2, 2), ("own", 3, 1), ("own", 2, 2)]
+
+
+@pytest.mark.parametrize(("model", "k", "world_size"), slow_but(MICRO_BATCHES[1:3], MICRO_BATCHES))
 def test_micro_batches_leave_the_result(model: str, k: int, world_size: int, run: Run, weights: Weights) -> None:
     """A batch of 5 of each rank is cut in parts of 2, 2 and 1, the last one of 4 in parts of 2, 1 and 1."""
     overrides = [*MODELS[model], "data.batch_size=5"]

@@ -22,6 +22,7 @@ from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies import DDP, DDPSettings
 from ddp_recipes.tasks import Task
 from ddp_recipes.testing import on_ranks
+from helpers.marks import slow_but
 
 Run = Callable[..., Summary]
 Weights = Callable[[Summary], dict[str, Any]]
@@ -68,18 +69,21 @@ def test_options_reach_ddp() -> None:
     assert seen["hooked"]
 
 
+HARMLESS = [
+    (["strategy.static_graph=true"], 1e-6),
+    (["strategy.static_graph=true", "trainer.accumulate_grad_batches=2"], 1e-6),
+    (["strategy.find_unused_parameters=true"], 1e-6),
+    (["strategy.gradient_as_bucket_view=false"], 1e-6),
+    (["strategy.bucket_cap_mb=1"], 1e-6),
+    (["+strategy.init_sync=false"], 1e-6),
+    (["strategy.comm_hook=fp16"], 5e-3),
+    (["strategy.comm_hook=bf16"], 5e-2),
+]
+
+
 @pytest.mark.parametrize(
     ("overrides", "atol"),
-    [
-        (["strategy.static_graph=true"], 1e-6),
-        (["strategy.static_graph=true", "trainer.accumulate_grad_batches=2"], 1e-6),
-        (["strategy.find_unused_parameters=true"], 1e-6),
-        (["strategy.gradient_as_bucket_view=false"], 1e-6),
-        (["strategy.bucket_cap_mb=1"], 1e-6),
-        (["+strategy.init_sync=false"], 1e-6),
-        (["strategy.comm_hook=fp16"], 5e-3),
-        (["strategy.comm_hook=bf16"], 5e-2),
-    ],
+    slow_but(HARMLESS[::3], HARMLESS),
     ids=str,
 )
 def test_options_leave_the_result(overrides: list[str], atol: float, run: Run, weights: Weights) -> None:

@@ -267,11 +267,15 @@ def test_a_callback_that_prepares_a_save_with_tensors_or_state_alone_keeps_ranks
 
 @pytest.mark.slow
 @pytest.mark.spawn
+@pytest.mark.parametrize("launcher", ["local", "nodes"])
 @pytest.mark.parametrize("asked", [SIGTERM, pytest.param(SIGINT, marks=pytest.mark.nightly)])
-def test_a_run_that_is_to_stop_while_a_rank_is_replaced_is_saved(asked: Signals, folder: Path) -> None:
+def test_a_run_that_is_to_stop_while_a_rank_is_replaced_is_saved(asked: Signals, launcher: str, folder: Path) -> None:
     (folder / "parts.py").write_text(PARTS)
-    held = ["model._target_=parts.HeldIfNew", *disturbed(1, "[5]")]
-    with started(folder, *RECIPE, EXACT, *held, "trainer.max_epochs=100000") as run:
+    held = ["model._target_=parts.HeldIfNew", *disturbed(1, "[5]"), f"launcher={launcher}"]
+    if launcher == "nodes":
+        held += [f"launcher.rdzv_endpoint=file://{folder}/meet", "launcher.local_addr=127.0.0.1"]
+    key = {"DDP_RECIPES_KEY": "a secret that these nodes have"}
+    with started(folder, *RECIPE, EXACT, *held, "trainer.max_epochs=100000", environ=key) as run:
         until(lambda: (folder / "held").exists() or run.process.poll() is not None, START_S, "nobody is replaced")
         run.signal(asked)
         (folder / "attacked").touch()

@@ -117,6 +117,7 @@ def test_what_is_no_file_is_not_waited_for(kind: str, tmp_path: Path) -> None:
             export(given, tmp_path / "out.safetensors")
 
 
+@pytest.mark.slow
 def test_names_in_a_file_reach_a_terminal_spelled_out(whole: Path, tmp_path: Path) -> None:
     state = torch.load(whole, weights_only=True)
     state["model"]["\x1b]0;owned\x07\x1b[2J\u202e"] = torch.zeros(1)
@@ -260,7 +261,7 @@ def test_config_and_summary_are_durable(tmp_path: Path) -> None:
         assert any("fsync" in line and "/run>" in line for line in lines[renamed:])
 
 
-@pytest.mark.parametrize("content", ["", '{"status": "finished", "overrides": 3}'], ids=["empty", "other types"])
+@pytest.mark.parametrize("content", slow_but([""], ["", '{"status": "finished", "overrides": 3}']))
 def test_an_unreadable_summary_counts_as_not_finished(content: str, tmp_path: Path) -> None:
     request = [*QUICK, SINGLE, "-m", f"hydra.sweep.dir={tmp_path / 'sweep'}", "seed=1"]
     ddp_recipes.run(request)

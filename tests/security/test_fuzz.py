@@ -4,7 +4,10 @@ import importlib.util
 import random
 from pathlib import Path
 
+import pytest
 
+
+@pytest.mark.slow
 def test_files_that_come_in_are_read_or_refused(tmp_path: Path) -> None:
     spec = importlib.util.spec_from_file_location("fuzz", Path(__file__).with_name("fuzz.py"))
     assert spec is not None

@@ -78,6 +78,7 @@ def table(folder: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+@pytest.mark.slow
 def test_a_sweep_ends_with_a_table_of_its_jobs_also_as_csv(tmp_path: Path, sweep: Callable[..., str]) -> None:
     printed = sweep(*ALONE, "model=toy", "optimizer.lr=0.1,0.01")
     rows = table(tmp_path)

@@ -5,6 +5,7 @@ import sys
 from time import sleep
 from typing import Any
 
+import pytest
 from torch.distributed import TCPStore
 
 from ddp_recipes.runtime.control import Control
@@ -32,6 +33,7 @@ class Slow(Messages):
         return super().get(name, *others, **named)
 
 
+@pytest.mark.slow
 def test_rank_0_keeps_the_store_until_a_slow_rank_has_read_that_all_have_ended() -> None:
     with subprocess.Popen([sys.executable, "-c", RANK_0], stdout=subprocess.PIPE, text=True) as rank_0:
         assert rank_0.stdout is not None

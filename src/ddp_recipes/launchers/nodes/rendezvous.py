@@ -83,12 +83,14 @@ class Rendezvous:
             signals: names of those that this process gets, also while it waits.
 
         Raises:
-            KeyboardInterrupt: it got one.
+            KeyboardInterrupt: it got one. Where ranks are to go on from what is in memory they start all the same, to
+                save that, if the others come soon.
             RunFailed: the run has ended, or too few nodes have come.
         """
         self._come(signals)
+        stops = _Stops(signals, 2 * self.lost_after_s if offer.step >= 0 or offer.held else 0.0)
         for _ in range(MEETINGS):
-            found = self._met(signals)
+            found = self._met(stops)
             with suppress(_NoAnswer):  # a node was lost as all met: without it they meet again
                 return self._agreed(found, offer)
         raise RunFailed(f"Nodes that meet at {self.endpoint} do not answer, {MEETINGS} times in a row.")
@@ -113,13 +115,13 @@ class Rendezvous:
             raise self._failed(error) from error
         self._came = True
 
-    def _met(self, signals: Sequence[str]) -> RendezvousInfo:
+    def _met(self, stops: Callable[[], bool]) -> RendezvousInfo:
         """Wait until all are there."""
         quiet = _after(SAY_S)
-        met = _in_thread(self.handler.next_rendezvous, lambda: bool(signals) or quiet())
-        if not (met.done() or signals):
+        met = _in_thread(self.handler.next_rendezvous, lambda: stops() or quiet())
+        if not (met.done() or stops()):
             print(f"Waiting at {self.endpoint} for the other nodes of this run.", file=sys.stderr, flush=True)
-            _await(met, lambda: bool(signals))
+            _await(met, stops)
         if not met.done():
             raise KeyboardInterrupt
         try:
@@ -185,6 +187,19 @@ class Rendezvous:
         if (text := messages.get(name, self.lost_after_s)) is None:
             raise _NoAnswer
         return text
+
+
+class _Stops:
+    """Whether signals end a wait: at once, or after so many seconds; a second Ctrl-C always does at once."""
+
+    def __init__(self, signals: Sequence[str], seconds: float) -> None:
+        self._signals, self._seconds = signals, seconds
+        self._over: Callable[[], bool] | None = None
+
+    def __call__(self) -> bool:
+        if self._signals and self._over is None:
+            self._over = _after(self._seconds)
+        return self._over is not None and (self._over() or self._signals.count("SIGINT") > 1)
 
 
 def _in_thread(call: Callable[[], T], given_up: Callable[[], bool]) -> Future[T]:

@@ -78,6 +78,7 @@ class Supervision:
         self._timeout_s = float(job.config["launcher"]["timeout_s"])
         self._after = 2
         self._moved = self._signalled = False
+        self._told: float | None = None  # when a signal came, by the clock that is never set
 
     def run(self) -> Ended:
         """Watch to the end.
@@ -117,10 +118,18 @@ class Supervision:
     def _pass_on_signals(self) -> None:
         if self.signals.count("SIGINT") > 1:
             raise KeyboardInterrupt
-        if self.signals and not self._signalled:
+        if self.signals and not self._signalled and self._goes_on():
             self._signalled = True
             for rank in self.ranks:
                 rank.process.send_signal(signal.SIGTERM)
+
+    def _goes_on(self) -> bool:
+        """Whether ranks have all that was in memory, so that those that are told to stop save it."""
+        if not self.start.states or all(rank.lost or rank.report is not None for rank in self.ranks):
+            return True
+        self._told = self._told or time.monotonic()
+        late = time.monotonic() - self._told > AFTER_INTERRUPT_S
+        return late or max(self._reported, self.start.alive.reported) >= len(self.start.losses)
 
     def _look_for_losses(self) -> None:
         """Have ranks that are left notice a loss, here or on another node, and leave once all have."""
