@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,8 @@ import torch
 import ddp_recipes
 from ddp_recipes import RequestError
 from ddp_recipes.checkpointing.export import export
-from ddp_recipes.reporting.run_directory import Summary
+from ddp_recipes.launchers import keys
+from ddp_recipes.reporting.run_directory import Summary, read_summary
 from helpers import security_files
 from helpers.marks import slow_but
 from helpers.processes import SMALL, ran
@@ -107,11 +109,34 @@ def test_a_poisoned_checkpoint_is_refused_in_one_message(kind: str, whole: Path,
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("kind", ["pipe", "link to a device", "folder"])
+NO_FILES: dict[str, Callable[[Path], None]] = {
+    "pipe": os.mkfifo,
+    "folder": os.mkdir,
+    "link to a device": partial(os.symlink, "/dev/zero"),
+}
+
+
+@pytest.mark.parametrize("kind", NO_FILES)
+def test_what_is_no_file_is_no_summary_no_key_and_no_table(
+    kind: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    NO_FILES[kind](tmp_path / "summary.json")
+    assert read_summary(tmp_path) is None
+    monkeypatch.setenv("HOME", str(tmp_path))
+    NO_FILES[kind](Path(keys.FILE).expanduser())
+    assert keys.find_key({}) == b""
+    run(*QUICK, SINGLE, "logger=csv", directory=tmp_path / "run")
+    (table := tmp_path / "run" / "csv" / "metrics.csv").unlink()
+    NO_FILES[kind](table)
+    with pytest.raises((OSError, RuntimeError), match=r"no regular file"):
+        run(*QUICK, SINGLE, "logger=csv", directory=tmp_path / "run")
+
+
+@pytest.mark.parametrize("kind", NO_FILES)
 def test_what_is_no_file_is_not_waited_for(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "checkpoints" / "step_00000001.pt"
     path.parent.mkdir()
-    {"pipe": os.mkfifo, "folder": os.mkdir, "link to a device": lambda path: os.symlink("/dev/zero", path)}[kind](path)
+    NO_FILES[kind](path)
     for given in (path, tmp_path):
         with pytest.raises(RequestError, match=r"no regular file|without a checkpoint|there is no"):
             export(given, tmp_path / "out.safetensors")

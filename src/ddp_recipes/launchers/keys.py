@@ -10,6 +10,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from ddp_recipes.errors import RequestError
+from ddp_recipes.runtime.files import open_file, read_text
 from ddp_recipes.runtime.process import started_at
 
 VARIABLE = "DDP_RECIPES_KEY"
@@ -35,14 +36,14 @@ def find_key(environ: Mapping[str, str]) -> bytes:
 
 
 def _of_home() -> str:
-    with suppress(OSError, RuntimeError), Path(FILE).expanduser().open("rb") as file:  # there need not be a home
+    with suppress(OSError, RuntimeError), open_file(Path(FILE).expanduser()) as file:  # there need not be a home
         status = os.fstat(file.fileno())
         if status.st_uid != os.geteuid() or status.st_mode & 0o077:
             raise RequestError(
                 f"{FILE} has to be a file of this user that nobody else can read. Make a new key, for the old one may "
                 f"be known: {_MAKE}"
             )
-        return file.read().decode(errors="replace").strip()
+        return file.readall().decode(errors="replace").strip()
     return ""
 
 
@@ -67,5 +68,5 @@ def _of_siblings(environ: Mapping[str, str]) -> str:
         with suppress(FileExistsError):
             os.link(mine, path)  # complete or absent
         mine.unlink()
-        return path.read_text()
+        return read_text(path)
     return ""

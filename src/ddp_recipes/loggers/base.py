@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ddp_recipes.errors import RequestError
+from ddp_recipes.runtime.files import read_text
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -52,7 +53,7 @@ def kept_id(directory: Path, new: Callable[[], str]) -> str:
         aside = path.with_suffix(".tmp")
         aside.write_text(new())
         os.replace(aside, path)
-    return path.read_text()
+    return read_text(path)
 
 
 class Logger:

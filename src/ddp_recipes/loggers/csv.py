@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import BinaryIO, ClassVar
 
 from ddp_recipes.loggers.base import Logger, Parameter, picture_in
+from ddp_recipes.runtime.files import read_text
 
 HELD_ROWS = 1000
 
@@ -94,14 +95,14 @@ class CSVLogger(Logger):
 
     def _take_over(self, purge_step: int | None) -> None:
         """Keep the rows of an earlier start that are whole and before ``purge_step``; go on with the last of them."""
-        with self._path.open(encoding="utf-8", newline="") as file:
-            columns = next(csv.reader(file), [])[1:]
-            rows = []
-            for row in file:
-                step, *cells = row.rstrip("\n").split(",")
-                whole = row.endswith("\n") and step.isdecimal() and len(cells) == len(columns)
-                if whole and (purge_step is None or int(step) < purge_step):
-                    rows.append(row)
+        file = io.StringIO(read_text(self._path), newline="")
+        columns = next(csv.reader(file), [])[1:]
+        rows = []
+        for row in file:
+            step, *cells = row.rstrip("\n").split(",")
+            whole = row.endswith("\n") and step.isdecimal() and len(cells) == len(columns)
+            if whole and (purge_step is None or int(step) < purge_step):
+                rows.append(row)
         if rows:
             step, *cells = rows.pop().rstrip("\n").split(",")
             self._rows[int(step)] = {name: cell for name, cell in zip(columns, cells, strict=True) if cell}
@@ -126,9 +127,8 @@ class CSVLogger(Logger):
     def points(self) -> Iterator[tuple[int, dict[str, float]]]:
         """Yield each step that is in the file, with its numbers by name."""
         if self._path.exists():
-            with self._path.open(encoding="utf-8", newline="") as file:
-                for row in csv.DictReader(file):
-                    yield int(row.pop("step")), {name: float(cell) for name, cell in row.items() if cell}
+            for row in csv.DictReader(io.StringIO(read_text(self._path), newline="")):
+                yield int(row.pop("step")), {name: float(cell) for name, cell in row.items() if cell}
 
     def image(self, tag: str, png: bytes) -> None:
         """Write the picture as ``<tag>.png``, over an earlier one."""

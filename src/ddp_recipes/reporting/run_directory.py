@@ -17,7 +17,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from ddp_recipes.errors import RequestError
-from ddp_recipes.runtime.files import LACKING, planted, write_aside
+from ddp_recipes.runtime.files import LACKING, planted, read_text, write_aside
 
 Summary = dict[str, Any]
 
@@ -188,7 +188,7 @@ def _finite(value: Any) -> Any:
 def read_summary(directory: Path) -> Summary | None:
     """Return a run's summary, "running" if it has not ended; ``None`` if what is there is no summary."""
     try:
-        found = json.loads((directory / "summary.json").read_text(encoding="utf-8"))
+        found = json.loads(read_text(directory / "summary.json"))
     except (OSError, ValueError, RecursionError):
         return None
     if not isinstance(found, dict) or not isinstance(found.get("status"), str):

@@ -26,6 +26,17 @@ def open_file(path: Path) -> io.FileIO:
     return io.FileIO(file)
 
 
+def read_text(path: Path) -> str:
+    """Return the text of a file; newlines stay what they are.
+
+    Raises:
+        OSError: it cannot be read, or is no regular file.
+        UnicodeDecodeError: it is no text.
+    """
+    with open_file(path) as file:
+        return file.readall().decode()
+
+
 def write_aside(path: Path, save: Save, link: Callable[[], object] = lambda: None, durable: bool = True) -> None:
     """Let ``save`` write a file so that it is complete at ``path`` or not there at all.
 
