@@ -73,7 +73,7 @@ SHAPES = {
 
 @pytest.mark.parametrize(
     "shape",
-    slow_but(["ddp"], SHAPES, daily=["single", "fsdp", "ddp_pipeline", "batch norm, from step 4, every second"]),
+    slow_but(["ddp"], SHAPES, daily=["single", "fsdp", "batch norm, from step 4, every second"]),
 )
 def test_averages_resume_with_the_same_bits(shape: str, run: Run) -> None:
     world_size, more = SHAPES[shape]

@@ -65,7 +65,7 @@ def test_blocks_do_not_change_bits(gpt: list[str], tmp_path: Path) -> None:
 HALF = "strategy.param_dtype=bfloat16"
 
 
-@pytest.mark.parametrize("precision", slow_but([], ["32-true", "bf16-mixed"]))
+@pytest.mark.parametrize("precision", slow_but([], ["32-true", "bf16-mixed"], daily=["bf16-mixed"]))
 def test_param_dtype_gives_the_same_bits_on_any_number_of_ranks(precision: str, gpt: list[str], tmp_path: Path) -> None:
     own = [*gpt, *FSDP, HALF, f"trainer.precision={precision}", "callbacks=ema", "trainer.accumulate_grad_batches=2"]
     found = [run_recipe(own, size, tmp_path / f"{size}") for size in (1, 2, 3)]

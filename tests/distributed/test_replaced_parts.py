@@ -101,6 +101,12 @@ def undisturbed(python: str, tmp_path_factory: pytest.TempPathFactory) -> Callab
             ("fsdp", 4, [1, 3], 0),  # all that have the second half of the rows
             ("fsdp with shards", 4, [2], 1),
         ],
+        daily=[
+            ("pipeline", 4, [0, 3], 2),
+            ("pipeline", 4, [0, 2], 0),
+            ("fsdp", 4, [0], 1),
+            ("fsdp with shards", 4, [2], 1),
+        ],
     ),
 )
 def test_a_part_comes_from_a_rank_that_has_it_or_from_the_checkpoint(

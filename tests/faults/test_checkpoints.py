@@ -248,6 +248,7 @@ def test_nobody_times_out_over_a_slow_save_and_a_signal_in_it_ends_the_run_after
     assert not list((folder / "run").rglob("*.part"))
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_rank_0_that_is_gone_in_a_save_ends_the_run(folder: Path) -> None:
     words = {

@@ -164,7 +164,7 @@ def pending(pid: int, number: Signals) -> bool:
     return any(mask >> (number - 1) & 1 for mask in masks)
 
 
-@pytest.mark.parametrize(("processes", "number"), [(1, SIGTERM), (2, SIGINT), *at_night((1, SIGINT), (2, SIGTERM))])
+@pytest.mark.parametrize(("processes", "number"), [(1, SIGTERM), *at_night((2, SIGINT), (1, SIGINT), (2, SIGTERM))])
 def test_a_signal_after_the_end_changes_nothing(processes: int, number: Signals, folder: Path) -> None:
     with started(folder, *QUICK, "trainer.max_steps=20", ranks(processes)) as run:
         printed = folder / f"{run.mark}.out"
@@ -208,6 +208,7 @@ def test_ctrl_c_ends_a_sweep(folder: Path) -> None:
     assert not (folder / "sweep" / "1").exists()
 
 
+@pytest.mark.nightly
 def test_sigterm_to_torchrun_saves_one_checkpoint(folder: Path) -> None:
     with started(folder, *DISTURBED, command=TORCHRUN) as run:
         until_saved(run, folder / "run")

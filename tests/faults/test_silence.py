@@ -129,6 +129,7 @@ def test_under_torchrun_a_rank_that_exits_without_a_report_is_named(folder: Path
         assert f"Rank {rank} of 2 exited without a report." in ended.err
 
 
+@pytest.mark.nightly
 def test_under_torchrun_a_rank_that_ends_while_it_gets_ready_is_not_waited_for(folder: Path) -> None:
     with started(folder, *SMALL, "model._target_=own_models.Deserted", "+model.rank=1", command=TORCHRUN) as run:
         until(lambda: "1" in run.pids().values(), START_S, "the rank is not there")

@@ -101,6 +101,7 @@ def test_a_rank_that_is_killed_while_it_draws_leaves_the_terminal_as_it_was(fold
     assert "was killed by SIGKILL" in text
 
 
+@pytest.mark.nightly
 def test_an_exception_leaves_the_terminal_as_it_was(folder: Path) -> None:
     overrides = ["model._target_=own_models.Faulty", "+model.what=raise", "+model.rank=1"]
     status, text = shown(folder, *SMALL, *overrides)
@@ -178,7 +179,9 @@ def listening(pids: set[int]) -> set[str]:
     return addresses
 
 
-@pytest.mark.parametrize("overrides", [["launcher.nproc_per_node=1"], [TWO], ["--cfg", "job"]])
+@pytest.mark.parametrize(
+    "overrides", [pytest.param(["launcher.nproc_per_node=1"], marks=pytest.mark.nightly), [TWO], ["--cfg", "job"]]
+)
 def test_a_run_goes_on_when_its_reader_does_not(overrides: list[str], folder: Path) -> None:
     command = ["bash", "-c", 'set -o pipefail; "$@" | head -1', "bash", sys.executable]
     ended = ran(folder, *processes.SMALL, *overrides, command=command)

@@ -159,7 +159,8 @@ def keepers(run: Run) -> list[int]:
     return [pid for pid in run.pids() if command in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_what_holds_the_memory_ends_with_torchrun(number: signal.Signals, folder: Path) -> None:
     with started(folder, *ENDLESS, KEPT, "logger=none", command=torchrun()) as endless:
         until((folder / "run" / "checkpoints" / "last.pt").exists, START_S, "no checkpoint")

@@ -291,8 +291,8 @@ def test_the_other_node_ends_when_one_is_killed(nodes: Nodes, tmp_path: Path) ->
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_an_elastic_run_goes_on_with_the_node_that_is_left(
     number: signal.Signals, nodes: Nodes, tmp_path: Path
 ) -> None:

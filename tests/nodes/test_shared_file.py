@@ -99,7 +99,7 @@ def test_what_a_run_has_left_is_emptied_once_nobody_has_written_for_long(tmp_pat
         ("half", "is damaged"),
         ("list", "is damaged"),
         ("other", "is another file"),
-        pytest.param("locked", "has kept .*meet.lock locked for 10 seconds", marks=pytest.mark.slow),
+        pytest.param("locked", "has kept .*meet.lock locked for 10 seconds", marks=pytest.mark.nightly),
     ],
 )
 def test_what_nodes_cannot_meet_in_is_refused_in_time(what: str, message: str, tmp_path: Path) -> None:

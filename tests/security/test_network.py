@@ -92,7 +92,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.slow
 @pytest.mark.spawn
-@pytest.mark.parametrize("phase", slow_but([], PHASES, daily=["the start", "a save"]))
+@pytest.mark.parametrize("phase", slow_but([], PHASES, daily=["the start"]))
 def test_a_stranger_changes_nothing_in(phase: str, stranger: int, folder: Path, undisturbed: str) -> None:
     held, forged, refused = PHASES[phase]
     with started(folder, *SMALL, *held, "launcher.timeout_s=20", command=TORCHRUN) as run:
@@ -208,6 +208,7 @@ def test_a_rank_of_another_run_is_refused_and_changes_nothing(folder: Path) -> N
     assert "are of another run: Slurm step 8.0, 2 ranks. This is rank 1 of Slurm step 9.0, 2 ranks." in ended.err
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.spawn
 def test_workers_go_on_without_a_dead_one_that_a_stranger_blames(stranger: int, folder: Path) -> None:

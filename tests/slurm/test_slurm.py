@@ -143,6 +143,7 @@ def test_a_submitted_run_ends_as_a_local_one_does(slurm: Cluster, folder: Path) 
     assert "submitit" not in ended.out
 
 
+@pytest.mark.nightly
 def test_a_failing_rank_is_named_with_its_own_traceback(slurm: Cluster, folder: Path) -> None:
     fault = ("model._target_=own_models.Faulty", "+model.what=raise", "+model.rank=1")
     ended = ran(folder, *TINY, *SUBMIT, *fault, "hydra.run.dir=run", environ=slurm.environ)
@@ -163,6 +164,7 @@ def test_a_killed_rank_is_named_and_leaves_no_other_one(slurm: Cluster, folder: 
     assert "Rank 1" in summary(folder / "run")["error"]
 
 
+@pytest.mark.nightly
 def test_without_waiting_the_number_is_all_that_comes_back(slurm: Cluster, folder: Path) -> None:
     held = "+launcher.sbatch.hold=true"  # it does not start, so nothing can be waited for
     ended = done(ran(folder, *TINY, *SUBMIT, held, "launcher.wait=false", "hydra.run.dir=run", environ=slurm.environ))
