@@ -13,6 +13,7 @@ from ddp_recipes.checkpointing.files import load
 from ddp_recipes.errors import RequestError
 from ddp_recipes.reporting.run_directory import Summary
 from ddp_recipes.runtime.digest import digest
+from helpers.ranks import run_recipe
 
 Run = Callable[..., Summary]
 
@@ -97,6 +98,25 @@ def test_the_environment_reaches_no_file(run: Run, monkeypatch: pytest.MonkeyPat
     for path in folder.rglob("*"):
         assert not path.is_file() or b"hunter2" not in path.read_bytes()
     assert "${oc.env:OWN_SECRET}" in (folder / "config.yaml").read_text()
+
+
+def test_rates_are_those_of_steps_that_take_their_time(run: Run, tmp_path: Path) -> None:
+    sleep_s, samples = 0.01, 16
+    slow = ["model._target_=helpers.own_models.Slow", f"+model.sleep_s={sleep_s}", f"data.global_batch_size={samples}"]
+    summary = run(*slow, "logger=tensorboard", "trainer.log_every_n_steps=1", directory=tmp_path)
+    logged = [event.value for event in events(tmp_path).Scalars("train/samples_per_second")]
+    for rate in (summary["samples_per_second"], *logged):
+        assert samples / sleep_s / 100 < rate <= samples / sleep_s
+
+
+def test_ranks_find_files_where_the_command_was_given(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(world_size=2)  # from elsewhere, by the same warm ranks
+    (tmp_path / "table.csv").write_text("a,b,kind\n" + "1,2,x\n3,4,y\n" * 20)
+    monkeypatch.chdir(tmp_path)
+    own = ["data=csv", "data.path=table.csv", "data.inputs=[a,b]", "data.target=kind", "data.val=null"]
+    own += ["model=linear", "launcher.device=cpu"]
+    summary = run_recipe([*own, "trainer.max_epochs=1", "logger=none"], 2, tmp_path / "run")
+    assert summary["status"] == "finished"
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
