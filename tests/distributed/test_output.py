@@ -109,7 +109,7 @@ def test_rates_are_those_of_steps_that_take_their_time(run: Run, tmp_path: Path)
         assert samples / sleep_s / 100 < rate <= samples / sleep_s
 
 
-def test_ranks_find_files_where_the_command_was_given(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_find_files_where_tests_are(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(world_size=2)  # from elsewhere, by the same warm ranks
     (tmp_path / "table.csv").write_text("a,b,kind\n" + "1,2,x\n3,4,y\n" * 20)
     monkeypatch.chdir(tmp_path)
