@@ -1108,9 +1108,12 @@ WRONG = {
 }
 # What Lightning does not take beside manual optimization.
 NOT_MANUAL = {"accumulation", "accumulation_of_three", "clipped", "lbfgs"}
-# With manual optimization a hook that logs inside of `training_step` has Lightning forget, in the first batch of an
-# epoch, what the step has logged before it.
-FORGOTTEN = ({"manual.manual_norm_is_logged"}, "hook_log.on_before_optimizer_step")
+# A hook that logs between two calls of `log` in one batch, within a manual step or between two calls of a closure, has
+# Lightning forget, in the first batch of an epoch, what the step has logged before it. And where some batches have no
+# step of an optimizer, it logs the hook's value of an earlier batch again.
+IN_BETWEEN = ("hook_log.on_before_optimizer_step", "hook_log.on_before_zero_grad")
+SEVERAL_TIMES = {"manual.manual_norm_is_logged", "manual.manual_steps_by_batches"}
+SEVERAL_TIMES |= {"stepping.sharpness_aware", "optimizer.lbfgs"}
 NUMBER = sum(map(len, IDIOMS.values()))
 
 

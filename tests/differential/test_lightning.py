@@ -79,9 +79,8 @@ def drawn(generator: random.Random) -> str:
         names = generator.sample(right, int(count))
         chosen += [f"{kind}.{name}" for name in names]
         chosen += ["train_log.both"] if "early_by_epoch" in names else []
-    logs_first, hook = idioms().FORGOTTEN
-    if not logs_first.isdisjoint(chosen):
-        chosen = [name for name in chosen if not name.startswith(hook)]
+    if not idioms().SEVERAL_TIMES.isdisjoint(chosen):
+        chosen = [name for name in chosen if not name.startswith(idioms().IN_BETWEEN)]
     return "+".join(dict.fromkeys(chosen))
 
 
