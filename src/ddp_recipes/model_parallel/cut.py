@@ -30,8 +30,8 @@ Given = list[tuple[str, Any]]  # what blocks of earlier stages were called, one 
 
 
 @dataclass(frozen=True)
-class Handover:
-    """The tensors that the first block of the next stage is called with, and its name."""
+class Crossing:
+    """What crosses a cut: the tensors that the first block of the next stage is called with, and its name."""
 
     tensors: Sequence[Tensor]
     block: str
@@ -40,8 +40,8 @@ class Handover:
 class _Reached(BaseException):
     """Ends a step at a block; no ``except Exception`` of a model stops it."""
 
-    def __init__(self, handover: Handover) -> None:
-        self.handover = handover
+    def __init__(self, crossing: Crossing) -> None:
+        self.crossing = crossing
 
 
 class Cut:
@@ -59,12 +59,12 @@ class Cut:
 
         Args:
             step: calls the task with a batch.
-            receive: gives the number-th tensor of the stage's :class:`Handover` in place of the one without data.
+            receive: gives the number-th tensor of the stage's :class:`Crossing` in place of the one without data.
                 ``None``: stop where the stage begins.
             given: what blocks of earlier stages give for batches of these shapes; what is missing is appended.
 
         Returns:
-            A :class:`Handover`, or of the last stage what the step returned.
+            A :class:`Crossing`, or of the last stage what the step returned.
 
         Raises:
             Conflict: a stage needs more than what its first block is called with, or the step takes another way
@@ -75,7 +75,7 @@ class Cut:
         try:
             output = step()
         except _Reached as reached:
-            return reached.handover
+            return reached.crossing
         if self._latest < stage:
             raise Conflict("", f"the step ends before a block of stage {stage} is called", (self._latest, stage))
         return output
@@ -92,7 +92,7 @@ class Cut:
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             if at > self._stage and self._receive is not None:
                 self._refuse_elsewhere(name, tensors, (at - 2, at - 1))
-            raise _Reached(Handover(tensors, name))
+            raise _Reached(Crossing(tensors, name))
         if at < self._stage:
             return self._without_data(name, forward, args, kwargs)
         if enters:

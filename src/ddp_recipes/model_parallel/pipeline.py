@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from ddp_recipes._compat.modules import buffers_of, share_tensors
 from ddp_recipes._compat.pytree import tree_leaves
 from ddp_recipes.errors import RecipeError, chain
-from ddp_recipes.model_parallel.cut import SAME_WAY, Cut, Given, Handover
+from ddp_recipes.model_parallel.cut import SAME_WAY, Crossing, Cut, Given
 from ddp_recipes.model_parallel.fake import without_data
 from ddp_recipes.model_parallel.layout import META, Layout, keep_own
 from ddp_recipes.model_parallel.micro_batches import micro_batches_of
@@ -35,8 +35,7 @@ class _Prepared:
     """What a form of batch needs."""
 
     schedule: Callable[[], None]  # runs all micro-batches
-    crossing: dict[int, list[Tensor]]  # the tensors that cross each cut, flat and without data
-    begins: dict[int, str]  # the block at which the stage after each cut begins
+    crossing: dict[int, Crossing]  # of each cut; its tensors are flat and without data
     given: defaultdict[tuple[int, int], Given] = field(default_factory=lambda: defaultdict(list))
     """What blocks of earlier stages give, by stage and size of the micro-batch."""
 
@@ -156,7 +155,7 @@ class Pipeline:
         number = self._numbers[stage]
         self._numbers[stage] += 1
         size, last = self._sizes[number], stage == self.layout.stages - 1
-        sent = [] if last else self._now.crossing[stage + 1]
+        sent = [] if last else self._now.crossing[stage + 1].tensors
         if size == 0:  # a small batch has fewer samples than micro-batches
             nothing = [torch.zeros_like(flat, device=self.device).requires_grad_(flat.requires_grad) for flat in sent]
             return torch.zeros((), device=self.device, requires_grad=self.task.training) if last else tuple(nothing)
@@ -170,7 +169,7 @@ class Pipeline:
             output = self.cuts[stage].run(call, stage, receive, self._now.given[stage, size])
         if stage > 0:
             self._refuse_another_way(stage, self.cuts[stage].entered)
-        if isinstance(output, Handover):
+        if isinstance(output, Crossing):
             self._refuse_another_way(stage + 1, output.block)
             return tuple(_flat(tensor, flat) for tensor, flat in zip(output.tensors, sent, strict=True))
         if not self.training:
@@ -182,7 +181,7 @@ class Pipeline:
 
     def _refuse_another_way(self, stage: int, block: str) -> None:
         """Refuse a step that comes to a stage by another block than the process before, or after, takes it to."""
-        if block != (planned := self._now.begins[stage]):
+        if block != (planned := self._now.crossing[stage].block):
             raise Conflict(block, f"stage {stage} begins at {block} here, at {planned} elsewhere: {SAME_WAY}", (stage,))
 
     @property
@@ -196,10 +195,9 @@ class Pipeline:
             if len(self._prepared) == MAX_FORMS:
                 del self._prepared[next(iter(self._prepared))]
             cuts = {cut for stage in self.layout.mine for cut in (stage, stage + 1) if 0 < cut < self.layout.stages}
-            handovers = {cut: self._handover(cut) for cut in sorted(cuts)}
-            crossing = {cut: _flattened(each.tensors) for cut, each in handovers.items()}
-            begins = {cut: each.block for cut, each in handovers.items()}
-            self._prepared[self._form] = _Prepared(self._schedule(crossing), crossing, begins)
+            crossing = {cut: self._crossing(cut) for cut in sorted(cuts)}
+            schedule = self._schedule({cut: each.tensors for cut, each in crossing.items()})
+            self._prepared[self._form] = _Prepared(schedule, crossing)
         return self._prepared[self._form]
 
     def _schedule(self, crossing: Mapping[int, Sequence[Tensor]]) -> Callable[[], None]:
@@ -241,20 +239,16 @@ class Pipeline:
         """Return a call of the step as its class has it: that of the task itself may run this pipeline."""
         return partial(getattr(type(task), self._step), task, inputs)
 
-    def _handover(self, cut: int) -> Handover:
-        """Return what crosses a cut for the largest micro-batch, without data."""
+    def _crossing(self, cut: int) -> Crossing:
+        """Return what crosses a cut for the largest micro-batch, flat and without data."""
         self.shapes.train(self.task.training)
         with seeded(0), torch.set_grad_enabled(self.training):  # so that the processes on both sides draw the same
-            handover = self.shapes_cut.run(self._call(self.shapes, self._inputs[0]), cut, None)
-        assert isinstance(handover, Handover), handover
-        return handover
-
-
-def _flattened(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [
-        torch.empty(tensor.numel(), dtype=tensor.dtype, device=META, requires_grad=tensor.requires_grad)
-        for tensor in tensors
-    ]
+            found: Crossing = self.shapes_cut.run(self._call(self.shapes, self._inputs[0]), cut, None)
+        flat = [
+            torch.empty(tensor.numel(), dtype=tensor.dtype, device=META, requires_grad=tensor.requires_grad)
+            for tensor in found.tensors
+        ]
+        return Crossing(flat, found.block)
 
 
 def _flat(tensor: Tensor, like: Tensor) -> Tensor:
