@@ -24,7 +24,7 @@ RANK = int(os.environ.get("RANK", "0"))
 
 
 class Slow(Toy):
-    """Takes its time for each batch, so that a run lasts long enough to be disturbed."""
+    """Takes its time for each batch, so that a run lasts long enough to be disturbed; stands while there is a "hold"."""
 
     def __init__(self, sleep_s: float = 0.005, **sizes: Any) -> None:
         super().__init__(**sizes)
@@ -32,6 +32,8 @@ class Slow(Toy):
 
     def forward(self, x: Tensor) -> Tensor:
         time.sleep(self.sleep_s)
+        while Path("hold").exists():
+            time.sleep(0.01)
         return super().forward(x)
 
 

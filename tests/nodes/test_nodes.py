@@ -388,6 +388,28 @@ def test_an_elastic_run_goes_on_from_the_memory_of_the_node_that_is_left(
 # --- launcher=nodes
 
 
+LOST = r"Node 1 \(10\.77\.0\.2\) was lost\. All started again from memory, at the cost of [\d.]+ s until step (\d+)"
+
+
+def cut_the_second_node_off(nodes: Nodes, log: Path) -> None:
+    """Wait until node 2 has ended, and hold node 1, which goes on alone."""
+    wait_for_step(log, 32)
+    nodes.cut(2)
+    until(lambda: re.search(LOST, log.read_text()), 60, "the loss of node 2 is not told")
+    (nodes.folder / "hold").touch()
+    assert nodes.ended(1, 30) == 1
+    assert "This node is cut off from 10.77.0.1:29400" in nodes.said(2)
+    wait_until_no_rank_is_left(nodes, 2, 5)
+
+
+def let_the_third_node_join(nodes: Nodes, *overrides: str) -> None:
+    """Node 1 goes on when node 3 waits for it."""
+    nodes.supervise(3, *overrides)
+    until(lambda: "Waiting at 10.77.0.1:29400 for the other nodes" in nodes.said(3), 60, "node 3 does not wait")
+    (nodes.folder / "hold").unlink()
+    assert [nodes.ended(0, 120), nodes.ended(2, 20)] == [0, 0], nodes.said(1) + nodes.said(3)
+
+
 @pytest.mark.nightly
 def test_a_node_is_cut_off_for_good_and_another_one_joins_with_the_same_bits(
     nodes: Nodes, tmp_path: Path, python: str
@@ -398,18 +420,11 @@ def test_a_node_is_cut_off_for_good_and_another_one_joins_with_the_same_bits(
     for node in (1, 2):
         nodes.supervise(node, *overrides, "launcher.nproc_per_node=2")
     log = tmp_path / "run" / "train.log"
-    wait_for_step(log, 32)
-    nodes.cut(2)
-    assert nodes.ended(1, 30) == 1
-    assert "This node is cut off from 10.77.0.1:29400" in nodes.said(2)
-    wait_until_no_rank_is_left(nodes, 2, 5)
-    wait_for_step(log, 80)
-    nodes.supervise(3, *overrides, "launcher.nproc_per_node=1")
-    assert [nodes.ended(0, 120), nodes.ended(2, 20)] == [0, 0], nodes.said(1) + nodes.said(3)
+    cut_the_second_node_off(nodes, log)
+    let_the_third_node_join(nodes, *overrides, "launcher.nproc_per_node=1")
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["status"], summary["world_size"], summary["ranks_replaced"]) == ("finished", 3, 1)
-    told = r"Node 1 \(10\.77\.0\.2\) was lost\. All started again from memory, at the cost of [\d.]+ s until step"
-    assert len(re.findall(told, log.read_text())) == 1
+    assert len(re.findall(LOST, log.read_text())) == 1
 
     see_bits_of_one_process(summary, tmp_path, python, *overrides)
 
@@ -516,17 +531,12 @@ def test_a_sharded_model_goes_on_without_a_checkpoint_when_a_node_is_cut_off(
     for node in (1, 2):
         nodes.supervise(node, *TINY, *SHARDED, "launcher.nproc_per_node=1")
     log = tmp_path / "run" / "train.log"
-    wait_for_step(log, 32)
-    nodes.cut(2)
-    assert nodes.ended(1, 30) == 1
-    wait_for_step(log, 48)
+    cut_the_second_node_off(nodes, log)
     assert not list((tmp_path / "run" / "checkpoints").glob("step_*"))
-    nodes.supervise(3, *TINY, *SHARDED, "launcher.nproc_per_node=1")
-    assert [nodes.ended(0, 120), nodes.ended(2, 20)] == [0, 0], nodes.said(1) + nodes.said(3)
+    let_the_third_node_join(nodes, *TINY, *SHARDED, "launcher.nproc_per_node=1")
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["status"], summary["world_size"], summary["ranks_replaced"]) == ("finished", 2, 1)
-    told = r"Node 1 \(10\.77\.0\.2\) was lost\. All started again from memory, at the cost of [\d.]+ s until step (\d+)"
-    (step,) = map(int, re.findall(told, log.read_text()))
+    (step,) = map(int, re.findall(LOST, log.read_text()))
     assert step % 5 == 1
     assert "from the last checkpoint" not in nodes.said(1) + nodes.said(3)
     see_bits_of_one_process(summary, tmp_path, python, *TINY, *SHARDED)
