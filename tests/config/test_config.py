@@ -125,6 +125,16 @@ def assert_learns(recipe: Recipe) -> None:
     assert all(parameter.grad is not None for parameter in recipe.task.parameters())
 
 
+@pytest.mark.parametrize(("name", "fused"), [("AdamW", True), ("Adagrad", True), ("RMSprop", False)])
+def test_an_optimizer_of_torch_updates_all_parameters_in_one_kernel_where_it_can(
+    name: str, fused: bool, tmp_path: Path
+) -> None:
+    config = config_of("model=toy", "data=random", "data.batch_size=2", "logger=none", "strategy=single")
+    recipe = made({**config, "optimizer": {"_target_": f"torch.optim.{name}", "lr": 0.1}}, tmp_path)
+    (optimizer,), _ = make_optimizers_and_schedules(recipe.job.config, recipe.task, True, 10, 10)
+    assert bool(optimizer.param_groups[0].get("fused")) == fused
+
+
 # --- each yaml -------------------------------------------------------------------------------------------------------
 
 

@@ -59,6 +59,11 @@ def write(path: Path, text: str) -> None:
         ("+optimizer=adam", "optimizer is there already, so there is nothing to add. Write optimizer=adam."),
         ("~optimizer.lrr", "~optimizer.lrr: there is no key optimizer.lrr. Did you mean 'optimizer.lr'?"),
         ("~model", "model has no _target_, the dotted name of a class or function to call."),
+        (
+            "model={hidden_feature: 3}",
+            "model={hidden_feature: 3}: there is no key model.hidden_feature. Did you mean 'model.hidden_features'?",
+        ),
+        ("model={more: 3}", "To add a key that the yaml does not have, write +model.more=…."),
         ("seedy=1", "seedy=1: there is no key seedy. Did you mean 'seed'?"),
         ("data.batch_size=${batch}", "data.batch_size follows batch, and there is no key batch."),
         (

@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 from signal import SIGINT, SIGKILL, SIGSTOP, SIGTERM, Signals
@@ -187,10 +188,22 @@ def test_ranks_are_replaced_one_after_the_other_also_at_the_last_step(
     assert (ended.stdout + ended.stderr).count("Replaced, at the cost of") == 3
 
 
+KEY = {"DDP_RECIPES_KEY": "a secret that these nodes have"}
+LAUNCHERS = ["local", pytest.param("nodes", marks=pytest.mark.nightly)]
+
+
+def launched_by(launcher: str, folder: Path) -> list[str]:
+    """Return what chooses a launcher; of nodes there is one."""
+    met = [f"launcher.rdzv_endpoint=file://{folder}/meet", "launcher.local_addr=127.0.0.1"]
+    return [f"launcher={launcher}", *(met if launcher == "nodes" else [])]
+
+
 @pytest.mark.slow
-def test_an_exception_that_comes_again_at_its_step_ends_the_run(tmp_path: Path, python: str) -> None:
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_an_exception_that_comes_again_at_its_step_ends_the_run(launcher: str, tmp_path: Path, python: str) -> None:
     again = ["+callbacks.disturbing.once=false", "+callbacks.disturbing.where=on_epoch_start"]
-    ended = ran(python, tmp_path, EXACT, *disturbed(1, "[1]", "raise", *again))
+    own = [*disturbed(1, "[1]", "raise", *again), *launched_by(launcher, tmp_path)]
+    ended = ran(python, tmp_path, EXACT, *own, **KEY)
     assert ended.returncode == 1
     assert "ValueError: the cat sat on the keyboard" in ended.stderr
     assert "in disturb" in ended.stderr
@@ -210,10 +223,12 @@ def test_a_hang_that_comes_a_third_time_at_its_step_ends_the_run(tmp_path: Path,
 
 
 @pytest.mark.slow
-def test_more_losses_than_may_be_replaced_end_the_run(tmp_path: Path, python: str) -> None:
-    ended = ran(python, tmp_path, EXACT, *disturbed(1, "[3,8]"), "launcher.replace_ranks=1")
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_more_losses_than_may_be_replaced_end_the_run(launcher: str, tmp_path: Path, python: str) -> None:
+    own = [*launched_by(launcher, tmp_path), "launcher.replace_ranks=1"]
+    ended = ran(python, tmp_path, EXACT, *disturbed(1, "[3,8]"), *own, **KEY)
     assert ended.returncode == 1
-    assert ended.stderr.count("was killed by SIGKILL") == 2 or "Replaced" in ended.stdout
+    assert len({*re.findall(r"(\d+)\) was killed by SIGKILL", ended.stderr)}) == 2, ended.stderr
     assert summary(tmp_path)["status"] == "failed"
     assert "Rank 1" in summary(tmp_path)["error"]
 
@@ -271,11 +286,8 @@ def test_a_callback_that_prepares_a_save_with_tensors_or_state_alone_keeps_ranks
 @pytest.mark.parametrize("asked", [SIGTERM, pytest.param(SIGINT, marks=pytest.mark.nightly)])
 def test_a_run_that_is_to_stop_while_a_rank_is_replaced_is_saved(asked: Signals, launcher: str, folder: Path) -> None:
     (folder / "parts.py").write_text(PARTS)
-    held = ["model._target_=parts.HeldIfNew", *disturbed(1, "[5]"), f"launcher={launcher}"]
-    if launcher == "nodes":
-        held += [f"launcher.rdzv_endpoint=file://{folder}/meet", "launcher.local_addr=127.0.0.1"]
-    key = {"DDP_RECIPES_KEY": "a secret that these nodes have"}
-    with started(folder, *RECIPE, EXACT, *held, "trainer.max_epochs=100000", environ=key) as run:
+    held = ["model._target_=parts.HeldIfNew", *disturbed(1, "[5]"), *launched_by(launcher, folder)]
+    with started(folder, *RECIPE, EXACT, *held, "trainer.max_epochs=100000", environ=KEY) as run:
         until(lambda: (folder / "held").exists() or run.process.poll() is not None, START_S, "nobody is replaced")
         run.signal(asked)
         (folder / "attacked").touch()

@@ -130,6 +130,11 @@ def test_a_target_that_acts_is_refused_however_it_is_named(own: Path, composed: 
         for node in calls(name):
             with pytest.raises(RequestError, match=re.escape(name)):
                 make(node, "model") if later else check({**composed, "model": node})
+    for nothing in ([], "", "os.mkdir"):
+        looked_up = {"_target_": "hydra.utils.get_method", "_args_": nothing}
+        assert "model.more.path=None is no dotted name" in refusal(
+            {**composed, "model": {"_target_": "torch.nn.Sequential", "more": looked_up}}
+        )
     for node in calls("os.mkdir"):
         assert "os.mkdir" in refusal({**composed, "model": node})
     assert not (own / "made").exists()

@@ -192,6 +192,32 @@ def test_a_copy_whose_source_is_lost_counts_as_nothing(stack: ExitStack) -> None
     assert own.held() == ()
 
 
+def test_a_source_that_gives_nothing_is_told_of_once(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("ddp_recipes.launchers.nodes.copies.WARN_S", 0.1)
+    own, asked = Copies(Places.made(1, stack), HOST, KEY, stack), 0
+    listening = stack.enter_context(socket.create_server((HOST, 0)))
+
+    def hang_up() -> None:
+        nonlocal asked
+        while asked < 10:
+            listening.accept()[0].close()
+            asked += 1
+
+    threading.Thread(target=hang_up, daemon=True).start()
+    with own.following(HOST, listening.getsockname()[1], (1, 2), "b"):
+        until(lambda: asked == 10, ENDS_S, "it is not asked again")
+    assert capsys.readouterr().err.count("s no state in memory of node 127.0.0.1 has been copied") == 1
+
+
+def test_a_server_that_is_closed_serves_no_more() -> None:
+    before = threading.active_count()
+    with MemoryServer(HOST, KEY, tuple):
+        assert threading.active_count() == before + 1
+    until(lambda: threading.active_count() == before, ENDS_S, "its thread goes on")
+
+
 def test_rows_of_parts_are_read_by_any_number_of_ranks(stack: ExitStack) -> None:
     whole = torch.randn(10, 3)
     places = Places.made(3, stack)

@@ -165,16 +165,17 @@ def _unknown(key: str, error: Exception, hydra: Hydra, config_name: str, overrid
             f"{listed}.yaml overrides {key}, which Hydra allows for a group that comes before it in the defaults list. "
             f"Put this into an option of experiment, which comes last."
         )
-    given = given or key
+    given, others = given or key, [one for one in overrides if _key(one) != key]
+    within = str(getattr(error.__cause__, "full_key", ""))  # of a section that is given as a mapping, key={…}
+    key, added = (within, f"{within}=…") if within.startswith(f"{key}.") else (key, given)
     if (lightning := _LIGHTNING.get(key.removeprefix("trainer."))) and key.startswith("trainer."):
         return f"{given}: there is no key {key}. What Lightning calls so is {lightning} here."
     section = key.rpartition(".")[0]
-    others = [one for one in overrides if _key(one) != key]
     names = _keys(hydra, config_name, others, with_hydra=key.startswith("hydra."))
     siblings = [name.removeprefix(f"{section}.") for name in names if name.rpartition(".")[0] == section]
     allowed = f" Keys of {section}: {', '.join(sorted(siblings))}." if section and siblings else ""
     may_grow = section in names and (section.split(".")[0] in OPEN or section.startswith("data."))
-    advice = f" To add a key that the yaml does not have, write +{given}."
+    advice = f" To add a key that the yaml does not have, write +{added}."
     return (
         f"{given}: there is no key {key}.{_elsewhere(key, names, hydra)}{allowed}"
         f"{advice if may_grow and siblings and given[0] not in '+~' else ''}"

@@ -141,7 +141,6 @@ class Node:
         """
         if not ended.why:
             return
-        print(*ended.why, sep="\n", file=sys.stderr, flush=True)
         self._losses += 1
         self._hangs[step] += ended.hung
         why, again = [*ended.why], ended.error is not None and (not ended.began or ended.error in self._errors)
@@ -151,6 +150,7 @@ class Node:
         if again or self._losses > job.config["launcher"]["replace_ranks"]:
             self._rendezvous.close()
             Outcome(RunFailed("\n".join(why)), why[0].splitlines()[0], known_better=True).conclude(job)
+        print(*why, sep="\n", file=sys.stderr, flush=True)
         if ended.error is not None:
             self._errors.add(ended.error)
 
