@@ -55,6 +55,7 @@ def test_a_rank_that_hangs_after_the_last_step_is_named(
     assert f"Rank {rank} of 2 did not come to its end within launcher.timeout_s={limit} seconds" in ended.err
     if rank == 1 or command is None or (folder / "run" / "summary.json").exists():  # rank 0 was killed by another rank
         assert summary(folder / "run")["status"] == "failed"
+    assert "own_models.py" in (folder / "run" / "ranks" / f"rank_{rank}.txt").read_text()
 
 
 @pytest.mark.parametrize(
