@@ -5,7 +5,7 @@ import sys
 import traceback
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from ddp_recipes.config import compose, questions
 from ddp_recipes.config.launcher import launcher_class
@@ -92,8 +93,10 @@ class Controller:
     @contextmanager
     def _directory(self, config: DictConfig, path: Path, fresh: bool) -> Iterator[Path]:
         """Yield the directory, made, or that of the earlier start; nothing is left of a run that never began."""
-        timeout_s = OmegaConf.select(config, "launcher.timeout_s")
-        bound = timeout_s if isinstance(timeout_s, int | float) else 60.0  # it is refused later
+        bound = 60.0
+        with suppress(OmegaConfBaseException):  # it is refused later
+            timeout_s = OmegaConf.select(config, "launcher.timeout_s")
+            bound = timeout_s if isinstance(timeout_s, int | float) else bound
         if former := self.resources.former_directory(bound, fresh):
             path, fresh, self._resumes = Path(former), False, True
         directory, *made = make_directory(path, fresh)

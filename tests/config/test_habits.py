@@ -51,6 +51,8 @@ def write(path: Path, text: str) -> None:
     ("override", "message"),
     [
         ("hydra.job.num=abc", "hydra.job.num=abc: Value 'abc' of type 'str' could not be converted to Integer."),
+        ("hydra.mode='${seed}'", "hydra.mode: While dereferencing interpolation '${seed}': Invalid value '42'"),
+        ("launcher.timeout_s='${oc.env:NO_SUCH}'", "launcher.timeout_s=${oc.env:NO_SUCH} is not allowed."),
         ("hydra.run.dri=x", "hydra.run.dri=x: there is no key hydra.run.dri. Did you mean 'hydra.run.dir'?"),
         ("model=[", "model=[: Hydra cannot read this override ("),
         ("seed", "seed: Hydra cannot read this override ("),

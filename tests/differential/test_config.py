@@ -107,8 +107,10 @@ VALUES = (
 GARBAGE = ("", "=", "a", "==1", "~", "+", "++=1", "seed", "seed=", "seed==1", "a b=1", "'seed=1", "[", "é=1", "~~seed")
 
 
-# What training ends with, and what to change, where sizes of data and model that are fine do not go together.
-MISFIT = re.compile("(The data have the label|A linear layer takes|An embedding takes|An index is beyond) ")
+# What training ends with, and what to change, where sizes of data and model, or numbers, that are fine go not together.
+MISFIT = re.compile(
+    "(The data have the label|A linear layer takes|An embedding takes|An index is beyond|At step [0-9]+ the loss is) "
+)
 
 
 @dataclass(frozen=True)

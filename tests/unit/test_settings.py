@@ -117,7 +117,9 @@ def test_refused(given: Parse) -> None:
         ("checkpoint.mode", "minimum", "checkpoint.mode=minimum is not allowed. Allowed: auto, min, max."),
         ("launcher.name", "slurmm", "launcher.name=slurmm is not allowed"),
         ("launcher.nproc_per_node", "two", "Allowed: auto, or a whole number at least 1."),
-        ("launcher.timeout_s", 0, "Allowed: a number at least 1."),
+        ("launcher.timeout_s", 0, "Allowed: a number from 1 to 1e+09."),
+        ("launcher.timeout_s", 1 << 63, "Allowed: a number from 1 to 1e+09."),
+        ("launcher.timeout_s", "${oc.env:NO_SUCH}", "Allowed: a number from 1 to 1e+09."),
         ("launcher.init_method", "host:29500", "Allowed: file:///an/absolute/path, tcp://host:port, or null"),
         ("launcher.init_method", "file://relative", "launcher.init_method=file://relative is no rendezvous address."),
     ):

@@ -135,7 +135,8 @@ def single(hydra: Hydra, config_name: str, overrides: Sequence[str]) -> DictConf
             config = hydra.compose_config(config_name, list(overrides), RunMode.RUN, validate_sweep_overrides=False)
         if config.hydra.mode is not RunMode.MULTIRUN:
             raise
-    return None if config.hydra.mode is RunMode.MULTIRUN else config
+    with translated(hydra, config_name, overrides):
+        return None if config.hydra.mode is RunMode.MULTIRUN else config
 
 
 def run(hydra: Hydra, config: DictConfig, config_name: str, task: Task) -> None:

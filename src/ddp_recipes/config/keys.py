@@ -37,6 +37,7 @@ class Range:
 
 Count = Annotated[int, Range(1)]
 Positive = Annotated[float, Range(1e-6)]
+Seconds = Annotated[float, Range(1, 1e9)]  # what clocks and timeouts of the system take
 Natural = Annotated[int, Range(0)]
 Fraction = Annotated[float, Range(0, 1)]
 

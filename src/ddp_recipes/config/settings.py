@@ -5,7 +5,7 @@ import os
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from ddp_recipes.config.keys import Count, Fraction, Natural, Positive, Range
+from ddp_recipes.config.keys import Count, Fraction, Natural, Positive, Range, Seconds
 from ddp_recipes.errors import RequestError
 
 RANKS_PER_CORE = 16
@@ -118,7 +118,7 @@ class LauncherSettings:
     max_restarts: Natural
     replace_ranks: Natural = 0
     start_method: Literal["forkserver", "spawn"]
-    timeout_s: Annotated[float, Range(1)]
+    timeout_s: Seconds
     backend: Literal["auto", "gloo", "nccl"]
     device: Literal["auto", "cpu", "cuda"]
     init_method: str | None

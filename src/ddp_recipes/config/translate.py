@@ -118,11 +118,11 @@ def _message(error: Exception, hydra: Hydra, config_name: str, overrides: Sequen
     if (key := unknown_override(error)) is not None:
         return _unknown(key.split("@")[0], error, hydra, config_name, overrides)
     lines = [line.strip() for line in str(error).splitlines()]
-    noise = ("", "full_key:", "object_type=dict")
-    lines = [line for line in lines if line not in noise]
+    lines = [line for line in lines if line and not line.startswith(("full_key:", "object_type="))]
     if error.__cause__ is not None and "Error merging override" in lines[0]:
         return f"{lines[0].removeprefix('Error merging override ')}: {str(error.__cause__).splitlines()[0]}."
-    return " ".join(lines)
+    key = error.full_key if isinstance(error, OmegaConfBaseException) else None
+    return f"{f'{key}: ' if key else ''}{' '.join(lines)}"
 
 
 def _of_yaml(error: MarkedYAMLError) -> str:

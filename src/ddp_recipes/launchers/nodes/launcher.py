@@ -3,9 +3,9 @@
 import os
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from ddp_recipes.config.keys import Count, Range
+from ddp_recipes.config.keys import Count, Seconds
 from ddp_recipes.config.request import Request, visible_gpus
 from ddp_recipes.config.settings import LauncherSettings
 from ddp_recipes.errors import RequestError
@@ -26,8 +26,8 @@ class NodesSettings(LauncherSettings):
     rdzv_id: str
     local_addr: str | None
     min_nodes: Count
-    lost_after_s: Annotated[float, Range(1)]
-    more_after_s: Annotated[float, Range(1)]
+    lost_after_s: Seconds
+    more_after_s: Seconds
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -20,7 +20,7 @@ class SlurmSettings(LauncherSettings):
     account: str | None
     sbatch: dict[str, Any]
     wait: bool
-    signal_s: Annotated[int, Range(1)]
+    signal_s: Annotated[int, Range(1, 65535)]
     requeue: bool
 
     def __post_init__(self) -> None:
