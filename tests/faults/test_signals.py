@@ -9,7 +9,7 @@ from signal import SIGHUP, SIGINT, SIGSTOP, SIGTERM, SIGUSR1, Signals
 import pytest
 
 from helpers.marks import at_night
-from helpers.processes import GONE_S, START_S, TORCHRUN, kill, ran, started, summary, until, until_saved
+from helpers.processes import GONE_S, ONE_BY_ONE, START_S, TORCHRUN, kill, ran, started, summary, until, until_saved
 
 pytestmark = [pytest.mark.spawn, pytest.mark.slow]
 
@@ -132,8 +132,9 @@ def test_nohup_keeps_a_run_going(folder: Path) -> None:
     assert summary(folder / "run")["status"] == "finished"
 
 
-def test_a_signal_to_every_process_at_once_saves_and_ends(folder: Path) -> None:
-    with started(folder, *DISTURBED, ranks(2)) as run:
+@pytest.mark.parametrize("workers", [*at_night(0), 2])
+def test_a_signal_to_every_process_at_once_saves_and_ends(workers: int, folder: Path) -> None:
+    with started(folder, *DISTURBED, *ONE_BY_ONE, f"data.num_workers={workers}", ranks(2)) as run:
         until_saved(run, folder / "run")
         for pid in run.pids():  # as a service manager does, or a cluster that ends a job
             kill(pid, SIGTERM)
@@ -209,8 +210,10 @@ def test_ctrl_c_ends_a_sweep(folder: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_sigterm_to_torchrun_saves_one_checkpoint(folder: Path) -> None:
-    with started(folder, *DISTURBED, command=TORCHRUN) as run:
+@pytest.mark.parametrize("workers", [0, 2])
+def test_sigterm_to_torchrun_saves_one_checkpoint(workers: int, folder: Path) -> None:
+    """It sends one to whole process groups, each of a rank and its data workers."""
+    with started(folder, *DISTURBED, *ONE_BY_ONE, f"data.num_workers={workers}", command=TORCHRUN) as run:
         until_saved(run, folder / "run")
         run.signal(SIGTERM)
         ended = run.end()

@@ -18,7 +18,8 @@ from ddp_recipes.data.prefetch import Prefetcher
 from ddp_recipes.datasets.memory import InMemory
 from ddp_recipes.datasets.transforms import is_known
 from ddp_recipes.errors import RequestError, RunFailed
-from ddp_recipes.runtime.process import die_with_parent, garbage_left, is_stopped
+from ddp_recipes.runtime.job import ASKS_TO_STOP
+from ddp_recipes.runtime.process import die_with_parent, garbage_left, ignore_once, is_stopped
 
 LOOK_S = 1.0  # between looks at the time, while data workers are waited for
 
@@ -102,7 +103,7 @@ class Loader:
                 collate_fn=_as_it_is,
                 persistent_workers=num_workers > 0 if persistent_workers is None else persistent_workers,
                 prefetch_factor=prefetch_factor,
-                worker_init_fn=_die_with_rank,
+                worker_init_fn=_follow_rank,
             )
 
     def __len__(self) -> int:
@@ -287,6 +288,11 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-def _die_with_rank(number: int) -> None:
-    """End a data worker together with its rank, not when it next looks: it has the run directory's lock, too."""
+def _follow_rank(number: int) -> None:
+    """End a data worker together with its rank, not when it next looks: it has the run directory's lock, too.
+
+    Nor before: a signal to all processes, as torchrun's agent, terminals and service managers send, is for the rank to
+    answer, which would fail if its worker died of it.
+    """
     die_with_parent()
+    ignore_once(ASKS_TO_STOP)
