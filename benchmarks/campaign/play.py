@@ -71,10 +71,10 @@ class Player:
             for number, world_size in enumerate(self.script.world_sizes):
                 self._start(number, world_size)
                 (self.directory.parent / "filler").unlink(missing_ok=True)
+                if self.played.finished:  # then no start would read what is damaged
+                    break
                 while self.todo and self.todo[0].place == "between":
                     self._damage(self.todo.popleft(), number)
-                if self.played.finished:
-                    break
             self.played.journal = self._journal()
         return self.played
 
