@@ -1,16 +1,14 @@
 """Nothing is lost, mixed up or left untrue when runs are started again, ended, or started side by side."""
 
-import itertools
 import re
-import subprocess
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from signal import SIGKILL, SIGTERM
 
 import pytest
 
 from ddp_recipes.checkpointing.files import load_first, newest_first
+from helpers.checkpoints import BROKEN, broken_disk
 from helpers.processes import (
     ENDLESS,
     FAULTY,
@@ -45,37 +43,6 @@ LONG = [
     "data.global_batch_size=40",
     "logger=none",
 ]
-
-
-BROKEN = {"full": "No space left on device", "inodes": "No space left on device", "read-only": "Read-only file system"}
-
-
-@contextmanager
-def broken_disk(folder: Path, what: str) -> Iterator[Callable[[], None]]:
-    """Make a folder that is a small disk; yield what fills it, takes its inodes, or has Linux find it damaged."""
-    image = folder.with_suffix(".img")
-    with image.open("wb") as file:
-        file.truncate(8 << 20)
-    folder.mkdir()
-    subprocess.run(["mkfs.ext4", "-q", "-m", "0", "-N", "128", str(image)], check=True)
-    if subprocess.run(["mount", "-o", "loop", str(image), str(folder)], capture_output=True).returncode != 0:
-        pytest.skip("mounting a small disk takes root's rights, and loop devices")
-
-    def fail() -> None:
-        if what == "read-only":
-            subprocess.run(["mount", "-o", "remount,abort", str(folder)], check=True)
-            return
-        for size in (1 << 20, 1 << 10) if what == "full" else (0,):
-            with suppress(OSError):
-                for number in itertools.count():
-                    with (folder / f"filler_{size}_{number}").open("wb", buffering=0) as file:
-                        while size:
-                            file.write(bytes(size))
-
-    try:
-        yield fail
-    finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 def directory_of(folder: Path, seed: int) -> Path:

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from ddp_recipes.checkpointing.files import load_first, newest_first
+from helpers.checkpoints import broken_disk
 from helpers.patience import patience
 from helpers.processes import ENDLESS, GONE_S, START_S, TWO, kill, started, until, until_saved
 
@@ -295,6 +297,25 @@ def test_a_run_that_is_to_stop_while_a_rank_is_replaced_is_saved(asked: Signals,
     assert ended.status == 75, ended.err
     assert summary(folder)["status"] == "preempted"
     assert (folder / "run" / "checkpoints" / f"step_{summary(folder)['global_step']:08d}.pt").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.spawn
+def test_a_disk_that_is_full_while_a_rank_is_replaced_is_named(folder: Path) -> None:
+    (folder / "parts.py").write_text(PARTS)
+    own = ["model._target_=parts.HeldIfNew", *disturbed(1, "[5]"), "logger=none", "hydra.run.dir=disk/run"]
+    with (
+        broken_disk(folder / "disk", "full") as fail,
+        started(folder, *RECIPE, EXACT, *own, "trainer.max_epochs=100000") as run,
+    ):
+        until(lambda: (folder / "held").exists() or run.process.poll() is not None, START_S, "nobody is replaced")
+        fail()
+        (folder / "attacked").touch()
+        ended = run.end()
+        _, _, damaged = load_first(newest_first(folder / "disk" / "run" / "checkpoints"))
+    assert ended.status == 1
+    assert "could not be written: No space left on device" in ended.err.splitlines()[-1]
+    assert damaged == []  # the newest one is whole
 
 
 @pytest.mark.slow

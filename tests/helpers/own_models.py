@@ -24,7 +24,7 @@ RANK = int(os.environ.get("RANK", "0"))
 
 
 class Slow(Toy):
-    """Takes its time for each batch, so that a run lasts long enough to be disturbed; stands while there is a "hold"."""
+    """Takes its time for each batch, so that a run can be disturbed; stands as long as there is a file ``hold``."""
 
     def __init__(self, sleep_s: float = 0.005, **sizes: Any) -> None:
         super().__init__(**sizes)
