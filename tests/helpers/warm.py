@@ -165,7 +165,7 @@ def become(request: int, fds: list[int]) -> NoReturn:
 
 def execute(arguments: list[str]) -> None:
     """Run what ``python`` runs with these arguments."""
-    flags = set(takewhile({"-P", "-u"}.__contains__, arguments))
+    flags = set(takewhile({"-B", "-P", "-u"}.__contains__, arguments))
     what, *sys.argv = arguments[len(flags) :]
     finds = "-P" not in flags  # modules in the folder
     if "-u" in flags:
