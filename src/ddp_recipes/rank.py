@@ -18,6 +18,7 @@ from ddp_recipes.build.recipe import Recipe, make_recipe
 from ddp_recipes.build.run import join, make_run, make_stop_controller
 from ddp_recipes.callbacks import EarlyStopping
 from ddp_recipes.checkpointing.export import write_weights
+from ddp_recipes.checkpointing.files import refuse_folders
 from ddp_recipes.checkpointing.writing import disk_failure
 from ddp_recipes.errors import MAKE_KEY, Left, Preempted, RecipeError, RequestError, RunFailed
 from ddp_recipes.output import Output
@@ -146,6 +147,8 @@ def prepare(job: Job, world: World, control: Control) -> tuple[Recipe, RunDirect
         if unproven:
             recipe.warnings.append(f"{NO_KEY[0].upper()}{NO_KEY[1:]}")
         directory = RunDirectory(job.directory, recipe.resumes_in_place) if world.is_main else None
+        if world.is_main and recipe.mode == "fit" and recipe.request.checkpoint.enabled:
+            refuse_folders(job.directory / "checkpoints")
     except (Exception, SystemExit) as raised:
         error = _as_error(raised)
         if isinstance(raised, OSError) and raised.filename is not None and not reaches_own_code(raised):

@@ -132,6 +132,19 @@ def test_what_is_no_file_is_no_summary_no_key_and_no_table(
         run(*QUICK, SINGLE, "logger=csv", "ckpt_path=auto", "trainer.max_epochs=3", directory=tmp_path / "run")
 
 
+@pytest.mark.parametrize("name", ["last.pt", "best.pt"])
+def test_a_folder_where_checkpoints_are_named_is_refused_before_the_run_goes_on(
+    name: str, run: Run, tmp_path: Path
+) -> None:
+    run(*QUICK, SINGLE, "checkpoint.every_n_steps=1", directory=tmp_path / "run")
+    (tmp_path / "run" / "checkpoints" / name).unlink()
+    (tmp_path / "run" / "checkpoints" / name).mkdir()
+    before = (tmp_path / "run" / "summary.json").read_text()
+    with pytest.raises(RequestError, match=rf"{name} is a folder, in whose place checkpoints are named. Move it away."):
+        run(*QUICK, SINGLE, "ckpt_path=auto", "trainer.max_epochs=3", directory=tmp_path / "run")
+    assert (tmp_path / "run" / "summary.json").read_text() == before
+
+
 @pytest.mark.parametrize("kind", NO_FILES)
 def test_what_is_no_file_is_not_waited_for(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "checkpoints" / "step_00000001.pt"

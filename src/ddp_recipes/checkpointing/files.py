@@ -210,6 +210,17 @@ def newest_first(directory: Path) -> list[Path]:
     return [*found, last] if last.exists() and not any(map(last.samefile, named)) else found
 
 
+def refuse_folders(directory: Path) -> None:
+    """Refuse a folder in the place of a name that each save points at its file: the first save would fail.
+
+    Raises:
+        RequestError: names it.
+    """
+    for name in (LAST, BEST):
+        if (directory / name).is_dir() and not (directory / name).is_symlink():
+            raise RequestError(f"{directory / name} is a folder, in whose place checkpoints are named. Move it away.")
+
+
 def step_files(directory: Path) -> dict[int, Path]:
     """Return the complete ``step_*.pt`` files of a folder, which may not exist, by their steps."""
     names = os.listdir(directory) if directory.is_dir() else []
