@@ -82,18 +82,23 @@ def _run(job: Job, world: World, messages: Messages | None, watcher: Watcher) ->
             watcher.joined()
         WORK[recipe.request.run.work](recipe, output)
         summary = output.facts(final_digest(recipe)) | {"status": "finished"}
+        leave(recipe, control)
         if not world.is_main:  # all that could still hang comes before its end, and rank 0's summary after all ends
             close(recipe, output)
         control.end([rank for rank in range(world.world_size) if not recipe.request.strategy.outlives(rank)])
         output.finish(summary)
         return summary
     except Left:
+        recipe.strategy.exchanges.end()
         raise
     except RequestError:
         control.refuse_together()
+        recipe.strategy.exchanges.end()
         raise
     except Preempted as error:
-        output.finish(output.facts(final_digest(recipe)) | {"status": "preempted", "error": str(error)})
+        facts = output.facts(final_digest(recipe))
+        leave(recipe, control)
+        output.finish(facts | {"status": "preempted", "error": str(error)})
         raise
     except BaseException as error:
         recipe.strategy.exchanges.end()  # or this rank would wait for the others to leave the group
@@ -121,6 +126,17 @@ def final_digest(recipe: Recipe) -> str | None:
         log.warning("There is no weights_sha256: the model's state dict has got %s.", found)
         return None
     return recipe.strategy.digest(recipe.task)
+
+
+def leave(recipe: Recipe, control: Control) -> None:
+    """Leave the group, with all other ranks: to leave it is a collective of NCCL's. Each says first that it will.
+
+    Raises:
+        RunFailed: one did not come so far.
+    """
+    if recipe.strategy.silent:
+        control.leave_together()
+    recipe.strategy.teardown()
 
 
 def close(recipe: Recipe, output: Output) -> None:

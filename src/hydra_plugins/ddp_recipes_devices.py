@@ -12,7 +12,7 @@ from multiprocessing import connection, get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.singleton import Singleton
@@ -20,6 +20,9 @@ from hydra.core.utils import JobReturn, run_job, setup_globals
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
+
+if TYPE_CHECKING:
+    from ddp_recipes.devices import Found
 
 AFTER_STOP_S = 10.0
 
@@ -64,16 +67,16 @@ class DevicesLauncher(Launcher):
             RequestError: a job needs more devices than are available.
             BaseException: what a job raised to end the sweep.
         """
-        from ddp_recipes.config.request import visible_gpus
+        from ddp_recipes.devices import visible
         from ddp_recipes.errors import RequestError
 
         setup_globals()
         Path(str(self.config.hydra.sweep.dir)).mkdir(parents=True, exist_ok=True)
-        gpus = visible_gpus()
-        free = _visible_names(gpus) or [""] * (self.slots or len(os.sched_getaffinity(0)))
+        found = visible("auto")
+        free = _visible_names(found.count) or [""] * (self.slots or len(os.sched_getaffinity(0)))
         available = len(free)
         waiting = [(number, list(overrides)) for number, overrides in enumerate(job_overrides, initial_job_idx)]
-        needs = {number: self._needed(overrides, gpus) for number, overrides in waiting}
+        needs = {number: self._needed(overrides, found) for number, overrides in waiting}
         for number, overrides in waiting:
             if needs[number] > available:
                 raise RequestError(
@@ -98,15 +101,16 @@ class DevicesLauncher(Launcher):
             _stop(running)
         return [done[number] for number in sorted(done)]
 
-    def _needed(self, overrides: Sequence[str], gpus: int) -> int:
+    def _needed(self, overrides: Sequence[str], found: "Found") -> int:
         from ddp_recipes.config.request import Request, resolve
+        from ddp_recipes.devices import HOST
         from ddp_recipes.errors import RequestError
 
         config = self.hydra_context.config_loader.load_sweep_config(self.config, list(overrides))
         task = OmegaConf.masked_copy(config, [str(name) for name in config if name != "hydra"])
         try:
             request = Request.of(resolve(task))
-            return request.processes(gpus) * (request.num_devices if request.device_type(gpus) == "cuda" else 1)
+            return request.processes(found) * (request.num_devices if request.device_type(found) != HOST else 1)
         except RequestError:
             return 1  # the job raises it, too
 

@@ -108,9 +108,9 @@ def missing_interpolation_key(error: BaseException) -> str | None:
     return found[1] if found else None
 
 
-def cuda_devices(error: BaseException) -> set[int]:
-    """Return the numbers of the CUDA devices that an error of an operation names."""
-    return {int(number) for number in re.findall(r"cuda:(\d+)", str(error))}
+def stages_named(error: BaseException) -> set[int]:
+    """Return the numbers of the devices that an error of an operation names."""
+    return {int(number) for number in re.findall(r"\b[a-z]+:(\d+)", str(error))}
 
 
 def shortened(error: BaseException) -> str:

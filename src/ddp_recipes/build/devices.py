@@ -1,11 +1,10 @@
 """What a rank runs on: devices that are there, or in a dry run those that would be."""
 
-import os
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
+from ddp_recipes import devices
 from ddp_recipes.config.request import Layout, Request
 from ddp_recipes.config.settings import TrainerSettings
 from ddp_recipes.errors import RequestError
@@ -20,7 +19,7 @@ class Devices:
     Attributes:
         world: which of the ranks it is; in a dry run rank 0 of those that would be.
         own: this process's part of a replica, [num_devices]: where its tensors are made.
-        type: ``cuda`` or ``cpu``. In a dry run for GPUs ``own`` are the CPU all the same.
+        type: torch's word for it. In a dry run for GPUs ``own`` are the CPU all the same.
         name: what people call them.
         backend: of the collectives.
         layout: the nodes of a dry run; ``None`` where all of this is there.
@@ -47,48 +46,57 @@ def available_devices(request: Request, world: World) -> Devices:
     Raises:
         RequestError: they are not there, or this torch lacks the backend.
     """
-    gpus, k = torch.cuda.device_count(), request.num_devices
-    kind = request.device_type(gpus)
-    own, name = [torch.device("cpu")] * k, "CPU"
-    if kind == "cuda":
-        first = world.local_rank * k
-        if first + k > gpus:
-            raise RequestError(
-                f"Local rank {world.local_rank} needs {k} GPU(s) from number {first} on (model.num_devices={k}), but "
-                f"{gpus} are visible: {gpus // k} replica(s) fit on a node. Start that many processes on each."
-            )
-        torch.cuda.set_device(first)
-        own = [torch.device("cuda", number) for number in range(first, first + k)]
-        name = torch.cuda.get_device_name(first)
+    found, k = devices.known_to_torch(request.launcher.device), request.num_devices
+    kind = request.device_type(found)
+    own, name = [torch.device(devices.HOST)] * k, devices.title(devices.HOST)
+    if kind != devices.HOST:
+        own = devices.use(kind, _first(world, k, found), k)
+        name = devices.name(own[0])
     backend = _backend(request, kind)
-    available = {"nccl": dist.is_nccl_available(), "gloo": dist.is_gloo_available()}
-    if world.world_size > 1 and not available[backend]:
-        have = ", ".join(name for name, built in available.items() if built)
-        raise RequestError(f"launcher.backend={backend} is not in this torch. It has: {have}. Choose one.")
+    if world.world_size > 1 and backend not in (have := devices.backends()):
+        raise RequestError(f"launcher.backend={backend} is not in this torch. It has: {', '.join(have)}. Choose one.")
     return Devices(world, own, kind, name, backend)
+
+
+def _first(world: World, k: int, found: devices.Found) -> int:
+    """Return the number of the first device of a rank: ranks of a node share out what they see, or see their own alone.
+
+    Raises:
+        RequestError: there are too few.
+    """
+    first = world.local_rank * k
+    if found.count == k < world.local_world_size * k:
+        return 0  # as a scheduler gives each task its own: that they are not the same is agreed on
+    if first + k > found.count:
+        raise RequestError(
+            f"Local rank {world.local_rank} needs {k} {devices.title(found.type)}(s) from number {first} on "
+            f"(model.num_devices={k}), but {found.count} are visible: {found.count // k} replica(s) fit on a node. "
+            f"Start that many processes on each."
+        )
+    return first
 
 
 def dry_run_devices(request: Request, layout: Layout) -> Devices:
     """Return the devices of rank 0 in a dry run: none of them has to be there, and a GPU has no name."""
     kind = layout.device_type
-    name = {"cuda": "GPU", "cpu": "CPU"}[kind]
-    own = [torch.device("cpu")] * request.num_devices
+    name = devices.title(kind)
+    own = [torch.device(devices.HOST)] * request.num_devices
     return Devices(layout.world, own, kind, name, _backend(request, kind), layout)
 
 
 def _backend(request: Request, kind: str) -> str:
     if request.launcher.backend != "auto":
         return request.launcher.backend
-    return "nccl" if kind == "cuda" else "gloo"
+    return devices.default_backend(kind)
 
 
-def set_torch_up(trainer: TrainerSettings, devices: Devices) -> None:
+def set_torch_up(trainer: TrainerSettings, own: Devices) -> None:
     """Set what holds for all of torch in this process."""
     fast_paths.enable(trainer.fast_paths)
     if trainer.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
+        devices.set_environment_up()
     if trainer.deterministic != torch.are_deterministic_algorithms_enabled():  # the call loads the compiler
         torch.use_deterministic_algorithms(trainer.deterministic)
     torch.autograd.set_detect_anomaly(trainer.detect_anomaly)
-    if devices.own[0].type == "cpu":
+    if not devices.is_accelerator(own.own[0]):
         fast_paths.keep_freed_memory()

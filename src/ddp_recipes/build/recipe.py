@@ -23,9 +23,10 @@ from ddp_recipes.checkpointing.files import State
 from ddp_recipes.checkpointing.parts import put_together
 from ddp_recipes.checkpointing.weights import matching
 from ddp_recipes.config.monitor import resolved
-from ddp_recipes.config.request import Request, visible_gpus
+from ddp_recipes.config.request import Request
 from ddp_recipes.config.settings import CheckpointSettings, TrainerSettings
 from ddp_recipes.data.loader import Loader
+from ddp_recipes.devices import visible
 from ddp_recipes.errors import RequestError
 from ddp_recipes.model_parallel import Stage
 from ddp_recipes.runtime.control import Control
@@ -178,7 +179,7 @@ def make_recipe(job: Job, world: World, control: Control) -> Recipe:
     config, request = job.config, Request.of(job.config)
     trainer, mode = request.trainer.effective(), request.run.mode
     if request.run.plan:
-        devices = dry_run_devices(request, request.layout(visible_gpus()))
+        devices = dry_run_devices(request, request.layout(visible(request.launcher.device)))
     else:
         devices = available_devices(request, world)
     set_torch_up(trainer, devices)

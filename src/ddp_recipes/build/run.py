@@ -7,6 +7,7 @@ from functools import partial
 from ddp_recipes.build.optimizer import make_optimizers_and_schedules
 from ddp_recipes.build.recipe import Recipe
 from ddp_recipes.config.settings import seconds
+from ddp_recipes.devices import GPU_BACKEND, HOST_BACKEND, bound_to
 from ddp_recipes.runtime.doors import closed_after, connections, hang_up
 from ddp_recipes.runtime.process import loading
 from ddp_recipes.runtime.reach import check_ways
@@ -25,11 +26,12 @@ def join(recipe: Recipe) -> None:
     """Join the other ranks. A collective."""
     launcher = recipe.request.launcher
     timeout = timedelta(seconds=launcher.timeout_s)
-    if recipe.devices.backend == "gloo":
+    if recipe.devices.backend == HOST_BACKEND:
         check_ways(recipe.control)
     replaces = launcher.replace_ranks > 0
-    if replaces and recipe.devices.backend == "nccl":
+    if replaces and recipe.devices.backend == GPU_BACKEND:
         leave_aborts_to_us()
+    recipe.strategy.device = bound_to(recipe.devices.backend, recipe.devices.own)
     before = connections()
     with closed_after() as recipe.control.strangers:
         messages = recipe.control.messages
@@ -37,8 +39,9 @@ def join(recipe: Recipe) -> None:
             messages.exited = recipe.control.watcher.exited
         recipe.strategy.setup(recipe.world, messages, recipe.devices.backend, timeout, launcher.init_method)
     recipe.control.connections = connections() - before
-    if replaces and recipe.strategy.silent:
-        recipe.strategy.exchanges = Exchanges(recipe.devices.own, launcher.timeout_s, recipe.strategy.abort)
+    if recipe.strategy.silent:
+        own, abort = recipe.devices.own, recipe.strategy.abort
+        recipe.strategy.exchanges = Exchanges(own, launcher.timeout_s, abort, settles=replaces)
     recipe.control.watcher.when_lost(partial(cut_off, recipe))  # else they may be waited for
     recipe.strategy.exchanges.settle()
 

@@ -72,5 +72,5 @@ class Profiler(Callback):
         self.directory.mkdir(parents=True, exist_ok=True)
         trace = self.directory / "rank_0.pt.trace.json"  # the name that TensorBoard's profiler plugin looks for
         profile.export_chrome_trace(str(trace))
-        sort = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+        sort = "self_device_time_total" if torch.accelerator.is_available() else "self_cpu_time_total"
         log.info("operators of these steps; trace in %s\n%s", trace, profile.key_averages().table(sort, self.rows))

@@ -1,6 +1,5 @@
 """What is requested of a run, checked as far as that needs no torch: the parent does it before anything starts."""
 
-import ctypes
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from ddp_recipes.config.settings import (
     RunSettings,
     TrainerSettings,
 )
+from ddp_recipes.devices import GPU, HOST, NONE, Found, missing, refuse_on_host
 from ddp_recipes.errors import RequestError, nearest
 from ddp_recipes.runtime.world import World
 
@@ -83,27 +83,22 @@ class Request:
         """Devices of one replica."""
         return self.model.num_devices
 
-    def device_type(self, gpus: int) -> str:
-        """Return ``cuda`` or ``cpu`` for a machine with so many GPUs.
+    def device_type(self, found: Found) -> str:
+        """Return torch's word for what a run is on, given what this machine has.
 
         Raises:
-            RequestError: GPUs are requested and none is available, or NCCL on a CPU.
+            RequestError: devices are requested and none is available, or a backend for them on a CPU.
         """
-        device = self.launcher.device
-        if device == "cuda" and gpus == 0:
-            raise RequestError(
-                "launcher.device=cuda, but no GPU is visible on this machine. Use launcher.device=cpu (or auto), "
-                "or check CUDA_VISIBLE_DEVICES and the driver (nvidia-smi)."
-            )
-        device = "cuda" if device == "cuda" or (device == "auto" and gpus) else "cpu"
-        if device == "cpu" and self.launcher.backend == "nccl":
-            raise RequestError(
-                "launcher.backend=nccl needs GPUs, and none is visible. Use launcher.backend=gloo, or auto."
-            )
-        return device
+        asked = self.launcher.device
+        if asked not in ("auto", HOST) and not found.count:
+            raise RequestError(missing(asked))
+        kind = asked if asked != "auto" else found.type
+        if kind == HOST:
+            refuse_on_host(self.launcher.backend)
+        return kind
 
-    def processes(self, gpus: int) -> int:
-        """Return how many local processes to start on a machine with so many GPUs.
+    def processes(self, found: Found) -> int:
+        """Return how many local processes to start on a machine with these devices.
 
         Raises:
             RequestError: they do not fit, or the strategy cannot have so many.
@@ -114,15 +109,15 @@ class Request:
                 f"machine only. Start train.py with torchrun on each node, or use launcher=slurm; both take the same "
                 f"overrides."
             )
-        processes = self.processes_on_node(gpus)
+        processes = self.processes_on_node(found)
         self.launcher.check_processes(processes)
         self.strategy.check_world_size(processes)
         return processes
 
-    def processes_on_node(self, gpus: int) -> int:
-        """Return how many processes one node of so many GPUs gets."""
-        requested, k = self.launcher.nproc_per_node, self.num_devices
-        fit = gpus // k if self.device_type(gpus) == "cuda" else None
+    def processes_on_node(self, found: Found) -> int:
+        """Return how many processes one node with these devices gets."""
+        requested, k, gpus = self.launcher.nproc_per_node, self.num_devices, found.count
+        fit = gpus // k if self.device_type(found) != HOST else None
         if fit is not None and k * (1 if requested == "auto" else int(requested)) > gpus:
             raise RequestError(
                 f"{'One replica' if requested == 'auto' else f'{requested} replicas'} of {k} device(s) "
@@ -140,36 +135,38 @@ class Request:
             )
         return processes
 
-    def layout(self, gpus: int) -> "Layout":
-        """Return what ``plan=true`` plans for, seen from a machine with so many GPUs.
+    def layout(self, found: Found) -> "Layout":
+        """Return what ``plan=true`` plans for, seen from a machine with these devices.
 
         Raises:
             RequestError: a run could not be there.
         """
         launcher, cluster = self.launcher, self.cluster
+        gpus = found.count
         if cluster.gpus_per_node is not None:
             gpus = cluster.gpus_per_node
         elif (requested := launcher.gpus_of_node()) is not None:
             gpus = requested
-        if launcher.device == "cuda" and gpus == 0:
+        if launcher.device not in ("auto", HOST) and gpus == 0:
             raise RequestError(
-                "launcher.device=cuda, but cluster.gpus_per_node=0"
+                f"launcher.device={launcher.device}, but cluster.gpus_per_node=0"
                 f"{'' if cluster.gpus_per_node == 0 else ', as on this machine'}. State the GPUs of a node "
                 "(cluster.gpus_per_node=8, say), or use launcher.device=cpu."
             )
+        found = Found(found.type if found.count else GPU, gpus) if gpus else NONE
         nnodes, k = cluster.nnodes or launcher.nnodes, self.strategy.processes_per_replica
-        if launcher.nproc_per_node == "auto" and k > 1 and gpus and self.device_type(gpus) == "cuda":
+        if launcher.nproc_per_node == "auto" and k > 1 and gpus and self.device_type(found) != HOST:
             # Replicas may span nodes: all GPUs are used, but for those that would be left over of a node with room.
             processes = gpus // self.num_devices
             if nnodes * processes % k and processes > k:
                 processes -= processes % k
         else:
-            processes = self.processes_on_node(gpus)
+            processes = self.processes_on_node(found)
         if self.strategy.max_world_size == 1:
-            return Layout(nnodes, gpus, self.device_type(gpus), World(local_world_size=processes))
+            return Layout(nnodes, gpus, self.device_type(found), World(local_world_size=processes))
         self.strategy.check_world_size(nnodes * processes)
         world = World(world_size=nnodes * processes, local_world_size=processes)
-        return Layout(nnodes, gpus, self.device_type(gpus), world)
+        return Layout(nnodes, gpus, self.device_type(found), world)
 
 
 @dataclass(frozen=True)
@@ -257,15 +254,3 @@ def _unfit(config: DictConfig, error: InterpolationKeyError) -> RequestError:
 
 def _first_line(error: Exception) -> str:
     return str(error).splitlines()[0]
-
-
-def visible_gpus() -> int:
-    """Return the number of CUDA devices this process may use, asking the driver itself: torch need not be loaded."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return 0
-    count = ctypes.c_int()
-    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
-        return 0
-    return count.value

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from ddp_recipes.config.keys import Count, Fraction, Natural, Positive, Range, Seconds
+from ddp_recipes.devices import HOST, refuse_on_host
 from ddp_recipes.errors import RequestError
 
 RANKS_PER_CORE = 16
@@ -119,17 +120,15 @@ class LauncherSettings:
     replace_ranks: Natural = 0
     start_method: Literal["forkserver", "spawn"]
     timeout_s: Seconds
-    backend: Literal["auto", "gloo", "nccl"]
-    device: Literal["auto", "cpu", "cuda"]
+    backend: str
+    device: str
     init_method: str | None
     require_key: bool = False
     oversubscribe: bool = False
 
     def __post_init__(self) -> None:
-        if self.backend == "nccl" and self.device == "cpu":
-            raise RequestError(
-                "launcher.backend=nccl needs GPUs, but launcher.device=cpu. Use launcher.backend=gloo (or auto) on CPU."
-            )
+        if self.device == HOST:
+            refuse_on_host(self.backend)
         if self.init_method is not None and not self.init_method.startswith(("file:///", "tcp://")):
             raise RequestError(
                 f"launcher.init_method={self.init_method} is no rendezvous address. "

@@ -17,6 +17,7 @@ from ddp_recipes.data.keyed import Draw, KeyedDataset
 from ddp_recipes.data.prefetch import Prefetcher
 from ddp_recipes.datasets.memory import InMemory
 from ddp_recipes.datasets.transforms import is_known
+from ddp_recipes.devices import is_accelerator
 from ddp_recipes.errors import RequestError, RunFailed
 from ddp_recipes.runtime.job import ASKS_TO_STOP
 from ddp_recipes.runtime.process import die_with_parent, garbage_left, ignore_once, is_stopped
@@ -84,7 +85,7 @@ class Loader:
             "timeout_s": timeout_s,
         }
         self.fetch = _whole_batch_fetch(dataset)
-        self.pin_memory = pin_memory and device.type == "cuda"
+        self.pin_memory = pin_memory and is_accelerator(device)
         self._sampler = _PlanSampler(plan, shards)
         self._prefetcher = Prefetcher(self.fetch, self.pin_memory) if _may_prefetch(dataset) else None
         self._one_by_one: DataLoader[Any] | None = None
@@ -122,7 +123,7 @@ class Loader:
         Args:
             group: so many batches belong together: all of them come for one shard, then all of them for the next.
         """
-        elsewhere = self.device.type != "cpu"
+        elsewhere = is_accelerator(self.device)
         self._sampler.position = epoch, start, group
         for (number, shard), data in zip(self._sampler.turns(), self._loaded(epoch, start), strict=False):
             moved = to_device(data, self.device, self.pin_memory) if elsewhere else data

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ddp_recipes._compat.tensorboard import file_writer
+from ddp_recipes.devices import random_kept
 from ddp_recipes.loggers.base import Logger, Parameter
 
 if TYPE_CHECKING:
@@ -115,11 +116,10 @@ class TensorBoardLogger(Logger):
         import torch
 
         devices = {tensor.device for tensor in (*model.parameters(), *model.buffers(), inputs)}
-        cuda = [device.index for device in devices if device.type == "cuda"]
         # Tracing runs the model: it must cost the run neither its random numbers, nor its life, nor its terminal.
         try:
             with (
-                torch.random.fork_rng(devices=cuda),
+                random_kept(devices),
                 torch.no_grad(),
                 warnings.catch_warnings(action="ignore"),
                 contextlib.redirect_stdout(io.StringIO()),

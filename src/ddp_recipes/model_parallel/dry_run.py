@@ -17,9 +17,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ddp_recipes._compat.autograd import current_node
 from ddp_recipes._compat.dispatch import MOVES, OpOverload, TorchDispatchMode
-from ddp_recipes._compat.messages import cuda_devices
+from ddp_recipes._compat.messages import stages_named
 from ddp_recipes._compat.pytree import tree_leaves, tree_map_only
 from ddp_recipes._compat.tensors import storage_key
+from ddp_recipes.devices import HOST, is_accelerator, stand_ins
 from ddp_recipes.errors import RequestError
 from ddp_recipes.model_parallel.cut import Cut
 from ddp_recipes.model_parallel.fake import fake_batch, new_mode, without_data
@@ -95,7 +96,7 @@ class DryRun:
         Raises:
             Conflict: an operation mixes tensors of two stages.
         """
-        devices = [torch.device("cuda", number) for number in range(len(starts) + 1)]
+        devices = stand_ins(len(starts) + 1)
 
         def connected(task: Task) -> Callable[[Any], object]:
             connect(task.model, starts, devices)
@@ -113,7 +114,7 @@ class DryRun:
             Conflict: a stage needs more than what its first block is called with.
         """
         costs = self.run()
-        here, elsewhere, on_cpu = torch.device("cuda", 0), torch.device("cuda", 1), self.failure is not None
+        (here, elsewhere), on_cpu = stand_ins(2), self.failure is not None
         for stage in range(len(starts) + 1):
 
             def cut(task: Task, stage: int = stage) -> Callable[[Any], object]:
@@ -138,7 +139,7 @@ class DryRun:
             Conflict: it fails, or returns what has no data, and the whole model does not fail.
         """
         task = copy.deepcopy(self.task, _memo(self.task, starts, stage))
-        modules, cut, here = ModuleMode(), Cut(task, starts, META), torch.device("cpu")
+        modules, cut, here = ModuleMode(), Cut(task, starts, META), torch.device(HOST)
         modules.follow(task.model)
         reason = "what it returns has none"
         try:
@@ -186,13 +187,13 @@ class DryRun:
             counter.follow(task.model)
             counter.seen.update((storage_key(tensor), tensor) for tensor in (*task.parameters(), *task.buffers()))
             with mode, torch.enable_grad(), saved_tensors_hooks(counter.save, lambda saved: saved):
-                batch = fake_batch(self.sample, self.size, torch.device("cuda", 0))
+                batch = fake_batch(self.sample, self.size, stand_ins(1)[0])
                 with counter:
                     step(batch)
         except (Conflict, RequestError):
             raise
         except Exception as error:  # what fails for another reason fails in the run as well, which reports it
-            named = cuda_devices(error)
+            named = stages_named(error)
             message = (str(error).splitlines() or [""])[0]
             if len(named) > 1:  # some operations find the mixture themselves, before the counter sees it
                 raise counter.conflict(message, named) from None
@@ -282,7 +283,7 @@ class _Counter(ModuleMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs, module = kwargs or {}, self.active[-1]
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        stages = {tensor.device.index for tensor in inputs if tensor.device.type == "cuda"}
+        stages = {tensor.device.index for tensor in inputs if is_accelerator(tensor.device)}
         if len(stages) > 1 and func not in MOVES:
             raise self.conflict(str(func), stages)
         output = func(*args, **kwargs)

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from ddp_recipes._compat.modules import buffers_of, share_tensors
 from ddp_recipes._compat.pytree import tree_leaves
+from ddp_recipes.devices import random_kept
 from ddp_recipes.errors import RecipeError, chain
 from ddp_recipes.model_parallel.cut import SAME_WAY, Crossing, Cut, Given
 from ddp_recipes.model_parallel.fake import without_data
@@ -135,8 +136,7 @@ class Pipeline:
         self._seed = int(torch.randint(2**62, ()))
         kind = self.device.type
         self._autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-        cuda = [self.device] if kind == "cuda" else []
-        with restored(), torch.random.fork_rng(devices=cuda), torch.autocast(kind, enabled=False):
+        with restored(), random_kept([self.device]), torch.autocast(kind, enabled=False):
             yield
 
     @contextmanager

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ddp_recipes import devices
 from ddp_recipes._compat.autograd import current_node, next_sequence_number, sequence_number
 from ddp_recipes._compat.dispatch import OpOverload
 from ddp_recipes._compat.pytree import tree_map_only
@@ -30,7 +31,7 @@ def timed(dry_run: DryRun, device: torch.device, forward: Callable[[], AbstractC
     """
     steps = []
     try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        with devices.random_kept([device]):
             task = copy.deepcopy(dry_run.task).to(device)
             batch = tree_map_only(Tensor, partial(_repeated, dry_run.size, device), dry_run.sample)
             stopwatch = _Stopwatch(task.model, device)
@@ -87,6 +88,5 @@ class _Stopwatch(ModuleMode):  # type: ignore[no-untyped-call]
         return output
 
     def _now(self) -> int:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        devices.synchronize(self.device)
         return time.perf_counter_ns()

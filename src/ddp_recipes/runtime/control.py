@@ -216,22 +216,34 @@ class Control:
         Raises:
             RunFailed: some have not in time; names them.
         """
+        self._together("ended", ranks)
+        if self.messages is not None:
+            self._stay_until_read(ranks, self.timeout_s)
+            self._stay_until_read({*range(self.world.world_size)} - {*ranks})  # some of which may be dead
+
+    def leave_together(self) -> None:
+        """Say that this rank leaves the group next, and wait until all are about to.
+
+        Raises:
+            RunFailed: some are not in time; names them.
+        """
+        self._together("leaves", range(self.world.world_size))
+
+    def _together(self, name: str, ranks: Collection[int]) -> None:
         if self.messages is None:
             return
-        self.messages.set(f"ended/{self.world.rank}", "")
+        self.messages.set(f"{name}/{self.world.rank}", "")
         if self.world.is_main:  # asks for all: the others ask for its word alone
-            left = self._await("ended", ranks, self.timeout_s, strict=True)
+            left = self._await(name, ranks, self.timeout_s, strict=True)
             missing = sorted(left & {*self.watcher.exited()}) or self._silent(left)
-            self.messages.set("ended/all", json.dumps(missing), patience=self.timeout_s)  # this process may end next
-        elif (told := self._said("ended/all", self.timeout_s + VERDICT_S, 0)) is None:
+            self.messages.set(f"{name}/all", json.dumps(missing), patience=self.timeout_s)  # this process may end next
+        elif (told := self._said(f"{name}/all", self.timeout_s + VERDICT_S, 0)) is None:
             left, missing = {0}, self._silent([0])
         else:
             left = missing = json.loads(told)
         if left:
             text = did_not_end(missing, self.world.world_size, self.timeout_s)
             raise RunFailed(text if missing else store_is_silent(self.messages.silent_s), unresponsive=missing)
-        self._stay_until_read(ranks, self.timeout_s)
-        self._stay_until_read({*range(self.world.world_size)} - {*ranks})  # some of which may be dead
 
     def first_on_node(self, make: Callable[[], T], what: str = "data") -> T:
         """Call ``make()`` on one rank of each node before the others: downloads happen once. Raise if it failed."""

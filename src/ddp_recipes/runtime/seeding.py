@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from ddp_recipes import devices as devices_
+
 _MASK = (1 << 64) - 1
 _STEPS = 256  # whose keys are computed at once
 
@@ -47,7 +49,7 @@ def _mix(state: Any, part: Any) -> Any:
 
 
 def seed_step(value: int, devices: Iterable[torch.device]) -> None:
-    """Seed what a step may draw from: torch's generators on the CPU and on CUDA devices, ``random``, NumPy."""
+    """Seed what a step may draw from: torch's generators on the CPU and on these devices, ``random``, NumPy."""
     seed_torch(value, devices)
     _seed_others(value)
 
@@ -56,8 +58,8 @@ def seed_torch(value: int, devices: Iterable[torch.device]) -> None:
     """Seed these generators alone; ``torch.manual_seed`` visits every backend and costs several times as much."""
     torch.default_generator.manual_seed(value)
     for device in devices:
-        if device.type == "cuda":
-            torch.cuda.default_generators[device.index].manual_seed(value)
+        if devices_.is_accelerator(device):
+            devices_.seed(device, value)
 
 
 def _seed_others(value: int) -> None:

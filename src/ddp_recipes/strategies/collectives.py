@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_recipes._compat.tensors import bytes_of
+from ddp_recipes.devices import of_group
 from ddp_recipes.errors import RunFailed
 
 _HEADER = 8  # bytes that hold the length of the JSON
@@ -18,7 +19,7 @@ LARGE = 1 << 16  # bytes, of a tensor that is a message of its own
 
 def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any] | None:
     """Return every rank's value, in rank order, on the first rank of the group; ``None`` elsewhere."""
-    mine = pack(value).to(_device(group))
+    mine = pack(value).to(of_group(group))
     sizes = [torch.zeros(1, dtype=torch.int64, device=mine.device) for _ in range(dist.get_world_size(group))]
     dist.all_gather(sizes, torch.tensor([len(mine)], device=mine.device), group=group)
     lengths = [int(size) for size in sizes]
@@ -38,7 +39,7 @@ def broadcast(value: Any, source: int, group: dist.ProcessGroup | None = None) -
     """
     large: list[Tensor] = []
     sends = dist.get_rank(group) == source
-    packed = (torch.cat([*pieces(value, large)]) if sends else torch.empty(0, dtype=torch.uint8)).to(_device(group))
+    packed = (torch.cat([*pieces(value, large)]) if sends else torch.empty(0, dtype=torch.uint8)).to(of_group(group))
     size = torch.tensor([len(packed)], device=packed.device)
     dist.broadcast(size, group=group, group_src=source)
     if not sends:
@@ -52,11 +53,6 @@ def broadcast(value: Any, source: int, group: dist.ProcessGroup | None = None) -
         if not sends and there is not content:
             content.copy_(there)
     return received
-
-
-def _device(group: dist.ProcessGroup | None) -> torch.device:
-    """Return where the group's backend takes tensors from."""
-    return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
 
 
 def pack(value: Any) -> Tensor:

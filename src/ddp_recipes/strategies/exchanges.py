@@ -11,6 +11,7 @@ from threading import Lock
 import torch
 import torch.distributed as dist
 
+from ddp_recipes.devices import is_accelerator, record
 from ddp_recipes.errors import RequestError
 
 HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
@@ -41,16 +42,21 @@ class Exchanges:
         devices: that collectives are enqueued on.
         timeout_s: how long one may take.
         abort: ends those that are under way.
+        settles: whether what was aborted may be used, because this process goes on after the loss of a rank.
 
     Attributes:
         lost: whether a rank is lost, so that any error may come of that.
     """
 
     def __init__(
-        self, devices: Sequence[torch.device] = (), timeout_s: float = 0.0, abort: Callable[[], None] | None = None
+        self,
+        devices: Sequence[torch.device] = (),
+        timeout_s: float = 0.0,
+        abort: Callable[[], None] | None = None,
+        settles: bool = True,
     ) -> None:
-        self._devices = [device for device in devices if device.type == "cuda"]
-        self._timeout_s, self._abort = timeout_s, abort
+        self._devices = [device for device in devices if is_accelerator(device)]
+        self._timeout_s, self._abort, self._settles = timeout_s, abort, settles
         self._ends = Lock()  # torch does not expect two threads to abort one group
         self.lost = False
 
@@ -67,9 +73,9 @@ class Exchanges:
         Raises:
             DistBackendError: they have not in time, or a rank was lost meanwhile.
         """
-        if self._abort is None:
+        if self._abort is None or not self._settles:
             return
-        marks = [torch.cuda.current_stream(device).record_event() for device in self._devices]
+        marks = [record(device) for device in self._devices]
         deadline = time.monotonic() + self._timeout_s
         while not all(mark.query() for mark in marks):
             if time.monotonic() > deadline:

@@ -10,6 +10,7 @@ from torch.distributed import Store
 
 from ddp_recipes._compat.collectives import all_gather_single, count_groups_anew, every_group
 from ddp_recipes.config.parallelism import StrategySettings
+from ddp_recipes.devices import HOST_BACKEND
 from ddp_recipes.errors import RequestError
 from ddp_recipes.runtime.digest import digest
 from ddp_recipes.runtime.messages import Messages, SignedStore
@@ -37,17 +38,17 @@ class Group(Plain):
         self, world: World, messages: Messages | None, backend: str, timeout: timedelta, init_method: str | None
     ) -> None:
         """Join the process group, over the launcher's store or an address of the user's own."""
-        self.world, self.timeout_s, self.silent = world, timeout.total_seconds(), "nccl" in backend
+        self.world, self.timeout_s = world, timeout.total_seconds()
+        self.silent = not backend.endswith(HOST_BACKEND)
         if init_method is not None:
-            dist.init_process_group(
-                backend, init_method=init_method, rank=world.rank, world_size=world.world_size, timeout=timeout
-            )
+            met: dict[str, Any] = {"init_method": init_method}
         else:
             # torch keeps no reference to what Python has made of a store
-            self.store = make_store(messages, backend, timeout)
-            dist.init_process_group(
-                backend, store=self.store, rank=world.rank, world_size=world.world_size, timeout=timeout
-            )
+            met = {"store": make_store(messages, backend, timeout)}
+            self.store = met["store"]
+        dist.init_process_group(
+            backend, rank=world.rank, world_size=world.world_size, timeout=timeout, device_id=self.device, **met
+        )
 
     def sum(self, values: Tensor) -> Tensor:
         """All-reduce by sum."""

@@ -16,6 +16,7 @@ from ddp_recipes._compat.messages import out_of_memory
 from ddp_recipes.build.recipe import Recipe
 from ddp_recipes.build.run import make_run, make_stop_controller
 from ddp_recipes.data.batch_plan import BatchPlan
+from ddp_recipes.devices import empty_cache, is_accelerator, memory_limited
 from ddp_recipes.errors import RequestError, RunFailed
 from ddp_recipes.output import Output
 from ddp_recipes.strategies import Single
@@ -61,8 +62,7 @@ def tune(recipe: Recipe, output: Output) -> None:
     if world.world_size > 1:
         with suppress(RequestError):  # a strategy need not know what it keeps
             kept = [torch.empty_like(each) for each in recipe.strategy.exchange(recipe.task, world).held]
-    if recipe.device.type == "cuda":
-        torch.cuda.set_per_process_memory_fraction(HEADROOM, recipe.device)
+    output.hold(memory_limited(recipe.device, HEADROOM))
     run = make_run(recipe, make_stop_controller(recipe), Single() if several == 1 else recipe.strategy)
     run.schedules = []
     output.open(None)
@@ -177,6 +177,6 @@ def step_seconds(run: Run, batch: int, passes: int, steps: int) -> float:
         train.close()
         run.optimizer.zero_grad()
     gc.collect()  # the frames of the error hold what there was memory for
-    if run.devices[0].type == "cuda":
-        torch.cuda.empty_cache()
+    if is_accelerator(run.devices[0]):
+        empty_cache()
     return min(times[WARM_UP:] or times)

@@ -5,6 +5,8 @@ from collections import deque
 
 import torch
 
+from ddp_recipes import devices
+
 _STEPS = 10_000  # the newest, of which a run tells the median
 
 
@@ -35,8 +37,8 @@ class Clock:
         self.train_seconds += seconds
 
 
-class CudaClock(Clock):
-    """Times steps on a GPU, which works on them after they were enqueued: by events in its stream.
+class DeviceClock(Clock):
+    """Times steps on an accelerator, which works on them after they were enqueued: by events in its stream.
 
     Args:
         device: the one that a step ends on.
@@ -47,7 +49,7 @@ class CudaClock(Clock):
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.device = device
-        self._events: deque[torch.cuda.Event] = deque()
+        self._events: deque[torch.Event] = deque()
 
     def start(self) -> None:
         """Begin anew."""
@@ -68,10 +70,7 @@ class CudaClock(Clock):
         return super().step_seconds()
 
     def _record(self) -> None:
-        with torch.cuda.device(self.device):
-            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            event.record()
-        self._events.append(event)
+        self._events.append(devices.record(self.device, timed=True))
 
     def _read(self) -> None:
         began, ended = self._events.popleft(), self._events[0]
@@ -81,7 +80,7 @@ class CudaClock(Clock):
 
 def make_clock(device: torch.device) -> Clock:
     """Return the clock for steps that end on a device."""
-    return CudaClock(device) if device.type == "cuda" else Clock()
+    return DeviceClock(device) if devices.is_accelerator(device) else Clock()
 
 
 class Rate:

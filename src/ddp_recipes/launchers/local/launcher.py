@@ -12,8 +12,9 @@ from types import FrameType
 from typing import ClassVar, Literal
 
 from ddp_recipes.config.parallelism import strategy_settings
-from ddp_recipes.config.request import Request, visible_gpus
+from ddp_recipes.config.request import Request
 from ddp_recipes.config.settings import LauncherSettings
+from ddp_recipes.devices import visible
 from ddp_recipes.errors import RunFailed
 from ddp_recipes.launchers import stacks
 from ddp_recipes.launchers.base import Resources
@@ -53,7 +54,8 @@ class LocalLauncher:
     def launch(self, job: Job) -> Summary:
         """Run a job and return rank 0's summary."""
         self.resources.refuse_started_ranks("local")
-        processes, most = Request.of(job.config).processes(visible_gpus()), self.settings.max_restarts
+        request, most = Request.of(job.config), self.settings.max_restarts
+        processes = request.processes(visible(self.settings.device))
         if processes == 1 and not most + self.settings.replace_ranks:
             self.resources.server.close()
             return run_here(job)

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from ddp_recipes.config.keys import Count, Seconds
-from ddp_recipes.config.request import Request, visible_gpus
+from ddp_recipes.config.request import Request
 from ddp_recipes.config.settings import LauncherSettings
+from ddp_recipes.devices import visible
 from ddp_recipes.errors import RequestError
 from ddp_recipes.launchers.base import Resources
 from ddp_recipes.launchers.local.launcher import signals_caught
@@ -57,7 +58,7 @@ class NodesLauncher:
         )
         before = read_summary(job.directory)  # now: the run of the others may end while torch is loaded
         settings, request = self.settings, Request.of(job.config)
-        ranks = request.processes_on_node(visible_gpus())
+        ranks = request.processes_on_node(visible(settings.device))
         settings.check_processes(ranks)
         if settings.rdzv_endpoint is None:
             raise RequestError(

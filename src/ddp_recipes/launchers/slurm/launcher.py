@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 
 from ddp_recipes.config.request import Request
 from ddp_recipes.config.settings import LauncherSettings
+from ddp_recipes.devices import HOST
 from ddp_recipes.errors import RequestError
 from ddp_recipes.launchers import keys
 from ddp_recipes.launchers.base import Resources
@@ -96,7 +97,7 @@ class SlurmLauncher:
 def _tasks_per_node(request: Request, settings: SlurmSettings) -> int:
     """Return how many ranks to start on a node: as many as it has GPUs for, else no more than one replica needs."""
     requested, gpus, k = settings.nproc_per_node, settings.gpus_per_node, request.num_devices
-    fit = None if gpus is None or settings.device == "cpu" else gpus // k
+    fit = None if gpus is None or settings.device == HOST else gpus // k
     if requested != "auto":
         count = int(requested)
     elif fit is None:

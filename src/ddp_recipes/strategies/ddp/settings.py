@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ddp_recipes.config.keys import Positive
 from ddp_recipes.config.parallelism import StrategySettings
+from ddp_recipes.devices import HOST
 from ddp_recipes.errors import RequestError
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class DDPSettings(StrategySettings):
 
     def batch_norm_remedy(self, device_type: str) -> str:
         """Return the key that has statistics taken from all ranks."""
-        on_gpus = "" if device_type == "cuda" else ", on GPUs,"
+        on_gpus = ", on GPUs," if device_type == HOST else ""
         return f"With strategy.sync_batchnorm=true{on_gpus} ddp takes them from all."
 
     def with_less_memory(self) -> list[dict[str, dict[str, Any]]]:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ddp_recipes.config.parallelism import StrategySettings
+from ddp_recipes.devices import HOST
 from ddp_recipes.errors import RequestError
 
 
@@ -17,7 +18,7 @@ class DataParallelSettings(StrategySettings):
 
     def check_dry_run(self, device_type: str, gpus: int) -> None:
         """Refuse several GPUs."""
-        if device_type == "cuda" and gpus > 1:
+        if device_type != HOST and gpus > 1:
             raise RequestError(
                 "plan=true does not know strategy=dp on several GPUs, where one process drives them all. Use "
                 "strategy=ddp."

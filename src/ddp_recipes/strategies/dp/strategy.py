@@ -6,6 +6,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from ddp_recipes.devices import HOST, is_accelerator
 from ddp_recipes.errors import RequestError
 from ddp_recipes.strategies.base import Wrapped
 from ddp_recipes.strategies.dp.settings import DataParallelSettings
@@ -27,12 +28,12 @@ class DataParallel(Single):
 
     def replicas(self, device_type: str) -> int:
         """Every visible GPU, or one on CPU."""
-        return max(1, torch.cuda.device_count()) if device_type == "cuda" else 1
+        return 1 if device_type == HOST else max(1, torch.accelerator.device_count())
 
     def check(self, task: Task, devices: Sequence[torch.device]) -> None:
         """Refuse a replica that spans devices."""
         own_step = type(task).training_step is not Task.training_step
-        if devices[0].type == "cuda" and own_step:
+        if is_accelerator(devices[0]) and own_step:
             raise RequestError(
                 f"strategy=dp copies the model alone to every GPU and gives it inputs, so {type(task).__name__}'s own "
                 f"training_step would not be called. Use strategy=ddp, or strategy=single."
@@ -45,7 +46,7 @@ class DataParallel(Single):
 
     def wrap(self, task: Task, devices: Sequence[torch.device]) -> Wrapped:
         """Put the model, not the task, into ``DataParallel``: the loss is then the mean over the whole batch."""
-        if devices[0].type == "cpu":
+        if not is_accelerator(devices[0]):
             return cast(Wrapped, task)
         parallel = nn.DataParallel(task.model)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from ddp_recipes.devices import is_accelerator
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import Collective, Exchange
 from ddp_recipes.strategies.ddp_exact.ordered_sum import OrderedSum
@@ -27,7 +28,7 @@ def exchange_of(settings: FSDPSettings, task: Task, world: World) -> Exchange:
     The task's own parameters stand for wholes, which take no memory but while they are gathered.
     """
     model, ranks = task.model, world.world_size // settings.replicas
-    offload = settings.offload and any(each.is_cuda for each in model.parameters())
+    offload = settings.offload and any(is_accelerator(each.device) for each in model.parameters())
     blocks, seen = [], set[Parameter]()
     for name, policy in policies_of(model, blocks_of(model, settings.wrap), settings.param_dtype).items():
         module = model.get_submodule(name)  # the last one is the model, which has what is in no block

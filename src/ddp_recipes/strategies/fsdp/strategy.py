@@ -15,6 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from ddp_recipes._compat.fsdp import LEAVES, leave, meet
 from ddp_recipes._compat.modules import gradient_hooks
 from ddp_recipes._compat.tensors import local
+from ddp_recipes.devices import beside_host, is_accelerator
 from ddp_recipes.model_parallel.blocks import on_copies
 from ddp_recipes.runtime.digest import digest
 from ddp_recipes.runtime.messages import Messages
@@ -77,8 +78,8 @@ class FSDP(Whole, Group):
         """Join the process group, and set the number of threads: sums within an operation depend on it."""
         if self.settings.shards is not None and self.settings.num_threads is not None:
             torch.set_num_threads(self.settings.num_threads)
-        if self.settings.offload and backend == "nccl":
-            backend = "cpu:gloo,cuda:nccl"  # for the rows of a rank, wherever they are
+        if self.settings.offload:
+            backend = beside_host(backend)  # for the rows of a rank, wherever they are
         super().setup(world, messages, backend, timeout, init_method)
         assert dist.group.WORLD is not None
         self.group = dist.group.WORLD
@@ -109,7 +110,7 @@ class FSDP(Whole, Group):
         model, self.mesh, self.device = task.model, self._mesh(devices[0].type), devices[0]
         self.hooks = {name: gradient_hooks(parameter) for name, parameter in model.named_parameters()}
         policies = policies_of(model, blocks_of(model, self.settings.wrap), self.settings.param_dtype)
-        offload = CPUOffloadPolicy() if self.settings.offload and devices[0].type == "cuda" else OffloadPolicy()
+        offload = CPUOffloadPolicy() if self.settings.offload and is_accelerator(devices[0]) else OffloadPolicy()
         shard = partial(fully_shard, mesh=self.mesh, offload_policy=offload)
         for name, policy in policies.items():
             after = self.settings.level == 3 and name != ""  # of the model, needed first in backward

@@ -3,6 +3,7 @@
 from typing import Any
 
 from ddp_recipes.build.recipe import Recipe
+from ddp_recipes.devices import HOST
 from ddp_recipes.strategies.base import batch_norms
 from ddp_recipes.tools.dry_run.memory import ReplicaStep
 from ddp_recipes.tools.dry_run.pipeline import PipelineSteps
@@ -48,8 +49,9 @@ def batch_norm_without_sync(recipe: Recipe) -> str | None:
     micro_batches = recipe.request.model.micro_batches if pipeline is None else pipeline.micro_batches
     if not norms or plan.num_shards * micro_batches == 1 or recipe.request.strategy.synchronises_batch_norm:
         return None
-    can = micro_batches == 1 and recipe.devices.type == "cuda"
-    remedy = recipe.request.strategy.batch_norm_remedy("cuda") if can else ""
+    kind = recipe.devices.type
+    can = micro_batches == 1 and kind != HOST
+    remedy = recipe.request.strategy.batch_norm_remedy(kind) if can else ""
     return (
         f"Batch norm ({len(norms)} module(s)) takes its statistics from {-(-plan.size(0, 0) // micro_batches)} of the "
         f"{plan.size(0)} samples of a batch.{remedy and f' {remedy}'}"
@@ -96,7 +98,7 @@ def memory_does_not_fit(recipe: Recipe, planned: dict[str, Any]) -> str | None:
     if planned["memory_of_replica"]:
         text = f"A step takes {in_words(needed)} in all of the {k} devices of a replica, which have {in_words(there)}."
     with_ = [f"{each['overrides']} ({in_words(each['peak'])})" for each in planned["would_fit"]]
-    if pipeline is not None or (recipe.request.strategy.whole_model and recipe.devices.type == "cuda"):
+    if pipeline is not None or (recipe.request.strategy.whole_model and recipe.devices.type != HOST):
         key = "model.num_devices" if pipeline is None else pipeline.stages_key
         smallest = planned["smallest_k" if pipeline is None else "smallest_stages"]
         none = "devices that a node has" if pipeline is None else "stages that there are GPUs for"

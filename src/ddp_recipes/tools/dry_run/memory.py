@@ -17,6 +17,7 @@ from torch.nn import Parameter
 
 from ddp_recipes._compat.dispatch import FakeTensorMode
 from ddp_recipes._compat.pytree import tree_leaves
+from ddp_recipes.devices import is_accelerator
 from ddp_recipes.errors import RequestError
 from ddp_recipes.model_parallel.fake import fake_batch, new_mode, without_data
 from ddp_recipes.model_parallel.placement import connect, disconnect
@@ -28,7 +29,7 @@ from ddp_recipes.tools.dry_run.backward import backward, roots_of
 from ddp_recipes.tools.dry_run.ledger import Bytes, Ledger, Saved, bytes_of, storages
 from ddp_recipes.tools.dry_run.stand_ins import DTYPES, as_on, autocast
 
-ROUNDED = {"cuda": 512, "cpu": 1}  # bytes: allocations are multiples of it
+ROUNDED = 512  # bytes: allocations on accelerators are multiples of it
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ class Step:
         self.weights = [*(exchange.parts.get(each, each) for each in task.parameters()), *task.buffers()]
         self.own = set(storages((*task.parameters(), *task.buffers())))
         self.known: set[int] = set()  # those and a batch: what is no activation
-        self.ledger = Ledger(ROUNDED[devices[0].type])
+        self.ledger = Ledger(ROUNDED if is_accelerator(devices[0]) else 1)
         self.ledger.add((*self.weights, *exchange.held))
         self.ledger.leave_out(exchange.parts)
         with mode, torch.enable_grad(), in_place(task, exchange.parts):
@@ -157,7 +158,7 @@ class Step:
         gradients = [each.grad for each in self.trained.values() if each.grad is not None]
         self.gradients = bytes_of(gradients)
         self.held = bytes_of(self.exchange.held, besides=gradients)
-        if self.devices[0].type == "cuda":
+        if is_accelerator(self.devices[0]):
             del batch  # the loader keeps what it copied there from, which on the CPU is the batch itself
         before, peak = self.ledger.there.copy(), self.ledger.peak.copy()
         self.optimizer.step()

@@ -6,10 +6,9 @@ import sys
 from dataclasses import asdict, replace
 from typing import Any
 
-import torch
-
 from ddp_recipes.build.recipe import Recipe
 from ddp_recipes.config.request import Layout
+from ddp_recipes.devices import HOST, memory_of_one, names
 from ddp_recipes.model_parallel.timeline import bubble, order, timeline
 from ddp_recipes.output import Output, cells_of
 from ddp_recipes.reporting.progress import table
@@ -65,20 +64,18 @@ def capacity_of(recipe: Recipe, layout: Layout) -> int | None:
     cluster = recipe.request.cluster
     if cluster.gpu_memory_gb is not None:
         return round(cluster.gpu_memory_gb * 1e9)
-    if layout.device_type == "cuda" and cluster.gpus_per_node is None and torch.cuda.is_available():
-        return torch.cuda.get_device_properties(0).total_memory
-    return None
+    return memory_of_one(layout.device_type) if cluster.gpus_per_node is None else None
 
 
 def layout_of(recipe: Recipe, layout: Layout, capacity: int | None) -> Plan:
     """Return which rank is where, and what it has."""
-    world, k, cuda = layout.world, recipe.request.num_devices, layout.device_type == "cuda"
+    world, k, kind = layout.world, recipe.request.num_devices, layout.device_type
     plan_, pipeline = recipe.loaders["train"].plan, recipe.request.strategy.pipeline
     samples = {shard: counts.samples_of(plan_, shard) for shard in range(plan_.num_shards)}
     ranks = []
     for rank in range(world.world_size):
         node, local = divmod(rank, world.local_world_size)
-        devices = [f"cuda:{local * k + number}" for number in range(k)] if cuda else ["cpu"]
+        devices = names(kind, k, local * k)
         shards = recipe.request.strategy.batch_shards(replace(world, rank=rank))
         dealt = sum(samples[shard] for shard in shards.numbers)
         ranks.append({"rank": rank, "node": node, "devices": devices, "samples_an_epoch": dealt})
@@ -96,7 +93,7 @@ def layout_of(recipe: Recipe, layout: Layout, capacity: int | None) -> Plan:
         "world_size": world.world_size,
         "replicas": recipe.request.strategy.batch_shards(world).readers,
         "devices_per_replica": k if pipeline is None else pipeline.processes,
-        "devices_left_over": layout.nnodes * layout.gpus - world.world_size * k if cuda else 0,
+        "devices_left_over": layout.nnodes * layout.gpus - world.world_size * k if kind != HOST else 0,
         "ranks": ranks,
     }
 

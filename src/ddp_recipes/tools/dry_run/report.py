@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from ddp_recipes.devices import HOST
+
 SHOWN = 2  # ranks
 
 
@@ -9,7 +11,7 @@ def rows(planned: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the plan as names and values, the most telling first."""
     cluster, exchange = planned["cluster"], planned["exchange"]
     nodes = f"{cluster['nnodes']:,} node(s)"
-    if planned["device"] == "cuda":
+    if planned["device"] != HOST:
         memory = cluster["gpu_memory_bytes"]
         nodes += f", {cluster['gpus_per_node']} GPUs each" + ("" if memory is None else f" of {in_words(memory)}")
     found = [

@@ -5,6 +5,8 @@ from contextlib import contextmanager
 
 import torch
 
+from ddp_recipes.devices import HOST
+
 DTYPES = {"32-true": None, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
@@ -36,5 +38,5 @@ def as_on(optimizer: torch.optim.Optimizer, device_type: str) -> None:
     for group in optimizer.param_groups:
         if group.get("fused"):
             group.update(fused=False, foreach=False)
-        elif device_type == "cuda" and group.get("foreach", False) is None:
+        elif device_type != HOST and group.get("foreach", False) is None:
             group["foreach"] = True

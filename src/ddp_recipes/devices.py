@@ -1,0 +1,300 @@
+"""Devices: the one module that names types of accelerators, and that asks torch for what differs between them.
+
+torch is loaded by the functions that need it: whoever starts ranks asks the drivers, and has no need of it.
+"""
+
+import ctypes
+import os
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ddp_recipes.errors import RequestError
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+
+HOST = "cpu"
+GPU = "cuda"  # as torch calls those of ROCm, too
+HOST_BACKEND, GPU_BACKEND = "gloo", "nccl"
+_OF_ACCELERATORS = (GPU_BACKEND, "xccl", "hccl")
+_TITLES = {HOST: "CPU", GPU: "GPU", "xpu": "XPU", "mps": "MPS device", "npu": "NPU", "hpu": "HPU"}
+
+
+class Found(NamedTuple):
+    """Devices that a process may use.
+
+    Attributes:
+        type: torch's word for it; ``cpu`` where there is no accelerator.
+        count: of accelerators.
+    """
+
+    type: str
+    count: int
+
+
+NONE = Found(HOST, 0)
+
+
+def title(kind: str) -> str:
+    """Return what people call a type of device."""
+    return _TITLES.get(kind, kind)
+
+
+# --- without torch
+
+
+def visible(asked: str) -> Found:
+    """Return the devices that this process may use; for GPUs of NVIDIA a hint, for which torch need not be loaded.
+
+    Args:
+        asked: ``launcher.device``.
+
+    Raises:
+        RequestError: torch does not know the type, or was built for another one.
+    """
+    if asked == HOST:
+        return NONE
+    if asked not in ("auto", GPU) or _asks_torch():
+        return known_to_torch(asked)
+    gpus = _of_driver()
+    return Found(GPU, gpus) if gpus or asked == GPU else NONE
+
+
+def missing(asked: str) -> str:
+    """Return the message about a type of device of which there is none here."""
+    check = "CUDA_VISIBLE_DEVICES and the driver (nvidia-smi)" if asked == GPU else "its driver"
+    return (
+        f"launcher.device={asked}, but no {title(asked)} is visible on this machine. Use launcher.device={HOST} (or "
+        f"auto), or check {check}."
+    )
+
+
+def refuse_on_host(backend: str) -> None:
+    """Refuse a backend that takes tensors of accelerators alone, where a run is on the CPU.
+
+    Raises:
+        RequestError: it is one.
+    """
+    if backend in _OF_ACCELERATORS:
+        raise RequestError(
+            f"launcher.backend={backend} needs GPUs, and this run is on the CPU. Use launcher.backend={HOST_BACKEND} "
+            f"(or auto) there."
+        )
+
+
+def _asks_torch() -> bool:
+    """Whether torch is here for other devices than those of NVIDIA's driver, or is loaded anyway."""
+    try:
+        build = version("torch").rpartition("+")[2]
+    except PackageNotFoundError:
+        build = ""
+    return build.startswith(("rocm", "xpu")) or sys.platform == "darwin"
+
+
+def _of_driver() -> int:
+    """Return the number of GPUs that NVIDIA's driver has for this process."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_int()
+    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return 0
+    return count.value
+
+
+# --- with torch
+
+
+def known_to_torch(asked: str) -> Found:
+    """Return the devices that torch has for this process.
+
+    Raises:
+        RequestError: it does not know the type, was built for another one, or cannot use what the driver has; says why.
+    """
+    import torch
+
+    if asked == HOST:
+        return NONE
+    accelerator = torch.accelerator.current_accelerator()
+    kind, count = (HOST, 0) if accelerator is None else (accelerator.type, torch.accelerator.device_count())
+    if asked not in ("auto", kind):
+        has = f"its accelerators are {kind}" if accelerator is not None else "it was built for no accelerator"
+        raise RequestError(
+            f"launcher.device={asked} is not to be had with this torch ({torch.__version__}): {has}. Allowed: auto, "
+            f"{HOST}{'' if accelerator is None else f', {kind}'}."
+        )
+    if not count and asked == "auto" and (gpus := _of_driver()):
+        raise RequestError(
+            f"NVIDIA's driver has {gpus} GPU(s) for this process, and torch {torch.__version__} cannot use them: "
+            f"{_why_not(GPU)}. Mend that, or choose launcher.device={HOST}."
+        )
+    return Found(kind, count) if count or asked == kind else NONE
+
+
+def _why_not(kind: str) -> str:
+    """Return torch's own reason for not using a device."""
+    import torch
+
+    try:
+        torch.empty(0, device=kind)
+    except (AssertionError, RuntimeError) as error:
+        return str(error).strip().splitlines()[0].rstrip(".")
+    return "it counts none"
+
+
+def names(kind: str, count: int, first: int = 0) -> list[str]:
+    """Return the names of so many devices of a node."""
+    return [f"{kind}:{number}" for number in range(first, first + count)] if kind != HOST else [HOST]
+
+
+def stand_ins(count: int) -> "list[torch.device]":
+    """Return devices for tensors without data: torch tells apart those of GPUs, also where there is none."""
+    import torch
+
+    return [torch.device(GPU, number) for number in range(count)]
+
+
+def is_accelerator(device: "torch.device") -> bool:
+    """Whether a device has a memory of its own."""
+    return device.type not in (HOST, "meta")
+
+
+def use(kind: str, first: int, count: int) -> "list[torch.device]":
+    """Return devices of this process, the first of which is torch's current one from now on."""
+    import torch
+
+    torch.accelerator.set_device_index(first)
+    return [torch.device(kind, number) for number in range(first, first + count)]
+
+
+def module(device: "torch.device | str") -> Any:
+    """Return torch's module for a type of device, ``torch.cuda`` for GPUs."""
+    import torch
+
+    return torch.get_device_module(device)
+
+
+def name(device: "torch.device") -> str:
+    """Return what the maker calls a device."""
+    ask = getattr(module(device), "get_device_name", None)
+    return str(ask(device)) if ask is not None else title(device.type)
+
+
+def seed(device: "torch.device", value: int) -> None:
+    """Seed a device's generator alone."""
+    generators = getattr(module(device), "default_generators", None)
+    if generators is None:  # of a type that has one device
+        module(device).manual_seed(value)
+    else:
+        generators[device.index or 0].manual_seed(value)
+
+
+@contextmanager
+def random_kept(devices: "Iterable[torch.device]") -> Iterator[None]:
+    """Leave torch's generators, the CPU's and these devices', in the states in which they were."""
+    import torch
+
+    own = [device for device in devices if is_accelerator(device)]
+    kind = own[0].type if own else GPU
+    with torch.random.fork_rng([device.index or 0 for device in own], device_type=kind):
+        yield
+
+
+def record(device: "torch.device", *, timed: bool = False) -> "torch.Event":
+    """Return an event that a device comes by once it has done what was enqueued until now."""
+    import torch
+
+    with torch.accelerator.device_index(device.index or 0):
+        event = torch.Event(device, enable_timing=timed)
+        event.record()
+    return event
+
+
+def synchronize(device: "torch.device") -> None:
+    """Wait until a device has done all that was enqueued."""
+    import torch
+
+    if is_accelerator(device):
+        torch.accelerator.synchronize(device)
+
+
+def empty_cache() -> None:
+    """Give memory that torch keeps back to the devices."""
+    import torch
+
+    torch.accelerator.empty_cache()
+
+
+@contextmanager
+def memory_limited(device: "torch.device", fraction: float) -> Iterator[None]:
+    """Have no more than a fraction of a device's memory, where it can be limited."""
+    limit = getattr(module(device), "set_per_process_memory_fraction", None) if is_accelerator(device) else None
+    if limit is None:
+        yield
+        return
+    limit(fraction, device)
+    try:
+        yield
+    finally:
+        limit(1.0, device)
+
+
+def memory_of_one(kind: str) -> int | None:
+    """Return the bytes of this process's first device, where that is asked of torch and there is one."""
+    import torch
+
+    if kind == HOST or not torch.accelerator.is_available():
+        return None
+    ask = getattr(module(kind), "get_device_properties", None)
+    return int(ask(0).total_memory) if ask is not None else None
+
+
+# --- process groups
+
+
+def default_backend(kind: str) -> str:
+    """Return the backend for tensors of a type of device."""
+    from torch import distributed as dist
+
+    return dist.get_default_backend_for_device(kind)
+
+
+def backends() -> list[str]:
+    """Return the backends that this torch has."""
+    from torch import distributed as dist
+
+    return [each for each in dist.Backend.backend_list if each != "undefined" and dist.is_backend_available(each)]
+
+
+def of_group(group: "ProcessGroup | None") -> "torch.device":
+    """Return where a group takes tensors from that it exchanges."""
+    import torch
+    from torch import distributed as dist
+
+    accelerator = torch.accelerator.current_accelerator()
+    on_host = accelerator is None or HOST_BACKEND in dist.get_backend(group)
+    return torch.device(HOST) if on_host else torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def bound_to(backend: str, own: "Sequence[torch.device]") -> "torch.device | None":
+    """Return the device that a group is for: of a replica of one, so that torch connects the ranks as they join."""
+    return own[0] if backend in _OF_ACCELERATORS and len(own) == 1 else None
+
+
+def beside_host(backend: str) -> str:
+    """Return a backend that takes tensors on the CPU as well."""
+    import torch
+
+    accelerator = torch.accelerator.current_accelerator()
+    own = accelerator is None or backend == HOST_BACKEND
+    return backend if own else f"{HOST}:{HOST_BACKEND},{accelerator.type}:{backend}"
+
+
+def set_environment_up() -> None:
+    """Set what libraries of devices read when they begin, for operations that give the same bits again."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
