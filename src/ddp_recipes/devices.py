@@ -153,15 +153,22 @@ def names(kind: str, count: int, first: int = 0) -> list[str]:
 
 
 def stand_ins(count: int) -> "list[torch.device]":
-    """Return devices for tensors without data: torch tells apart those of GPUs, also where there is none."""
+    """Return devices for tensors without data, which torch tells apart, also where there is none of them."""
     import torch
 
-    return [torch.device(GPU, number) for number in range(count)]
+    accelerator = torch.accelerator.current_accelerator()
+    kind = GPU if accelerator is None else accelerator.type
+    return [torch.device(kind, number) for number in range(count)]
 
 
 def is_accelerator(device: "torch.device") -> bool:
     """Whether a device has a memory of its own."""
     return device.type not in (HOST, "meta")
+
+
+def fuses_alike(device: "torch.device") -> bool:
+    """Whether torch's fused optimizers compute each number alike, wherever in a tensor it is."""
+    return device.type == GPU
 
 
 def use(kind: str, first: int, count: int) -> "list[torch.device]":

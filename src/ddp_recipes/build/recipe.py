@@ -26,7 +26,7 @@ from ddp_recipes.config.monitor import resolved
 from ddp_recipes.config.request import Request
 from ddp_recipes.config.settings import CheckpointSettings, TrainerSettings
 from ddp_recipes.data.loader import Loader
-from ddp_recipes.devices import visible
+from ddp_recipes.devices import fuses_alike, visible
 from ddp_recipes.errors import RequestError
 from ddp_recipes.model_parallel import Stage
 from ddp_recipes.runtime.control import Control
@@ -111,12 +111,12 @@ class Recipe:
         """Whether an optimizer may be fused, where the config leaves that open.
 
         Not with 16-mixed: where the very first step is skipped, torch's fused SGD goes on from uninitialised momentum.
-        Nor where the same bits are promised on any number of ranks, on the CPU: its fused kernels compute the last
-        few numbers of a tensor otherwise than the others, so that the bits depend on where it is cut.
+        Nor where the same bits are promised on any number of ranks, but on GPUs: the CPU's fused kernels compute the
+        last few numbers of a tensor otherwise than the others, so that the bits depend on where it is cut.
         """
-        on_cpu = all(parameter.is_cpu for parameter in self.task.parameters())
-        exact = self.request.strategy.fixed_shards is not None and on_cpu
-        return self.trainer.precision != "16-mixed" and not exact
+        exact = self.request.strategy.fixed_shards is not None
+        alike = all(fuses_alike(parameter.device) for parameter in self.task.parameters())
+        return self.trainer.precision != "16-mixed" and (alike or not exact)
 
     @property
     def steps_per_epoch(self) -> int:

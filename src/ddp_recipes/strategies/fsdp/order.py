@@ -1,7 +1,7 @@
 """The order in which ranks exchange blocks: another one on one of them, and parts of different blocks would meet."""
 
+import time
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from ddp_recipes._compat.collectives import all_gather_single, reduce_scatter_single
 from ddp_recipes.errors import RunFailed
 
+_LOOK_S = 1e-3
 _PATIENCE_S = 30.0  # with others, once this rank has left the order that all had: they may not have
 
 
@@ -105,7 +106,12 @@ def ask(values: Sequence[int], device: torch.device, ordered: bool, patience_s: 
     else:
         work = dist.all_to_all_single(every, torch.tensor([values] * ranks, device=device), async_op=True)
     assert work is not None
-    work.wait() if patience_s is None else work.wait(timedelta(seconds=patience_s))
+    deadline = time.monotonic() + (patience_s or 0.0)
+    while patience_s is not None and not work.is_completed():  # NCCL takes no time limit of one wait
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"Timed out after {patience_s:g} s.")
+        time.sleep(_LOOK_S)
+    work.wait()
     found: list[list[int]] = every.tolist()
     return found
 
