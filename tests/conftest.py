@@ -12,7 +12,8 @@ STARTED = time.monotonic()
 def pytest_configure(config: pytest.Config) -> None:
     """Load the fixtures, but not in the process that only hands tests to its workers."""
     if not config.getoption("numprocesses", None):
-        config.pluginmanager.import_plugin("helpers.fixtures")
+        for name in ("helpers.fixtures", "helpers.accelerator"):
+            config.pluginmanager.import_plugin(name)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

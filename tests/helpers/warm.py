@@ -64,8 +64,12 @@ os._exit(status)
 
 
 @contextmanager
-def warm_python(*modules: str) -> Iterator[str]:
-    """Yield the path of a program ``python``, which other users cannot run, with these modules loaded, too."""
+def warm_python(*modules: str, **environ: str) -> Iterator[str]:
+    """Yield the path of a program ``python``, which other users cannot run, with these modules loaded, too.
+
+    Args:
+        environ: beside the environment, while they are loaded.
+    """
     with tempfile.TemporaryDirectory() as folder:
         program, address = Path(folder, "python"), f"{folder}/socket"
         program.write_text(CLIENT.format(python=sys.executable, address=address))
@@ -76,6 +80,7 @@ def warm_python(*modules: str) -> Iterator[str]:
             server = subprocess.Popen(
                 [sys.executable, __file__, str(listener.fileno()), *modules],
                 pass_fds=[listener.fileno()],
+                env={**os.environ, **environ},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 process_group=0,  # Ctrl-C at the terminal is not for it

@@ -1,0 +1,40 @@
+"""Runs on a simulated accelerator, over groups with NCCL's habits, end with the bits of the CPU."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ddp_recipes.reporting.run_directory import Summary
+from helpers.accelerator import HABITS, Accelerator
+
+Run = Callable[..., Summary]
+
+STRATEGIES = {
+    "single": (["strategy=single"], 1),
+    "ddp": (["strategy=ddp"], 2),
+    "ddp on four": (["strategy=ddp", "strategy.shared_memory=false", "trainer.gradient_clip_val=0.1"], 4),
+    "ddp_exact": (["strategy=ddp_exact"], 2),
+    "ddp_exact on three": (["strategy=ddp_exact", "optimizer=adamw"], 3),
+    "fsdp": (["strategy=fsdp", "strategy.wrap=[net1,net2]"], 2),
+    "fsdp level 1": (["strategy=fsdp", "strategy.wrap=[net1,net2]", "strategy.level=1"], 2),
+    "fsdp with shards": (["strategy=fsdp", "strategy.wrap=[net1,net2]", "strategy.shards=4"], 2),
+    "ddp_pipeline": (["strategy=ddp_pipeline"], 2),
+    "two pipelines": (["strategy=ddp_pipeline"], 4),
+}
+ALONE = ("ddp", "fsdp with shards", "ddp_pipeline")  # with each habit alone, too
+CASES = [
+    pytest.param(name, habit, marks=[] if (name, habit) in (("ddp", "all"), ("fsdp", "all")) else pytest.mark.slow)
+    for name in STRATEGIES
+    for habit in HABITS
+    if habit == "all" or name in ALONE
+]
+
+
+@pytest.mark.parametrize(("name", "habit"), CASES)
+def test_a_run_ends_with_the_bits_of_the_cpu(name: str, habit: str, accelerator: Accelerator, run: Run) -> None:
+    overrides, ranks = STRATEGIES[name]
+    ended = accelerator.run(*overrides, ranks=ranks, habits=HABITS[habit])
+    assert ended.status == 0, ended.err
+    assert ended.summary["weights_sha256"] == run(*overrides, world_size=ranks)["weights_sha256"]
+    assert (ended.summary["status"], ended.summary["device"]) == ("finished", "OpenReg")
