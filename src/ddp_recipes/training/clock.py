@@ -2,6 +2,7 @@
 
 import time
 from collections import deque
+from contextlib import suppress
 
 import torch
 
@@ -64,9 +65,10 @@ class DeviceClock(Clock):
             self._read()
 
     def step_seconds(self) -> list[float]:
-        """Return the seconds of the newest steps. Waits for the device."""
-        while len(self._events) > 1:
-            self._read()
+        """Return the seconds of the newest steps. Waits for the device, unless that has failed for good."""
+        with suppress(RuntimeError):  # which every later call on it raises again: the first one is to be shown
+            while len(self._events) > 1:
+                self._read()
         return super().step_seconds()
 
     def _record(self) -> None:

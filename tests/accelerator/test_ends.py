@@ -1,0 +1,131 @@
+"""How runs end on a simulated accelerator, over groups with NCCL's habits: soon, and with what happened."""
+
+import time
+from pathlib import Path
+from signal import SIGKILL, SIGTERM
+
+import pytest
+
+from helpers.accelerator import HABITS, Accelerator
+from helpers.patience import patience
+
+PARTS = """
+import os
+from pathlib import Path
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ddp_recipes import Callback
+
+RANK = int(os.environ.get("RANK", 0))
+
+
+class Broken(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        flat = torch.utils._pytree.tree_leaves((args, kwargs))
+        if any(isinstance(each, torch.Tensor) and each.device.type == "openreg" for each in flat):
+            raise RuntimeError("device-side assert triggered, as every call of the device says from now on")
+        return func(*args, **(kwargs or {}))
+
+
+class Disturbing(Callback):
+    def __init__(self, rank, step, how):
+        self.rank, self.at, self.how = rank, step, how
+
+    def on_step(self, step):
+        if self.rank not in (RANK, None) or step != self.at or Path(f"done_{RANK}").exists():
+            return
+        Path(f"done_{RANK}").touch()
+        if self.how == "raise":
+            raise ValueError("the cat sat on the keyboard")
+        if self.how == "break":
+            Broken().__enter__()
+            torch.zeros(1, device="openreg") + 1
+        os.kill(os.getpid(), self.how)
+"""
+STRATEGIES = {
+    "ddp": ["strategy=ddp"],
+    "ddp_exact": ["strategy=ddp_exact"],
+    "fsdp": ["strategy=fsdp", "strategy.wrap=[net1,net2]"],
+    "ddp_pipeline": ["strategy=ddp_pipeline"],
+}
+TIMEOUT_S = 60  # of a collective; no end may wait for it
+ENDS_S = 25  # to start, two steps, and the end
+LIMIT = f"launcher.timeout_s={TIMEOUT_S}"
+SAMPLES = "data.num_samples=640"  # of which ddp_exact takes 96 a step
+
+
+def disturbed(folder: Path, how: object, rank: int | None = 1, step: int = 2) -> str:
+    (folder / "parts.py").write_text(PARTS)
+    target = f"_target_: parts.Disturbing, rank: {'null' if rank is None else rank}, step: {step}, how: {how}"
+    return f"+callbacks.disturbing={{{target}}}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_an_exception_on_one_rank_is_shown_soon(name: str, rank: int, accelerator: Accelerator) -> None:
+    own = [*STRATEGIES[name], LIMIT, disturbed(accelerator.folder, "raise", rank)]
+    began = time.monotonic()
+    ended = accelerator.run(*own, ranks=2, habits=HABITS["all"])
+    assert time.monotonic() - began < patience(ENDS_S)
+    assert ended.status == 1
+    assert "ValueError: the cat sat on the keyboard" in ended.err
+    assert "the cat sat on the keyboard" in ended.summary["error"], ended.err
+    assert ended.summary["status"] == "failed"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_a_killed_rank_is_named_soon(name: str, accelerator: Accelerator) -> None:
+    own = [*STRATEGIES[name], LIMIT, disturbed(accelerator.folder, int(SIGKILL))]
+    began = time.monotonic()
+    ended = accelerator.run(*own, ranks=2, habits=HABITS["all"])
+    assert time.monotonic() - began < patience(ENDS_S)
+    assert ended.status == 1
+    assert "Rank 1" in ended.err
+    assert "was killed by SIGKILL" in ended.err
+    assert ended.summary["status"] == "failed"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_error_of_a_device_that_comes_again_with_every_call_is_shown(ranks: int, accelerator: Accelerator) -> None:
+    strategy = "strategy=single" if ranks == 1 else "strategy=ddp"
+    own = [strategy, LIMIT, disturbed(accelerator.folder, "break", rank=None)]
+    ended = accelerator.run(*own, ranks=ranks, habits=HABITS["all"])
+    assert ended.status == 1
+    assert "in on_step" in ended.err
+    assert "RuntimeError: device-side assert triggered" in ended.err
+    assert "An index is out of range on the GPU" in ended.summary["error"]
+    assert ended.summary["status"] == "failed"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_run_that_is_told_to_stop_saves_and_goes_on(name: str, accelerator: Accelerator) -> None:
+    own = [*STRATEGIES[name], SAMPLES, LIMIT, "ckpt_path=auto"]
+    stopped = accelerator.run(
+        *own, disturbed(accelerator.folder, int(SIGTERM), rank=0), ranks=2, habits=HABITS["all"]
+    )
+    assert stopped.status == 75, stopped.err
+    assert stopped.summary["status"] == "preempted"
+    ended = accelerator.run(*own, ranks=2, habits=HABITS["all"])
+    assert ended.status == 0, ended.err
+    whole = accelerator.run(*STRATEGIES[name], SAMPLES, ranks=2, name="whole")
+    assert ended.summary["weights_sha256"] == whole.summary["weights_sha256"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ddp", "ddp_exact", "fsdp"])
+def test_a_lost_rank_is_replaced(name: str, accelerator: Accelerator) -> None:
+    own = [*STRATEGIES[name], LIMIT, "launcher.replace_ranks=1"]
+    ended = accelerator.run(*own, disturbed(accelerator.folder, int(SIGKILL)), ranks=2, habits=HABITS["all"])
+    assert ended.status == 0, ended.err
+    if name == "fsdp":
+        assert "No rank has all that the lost one had: all start again, from step 0." in ended.err
+    else:
+        assert ended.summary["ranks_replaced"] == 1
+    whole = accelerator.run(*STRATEGIES[name], ranks=2, name="whole")
+    assert ended.summary["weights_sha256"] == whole.summary["weights_sha256"]
