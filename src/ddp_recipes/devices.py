@@ -8,8 +8,9 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ddp_recipes.errors import RequestError
 
@@ -24,7 +25,8 @@ _OF_ACCELERATORS = (GPU_BACKEND, "xccl", "hccl")
 _TITLES = {HOST: "CPU", GPU: "GPU", "xpu": "XPU", "mps": "MPS device", "npu": "NPU", "hpu": "HPU"}
 
 
-class Found(NamedTuple):
+@dataclass(frozen=True)
+class Found:
     """Devices that a process may use.
 
     Attributes:
@@ -37,6 +39,11 @@ class Found(NamedTuple):
 
 
 NONE = Found(HOST, 0)
+
+
+def of_gpus(count: int) -> Found:
+    """Return what so many GPUs are."""
+    return Found(GPU, count) if count else NONE
 
 
 def title(kind: str) -> str:
@@ -60,8 +67,7 @@ def visible(asked: str) -> Found:
         return NONE
     if asked not in ("auto", GPU) or _asks_torch():
         return known_to_torch(asked)
-    gpus = _of_driver()
-    return Found(GPU, gpus) if gpus or asked == GPU else NONE
+    return of_gpus(_of_driver())
 
 
 def missing(asked: str) -> str:
@@ -284,8 +290,9 @@ def of_group(group: "ProcessGroup | None") -> "torch.device":
     from torch import distributed as dist
 
     accelerator = torch.accelerator.current_accelerator()
-    on_host = accelerator is None or HOST_BACKEND in dist.get_backend(group)
-    return torch.device(HOST) if on_host else torch.device(accelerator.type, torch.accelerator.current_device_index())
+    if accelerator is None or HOST_BACKEND in dist.get_backend(group):
+        return torch.device(HOST)
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
 def bound_to(backend: str, own: "Sequence[torch.device]") -> "torch.device | None":
@@ -298,8 +305,9 @@ def beside_host(backend: str) -> str:
     import torch
 
     accelerator = torch.accelerator.current_accelerator()
-    own = accelerator is None or backend == HOST_BACKEND
-    return backend if own else f"{HOST}:{HOST_BACKEND},{accelerator.type}:{backend}"
+    if accelerator is None or backend == HOST_BACKEND:
+        return backend
+    return f"{HOST}:{HOST_BACKEND},{accelerator.type}:{backend}"
 
 
 def set_environment_up() -> None:

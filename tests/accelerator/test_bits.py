@@ -1,7 +1,6 @@
 """Runs on a simulated accelerator, over groups with NCCL's habits, end with the bits of the CPU."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 

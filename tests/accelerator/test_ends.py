@@ -106,9 +106,7 @@ def test_an_error_of_a_device_that_comes_again_with_every_call_is_shown(ranks: i
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_run_that_is_told_to_stop_saves_and_goes_on(name: str, accelerator: Accelerator) -> None:
     own = [*STRATEGIES[name], SAMPLES, LIMIT, "ckpt_path=auto"]
-    stopped = accelerator.run(
-        *own, disturbed(accelerator.folder, int(SIGTERM), rank=0), ranks=2, habits=HABITS["all"]
-    )
+    stopped = accelerator.run(*own, disturbed(accelerator.folder, int(SIGTERM), rank=0), ranks=2, habits=HABITS["all"])
     assert stopped.status == 75, stopped.err
     assert stopped.summary["status"] == "preempted"
     ended = accelerator.run(*own, ranks=2, habits=HABITS["all"])

@@ -13,6 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from ddp_recipes import rank
 from ddp_recipes.config.request import Request
+from ddp_recipes.devices import of_gpus
 from ddp_recipes.errors import RequestError
 from ddp_recipes.reporting.run_directory import Summary
 from ddp_recipes.runtime.messages import Messages
@@ -215,7 +216,7 @@ def test_what_cannot_work_is_refused(
 def test_the_launcher_refuses_it_before_it_starts_anything(gpus: int, asked: str) -> None:
     request = Request.of(make_job([*BASE, "launcher.device=auto", f"launcher.nproc_per_node={asked}"]).config)
     with pytest.raises(RequestError, match="Use 1, 2, 3, 4, 6, 12 processes"):
-        request.processes(gpus)
+        request.processes(of_gpus(gpus))
 
 
 def test_the_number_of_threads_is_set() -> None:

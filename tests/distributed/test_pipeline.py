@@ -12,6 +12,7 @@ import torch
 
 from ddp_recipes.checkpointing.files import load
 from ddp_recipes.config.request import Request
+from ddp_recipes.devices import NONE
 from ddp_recipes.errors import RecipeError, RequestError, RunFailed
 from ddp_recipes.model_parallel.timeline import bubble, order, timeline
 from ddp_recipes.reporting.run_directory import Summary
@@ -318,7 +319,7 @@ def test_what_cannot_be_is_refused_before_anything_starts(case: str) -> None:
     overrides, parts = REFUSED[case]
     job = make_job(["data=random", "data.batch_size=8", "model=toy", PIPELINE, *overrides])
     with pytest.raises(RequestError) as refusal:
-        Request.of(job.config).processes(0)
+        Request.of(job.config).processes(NONE)
     for part in parts:
         assert part in str(refusal.value)
 

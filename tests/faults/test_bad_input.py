@@ -10,6 +10,7 @@ import torch
 
 import ddp_recipes
 from ddp_recipes.config.request import Request
+from ddp_recipes.devices import of_gpus
 from ddp_recipes.errors import RequestError
 from ddp_recipes.testing import make_job
 from helpers.marks import slow_but
@@ -316,7 +317,7 @@ def test_a_sweep_with_an_unknown_option_is_refused_and_writes_nothing(folder: Pa
 
 def test_replicas_that_span_devices_follow_from_the_gpus_there_are() -> None:
     automatic = Request.of(make_job(["model=toy_mp"]).config)
-    assert [automatic.processes(gpus) for gpus in (2, 3, 4, 5, 8)] == [1, 1, 2, 2, 4]
+    assert [automatic.processes(of_gpus(gpus)) for gpus in (2, 3, 4, 5, 8)] == [1, 1, 2, 2, 4]
 
 
 @pytest.mark.parametrize(
@@ -333,6 +334,6 @@ def test_more_devices_than_there_are_is_refused_with_how_many_replicas_fit(
 ) -> None:
     request = Request.of(make_job(["model=toy_mp", *overrides]).config)
     with pytest.raises(RequestError) as refusal:
-        request.processes(gpus)
+        request.processes(of_gpus(gpus))
     for part in parts:
         assert part in str(refusal.value)

@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from ddp_recipes.config import compose
 from ddp_recipes.config.overrides import spelled_out
 from ddp_recipes.config.request import Request, resolve
+from ddp_recipes.devices import of_gpus
 from ddp_recipes.errors import RequestError
 from ddp_recipes.main import CONF
 
@@ -65,7 +66,7 @@ def test_the_layout_of_a_plan() -> None:
         (("cluster.gpus_per_node=0",), 4, (1, 2, "cpu")),
         (("launcher=slurm", "launcher.nnodes=2", "launcher.gpus_per_node=4"), 0, (2, 8, "cuda")),
     ):
-        found = request_of(*overrides).layout(gpus)
+        found = request_of(*overrides).layout(of_gpus(gpus))
         assert (found.nnodes, found.world.world_size, found.device_type) == layout
 
 
@@ -88,7 +89,7 @@ def test_one_process_a_replica() -> None:
         (("launcher.nproc_per_node=3",), 4, 3),
         (("launcher.nproc_per_node=1", "strategy=single"), 0, 1),
     ):
-        assert request_of(*overrides).processes(gpus) == processes
+        assert request_of(*overrides).processes(of_gpus(gpus)) == processes
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -106,13 +107,13 @@ def test_what_does_not_fit_is_refused() -> None:
         (("model=toy_mp", "launcher.nproc_per_node=2"), 3, "1 fit(s). Use launcher.nproc_per_node=1"),
         (("launcher.nproc_per_node=5",), 4, "4 fit(s). Use launcher.nproc_per_node=4"),
         (("launcher.device=cuda",), 0, "launcher.device=cuda, but no GPU is visible"),
-        (("launcher.backend=nccl",), 0, "launcher.backend=nccl needs GPUs, and none is visible"),
+        (("launcher.backend=nccl",), 0, "launcher.backend=nccl needs GPUs, and this run is on the CPU"),
         (("strategy=dp", "launcher.nproc_per_node=2"), 0, "this strategy runs in one process"),
         (("launcher.nnodes=2",), 0, "Start train.py with torchrun on each node"),
     ):
         request = request_of(*overrides)
         with pytest.raises(RequestError) as refusal:
-            request.processes(gpus)
+            request.processes(of_gpus(gpus))
         assert message in str(refusal.value)
 
 
@@ -139,10 +140,10 @@ def test_as_many_replicas_run_as_gpus_hold(plain: dict[str, Any], gpus: int, dev
     fit = gpus // devices
     config = with_keys(with_keys(plain, "model", num_devices=devices), "launcher", nproc_per_node=wanted or "auto")
     if (wanted or 1) <= fit:
-        assert Request.of(config).processes(gpus) == (wanted or fit)
+        assert Request.of(config).processes(of_gpus(gpus)) == (wanted or fit)
     else:
         with pytest.raises(RequestError, match=rf"cannot run on {gpus} visible GPU\(s\): {fit} fit\(s\)"):
-            Request.of(config).processes(gpus)
+            Request.of(config).processes(of_gpus(gpus))
 
 
 def test_a_model_without_num_devices_has_one() -> None:

@@ -31,7 +31,7 @@ def join(recipe: Recipe) -> None:
     replaces = launcher.replace_ranks > 0
     if replaces and recipe.devices.backend == GPU_BACKEND:
         leave_aborts_to_us()
-    recipe.strategy.device = bound_to(recipe.devices.backend, recipe.devices.own)
+    recipe.strategy.bound = bound_to(recipe.devices.backend, recipe.devices.own)
     before = connections()
     with closed_after() as recipe.control.strangers:
         messages = recipe.control.messages

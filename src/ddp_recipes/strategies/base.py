@@ -95,7 +95,7 @@ class Strategy(Protocol):
     rejoins: bool  # whether :meth:`setup` takes ranks that have trained, and left, to a new group
     peers: dist.ProcessGroup | None  # ranks that hold the same part of the model; ``None``: all
     shares_memory: bool  # ranks exchange gradients in memory, not by the backend; known once the task is wrapped
-    device: torch.device | None  # the one accelerator of a replica, which the group is for; set before setup
+    bound: torch.device | None  # the one accelerator of a replica, which the group is for; set before setup
     silent: bool  # whether collectives raise nothing once a rank is lost, but wait until :meth:`abort`; set by setup
     exchanges: Exchanges  # by these; each method that returns what was exchanged settles it before
 
@@ -198,7 +198,7 @@ class Plain:
     writers = 0
     rejoins = True
     silent = False
-    device: torch.device | None = None
+    bound: torch.device | None = None
     exchanges = Exchanges()
     peers: dist.ProcessGroup | None = None
 

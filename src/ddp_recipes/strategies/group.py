@@ -47,7 +47,7 @@ class Group(Plain):
             met = {"store": make_store(messages, backend, timeout)}
             self.store = met["store"]
         dist.init_process_group(
-            backend, rank=world.rank, world_size=world.world_size, timeout=timeout, device_id=self.device, **met
+            backend, rank=world.rank, world_size=world.world_size, timeout=timeout, device_id=self.bound, **met
         )
 
     def sum(self, values: Tensor) -> Tensor:
