@@ -532,7 +532,7 @@ def test_errors_that_a_user_s_sizes_cause_are_known(
 def test_devices_that_an_operation_mixes_are_named() -> None:
     with dispatch.FakeTensorMode(), pytest.raises(RuntimeError) as raised:
         _ = torch.ones(2, device="cuda:0") + torch.ones(2, device="cuda:2")
-    assert messages.cuda_devices(raised.value) == {0, 2}
+    assert messages.stages_named(raised.value) == {0, 2}
 
 
 def test_a_group_that_did_not_come_about_does_not_count() -> None:

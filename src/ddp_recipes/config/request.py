@@ -25,7 +25,7 @@ from ddp_recipes.config.settings import (
     RunSettings,
     TrainerSettings,
 )
-from ddp_recipes.devices import GPU, HOST, NONE, Found, missing, refuse_on_host
+from ddp_recipes.devices import GPU, HOST, NONE, Found, missing, refuse_on_host, visible
 from ddp_recipes.errors import RequestError, nearest
 from ddp_recipes.runtime.world import World
 
@@ -254,3 +254,8 @@ def _unfit(config: DictConfig, error: InterpolationKeyError) -> RequestError:
 
 def _first_line(error: Exception) -> str:
     return str(error).splitlines()[0]
+
+
+def visible_gpus() -> Found:
+    """Return what :meth:`Request.processes` is given, under the name that own launchers know."""
+    return visible("auto")
