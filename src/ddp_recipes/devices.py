@@ -198,6 +198,16 @@ def name(device: "torch.device") -> str:
     return str(ask(device)) if ask is not None else title(device.type)
 
 
+def identity(device: "torch.device") -> str:
+    """Return what tells an accelerator from all others, as its maker numbers them; empty where nothing does.
+
+    Parts of one GPU (MIG) may have its number in common, but are made visible one by one.
+    """
+    properties = getattr(module(device), "get_device_properties", None) if is_accelerator(device) else None
+    number = None if properties is None else getattr(properties(device), "uuid", None)
+    return "" if number is None else f"{number} (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '')})"
+
+
 def seed(device: "torch.device", value: int) -> None:
     """Seed a device's generator alone."""
     generators = getattr(module(device), "default_generators", None)

@@ -20,12 +20,13 @@ from ddp_recipes.callbacks import EarlyStopping
 from ddp_recipes.checkpointing.export import write_weights
 from ddp_recipes.checkpointing.files import refuse_folders
 from ddp_recipes.checkpointing.writing import disk_failure
+from ddp_recipes.devices import identity
 from ddp_recipes.errors import MAKE_KEY, Left, Preempted, RecipeError, RequestError, RunFailed
 from ddp_recipes.output import Output
 from ddp_recipes.reporting.logs import own_lines
 from ddp_recipes.reporting.run_directory import RunDirectory, Summary, write_trace
 from ddp_recipes.runtime.advice import advice
-from ddp_recipes.runtime.control import NOBODY, Control
+from ddp_recipes.runtime.control import NOBODY, OWN, Control
 from ddp_recipes.runtime.digest import digest, without_digest
 from ddp_recipes.runtime.doors import hang_up
 from ddp_recipes.runtime.files import write_aside
@@ -180,6 +181,7 @@ def prepare(job: Job, world: World, control: Control) -> tuple[Recipe, RunDirect
         facts |= {
             "checkpoint": "none" if state is None else f"step {state['cursor']['step']}, checksum {state['checksum']}",
             "version of torch": torch.__version__,
+            OWN: identity(recipe.device),
             "digest of the initial weights": digest(initial)[:12] if world.world_size > 1 else "",
         }
     control.agree(None, facts)

@@ -4,7 +4,7 @@ import importlib.util
 import json
 import os
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,14 +65,19 @@ class Accelerator:
         ranks: int = 1,
         habits: Mapping[str, str] = HABITS["none"],
         name: str = "run",
+        command: Sequence[str] = (),
         seconds: float = 120,
         **environ: str,
     ) -> Ended:
-        """Run the quick recipe with these overrides on as many devices, and wait for its end."""
+        """Run the quick recipe with these overrides on as many devices, and wait for its end.
+
+        Args:
+            command: what starts it, in the place of ``-m ddp_recipes``.
+        """
         directory = self.folder / name
         own = [DEVICE, f"launcher.nproc_per_node={ranks}", f"hydra.run.dir={directory}"]
         ended = subprocess.run(
-            [self.python, "-m", "ddp_recipes", *QUICK, *own, *overrides],
+            [self.python, *(command or ["-m", "ddp_recipes"]), *QUICK, *own, *overrides],
             cwd=self.folder,
             env={**os.environ, "OPENREG": "1", **habits, **environ},
             capture_output=True,

@@ -2,13 +2,15 @@
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from time import sleep
 from typing import Any
 
 import pytest
-from torch.distributed import TCPStore
+from torch.distributed import HashStore, TCPStore
 
-from ddp_recipes.runtime.control import Control
+from ddp_recipes.errors import RequestError
+from ddp_recipes.runtime.control import OWN, Control
 from ddp_recipes.runtime.messages import Messages
 from ddp_recipes.runtime.world import World
 
@@ -40,3 +42,19 @@ def test_rank_0_keeps_the_store_until_a_slow_rank_has_read_that_all_have_ended()
         store = TCPStore("127.0.0.1", int(rank_0.stdout.readline()), 2, is_master=False)
         Control(World(1, 2), Slow(store), PATIENCE_S).end([0, 1])
     assert rank_0.returncode == 0
+
+
+@pytest.mark.parametrize("taken", [("one", "one"), ("one", "other"), ("", "")])
+def test_two_ranks_on_one_device_are_refused(taken: tuple[str, str]) -> None:
+    store = HashStore()
+
+    def agree(rank: int) -> None:
+        Control(World(rank, 2), Messages(store), PATIENCE_S).agree(None, {OWN: taken[rank]})
+
+    with ThreadPoolExecutor(2) as ranks:
+        ends = [ended.exception() for ended in [ranks.submit(agree, rank) for rank in (0, 1)]]
+    if taken == ("one", "one"):
+        assert all(isinstance(each, RequestError) for each in ends)
+        assert "Ranks 0 and 1 would both be on the device one." in str(ends[0])
+    else:
+        assert ends == [None, None]

@@ -21,6 +21,8 @@ from ddp_recipes.runtime.world import World
 
 T = TypeVar("T")
 
+OWN = "device"  # a fact
+_ONE_EACH = "Start no more ranks than there are devices (nproc_per_node), or give each task one of its own."
 VERDICT_S = 2.0  # for rank 0 to name the rank that it waited for, before it times out itself
 FAILURE_S = 2.5  # for the other ranks to fail as well, once a collective has timed out
 STAY_S = 3.0  # for the others to read why they do not start, or that all have come to their end
@@ -75,7 +77,7 @@ class Control:
 
         Args:
             error: why this rank cannot start, if it cannot.
-            facts: what must be equal on all ranks, by name (digests, versions).
+            facts: what must be equal on all ranks, by name (digests, versions); of ``OWN`` no two may have the same.
 
         Raises:
             RequestError: some rank cannot do what was requested, or ranks differ; the same message on every rank.
@@ -103,7 +105,7 @@ class Control:
     def _verdict(self, facts: Mapping[str, str]) -> tuple[str, str, list[int]]:
         """Return ``ready``, ``refused``, ``failed`` or ``missing``, why, and the ranks it is about."""
         deadline = time.monotonic() + self.timeout_s
-        missing, differing = [], []
+        missing, differing, owners = [], [], dict[str, int]()
         for rank in range(self.world.world_size):
             report = self._said(f"ready/{rank}", max(0.1, deadline - time.monotonic()), rank)
             if report is None:
@@ -114,10 +116,12 @@ class Control:
                 return kind, text, [rank]
             if kind == "failed":
                 return kind, f"Rank {rank} failed while it got ready: {text}", [rank]
+            if (own := theirs.get(OWN)) and (other := owners.setdefault(own, rank)) != rank:
+                return "refused", f"Ranks {other} and {rank} would both be on the device {own}. {_ONE_EACH}", []
             differing += [
                 f"{name}: {value} on rank 0, {theirs.get(name)} on rank {rank}"
                 for name, value in facts.items()
-                if theirs.get(name) != value
+                if name != OWN and theirs.get(name) != value
             ]
         if missing:
             return self._missing(missing)

@@ -201,9 +201,9 @@ def restore(run: Run, state: State) -> list[str]:
     warnings += _replaced(groups, saved_groups)
     for optimizer, saved in zip(run.optimizers, optimizers, strict=True):
         kernels = [{key: group[key] for key in _KERNELS if key in group} for group in optimizer.param_groups]
-        run.strategy.load_optimizer_state(optimizer, saved)
-        for of_group, own in zip(optimizer.param_groups, kernels, strict=True):
-            of_group.update(own)
+        of_groups = [{**each, **own} for each, own in zip(saved["param_groups"], kernels, strict=True)]
+        # Before it is loaded: by these torch decides where a count of steps lies (pytorch #104767).
+        run.strategy.load_optimizer_state(optimizer, {**saved, "param_groups": of_groups})
     for schedule, saved in zip(run.schedules, schedulers, strict=True):
         warnings += _rescheduled(schedule.scheduler, saved)
         schedule.scheduler.load_state_dict(saved)

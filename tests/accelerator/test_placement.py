@@ -1,0 +1,78 @@
+"""What lies where on a simulated accelerator, and which device is whose."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from helpers.accelerator import HABITS, Accelerator
+
+PLACES = """
+from ddp_recipes import Callback
+
+
+class Places(Callback):
+    def on_step(self, step):
+        (optimizer,) = self.run.optimizers
+        states = [*optimizer.state.values()]
+        print("PLACES", step, sorted({f"{name} {each[name].device.type}" for each in states for name in each}))
+"""
+MISUSE = """
+int cuInit(unsigned flags) { return 0; }
+int cuDeviceGetCount(int *count) { *count = 4; return 0; }
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["true", "false"])
+def test_a_resume_with_other_kernels_has_counts_of_steps_where_they_belong(
+    first: str, accelerator: Accelerator
+) -> None:
+    (accelerator.folder / "places.py").write_text(PLACES)
+    own = ["strategy=single", "optimizer=adam", "+callbacks.places._target_=places.Places", "ckpt_path=auto"]
+    other = "false" if first == "true" else "true"
+    assert accelerator.run(*own, f"optimizer.fused={first}", "trainer.max_steps=4").status == 0
+    ended = accelerator.run(*own, f"optimizer.fused={other}", "trainer.max_steps=8")
+    assert ended.status == 0, ended.err
+    alone = accelerator.run(*own, f"optimizer.fused={other}", "trainer.max_steps=8", name="alone")
+    places = [{line.partition("[")[2] for line in each.out.splitlines() if "PLACES" in line} for each in (ended, alone)]
+    assert places[0] == places[1]
+    assert len(places[0]) == 1
+
+
+@pytest.mark.slow
+def test_ranks_that_see_a_device_each_take_it(accelerator: Accelerator) -> None:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "ddp_recipes"]
+    fresh = Accelerator(sys.executable, accelerator.folder)  # one that has not counted the devices yet
+    ended = fresh.run("strategy=ddp", ranks=2, habits=HABITS["all"], command=torchrun, OPENREG_DEVICES="1")
+    assert ended.status == 0, ended.err
+    assert ended.summary["world_size"] == 2
+
+
+@pytest.mark.slow
+def test_a_type_that_torch_has_not_is_refused_with_what_it_has(accelerator: Accelerator) -> None:
+    ended = accelerator.run("launcher.device=xpu")
+    assert ended.status == 2
+    assert "launcher.device=xpu is not to be had with this torch" in ended.err
+    assert "Allowed: auto, cpu, openreg." in ended.err
+    assert not ended.directory.exists()
+
+
+@pytest.mark.slow
+def test_gpus_that_torch_cannot_use_are_no_reason_to_train_on_the_cpu(python: str, tmp_path: Path) -> None:
+    if shutil.which("gcc") is None:
+        pytest.skip("a driver that counts four GPUs is compiled by gcc, which is not installed")
+    if Path("/dev/nvidiactl").exists():
+        pytest.skip("torch may use the GPUs that are here")
+    (tmp_path / "driver.c").write_text(MISUSE)
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", "libcuda.so.1", "driver.c"], cwd=tmp_path, check=True)
+    command = [sys.executable, "-m", "ddp_recipes", "data=random", "model=toy", "hydra.run.dir=run"]
+    ended = subprocess.run(
+        command, cwd=tmp_path, env={"LD_LIBRARY_PATH": str(tmp_path)}, capture_output=True, text=True, timeout=120
+    )
+    assert ended.returncode == 2, ended.stderr
+    assert "NVIDIA's driver has 4 GPU(s) for this process, and torch" in ended.stderr
+    assert "launcher.device=cpu" in ended.stderr
+    assert not (tmp_path / "run").exists()
