@@ -291,7 +291,11 @@ def backends() -> list[str]:
     """Return the backends that this torch has."""
     from torch import distributed as dist
 
-    return [each for each in dist.Backend.backend_list if each != "undefined" and dist.is_backend_available(each)]
+    return [
+        each
+        for each in dist.Backend.backend_list
+        if each not in ("undefined", "fake") and dist.is_backend_available(each)
+    ]
 
 
 def of_group(group: "ProcessGroup | None") -> "torch.device":

@@ -53,7 +53,8 @@ def available_devices(request: Request, world: World) -> Devices:
         own = devices.use(kind, _first(world, k, found), k)
         name = devices.name(own[0])
     backend = _backend(request, kind)
-    if world.world_size > 1 and backend not in (have := devices.backends()):
+    needed = world.world_size > 1 or request.launcher.backend != "auto"
+    if needed and backend not in (have := devices.backends()):
         raise RequestError(f"launcher.backend={backend} is not in this torch. It has: {', '.join(have)}. Choose one.")
     return Devices(world, own, kind, name, backend)
 
