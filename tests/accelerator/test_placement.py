@@ -46,7 +46,8 @@ def test_a_resume_with_other_kernels_has_counts_of_steps_where_they_belong(
 def test_ranks_that_see_a_device_each_take_it(accelerator: Accelerator) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "ddp_recipes"]
     fresh = Accelerator(sys.executable, accelerator.folder)  # one that has not counted the devices yet
-    ended = fresh.run("strategy=ddp", ranks=2, habits=HABITS["all"], command=torchrun, OPENREG_DEVICES="1")
+    habits = {**HABITS["all"], "STAGED_ONE_DEVICE": "0"}  # else it is number LOCAL_RANK; NCCL is told which one it is
+    ended = fresh.run("strategy=ddp", ranks=2, habits=habits, command=torchrun, OPENREG_DEVICES="1")
     assert ended.status == 0, ended.err
     assert ended.summary["world_size"] == 2
 
