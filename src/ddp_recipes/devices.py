@@ -311,7 +311,12 @@ def of_group(group: "ProcessGroup | None") -> "torch.device":
 
 def bound_to(backend: str, own: "Sequence[torch.device]") -> "torch.device | None":
     """Return the device that a group is for: of a replica of one, so that torch connects the ranks as they join."""
-    return own[0] if backend in _OF_ACCELERATORS and len(own) == 1 else None
+    if backend not in _OF_ACCELERATORS:
+        return None
+    if len(own) > 1:  # from torch 2.15 on its newer way to NCCL has one device a group
+        os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")
+        return None
+    return own[0]
 
 
 def beside_host(backend: str) -> str:

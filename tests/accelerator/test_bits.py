@@ -37,3 +37,15 @@ def test_a_run_ends_with_the_bits_of_the_cpu(name: str, habit: str, accelerator:
     assert ended.status == 0, ended.err
     assert ended.summary["weights_sha256"] == run(*overrides, world_size=ranks)["weights_sha256"]
     assert (ended.summary["status"], ended.summary["device"]) == ("finished", "OpenReg")
+
+
+@pytest.mark.slow
+def test_replicas_of_two_devices_need_a_backend_that_takes_both(accelerator: Accelerator, run: Run) -> None:
+    own = ["strategy=ddp", "model=toy_mp"]
+    habits = {**HABITS["all"], "STAGED_ONE_DEVICE": "0"}
+    ended = accelerator.run(*own, ranks=2, habits=habits)
+    assert ended.status == 0, ended.err
+    assert ended.summary["weights_sha256"] == run(*own, world_size=2)["weights_sha256"]
+    refused = accelerator.run(*own, ranks=2, habits=HABITS["all"], name="refused")
+    assert refused.status == 1
+    assert "The backend has one device a process group, and a replica spans several" in refused.err

@@ -24,6 +24,10 @@ _ADVICE = {
         "An index is out of range on the GPU: mostly a label that is not 0 to outputs - 1, or a token beyond the "
         "vocabulary. launcher.device=cpu says which."
     ),
+    r"process group is bound to device": (
+        "The backend has one device a process group, and a replica spans several (model.num_devices). Choose one that "
+        "takes them (launcher.backend), or strategy=ddp_pipeline, where a process has one device."
+    ),
     r"expected target dtype to be Long|multi-target not supported": (
         "Cross-entropy takes class numbers as targets, int64 of the shape [n]. Give such in the data set, or choose "
         "task=regression for values."
