@@ -7,6 +7,7 @@ import stat
 import struct
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 import ddp_recipes
 from ddp_recipes import RequestError
 from ddp_recipes.checkpointing.export import export
+from ddp_recipes.checkpointing.files import load
 from ddp_recipes.launchers import keys
 from ddp_recipes.reporting.run_directory import Summary, read_summary
 from helpers import security_files
@@ -130,6 +132,22 @@ def test_what_is_no_file_is_no_summary_no_key_and_no_table(
     NO_FILES[kind](table)
     with pytest.raises(RequestError, match=r"it is no regular file: .*metrics.csv"):
         run(*QUICK, SINGLE, "logger=csv", "ckpt_path=auto", "trainer.max_epochs=3", directory=tmp_path / "run")
+
+
+def test_a_record_that_is_marked_as_a_folder_is_refused(whole: Path, tmp_path: Path) -> None:
+    """One bit, which no checksum covers: torch would read the tensor as whatever is in memory."""
+    content = whole.read_bytes()
+    with zipfile.ZipFile(whole) as archive:
+        at, records = archive.start_dir, archive.infolist()
+    assert any("/data/" in record.filename for record in records)
+    for record in records:
+        sizes = struct.unpack_from("<HHH", content, at + 28)  # of its name and what follows that
+        marked = bytearray(content)
+        marked[at + 38] |= 0x10
+        (copy := tmp_path / "copy.pt").write_bytes(marked)
+        with pytest.raises(RequestError, match=f"{record.filename} is marked as a folder"):
+            load(copy)
+        at += 46 + sum(sizes)
 
 
 @pytest.mark.parametrize("name", ["last.pt", "best.pt"])

@@ -64,7 +64,7 @@ def load(path: Path, verify: parts.Verify = parts.verify_here, readers: int = 0)
     try:
         if parts.is_index(path):
             return _checked(path, parts.load(path, verify, readers), parts.FORMAT)
-        refuse_inflated(path)
+        refuse_odd_zip(path)
         with zipfile.ZipFile(path) as archive:  # torch does not look at its checksums
             if record := archive.testzip():
                 raise DamagedCheckpoint(path, f"its content does not match its checksum ({record})")
@@ -96,8 +96,14 @@ def _checked(path: Path, state: Any, newest: int) -> State:
     return state
 
 
-def refuse_inflated(path: Path) -> None:
-    """Refuse a zip file that unpacks to more than it takes: torch writes none, and reads it into memory.
+_FOLDER = 0x10  # in the attributes of MS-DOS, https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT 4.4.15
+
+
+def refuse_odd_zip(path: Path) -> None:
+    """Refuse a zip file that unpacks to more than it takes, or has a record that is marked as a folder.
+
+    torch writes none. It reads the first one into memory, and in the place of the other one what is in memory: the
+    mark is one bit, which no checksum covers.
 
     Raises:
         ValueError: it is one.
@@ -106,6 +112,8 @@ def refuse_inflated(path: Path) -> None:
         with zipfile.ZipFile(path) as archive:
             if sum(record.file_size for record in archive.infolist()) > path.stat().st_size:
                 raise ValueError("it unpacks to more than it takes, as no checkpoint does")
+            if marked := [record.filename for record in archive.infolist() if record.external_attr & _FOLDER]:
+                raise ValueError(f"its record {marked[0]} is marked as a folder")
 
 
 def _misfit(state: State) -> str | None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_recipes.checkpointing.files import find, load, load_first, refuse_inflated
+from ddp_recipes.checkpointing.files import find, load, load_first, refuse_odd_zip
 from ddp_recipes.checkpointing.parts import is_index, put_together
 from ddp_recipes.checkpointing.writing import reason_of
 from ddp_recipes.errors import RequestError
@@ -82,7 +82,7 @@ def _read(path: Path) -> Mapping[str, Tensor]:
     if is_index(path):
         return _tensors(path, put_together(load(path)["model"]))
     try:
-        refuse_inflated(path)
+        refuse_odd_zip(path)
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged file can fail in any way in the unpickler
         raise RequestError(
