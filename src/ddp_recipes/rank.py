@@ -83,6 +83,8 @@ def _run(job: Job, world: World, messages: Messages | None, watcher: Watcher) ->
             watcher.joined()
         WORK[recipe.request.run.work](recipe, output)
         summary = output.facts(final_digest(recipe)) | {"status": "finished"}
+        if job.last:
+            ignore_once(ASKS_TO_STOP)  # there is nothing left to stop, and a rank that died of it would not report
         leave(recipe, control)
         if not world.is_main:  # all that could still hang comes before its end, and rank 0's summary after all ends
             close(recipe, output)
