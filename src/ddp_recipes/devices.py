@@ -158,7 +158,7 @@ def names(kind: str, count: int, first: int = 0) -> list[str]:
     return [f"{kind}:{number}" for number in range(first, first + count)] if kind != HOST else [HOST]
 
 
-def stand_ins(count: int) -> "list[torch.device]":
+def fake_devices(count: int) -> "list[torch.device]":
     """Return devices for tensors without data, which torch tells apart, also where there is none of them."""
     import torch
 

@@ -110,10 +110,12 @@ def refuse_odd_zip(path: Path) -> None:
     """
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
-            if sum(record.file_size for record in archive.infolist()) > path.stat().st_size:
-                raise ValueError("it unpacks to more than it takes, as no checkpoint does")
-            if marked := [record.filename for record in archive.infolist() if record.external_attr & _FOLDER]:
-                raise ValueError(f"its record {marked[0]} is marked as a folder")
+            records = archive.infolist()
+        if sum(record.file_size for record in records) > path.stat().st_size:
+            raise ValueError("it unpacks to more than it takes, as no checkpoint does")
+        for record in records:
+            if record.external_attr & _FOLDER:
+                raise ValueError(f"its record {record.filename} is marked as a folder")
 
 
 def _misfit(state: State) -> str | None:

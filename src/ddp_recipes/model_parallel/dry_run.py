@@ -20,7 +20,7 @@ from ddp_recipes._compat.dispatch import MOVES, OpOverload, TorchDispatchMode
 from ddp_recipes._compat.messages import stages_named
 from ddp_recipes._compat.pytree import tree_leaves, tree_map_only
 from ddp_recipes._compat.tensors import storage_key
-from ddp_recipes.devices import HOST, is_accelerator, stand_ins
+from ddp_recipes.devices import HOST, fake_devices, is_accelerator
 from ddp_recipes.errors import RequestError
 from ddp_recipes.model_parallel.cut import Cut
 from ddp_recipes.model_parallel.fake import fake_batch, new_mode, without_data
@@ -96,7 +96,7 @@ class DryRun:
         Raises:
             Conflict: an operation mixes tensors of two stages.
         """
-        devices = stand_ins(len(starts) + 1)
+        devices = fake_devices(len(starts) + 1)
 
         def connected(task: Task) -> Callable[[Any], object]:
             connect(task.model, starts, devices)
@@ -114,7 +114,7 @@ class DryRun:
             Conflict: a stage needs more than what its first block is called with.
         """
         costs = self.run()
-        (here, elsewhere), on_cpu = stand_ins(2), self.failure is not None
+        (here, elsewhere), on_cpu = fake_devices(2), self.failure is not None
         for stage in range(len(starts) + 1):
 
             def cut(task: Task, stage: int = stage) -> Callable[[Any], object]:
@@ -187,7 +187,7 @@ class DryRun:
             counter.follow(task.model)
             counter.seen.update((storage_key(tensor), tensor) for tensor in (*task.parameters(), *task.buffers()))
             with mode, torch.enable_grad(), saved_tensors_hooks(counter.save, lambda saved: saved):
-                batch = fake_batch(self.sample, self.size, stand_ins(1)[0])
+                batch = fake_batch(self.sample, self.size, fake_devices(1)[0])
                 with counter:
                     step(batch)
         except (Conflict, RequestError):

@@ -11,7 +11,7 @@ import torch
 from ddp_recipes.build.optimizer import make_optimizer
 from ddp_recipes.build.recipe import Recipe, make_recipe
 from ddp_recipes.config.parallelism import strategy_settings
-from ddp_recipes.devices import HOST, stand_ins
+from ddp_recipes.devices import HOST, fake_devices
 from ddp_recipes.errors import RequestError
 from ddp_recipes.runtime.world import World
 from ddp_recipes.tools.dry_run.memory import Batches, ReplicaStep
@@ -162,14 +162,14 @@ def run_step(recipe: Recipe) -> ReplicaStep | PipelineSteps:
         return PipelineSteps(
             recipe.task,
             starts,
-            torch.device(HOST) if on_cpu else stand_ins(1)[0],
+            torch.device(HOST) if on_cpu else fake_devices(1)[0],
             pipeline,
             recipe.world,
             partial(make_optimizer, recipe.job.config, may_fuse=recipe.may_fuse),
             batches,
             recipe.trainer.precision,
         )
-    devices = stand_ins(len(starts) + 1)
+    devices = fake_devices(len(starts) + 1)
     whole = on_cpu or (recipe.request.num_devices > 1 and not starts)
     if whole:
         starts, devices = [], [torch.device(HOST)]
