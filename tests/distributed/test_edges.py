@@ -201,6 +201,8 @@ def test_a_module_that_does_not_import_is_named_with_file_and_line(
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(RequestError, match=rf"model\._target_={name}\.Net cannot be imported: {message}"):
         run_recipe([*QUICK, f"model._target_={name}.Net"])
+    with pytest.raises(RequestError, match=rf"callbacks\.own\._target_={name}\.Own cannot be imported: {message}"):
+        run_recipe([*QUICK, f"+callbacks.own._target_={name}.Own"])
 
 
 # --- gradients that come late, or are sparse --------------------------------------------------------------------------

@@ -95,6 +95,9 @@ def make(node: Mapping[str, Any], section: str, *arguments: Any, without: Collec
         raise RequestError(f"{where}: {str(error).splitlines()[0]}") from None
     except InstantiationException as error:
         cause = error.__cause__ or error
+        if isinstance(cause, ImportError):
+            for where, named, _ in targets.nodes(resolved, section):
+                locate(str(named), where)  # says which one, and what is wrong in a module that is there
         if not isinstance(cause, (ImportError, InstantiationException)):  # of an object nested in this one
             if isinstance(cause, RecipeError) or reaches_own_code(cause):
                 raise cause from None
