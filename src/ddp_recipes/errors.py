@@ -108,9 +108,9 @@ def exited_without_report(ranks: Iterable[int], world_size: int) -> str:
     return f"Rank {', '.join(map(str, sorted(ranks)))} of {world_size} exited without a report."
 
 
-def nearest(given: str, allowed: Iterable[str]) -> str:
+def nearest(given: object, allowed: Iterable[str]) -> str:
     """Return ``" Did you mean 'x'?"`` for the allowed name most like ``given``, or an empty string."""
-    close = difflib.get_close_matches(given, list(allowed), n=1, cutoff=0.5)
+    close = difflib.get_close_matches(str(given), [*map(str, allowed)], n=1, cutoff=0.5)
     return f" Did you mean '{close[0]}'?" if close else ""
 
 

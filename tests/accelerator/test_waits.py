@@ -52,7 +52,7 @@ class Counting(Callback):
             self.waits.__enter__()
         if step == self.last:
             self.waits.__exit__(None, None, None)
-            own = Path(__file__).with_name(f"waits_{os.environ.get('RANK', 0)}")  # of two prints at once none is readable
+            own = Path(__file__).with_name(f"waits_{os.environ.get('RANK', 0)}")  # two prints at once mix
             with own.open("w") as file:
                 for place, count in self.waits.places.items():
                     print(count, place, file=file)

@@ -64,9 +64,9 @@ RECIPES: tuple[tuple[str, ...], ...] = (
         "model.heads=1",
     ),
 )
-# What is not asked for: so many processes, and what another process or machine answers.
+# What is not asked for: so many processes, a sweep (which prints), and what another process or machine answers.
 LEFT_OUT = re.compile(
-    r"launcher\.(nproc_per_node|nnodes)|cluster|data\.(num_workers|root)|hydra\.(searchpath|job_logging|hydra_logging)"
+    r"launcher\.(nproc_per_node|nnodes)|cluster|data\.(num_workers|root)|hydra\.(mode|searchpath|job_logging|hydra_logging)"
 )
 GROUPS = (
     *("model", "data", "task", "optimizer", "scheduler", "strategy", "launcher", "trainer", "logger", "checkpoint"),
@@ -107,9 +107,10 @@ VALUES = (
 GARBAGE = ("", "=", "a", "==1", "~", "+", "++=1", "seed", "seed=", "seed==1", "a b=1", "'seed=1", "[", "é=1", "~~seed")
 
 
-# What training ends with, and what to change, where sizes of data and model, or numbers, that are fine go not together.
+# What a run ends with that has begun, and what to change, where sizes of data and model, or numbers, go not together.
 MISFIT = re.compile(
-    "(The data have the label|A linear layer takes|An embedding takes|An index is beyond|At step [0-9]+ the loss is) "
+    "(The data have the label|A linear layer takes|An embedding takes|An index is beyond|At step [0-9]+ the loss is|"
+    "[A-Za-z]+Loss (compares|takes)) "
 )
 
 
@@ -227,7 +228,7 @@ def become(arguments: list[str], folder: Path) -> NoReturn:
 def wrong(ended: Ended, left: set[Path]) -> str | None:
     """Return what of an end is not as it should be."""
     lines = ended.err.splitlines()
-    if ended.status == 1 and MISFIT.match(lines[-1]):
+    if ended.status in (1, 2) and lines and MISFIT.match(lines[-1]):
         return None  # the data and the model are both fine, and go not together
     if ended.status not in (0, 2):
         return f"exit status {ended.status}"

@@ -117,8 +117,12 @@ REFUSED_BY_A_RANK: dict[str, tuple[list[str], list[str]]] = {
     "logger's seconds of text": (["logger=csv", "logger.flush_secs=abc"], ["logger.flush_secs=abc", "a number"]),
     "huge number of samples": (
         ["data=random", "data.num_samples=9223372036854775808"],
-        ["data.train", "num_samples", "Overflow"],
+        ["data.num_samples", "an integer of 65 bits", "64 bits"],
     ),
+    "huge learning rate": ([f"optimizer.lr=1{'0' * 400}"], ["optimizer.lr", "1330 bits"]),
+    "no time that a clock has": ([f"trainer.max_time='{'9' * 400}:00'"], ["trainer.max_time=9", "is no time"]),
+    "validation all the time": (["trainer.val_check_interval=0"], ["trainer.val_check_interval=0", "at least 1"]),
+    "weights of no sample": (["data.weights=[]"], ["data.weights=[]", "one for each of"]),
     "size beyond memory": (
         ["data=random", "data.num_samples=9223372036854775807"],
         ["num_samples=9223372036854775807", "overflowed"],

@@ -199,9 +199,9 @@ def _weights(given: Any, dataset: Any, trainer: TrainerSettings) -> NDArray[np.f
         weights = np.asarray(found, dtype=np.float64)
     except (TypeError, ValueError) as error:
         raise RequestError(f"{shown} gives what is not numeric: {error}. Give a number for each sample.") from error
-    if weights.shape != (len(dataset),) or not np.isfinite(weights).all() or weights.min() < 0 or not weights.any():
-        raise RequestError(
-            f"{shown} gives weights of the shape {list(weights.shape)}, from {weights.min():g} to {weights.max():g}. "
-            f"Needed: one for each of {len(dataset)} samples, at least 0, finite, not all 0."
-        )
+    needed = f"Needed: one for each of {len(dataset)} samples, at least 0, finite, not all 0."
+    if weights.shape != (len(dataset),):
+        raise RequestError(f"{shown} gives weights of the shape {list(weights.shape)}. {needed}")
+    if not np.isfinite(weights).all() or weights.min() < 0 or not weights.any():
+        raise RequestError(f"{shown} gives weights from {weights.min():g} to {weights.max():g}. {needed}")
     return weights

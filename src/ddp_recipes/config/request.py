@@ -191,9 +191,13 @@ def resolve(config: DictConfig) -> dict[str, Any]:
     secret reaches no file and no other process.
 
     Raises:
-        RequestError: a value is missing, or an interpolation has no target.
+        RequestError: a value is missing or an integer that no machine takes, or an interpolation has no target.
     """
-    if missing := list(_missing(OmegaConf.to_container(config))):
+    given = [*_values(OmegaConf.to_container(config))]
+    for key, value in given:
+        if type(value) is int and value.bit_length() > 63:
+            raise RequestError(f"{key} is an integer of {value.bit_length() + 1} bits. Allowed: those of 64 bits.")
+    if missing := [key for key, value in given if value == "???"]:
         them = "it" if len(missing) == 1 else "them"
         raise RequestError(f"{', '.join(missing)} must be given: this choice has no default for {them}.")
     with _environment_kept():
@@ -207,13 +211,16 @@ def resolve(config: DictConfig) -> dict[str, Any]:
     return {str(name): value for name, value in plain.items()}
 
 
-def _missing(config: Any, key: str = "") -> Iterator[str]:
-    """Yield the dotted keys without a value."""
+def _values(config: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted keys of what is no section, each with its value; of a list all values."""
     if isinstance(config, dict):
         for name, value in config.items():
-            yield from _missing(value, f"{key}.{name}" if key else str(name))
-    elif config == "???":
-        yield key
+            yield from _values(value, f"{key}.{name}" if key else str(name))
+    elif isinstance(config, list):
+        for value in config:
+            yield from _values(value, key)
+    else:
+        yield key, config
 
 
 @contextmanager

@@ -46,7 +46,7 @@ class TrainerSettings:
     max_steps: Annotated[int, Range(-1)] | None
     max_time: str | Annotated[float, Range(0)] | None
     log_every_n_steps: Count
-    val_check_interval: Fraction | Count
+    val_check_interval: Annotated[float, Range(1e-6, 1)] | Count
     check_val_every_n_epoch: Count
     num_sanity_val_steps: Annotated[int, Range(-1)]
     limit_train_batches: Limit
@@ -258,7 +258,7 @@ def seconds(limit: str | float | None) -> float | None:
     if limit is None or not isinstance(limit, str):
         return limit
     parts = limit.split(":")
-    if len(parts) > 4 or not all(part.isdecimal() for part in parts):
+    if len(parts) > 4 or not all(part.isdecimal() and len(part) < 10 for part in parts):
         raise RequestError(f'trainer.max_time={limit} is no time. Allowed: seconds, or "DD:HH:MM:SS".')
     return float(sum(int(part) * unit for part, unit in zip(reversed(parts), (1, 60, 3600, 86400), strict=False)))
 

@@ -148,7 +148,10 @@ def in_hydra(config: DictConfig) -> Iterator[tuple[str, Any, Any]]:
     Raises:
         RequestError: a variable decides what code a process loads.
     """
-    for name in OmegaConf.select(config, "hydra.job.env_set") or {}:
+    variables = OmegaConf.select(config, "hydra.job.env_set") or {}
+    if not isinstance(variables, Mapping | DictConfig):
+        raise RequestError(f"hydra.job.env_set={variables} is no section. Allowed: variables, with their values.")
+    for name in variables:
         if re.match(r"LD_|DYLD_|PYTHON|PATH$|TORCH_FORCE_|TRUST_REMOTE_CODE$|CC$|CXX$", str(name)):
             raise RequestError(
                 f"hydra.job.env_set.{name}: it decides what code a process loads. Set it in the shell instead."

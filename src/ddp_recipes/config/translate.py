@@ -119,8 +119,9 @@ def _message(error: Exception, hydra: Hydra, config_name: str, overrides: Sequen
         return _unknown(key.split("@")[0], error, hydra, config_name, overrides)
     lines = [line.strip() for line in str(error).splitlines()]
     lines = [line for line in lines if line and not line.startswith(("full_key:", "object_type="))]
-    if error.__cause__ is not None and "Error merging override" in lines[0]:
-        return f"{lines[0].removeprefix('Error merging override ')}: {str(error.__cause__).splitlines()[0]}."
+    if error.__cause__ is not None and (not lines or "Error merging override" in lines[0]):
+        what = lines[0].removeprefix("Error merging override ") if lines else getattr(error.__cause__, "full_key", "")
+        return f"{what}: {str(error.__cause__).splitlines()[0]}."
     key = error.full_key if isinstance(error, OmegaConfBaseException) else None
     return f"{f'{key}: ' if key else ''}{' '.join(lines)}"
 
