@@ -72,20 +72,35 @@ def test_ranks_gather_and_broadcast_values_of_any_size() -> None:
     assert others == [(None, {"from": 1})] * 2
 
 
-def test_large_tensors_are_broadcast_with_the_rest_in_their_order() -> None:
-    large = {
-        "turned": torch.arange(40_000.0).view(200, 200).t(),
-        "between": [torch.tensor(3), "text"],
-        "half": torch.arange(70_000).bfloat16(),
-        "flags": torch.arange(100_000) % 3 == 0,
-    }
+LARGE: dict[str, Any] = {
+    "turned": torch.arange(40_000.0).view(200, 200).t(),
+    "between": [torch.tensor(3), "text"],
+    "half": torch.arange(70_000).bfloat16(),
+    "flags": torch.arange(100_000) % 3 == 0,
+}
+
+
+def test_large_tensors_are_gathered_with_the_rest_in_their_order() -> None:
+    def of_rank(rank: int) -> Any:
+        return {**LARGE, "own": torch.full((30_000 * rank,), rank)}
 
     def exchange(world: World, store: torch.distributed.Store | None) -> bool:
         assert store is not None
         torch.distributed.init_process_group("gloo", store=store, rank=world.rank, world_size=world.world_size)
-        received = broadcast(large if world.rank == 1 else None, 1)
+        gathered = gather(of_rank(world.rank))
         torch.distributed.destroy_process_group()
-        return same(received, large)
+        return gathered is None if world.rank else same(gathered, [of_rank(rank) for rank in range(3)])
+
+    assert on_ranks(exchange, 3) == [True, True, True]
+
+
+def test_large_tensors_are_broadcast_with_the_rest_in_their_order() -> None:
+    def exchange(world: World, store: torch.distributed.Store | None) -> bool:
+        assert store is not None
+        torch.distributed.init_process_group("gloo", store=store, rank=world.rank, world_size=world.world_size)
+        received = broadcast(LARGE if world.rank == 1 else None, 1)
+        torch.distributed.destroy_process_group()
+        return same(received, LARGE)
 
     assert on_ranks(exchange, 2) == [True, True]
 

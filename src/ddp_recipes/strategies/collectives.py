@@ -18,8 +18,12 @@ LARGE = 1 << 16  # bytes, of a tensor that is a message of its own
 
 
 def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any] | None:
-    """Return every rank's value, in rank order, on the first rank of the group; ``None`` elsewhere."""
-    mine = pack(value).to(of_group(group))
+    """Return every rank's value, in rank order, on the first rank of the group; ``None`` elsewhere.
+
+    Large tensors come one after the other, so that no device ever has more than one of another rank's.
+    """
+    large: list[Tensor] = []
+    mine = torch.cat([*pieces(value, large)]).to(of_group(group))
     sizes = [torch.zeros(1, dtype=torch.int64, device=mine.device) for _ in range(dist.get_world_size(group))]
     dist.all_gather(sizes, torch.tensor([len(mine)], device=mine.device), group=group)
     lengths = [int(size) for size in sizes]
@@ -28,8 +32,23 @@ def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any] | No
     parts = [torch.empty_like(padded) for _ in lengths] if dist.get_rank(group) == 0 else None
     dist.gather(padded, parts, group=group, group_dst=0)
     if parts is None:
+        for tensor in large:
+            dist.send(bytes_of(tensor).to(mine.device), group=group, group_dst=0)
         return None
-    return [unpack(part[:length].cpu()) for part, length in zip(parts, lengths, strict=True)]
+    values = []
+    for source, (part, length) in enumerate(zip(parts, lengths, strict=True)):
+        unfilled: list[Tensor] = []
+        values.append(unpack(part[:length].cpu(), unfilled))
+        for number, tensor in enumerate(unfilled):
+            content = bytes_of(tensor)
+            if source == 0:
+                there = bytes_of(large[number])
+            else:
+                there = content if mine.is_cpu else torch.empty_like(content, device=mine.device)
+                dist.recv(there, group=group, group_src=source)
+            if there is not content:
+                content.copy_(there)
+    return values
 
 
 def broadcast(value: Any, source: int, group: dist.ProcessGroup | None = None) -> Any:
