@@ -246,6 +246,13 @@ def synchronize(device: "torch.device") -> None:
         torch.accelerator.synchronize(device)
 
 
+def page_locked(size: int) -> "torch.Tensor":
+    """Return so many bytes of the host's memory, uint8 [size], that accelerators copy to without anyone waiting."""
+    import torch
+
+    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+
 def empty_cache() -> None:
     """Give memory that torch keeps back to the devices."""
     import torch

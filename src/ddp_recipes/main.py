@@ -40,8 +40,8 @@ def main(config_path: str = CONF, config_name: str = "train", *, leaves: bool = 
     except RecipeError as error:
         print(printable(error), file=sys.stderr)
         status = error.exit_status
-    except KeyboardInterrupt:
-        print("Interrupted.", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        print(f"Interrupted{': ' if error.args else ''}{error}.", file=sys.stderr)
         status = 130
     if leaves:
         leave(status)

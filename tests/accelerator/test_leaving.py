@@ -1,10 +1,18 @@
-"""What leaves a simulated accelerator: a model in parts is put together on the host, tensor by tensor."""
+"""What leaves a simulated accelerator: checkpoints, of which no device holds more than it has to, and no step waits."""
 
 import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from ddp_recipes import checkpointing
+from ddp_recipes.checkpointing.files import load
+from ddp_recipes.checkpointing.parts import put_together
+from ddp_recipes.runtime.digest import digest
 from helpers.accelerator import HABITS, Accelerator
+from helpers.waits import COUNTING
 
 PEAK = """
 import json
@@ -41,3 +49,38 @@ def test_a_pipeline_is_put_together_outside_of_the_device(accelerator: Accelerat
     first = json.loads((accelerator.folder / "peak_0").read_text())
     assert first["held"] > 2 * first["largest"]  # so that what the other rank sends at once would be seen
     assert first["more"] < 3 * first["largest"]  # one at a time, beside the message with all small ones
+
+
+SAVING = [
+    *("checkpoint.every_n_steps=1", "checkpoint.save_top_k=-1", "checkpoint.async_save=true"),
+    *("optimizer=adam", "trainer.max_steps=6"),
+]
+WRITING = Path(checkpointing.__path__[0])
+STRATEGIES = {"ddp": ["strategy=ddp"], "fsdp": ["strategy=fsdp", "strategy.wrap=[net1,net2]"]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_checkpoints_written_while_training_goes_on_are_those_of_the_cpu(
+    name: str, accelerator: Accelerator, run: Callable[..., Any], tmp_path: Path
+) -> None:
+    overrides = [*STRATEGIES[name], *SAVING]
+    ended = accelerator.run(*overrides, ranks=2, habits=HABITS["all"])
+    assert ended.status == 0, ended.err
+    run(*overrides, world_size=2, directory=tmp_path / "cpu")
+    for step in range(1, 7):
+        theirs, ours = (load(each / f"checkpoints/step_{step:08d}.pt") for each in (tmp_path / "cpu", ended.directory))
+        for part in ("model", "optimizer"):
+            assert digest(put_together(ours[part])) == digest(put_together(theirs[part]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_no_step_waits_for_what_a_checkpoint_copies(name: str, accelerator: Accelerator) -> None:
+    (accelerator.folder / "counting.py").write_text(COUNTING)
+    own = ["+callbacks.counting={_target_: counting.Counting, first: 1, last: 5}", "trainer.log_every_n_steps=1000"]
+    ended = accelerator.run(*STRATEGIES[name], *SAVING, *own, ranks=2, habits=HABITS["all"])
+    assert ended.status == 0, ended.err
+    places = [line.split()[-1] for path in accelerator.folder.glob("waits_*") for line in path.read_text().splitlines()]
+    assert places  # what ranks agree on before they save: a few numbers
+    assert not {place.partition(":")[0] for place in places} & {path.name for path in WRITING.iterdir()}

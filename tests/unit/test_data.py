@@ -372,6 +372,25 @@ def test_data_workers_may_be_slow_and_may_not_hang(epochs: int) -> None:
     found.close()
 
 
+class Lost:
+    """A sample whose data worker is killed as its rank reads it, which then finds the connection broken."""
+
+    def __reduce__(self) -> Any:
+        return cut_off, (os.getpid(),)
+
+
+def cut_off(worker: int) -> None:
+    os.kill(worker, signal.SIGKILL)
+    raise ConnectionResetError(104, "Connection reset by peer")
+
+
+def test_a_data_worker_that_dies_as_its_batch_is_read_is_named() -> None:
+    found = Loader(OneByOne(range(8)), BatchPlan(8, 2), CPU, num_workers=1, collate_fn=lambda samples: Lost())
+    with pytest.raises(RuntimeError, match=r"DataLoader worker \(pid \d+\) exited unexpectedly, with exit code -9"):
+        list(found.batches(0))
+    found.close()
+
+
 def test_a_collate_function_is_called_or_refused() -> None:
     plan = BatchPlan(23, 4)
     pad = {"collate_fn": lambda samples: [len(samples)]}

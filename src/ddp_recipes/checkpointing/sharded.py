@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from ddp_recipes.checkpointing.files import State
+from ddp_recipes.checkpointing.host_copies import HostCopies
 from ddp_recipes.checkpointing.manager import Background, Checkpointer, FileCheckpointer
 from ddp_recipes.checkpointing.parts import Part, file_of, index, taken_apart
 from ddp_recipes.checkpointing.staging import PieceWriter
@@ -83,7 +84,7 @@ class PartWriter:
 
     def __init__(self, directory: Path, writers: Writers) -> None:
         self._directory, self._writers = directory, writers
-        self._pieces = PieceWriter()
+        self._pieces, self._copies = PieceWriter(), HostCopies()
 
     def stage(
         self, step: int, tensors: Mapping[str, Tensor], rows: Mapping[str, OwnRows], snapshot: bool
@@ -98,10 +99,13 @@ class PartWriter:
         size = sum(map(size_in_file, (*tensors.values(), *held.values())))
         with unwritable(path, size):
             _refuse_full(path, sum(own.shape.numel() * own.values.dtype.itemsize for own in rows.values()))
-        write = self._pieces.stage(stream({**tensors, **held}), size, snapshot)
+        values, arrived = self._copies.take({**tensors, **held}) if snapshot else ({**tensors, **held}, None)
+        write = self._pieces.stage(stream(values), size, snapshot and arrived is None)
         spans = {name: [rows[name].start, rows[name].start + len(values)] for name, values in held.items()}
 
         def commit() -> None:
+            if arrived is not None:
+                arrived()
             with unwritable(path, size):
                 written: list[tuple[int, int]] = []
                 write_aside(path, lambda file: written.append(write(file)))

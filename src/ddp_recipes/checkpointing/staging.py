@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 import torch
 from torch.serialization import get_crc32_options, set_crc32_options
 
+from ddp_recipes.checkpointing.host_copies import HostCopies
 from ddp_recipes.checkpointing.tensors_file import BLOCK
 from ddp_recipes.checkpointing.writing import size_of
 from ddp_recipes.runtime.files import Save
@@ -31,17 +32,20 @@ class StagingWriter:
     """Keeps the memory of its snapshot from file to file."""
 
     def __init__(self) -> None:
-        self._snapshot = _Snapshot()
+        self._snapshot, self._copies = _Snapshot(), HostCopies()
 
     def stage(self, content: dict[str, Any], snapshot: bool) -> Save:
         """Return what writes the content to a new file."""
+        content, arrived = self._copies.take(content) if snapshot else (content, None)
 
         def stream(file: BinaryIO) -> None:
+            if arrived is not None:
+                arrived()
             blocks = _Blocks(file)
             torch.save(content, blocks)
             blocks.finish()
 
-        if not snapshot:
+        if not snapshot or arrived is not None:
             return stream
         self._snapshot.clear(size_of(content))
         checksums = get_crc32_options()

@@ -19,7 +19,7 @@ class ModelSettings:
 
     num_devices: Count = 1
     split: Literal["auto", "timed"] | list[str | int] | None = None
-    micro_batches: Count = 1
+    micro_batches: Annotated[int, Range(1, 65536)] = 1
     freeze: str | list[str] | None = None
     activation_checkpointing: bool | str | list[str] = False
 

@@ -2,9 +2,11 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
 
 import torch
@@ -164,8 +166,14 @@ class Loader:
                 asked = float("inf")
                 yield batch
                 asked = time.monotonic()
-        except Exception:
+        except Exception as error:
             if not hung:
+                of_connection = batches is not None and isinstance(error, (OSError, EOFError))
+                if of_connection and (dead := _dead(workers_of(batches)[0])) is not None:
+                    # In the words of torch, which looks for dead ones only while it waits for the next batch.
+                    raise RuntimeError(
+                        f"DataLoader worker (pid {dead.pid}) exited unexpectedly, with exit code {dead.exitcode}"
+                    ) from error
                 raise
             # What broke may be a connection of a worker that is still dying, of which torch's handler tells once more.
             with suppress(RuntimeError):
@@ -287,6 +295,15 @@ def _not_empty(indices: torch.Tensor) -> torch.Tensor:
 def _as_it_is(batch: Any) -> Any:
     """Collate what the data set has collated already, since it knows what a batch's random numbers are keyed by."""
     return batch
+
+
+def _dead(workers: Sequence[BaseProcess]) -> BaseProcess | None:
+    """Return a data worker that has died, or dies within a second."""
+    ended = wait([worker.sentinel for worker in workers], timeout=1.0)
+    for worker in workers:
+        if worker.sentinel in ended:
+            worker.join()  # its files are closed a moment before it has an exit code
+    return next((worker for worker in workers if worker.exitcode), None)
 
 
 def _follow_rank(number: int) -> None:

@@ -150,7 +150,8 @@ def decide(
     if refused:
         return Outcome(RequestError(refused[0].message))
     if signals and not failed and not preempted and (deaths or killed):
-        return Outcome(KeyboardInterrupt(), f"stopped by {signals[0]} before a checkpoint was saved")
+        why = f"stopped by {signals[0]} before a checkpoint was saved"
+        return Outcome(KeyboardInterrupt(why), why)
     if preempted and not deaths:
         message = preempted[0].message
         if signals:  # a launcher sends SIGTERM to its ranks, whichever it got

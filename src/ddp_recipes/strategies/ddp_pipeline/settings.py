@@ -25,7 +25,7 @@ class DDPPipelineSettings(StrategySettings):
 
     stages: Annotated[int, Range(2)] = 2
     schedule: Literal["gpipe", "1f1b", "interleaved_1f1b"] = "1f1b"
-    micro_batches: Count = 4
+    micro_batches: Annotated[int, Range(1, 65536)] = 4
     stages_per_process: Count | None = None
 
     def __post_init__(self) -> None:

@@ -257,7 +257,7 @@ class FSDP(Whole, Group):
         """Return on rank 0 the whole of what all ranks have, elsewhere their own."""
         first = self.world.rank < self.group.size()  # of the first replica
         whole = joined(own, like.shape, self.group) if first else None
-        return own if whole is None else whole
+        return own if whole is None else whole.cpu()
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return this rank's rows of each tensor, and what is not dealt, as a count of steps."""
