@@ -105,7 +105,7 @@ class Channel:
     def stop(self, status: int) -> None:
         """Have the followers exit, with the exit code that rank 0 has."""
         with suppress(RunFailed):
-            self._meet(MEET_TO_STOP_S)
+            self._meet(MEET_TO_STOP_S, to_stop=status != 0)
         self._post(f"stop {status}", STOP_S if status else END_S)
         if agent_holds_store():
             return
@@ -113,8 +113,12 @@ class Channel:
         readers = [f"stopped/{each}" for each in range(1, self.world.world_size) if each not in self._unresponsive]
         self.messages.wait(readers, STOP_S if status else END_S)
 
-    def _meet(self, timeout_s: float) -> None:
-        """Answer every follower, whenever it comes; raise if some do not come in time."""
+    def _meet(self, timeout_s: float, to_stop: bool = False) -> None:
+        """Answer every follower, whenever it comes; raise if some do not come in time.
+
+        Args:
+            to_stop: whether all are to end, so that one that has exited need not come.
+        """
         if self._generation is not None:
             return
         name = uuid.uuid4().hex
@@ -128,6 +132,8 @@ class Channel:
                 missing -= {int(each.split("/")[1]) for each in self.messages.there(*(f"here/{n}" for n in missing))}
                 for hello in self.root.there(*(f"hello/{each}" for each in missing)).values():
                     self.root.send(f"welcome/{hello}", name)
+                if to_stop:
+                    missing -= self._peers.absent()
             time.sleep(0.01)
         if missing:
             raise RunFailed(did_not_arrive(missing, self.world.world_size, timeout_s), unresponsive=sorted(missing))
@@ -166,8 +172,10 @@ class Channel:
         name = uuid.uuid4().hex
         self.root.send(f"hello/{self.world.rank}", name)
         self.root.send("knock")
-        generation = self.root.get(f"welcome/{name}", TIMEOUT.total_seconds())
+        generation = self.root.get(f"welcome/{name}", TIMEOUT.total_seconds(), lambda: 0 in self._peers.absent())
         if generation is None:
+            if 0 in self._peers.absent():  # a signal may have ended it before it could say so
+                raise RunFailed(exited_without_report([0], self.world.world_size))
             raise RunFailed(did_not_arrive([0], self.world.world_size, TIMEOUT.total_seconds()))
         self._enter(generation)
         self.messages.send(f"here/{self.world.rank}", json.dumps(asdict(self._note.found())))

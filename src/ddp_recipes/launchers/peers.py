@@ -48,6 +48,14 @@ class Peers:
         self._seen |= running
         return sorted(self._seen - running)
 
+    def absent(self) -> set[int]:
+        """Return the ranks of this node that do not run: they have exited, or, in its first instants, not begun."""
+        running = self._running().keys() if agent_holds_store() else set()
+        if self.world.rank not in running:  # the agent starts something else that starts ranks
+            return set()
+        first = self.world.rank - self.world.local_rank
+        return {*range(first, first + self.world.local_world_size)} - running
+
     def end(self, ranks: Sequence[int], directory: Path | None) -> None:
         """Write the stacks of these ranks, and kill them, those of this node that still run.
 
