@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from signal import SIGKILL, SIGSTOP
+from signal import SIGINT, SIGKILL, SIGSTOP
 
 import pytest
 
@@ -181,6 +181,40 @@ def test_under_torchrun_others_do_not_wait_for_a_rank_0_that_has_left(folder: Pa
         ended = run.end()
     assert ended.status == 1
     assert "Rank 0 of 2 exited without a report." in ended.err
+
+
+ABSENT = """
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+_, rank, *sys.argv = sys.argv
+if os.environ["RANK"] == rank:
+    Path("absent").touch()
+    time.sleep(600)
+elif rank == "0":  # a signal that comes while torch loads may be lost
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    Path("here").touch()
+else:
+    sys.addaudithook(lambda *event: Path("here").touch() if event[0] == "import" and event[1][0] == "torch" else None)
+
+from ddp_recipes.main import main
+
+main()
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_under_torchrun_nobody_waits_for_a_rank_that_a_signal_ended_before_they_met(rank: int, folder: Path) -> None:
+    (folder / "absent.py").write_text(ABSENT)
+    with started(folder, *SMALL, command=[*TORCHRUN, "absent.py", str(rank)]) as run:
+        for name in ("absent", "here"):
+            until((folder / name).exists, START_S, f"not {name}")
+        run.signal(SIGINT)
+        ended = run.end(GONE_S)
+    assert ended.status == 1
 
 
 @pytest.mark.nightly
