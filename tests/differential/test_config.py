@@ -110,6 +110,7 @@ GARBAGE = ("", "=", "a", "==1", "~", "+", "++=1", "seed", "seed=", "seed==1", "a
 # What a run ends with that has begun, and what to change, where sizes of data and model, or numbers, go not together.
 MISFIT = re.compile(
     "(The data have the label|A linear layer takes|An embedding takes|An index is beyond|At step [0-9]+ the loss is|"
+    "The model's forward takes|"
     "[A-Za-z]+Loss (compares|takes)) "
 )
 

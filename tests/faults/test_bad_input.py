@@ -122,6 +122,10 @@ REFUSED_BY_A_RANK: dict[str, tuple[list[str], list[str]]] = {
     "huge learning rate": ([f"optimizer.lr=1{'0' * 400}"], ["optimizer.lr", "1330 bits"]),
     "no time that a clock has": ([f"trainer.max_time='{'9' * 400}:00'"], ["trainer.max_time=9", "is no time"]),
     "validation all the time": (["trainer.val_check_interval=0"], ["trainer.val_check_interval=0", "at least 1"]),
+    "logger's switch from an environment that has it not": (
+        ["logger=csv", "+logger._partial_='${oc.env:NO_SUCH}'"],
+        ["logger._partial_", "NO_SUCH"],
+    ),
     "weights of no sample": (["data.weights=[]"], ["data.weights=[]", "one for each of"]),
     "size beyond memory": (
         ["data=random", "data.num_samples=9223372036854775807"],

@@ -59,9 +59,17 @@ def parameters_of(target: str, section: str) -> Mapping[str, inspect.Parameter]:
         return {}
 
 
-def _resolved(node: Mapping[str, Any], section: str) -> dict[str, Any]:
-    """Return a node with what comes from the environment, and see that what it names by now may be called."""
-    values = OmegaConf.to_container(OmegaConf.create(dict(node)), resolve=True)
+def resolved(node: Mapping[str, Any], section: str) -> dict[str, Any]:
+    """Return a node with what comes from the environment, and see that what it names by now may be called.
+
+    Raises:
+        RequestError: a variable is not set, or something may not be called.
+    """
+    try:
+        values = OmegaConf.to_container(OmegaConf.create(dict(node)), resolve=True)
+    except OmegaConfBaseException as error:
+        where = f"{section}.{error.full_key}" if error.full_key else section
+        raise RequestError(f"{where}: {str(error).splitlines()[0]}") from None
     assert isinstance(values, dict)
     if "${" in str(values):  # Hydra would resolve it once more, behind the check
         raise RequestError(f"{section} still holds ${{…}} once it is resolved. Write out what it stands for.")
@@ -87,16 +95,13 @@ def make(node: Mapping[str, Any], section: str, *arguments: Any, without: Collec
     target = str(node["_target_"])
     try:
         kept = {name: value for name, value in node.items() if name not in without}
-        resolved = _resolved(kept, section)
-        names = [*kinds.check_calls(resolved, section), *_tensors(resolved)]
-        made = hydra_.instantiate(resolved, names, _convert_="all", _partial_=True)
-    except OmegaConfBaseException as error:  # an environment variable that is not set
-        where = f"{section}.{error.full_key}" if error.full_key else section
-        raise RequestError(f"{where}: {str(error).splitlines()[0]}") from None
+        whole = resolved(kept, section)
+        names = [*kinds.check_calls(whole, section), *_tensors(whole)]
+        made = hydra_.instantiate(whole, names, _convert_="all", _partial_=True)
     except InstantiationException as error:
         cause = error.__cause__ or error
         if isinstance(cause, ImportError):
-            for where, named, _ in targets.nodes(resolved, section):
+            for where, named, _ in targets.nodes(whole, section):
                 locate(str(named), where)  # says which one, and what is wrong in a module that is there
         if not isinstance(cause, (ImportError, InstantiationException)):  # of an object nested in this one
             if isinstance(cause, RecipeError) or reaches_own_code(cause):

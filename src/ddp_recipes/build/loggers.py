@@ -3,13 +3,9 @@
 import inspect
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
-from ddp_recipes._compat.messages import shortened
-from ddp_recipes.build.instantiate import check_values, locate, make, parameters_of
+from ddp_recipes.build.instantiate import check_values, locate, make, parameters_of, resolved
 from ddp_recipes.errors import RequestError, nearest
 from ddp_recipes.loggers import Logger, Loggers, folder_name
 
@@ -67,7 +63,8 @@ def _check(node: Mapping[str, Any], section: str) -> None:
         raise RequestError(f"{section} has no _target_, the dotted name of a class or function to call.")
     target = str(node["_target_"])
     parameters, given = parameters_of(target, section), {"directory", "purge_step"}
-    check_values(locate(target, section), {name: node[name] for name in node if "${" not in str(node[name])}, section)
+    values = resolved(node, section)
+    check_values(locate(target, section), values, section)
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return
     if not given <= parameters.keys():
@@ -85,9 +82,4 @@ def _check(node: Mapping[str, Any], section: str) -> None:
             raise RequestError(f"{section}.{name} is missing: {node['_target_']} has no default for it.")
     found = locate(target, section)
     if isinstance(found, type) and issubclass(found, Logger):
-        try:  # what comes from the environment is resolved where it is used
-            its_own = OmegaConf.create({name: node[name] for name in allowed if name in node})
-            resolved = OmegaConf.to_container(its_own, resolve=True)
-        except OmegaConfBaseException as error:
-            raise RequestError(f"{section}.{error.full_key}: {shortened(error)}") from None
-        found.check(section, cast(dict[str, Any], resolved))
+        found.check(section, {name: values[name] for name in allowed if name in values})

@@ -48,6 +48,10 @@ _ADVICE = {
         "Inputs and the model's weights are of different types. Convert inputs in the data set: tensor.float(), or "
         "array.astype('float32')."
     ),
+    r"forward\(\) takes (?:from \d+ to )?\d+ positional arguments? but \d+ (?:was|were) given": (
+        "The model's forward takes fewer arguments than the task gives it. task=classification and task=regression "
+        "give it a batch's inputs, task=model_loss all that is in a batch: choose the one that fits, or another model."
+    ),
     r"DataLoader worker \(pid\(?s?\)? [\d, ]+\) (?:is killed by signal|exited unexpectedly)": (
         "A worker of data.num_workers ended: if nobody killed it, memory ran out (dmesg shows it). Use fewer, or "
         "smaller batches or samples."
