@@ -7,7 +7,7 @@ import ctypes
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
@@ -274,6 +274,26 @@ def memory_limited(device: "torch.device", fraction: float) -> Iterator[None]:
         limit(1.0, device)
 
 
+def count_peak_memory(own: "Iterable[torch.device]") -> None:
+    """Begin to count what :func:`peak_memory` returns."""
+    import torch
+
+    with suppress(AttributeError, NotImplementedError, RuntimeError):
+        for device in filter(is_accelerator, own):
+            torch.accelerator.reset_peak_memory_stats(device)
+
+
+def peak_memory(own: "Iterable[torch.device]") -> int | None:
+    """Return the most bytes that tensors of this process took on one of its devices; ``None`` where nothing counts."""
+    import torch
+
+    try:
+        taken = [torch.accelerator.max_memory_allocated(device) for device in own if is_accelerator(device)]
+    except (AttributeError, NotImplementedError, RuntimeError):  # of a type that has no such count
+        return None
+    return max(taken, default=None)
+
+
 def memory_of_one(kind: str) -> int | None:
     """Return the bytes of this process's first device, where that is asked of torch and there is one."""
     import torch
@@ -334,6 +354,28 @@ def beside_host(backend: str) -> str:
     if accelerator is None or backend == HOST_BACKEND:
         return backend
     return f"{HOST}:{HOST_BACKEND},{accelerator.type}:{backend}"
+
+
+_CHOSEN_BEFORE: dict[str, Any] = {}  # what this process had, where a run has set something else
+
+
+def choose_kernels(precision: str | None, benchmark: bool | None) -> None:
+    """Set how exact products of float32 are, and whether cuDNN tries kernels out; ``None``: as it was before any run.
+
+    Args:
+        precision: as of :func:`torch.set_float32_matmul_precision`.
+    """
+    import torch
+
+    before = _CHOSEN_BEFORE
+    if precision is not None:
+        before.setdefault("precision", torch.get_float32_matmul_precision())
+    if benchmark is not None:
+        before.setdefault("benchmark", torch.backends.cudnn.benchmark)
+    if "precision" in before:
+        torch.set_float32_matmul_precision(precision or before.pop("precision"))
+    if "benchmark" in before:
+        torch.backends.cudnn.benchmark = before.pop("benchmark") if benchmark is None else benchmark
 
 
 def set_environment_up() -> None:

@@ -22,6 +22,7 @@ from ddp_recipes.checkpointing.files import State
 from ddp_recipes.checkpointing.sharded import Writers, begin, make_checkpointer
 from ddp_recipes.config.parallelism import PipelineShape
 from ddp_recipes.config.request import Request
+from ddp_recipes.devices import peak_memory
 from ddp_recipes.loggers import Logger
 from ddp_recipes.model_parallel import Stage
 from ddp_recipes.model_parallel.timeline import Cell, bubble, order, timeline
@@ -232,6 +233,7 @@ class Output:
             "seconds_lost": 0.0 if run is None else run.seconds_lost,
             "samples_per_second": rate,
             "step_time_ms": statistics.median(steps) * 1e3 if steps else None,
+            "peak_memory_bytes": None if run is None else peak_memory(run.devices),
             "wall_time_s": time.monotonic() - began,
             "weights_sha256": weights_sha256,
             "run_directory": str(self.job.directory),

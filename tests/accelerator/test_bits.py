@@ -37,6 +37,7 @@ def test_a_run_ends_with_the_bits_of_the_cpu(name: str, habit: str, accelerator:
     assert ended.status == 0, ended.err
     assert ended.summary["weights_sha256"] == run(*overrides, world_size=ranks)["weights_sha256"]
     assert (ended.summary["status"], ended.summary["device"]) == ("finished", "OpenReg")
+    assert ended.summary["peak_memory_bytes"] > 0
 
 
 @pytest.mark.slow

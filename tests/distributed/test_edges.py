@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import ddp_recipes
 from ddp_recipes.callbacks import EarlyStopping
 from ddp_recipes.config.monitor import better
 from ddp_recipes.errors import RequestError
@@ -180,6 +181,21 @@ def test_hydra_mode_of_a_yaml_is_a_sweep(tmp_path: Path, python: str) -> None:
 def test_what_lightning_calls_otherwise_is_named(override: str, ours: str) -> None:
     with pytest.raises(RequestError, match=rf"What Lightning calls so is {ours} here\."):
         make_job([*QUICK, override])
+
+
+def test_how_exact_products_are_holds_for_one_run(tmp_path: Path) -> None:
+    """Of several in this process each has its own."""
+    found = []
+    for more in (["trainer.matmul_precision=medium", "trainer.benchmark=true"], []):
+        one = ["launcher.nproc_per_node=1", "launcher.device=cpu", f"hydra.run.dir={tmp_path / str(len(more))}"]
+        ddp_recipes.run([*QUICK, *one, "trainer.max_steps=1", *more])
+        found.append((torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark))
+    assert found == [("medium", True), ("highest", False)]
+
+
+def test_kernels_that_are_tried_out_are_not_deterministic() -> None:
+    with pytest.raises(RequestError, match=r"trainer\.benchmark=true picks kernels .* leave out one"):
+        run_recipe([*QUICK, "trainer.benchmark=true", "trainer.deterministic=true"])
 
 
 # --- messages --------------------------------------------------------------------------------------------------------

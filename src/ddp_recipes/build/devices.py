@@ -99,5 +99,7 @@ def set_torch_up(trainer: TrainerSettings, own: Devices) -> None:
     if trainer.deterministic != torch.are_deterministic_algorithms_enabled():  # the call loads the compiler
         torch.use_deterministic_algorithms(trainer.deterministic)
     torch.autograd.set_detect_anomaly(trainer.detect_anomaly)
+    devices.count_peak_memory(own.own)
+    devices.choose_kernels(trainer.matmul_precision, trainer.benchmark)
     if not devices.is_accelerator(own.own[0]):
         fast_paths.keep_freed_memory()

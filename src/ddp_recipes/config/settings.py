@@ -62,6 +62,8 @@ class TrainerSettings:
     deterministic: bool
     detect_anomaly: bool
     compile: bool
+    matmul_precision: Literal["highest", "high", "medium"] | None = None
+    benchmark: bool | None = None
     fast_paths: bool = True
     progress: Literal["auto", "bar", "lines"] | bool
 
@@ -71,6 +73,11 @@ class TrainerSettings:
                 "trainer.max_epochs, trainer.max_steps and trainer.max_time are all unlimited: set one of them."
             )
         seconds(self.max_time)
+        if self.benchmark and self.deterministic:
+            raise RequestError(
+                "trainer.benchmark=true picks kernels by what they take, which differs from start to start, and "
+                "trainer.deterministic=true asks for the same ones: leave out one."
+            )
 
     def effective(self) -> "TrainerSettings":
         """Return what the loop runs with: ``fast_dev_run``, ``overfit_batches`` and -1 spelled out."""
