@@ -114,7 +114,7 @@ REFUSED = {
         ["model.split=net2 is not allowed. Allowed: auto, timed, or a list of names"],
     ),
     "a model that places itself": (["model=toy_mp", "model.split=auto"], ["model.split=auto", "places itself"]),
-    "no micro-batch": (["model.micro_batches=0"], ["model.micro_batches=0 is not allowed", "number at least 1"]),
+    "no micro-batch": (["model.micro_batches=0"], ["model.micro_batches=0 is not allowed", "number from 1 to 65536"]),
     "statistics of all ranks": (
         ["model.micro_batches=2", "strategy.sync_batchnorm=true"],
         ["model.micro_batches=2 and strategy.sync_batchnorm=true", "Leave out one"],

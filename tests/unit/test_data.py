@@ -386,7 +386,7 @@ def cut_off(worker: int) -> None:
 
 def test_a_data_worker_that_dies_as_its_batch_is_read_is_named() -> None:
     found = Loader(OneByOne(range(8)), BatchPlan(8, 2), CPU, num_workers=1, collate_fn=lambda samples: Lost())
-    with pytest.raises(RuntimeError, match=r"DataLoader worker \(pid \d+\) exited unexpectedly, with exit code -9"):
+    with pytest.raises(RuntimeError, match=r"DataLoader worker \(pid \d+\) (exited unexpectedly|is killed)"):
         list(found.batches(0))
     found.close()
 

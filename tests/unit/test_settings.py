@@ -106,7 +106,7 @@ def test_refused(given: Parse) -> None:
         ("data.shard", "stride", "Allowed: contiguous, strided. Did you mean 'strided'?"),
         ("trainer.max_epochs", -2, "Allowed: a whole number at least -1, or null."),
         ("trainer.max_time", "soon", 'trainer.max_time=soon is no time. Allowed: seconds, or "DD:HH:MM:SS".'),
-        ("trainer.val_check_interval", 1.5, "Allowed: a number from 0 to 1, or a whole number at least 1."),
+        ("trainer.val_check_interval", 1.5, "Allowed: a number from 1e-06 to 1, or a whole number at least 1."),
         ("trainer.limit_train_batches", -0.1, "trainer.limit_train_batches=-0.1 is not allowed"),
         ("trainer.precision", "16mixed", "Did you mean '16-mixed'?"),
         ("trainer.progress", "ba", "Did you mean 'bar'?"),
