@@ -36,6 +36,7 @@ class Range:
 
 
 Count = Annotated[int, Range(1)]
+MicroBatches = Annotated[int, Range(1, 65536)]  # torch makes a view for each, so it needs a bound
 Positive = Annotated[float, Range(1e-6)]
 Seconds = Annotated[float, Range(1, 1e9)]  # what clocks and timeouts of the system take
 Natural = Annotated[int, Range(0)]

@@ -5,7 +5,7 @@ import os
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from ddp_recipes.config.keys import Count, Fraction, Natural, Positive, Range, Seconds
+from ddp_recipes.config.keys import Count, Fraction, MicroBatches, Natural, Positive, Range, Seconds
 from ddp_recipes.devices import HOST, refuse_on_host
 from ddp_recipes.errors import RequestError
 
@@ -19,7 +19,7 @@ class ModelSettings:
 
     num_devices: Count = 1
     split: Literal["auto", "timed"] | list[str | int] | None = None
-    micro_batches: Annotated[int, Range(1, 65536)] = 1
+    micro_batches: MicroBatches = 1
     freeze: str | list[str] | None = None
     activation_checkpointing: bool | str | list[str] = False
 

@@ -170,7 +170,7 @@ class Loader:
             if not hung:
                 of_connection = batches is not None and isinstance(error, (OSError, EOFError))
                 if of_connection and (dead := _dead(workers_of(batches)[0])) is not None:
-                    # In the words of torch, which looks for dead ones only while it waits for the next batch.
+                    # Torch's own message: it looks for dead workers only while it waits for the next batch.
                     raise RuntimeError(
                         f"DataLoader worker (pid {dead.pid}) exited unexpectedly, with exit code {dead.exitcode}"
                     ) from error

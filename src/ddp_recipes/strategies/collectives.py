@@ -23,7 +23,7 @@ def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any] | No
     Large tensors come one after the other, so that no device ever has more than one of another rank's.
     """
     large: list[Tensor] = []
-    mine = torch.cat([*pieces(value, large)]).to(of_group(group))
+    mine = pack(value, large).to(of_group(group))
     sizes = [torch.zeros(1, dtype=torch.int64, device=mine.device) for _ in range(dist.get_world_size(group))]
     dist.all_gather(sizes, torch.tensor([len(mine)], device=mine.device), group=group)
     lengths = [int(size) for size in sizes]
@@ -58,7 +58,7 @@ def broadcast(value: Any, source: int, group: dist.ProcessGroup | None = None) -
     """
     large: list[Tensor] = []
     sends = dist.get_rank(group) == source
-    packed = (torch.cat([*pieces(value, large)]) if sends else torch.empty(0, dtype=torch.uint8)).to(of_group(group))
+    packed = (pack(value, large) if sends else torch.empty(0, dtype=torch.uint8)).to(of_group(group))
     size = torch.tensor([len(packed)], device=packed.device)
     dist.broadcast(size, group=group, group_src=source)
     if not sends:
@@ -74,9 +74,13 @@ def broadcast(value: Any, source: int, group: dist.ProcessGroup | None = None) -
     return received
 
 
-def pack(value: Any) -> Tensor:
-    """Return as bytes what is made of tensors, dicts, lists, tuples, strings, numbers, booleans and ``None``."""
-    return torch.cat([*pieces(value)])
+def pack(value: Any, large: list[Tensor] | None = None) -> Tensor:
+    """Return as bytes what is made of tensors, dicts, lists, tuples, strings, numbers, booleans and ``None``.
+
+    Args:
+        large: as of :func:`pieces`.
+    """
+    return torch.cat([*pieces(value, large)])
 
 
 def pieces(value: Any, large: list[Tensor] | None = None) -> Iterator[Tensor]:

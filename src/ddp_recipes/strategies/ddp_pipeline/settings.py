@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from ddp_recipes.config.keys import Count, Range
+from ddp_recipes.config.keys import Count, MicroBatches, Range
 from ddp_recipes.config.parallelism import PipelineShape, StrategySettings
 from ddp_recipes.errors import RequestError
 
@@ -25,7 +25,7 @@ class DDPPipelineSettings(StrategySettings):
 
     stages: Annotated[int, Range(2)] = 2
     schedule: Literal["gpipe", "1f1b", "interleaved_1f1b"] = "1f1b"
-    micro_batches: Annotated[int, Range(1, 65536)] = 4
+    micro_batches: MicroBatches = 4
     stages_per_process: Count | None = None
 
     def __post_init__(self) -> None:
