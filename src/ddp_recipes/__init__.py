@@ -1,7 +1,8 @@
 """Hydra configs to distributed PyTorch runs: one config, one command, one run directory."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from ddp_recipes._lazy import on_use
 from ddp_recipes._version import __version__
 from ddp_recipes.errors import Preempted, RecipeError, RequestError, RunFailed
 
@@ -30,11 +31,4 @@ _HOME = {
 
 __all__ = ["Preempted", "RecipeError", "RequestError", "RunFailed", "__version__", *_HOME]
 
-
-def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used: ``import ddp_recipes`` alone loads neither torch nor Hydra."""
-    if name not in _HOME:
-        raise AttributeError(f"module 'ddp_recipes' has no attribute '{name}'")
-    from importlib import import_module
-
-    return getattr(import_module(f"ddp_recipes.{_HOME[name]}"), name)
+__getattr__ = on_use(__name__, _HOME)

@@ -1,22 +1,42 @@
 """Who starts the ranks of one run: a module or folder a launcher. None of them loads torch before it has to."""
 
-from ddp_recipes.launchers.base import Launcher, Resources
-from ddp_recipes.launchers.env import AutoLauncher, EnvLauncher
-from ddp_recipes.launchers.local import LocalLauncher
-from ddp_recipes.launchers.nodes import NodesLauncher
-from ddp_recipes.launchers.reports import Death, Outcome, RankReport, decide
-from ddp_recipes.launchers.slurm.launcher import SlurmLauncher
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "AutoLauncher",
-    "Death",
-    "EnvLauncher",
-    "Launcher",
-    "LocalLauncher",
-    "NodesLauncher",
-    "Outcome",
-    "RankReport",
-    "Resources",
-    "SlurmLauncher",
-    "decide",
-]
+from ddp_recipes._lazy import on_use
+
+if TYPE_CHECKING:
+    from ddp_recipes.launchers.base import Launcher as Launcher
+    from ddp_recipes.launchers.base import Resources as Resources
+    from ddp_recipes.launchers.env import AutoLauncher as AutoLauncher
+    from ddp_recipes.launchers.env import EnvLauncher as EnvLauncher
+    from ddp_recipes.launchers.local import LocalLauncher as LocalLauncher
+    from ddp_recipes.launchers.nodes import NodesLauncher as NodesLauncher
+    from ddp_recipes.launchers.reports import (
+        Death as Death,
+    )
+    from ddp_recipes.launchers.reports import (
+        Outcome as Outcome,
+    )
+    from ddp_recipes.launchers.reports import (
+        RankReport as RankReport,
+    )
+    from ddp_recipes.launchers.reports import (
+        decide as decide,
+    )
+    from ddp_recipes.launchers.slurm.launcher import SlurmLauncher as SlurmLauncher
+
+_HOMES = {
+    "AutoLauncher": "env",
+    "Death": "reports",
+    "EnvLauncher": "env",
+    "Launcher": "base",
+    "LocalLauncher": "local",
+    "NodesLauncher": "nodes",
+    "Outcome": "reports",
+    "RankReport": "reports",
+    "Resources": "base",
+    "SlurmLauncher": "slurm.launcher",
+    "decide": "reports",
+}
+__all__ = [*_HOMES]
+__getattr__ = on_use(__name__, _HOMES)

@@ -1,9 +1,26 @@
 """Loggers: where numbers go."""
 
-from ddp_recipes.loggers.base import Logger, Loggers, folder_name
-from ddp_recipes.loggers.csv import CSVLogger
-from ddp_recipes.loggers.mlflow import MLflowLogger
-from ddp_recipes.loggers.tensorboard import TensorBoardLogger
-from ddp_recipes.loggers.wandb import WandbLogger
+from typing import TYPE_CHECKING
 
-__all__ = ["CSVLogger", "Logger", "Loggers", "MLflowLogger", "TensorBoardLogger", "WandbLogger", "folder_name"]
+from ddp_recipes._lazy import on_use
+
+if TYPE_CHECKING:
+    from ddp_recipes.loggers.base import Logger as Logger
+    from ddp_recipes.loggers.base import Loggers as Loggers
+    from ddp_recipes.loggers.base import folder_name as folder_name
+    from ddp_recipes.loggers.csv import CSVLogger as CSVLogger
+    from ddp_recipes.loggers.mlflow import MLflowLogger as MLflowLogger
+    from ddp_recipes.loggers.tensorboard import TensorBoardLogger as TensorBoardLogger
+    from ddp_recipes.loggers.wandb import WandbLogger as WandbLogger
+
+_HOMES = {
+    "CSVLogger": "csv",
+    "Logger": "base",
+    "Loggers": "base",
+    "MLflowLogger": "mlflow",
+    "TensorBoardLogger": "tensorboard",
+    "WandbLogger": "wandb",
+    "folder_name": "base",
+}
+__all__ = [*_HOMES]
+__getattr__ = on_use(__name__, _HOMES)

@@ -1,8 +1,24 @@
 """One replica over several devices: which block is where, and micro-batches that keep the devices busy."""
 
-from ddp_recipes.model_parallel.dry_run import DryRun
-from ddp_recipes.model_parallel.micro_batches import in_micro_batches
-from ddp_recipes.model_parallel.split import Stage, apart, split_model
-from ddp_recipes.model_parallel.timing import timed
+from typing import TYPE_CHECKING
 
-__all__ = ["DryRun", "Stage", "apart", "in_micro_batches", "split_model", "timed"]
+from ddp_recipes._lazy import on_use
+
+if TYPE_CHECKING:
+    from ddp_recipes.model_parallel.dry_run import DryRun as DryRun
+    from ddp_recipes.model_parallel.micro_batches import in_micro_batches as in_micro_batches
+    from ddp_recipes.model_parallel.split import Stage as Stage
+    from ddp_recipes.model_parallel.split import apart as apart
+    from ddp_recipes.model_parallel.split import split_model as split_model
+    from ddp_recipes.model_parallel.timing import timed as timed
+
+_HOMES = {
+    "DryRun": "dry_run",
+    "Stage": "split",
+    "apart": "split",
+    "in_micro_batches": "micro_batches",
+    "split_model": "split",
+    "timed": "timing",
+}
+__all__ = [*_HOMES]
+__getattr__ = on_use(__name__, _HOMES)

@@ -1,22 +1,38 @@
-"""The models of the recipes. A class here and a yaml in ``conf/model`` make ``model=<name>``.
+"""The models of the recipes. A class here and a yaml in ``conf/model`` make ``model=<name>``."""
 
-Importing this package does not import torchvision; asking for one of its ResNets does.
-"""
+from typing import TYPE_CHECKING
 
-from typing import TYPE_CHECKING, Any
-
-from ddp_recipes.models.basic import MLP, Linear, Toy, ToyMP
-from ddp_recipes.models.gpt import GPT
+from ddp_recipes._lazy import on_use
 
 if TYPE_CHECKING:
-    from ddp_recipes.models.resnet import ResNet50MP, resnet18, resnet50, resnet50_mp
+    from ddp_recipes.models.basic import MLP as MLP
+    from ddp_recipes.models.basic import Linear as Linear
+    from ddp_recipes.models.basic import Toy as Toy
+    from ddp_recipes.models.basic import ToyMP as ToyMP
+    from ddp_recipes.models.gpt import GPT as GPT
+    from ddp_recipes.models.resnet import (
+        ResNet50MP as ResNet50MP,
+    )
+    from ddp_recipes.models.resnet import (
+        resnet18 as resnet18,
+    )
+    from ddp_recipes.models.resnet import (
+        resnet50 as resnet50,
+    )
+    from ddp_recipes.models.resnet import (
+        resnet50_mp as resnet50_mp,
+    )
 
-__all__ = ["GPT", "MLP", "Linear", "ResNet50MP", "Toy", "ToyMP", "resnet18", "resnet50", "resnet50_mp"]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from ddp_recipes.models import resnet
-
-    return getattr(resnet, name)
+_HOMES = {
+    "GPT": "gpt",
+    "MLP": "basic",
+    "Linear": "basic",
+    "ResNet50MP": "resnet",
+    "Toy": "basic",
+    "ToyMP": "basic",
+    "resnet18": "resnet",
+    "resnet50": "resnet",
+    "resnet50_mp": "resnet",
+}
+__all__ = [*_HOMES]
+__getattr__ = on_use(__name__, _HOMES)

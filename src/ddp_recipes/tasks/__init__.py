@@ -1,18 +1,40 @@
 """Tasks: module, loss and metrics, which a strategy wraps."""
 
-from ddp_recipes.tasks.language_modeling import LanguageModelingTask
-from ddp_recipes.tasks.model_loss import ModelLossTask
-from ddp_recipes.tasks.schedule import OwnOptimizers, Schedule
-from ddp_recipes.tasks.task import Accuracy, MeanAbsoluteError, StepOutput, Surroundings, Task
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "Accuracy",
-    "LanguageModelingTask",
-    "MeanAbsoluteError",
-    "ModelLossTask",
-    "OwnOptimizers",
-    "Schedule",
-    "StepOutput",
-    "Surroundings",
-    "Task",
-]
+from ddp_recipes._lazy import on_use
+
+if TYPE_CHECKING:
+    from ddp_recipes.tasks.language_modeling import LanguageModelingTask as LanguageModelingTask
+    from ddp_recipes.tasks.model_loss import ModelLossTask as ModelLossTask
+    from ddp_recipes.tasks.schedule import OwnOptimizers as OwnOptimizers
+    from ddp_recipes.tasks.schedule import Schedule as Schedule
+    from ddp_recipes.tasks.task import (
+        Accuracy as Accuracy,
+    )
+    from ddp_recipes.tasks.task import (
+        MeanAbsoluteError as MeanAbsoluteError,
+    )
+    from ddp_recipes.tasks.task import (
+        StepOutput as StepOutput,
+    )
+    from ddp_recipes.tasks.task import (
+        Surroundings as Surroundings,
+    )
+    from ddp_recipes.tasks.task import (
+        Task as Task,
+    )
+
+_HOMES = {
+    "Accuracy": "task",
+    "LanguageModelingTask": "language_modeling",
+    "MeanAbsoluteError": "task",
+    "ModelLossTask": "model_loss",
+    "OwnOptimizers": "schedule",
+    "Schedule": "schedule",
+    "StepOutput": "task",
+    "Surroundings": "task",
+    "Task": "task",
+}
+__all__ = [*_HOMES]
+__getattr__ = on_use(__name__, _HOMES)
