@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from ddp_recipes.tasks import Task as Task
 
 _HOME = {
-    "Callback": "callbacks",
-    "Logger": "loggers",
-    "StepOutput": "tasks",
-    "Strategy": "strategies",
-    "StrategySettings": "config.parallelism",
-    "Task": "tasks",
-    "World": "runtime.world",
-    "export": "checkpointing.export",
-    "run": "main",
+    "Callback": ".callbacks",
+    "Logger": ".loggers",
+    "StepOutput": ".tasks",
+    "Strategy": ".strategies",
+    "StrategySettings": ".config.parallelism",
+    "Task": ".tasks",
+    "World": ".runtime.world",
+    "export": ".checkpointing.export",
+    "run": ".main",
 }
 
 __all__ = ["Preempted", "RecipeError", "RequestError", "RunFailed", "__version__", *_HOME]

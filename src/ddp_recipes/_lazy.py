@@ -10,12 +10,12 @@ def on_use(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
 
     Args:
         package: its ``__name__``.
-        homes: for each public name the module of the package that has it.
+        homes: for each public name the module that has it, as :func:`importlib.import_module` takes it.
     """
 
     def __getattr__(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(import_module(f"{package}.{homes[name]}"), name)
+        return getattr(import_module(homes[name], package), name)
 
     return __getattr__

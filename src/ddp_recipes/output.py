@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,20 +19,15 @@ from omegaconf import OmegaConf
 from ddp_recipes._version import __version__
 from ddp_recipes.checkpointing.files import State
 from ddp_recipes.checkpointing.sharded import Writers, begin, make_checkpointer
-from ddp_recipes.config.parallelism import PipelineShape
 from ddp_recipes.config.request import Request
 from ddp_recipes.devices import peak_memory
 from ddp_recipes.loggers import Logger
 from ddp_recipes.model_parallel import Stage
-from ddp_recipes.model_parallel.timeline import Cell, bubble, order, timeline
-from ddp_recipes.reporting.figures.schedule import draw_schedule
-from ddp_recipes.reporting.figures.split import draw_split
 from ddp_recipes.reporting.hparams import hyper_parameters, overridden
 from ddp_recipes.reporting.logs import FAILURE, Console, ForwardHandler, LogFile, handling
 from ddp_recipes.reporting.progress import Progress, make_progress, number, table
 from ddp_recipes.reporting.run_directory import RunDirectory, Summary, read_summary, recording, write_summary
 from ddp_recipes.runtime.control import Control
-from ddp_recipes.runtime.files import write_aside
 from ddp_recipes.runtime.job import Job
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies import Strategy
@@ -112,8 +106,7 @@ class Output:
             config = OmegaConf.to_yaml(OmegaConf.create(dict(self.job.config)))
             fence = "`" * max(3, 1 + max(map(len, re.findall("`+", config)), default=0))  # which no value ends
             self.logger.text("config", f"{fence}yaml\n{config}\n{fence}")
-            self._draw_split()
-            self._draw_schedule()
+            self._draw_stages()
         if run is None:
             return
         run.logger, run.progress = self.logger, self.progress
@@ -242,31 +235,15 @@ class Output:
             "python": platform.python_version(),
         }
 
-    def _draw_split(self) -> None:
-        if not self.stages:
-            return
-        if self.stages[0].time is None:
-            log.info("There is no split.png: what blocks cost is known from trying the split out, which failed.")
-            return
-        name = type(self.task.model).__name__
-        caption = f"{name} over {len(self.stages)} devices: each replica's blocks and what they take"
-        self.leave_picture("split", lambda: draw_split(self.stages, caption))
-
-    def _draw_schedule(self) -> None:
+    def _draw_stages(self) -> None:
         pipeline = self.request.strategy.pipeline
-        if self.run is not None and pipeline is not None:
-            title = f"{pipeline.schedule}, {pipeline.micro_batches} micro-batches"
-            self.leave_picture("schedule", lambda: draw_schedule(cells_of(pipeline), title))
+        if self.stages or pipeline is not None:
+            from ddp_recipes.reporting.figures.stages import leave_schedule, leave_split
 
-    def leave_picture(self, name: str, draw: Callable[[], bytes]) -> None:
-        """Draw a picture into the run directory and the logger, or say why there is none."""
-        if find_spec("matplotlib") is None:
-            log.info("There is no %s.png: it takes matplotlib. Install ddp-recipes[figures] for it.", name)
-            return
-        logging.getLogger("matplotlib").setLevel(logging.WARNING)
-        png = draw()
-        write_aside(self.job.directory / f"{name}.png", lambda file: file.write(png))
-        self.logger.image(name, png)
+            if self.stages:
+                leave_split(self.job.directory, self.logger, type(self.task.model).__name__, self.stages)
+            if pipeline is not None and self.run is not None:
+                leave_schedule(self.job.directory, self.logger, pipeline)
 
     def _start_rows(self) -> list[tuple[str, str]]:
         world, settings = self.world, self.request.strategy
@@ -282,6 +259,8 @@ class Output:
         if (micro_batches := self.request.model.micro_batches) > 1:
             rows.append(("micro-batches", f"{micro_batches} a batch{note}"))
         if (pipeline := settings.pipeline) is not None:
+            from ddp_recipes.model_parallel.timeline import bubble, cells_of
+
             parts = f"{pipeline.micro_batches} micro-batches{note}"
             waiting = f"processes wait {bubble(cells_of(pipeline)):.0%} of the time at best"
             rows.append(("schedule", f"{pipeline.schedule}, {parts}; {waiting}"))
@@ -315,9 +294,3 @@ class Output:
         if Path(path).is_relative_to(here) and not here.is_relative_to(self.job.directory):
             return str(Path(path).relative_to(here))
         return str(path)
-
-
-def cells_of(pipeline: PipelineShape) -> list[list[Cell]]:
-    """Return when the processes of a pipeline work, if all stages take equally long."""
-    works = order(pipeline.schedule, pipeline.stages, pipeline.processes, pipeline.micro_batches)
-    return timeline(works, pipeline.stages)

@@ -36,9 +36,7 @@ from ddp_recipes.runtime.messages import Messages
 from ddp_recipes.runtime.process import ignore_once
 from ddp_recipes.runtime.watcher import Watcher
 from ddp_recipes.runtime.world import World
-from ddp_recipes.tools import batch_size, learning_rate, profiling
-from ddp_recipes.tools import dry_run as planning
-from ddp_recipes.tools import equivalence as check
+from ddp_recipes.tools import command
 from ddp_recipes.training.cadence import save_meets_validation
 from ddp_recipes.training.evaluation import check_measured, check_monitor, evaluate, evaluated, refusing_collectives
 from ddp_recipes.training.metrics import Matrices, log_matrices
@@ -81,7 +79,8 @@ def _run(job: Job, world: World, messages: Messages | None, watcher: Watcher) ->
         if recipe.devices.layout is None:
             join(recipe)
             watcher.joined()
-        WORK[recipe.request.run.work](recipe, output)
+        work = recipe.request.run.work
+        (WORK.get(work) or command(work))(recipe, output)
         summary = output.facts(final_digest(recipe)) | {"status": "finished"}
         if job.last:
             ignore_once(ASKS_TO_STOP)  # there is nothing left to stop, and a rank that died of it would not report
@@ -203,7 +202,6 @@ def fit(recipe: Recipe, output: Output) -> None:
         callback.check()
     run.memory = rejoin.make_memory(recipe, run)
     output.open(run)
-    output.hold(profiling.record(run, output.leave_picture))
     for callback in run.callbacks.values():
         callback.on_start(recipe.job.directory if recipe.world.is_main else None, recipe.task)
     try:
@@ -329,10 +327,6 @@ WORK: dict[str, Callable[[Recipe, Output], None]] = {
     "test": measure,
     "predict": predict,
     "export": export,
-    "equivalence": check.equivalence,
-    "plan": planning.plan,
-    "lr": learning_rate.tune,
-    "batch_size": batch_size.tune,
 }
 
 

@@ -10,23 +10,20 @@ if TYPE_CHECKING:
     from ddp_recipes.callbacks.early_stopping import EarlyStopping as EarlyStopping
     from ddp_recipes.callbacks.ema import EMA as EMA
     from ddp_recipes.callbacks.learning_rate import LearningRateMonitor as LearningRateMonitor
-    from ddp_recipes.callbacks.profiler import BETWEEN_STEPS as BETWEEN_STEPS
-    from ddp_recipes.callbacks.profiler import Profiler as Profiler
     from ddp_recipes.callbacks.samples import SamplePredictions as SamplePredictions
     from ddp_recipes.callbacks.summary import ModelSummary as ModelSummary
     from ddp_recipes.callbacks.text import SampleText as SampleText
 
 _HOMES = {
-    "BETWEEN_STEPS": "profiler",
-    "EMA": "ema",
-    "Callback": "base",
-    "EarlyStopping": "early_stopping",
-    "GradientAccumulation": "accumulation",
-    "LearningRateMonitor": "learning_rate",
-    "ModelSummary": "summary",
-    "Profiler": "profiler",
-    "SamplePredictions": "samples",
-    "SampleText": "text",
+    "EMA": ".ema",
+    "Callback": ".base",
+    "EarlyStopping": ".early_stopping",
+    "GradientAccumulation": ".accumulation",
+    "LearningRateMonitor": ".learning_rate",
+    "ModelSummary": ".summary",
+    "Profiler": "ddp_recipes.tools.profiling",  # where it was before
+    "SamplePredictions": ".samples",
+    "SampleText": ".text",
 }
 __all__ = [*_HOMES]
 __getattr__ = on_use(__name__, _HOMES)

@@ -26,17 +26,17 @@ if TYPE_CHECKING:
     from ddp_recipes.launchers.slurm.launcher import SlurmLauncher as SlurmLauncher
 
 _HOMES = {
-    "AutoLauncher": "env",
-    "Death": "reports",
-    "EnvLauncher": "env",
-    "Launcher": "base",
-    "LocalLauncher": "local",
-    "NodesLauncher": "nodes",
-    "Outcome": "reports",
-    "RankReport": "reports",
-    "Resources": "base",
-    "SlurmLauncher": "slurm.launcher",
-    "decide": "reports",
+    "AutoLauncher": ".env",
+    "Death": ".reports",
+    "EnvLauncher": ".env",
+    "Launcher": ".base",
+    "LocalLauncher": ".local",
+    "NodesLauncher": ".nodes",
+    "Outcome": ".reports",
+    "RankReport": ".reports",
+    "Resources": ".base",
+    "SlurmLauncher": ".slurm.launcher",
+    "decide": ".reports",
 }
 __all__ = [*_HOMES]
 __getattr__ = on_use(__name__, _HOMES)

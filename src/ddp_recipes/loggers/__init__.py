@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from ddp_recipes.loggers.wandb import WandbLogger as WandbLogger
 
 _HOMES = {
-    "CSVLogger": "csv",
-    "Logger": "base",
-    "Loggers": "base",
-    "MLflowLogger": "mlflow",
-    "TensorBoardLogger": "tensorboard",
-    "WandbLogger": "wandb",
-    "folder_name": "base",
+    "CSVLogger": ".csv",
+    "Logger": ".base",
+    "Loggers": ".base",
+    "MLflowLogger": ".mlflow",
+    "TensorBoardLogger": ".tensorboard",
+    "WandbLogger": ".wandb",
+    "folder_name": ".base",
 }
 __all__ = [*_HOMES]
 __getattr__ = on_use(__name__, _HOMES)

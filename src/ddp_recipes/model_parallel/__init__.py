@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from ddp_recipes.model_parallel.timing import timed as timed
 
 _HOMES = {
-    "DryRun": "dry_run",
-    "Stage": "split",
-    "apart": "split",
-    "in_micro_batches": "micro_batches",
-    "split_model": "split",
-    "timed": "timing",
+    "DryRun": ".dry_run",
+    "Stage": ".split",
+    "apart": ".split",
+    "in_micro_batches": ".micro_batches",
+    "split_model": ".split",
+    "timed": ".timing",
 }
 __all__ = [*_HOMES]
 __getattr__ = on_use(__name__, _HOMES)

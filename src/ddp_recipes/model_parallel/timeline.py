@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from itertools import count
 
+from ddp_recipes.config.parallelism import PipelineShape
+
 FORWARD, BACKWARD = "F", "B"
 LENGTH = {FORWARD: 1, BACKWARD: 2}  # of a micro-batch in a stage: backward computes gradients of inputs and of weights
 
@@ -112,3 +114,9 @@ def bubble(cells: list[list[Cell]]) -> float:
     span = max(done[-1].end for done in cells)
     busy = sum(cell.end - cell.start for done in cells for cell in done)
     return 1 - busy / (span * len(cells))
+
+
+def cells_of(pipeline: PipelineShape) -> list[list[Cell]]:
+    """Return when the processes of a pipeline work, if all stages take equally long."""
+    works = order(pipeline.schedule, pipeline.stages, pipeline.processes, pipeline.micro_batches)
+    return timeline(works, pipeline.stages)

@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     )
 
 _HOMES = {
-    "GPT": "gpt",
-    "MLP": "basic",
-    "Linear": "basic",
-    "ResNet50MP": "resnet",
-    "Toy": "basic",
-    "ToyMP": "basic",
-    "resnet18": "resnet",
-    "resnet50": "resnet",
-    "resnet50_mp": "resnet",
+    "GPT": ".gpt",
+    "MLP": ".basic",
+    "Linear": ".basic",
+    "ResNet50MP": ".resnet",
+    "Toy": ".basic",
+    "ToyMP": ".basic",
+    "resnet18": ".resnet",
+    "resnet50": ".resnet",
+    "resnet50_mp": ".resnet",
 }
 __all__ = [*_HOMES]
 __getattr__ = on_use(__name__, _HOMES)

@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 ONE_PROCESS = ("single", "dp")  # options whose runs have one process, for a guess before the config is composed
 
 _HOMES = {
-    "DDP": "ddp.strategy",
-    "FSDP": "fsdp.strategy",
-    "DDPExact": "ddp_exact.strategy",
-    "DDPExactSettings": "ddp_exact.settings",
-    "DDPPipeline": "ddp_pipeline.strategy",
-    "DDPPipelineSettings": "ddp_pipeline.settings",
-    "DDPSettings": "ddp.settings",
-    "DataParallel": "dp.strategy",
-    "DataParallelSettings": "dp.settings",
-    "FSDPSettings": "fsdp.settings",
-    "Single": "single.strategy",
-    "SingleSettings": "single.settings",
-    "Strategy": "base",
+    "DDP": ".ddp.strategy",
+    "FSDP": ".fsdp.strategy",
+    "DDPExact": ".ddp_exact.strategy",
+    "DDPExactSettings": ".ddp_exact.settings",
+    "DDPPipeline": ".ddp_pipeline.strategy",
+    "DDPPipelineSettings": ".ddp_pipeline.settings",
+    "DDPSettings": ".ddp.settings",
+    "DataParallel": ".dp.strategy",
+    "DataParallelSettings": ".dp.settings",
+    "FSDPSettings": ".fsdp.settings",
+    "Single": ".single.strategy",
+    "SingleSettings": ".single.settings",
+    "Strategy": ".base",
 }
 __all__ = [*_HOMES]
 __getattr__ = on_use(__name__, _HOMES)

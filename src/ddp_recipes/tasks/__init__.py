@@ -26,15 +26,15 @@ if TYPE_CHECKING:
     )
 
 _HOMES = {
-    "Accuracy": "task",
-    "LanguageModelingTask": "language_modeling",
-    "MeanAbsoluteError": "task",
-    "ModelLossTask": "model_loss",
-    "OwnOptimizers": "schedule",
-    "Schedule": "schedule",
-    "StepOutput": "task",
-    "Surroundings": "task",
-    "Task": "task",
+    "Accuracy": ".task",
+    "LanguageModelingTask": ".language_modeling",
+    "MeanAbsoluteError": ".task",
+    "ModelLossTask": ".model_loss",
+    "OwnOptimizers": ".schedule",
+    "Schedule": ".schedule",
+    "StepOutput": ".task",
+    "Surroundings": ".task",
+    "Task": ".task",
 }
 __all__ = [*_HOMES]
 __getattr__ = on_use(__name__, _HOMES)

@@ -12,6 +12,7 @@ from ddp_recipes.build.recipe import Recipe
 from ddp_recipes.build.run import make_run, make_stop_controller
 from ddp_recipes.errors import RequestError, RunFailed
 from ddp_recipes.output import Output
+from ddp_recipes.reporting.figures import leave_picture
 from ddp_recipes.reporting.figures.learning_rates import draw_learning_rates
 from ddp_recipes.training.loop import advance
 from ddp_recipes.training.metrics import mean_loss
@@ -59,7 +60,9 @@ def tune(recipe: Recipe, output: Output) -> None:
     output.metrics = {"tune/lr": chosen}
     title = f"{type(recipe.task.model).__name__}: where the loss falls fastest"
     if recipe.world.is_main:
-        output.leave_picture("lr_finder", partial(draw_learning_rates, rates, losses, chosen, title))
+        leave_picture(
+            output.job.directory, output.logger, "lr_finder", partial(draw_learning_rates, rates, losses, chosen, title)
+        )
     log.info("The loss falls fastest at optimizer.lr=%.2g, of %d rates up to %.2g.", chosen, len(rates), rates[-1])
 
 

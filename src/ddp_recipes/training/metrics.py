@@ -13,7 +13,6 @@ from torch import Tensor
 from ddp_recipes._compat.torchmetrics_ import list_states
 from ddp_recipes.errors import RequestError, RunFailed
 from ddp_recipes.loggers import Logger
-from ddp_recipes.reporting.figures.matrix import draw_matrix
 from ddp_recipes.strategies.collectives import broadcast, gather
 from ddp_recipes.tasks import Task
 from ddp_recipes.tasks.task import is_stateful
@@ -81,6 +80,8 @@ def _is_matrix(value: Any) -> bool:
 def log_matrices(matrices: Matrices, logger: Logger, is_main: bool) -> None:
     """Log a picture of each on the rank that writes."""
     if matrices and is_main:
+        from ddp_recipes.reporting.figures.matrix import draw_matrix
+
         logging.getLogger("matplotlib").setLevel(logging.WARNING)
         for name, matrix in matrices.items():
             logger.image(name, draw_matrix(matrix.tolist(), name))

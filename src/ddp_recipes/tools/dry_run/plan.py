@@ -9,8 +9,8 @@ from typing import Any
 from ddp_recipes.build.recipe import Recipe
 from ddp_recipes.config.request import Layout
 from ddp_recipes.devices import HOST, memory_of_one, names
-from ddp_recipes.model_parallel.timeline import bubble, order, timeline
-from ddp_recipes.output import Output, cells_of
+from ddp_recipes.model_parallel.timeline import bubble, cells_of, order, timeline
+from ddp_recipes.output import Output
 from ddp_recipes.reporting.progress import table
 from ddp_recipes.reporting.run_directory import write_text
 from ddp_recipes.tools.dry_run import counts

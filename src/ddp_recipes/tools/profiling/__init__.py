@@ -1,5 +1,5 @@
-"""Where a step's time goes, for a run with a ``Profiler``."""
+"""Where the time of a run's steps goes: ``debug=profiler``."""
 
-from ddp_recipes.tools.profiling.record import record
+from ddp_recipes.tools.profiling.profiler import Profiler
 
-__all__ = ["record"]
+__all__ = ["Profiler"]
