@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 
 from ddp_recipes._version import __version__
 from ddp_recipes.checkpointing.files import State
-from ddp_recipes.checkpointing.sharded import Writers, begin, make_checkpointer
+from ddp_recipes.checkpointing.manager import FileCheckpointer
 from ddp_recipes.config.request import Request
 from ddp_recipes.devices import peak_memory
 from ddp_recipes.loggers import Logger
@@ -144,13 +144,17 @@ class Output:
         """Give a training run what writes its checkpoints, on the ranks that do."""
         if not self.request.checkpoint.enabled or self.request.trainer.fast_dev_run:
             return
-        folder, writers = self.job.directory / "checkpoints", None
+        folder = self.job.directory / "checkpoints"
         if self.strategy.writers:
+            from ddp_recipes.checkpointing.sharded import Writers, begin, make_checkpointer
+
             start = self.control.of_main("name of this start", partial(begin, folder))
             writers = Writers(self.world.rank, self.strategy.writers, start)
             if self.job.meeting is None:  # else the others have seen it
                 writers.check(folder)
-        run.checkpointer = make_checkpointer(folder, run.checkpoint, self.world, writers)
+            run.checkpointer = make_checkpointer(folder, run.checkpoint, writers)
+        elif self.world.is_main:
+            run.checkpointer = FileCheckpointer(folder, run.checkpoint, background=self.world.world_size > 1)
 
     def finish(self, summary: Summary, cause: str | None = None) -> None:
         """Write the summary; show where things are and what came out, or why it failed."""

@@ -17,7 +17,6 @@ from ddp_recipes.build.output import make_output
 from ddp_recipes.build.recipe import Recipe, make_recipe
 from ddp_recipes.build.run import join, make_run, make_stop_controller
 from ddp_recipes.callbacks import EarlyStopping
-from ddp_recipes.checkpointing.export import write_weights
 from ddp_recipes.checkpointing.files import refuse_folders
 from ddp_recipes.checkpointing.writing import disk_failure
 from ddp_recipes.devices import identity
@@ -41,7 +40,6 @@ from ddp_recipes.training.cadence import save_meets_validation
 from ddp_recipes.training.evaluation import check_measured, check_monitor, evaluate, evaluated, refusing_collectives
 from ddp_recipes.training.metrics import Matrices, log_matrices
 from ddp_recipes.training.precision import make_precision
-from ddp_recipes.training.predictions import in_order, rows_of
 from ddp_recipes.training.state import Run
 
 log = logging.getLogger(__name__)
@@ -284,6 +282,8 @@ def predict(recipe: Recipe, output: Output) -> None:
     Where a step returns several in a dict, a list or a tuple, there is one of each. One that returns nothing writes
     its predictions itself.
     """
+    from ddp_recipes.training.predictions import in_order, rows_of
+
     ((_, loader),) = recipe.loaders.items()
     recipe.load_weights(recipe.strategy)
     recipe.forget_state()
@@ -314,6 +314,8 @@ def predict(recipe: Recipe, output: Output) -> None:
 
 def export(recipe: Recipe, output: Output) -> None:
     """Write the checkpoint's weights alone to ``model.safetensors``."""
+    from ddp_recipes.checkpointing.export import write_weights
+
     recipe.load_weights(recipe.strategy if recipe.initial else None)  # else all ranks would hold the whole model
     output.open(None)
     weights = recipe.strategy.weights(recipe.task) if recipe.state is None else recipe.state["model"]

@@ -19,13 +19,12 @@ from safetensors.torch import load_file
 
 import ddp_recipes
 from ddp_recipes.checkpointing.files import load, load_first, newest_first
-from ddp_recipes.checkpointing.manager import Checkpointer
+from ddp_recipes.checkpointing.manager import Checkpointer, FileCheckpointer
 from ddp_recipes.checkpointing.parts import Stored, put_together
 from ddp_recipes.checkpointing.sharded import Writers, make_checkpointer
 from ddp_recipes.errors import RecipeError, RequestError
 from ddp_recipes.runtime.digest import digest
 from ddp_recipes.runtime.rows import OwnRows, span
-from ddp_recipes.runtime.world import World
 from helpers.checkpoints import mounted, plain, state_of, steps_in
 from helpers.checkpoints import settings as saving
 from helpers.states import same, states
@@ -59,8 +58,7 @@ class Team:
     def __init__(self, folder: Path, ranks: int = RANKS, start: str = "0000abcd", **changes: Any) -> None:
         self.ranks = ranks
         self.each: list[Checkpointer] = [
-            make_checkpointer(folder, saving(**changes), World(rank, ranks, rank, ranks), Writers(rank, ranks, start))
-            for rank in range(ranks)
+            make_checkpointer(folder, saving(**changes), Writers(rank, ranks, start)) for rank in range(ranks)
         ]
 
     def begin(self, state: dict[str, Any], value: float | None = None, without: tuple[int, ...] = ()) -> None:
@@ -262,7 +260,7 @@ def test_parts_are_kept_and_deleted_with_their_checkpoint_whoever_does_it(tmp_pa
     assert steps_in(tmp_path) == [2, 3, 4]
     assert {path.name[:13] for path in tmp_path.glob("step_*-*")} == {f"step_{step:08d}" for step in (2, 3, 4)}
     assert load(tmp_path / "best.pt")["cursor"]["step"] == 2
-    alone = make_checkpointer(tmp_path, saving(), World(), None)  # goes on without parts
+    alone = FileCheckpointer(tmp_path, saving(), background=False)  # goes on without parts
     alone.load_state(load(tmp_path / "last.pt")["checkpointer"], 4)
     for step in (5, 6):
         alone.save(state_of(step, size=7), step, 0.2)

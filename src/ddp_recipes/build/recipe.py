@@ -4,16 +4,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ddp_recipes.build.callbacks import make_callbacks
 from ddp_recipes.build.data import make_loaders, split_of
-from ddp_recipes.build.deferred import Initial
 from ddp_recipes.build.devices import Devices, available_devices, dry_run_devices, set_torch_up
-from ddp_recipes.build.filling import fill
 from ddp_recipes.build.instantiate import locate, make
 from ddp_recipes.build.loggers import logger_sections
 from ddp_recipes.build.model import make_task
@@ -28,7 +26,6 @@ from ddp_recipes.config.settings import CheckpointSettings, TrainerSettings
 from ddp_recipes.data.loader import Loader
 from ddp_recipes.devices import fuses_alike, visible
 from ddp_recipes.errors import RequestError
-from ddp_recipes.model_parallel import Stage
 from ddp_recipes.runtime.control import Control
 from ddp_recipes.runtime.job import Job
 from ddp_recipes.runtime.meeting import Meeting
@@ -38,8 +35,11 @@ from ddp_recipes.strategies import Strategy
 from ddp_recipes.tasks import Surroundings, Task
 from ddp_recipes.training.cadence import Length
 from ddp_recipes.training.evaluation import check_measured
-from ddp_recipes.training.handover import load_part
 from ddp_recipes.training.precision import make_precision
+
+if TYPE_CHECKING:
+    from ddp_recipes.build.deferred import Initial
+    from ddp_recipes.model_parallel import Stage
 
 _ASKED_LATER = {"checkpointer", "cursor", "purge_step", "run"}  # of a checkpoint, once it is loaded
 
@@ -69,9 +69,9 @@ class Recipe:
     strategy: Strategy
     loaders: Mapping[str, Loader]
     task: Task
-    initial: Mapping[str, Initial]
+    initial: "Mapping[str, Initial]"
     weights: Mapping[str, Tensor]
-    stages: list[Stage]
+    stages: "list[Stage]"
     callbacks: Mapping[str, Callback]
     length: Length
     loggers: Mapping[str, Mapping[str, Any]]
@@ -157,8 +157,12 @@ class Recipe:
         if strategy is not None:
             strategy.shard(self.task, self.devices.own)
         if self.initial:
+            from ddp_recipes.build.filling import fill
+
             fill(self.task, self.initial, weights, self.device)
         elif not in_rows:
+            from ddp_recipes.training.handover import load_part
+
             load_part(self.task, weights)
         self.initial, self.weights = {}, {}  # some are large
         return 0 if self.state is None else int(self.state["cursor"]["step"])

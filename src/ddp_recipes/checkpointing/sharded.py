@@ -25,7 +25,6 @@ from ddp_recipes.config.settings import CheckpointSettings
 from ddp_recipes.errors import RecipeError
 from ddp_recipes.runtime.files import write_aside
 from ddp_recipes.runtime.rows import OwnRows
-from ddp_recipes.runtime.world import World
 
 LOOK_S = 0.01  # between looks at what other ranks have written
 STILL_S = 1.0  # without a byte more of what others write: they are gone, or nobody would wait so
@@ -229,12 +228,8 @@ class ShardedCheckpointer(FileCheckpointer):
             _note(path).unlink(missing_ok=True)
 
 
-def make_checkpointer(
-    directory: Path, settings: CheckpointSettings, world: World, writers: Writers | None
-) -> Checkpointer:
-    """Return what writes a rank's checkpoints; ``writers`` where each rank saves what it has of the model."""
-    if world.rank >= (1 if writers is None else writers.ranks):
+def make_checkpointer(directory: Path, settings: CheckpointSettings, writers: Writers) -> Checkpointer:
+    """Return what writes a rank's part of checkpoints, and on rank 0 their index."""
+    if writers.rank >= writers.ranks:
         return Checkpointer()
-    if writers is None:
-        return FileCheckpointer(directory, settings, background=world.world_size > 1)
-    return (ShardedCheckpointer if world.is_main else PartCheckpointer)(directory, settings, writers)
+    return (ShardedCheckpointer if writers.rank == 0 else PartCheckpointer)(directory, settings, writers)

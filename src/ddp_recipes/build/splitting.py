@@ -1,0 +1,54 @@
+"""Cut a model into stages, on the devices of a process or in several processes."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ddp_recipes.build.devices import Devices
+from ddp_recipes.config.parallelism import StrategySettings
+from ddp_recipes.config.settings import ModelSettings
+from ddp_recipes.data.loader import Loader
+from ddp_recipes.model_parallel import DryRun, apart, split_model, timed
+from ddp_recipes.training.precision import Precision
+
+if TYPE_CHECKING:
+    from ddp_recipes.build.model import BuiltTask
+
+Times = Callable[[Callable[[], Mapping[str, int]]], Mapping[str, int]]
+
+
+def split(
+    built: "BuiltTask",
+    settings: ModelSettings,
+    strategy: StrategySettings,
+    devices: Devices,
+    loader: Loader,
+    step: str,
+    precision: Precision,
+    times: Times,
+) -> None:
+    """Cut the model of a task, and place its stages where they are in this process.
+
+    Args:
+        loader: gives a sample to try the split out on.
+        step: the task's method to try out.
+        times: returns on every rank what a function measures on rank 0.
+
+    Raises:
+        RequestError: the model cannot be cut so.
+    """
+    dry_run = DryRun(built.task, step, loader.sample(), loader.plan.size(0, 0))
+    names = [str(name) for name in settings.split] if isinstance(settings.split, list) else None
+    if settings.split == "timed" and devices.layout is None:
+        dry_run.times = partial(times, partial(timed, dry_run, devices.own[0], precision.forward))
+    elif settings.split == "timed":
+        built.warnings.append(
+            "model.split=timed: in a dry run there is no device to time on, so stages are even as with auto."
+        )
+    if (pipeline := strategy.pipeline) is not None:  # the task stays on the CPU: no device may have room for all of it
+        built.starts, built.stages = apart(built.task.model, pipeline.stages, names, dry_run, pipeline.stages_key)
+    else:
+        built.stages = split_model(built.task, devices.own, names, dry_run)
+    if dry_run.failure is not None:
+        what = "The split could not be tried out" if pipeline is None else "What blocks cost could not be found out"
+        built.warnings.append(f"{what} before training: {dry_run.failure}")
