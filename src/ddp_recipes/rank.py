@@ -5,18 +5,17 @@ import os
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from types import ModuleType
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from ddp_recipes._compat.messages import timed_out
-from ddp_recipes.build import rejoin
 from ddp_recipes.build.instantiate import reaches_own_code
 from ddp_recipes.build.output import make_output
 from ddp_recipes.build.recipe import Recipe, make_recipe
 from ddp_recipes.build.run import join, make_run, make_stop_controller
-from ddp_recipes.callbacks import EarlyStopping
 from ddp_recipes.checkpointing.files import refuse_folders
 from ddp_recipes.checkpointing.writing import disk_failure
 from ddp_recipes.devices import identity
@@ -36,8 +35,9 @@ from ddp_recipes.runtime.process import ignore_once
 from ddp_recipes.runtime.watcher import Watcher
 from ddp_recipes.runtime.world import World
 from ddp_recipes.tools import command
+from ddp_recipes.training import loop
 from ddp_recipes.training.cadence import save_meets_validation
-from ddp_recipes.training.evaluation import check_measured, check_monitor, evaluate, evaluated, refusing_collectives
+from ddp_recipes.training.evaluation import check_monitor, evaluate, evaluated, refusing_collectives
 from ddp_recipes.training.metrics import Matrices, log_matrices
 from ddp_recipes.training.precision import make_precision
 from ddp_recipes.training.state import Run
@@ -175,7 +175,8 @@ def prepare(job: Job, world: World, control: Control) -> tuple[Recipe, RunDirect
         if error is not raised:
             raise error from raised
         raise
-    state, facts = recipe.state, rejoin.facts(recipe)
+    state = recipe.state
+    facts = recipe.facts
     if recipe.meeting is None:
         facts |= {
             "checkpoint": "none" if state is None else f"step {state['cursor']['step']}, checksum {state['checksum']}",
@@ -189,7 +190,9 @@ def prepare(job: Job, world: World, control: Control) -> tuple[Recipe, RunDirect
 
 def fit(recipe: Recipe, output: Output) -> None:
     """Train, from the start or from a checkpoint."""
+    rejoin = rejoining(recipe)
     if recipe.meeting is not None:
+        assert rejoin is not None
         recipe.state = output.state = rejoin.receive(recipe, recipe.meeting)
     # Held to the very end: the second of two signals, the launcher's or one to every process, must not cut it short.
     run = make_run(recipe, output.hold(make_stop_controller(recipe)))
@@ -198,23 +201,34 @@ def fit(recipe: Recipe, output: Output) -> None:
         recipe.warnings.extend(foreseen(run, recipe))
     for callback in run.callbacks.values():
         callback.check()
-    run.memory = rejoin.make_memory(recipe, run)
+    run.memory = rejoin.make_memory(recipe, run) if rejoin else None
     output.open(run)
     for callback in run.callbacks.values():
         callback.on_start(recipe.job.directory if recipe.world.is_main else None, recipe.task)
     try:
-        reason = rejoin.train(recipe, run, output.note)
+        reason = rejoin.train(recipe, run, output.note) if rejoin else loop.fit(run)
     finally:
         for callback in run.callbacks.values():
             callback.on_end()
     if reason == "moved":
-        if (memory := rejoin.memory_of(recipe)) is not None:
+        if rejoin and (memory := rejoin.memory_of(recipe)) is not None:
             memory.keep_now(run)
         raise Left
     if reason == "signal":
         stop_early(run)
     if run.cursor.samples_seen == run.samples_before:
         log.info("Nothing was left to do: at step %d a limit of trainer.* is reached already.", run.cursor.step)
+
+
+def rejoining(recipe: Recipe) -> ModuleType | None:
+    """Return what has ranks go on beyond the loss of others; ``None`` where none is to, and a loss ends them all."""
+    job, launcher = recipe.job, recipe.request.launcher
+    kept = launcher.replace_ranks or recipe.checkpoint.in_memory_every_n_steps
+    if not (kept or job.meeting is not None or job.memory or job.start):
+        return None
+    from ddp_recipes.build import rejoin
+
+    return rejoin
 
 
 def check_validation(run: Run, recipe: Recipe) -> None:
@@ -229,9 +243,8 @@ def check_validation(run: Run, recipe: Recipe) -> None:
         recipe.warnings.append(f"checkpoint.monitor=auto is train/loss, for {run.monitor} is not measured.")
         run.monitor = "train/loss"
     check_monitor(run, metrics)
-    for name, callback in run.callbacks.items():
-        if isinstance(callback, EarlyStopping) and callback.monitor.startswith("val") and len(run.val) == 1:
-            check_measured(callback.monitor, metrics, f"callbacks.{name}.monitor")
+    for callback in run.callbacks.values():
+        callback.check_metrics(metrics)
     run.task.leave_evaluation()
 
 

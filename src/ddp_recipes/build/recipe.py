@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ddp_recipes._version import __version__
 from ddp_recipes.build.callbacks import make_callbacks
 from ddp_recipes.build.data import make_loaders, split_of
 from ddp_recipes.build.devices import Devices, available_devices, dry_run_devices, set_torch_up
@@ -20,13 +21,14 @@ from ddp_recipes.callbacks import Callback
 from ddp_recipes.checkpointing.files import State
 from ddp_recipes.checkpointing.parts import put_together
 from ddp_recipes.checkpointing.weights import matching
-from ddp_recipes.config.monitor import resolved
+from ddp_recipes.config.monitor import check_measured, resolved
 from ddp_recipes.config.request import Request
 from ddp_recipes.config.settings import CheckpointSettings, TrainerSettings
 from ddp_recipes.data.loader import Loader
 from ddp_recipes.devices import fuses_alike, visible
 from ddp_recipes.errors import RequestError
 from ddp_recipes.runtime.control import Control
+from ddp_recipes.runtime.digest import digest
 from ddp_recipes.runtime.job import Job
 from ddp_recipes.runtime.meeting import Meeting
 from ddp_recipes.runtime.seeding import seed_everything
@@ -34,7 +36,6 @@ from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies import Strategy
 from ddp_recipes.tasks import Surroundings, Task
 from ddp_recipes.training.cadence import Length
-from ddp_recipes.training.evaluation import check_measured
 from ddp_recipes.training.precision import make_precision
 
 if TYPE_CHECKING:
@@ -94,6 +95,11 @@ class Recipe:
     def mode(self) -> str:
         """What the run is for."""
         return self.request.run.mode
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """What has to be equal on ranks that meet, by what messages call it."""
+        return {"version of ddp_recipes": __version__, "digest of the config": digest(self.job.config)[:12]}
 
     @property
     def val(self) -> dict[str, Loader]:

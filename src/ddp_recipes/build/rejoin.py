@@ -11,7 +11,6 @@ from torch import nn
 
 from ddp_recipes._compat.messages import lost_a_rank
 from ddp_recipes._compat.pytree import tree_leaves
-from ddp_recipes._version import __version__
 from ddp_recipes.build.recipe import Recipe
 from ddp_recipes.build.resume import fit_cursor
 from ddp_recipes.build.run import cut_off, join
@@ -20,7 +19,6 @@ from ddp_recipes.checkpointing.files import State
 from ddp_recipes.checkpointing.kept import load_kept
 from ddp_recipes.errors import Left, RequestError, RunFailed, chain
 from ddp_recipes.loggers.points import Points
-from ddp_recipes.runtime.digest import digest
 from ddp_recipes.runtime.meeting import Leaving, Loss, Meeting
 from ddp_recipes.runtime.memory_server import opener
 from ddp_recipes.strategies.base import batch_norms
@@ -147,11 +145,6 @@ def memory_of(recipe: Recipe) -> Memory | None:
     return Memory(places, parts, recipe.job.start) if places and useful else None
 
 
-def facts(recipe: Recipe) -> dict[str, str]:
-    """Return what has to be equal on the ranks that meet again."""
-    return {"version of ddp_recipes": __version__, "digest of the config": digest(recipe.job.config)[:12]}
-
-
 def _meet_again(recipe: Recipe, run: Run, error: Exception, reported: Callable[[int], None]) -> None:
     """Wait for the launcher's word, and go on with the others; raise the error where the run ends.
 
@@ -168,7 +161,7 @@ def _meet_again(recipe: Recipe, run: Run, error: Exception, reported: Callable[[
             raise Left
         gc.collect()  # what holds the group refers to itself; it takes a second, in which new ranks start
         try:
-            recipe.control.agree(None, facts(recipe))
+            recipe.control.agree(None, recipe.facts)
             join(recipe)
             recipe.control.watcher.joined()
             state = _of_source(recipe, meeting, run)

@@ -1,6 +1,6 @@
 """What a run may be given besides the loop: its events, called on every rank alike."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -89,6 +89,9 @@ class Callback:
 
     def check(self) -> None:
         """Refuse a run that this does not go with, by a ``RequestError``: nothing has been written yet."""
+
+    def check_metrics(self, metrics: Collection[str]) -> None:
+        """Refuse a run like :meth:`check`, once a validation of a few batches has shown which metrics there are."""
 
     def on_start(self, directory: Path | None, task: torch.nn.Module) -> None:
         """Training is about to begin; ``directory`` is the run directory on rank 0 and ``None`` elsewhere."""

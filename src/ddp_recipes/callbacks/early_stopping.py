@@ -1,12 +1,12 @@
 """Stop where the monitored metric no longer improves."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 from ddp_recipes.callbacks.base import Callback
-from ddp_recipes.config.monitor import resolved
-from ddp_recipes.errors import RequestError, nearest
+from ddp_recipes.config.monitor import check_measured, resolved
+from ddp_recipes.errors import RequestError
 
 log = logging.getLogger(__name__)
 
@@ -20,6 +20,8 @@ class EarlyStopping(Callback):
 
     A run without a validation set, or without the one of ``monitor``, is refused.
     """
+
+    KEY = "callbacks.early_stopping.monitor"
 
     def __init__(
         self,
@@ -42,17 +44,18 @@ class EarlyStopping(Callback):
         if not sets or (self.monitor.startswith("val/") and not measured):
             there = f"validation sets are {', '.join(sets)}" if sets else "there is no validation set"
             raise RequestError(
-                f"callbacks.early_stopping.monitor={self.monitor}, but {there}. "
+                f"{self.KEY}={self.monitor}, but {there}. "
                 f"{f'Set it to {sets[0]}/loss, or another of their metrics.' if sets else 'Give one as data.val.'}"
             )
 
+    def check_metrics(self, metrics: Collection[str]) -> None:
+        """Refuse a metric that no validation measures."""
+        if self.monitor.startswith("val") and len(self.run.val) == 1:
+            check_measured(self.monitor, metrics, self.KEY)
+
     def on_validation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Compare with the best so far."""
-        if self.monitor not in metrics:
-            raise RequestError(
-                f"callbacks.early_stopping.monitor={self.monitor} is not measured. Measured are: "
-                f"{', '.join(sorted(metrics))}.{nearest(self.monitor, metrics)}"
-            )
+        check_measured(self.monitor, metrics, self.KEY)
         value = self.sign * metrics[self.monitor]
         if value < self.best - self.min_delta:
             self.best, self.waited = value, 0

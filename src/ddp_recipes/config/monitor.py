@@ -1,9 +1,10 @@
 """Which way a metric gets better, by its name; loads no torch, so that a sweep can ask, too."""
 
 import re
+from collections.abc import Collection
 from typing import Literal
 
-from ddp_recipes.errors import RequestError, not_one_of
+from ddp_recipes.errors import RequestError, nearest, not_one_of
 
 Mode = Literal["min", "max"]
 
@@ -45,3 +46,15 @@ def resolved(mode: str, metric: str, key: str) -> Mode:
             f"{key}=auto, and the name {metric} does not tell whether lower or higher is better. Set {key}=min or max."
         )
     return found
+
+
+def check_measured(monitor: str, metrics: Collection[str], key: str = "checkpoint.monitor") -> None:
+    """Refuse a metric to monitor that nothing measures.
+
+    Raises:
+        RequestError: lists the metrics there are.
+    """
+    if monitor not in metrics:
+        raise RequestError(
+            f"{key}={monitor} is not measured. Measured are: {', '.join(sorted(metrics))}.{nearest(monitor, metrics)}"
+        )

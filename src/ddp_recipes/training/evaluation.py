@@ -1,7 +1,7 @@
 """The loss and metrics of a data set, every sample counted once."""
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from ddp_recipes._compat.collectives import OnCollective
+from ddp_recipes.config.monitor import check_measured
 from ddp_recipes.data.loader import Batch, Loader
-from ddp_recipes.errors import RequestError, nearest
+from ddp_recipes.errors import RequestError
 from ddp_recipes.runtime.phases import phase
 from ddp_recipes.runtime.seeding import key, seed_step
 from ddp_recipes.strategies import Strategy
@@ -193,15 +194,3 @@ def check_monitor(run: Run, metrics: Metrics) -> None:
     """
     if run.monitor.startswith("val") or not (run.monitor.startswith("train/") or run.task.names_metrics):
         check_measured(run.monitor, metrics)
-
-
-def check_measured(monitor: str, metrics: Collection[str], key: str = "checkpoint.monitor") -> None:
-    """Refuse a metric to monitor that nothing measures.
-
-    Raises:
-        RequestError: lists the metrics there are.
-    """
-    if monitor not in metrics:
-        raise RequestError(
-            f"{key}={monitor} is not measured. Measured are: {', '.join(sorted(metrics))}.{nearest(monitor, metrics)}"
-        )

@@ -1,6 +1,7 @@
 """The loop: forward, backward, clip, step, log, evaluate, save."""
 
 import logging
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -10,10 +11,12 @@ from ddp_recipes.runtime.seeding import key, seed_step
 from ddp_recipes.training.cadence import reason_to_stop, save_due, validation_due
 from ddp_recipes.training.clock import Rate
 from ddp_recipes.training.evaluation import validate
-from ddp_recipes.training.handover import Recovery
 from ddp_recipes.training.metrics import mean_loss
 from ddp_recipes.training.saving import await_writer, save
 from ddp_recipes.training.state import Cursor, Run, Update
+
+if TYPE_CHECKING:
+    from ddp_recipes.training.handover import Recovery
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +102,7 @@ def end_step(run: Run, before: Cursor) -> None:
         run.stop_controller.steps.begin(run.cursor.step, ahead=False)
 
 
-def recovered(run: Run, recovery: Recovery) -> None:
+def recovered(run: Run, recovery: "Recovery") -> None:
     """Tell what the loss of ranks came to: the step that was cut off is done."""
     for line in recovery.end(run):
         if run.world.is_main:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
-from ddp_recipes.training.evaluation import check_measured
+from ddp_recipes.config.monitor import check_measured
 from ddp_recipes.training.non_finite import non_finite_weights
 from ddp_recipes.training.state import Run, gather_state
 
