@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from omegaconf import OmegaConf
@@ -22,7 +22,6 @@ from ddp_recipes.checkpointing.manager import FileCheckpointer
 from ddp_recipes.config.request import Request
 from ddp_recipes.devices import peak_memory
 from ddp_recipes.loggers import Logger
-from ddp_recipes.model_parallel import Stage
 from ddp_recipes.reporting.hparams import hyper_parameters, overridden
 from ddp_recipes.reporting.logs import FAILURE, Console, ForwardHandler, LogFile, handling
 from ddp_recipes.reporting.progress import Progress, make_progress, number, table
@@ -35,6 +34,9 @@ from ddp_recipes.strategies.base import batch_norms
 from ddp_recipes.tasks import Task
 from ddp_recipes.tasks.modes import Modes
 from ddp_recipes.training.state import Cursor, Metrics, Run
+
+if TYPE_CHECKING:
+    from ddp_recipes.model_parallel import Stage
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +54,7 @@ class Output:
     directory: RunDirectory | None  # claimed, on rank 0; ``None`` elsewhere
     task: Task
     strategy: Strategy
-    stages: Sequence[Stage]  # of a model that is split
+    stages: "Sequence[Stage]"  # of a model that is split
     replicas: int
     devices_per_replica: int
     device_name: str

@@ -1,0 +1,29 @@
+"""A run loads the core and what its config names."""
+
+import pytest
+
+from benchmarks.modules import loaded, part_of
+
+# What a default run has of extras that do not stand apart yet: docs/design.md
+STILL = {"core", "fast paths", "socket guards", "recovery", "models, data sets, tasks", "model parallel"}
+QUICK = ["launcher.nproc_per_node=2", "launcher.device=cpu", "trainer.max_steps=1", "logger=none"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        ("strategy=ddp", set()),
+        ("strategy=fsdp", {"fsdp", "ddp_exact", "deferred models", "sharded checkpoints"}),  # it adds up in that order
+        ("strategy=ddp callbacks=early_stopping launcher.replace_ranks=1", {"callbacks"}),
+    ],
+)
+def test_a_run_loads_no_extra_that_it_does_not_name(overrides: str, named: set[str]) -> None:
+    seen = loaded([*overrides.split(), *QUICK])
+
+    assert {part_of(module) for module in seen} <= STILL | named
+    assert named <= {part_of(module) for module in seen}
+    assert [name for name in seen if part_of(name) == "model parallel"] == [
+        "ddp_recipes.model_parallel",
+        "ddp_recipes.model_parallel.blocks",
+    ]
