@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import TYPE_CHECKING, Any
 
 from ddp_recipes.errors import RequestError
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 HOST = "cpu"
 GPU = "cuda"  # as torch calls those of ROCm, too
 HOST_BACKEND, GPU_BACKEND = "gloo", "nccl"
-_OF_ACCELERATORS = (GPU_BACKEND, "xccl", "hccl")
+_OF_ACCELERATORS = (GPU_BACKEND, "xccl", "hccl")  # and what begins so: torch has several ways to NCCL
+_WITH_A_DEVICE_EACH = "nccl-legacy"  # torch's earlier way to NCCL, by a name that newer releases have
 _TITLES = {HOST: "CPU", GPU: "GPU", "xpu": "XPU", "mps": "MPS device", "npu": "NPU", "hpu": "HPU"}
 
 
@@ -85,7 +86,7 @@ def refuse_on_host(backend: str) -> None:
     Raises:
         RequestError: it is one.
     """
-    if backend in _OF_ACCELERATORS:
+    if backend.startswith(_OF_ACCELERATORS):
         raise RequestError(
             f"launcher.backend={backend} needs GPUs, and this run is on the CPU. Use launcher.backend={HOST_BACKEND} "
             f"(or auto) there."
@@ -314,15 +315,52 @@ def default_backend(kind: str) -> str:
     return dist.get_default_backend_for_device(kind)
 
 
+def for_several(backend: str) -> str:
+    """Return the backend in which a process exchanges tensors of several devices, in place of one for a device.
+
+    From torch 2.15 on ``nccl`` has one device a group; torch's earlier way to NCCL has a communicator for each.
+    """
+    return _WITH_A_DEVICE_EACH if backend == GPU_BACKEND and is_here(_WITH_A_DEVICE_EACH) else backend
+
+
+def is_here(backend: str) -> bool:
+    """Whether this torch has a backend, or loads it when it is first used."""
+    from torch import distributed as dist
+
+    if backend in ("undefined", "fake") or ":" in backend:
+        return False
+    return dist.is_backend_available(backend) and (dist.is_nccl_available() or not backend.startswith(GPU_BACKEND))
+
+
 def backends() -> list[str]:
     """Return the backends that this torch has."""
     from torch import distributed as dist
 
-    return [
-        each
-        for each in dist.Backend.backend_list
-        if each not in ("undefined", "fake") and dist.is_backend_available(each)
-    ]
+    loaded_later = (each.name for each in entry_points(group="torch.distributed.backends"))
+    return [*filter(is_here, dict.fromkeys((*dist.Backend.backend_list, *loaded_later)))]
+
+
+def refuse_backend(backend: str, kind: str, sends: bool) -> None:
+    """Refuse a backend that does not carry what ranks exchange of tensors on a type of device.
+
+    Args:
+        sends: whether a rank sends such tensors to another one alone, beside collectives.
+
+    Raises:
+        RequestError: it does not take them, or only in collectives; says which does.
+    """
+    from torch import distributed as dist
+
+    takes = dist.Backend.backend_capability.get(backend, [kind])
+    if kind not in takes:
+        why = f"takes tensors on {', '.join(takes)}, and this run's are on {kind}"
+    elif sends and backend == HOST_BACKEND and kind != HOST:
+        why = f"exchanges what is on {title(kind)}s in collectives alone, and ranks of this strategy send (send, recv)"
+    else:
+        return
+    default = default_backend(kind)
+    use = f"launcher.backend={default} (or auto)" if default != backend else "strategy=single"
+    raise RequestError(f"launcher.backend={backend} {why}. Use {use}, or launcher.device={HOST}.")
 
 
 def of_group(group: "ProcessGroup | None") -> "torch.device":
@@ -337,13 +375,11 @@ def of_group(group: "ProcessGroup | None") -> "torch.device":
 
 
 def bound_to(backend: str, own: "Sequence[torch.device]") -> "torch.device | None":
-    """Return the device that a group is for: of a replica of one, so that torch connects the ranks as they join."""
-    if backend not in _OF_ACCELERATORS:
-        return None
-    if len(own) > 1:  # from torch 2.15 on its newer way to NCCL has one device a group
-        os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")
-        return None
-    return own[0]
+    """Return the device that a group is for: of a replica of one, so that torch connects the ranks as they join.
+
+    Groups of some of these ranks are then split from this one by torch, and need not connect anew.
+    """
+    return own[0] if backend.startswith(_OF_ACCELERATORS) and len(own) == 1 else None
 
 
 def beside_host(backend: str) -> str:

@@ -62,6 +62,27 @@ def test_a_type_that_torch_has_not_is_refused_with_what_it_has(accelerator: Acce
 
 
 @pytest.mark.slow
+def test_a_backend_that_does_not_take_tensors_of_the_device_is_refused(accelerator: Accelerator) -> None:
+    ended = accelerator.run("strategy=ddp", "launcher.backend=gloo", ranks=2)
+    assert ended.status == 2
+    assert "launcher.backend=gloo takes tensors on cpu, cuda, and this run's are on openreg" in ended.err
+    assert "Use launcher.backend=staged (or auto), or launcher.device=cpu." in ended.err
+    assert not ended.directory.exists()
+
+
+@pytest.mark.slow
+def test_a_strategy_that_exchanges_copies_on_the_cpu_takes_gloo_by_itself(accelerator: Accelerator) -> None:
+    ended = accelerator.run("strategy=parameter_server", ranks=3)
+    assert ended.status == 0, ended.err
+    assert "parameter_server over gloo" in ended.out
+    whole = accelerator.run("strategy=parameter_server", "launcher.device=cpu", ranks=3, name="cpu")
+    assert ended.summary["weights_sha256"] == whole.summary["weights_sha256"]
+    ended = accelerator.run("strategy=parameter_server", "launcher.backend=staged", ranks=3, name="staged")
+    assert ended.status == 2
+    assert "Use launcher.backend=gloo (or auto)." in ended.err
+
+
+@pytest.mark.slow
 def test_gpus_that_torch_cannot_use_are_no_reason_to_train_on_the_cpu(python: str, tmp_path: Path) -> None:
     if shutil.which("gcc") is None:
         pytest.skip("a driver that counts four GPUs is compiled by gcc, which is not installed")

@@ -1,5 +1,6 @@
 """What is known of a run before anything starts: the layout of its processes, and its resolved config."""
 
+import re
 from copy import deepcopy
 from functools import cache
 from typing import Any
@@ -9,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 
+from ddp_recipes.build.devices import dry_run_devices
 from ddp_recipes.config import compose
 from ddp_recipes.config.overrides import spelled_out
 from ddp_recipes.config.request import Request, resolve
-from ddp_recipes.devices import of_gpus
+from ddp_recipes.devices import is_here, of_gpus
 from ddp_recipes.errors import RequestError
 from ddp_recipes.main import CONF
 
@@ -115,6 +117,38 @@ def test_what_does_not_fit_is_refused() -> None:
         with pytest.raises(RequestError) as refusal:
             request.processes(of_gpus(gpus))
         assert message in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "backend", "refused"),
+    [
+        ("ddp", "gloo", ""),
+        ("ddp_exact", "gloo", ""),
+        ("fsdp", "gloo", ""),
+        ("ddp_pipeline", "gloo", "exchanges what is on GPUs in collectives alone"),
+        ("ddp_pipeline", "auto", ""),
+        ("ddp", "xccl", "takes tensors on xpu, and this run's are on cuda. Use launcher.backend=nccl (or auto)"),
+        ("parameter_server", "nccl", "Use launcher.backend=gloo (or auto)."),
+        ("parameter_server", "auto", ""),
+    ],
+)
+def test_a_backend_that_does_not_carry_what_a_strategy_exchanges_is_refused(
+    strategy: str, backend: str, refused: str
+) -> None:
+    request = request_of(f"strategy={strategy}", f"launcher.backend={backend}", "cluster.gpus_per_node=2")
+    layout = request.layout(of_gpus(0))
+    if refused:
+        with pytest.raises(RequestError, match=re.escape(refused)):
+            dry_run_devices(request, layout)
+    else:
+        wanted = "gloo" if strategy == "parameter_server" or backend == "gloo" else "nccl"
+        assert dry_run_devices(request, layout).backend == wanted
+
+
+def test_a_replica_of_several_gpus_has_a_communicator_for_each() -> None:
+    request = request_of("model=toy_mp", "cluster.gpus_per_node=2")
+    backend = dry_run_devices(request, request.layout(of_gpus(0))).backend
+    assert backend == ("nccl-legacy" if is_here("nccl-legacy") else "nccl")
 
 
 @pytest.fixture(scope="module")

@@ -54,8 +54,9 @@ def available_devices(request: Request, world: World) -> Devices:
         name = devices.name(own[0])
     backend = _backend(request, kind)
     needed = world.world_size > 1 or request.launcher.backend != "auto"
-    if needed and backend not in (have := devices.backends()):
-        raise RequestError(f"launcher.backend={backend} is not in this torch. It has: {', '.join(have)}. Choose one.")
+    if needed and not devices.is_here(backend):
+        have = ", ".join(devices.backends())
+        raise RequestError(f"launcher.backend={backend} is not in this torch. It has: {have}. Choose one.")
     return Devices(world, own, kind, name, backend)
 
 
@@ -86,9 +87,24 @@ def dry_run_devices(request: Request, layout: Layout) -> Devices:
 
 
 def _backend(request: Request, kind: str) -> str:
-    if request.launcher.backend != "auto":
-        return request.launcher.backend
-    return devices.default_backend(kind)
+    """Return the backend of the collectives.
+
+    Raises:
+        RequestError: it does not carry what the strategy exchanges.
+    """
+    strategy, backend = request.strategy, request.launcher.backend
+    if strategy.backend is not None and backend not in ("auto", strategy.backend):
+        raise RequestError(
+            f"launcher.backend={backend} does not go with strategy={strategy.name}, whose ranks send each other "
+            f"messages. Use launcher.backend={strategy.backend} (or auto)."
+        )
+    if backend == "auto":
+        backend = strategy.backend or devices.default_backend(kind)
+    if request.num_devices > 1:
+        backend = devices.for_several(backend)
+    if strategy.backend is None and strategy.max_world_size != 1:
+        devices.refuse_backend(backend, kind, strategy.sends)
+    return backend
 
 
 def set_torch_up(trainer: TrainerSettings, own: Devices) -> None:

@@ -82,12 +82,17 @@ class StrategySettings:
         name: in logs and summaries; left out, the class's own.
         max_world_size: the most processes that a run can have; ``None``: any number.
         for_more_processes: what to do where more are wanted.
+        backend: the only one that it works with, where ranks exchange copies on the CPU; ``None``: any that takes
+            tensors on the run's devices.
+        sends: whether a rank sends tensors on its device to another one alone, beside collectives.
         processes: the world size that the run must have; ``None`` leaves it to the launcher.
     """
 
     name: ClassVar[str] = ""
     max_world_size: ClassVar[int | None] = None
     for_more_processes: ClassVar[str] = "Use another strategy for more."
+    backend: ClassVar[str | None] = None
+    sends: ClassVar[bool] = False
 
     processes: Count | None = None
 

@@ -22,6 +22,7 @@ class DDPPipelineSettings(StrategySettings):
     """
 
     name: ClassVar[str] = "ddp_pipeline"
+    sends: ClassVar[bool] = True
 
     stages: Annotated[int, Range(2)] = 2
     schedule: Literal["gpipe", "1f1b", "interleaved_1f1b"] = "1f1b"

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ddp_recipes.config.keys import Count, Natural
 from ddp_recipes.config.parallelism import BatchShards, StrategySettings
+from ddp_recipes.devices import HOST_BACKEND
 from ddp_recipes.errors import RequestError
 from ddp_recipes.runtime.world import World
 
@@ -22,6 +23,7 @@ class ParameterServerSettings(StrategySettings):
     """
 
     name: ClassVar[str] = "parameter_server"
+    backend: ClassVar[str | None] = HOST_BACKEND
 
     servers: Count = 1
     staleness: Natural = 0

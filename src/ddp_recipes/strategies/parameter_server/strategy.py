@@ -81,11 +81,6 @@ class ParameterServer(Whole, Group):
         self, world: World, messages: Messages | None, backend: str, timeout: timedelta, init_method: str | None
     ) -> None:
         """Join the process group; servers, whose death ends the run, have one of their own as well."""
-        if backend != "gloo":
-            raise RequestError(
-                f"launcher.backend={backend} does not go with strategy=parameter_server: ranks send each other single "
-                f"messages. Use launcher.backend=gloo."
-            )
         super().setup(world, messages, backend, timeout, init_method)
         assert messages is not None  # there are several processes
         self.messages = messages
