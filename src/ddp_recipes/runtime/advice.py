@@ -20,10 +20,6 @@ _ADVICE = {
         "An embedding takes numbers of tokens, int64, and gets other values. Choose data that give such (data=text), "
         "or convert them in the data set: tensor.long()."
     ),
-    r"device-side assert": (
-        "An index is out of range on the GPU: mostly a label that is not 0 to outputs - 1, or a token beyond the "
-        "vocabulary. launcher.device=cpu says which."
-    ),
     r"process group is bound to device": (
         "The backend has one device a process group, and a replica spans several (model.num_devices). Choose one that "
         "takes them (launcher.backend), or a strategy of stages, where a process has one device."
@@ -61,6 +57,47 @@ _ADVICE = {
         "choose a task that takes such batches (task=model_loss gives a dict as keyword arguments)."
     ),
 }
+# Of GPUs, drivers and NCCL: those that say more come first, for an error of NCCL's quotes the one that it came of.
+_ADVICE |= {
+    r"device-side assert": (
+        "An index is out of range on the GPU: mostly a label that is not 0 to outputs - 1, or a token beyond the "
+        "vocabulary. Where it was is not said, for the device was behind: CUDA_LAUNCH_BLOCKING=1 in the environment "
+        "has the traceback end there, launcher.device=cpu says which index."
+    ),
+    r"/dev/shm|shared memory|to file </torch_": (
+        "The memory that processes share ran out, /dev/shm: containers have 64 MB of it. Start the container with more "
+        "(docker run --shm-size=8g, or --ipc=host), or use fewer data.num_workers."
+    ),
+    r"peer access is not supported": (
+        "These GPUs cannot reach each other's memory, and NCCL takes it that they can: NCCL_P2P_DISABLE=1 in the "
+        "environment has it go by way of the host."
+    ),
+    r"Duplicate GPU detected": (
+        "Two ranks have one GPU, and NCCL wants one for each. Set launcher.nproc_per_node to the GPUs of a node, or "
+        "have the scheduler give each task its own."
+    ),
+    r"invalid device ordinal": (
+        "A GPU was asked for by a number that this process has not: it sees those of CUDA_VISIBLE_DEVICES, from 0 on. "
+        "Code of your own takes the device of its inputs, not a fixed one (cuda:1)."
+    ),
+    r"no kernel image is available": (
+        "This torch was not built for GPUs of this kind: torch.cuda.get_arch_list() says for which. Install one that "
+        "was, or choose other GPUs (CUDA_VISIBLE_DEVICES)."
+    ),
+    r"ncclRemoteError|remote process exited|Connection closed by remote peer": (
+        "A rank that this one was connected to has ended, or the network between them broke. What came first is in the "
+        "ranks/ of the run directory and in the log of its node."
+    ),
+    r"ncclSystemError|unhandled system error|ncclInternalError|NCCL.*internal error": (
+        "NCCL could not connect ranks, mostly because of a network interface, a firewall, or a limit (ulimit -l, "
+        "/dev/shm). NCCL_DEBUG=INFO in the environment says what failed, NCCL_SOCKET_IFNAME=eth0 chooses the "
+        "interface, NCCL_IB_DISABLE=1 leaves InfiniBand alone."
+    ),
+    r"ncclUnhandledCudaError|unhandled cuda error": (
+        "A call of CUDA's failed within NCCL: NCCL_DEBUG=INFO in the environment says which. It may be memory that ran "
+        "out (smaller batches), or a driver that is older than this torch's CUDA (nvidia-smi)."
+    ),
+}
 
 
 def advice(error: BaseException, config: Mapping[str, Any]) -> str | None:
@@ -75,8 +112,9 @@ def advice(error: BaseException, config: Mapping[str, Any]) -> str | None:
                 f"was in validation"
             )
         return (
-            f"Out of memory. Make {less} smaller; or take trainer.precision=bf16-mixed, or more devices a replica "
-            f"(model.num_devices). plan=true estimates what a run needs."
+            f"Out of memory. Make {less} smaller; or take trainer.precision=bf16-mixed, "
+            f"model.activation_checkpointing=true, or more devices a replica (model.num_devices). plan=true estimates "
+            f"what a run needs."
         )
     if isinstance(error, BdbQuit):
         return "breakpoint() needs a terminal, which a rank does not have: run with strategy=single, in one process."
