@@ -182,6 +182,11 @@ def _stop(jobs: Sequence[_Job]) -> None:
 
 
 def _visible_names(gpus: int) -> list[str]:
-    """Return the names of the visible GPUs, as ``CUDA_VISIBLE_DEVICES`` has them."""
-    named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    """Return the names of the visible GPUs, as ``CUDA_VISIBLE_DEVICES`` has them: numbers or UUIDs.
+
+    Of parts of GPUs (MIG) CUDA shows a process the first one alone; other processes can have the others.
+    """
+    named = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    if gpus and named and all(name.startswith("MIG-") for name in named):
+        return named
     return named[:gpus] if named else [str(number) for number in range(gpus)]

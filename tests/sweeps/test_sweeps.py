@@ -2,7 +2,10 @@
 
 import csv
 import json
+import os
+import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -192,6 +195,46 @@ def test_devices_runs_as_many_jobs_at_once_as_there_are_slots(
 def test_devices_refuses_a_job_that_never_fits(tmp_path: Path, sweep: Callable[..., str]) -> None:
     wide = ["hydra/launcher=devices", "hydra.launcher.slots=1", "launcher.nproc_per_node=2", "model=toy,toy_mp"]
     assert "needs 2 devices, and 1 are available." in sweep(*TINY, *wide, status=2)
+
+
+DRIVER = """
+int cuInit(unsigned flags) { return 0; }
+int cuDeviceGetCount(int *count) { *count = 1; return 0; }
+"""
+SEEN = """
+import os
+
+from ddp_recipes import Callback
+
+
+class Seen(Callback):
+    def __init__(self, notes):
+        with open(notes, "a") as file:
+            file.write(os.environ["CUDA_VISIBLE_DEVICES"] + "\\n")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("named", "slots"),
+    [("MIG-a, MIG-b", {"MIG-a", "MIG-b"}), ("GPU-a,GPU-beyond-the-driver's-count", {"GPU-a"})],
+    ids=["parts of a GPU", "a GPU by its UUID"],
+)
+def test_devices_gives_each_job_its_own_entry_of_the_visible_ones(named: str, slots: set[str], tmp_path: Path) -> None:
+    """CUDA counts one part of a GPU, however many are named: a process can have no more."""
+    if shutil.which("gcc") is None:
+        pytest.skip("a driver that counts one GPU is compiled by gcc, which is not installed")
+    (tmp_path / "driver.c").write_text(DRIVER)
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", "libcuda.so.1", "driver.c"], cwd=tmp_path, check=True)
+    (tmp_path / "seen.py").write_text(SEEN)
+    own = ["+callbacks.seen={_target_: seen.Seen, notes: seen.txt}", "model=toy", "optimizer.lr=0.1,0.2"]
+    command = [sys.executable, "-m", "ddp_recipes", "-m", *ALONE, *own, "hydra/launcher=devices"]
+    environ = os.environ | {"LD_LIBRARY_PATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": named}  # read as it starts
+    ended = subprocess.run(
+        command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=patience(120), check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert {*(tmp_path / "seen.txt").read_text().splitlines()} == slots
 
 
 def _time(line: str) -> float:
