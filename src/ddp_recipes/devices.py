@@ -186,6 +186,13 @@ def use(kind: str, first: int, count: int) -> "list[torch.device]":
     return [torch.device(kind, number) for number in range(first, first + count)]
 
 
+def all_of(kind: str) -> "list[torch.device]":
+    """Return all devices of a type that this process has."""
+    import torch
+
+    return [torch.device(kind, number) for number in range(torch.accelerator.device_count())]
+
+
 def module(device: "torch.device | str") -> Any:
     """Return torch's module for a type of device, ``torch.cuda`` for GPUs."""
     import torch
@@ -263,16 +270,18 @@ def empty_cache() -> None:
 
 @contextmanager
 def memory_limited(device: "torch.device", fraction: float) -> Iterator[None]:
-    """Have no more than a fraction of a device's memory, where it can be limited."""
+    """Have no more than a fraction of a device's memory, or than there was before, where it can be limited."""
     limit = getattr(module(device), "set_per_process_memory_fraction", None) if is_accelerator(device) else None
     if limit is None:
         yield
         return
-    limit(fraction, device)
+    ask = getattr(module(device), "get_per_process_memory_fraction", None)
+    before = 1.0 if ask is None else ask(device)
+    limit(min(fraction, before), device)
     try:
         yield
     finally:
-        limit(1.0, device)
+        limit(before, device)
 
 
 def count_peak_memory(own: "Iterable[torch.device]") -> None:

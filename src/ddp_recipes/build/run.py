@@ -101,7 +101,9 @@ def make_run(recipe: Recipe, stop_controller: StopController, strategy: Strategy
         checkpoint=recipe.checkpoint,
         monitor=recipe.monitor,
         seed=recipe.request.run.seed,
-        generators=Generators(recipe.request.run.seed, devices, recipe.world.rank, drawn=fixed_shards is not None),
+        generators=Generators(
+            recipe.request.run.seed, strategy.draws_on(devices), recipe.world.rank, drawn=fixed_shards is not None
+        ),
         shards=fixed_shards,
         stop_controller=stop_controller,
         guard=NonFiniteGuard(recipe.world, strategy.sum, recipe.device),

@@ -102,6 +102,9 @@ class Strategy(Protocol):
     def replicas(self, device_type: str) -> int:
         """Return how many replicas share a shard of a batch; ``data.batch_size`` is for each of them."""
 
+    def draws_on(self, devices: Sequence[torch.device]) -> Sequence[torch.device]:
+        """Return the devices whose generators a step may draw from, given those of a replica."""
+
     def check(self, task: Task, devices: Sequence[torch.device]) -> None:
         """Refuse what cannot work, before anything is written; in a dry run the devices need not be there.
 
@@ -205,6 +208,10 @@ class Plain:
     def replicas(self, device_type: str) -> int:
         """One a process."""
         return 1
+
+    def draws_on(self, devices: Sequence[torch.device]) -> Sequence[torch.device]:
+        """The replica's."""
+        return devices
 
     def check(self, task: Task, devices: Sequence[torch.device]) -> None:
         """Nothing can be wrong."""

@@ -6,7 +6,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ddp_recipes.devices import HOST, is_accelerator
+from ddp_recipes.devices import GPU, HOST, all_of, is_accelerator
 from ddp_recipes.errors import RequestError
 from ddp_recipes.strategies.base import Wrapped
 from ddp_recipes.strategies.dp.settings import DataParallelSettings
@@ -30,8 +30,17 @@ class DataParallel(Single):
         """Every visible GPU, or one on CPU."""
         return 1 if device_type == HOST else max(1, torch.accelerator.device_count())
 
+    def draws_on(self, devices: Sequence[torch.device]) -> Sequence[torch.device]:
+        """All visible GPUs, each of which has a copy of the model and a thread."""
+        return devices if not is_accelerator(devices[0]) else all_of(devices[0].type)
+
     def check(self, task: Task, devices: Sequence[torch.device]) -> None:
-        """Refuse a replica that spans devices."""
+        """Refuse a replica that spans devices, and devices between which torch cannot deal a batch."""
+        if devices[0].type not in (HOST, GPU):
+            raise RequestError(
+                f"strategy=dp is torch's DataParallel, which deals batches to GPUs alone, and this run is on "
+                f"{devices[0].type}. Use strategy=ddp, or strategy=single."
+            )
         own_step = type(task).training_step is not Task.training_step
         if is_accelerator(devices[0]) and own_step:
             raise RequestError(
