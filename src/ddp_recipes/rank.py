@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from ddp_recipes._compat.collectives import recorded_collectives
 from ddp_recipes._compat.messages import timed_out
 from ddp_recipes.build.instantiate import reaches_own_code
 from ddp_recipes.build.output import make_output
@@ -22,7 +23,7 @@ from ddp_recipes.devices import identity
 from ddp_recipes.errors import MAKE_KEY, Left, Preempted, RecipeError, RequestError, RunFailed
 from ddp_recipes.output import Output
 from ddp_recipes.reporting.logs import own_lines
-from ddp_recipes.reporting.run_directory import RunDirectory, Summary, write_trace
+from ddp_recipes.reporting.run_directory import RunDirectory, Summary, write_flight_recorder, write_trace
 from ddp_recipes.runtime.advice import advice
 from ddp_recipes.runtime.control import NOBODY, OWN, Control
 from ddp_recipes.runtime.digest import digest, without_digest
@@ -364,7 +365,8 @@ def fail(recipe: Recipe, control: Control, output: Output, error: BaseException)
         error = RunFailed(text)
     culprit = error.rank if isinstance(error, RunFailed) else None  # of what all ranks see alike
     rank, cause = control.fail(text, recipe.world.rank if culprit is None else culprit)
-    if rank == recipe.world.rank and timed_out(error) and (unresponsive := control.unresponsive_ranks()):
+    hung = timed_out(error) or recipe.strategy.exchanges.late
+    if rank == recipe.world.rank and hung and (unresponsive := control.unresponsive_ranks()):
         names = ", ".join(map(str, unresponsive))
         cause = text = (
             f"{text}Rank {names} of {recipe.world.world_size} did not respond within launcher.timeout_s="
@@ -374,6 +376,8 @@ def fail(recipe: Recipe, control: Control, output: Output, error: BaseException)
     hang_up(control.connections)  # what torch keeps of the group may outlive its end, and the others wait meanwhile
     if output.opened:
         write_trace(recipe.job.directory, recipe.world.rank, text)
+        if hung:
+            write_flight_recorder(recipe.job.directory, recipe.world.rank, recorded_collectives())
     last = cause.strip().splitlines()[-1]
     # Of a part, others would have to be asked, which may be dead.
     known = recipe.request.strategy.whole_model and recipe.world.is_main

@@ -1,5 +1,6 @@
 """A rank that no longer responds, stopped or dead, is named in time, and others do not wait for it."""
 
+import json
 import re
 import time
 from collections.abc import Iterator
@@ -72,6 +73,11 @@ def test_a_stopped_rank_is_named_and_leaves_its_stack(command: list[str] | None,
         # Every rank's Python stack is there: where the one waited, and where the other one was stopped.
         for number in (0, 1):
             assert "loop.py" in (folder / f"run_{rank}" / "ranks" / f"rank_{number}.txt").read_text()
+        if command is None:  # the last collectives of the rank that waited
+            recorded = (folder / f"run_{rank}" / "ranks" / f"flight_recorder_{1 - rank}.json").read_text()
+            assert "all_reduce" in {
+                each["profiling_name"].partition(":")[2] for each in json.loads(recorded)["entries"]
+            }
 
 
 def test_a_data_worker_that_hangs_is_named_where_there_is_one_rank(folder: Path) -> None:

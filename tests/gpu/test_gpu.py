@@ -21,7 +21,7 @@ from ddp_recipes.callbacks import Callback
 from ddp_recipes.runtime.job import Job
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies import DDP, DDPSettings
-from ddp_recipes.strategies.exchanges import Exchanges, leave_aborts_to_us
+from ddp_recipes.strategies.exchanges import Exchanges, leave_failures_to_us
 from ddp_recipes.testing import make_job
 from helpers.patience import patience
 
@@ -227,7 +227,7 @@ def test_a_group_of_nccl_is_aborted_from_another_thread_and_joined_anew() -> Non
     """With one rank: two on one GPU are not supported by NCCL."""
     device = torch.device("cuda", 0)
     strategy = DDP(DDPSettings())
-    leave_aborts_to_us()
+    leave_failures_to_us()
     for _ in range(2):
         strategy.setup(World(), None, "nccl", timedelta(seconds=60), None)
         assert strategy.silent

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from ddp_recipes._compat.messages import lost_a_rank
 from ddp_recipes.errors import RequestError
-from ddp_recipes.strategies.exchanges import HANDLING, SETTINGS, Exchanges, leave_aborts_to_us
+from ddp_recipes.strategies.exchanges import HANDLING, SETTINGS, Exchanges, leave_failures_to_us
 
 
 def test_what_was_aborted_is_reported_as_a_lost_rank() -> None:
@@ -48,7 +48,7 @@ def test_settings_of_nccl_are_not_set_over_the_users_own(monkeypatch: pytest.Mon
         monkeypatch.setenv(name, "1")
         monkeypatch.delenv(name)
     monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
-    leave_aborts_to_us()
+    leave_failures_to_us()
     assert {name: os.environ[name] for name in SETTINGS} == SETTINGS | {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
 
 
@@ -56,4 +56,4 @@ def test_torch_may_not_abort_collectives_unnoticed(monkeypatch: pytest.MonkeyPat
     for name in SETTINGS:
         monkeypatch.setenv(name, "2")
     with pytest.raises(RequestError, match=f"{HANDLING}=2 .* Leave the variable out"):
-        leave_aborts_to_us()
+        leave_failures_to_us()

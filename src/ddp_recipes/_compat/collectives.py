@@ -1,14 +1,17 @@
 """Which collectives a piece of code calls, and how torch names groups.
 
 torch documents ``TorchDispatchMode`` by this name; there is no public way for it. Nor is there one to have a group that
-did not come about not count: the count is in the names under which ranks look for each other. Nor to list all groups.
+did not come about not count: the count is in the names under which ranks look for each other. Nor to list all groups,
+nor to get what the flight recorder has without a file that torch names by itself.
 """
 
+import json
 from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch._C import _distributed_c10d
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -46,3 +49,22 @@ def count_groups_anew() -> None:
 def every_group() -> list[ProcessGroup]:
     """Return all process groups of this process."""
     return list(distributed_c10d._world.pg_names)
+
+
+def record_collectives() -> list[object]:
+    """Have the flight recorder note the collectives of all groups, as long as what this returns is kept.
+
+    gloo and the earlier NCCL do by themselves; the one that torch has by default from 2.15 on does not.
+    """
+    hook = getattr(_distributed_c10d, "FlightRecorderHook", None)
+    return [] if hook is None else [hook.attach(group) for group in every_group()]
+
+
+def recorded_collectives() -> bytes:
+    """Return what the flight recorder has of this process's last collectives, as JSON; nothing where there is none.
+
+    The earlier NCCL has a recorder of its own.
+    """
+    names = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
+    found = [getattr(_distributed_c10d, name)() for name in names if hasattr(_distributed_c10d, name)]
+    return max((each for each in found if json.loads(each).get("entries")), key=len, default=b"")

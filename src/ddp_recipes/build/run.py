@@ -4,6 +4,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 
+from ddp_recipes._compat.collectives import record_collectives
 from ddp_recipes.build.optimizer import make_optimizers_and_schedules
 from ddp_recipes.build.recipe import Recipe
 from ddp_recipes.config.settings import seconds
@@ -13,7 +14,7 @@ from ddp_recipes.runtime.process import loading
 from ddp_recipes.runtime.reach import check_ways
 from ddp_recipes.runtime.seeding import Generators
 from ddp_recipes.strategies import Strategy
-from ddp_recipes.strategies.exchanges import Exchanges, leave_aborts_to_us
+from ddp_recipes.strategies.exchanges import Exchanges, leave_failures_to_us
 from ddp_recipes.training.clock import make_clock
 from ddp_recipes.training.non_finite import NonFiniteGuard
 from ddp_recipes.training.precision import make_precision
@@ -29,8 +30,8 @@ def join(recipe: Recipe) -> None:
     if recipe.devices.backend == HOST_BACKEND:
         check_ways(recipe.control)
     replaces = launcher.replace_ranks > 0
-    if replaces and recipe.devices.backend == GPU_BACKEND:
-        leave_aborts_to_us()
+    if recipe.devices.backend.startswith(GPU_BACKEND):
+        leave_failures_to_us()
     recipe.strategy.bound = bound_to(recipe.devices.backend, recipe.devices.own)
     before = connections()
     with closed_after() as recipe.control.strangers:
@@ -42,6 +43,7 @@ def join(recipe: Recipe) -> None:
     if recipe.strategy.silent:
         own, abort = recipe.devices.own, recipe.strategy.abort
         recipe.strategy.exchanges = Exchanges(own, launcher.timeout_s, abort, settles=replaces)
+        recipe.strategy.exchanges.recorders = record_collectives()
     recipe.control.watcher.when_lost(partial(cut_off, recipe))  # else they may be waited for
     recipe.strategy.exchanges.settle()
 

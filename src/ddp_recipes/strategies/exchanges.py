@@ -6,7 +6,8 @@ Whoever notices the loss aborts them from another thread. The device then goes o
 import os
 import time
 from collections.abc import Callable, Sequence
-from threading import Lock
+from contextlib import suppress
+from threading import Event, Lock, Thread
 
 import torch
 import torch.distributed as dist
@@ -15,12 +16,21 @@ from ddp_recipes.devices import is_accelerator, record
 from ddp_recipes.errors import RequestError
 
 HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-# Else a thread of torch's ends this process because of collectives that were aborted, or makes it wait for a minute.
-SETTINGS = {HANDLING: "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0"}
-LOOK_S = 5e-5  # between looks at the device
+# Threads of torch's end the process, by SIGABRT, before anybody could say which rank it waited for: where a collective
+# takes too long or is aborted, where the device has an error, and where one of them is not heard of for minutes. Before
+# that they wait for a minute, to write what is written here.
+SETTINGS = {
+    HANDLING: "0",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+}
+LOOK_S = 5e-5  # between looks at the device, of who waits for it
+WATCH_S = 1.0  # of who watches it
 
 
-def leave_aborts_to_us() -> None:
+def leave_failures_to_us() -> None:
     """Set what groups of NCCL read when they are made, unless the user has.
 
     Raises:
@@ -30,8 +40,8 @@ def leave_aborts_to_us() -> None:
         os.environ.setdefault(name, value)
     if os.environ[HANDLING] == "2":
         raise RequestError(
-            f"{HANDLING}=2 has torch abort collectives without an error, and a run with launcher.replace_ranks would "
-            f"go on with what they leave. Leave the variable out."
+            f"{HANDLING}=2 has torch abort collectives without an error, and a run would go on with what they leave. "
+            f"Leave the variable out."
         )
 
 
@@ -46,6 +56,8 @@ class Exchanges:
 
     Attributes:
         lost: whether a rank is lost, so that any error may come of that.
+        late: whether that was noticed here: the devices came no further for as long as a collective may take.
+        recorders: of what is exchanged, which note it as long as they are kept.
     """
 
     def __init__(
@@ -58,28 +70,63 @@ class Exchanges:
         self._devices = [device for device in devices if is_accelerator(device)]
         self._timeout_s, self._abort, self._settles = timeout_s, abort, settles
         self._ends = Lock()  # torch does not expect two threads to abort one group
-        self.lost = False
+        self._over, self._seen = Event(), time.monotonic()
+        self.lost = self.late = False
+        self.recorders: list[object] = []
+        if self._devices and abort is not None:
+            Thread(target=self._watch, daemon=True).start()
 
     def end(self) -> None:
         """Abort what is under way; any thread may call it, and again."""
+        self.close()
         if self._abort is not None:
             self.lost = True
             with self._ends:
                 self._abort()
 
+    def close(self) -> None:
+        """Watch the devices no more: the group is left."""
+        self._over.set()
+        self.recorders = []
+
     def settle(self) -> None:
-        """Wait until the devices have all that was exchanged; called before it is used.
+        """Wait, where this process goes on after a loss, until the devices have all that was exchanged.
+
+        Called before it is used.
 
         Raises:
             DistBackendError: they have not in time, or a rank was lost meanwhile.
         """
-        if self._abort is None or not self._settles:
-            return
-        marks = [record(device) for device in self._devices]
-        deadline = time.monotonic() + self._timeout_s
-        while not all(mark.query() for mark in marks):
-            if time.monotonic() > deadline:
-                raise dist.DistBackendError(f"Timed out waiting {self._timeout_s:g} s for what ranks exchange.")
-            time.sleep(LOOK_S)
+        self._seen = time.monotonic()
+        if self._settles and self._abort is not None:
+            marks = [record(device) for device in self._devices]
+            while not all(mark.query() for mark in marks):
+                if time.monotonic() > self._seen + self._timeout_s:
+                    raise self._timed_out()
+                time.sleep(LOOK_S)
+        if self.late:
+            raise self._timed_out()
         if self.lost:  # looked at last: it is set before anything is aborted
             raise dist.DistBackendError("A rank was lost, and what ranks exchanged was aborted.")
+
+    def _timed_out(self) -> Exception:
+        return dist.DistBackendError(f"Timed out waiting {self._timeout_s:g} s for what ranks exchange.")
+
+    def _watch(self) -> None:
+        """Abort what the devices wait for, as this process may, without an end: in any code that needs a value.
+
+        They are asked nothing as long as the process comes by :meth:`settle`.
+        """
+        patience = self._timeout_s / 2
+        with suppress(RuntimeError):  # an error of a device, which the process gets as well
+            while not self._over.wait(min(patience, WATCH_S)):
+                if time.monotonic() < self._seen + patience:
+                    continue
+                marks, asked = [record(device) for device in self._devices], time.monotonic()
+                while not all(mark.query() for mark in marks):
+                    if self._over.wait(min(patience, WATCH_S)):
+                        return
+                    if time.monotonic() > asked + patience:
+                        self.late = True
+                        self.end()
+                        return

@@ -1,5 +1,6 @@
 """What strategies of several processes have in common: a process group."""
 
+import time
 from datetime import timedelta
 from threading import Thread
 from typing import Any
@@ -18,6 +19,8 @@ from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import Exchange, Plain
 from ddp_recipes.strategies.collectives import gather
 from ddp_recipes.tasks import Task
+
+ABORT_S = 10.0  # how long to wait for groups to end
 
 
 def make_store(messages: Messages | None, backend: str, timeout: timedelta) -> Store:
@@ -90,11 +93,13 @@ class Group(Plain):
         ends = [Thread(target=each.abort, daemon=True) for each in every_group()]
         for each in ends:
             each.start()
-        for each in ends:
-            each.join()
+        deadline = time.monotonic() + ABORT_S
+        for each in ends:  # one that blocks keeps nobody from saying what failed
+            each.join(max(0.0, deadline - time.monotonic()))
 
     def teardown(self) -> None:
         """Destroy the process group."""
+        self.exchanges.close()
         self.peers = None
         if dist.is_initialized():
             dist.destroy_process_group()
