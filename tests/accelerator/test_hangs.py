@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from ddp_recipes.strategies.exchanges import SETTINGS
+from ddp_recipes.strategies.group import ABORT_S
 from helpers.accelerator import HABITS, Accelerator
 from helpers.patience import patience, timeout_s
 
@@ -83,6 +84,7 @@ NCCL = """
 import json
 import os
 from pathlib import Path
+from threading import Event
 
 import openreg_device
 import torch.distributed as dist
@@ -110,6 +112,22 @@ class Over(DDP):
     pass
 
 
+class StuckSettings(DDPSettings):
+    pass
+
+
+class Stuck(DDP):
+    def setup(self, *arguments):
+        super().setup(*arguments)
+        dist.new_group([0, 1]).abort = Event().wait  # for ever
+
+
+class Raising(Callback):
+    def on_step(self, step):
+        if os.environ["RANK"] == "1" and step == 2:
+            raise ValueError("the cat sat on the keyboard")
+
+
 class Environment(Callback):
     def on_step(self, step):
         names = [name for name in os.environ if name.startswith("TORCH_NCCL")]
@@ -132,3 +150,15 @@ def test_over_nccl_no_thread_of_torchs_ends_a_rank_unless_the_user_has_it(accele
     ended = accelerator.run(*own, ranks=2, name="refused", TORCH_NCCL_ASYNC_ERROR_HANDLING="2")
     assert ended.status == 2, ended.err
     assert "TORCH_NCCL_ASYNC_ERROR_HANDLING=2 has torch abort collectives without an error" in ended.err
+
+
+@pytest.mark.slow
+def test_a_group_that_cannot_be_aborted_keeps_no_rank_from_saying_what_failed(accelerator: Accelerator) -> None:
+    (accelerator.folder / "nccl.py").write_text(NCCL)
+    own = ["strategy._target_=nccl.Stuck", "+callbacks.own._target_=nccl.Raising", "launcher.timeout_s=300"]
+    began = time.monotonic()
+    ended = accelerator.run(*own, ranks=2, habits=HABITS["all"])
+    assert time.monotonic() - began < patience(ABORT_S + 40)
+    assert ended.status == 1
+    assert "ValueError: the cat sat on the keyboard" in ended.err
+    assert "the cat sat on the keyboard" in ended.summary["error"]

@@ -36,6 +36,7 @@ class Group(Plain):
     settings: StrategySettings
     world = World()
     timeout_s = 0.0  # of a collective
+    stuck = False  # whether a group does not let itself be aborted
 
     def setup(
         self, world: World, messages: Messages | None, backend: str, timeout: timedelta, init_method: str | None
@@ -94,13 +95,16 @@ class Group(Plain):
         for each in ends:
             each.start()
         deadline = time.monotonic() + ABORT_S
-        for each in ends:  # one that blocks keeps nobody from saying what failed
+        for each in ends:
             each.join(max(0.0, deadline - time.monotonic()))
+        self.stuck = any(each.is_alive() for each in ends)
 
     def teardown(self) -> None:
         """Destroy the process group."""
         self.exchanges.close()
         self.peers = None
+        if self.stuck:  # nor would a group let itself be destroyed, and this rank has to say what failed
+            return
         if dist.is_initialized():
             dist.destroy_process_group()
         else:
