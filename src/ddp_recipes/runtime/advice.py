@@ -22,7 +22,7 @@ _ADVICE = {
     ),
     r"process group is bound to device": (
         "The backend has one device a process group, and a replica spans several (model.num_devices). Choose one that "
-        "takes them (launcher.backend), or a strategy of stages, where a process has one device."
+        "takes them (of GPUs launcher.backend=nccl-legacy), or a strategy of stages, where a process has one device."
     ),
     r"expected target dtype to be Long|multi-target not supported": (
         "Cross-entropy takes class numbers as targets, int64 of the shape [n]. Give such in the data set, or choose "
