@@ -71,9 +71,7 @@ def test_a_rank_for_which_the_device_of_another_waits_is_named(accelerator: Acce
     own = ["strategy._target_=parts.Aborted", f"launcher.timeout_s={limit}", "+callbacks.own._target_=parts.Hanging"]
     began = time.monotonic()
     ended = accelerator.run(*own, ranks=2, habits=HABITS["a lost rank is waited for"])
-    assert time.monotonic() - began < patience(
-        2 * limit + 20
-    )  # the group of these tests takes long to fail once aborted
+    assert time.monotonic() - began < patience(2 * limit + 20)  # this group takes as long again to fail once aborted
     assert ended.status == 1, ended.err
     assert f"Rank 1 of 2 did not respond within launcher.timeout_s={limit} seconds" in ended.err
     assert "Rank 1 of 2 did not respond" in ended.summary["error"]
