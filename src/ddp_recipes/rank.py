@@ -307,11 +307,13 @@ def predict(recipe: Recipe, output: Output) -> None:
     recipe.task.start_evaluation("predict", 0)
     indices: list[Tensor] = []
     outputs: list[Any] = []
-    with torch.no_grad(), make_precision(recipe.trainer.precision, recipe.device.type).forward():
+    precision = make_precision(recipe.trainer.precision, recipe.device.type)
+    with torch.no_grad():
         for batch in evaluated(recipe.task, loader):
             if not batch.num_samples and not recipe.strategy.lockstep:
                 continue
-            output_of_batch = recipe.task.predict_step(batch.data)
+            with precision.forward():
+                output_of_batch = recipe.task.predict_step(batch.data)
             if batch.num_samples and output_of_batch is not None:
                 indices.append(loader.plan.indices(0, batch.number, batch.shard))
                 outputs.append(rows_of(output_of_batch, batch.num_samples))  # of a pipeline in its last process

@@ -92,6 +92,41 @@ class Norm(nn.Sequential):
         super().__init__(hidden, nn.BatchNorm1d(hidden_features), nn.ReLU(), nn.Linear(hidden_features, out_features))
 
 
+class Making(Toy):
+    """Makes a tensor of torch's default type in its forward pass."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return cast(Tensor, super().forward(inputs + torch.full((1, inputs.shape[1]), 0.1)))
+
+
+class Rotating(Toy):
+    """Has complex numbers."""
+
+    def __init__(self, in_features: int, hidden_features: int, out_features: int) -> None:
+        super().__init__(in_features, hidden_features, out_features)
+        self.register_buffer("turns", torch.ones(hidden_features, dtype=torch.complex64))
+
+
+class Images(nn.Sequential):
+    """A small network for images, whose weights have four dimensions.
+
+    Args:
+        lie: whether as ``channels_last``; an input that lies otherwise ends the run.
+    """
+
+    def __init__(self, in_channels: int, num_classes: int, lie: bool | None = None) -> None:
+        first = nn.Conv2d(in_channels, 4, 3, bias=False)  # its gradient would be rounding alone
+        super().__init__(first, nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 8, 3, groups=2))
+        self.extend([nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, num_classes)])
+        self.lie = lie
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for tensor in (inputs, *(each for each in self.parameters() if each.dim() == 4)):
+            lies = tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
+            assert self.lie is None or lies == self.lie, tensor.stride()
+        return cast(Tensor, super().forward(inputs))
+
+
 class Centered(Toy):
     """Reads in training what follows each rank's own batches."""
 

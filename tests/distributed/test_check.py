@@ -8,6 +8,7 @@ import pytest
 
 from ddp_recipes.errors import RequestError, RunFailed
 from ddp_recipes.reporting.run_directory import Summary
+from ddp_recipes.tools.equivalence import TOLERANCE
 from helpers.marks import slow_but
 
 Run = Callable[..., Summary]
@@ -28,6 +29,8 @@ RIGHT = [
     (["model=toy_mp", "data.train._target_=own_parts.OneByOne", "data.num_workers=1"], 2),
     (["trainer.precision=bf16-mixed"], 2),
     (["trainer.precision=16-mixed", "trainer.gradient_clip_val=0.1"], 2),
+    (["trainer.precision=bf16-true"], 2),
+    (["trainer.precision=64-true", "strategy=fsdp", "strategy.wrap=[net1,net2]", "trainer.gradient_clip_val=0.1"], 2),
     ([*EXACT, "model._target_=own_parts.Spare", "optimizer.weight_decay=0.1"], 2),
     (["strategy=single"], 1),
 ]
@@ -42,8 +45,8 @@ def test_what_is_right_passes(overrides: list[str], world_size: int, run: Run) -
     summary = run(*CHECK, *overrides, world_size=world_size)
     assert summary["status"] == "finished"
     assert set(summary["metrics"]) == {"check/gradient", "check/parameter", "check/buffer"}
-    mixed = any("mixed" in one for one in overrides)
-    assert all(value < (3e-2 if mixed else 1e-5) for value in summary["metrics"].values())
+    name = next((one.partition("=")[2] for one in overrides if "precision" in one), "32-true")
+    assert all(value < TOLERANCE[name] for value in summary["metrics"].values())
 
 
 def test_it_is_a_run_that_leaves_no_checkpoint(run: Run) -> None:

@@ -111,6 +111,7 @@ def test_counts_are_those_of_the_run(overrides: list[str], world_size: int, plan
     [
         ["optimizer=sgd"],
         ["model=mlp", "optimizer=adamw", "trainer.precision=16-mixed"],
+        ["model=mlp", "optimizer=adamw", "trainer.precision=bf16-true"],
         pytest.param([*IMAGES, "model=resnet18", "trainer.max_steps=1"], marks=pytest.mark.slow),
     ],
     ids=lambda value: " ".join(value),

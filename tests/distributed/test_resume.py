@@ -43,6 +43,8 @@ TRAINING = {
     ],
     "batch norm": ["model._target_=own_parts.Norm"],
     "16-mixed": ["trainer.precision=16-mixed"],
+    "bf16-true, adamw": ["trainer.precision=bf16-true", "optimizer=adamw"],
+    "64-true, batch norm": ["trainer.precision=64-true", "model._target_=own_parts.Norm"],
     "async_save": ["checkpoint.async_save=true"],
     "sample by sample": ["model._target_=own_parts.Dropout", "data.train._target_=own_parts.OneByOne"],
     "workers": ["model._target_=own_parts.Dropout", "data.train._target_=own_parts.OneByOne", "data.num_workers=2"],

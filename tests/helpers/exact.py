@@ -51,6 +51,18 @@ RECIPES = {
         "trainer.precision=16-mixed",
         "trainer.gradient_clip_val=0.1",
     ],
+    "bf16-true, batch norm, clipping": [
+        "data.num_samples=53",
+        "model._target_=own_parts.Norm",
+        "trainer.precision=bf16-true",
+        "trainer.gradient_clip_val=0.1",
+    ],
+    "64-true, adamw, accumulation": [
+        "data.num_samples=53",
+        "optimizer=adamw",
+        "trainer.precision=64-true",
+        "trainer.accumulate_grad_batches=2",
+    ],
     "layers that some parts, or none, use; weight decay": [
         "data.num_samples=61",
         "model._target_=exact_parts.Sometimes",

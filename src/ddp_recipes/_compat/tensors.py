@@ -29,6 +29,16 @@ def bytes_of(tensor: Tensor) -> Tensor:
     return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
 
 
+def laid_out_as(value: Tensor, like: Tensor) -> Tensor:
+    """Return a tensor that lies in memory as another one of its shape does: itself, or a copy.
+
+    Fused optimizers go through a parameter, its gradient and its state as they lie there, and take no other notice.
+    """
+    if value.stride() == like.stride():
+        return value
+    return torch.empty_like(like, dtype=value.dtype, device=value.device).copy_(value)
+
+
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's part of a ``DTensor``, as it lies in memory; any other tensor is whole. Loads no DTensor."""
     return tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[attr-defined]

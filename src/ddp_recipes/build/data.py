@@ -13,8 +13,10 @@ from ddp_recipes.build.instantiate import locate, make
 from ddp_recipes.config.parallelism import BatchShards
 from ddp_recipes.config.settings import DataSettings, TrainerSettings, batches
 from ddp_recipes.data.batch_plan import BatchPlan
+from ddp_recipes.data.collate import Form
 from ddp_recipes.data.loader import Loader, size_of
 from ddp_recipes.errors import RequestError
+from ddp_recipes.training.precision import whole_dtype
 
 SPLITS = {
     "fit": ("train", "val"),
@@ -163,6 +165,7 @@ def _make_loader(
         persistent_workers=settings.persistent_workers,
         prefetch_factor=settings.prefetch_factor,
         timeout_s=timeout_s,
+        form=Form(whole_dtype(trainer.precision), trainer.channels_last),
         name=f"data.{name.replace('/', '.')}",
     )
 

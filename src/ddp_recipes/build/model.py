@@ -10,12 +10,12 @@ from ddp_recipes.build.devices import Devices
 from ddp_recipes.build.instantiate import make, parameters_of
 from ddp_recipes.build.parameters import freeze
 from ddp_recipes.config.parallelism import StrategySettings
-from ddp_recipes.config.settings import ModelSettings
+from ddp_recipes.config.settings import ModelSettings, TrainerSettings
 from ddp_recipes.data.loader import Loader
 from ddp_recipes.errors import RequestError
 from ddp_recipes.tasks import Task
 from ddp_recipes.tasks.task import outside
-from ddp_recipes.training.precision import Precision
+from ddp_recipes.training.precision import make_precision, whole_dtype
 
 if TYPE_CHECKING:
     from ddp_recipes.build.deferred import Initial
@@ -48,9 +48,8 @@ def make_task(
     devices: Devices,
     loader: Loader | None,
     step: str,
-    precision: Precision,
+    trainer: TrainerSettings,
     times: Times,
-    compiled: bool,
 ) -> BuiltTask:
     """Return the task with its model on the replica's devices, weights drawn from the seed on the CPU.
 
@@ -59,8 +58,8 @@ def make_task(
     Args:
         loader: gives a sample to try a split out on; ``None`` where no data are read: then nothing is split.
         step: the task's method to try out.
+        trainer: says in what precision the model is, how it lies in memory, and whether to compile it where it runs.
         times: returns on every rank what a function measures on rank 0.
-        compiled: whether to compile the model, where it is to run.
 
     Raises:
         RequestError: the model cannot be made or placed so.
@@ -86,6 +85,9 @@ def make_task(
 
     built = _deferred(made) if strategy.deferred and devices.layout is None else BuiltTask(made())
     model = built.task.model
+    convert(built.task, whole_dtype(trainer.precision))
+    if trainer.channels_last:
+        put_channels_last(built.task)
     if settings.activation_checkpointing:
         from ddp_recipes.build.recomputation import recompute
 
@@ -99,12 +101,13 @@ def make_task(
     elif (settings.num_devices > 1 or pipeline is not None) and loader is not None:
         from ddp_recipes.build.splitting import split
 
+        precision = make_precision(trainer.precision, devices.own[0].type)
         split(built, settings, strategy, devices, loader, step, precision, times)
     elif not built.initial:
         built.task.to(devices.own[0])
     if settings.freeze:
         freeze(model, settings.freeze)
-    if compiled and devices.layout is None:
+    if trainer.compile and devices.layout is None:
         model.compile()
     return built
 
@@ -121,3 +124,27 @@ def _deferred(made: Callable[[], Task]) -> BuiltTask:
         initial = {}
     task.deferred = bool(initial)
     return BuiltTask(task, initial=initial, warnings=warnings)
+
+
+def convert(task: Task, dtype: torch.dtype | None) -> None:
+    """Give all floating-point parameters and buffers a dtype, unless that is ``None``: values are drawn, then rounded.
+
+    Raises:
+        RequestError: a tensor is complex.
+    """
+    if dtype is None:
+        return
+    for name, tensor in (*task.named_parameters(), *task.named_buffers()):
+        if tensor.is_complex():
+            raise RequestError(
+                f"{outside(name)} is of {tensor.dtype}, and trainer.precision makes all numbers {dtype}, which are "
+                f"real. Use 32-true or bf16-mixed, or keep it as two numbers (torch.view_as_real)."
+            )
+    task.to(dtype)
+
+
+def put_channels_last(task: Task) -> None:
+    """Have weights ``[n, c, h, w]`` lie in memory as ``[n, h, w, c]``; optimizers' states lie as they do."""
+    for tensor in (*task.parameters(), *task.buffers()):
+        if tensor.dim() == 4:
+            tensor.data = tensor.data.contiguous(memory_format=torch.channels_last)

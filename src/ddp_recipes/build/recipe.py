@@ -15,7 +15,7 @@ from ddp_recipes.build.data import make_loaders, split_of
 from ddp_recipes.build.devices import Devices, available_devices, dry_run_devices, set_torch_up
 from ddp_recipes.build.instantiate import locate, make
 from ddp_recipes.build.loggers import logger_sections
-from ddp_recipes.build.model import make_task
+from ddp_recipes.build.model import convert, make_task
 from ddp_recipes.build.resume import load_state
 from ddp_recipes.callbacks import Callback
 from ddp_recipes.checkpointing.files import State
@@ -36,7 +36,7 @@ from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies import Strategy
 from ddp_recipes.tasks import Surroundings, Task
 from ddp_recipes.training.cadence import Length
-from ddp_recipes.training.precision import make_precision
+from ddp_recipes.training.precision import whole_dtype
 
 if TYPE_CHECKING:
     from ddp_recipes.build.deferred import Initial
@@ -222,9 +222,8 @@ def make_recipe(job: Job, world: World, control: Control) -> Recipe:
         devices,
         next(iter(loaders.values()), None),
         "training_step" if mode == "fit" else "predict_step",
-        make_precision(trainer.precision, devices.own[0].type),
+        trainer,
         partial(control.of_main, "times of the model's modules"),
-        compiled=trainer.compile,
     )
     strategy.starts = built.starts
     if getattr(built.task.loss, "reduction", None) == "sum":
@@ -255,6 +254,7 @@ def make_recipe(job: Job, world: World, control: Control) -> Recipe:
             brings_data=brings,
         )
     )
+    convert(built.task, whole_dtype(trainer.precision))  # what it made only now
     strategy.check(built.task, devices.requested)  # of a module that may have made its layers only now
     if brings:
         loaders |= load_data(own=built.task.dataloaders(mode))

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -47,8 +48,21 @@ def load_state(
         path, state, warnings = load_first(newer, control.shared, readers)
     check_weights(path, state["model"], weights)
     if train is not None:
-        warnings = [*warnings, *fit_cursor(path, state, request, train)]
+        converted = _converted(path, state["model"], weights)
+        warnings = [*warnings, *fit_cursor(path, state, request, train), *converted]
     return path, state, warnings
+
+
+def _converted(path: Path, saved: Mapping[str, Any], weights: Mapping[str, Any]) -> list[str]:
+    """Return a line on weights that come from the checkpoint in another dtype than the model has."""
+    pairs = ((name, getattr(saved[name], "dtype", None), getattr(weights[name], "dtype", None)) for name in weights)
+    for name, its, mine in pairs:
+        if its != mine:
+            return [
+                f"{path} has {name} in {its}, and in this run it is of {mine}: weights are converted, and go on with "
+                f"other bits than there (trainer.precision)."
+            ]
+    return []
 
 
 def fit_cursor(path: Path | str, state: State, request: Request, train: Loader) -> list[str]:

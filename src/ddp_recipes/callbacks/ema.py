@@ -49,6 +49,12 @@ class EMA(Callback):
             raise RequestError(
                 f"{' and '.join(names)} would each be the model that is validated. Leave out all but one."
             )
+        for name, parameter in self.run.task.named_parameters():
+            if parameter.is_floating_point() and parameter.itemsize < 4:
+                raise RequestError(
+                    f"{names[0]} adds a small part of each weight to its average, and {outside(name)} is of "
+                    f"{parameter.dtype}, which rounds that away. Use trainer.precision=bf16-mixed, or leave it out."
+                )
 
     def on_start(self, directory: Path | None, task: nn.Module) -> None:
         """Put the trained weights of a checkpoint in their place: the task has the averages from it."""

@@ -58,10 +58,11 @@ class TrainerSettings:
     accumulate_grad_batches: Count
     gradient_clip_val: Annotated[float, Range(0)] | None
     gradient_clip_algorithm: Literal["norm", "value"]
-    precision: Literal["32-true", "bf16-mixed", "16-mixed"]
+    precision: Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true", "64-true"]
     deterministic: bool
     detect_anomaly: bool
     compile: bool
+    channels_last: bool = False
     matmul_precision: Literal["highest", "high", "medium"] | None = None
     benchmark: bool | None = None
     fast_paths: bool = True

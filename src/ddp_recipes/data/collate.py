@@ -1,7 +1,8 @@
-"""Samples to batches, and batches to devices, whatever they are made of."""
+"""Samples to batches, and batches to devices and to the form that a model takes, whatever they are made of."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,19 +45,55 @@ def to_device(data: Any, device: torch.device, pin: bool = False) -> Any:
 
     From pinned memory the copy does not wait.
     """
-    if isinstance(data, torch.Tensor):
-        if data.device == device:
-            return data
+
+    def move(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):  # a PackedSequence, a BatchEncoding
+            return value.to(device)
+        if value.device == device:
+            return value
         # What a data set has put on another GPU cannot be pinned, nor need it be.
-        return (data.pin_memory() if pin and data.is_cpu else data).to(device, non_blocking=True)
-    if callable(move := getattr(data, "to", None)):  # a PackedSequence, a BatchEncoding
-        return move(device)
+        return (value.pin_memory() if pin and value.is_cpu else value).to(device, non_blocking=True)
+
+    return _each(data, move, lambda value: isinstance(value, torch.Tensor) or callable(getattr(value, "to", None)))
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a model takes the tensors of a batch in.
+
+    Attributes:
+        dtype: of those of floating-point numbers; ``None``: as they come.
+        channels_last: whether those of four dimensions, ``[n, c, h, w]``, lie in memory as ``[n, h, w, c]``.
+    """
+
+    dtype: torch.dtype | None = None
+    channels_last: bool = False
+
+    def of(self, data: Any) -> Any:
+        """Return a batch in this form; where it is already, or may be anything, that is the batch itself."""
+        return data if self == AS_IT_COMES else _each(data, self._of_one, lambda value: isinstance(value, torch.Tensor))
+
+    def _of_one(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.dtype is not None and tensor.is_floating_point():
+            tensor = tensor.to(self.dtype)
+        if self.channels_last and tensor.dim() == 4:
+            tensor = tensor.contiguous(memory_format=torch.channels_last)
+        return tensor
+
+
+AS_IT_COMES = Form()
+
+
+def _each(data: Any, change: Callable[[Any], Any], is_one: Callable[[Any], bool]) -> Any:
+    """Return data with what ``is_one`` picks out of (nested) tuples, lists, dicts and dataclasses changed."""
+    if is_one(data):
+        return change(data)
     if isinstance(data, Mapping):
-        return {name: to_device(value, device, pin) for name, value in data.items()}
+        return {name: _each(value, change, is_one) for name, value in data.items()}
     if isinstance(data, (tuple, list)):
-        moved = [to_device(value, device, pin) for value in data]
-        return type(data)(*moved) if hasattr(data, "_fields") else type(data)(moved)
+        changed = [_each(value, change, is_one) for value in data]
+        return type(data)(*changed) if hasattr(data, "_fields") else type(data)(changed)
     if dataclasses.is_dataclass(data) and not isinstance(data, type):
         fields = {field.name: getattr(data, field.name) for field in dataclasses.fields(data) if field.init}
-        return dataclasses.replace(data, **to_device(fields, device, pin))
+        return dataclasses.replace(data, **_each(fields, change, is_one))
     return data

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from ddp_recipes._compat.data_workers import persistent, shut_down, workers_of
 from ddp_recipes.data.batch_plan import BatchPlan
-from ddp_recipes.data.collate import collate, to_device
+from ddp_recipes.data.collate import AS_IT_COMES, Form, collate, to_device
 from ddp_recipes.data.keyed import Draw, KeyedDataset
 from ddp_recipes.data.prefetch import Prefetcher
 from ddp_recipes.datasets.memory import InMemory
@@ -50,6 +50,7 @@ class Loader:
         collate_fn: makes a batch of samples; torch's own for ``None``.
         persistent_workers: ``None``: where there are workers.
         timeout_s: the run ends where data workers give no batch for longer.
+        form: that batches come in.
         name: of the data set in messages.
 
     Raises:
@@ -69,6 +70,7 @@ class Loader:
         persistent_workers: bool | None = None,
         prefetch_factor: int | None = None,
         timeout_s: float = 1800.0,
+        form: Form = AS_IT_COMES,
         name: str = "data",
     ) -> None:
         if plan.num_batches == 0:
@@ -78,8 +80,8 @@ class Loader:
                 f"data.batch_size, data.drop_last=false, or a higher trainer.limit_*_batches."
             )
         self.dataset, self.plan, self.device, self.shards = dataset, plan, device, shards
-        self.collate_fn, self.name, self.timeout_s = collate_fn or collate, name, timeout_s
-        self._options: dict[str, Any] = {"pin_memory": pin_memory, "collate_fn": collate_fn, "name": name}
+        self.collate_fn, self.name, self.timeout_s, self.form = collate_fn or collate, name, timeout_s, form
+        self._options: dict[str, Any] = {"pin_memory": pin_memory, "collate_fn": collate_fn, "form": form, "name": name}
         self._workers: dict[str, Any] = {
             "num_workers": num_workers,
             "persistent_workers": persistent_workers,
@@ -129,7 +131,7 @@ class Loader:
         self._sampler.position = epoch, start, group
         for (number, shard), data in zip(self._sampler.turns(), self._loaded(epoch, start), strict=False):
             moved = to_device(data, self.device, self.pin_memory) if elsewhere else data
-            yield Batch(moved, self.plan.size(number, shard), number, shard)
+            yield Batch(self.form.of(moved), self.plan.size(number, shard), number, shard)
 
     def _loaded(self, epoch: int, start: int) -> Iterator[Any]:
         """Yield what is in each batch, in the sampler's order."""
@@ -222,9 +224,11 @@ class Loader:
     def sample(self) -> Any:
         """Return the first sample as a batch of one, on the device: for the model graph and for size checks."""
         if self.fetch is not None:
-            return to_device(self.fetch(torch.zeros(1, dtype=torch.int64)), self.device)
-        keyed = KeyedDataset(self.dataset, self.plan.seed, self.name, self.collate_fn)
-        return to_device(keyed.__getitems__([Draw(0, 0, 0)]), self.device)
+            data = self.fetch(torch.zeros(1, dtype=torch.int64))
+        else:
+            keyed = KeyedDataset(self.dataset, self.plan.seed, self.name, self.collate_fn)
+            data = keyed.__getitems__([Draw(0, 0, 0)])
+        return self.form.of(to_device(data, self.device))
 
 
 def size_of(dataset: Any) -> int:

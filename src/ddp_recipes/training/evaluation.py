@@ -113,14 +113,14 @@ def _evaluate(
         metric.reset()
     step = task.test_step if prefix.startswith("test") else task.validation_step
     sums: dict[str, Tensor] = {}  # name -> for each shard the sum over samples and their number, [shards, 2], float64
-    with phase("validation"), torch.no_grad(), precision.forward():
+    with phase("validation"), torch.no_grad():
         for batch in batches:
             if batch.num_samples == 0 and sums:
                 if strategy.lockstep:  # the others wait for this rank in the model
-                    with _unmeasured(task):
+                    with _unmeasured(task), precision.forward():
                         step(batch.data)
                 continue
-            with within(), nullcontext() if batch.num_samples else task.uncounted():
+            with within(), precision.forward(), nullcontext() if batch.num_samples else task.uncounted():
                 output = step(batch.data)
             values = {"loss": output.loss, **output.metrics}
             if batch.num_samples == 0:  # only the names count: fewer samples than ranks

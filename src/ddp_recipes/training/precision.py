@@ -1,7 +1,7 @@
-"""Numeric precision of a step: where autocast is on, and how a loss is scaled."""
+"""Numeric precision of a step: what dtype the model has, where autocast is on, and how a loss is scaled."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -11,9 +11,27 @@ from torch import Tensor
 from ddp_recipes._compat.optimizers import ready_for_late_gradients
 from ddp_recipes.runtime.fast_paths import backward
 
+_WHOLE = {"bf16-true": torch.bfloat16, "64-true": torch.float64}
+
+
+def whole_dtype(name: str) -> torch.dtype | None:
+    """Return the dtype that a model, its optimizer's state and its batches have; ``None``: what they come in."""
+    return _WHOLE.get(name)
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Let tensors that are made without a dtype have this one."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
 
 class Precision:
-    """32-bit throughout."""
+    """Of 32 bits throughout, or of what the model has."""
 
     def forward(self) -> AbstractContextManager[Any]:
         """Return the context of a forward pass."""
@@ -45,6 +63,17 @@ class Precision:
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Restore what :meth:`state` returned."""
+
+
+class Whole(Precision):
+    """One dtype throughout: what a model makes in its forward pass has it as well."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def forward(self) -> AbstractContextManager[Any]:
+        """Make it the default."""
+        return default_dtype(self.dtype)
 
 
 class BFloat16(Precision):
@@ -120,11 +149,13 @@ class ShardedFloat16(Float16):
 
 
 def make_precision(name: str, device_type: str, whole_model: bool = True) -> Precision:
-    """Return the precision of that name: ``32-true``, ``bf16-mixed`` or ``16-mixed``.
+    """Return the precision of that name: ``32-true``, ``bf16-mixed``, ``16-mixed``, ``bf16-true`` or ``64-true``.
 
     Args:
         whole_model: whether each rank has the gradients of the whole model.
     """
     if name == "32-true":
         return Precision()
+    if (dtype := whole_dtype(name)) is not None:
+        return Whole(dtype)
     return {"bf16-mixed": BFloat16, "16-mixed": Float16 if whole_model else ShardedFloat16}[name](device_type)

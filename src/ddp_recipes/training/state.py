@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ddp_recipes._compat.tensors import local
+from ddp_recipes._compat.tensors import laid_out_as, local
 from ddp_recipes.callbacks import Callback
 from ddp_recipes.checkpointing.files import State
 from ddp_recipes.checkpointing.manager import Checkpointer
@@ -204,6 +204,9 @@ def restore(run: Run, state: State) -> list[str]:
         of_groups = [{**each, **own} for each, own in zip(saved["param_groups"], kernels, strict=True)]
         # Before it is loaded: by these torch decides where a count of steps lies (pytorch #104767).
         run.strategy.load_optimizer_state(optimizer, {**saved, "param_groups": of_groups})
+        for parameter, of_one in optimizer.state.items():
+            alike = {name: each for name, each in of_one.items() if getattr(each, "shape", None) == parameter.shape}
+            of_one.update({name: laid_out_as(each, parameter) for name, each in alike.items()})
     for schedule, saved in zip(run.schedules, schedulers, strict=True):
         warnings += _rescheduled(schedule.scheduler, saved)
         schedule.scheduler.load_state_dict(saved)

@@ -149,9 +149,14 @@ def _starts(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def _views(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the place of each tensor in a flat one, in its shape."""
-    starts = _starts(tensors)
-    return [flat[at : at + tensor.numel()].view(tensor.shape) for at, tensor in zip(starts, tensors, strict=False)]
+    """Return the place of each tensor in a flat one, in its shape; one that is channels-last lies so there, too."""
+    places = [flat[at : at + tensor.numel()] for at, tensor in zip(_starts(tensors), tensors, strict=False)]
+    return [
+        place.as_strided(tensor.shape, tensor.stride())
+        if tensor.is_contiguous(memory_format=torch.channels_last)
+        else place.view(tensor.shape)
+        for place, tensor in zip(places, tensors, strict=True)
+    ]
 
 
 class _Row:

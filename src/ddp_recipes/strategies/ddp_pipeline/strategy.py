@@ -139,9 +139,10 @@ class DDPPipeline(Group):
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """Return the norm over all stages."""
         assert self.pipeline is not None
-        squared = nn.utils.get_total_norm(gradients).to(self.pipeline.device, torch.float64).square()
+        mine = nn.utils.get_total_norm(gradients)
+        squared = mine.to(self.pipeline.device, torch.float64).square()
         dist.all_reduce(squared, group=self.within)
-        return squared.sqrt().float()
+        return squared.sqrt().to(torch.promote_types(mine.dtype, torch.float32))
 
     def weights(self, task: Task) -> dict[str, Tensor]:
         """Gather all stages' on rank 0."""

@@ -91,6 +91,16 @@ class FSDPSettings(FixedShardsSettings):
                 f"strategy.param_dtype={self.param_dtype}. Say how much they may differ (check_tolerance=0.03), or "
                 f"leave one of them out."
             )
+        if self.param_dtype is not None and request.trainer.precision in ("bf16-true", "64-true"):
+            raise RequestError(
+                f"strategy.param_dtype={self.param_dtype} and trainer.precision={request.trainer.precision} both say "
+                f"what the model computes in. Leave out one of them."
+            )
+        if request.trainer.channels_last:
+            raise RequestError(
+                "trainer.channels_last=true does not go with strategy=fsdp: torch deals parameters that lie in memory "
+                "in the order of their dimensions. Leave it out, or choose strategy=ddp."
+            )
         scaled = request.trainer.precision == "16-mixed"
         if self.param_dtype is not None and scaled != (self.param_dtype == "float16"):
             raise RequestError(

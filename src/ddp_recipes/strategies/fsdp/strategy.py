@@ -227,9 +227,10 @@ class FSDP(Whole, Group):
         if self.world.world_size == 1:
             return super().norm(gradients)
         if self.settings.shards is None:
-            squared = nn.utils.get_total_norm(gradients).double().square()
+            mine = nn.utils.get_total_norm(gradients)
+            squared = mine.double().square()
             dist.all_reduce(squared, group=self.group)
-            return squared.sqrt().float()
+            return squared.sqrt().to(torch.promote_types(mine.dtype, torch.float32))
         sizes = {id(part.own.grad): part.whole.shape for part in self.parts.values()}
         found = norms(gradients, [sizes[id(gradient)] for gradient in gradients], self.group)
         return nn.utils.get_total_norm([found])

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_recipes._compat.messages import timed_out
+from ddp_recipes._compat.tensors import laid_out_as
 from ddp_recipes.errors import RequestError
 from ddp_recipes.runtime.messages import Messages
 from ddp_recipes.runtime.phases import ALL_REDUCE, phase
@@ -156,7 +157,7 @@ class ParameterServer(Whole, Group):
                     mean += gradient * (1 / self.divisor)
                 if self.settings.asynchronous:
                     mean /= weight  # shards of several steps, or fewer than all, need not make 1
-                parameter.grad = mean.to(parameter.device)
+                parameter.grad = laid_out_as(mean.to(parameter.device), parameter)
         for shard, push in pushes:
             if shard % len(self.workers) == 0:  # ddp takes rank 0's
                 copy(served.buffers, push.buffers)

@@ -27,7 +27,7 @@ from ddp_recipes.strategies.base import Exchange, in_place
 from ddp_recipes.tasks import Task
 from ddp_recipes.tools.dry_run.backward import backward, roots_of
 from ddp_recipes.tools.dry_run.ledger import Bytes, Ledger, Saved, bytes_of, storages
-from ddp_recipes.tools.dry_run.stand_ins import DTYPES, as_on, autocast
+from ddp_recipes.tools.dry_run.stand_ins import as_on, forward
 
 ROUNDED = 512  # bytes: allocations on accelerators are multiples of it
 
@@ -114,7 +114,7 @@ class Step:
         self.batch, self.activations, self.gradients, self.held, self.training, self.validation = (
             Bytes() for _ in range(6)
         )
-        self.precision = DTYPES[precision]
+        self.precision = precision
         self.task.train()
         self.trained = {
             name: exchange.parts.get(each, each)
@@ -190,7 +190,7 @@ class Step:
     def _forward_backward(self, batch: Any, first: bool, last: bool) -> None:
         """Run one batch of an optimizer step, and count the activations of the first one."""
         saved = Saved(self.known)
-        with saved if first else nullcontext(), autocast(self.devices[0].type, self.precision):
+        with saved if first else nullcontext(), forward(self.devices[0].type, self.precision):
             loss = self.task(batch).loss
         if first:
             self.activations = saved.bytes
@@ -215,7 +215,7 @@ class Step:
                 parameter.grad = place
 
     def _validate(self, batch: Any) -> None:
-        with autocast(self.devices[0].type, self.precision):
+        with forward(self.devices[0].type, self.precision):
             self.task.validation_step(batch)
 
     def memory(self) -> list[DeviceMemory]:

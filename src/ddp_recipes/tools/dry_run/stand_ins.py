@@ -6,15 +6,21 @@ from contextlib import contextmanager
 import torch
 
 from ddp_recipes.devices import HOST
+from ddp_recipes.training.precision import make_precision
 
-DTYPES = {"32-true": None, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+_MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
 @contextmanager
-def autocast(device_type: str, dtype: torch.dtype | None, *, cached: bool = True) -> Iterator[None]:
-    """Do what ``torch.autocast`` does, which does nothing for CUDA where there is no driver."""
-    if dtype is None:
-        yield
+def forward(device_type: str, precision: str, *, cached: bool = True) -> Iterator[None]:
+    """Do what a precision does in a forward pass: ``torch.autocast`` does nothing for CUDA where there is no driver.
+
+    Args:
+        precision: as ``trainer.precision``.
+    """
+    if (dtype := _MIXED.get(precision)) is None:
+        with make_precision(precision, device_type).forward():
+            yield
         return
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(cached)

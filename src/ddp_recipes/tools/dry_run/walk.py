@@ -18,7 +18,7 @@ from ddp_recipes.model_parallel.timeline import BACKWARD, FORWARD, Work, order, 
 from ddp_recipes.tasks import Task
 from ddp_recipes.tools.dry_run.backward import backward
 from ddp_recipes.tools.dry_run.ledger import Bytes, Saved
-from ddp_recipes.tools.dry_run.stand_ins import autocast
+from ddp_recipes.tools.dry_run.stand_ins import forward
 
 Key = tuple[int, int]  # a stage, and the number of a micro-batch
 
@@ -55,7 +55,7 @@ class WalkedPipeline(Pipeline):
         layout: Layout,
         settings: PipelineShape,
         device: torch.device,
-        precision: torch.dtype | None,
+        precision: str,
         known: set[int],
         accumulate: Callable[[Tensor, Tensor], None],
     ) -> None:
@@ -72,7 +72,7 @@ class WalkedPipeline(Pipeline):
 
     @contextmanager
     def _within(self, stage: int, number: int) -> Iterator[None]:
-        with autocast(self.device.type, self.precision, cached=False):
+        with forward(self.device.type, self.precision, cached=False):
             yield
 
     def works(self) -> list[tuple[Work, list[Work]]]:
