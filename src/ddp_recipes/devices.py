@@ -304,6 +304,43 @@ def peak_memory(own: "Iterable[torch.device]") -> int | None:
     return max(taken, default=None)
 
 
+# Operations a second of products of 16 bits, dense, as makers state them; with TF32 NVIDIA's have half of it.
+_PEAKS = {
+    "H100 PCIe": (756e12, 51e12),  # and of float32 by itself
+    "H100 NVL": (835e12, 60e12),
+    "H100": (989e12, 67e12),
+    "H200": (989e12, 67e12),
+    "A100": (312e12, 19.5e12),
+    "L40S": (362e12, 91.6e12),
+    "L4": (121e12, 30.3e12),
+    "MI300X": (1307e12, 163.4e12),
+}
+
+
+def known_peak(name: str, precision: str, products: str) -> float | None:
+    """Return the floating-point operations a second that a device does at most, by its maker; ``None``: not known.
+
+    Args:
+        name: as the maker calls it.
+        precision: as ``trainer.precision``.
+        products: how exact those of float32 are, as :func:`torch.get_float32_matmul_precision` says.
+    """
+    words = name.replace("-", " ")
+    half, full = next((peak for part, peak in _PEAKS.items() if f" {part} " in f" {words} "), (None, None))
+    if half is None or precision == "64-true":
+        return None
+    if precision != "32-true":
+        return half
+    return full if products == "highest" or "NVIDIA" not in name else half / 2
+
+
+def peak_flops(device: "torch.device", precision: str) -> float | None:
+    """Return :func:`known_peak` of a device, as products are now."""
+    import torch
+
+    return known_peak(name(device), precision, torch.get_float32_matmul_precision()) if is_accelerator(device) else None
+
+
 def memory_of_one(kind: str) -> int | None:
     """Return the bytes of this process's first device, where that is asked of torch and there is one."""
     import torch
@@ -421,6 +458,16 @@ def choose_kernels(precision: str | None, benchmark: bool | None) -> None:
         torch.set_float32_matmul_precision(precision or before.pop("precision"))
     if "benchmark" in before:
         torch.backends.cudnn.benchmark = before.pop("benchmark") if benchmark is None else benchmark
+
+
+def leaves_tensor_cores_idle(device: "torch.device") -> bool:
+    """Whether a device multiplies float32 in full precision, as torch has it, and could do it several times as fast."""
+    import torch
+
+    if device.type != GPU or torch.version.hip is not None or torch.get_float32_matmul_precision() != "highest":
+        return False
+    major, _ = module(device).get_device_capability(device)
+    return bool(major >= 8)  # from Ampere on
 
 
 def set_environment_up() -> None:

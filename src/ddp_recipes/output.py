@@ -232,6 +232,7 @@ class Output:
             "seconds_lost": 0.0 if run is None else run.seconds_lost,
             "samples_per_second": rate,
             "step_time_ms": statistics.median(steps) * 1e3 if steps else None,
+            **self._flops(rate),
             "peak_memory_bytes": None if run is None else peak_memory(run.devices),
             "wall_time_s": time.monotonic() - began,
             "weights_sha256": weights_sha256,
@@ -240,6 +241,15 @@ class Output:
             "ddp_recipes": __version__,
             "python": platform.python_version(),
         }
+
+    def _flops(self, rate: float | None) -> dict[str, float | None]:
+        """Return the operations of an optimizer step, and the fraction of what devices can do that training took."""
+        found: dict[str, float | None] = {"flops_per_step": None, "mfu": None}
+        if self.run is not None and self.run.flops is not None:
+            samples = self.run.train.plan.global_batch_size * self.run.trainer.accumulate_grad_batches
+            found["flops_per_step"] = self.run.flops.of_sample * samples
+            found["mfu"] = None if rate is None else self.run.flops.per_second(rate).get("mfu")
+        return found
 
     def _draw_stages(self) -> None:
         pipeline = self.request.strategy.pipeline

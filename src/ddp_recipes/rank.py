@@ -19,7 +19,7 @@ from ddp_recipes.build.recipe import Recipe, make_recipe
 from ddp_recipes.build.run import join, make_run, make_stop_controller
 from ddp_recipes.checkpointing.files import refuse_folders
 from ddp_recipes.checkpointing.writing import disk_failure
-from ddp_recipes.devices import identity
+from ddp_recipes.devices import identity, is_accelerator, leaves_tensor_cores_idle
 from ddp_recipes.errors import MAKE_KEY, Left, Preempted, RecipeError, RequestError, RunFailed
 from ddp_recipes.output import Output
 from ddp_recipes.reporting.logs import own_lines
@@ -257,12 +257,30 @@ def foreseen(run: Run, recipe: Recipe) -> Iterator[str]:
             f"A global batch of {plan.global_batch_size} samples is more than data.train has: each step takes all "
             f"{plan.num_samples}. Set data.global_batch_size or data.batch_size, which is for each replica."
         )
+    yield from of_device(run, recipe)
     measured = settings.enabled and settings.save_top_k and run.val and not run.monitor.startswith("train/")
     if measured and not run.trainer.fast_dev_run and not save_meets_validation(run, recipe.length):
         yield (
             f"There will be no best.pt: no checkpoint is due at a step that is validated, so of none {run.monitor} is "
             f"known. Leave out checkpoint.every_n_steps and checkpoint.every_n_epochs for one with each validation, or "
             f"set trainer.val_check_interval and trainer.check_val_every_n_epoch to fit."
+        )
+
+
+def of_device(run: Run, recipe: Recipe) -> Iterator[str]:
+    """Yield what an accelerator does otherwise than a user may expect, with the key to set."""
+    trainer, strategy, device = run.trainer, recipe.request.strategy, run.devices[0]
+    if strategy.fixed_shards is not None and is_accelerator(device) and not trainer.deterministic:
+        yield (
+            f"strategy={strategy.name} leaves the same bits at any number of processes, but on an accelerator with "
+            f"deterministic kernels alone. Set trainer.deterministic=true for them."
+        )
+    products = trainer.precision == "32-true" and any(each.dtype == torch.float32 for each in run.task.parameters())
+    if products and trainer.matmul_precision is None and leaves_tensor_cores_idle(device):
+        yield (
+            "Products of float32 are computed in full precision, as torch has it. Tensor cores take a fraction of the "
+            "time: set trainer.matmul_precision=high for TF32, trainer.precision=bf16-mixed, or "
+            "trainer.matmul_precision=highest to keep this as it is."
         )
 
 

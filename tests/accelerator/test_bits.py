@@ -9,6 +9,7 @@ from helpers.accelerator import HABITS, Accelerator
 
 Run = Callable[..., Summary]
 
+WITHOUT = "~task.metrics"  # the simulated device has no absolute values but those of float32
 STRATEGIES = {
     "single": (["strategy=single"], 1),
     "ddp": (["strategy=ddp"], 2),
@@ -20,6 +21,9 @@ STRATEGIES = {
     "fsdp with shards": (["strategy=fsdp", "strategy.wrap=[net1,net2]", "strategy.shards=4"], 2),
     "ddp_pipeline": (["strategy=ddp_pipeline"], 2),
     "two pipelines": (["strategy=ddp_pipeline"], 4),
+    "ddp in bfloat16": (["strategy=ddp", "trainer.precision=bf16-true", "optimizer=adamw", WITHOUT], 2),
+    "ddp_exact in bfloat16": (["strategy=ddp_exact", "trainer.precision=bf16-true", "optimizer=adamw", WITHOUT], 2),
+    "fsdp in 64 bits": (["strategy=fsdp", "strategy.wrap=[net1,net2]", "trainer.precision=64-true", WITHOUT], 2),
 }
 ALONE = ("ddp", "fsdp with shards", "ddp_pipeline")  # with each habit alone, too
 CASES = [
@@ -50,3 +54,12 @@ def test_replicas_of_two_devices_need_a_backend_that_takes_both(accelerator: Acc
     refused = accelerator.run(*own, ranks=2, habits=HABITS["all"], name="refused")
     assert refused.status == 1
     assert "The backend has one device a process group, and a replica spans several" in refused.err
+
+
+@pytest.mark.slow
+def test_that_bits_take_deterministic_kernels_is_said_once(accelerator: Accelerator) -> None:
+    own = ["strategy=ddp_exact", "trainer.max_epochs=1"]
+    ended = accelerator.run(*own, ranks=2)
+    assert (ended.out + ended.err).count("Set trainer.deterministic=true") == 1
+    asked = accelerator.run(*own, "trainer.deterministic=true", ranks=2, name="asked")
+    assert (asked.status, "Set trainer.deterministic=true" in asked.out + asked.err) == (0, False)

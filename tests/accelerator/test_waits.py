@@ -19,6 +19,12 @@ STRATEGIES = {
 WAYS = {
     "plain": [],
     "accumulated and clipped": ["trainer.accumulate_grad_batches=2", "trainer.gradient_clip_val=0.1"],
+    "bf16-true, clipped by value": [
+        *("trainer.precision=bf16-true", "trainer.gradient_clip_val=0.1", "trainer.gradient_clip_algorithm=value"),
+    ],
+    "64-true, accumulated and clipped": [
+        *("trainer.precision=64-true", "trainer.accumulate_grad_batches=2", "trainer.gradient_clip_val=0.1"),
+    ],
 }
 FIRST, LAST = 3, 9  # steps after and until which it is counted
 

@@ -127,6 +127,48 @@ class Images(nn.Sequential):
         return cast(Tensor, super().forward(inputs))
 
 
+class Deciding(Toy):
+    """Looks at values in its forward pass."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return cast(Tensor, super().forward(inputs if inputs.sum().item() > 0 else -inputs))
+
+
+class Deep(nn.Module):
+    """Has several blocks of one kind."""
+
+    def __init__(self, in_features: int, hidden_features: int, out_features: int, blocks: int) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(in_features, hidden_features), nn.Linear(hidden_features, out_features)
+        layers = (nn.Sequential(nn.Linear(hidden_features, hidden_features), nn.Tanh()) for _ in range(blocks))
+        self.blocks = nn.ModuleList(layers)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        inputs = self.first(inputs)
+        for block in self.blocks:
+            inputs = block(inputs)
+        return cast(Tensor, self.last(inputs))
+
+
+class Graphs(Callback):
+    """Writes how many graphs torch compiled in the run."""
+
+    def __init__(self, file: str) -> None:
+        self.file = Path(file)
+
+    def on_start(self, directory: Path | None, task: nn.Module) -> None:
+        torch._dynamo.reset()
+        self.before = self.count()
+
+    def on_end(self) -> None:
+        self.file.write_text(str(self.count() - self.before))
+
+    def count(self) -> int:
+        from torch._dynamo.utils import counters
+
+        return counters["stats"]["unique_graphs"]
+
+
 class Centered(Toy):
     """Reads in training what follows each rank's own batches."""
 

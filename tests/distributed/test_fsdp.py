@@ -27,6 +27,8 @@ TOY = "strategy.wrap=[net1,net2]"
 TAKEN = {
     "dropout, momentum, clipping, fewer samples than shards at the end": [],
     "adamw, bf16-mixed, accumulation, a last group of which most parts have nothing": [TOY],
+    "bf16-true, adamw, batch norm, clipping": [],
+    "64-true, adamw, accumulation": [TOY],
     "batch norm, accumulation": [],
     "a layer that nothing uses, weight decay": [TOY],
     "keeping buffers, accumulation, a last batch of which most shards have nothing": [TOY],

@@ -13,6 +13,7 @@ from ddp_recipes.checkpointing.files import load
 from ddp_recipes.errors import RequestError
 from ddp_recipes.reporting.run_directory import Summary
 from ddp_recipes.runtime.digest import digest
+from helpers.marks import slow_but
 from helpers.ranks import run_recipe
 
 Run = Callable[..., Summary]
@@ -268,3 +269,43 @@ def test_evaluation_writes_a_summary_too(world_size: int, run: Run) -> None:
     assert summary["weights_sha256"] == trained["weights_sha256"]
     assert steps_of(folder, "val/loss") == [16]
     assert folder != Path(trained["run_directory"])
+
+
+OF_STRATEGIES = {
+    "single": (["strategy=single"], 1),
+    "ddp": (["strategy=ddp", "model.activation_checkpointing=net1"], 2),
+    "fsdp": (["strategy=fsdp", "strategy.wrap=[net1,net2]"], 2),
+    "ddp_pipeline": (["strategy=ddp_pipeline"], 2),
+}
+
+
+@pytest.mark.parametrize("name", slow_but(["single", "fsdp"], OF_STRATEGIES))
+def test_operations_are_counted_where_it_is_asked_for(name: str, run: Run) -> None:
+    """They are those of the model, whatever it is run by."""
+    strategy, ranks = OF_STRATEGIES[name]
+    own = [*strategy, "data.global_batch_size=8", "trainer.accumulate_grad_batches=2", "trainer.log_every_n_steps=1"]
+    plain = run(*own, world_size=ranks)
+    summary = run(*own, "trainer.peak_flops=1e9", world_size=ranks)
+    of_sample = 2 * 2 * (10 * 10 + 10 * 5) + 2 * 10 * 5
+    assert summary["flops_per_step"] == 16 * of_sample
+    processes = 1 if name == "single" else 2
+    assert summary["mfu"] == pytest.approx(of_sample * summary["samples_per_second"] / (processes * 1e9))
+    assert summary["metrics"]["train/mfu"] == pytest.approx(
+        summary["metrics"]["train/flops_per_second"] / (processes * 1e9)
+    )
+    assert summary["weights_sha256"] == plain["weights_sha256"]
+    assert (plain["flops_per_step"], plain["mfu"]) == (None, None)
+    assert not {"train/mfu", "train/flops_per_second"} & {*plain["metrics"]}
+
+
+def test_operations_that_cannot_be_counted_are_named(run: Run) -> None:
+    summary = run("trainer.peak_flops=auto", "model._target_=own_parts.Deciding")
+    assert (summary["status"], summary["flops_per_step"]) == ("finished", None)
+    log = (Path(summary["run_directory"]) / "train.log").read_text()
+    assert "trainer.peak_flops: the model's operations could not be counted (" in log
+
+
+def test_without_a_known_peak_operations_are_counted_alone(run: Run) -> None:
+    summary = run("trainer.peak_flops=auto", "strategy=single")
+    assert summary["flops_per_step"] > 0
+    assert (summary["mfu"], "train/mfu" in summary["metrics"]) == (None, False)

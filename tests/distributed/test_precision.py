@@ -95,6 +95,10 @@ def test_a_resume_in_another_precision_says_so(run: Run, tmp_path: Path) -> None
             ["strategy=fsdp", "strategy.wrap=[net1]", "strategy.param_dtype=bfloat16", "trainer.precision=bf16-true"],
             r"both say what the model computes in",
         ),
+        (
+            ["strategy=fsdp", "strategy.wrap=[net1]", "strategy.shards=2", "trainer.precision=bf16-true"],
+            r"as SGD does, .* Use optimizer=adamw",
+        ),
         (["strategy=fsdp", "trainer.channels_last=true"], r"channels_last=true does not go with strategy=fsdp"),
     ],
 )

@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -197,14 +196,3 @@ def test_anomaly_detection_names_the_operation(run: Run) -> None:
         run(rooted)
     with pytest.raises(RuntimeError, match=r"Function 'MulBackward0' returned nan"):
         run(rooted, "trainer.detect_anomaly=true")
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    shutil.which("g++") is None and shutil.which("clang++") is None, reason="compiling needs a C++ compiler"
-)
-def test_a_compiled_model_learns_the_same(run: Run, weights: Weights) -> None:
-    overrides = ["model=linear", "trainer.max_steps=2", "data.val=null"]
-    expected = weights(run(*overrides))
-    compiled = run(*overrides, "trainer.compile=true")
-    torch.testing.assert_close(weights(compiled), expected, rtol=0, atol=1e-5)

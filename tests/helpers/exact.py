@@ -51,8 +51,10 @@ RECIPES = {
         "trainer.precision=16-mixed",
         "trainer.gradient_clip_val=0.1",
     ],
-    "bf16-true, batch norm, clipping": [
-        "data.num_samples=53",
+    "bf16-true, adamw, batch norm, clipping": [
+        "data.num_samples=103",
+        "data.batch_size=3",
+        "optimizer=adamw",
         "model._target_=own_parts.Norm",
         "trainer.precision=bf16-true",
         "trainer.gradient_clip_val=0.1",

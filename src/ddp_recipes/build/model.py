@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from ddp_recipes.build.devices import Devices
 from ddp_recipes.build.instantiate import make, parameters_of
@@ -31,6 +32,7 @@ class BuiltTask:
     Attributes:
         stages: of a model that is split; ``starts`` the blocks at which those in other processes begin.
         initial: values of those of its tensors that have no memory yet, by their names in :meth:`Task.weights`.
+        flops: of a sample of training, where it was asked for and could be counted.
         warnings: for the log.
     """
 
@@ -38,6 +40,7 @@ class BuiltTask:
     stages: "list[Stage]" = field(default_factory=list)
     starts: Sequence[str] = ()
     initial: "Mapping[str, Initial]" = field(default_factory=dict)
+    flops: float | None = None
     warnings: list[str] = field(default_factory=list)
 
 
@@ -79,7 +82,7 @@ def make_task(
 
     def made() -> Task:
         model = make(node, "model", without=[key.name for key in fields(ModelSettings)], **runtime)
-        if not isinstance(model, torch.nn.Module):
+        if not isinstance(model, nn.Module):
             raise RequestError(f"model._target_={target} made a {type(model).__name__}, which is no nn.Module.")
         return make(config["task"], "task", model=model)  # type: ignore[no-any-return]
 
@@ -88,10 +91,12 @@ def make_task(
     convert(built.task, whole_dtype(trainer.precision))
     if trainer.channels_last:
         put_channels_last(built.task)
+    if trainer.peak_flops is not None and step == "training_step":
+        _count(built, loader)
     if settings.activation_checkpointing:
-        from ddp_recipes.build.recomputation import recompute
+        from ddp_recipes.build.blocks import recompute
 
-        recompute(model, settings.activation_checkpointing)
+        recompute(model, settings.activation_checkpointing, bool(trainer.compile))
     if settings.micro_batches > 1:
         from ddp_recipes.model_parallel import in_micro_batches
 
@@ -108,7 +113,9 @@ def make_task(
     if settings.freeze:
         freeze(model, settings.freeze)
     if trainer.compile and devices.layout is None:
-        model.compile()
+        from ddp_recipes.build.blocks import compile_model
+
+        compile_model(model, trainer)
     return built
 
 
@@ -124,6 +131,21 @@ def _deferred(made: Callable[[], Task]) -> BuiltTask:
         initial = {}
     task.deferred = bool(initial)
     return BuiltTask(task, initial=initial, warnings=warnings)
+
+
+def _count(built: BuiltTask, loader: Loader | None) -> None:
+    """Count the operations of a sample: as the model is made, before what it is run with changes it."""
+    from ddp_recipes.model_parallel.flops import count_flops
+
+    reason = "the task brings the data, or attaches itself to the run"
+    if loader is not None and type(built.task).attach is Task.attach:
+        size = max(1, loader.plan.size(0, 0))
+        try:
+            built.flops = count_flops(built.task, loader.sample(), size) / size
+            return
+        except Exception as error:  # of any kind, where the step's flow depends on values
+            reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    built.warnings.append(f"trainer.peak_flops: the model's operations could not be counted ({reason}).")
 
 
 def convert(task: Task, dtype: torch.dtype | None) -> None:

@@ -25,7 +25,7 @@ from ddp_recipes.config.monitor import check_measured, resolved
 from ddp_recipes.config.request import Request
 from ddp_recipes.config.settings import CheckpointSettings, TrainerSettings
 from ddp_recipes.data.loader import Loader
-from ddp_recipes.devices import fuses_alike, visible
+from ddp_recipes.devices import fuses_alike, peak_flops, visible
 from ddp_recipes.errors import RequestError
 from ddp_recipes.runtime.control import Control
 from ddp_recipes.runtime.digest import digest
@@ -36,6 +36,7 @@ from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies import Strategy
 from ddp_recipes.tasks import Surroundings, Task
 from ddp_recipes.training.cadence import Length
+from ddp_recipes.training.clock import Flops
 from ddp_recipes.training.precision import whole_dtype
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ class Recipe:
         initial: values of those of the task's tensors that have no memory yet.
         weights: to start from, but for those of a checkpoint.
         checkpoint_path: what ``state`` was read from, if the run starts from a checkpoint.
+        flops_of_sample: operations of training, where they are asked for.
         warnings: for the log, once there is one.
     """
 
@@ -79,6 +81,7 @@ class Recipe:
     checkpoint: CheckpointSettings
     checkpoint_path: Path | None
     state: State | None
+    flops_of_sample: float | None
     warnings: list[str]
 
     @property
@@ -123,6 +126,26 @@ class Recipe:
         exact = self.request.strategy.fixed_shards is not None
         alike = all(fuses_alike(parameter.device) for parameter in self.task.parameters())
         return self.trainer.precision != "16-mixed" and (alike or not exact)
+
+    @property
+    def replicas(self) -> int:
+        """How many there are, in all processes."""
+        return self.request.strategy.batch_shards(self.world).readers * self.strategy.replicas(self.device.type)
+
+    @property
+    def devices_per_replica(self) -> int:
+        """How many a replica spans, in one process or several."""
+        return self.request.num_devices * self.request.strategy.processes_per_replica
+
+    @property
+    def flops(self) -> Flops | None:
+        """What training takes of what the devices can do."""
+        if self.flops_of_sample is None:
+            return None
+        peak = self.trainer.peak_flops
+        of_one = peak_flops(self.device, self.trainer.precision) if peak == "auto" else peak
+        count = self.replicas * self.devices_per_replica
+        return Flops(self.flops_of_sample, None if of_one is None else float(of_one) * count)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -294,6 +317,7 @@ def make_recipe(job: Job, world: World, control: Control) -> Recipe:
         checkpoint=checkpoint,
         checkpoint_path=path,
         state=state,
+        flops_of_sample=built.flops,
         warnings=[*built.warnings, *warnings],
     )
 

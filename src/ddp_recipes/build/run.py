@@ -110,6 +110,7 @@ def make_run(recipe: Recipe, stop_controller: StopController, strategy: Strategy
         stop_controller=stop_controller,
         guard=NonFiniteGuard(recipe.world, strategy.sum, recipe.device),
         clock=make_clock(devices[-1]),
+        flops=recipe.flops,
         callbacks={**task.callbacks(), **recipe.callbacks},
     )
     for callback in run.callbacks.values():

@@ -61,10 +61,13 @@ class TrainerSettings:
     precision: Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true", "64-true"]
     deterministic: bool
     detect_anomaly: bool
-    compile: bool
+    compile: bool | Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+    compile_blocks: bool | str | list[str] = False
+    compile_dynamic: bool | None = None
     channels_last: bool = False
     matmul_precision: Literal["highest", "high", "medium"] | None = None
     benchmark: bool | None = None
+    peak_flops: Literal["auto"] | Positive | None = None
     fast_paths: bool = True
     progress: Literal["auto", "bar", "lines"] | bool
 
@@ -74,6 +77,16 @@ class TrainerSettings:
                 "trainer.max_epochs, trainer.max_steps and trainer.max_time are all unlimited: set one of them."
             )
         seconds(self.max_time)
+        if not self.compile and (self.compile_blocks or self.compile_dynamic is not None):
+            raise RequestError(
+                "trainer.compile_blocks and trainer.compile_dynamic say how a model is compiled, and trainer.compile="
+                "false. Set trainer.compile=true, or leave them out."
+            )
+        if self.deterministic and str(self.compile).startswith("max-autotune"):
+            raise RequestError(
+                f"trainer.compile={self.compile} picks kernels by what they take, which differs from start to start, "
+                f"and trainer.deterministic=true asks for the same ones. Set trainer.compile=true, or leave out one."
+            )
         if self.benchmark and self.deterministic:
             raise RequestError(
                 "trainer.benchmark=true picks kernels by what they take, which differs from start to start, and "

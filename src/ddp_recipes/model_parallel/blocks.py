@@ -10,18 +10,48 @@ from ddp_recipes._compat.modules import buffers_of
 from ddp_recipes.errors import RequestError, nearest
 
 LISTS = (nn.Sequential, nn.ModuleList)  # whose elements are layers
+NEVER_CALLED = (nn.ModuleList, nn.ModuleDict)  # they have no forward, but their elements do
+
+
+def chosen(model: nn.Module, wish: bool | str | Sequence[str], key: str) -> list[str]:
+    """Return the names of the blocks that a key chooses: true for those that repeat, or patterns of modules' names.
+
+    Raises:
+        RequestError: there are none.
+    """
+    names = repeated(model) if isinstance(wish, bool) else named(model, wish, key)
+    for name in names:
+        if isinstance(model.get_submodule(name), NEVER_CALLED):
+            raise RequestError(
+                f"{key}: {name} is a {type(model.get_submodule(name)).__name__}, which is never called itself. Name "
+                f"its elements: {key}=['{name}.*']."
+            )
+    if not names:
+        raise RequestError(
+            f"{key}=true takes the elements of nn.Sequential and nn.ModuleList, and {type(model).__name__} has none "
+            f"with parameters. Name its blocks: "
+            f"{', '.join(name for name, _ in model.named_children()) or 'it has no modules in it'}."
+        )
+    return names
 
 
 def repeated(model: nn.Module) -> list[str]:
-    """Return the names of the elements, with parameters, of the outermost lists of blocks."""
+    """Return the names of the elements, with parameters, of the outermost lists of blocks; of lists in them likewise.
+
+    A list that is never called is no block, but its elements are.
+    """
     lists = [name for name, module in model.named_modules() if isinstance(module, LISTS)]
     outermost = [name for name in lists if not any(_is_in(name, other) for other in lists)]
-    return [
-        f"{name}.{child}" if name else child
-        for name in outermost
-        for child, block in model.get_submodule(name).named_children()
-        if next(block.parameters(), None) is not None
-    ]
+    return [block for name in outermost for block in _elements(model, name)]
+
+
+def _elements(model: nn.Module, name: str) -> Iterator[str]:
+    for child, block in model.get_submodule(name).named_children():
+        inside = f"{name}.{child}" if name else child
+        if isinstance(block, NEVER_CALLED):
+            yield from _elements(model, inside)
+        elif next(block.parameters(), None) is not None:
+            yield inside
 
 
 def named(model: nn.Module, patterns: str | Sequence[str], key: str) -> list[str]:

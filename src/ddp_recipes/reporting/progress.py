@@ -26,7 +26,7 @@ class Progress:
         """Note that ``step`` optimizer steps are done. Called every step: mostly it looks at the clock and returns."""
 
     def metrics(self, values: Mapping[str, float]) -> None:
-        """Take the latest numbers; those named ``…loss`` and ``…samples_per_second`` are shown."""
+        """Take the latest numbers; those named ``…loss``, ``…samples_per_second`` and ``…/mfu`` are shown."""
 
     def line(self, text: str) -> None:
         """Print a line of its own."""
@@ -43,6 +43,7 @@ class _Shown(Progress):
     _began = 0.0
     _loss: float | None = None
     _rate: float | None = None
+    _mfu: float | None = None
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -62,6 +63,8 @@ class _Shown(Progress):
                 self._loss = value
             elif name.endswith("samples_per_second"):
                 self._rate = value
+            elif name.endswith("/mfu"):
+                self._mfu = value
 
     def line(self, text: str) -> None:
         print(printable(text), file=self._stream, flush=True)
@@ -75,6 +78,8 @@ class _Shown(Progress):
             text += f"  loss {self._loss:.4g}"
         if rate:
             text += f"  {rate:.0f} samples/s"
+        if self._mfu is not None:
+            text += f"  {self._mfu:.1%} MFU"
         if self._total is not None and steps_per_second:
             text += f"  {_clock((self._total - self._step) / steps_per_second)} left"
         return text

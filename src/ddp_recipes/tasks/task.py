@@ -20,7 +20,8 @@ from ddp_recipes.runtime.world import World
 from ddp_recipes.tasks.modes import Modes
 from ddp_recipes.tasks.schedule import OwnOptimizers
 
-_OF_THE_LOOP = ("lr", "grad_norm", "samples_per_second", "epoch")  # what it logs as train/… itself, and the loss
+# What the loop logs as train/… itself, beside the loss.
+_OF_THE_LOOP = ("lr", "grad_norm", "samples_per_second", "epoch", "flops_per_second", "mfu")
 _ELEMENTWISE = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss)
 
 

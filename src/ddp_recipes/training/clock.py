@@ -3,6 +3,7 @@
 import time
 from collections import deque
 from contextlib import suppress
+from dataclasses import dataclass
 
 import torch
 
@@ -83,6 +84,24 @@ class DeviceClock(Clock):
 def make_clock(device: torch.device) -> Clock:
     """Return the clock for steps that end on a device."""
     return DeviceClock(device) if devices.is_accelerator(device) else Clock()
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Floating-point operations of a model's training.
+
+    Attributes:
+        of_sample: forward and backward.
+        peak: a second, of all devices together; ``None``: not known.
+    """
+
+    of_sample: float
+    peak: float | None
+
+    def per_second(self, samples: float) -> dict[str, float]:
+        """Return what so many samples a second come to: operations, and their fraction of the peak."""
+        flops = self.of_sample * samples
+        return {"flops_per_second": flops} | ({} if self.peak is None else {"mfu": flops / self.peak})
 
 
 class Rate:

@@ -145,6 +145,9 @@ def write_log(run: Run, update: Update, rate: Rate) -> None:
         "train/samples_per_second": rate.per_second(run.cursor.samples_seen),
         "train/epoch": run.cursor.epoch + run.cursor.batch / len(run.train),
     }
+    if run.flops is not None:
+        rates = run.flops.per_second(values["train/samples_per_second"])
+        values |= {f"train/{name}": value for name, value in rates.items()}
     run.progress.metrics(values)
     values |= update.metrics
     values = {name: value for name, value in values.items() if name not in run.task.logged}

@@ -23,7 +23,7 @@ from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies import Strategy
 from ddp_recipes.strategies.base import Wrapped, by_rank
 from ddp_recipes.tasks import Schedule, Task
-from ddp_recipes.training.clock import Clock
+from ddp_recipes.training.clock import Clock, Flops
 from ddp_recipes.training.non_finite import Losses, NonFiniteGuard
 from ddp_recipes.training.precision import Precision
 from ddp_recipes.training.stopping import StopController
@@ -92,6 +92,7 @@ class Run:
     stop_controller: StopController
     guard: NonFiniteGuard
     clock: Clock
+    flops: Flops | None = None  # where they are asked for
     logger: Logger = field(default_factory=Logger)
     progress: Progress = field(default_factory=Progress)
     checkpointer: Checkpointer = field(default_factory=Checkpointer)

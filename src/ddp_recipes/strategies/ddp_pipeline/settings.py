@@ -109,7 +109,10 @@ class DDPPipelineSettings(StrategySettings):
                 trainer.precision == "16-mixed",
                 "stages would scale their gradients differently; use bf16-mixed",
             ),
-            "trainer.compile=true": (trainer.compile, "a process runs some stages of the model"),
+            f"trainer.compile={str(trainer.compile).lower()}": (
+                bool(trainer.compile),
+                "a process runs some stages of the model",
+            ),
             f"check={request.run.check}": (
                 request.run.check is not None,
                 "no process has the gradients of the whole model",

@@ -1,7 +1,7 @@
 """The blocks whose parameters are gathered together, and parameters and optimizers that cannot be dealt."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from inspect import unwrap
 
 import torch
@@ -9,12 +9,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from ddp_recipes.errors import RequestError
-from ddp_recipes.model_parallel.blocks import named, repeated
+from ddp_recipes.model_parallel.blocks import NEVER_CALLED, chosen, repeated
 from ddp_recipes.strategies.fsdp.dtypes import refuse_dtypes
 from ddp_recipes.tasks import Task
 
 _WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)  # use parameters of modules in them without calling those
-_LISTS = (nn.ModuleList, nn.ModuleDict)  # have no forward before which their parameters could be gathered
 # They update each element by itself; others look at whole tensors, of which no rank has one.
 _ELEMENTWISE = (
     *(torch.optim.SGD, torch.optim.ASGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam),
@@ -34,31 +33,13 @@ def blocks_of(model: nn.Module, wrap: str | int | Sequence[str]) -> list[str]:
     if isinstance(wrap, int):
         return _by_size(model, wrap)
     if wrap != "auto":
-        found = named(model, wrap, "strategy.wrap")
-        for name in found:
-            if isinstance(model.get_submodule(name), _LISTS):
-                raise RequestError(
-                    f"strategy.wrap: {name} is a {type(model.get_submodule(name)).__name__}, which is never called "
-                    f"itself. Name its elements: strategy.wrap=['{name}.*']."
-                )
-        return found
-    if found := [inner for name in repeated(model) for inner in _called(model, name)]:
+        return chosen(model, wrap, "strategy.wrap")
+    if found := repeated(model):
         return found
     raise RequestError(
         f"strategy.wrap=auto takes the elements of nn.Sequential and nn.ModuleList, and {type(model).__name__} has "
         f"none with parameters. {_remedy(model)}"
     )
-
-
-def _called(model: nn.Module, name: str) -> Iterator[str]:
-    """Yield a module's name, or those of the elements, with parameters, of a list of modules."""
-    module = model.get_submodule(name)
-    if not isinstance(module, _LISTS):
-        yield name
-        return
-    for child, each in module.named_children():
-        if next(each.parameters(), None) is not None:
-            yield from _called(model, f"{name}.{child}")
 
 
 def _remedy(model: nn.Module) -> str:
@@ -81,7 +62,7 @@ def _by_size(model: nn.Module, least: int) -> list[str]:
         if not isinstance(module, _WHOLE):
             left = left.union(*(left_in(f"{name}{child}.", each) for child, each in module.named_children()))
         own = _places(module)
-        if not name or isinstance(module, _LISTS) or any(own[each] < places[each] for each in left):
+        if not name or isinstance(module, NEVER_CALLED) or any(own[each] < places[each] for each in left):
             return left
         if sum(each.numel() for each in left) < least:
             return left
@@ -166,8 +147,23 @@ def refuse_optimizers(optimizers: Sequence[torch.optim.Optimizer], exact_on_cpu:
                 f"{type(optimizer).__name__} may look at all of it. Known to look at each number by itself: "
                 f"{', '.join(each.__name__ for each in _ELEMENTWISE)} of torch.optim."
             )
+        if exact_on_cpu and _rounds_by_place(optimizer):
+            raise RequestError(
+                f"In numbers of 16 bits the CPU adds a multiple, as {type(optimizer).__name__} does, otherwise at the "
+                f"end of a tensor than before it, so bits depend on how a parameter is dealt. Use optimizer=adamw, "
+                f"trainer.precision=bf16-mixed, or leave out strategy.shards."
+            )
         if exact_on_cpu and any(group.get("fused") for group in optimizer.param_groups):
             raise RequestError(
                 "optimizer.fused=true on the CPU computes the last few numbers of a tensor otherwise than the "
                 "others, so bits depend on how a parameter is dealt. Leave it out, or strategy.shards."
             )
+
+
+def _rounds_by_place(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer's step has ``Tensor.add(alpha=…)`` in it, of 16 bits; Adam's has it for a weight decay."""
+    decoupled = isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)) and all(
+        isinstance(optimizer, torch.optim.AdamW) or not group["weight_decay"] for group in optimizer.param_groups
+    )
+    parameters = (each for group in optimizer.param_groups for each in group["params"])
+    return not decoupled and any(each.itemsize < 4 for each in parameters)

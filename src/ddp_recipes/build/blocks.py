@@ -1,0 +1,79 @@
+"""Blocks that run in another way: computed again in backward, or compiled. Names in the state dict stay the same."""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ddp_recipes.config.settings import TrainerSettings
+from ddp_recipes.errors import RequestError
+from ddp_recipes.model_parallel.blocks import chosen, on_copies
+
+
+def recompute(model: nn.Module, wish: bool | str | Sequence[str], compiled: bool) -> None:
+    """Have blocks keep what they are called with alone (Chen et al., "Training Deep Nets with Sublinear Memory", 2016).
+
+    Weights are the same bits: random numbers are drawn again, and buffers move once.
+
+    Args:
+        wish: true for the elements of every list of blocks, or patterns of modules' names.
+
+    Raises:
+        RequestError: there is no such block, or it has buffers and is to be compiled.
+    """
+    for name in chosen(model, wish, "model.activation_checkpointing"):
+        block = model.get_submodule(name)
+        if compiled and (buffers := [own for own, _ in block.named_buffers()]):
+            raise RequestError(
+                f"model.activation_checkpointing and trainer.compile do not go together here: {name} has buffers "
+                f"({', '.join(buffers[:3])}), which would move in each of its two passes. Leave out one, or name "
+                f"blocks without buffers."
+            )
+        kind: Any = type(block)
+        block.__class__ = _recomputed(kind)
+
+
+@cache
+def _recomputed(base: Any) -> Any:
+    """Return the class with another ``forward``: unlike one of an instance it is copied with the module."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        own = partial(base.forward, self)
+        if not torch.is_grad_enabled():
+            return own(*args, **kwargs)
+        if next(self.buffers(), None) is None:  # torch.compile takes no contexts
+            return checkpoint(own, *args, use_reentrant=False, **kwargs)
+        return checkpoint(own, *args, use_reentrant=False, context_fn=partial(_contexts, self), **kwargs)
+
+    return type(base.__name__, (base,), {"forward": forward, "__module__": base.__module__})
+
+
+def compile_model(model: nn.Module, trainer: TrainerSettings) -> None:
+    """Have calls of the model compiled, or the forward passes of its blocks: of blocks that are alike once.
+
+    Raises:
+        RequestError: there is no such block.
+    """
+    mode = trainer.compile if isinstance(trainer.compile, str) else None
+    if not trainer.compile_blocks:
+        model.compile(mode=mode, dynamic=trainer.compile_dynamic)
+        return
+    for name in chosen(model, trainer.compile_blocks, "trainer.compile_blocks"):
+        block = model.get_submodule(name)
+        kind: Any = type(block)
+        block.__class__ = _compiled(kind, mode, trainer.compile_dynamic)
+
+
+@cache
+def _compiled(base: Any, mode: str | None, dynamic: bool | None) -> Any:
+    """Return the class with a compiled ``forward``; the hooks around it, as of FSDP2, would break its graph."""
+    forward = torch.compile(base.forward, mode=mode, dynamic=dynamic)
+    return type(base.__name__, (base,), {"forward": forward, "__module__": base.__module__})
+
+
+def _contexts(block: nn.Module) -> tuple[Any, Any]:
+    return nullcontext(), on_copies(block)

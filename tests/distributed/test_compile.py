@@ -1,0 +1,84 @@
+"""``trainer.compile``: what is compiled learns the same, under the same names, and blocks are compiled once."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from ddp_recipes.errors import RequestError
+from ddp_recipes.reporting.run_directory import Summary
+
+# torch's compiler hides it where it is shown, which an error is not.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+
+Run = Callable[..., Summary]
+
+needs_a_compiler = pytest.mark.skipif(
+    shutil.which("g++") is None and shutil.which("clang++") is None, reason="compiling needs a C++ compiler"
+)
+DEEP = [
+    *("model._target_=own_parts.Deep", "+model.blocks=4", "data.global_batch_size=16", "trainer.max_steps=4"),
+    *("trainer.num_sanity_val_steps=0", "data.val=null"),
+]
+BLOCKS = ["trainer.compile=true", "trainer.compile_blocks=[blocks.*]", "trainer.compile_dynamic=false"]
+
+
+@pytest.mark.slow
+@needs_a_compiler
+def test_a_compiled_model_learns_the_same(run: Run, weights: Callable[[Summary], dict[str, Tensor]]) -> None:
+    overrides = ["model=linear", "trainer.max_steps=2", "data.val=null"]
+    expected = weights(run(*overrides))
+    compiled = run(*overrides, "trainer.compile=default", "trainer.compile_dynamic=true")
+    torch.testing.assert_close(weights(compiled), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+@needs_a_compiler
+@pytest.mark.parametrize("own", [[], ["model.activation_checkpointing=true"]], ids=["kept", "computed again"])
+def test_alike_blocks_are_compiled_once(
+    own: list[str], run: Run, weights: Callable[[Summary], dict[str, Tensor]], tmp_path: Path
+) -> None:
+    graphs = tmp_path / "graphs"
+    counting = f"+callbacks.graphs={{_target_: own_parts.Graphs, file: {graphs}}}"
+    expected = weights(run(*DEEP, *own, "strategy=single"))
+    compiled = run(*DEEP, *own, *BLOCKS, counting, "strategy=single")
+    assert graphs.read_text() == "1"
+    torch.testing.assert_close(weights(compiled), expected, rtol=0, atol=1e-5)  # names, too
+
+
+@pytest.mark.slow
+@needs_a_compiler
+def test_compiled_blocks_resume_exactly_and_are_dealt(run: Run, tmp_path: Path) -> None:
+    exact = ["strategy=ddp_exact", "strategy.shards=2"]
+    whole = run(*DEEP, *BLOCKS, *exact, world_size=2)
+    for steps in (2, 4):
+        overrides = [*exact, f"trainer.max_steps={steps}", "ckpt_path=auto"]
+        resumed = run(*DEEP, *BLOCKS, *overrides, world_size=2, directory=tmp_path / "resumed")
+    assert resumed["weights_sha256"] == whole["weights_sha256"]
+    dealt = ["strategy=fsdp", "strategy.shards=2"]
+    assert run(*DEEP, *BLOCKS, *dealt, world_size=2)["weights_sha256"] == whole["weights_sha256"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["trainer.compile=fastest"], r"trainer\.compile=fastest is not allowed\. Allowed: .*reduce-overhead"),
+        (["trainer.compile_blocks=true"], r"trainer\.compile=false\. Set trainer\.compile=true"),
+        (["trainer.compile_dynamic=true"], r"trainer\.compile=false\. Set trainer\.compile=true"),
+        (["trainer.compile=true", "trainer.compile_blocks=true"], r"compile_blocks=true takes .* Toy has none"),
+        (["trainer.compile=true", "trainer.compile_blocks=net3"], r"compile_blocks: net3 matches no module"),
+        (["trainer.compile=max-autotune", "trainer.deterministic=true"], r"picks kernels by what they take"),
+        (["trainer.compile=true", "strategy=dp"], r"trainer\.compile=true does not go with strategy=dp"),
+        (["trainer.compile=default", "strategy=ddp_pipeline"], r"trainer\.compile=default does not go with"),
+        (
+            ["model._target_=own_parts.Norm", "model.activation_checkpointing=true", "trainer.compile=true"],
+            r"1 has buffers \(running_mean, .* Leave out one",
+        ),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused(overrides: list[str], message: str, run: Run) -> None:
+    with pytest.raises(RequestError, match=message):
+        run("strategy=single", *overrides)
