@@ -1,24 +1,18 @@
 """How runs end on a simulated accelerator, over groups with NCCL's habits: soon, and with what happened."""
 
 import time
-from pathlib import Path
 from signal import SIGKILL, SIGTERM
 
 import pytest
 
-from helpers.accelerator import HABITS, Accelerator
+from helpers.accelerator import HABITS, Accelerator, disturbed
 from helpers.patience import patience
 
-PARTS = """
-import os
-from pathlib import Path
-
+BREAKING = """
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddp_recipes import Callback
-
-RANK = int(os.environ.get("RANK", 0))
 
 
 class Broken(TorchDispatchMode):
@@ -29,20 +23,11 @@ class Broken(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class Disturbing(Callback):
-    def __init__(self, rank, step, how):
-        self.rank, self.at, self.how = rank, step, how
-
+class Breaking(Callback):
     def on_step(self, step):
-        if self.rank not in (RANK, None) or step != self.at or Path(f"done_{RANK}").exists():
-            return
-        Path(f"done_{RANK}").touch()
-        if self.how == "raise":
-            raise ValueError("the cat sat on the keyboard")
-        if self.how == "break":
+        if step == 2:
             Broken().__enter__()
             torch.zeros(1, device="openreg") + 1
-        os.kill(os.getpid(), self.how)
 """
 STRATEGIES = {
     "ddp": ["strategy=ddp"],
@@ -54,12 +39,6 @@ TIMEOUT_S = 60  # of a collective; no end may wait for it
 ENDS_S = 25  # to start, two steps, and the end
 LIMIT = f"launcher.timeout_s={TIMEOUT_S}"
 SAMPLES = "data.num_samples=640"  # of which ddp_exact takes 96 a step
-
-
-def disturbed(folder: Path, how: object, rank: int | None = 1, step: int = 2) -> str:
-    (folder / "parts.py").write_text(PARTS)
-    target = f"_target_: parts.Disturbing, rank: {'null' if rank is None else rank}, step: {step}, how: {how}"
-    return f"+callbacks.disturbing={{{target}}}"
 
 
 @pytest.mark.slow
@@ -93,7 +72,8 @@ def test_a_killed_rank_is_named_soon(name: str, accelerator: Accelerator) -> Non
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_an_error_of_a_device_that_comes_again_with_every_call_is_shown(ranks: int, accelerator: Accelerator) -> None:
     strategy = "strategy=single" if ranks == 1 else "strategy=ddp"
-    own = [strategy, LIMIT, disturbed(accelerator.folder, "break", rank=None)]
+    (accelerator.folder / "breaking.py").write_text(BREAKING)
+    own = [strategy, LIMIT, "+callbacks.breaking._target_=breaking.Breaking"]
     ended = accelerator.run(*own, ranks=ranks, habits=HABITS["all"])
     assert ended.status == 1
     assert "in on_step" in ended.err

@@ -43,11 +43,11 @@ def test_a_resume_with_other_kernels_has_counts_of_steps_where_they_belong(
 
 
 @pytest.mark.slow
-def test_ranks_that_see_a_device_each_take_it(accelerator: Accelerator) -> None:
+def test_ranks_that_see_a_device_each_take_it(pythons_with_devices: dict[int, str], tmp_path: Path) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "ddp_recipes"]
-    fresh = Accelerator(sys.executable, accelerator.folder)  # one that has not counted the devices yet
     habits = {**HABITS["all"], "STAGED_ONE_DEVICE": "0"}  # else it is number LOCAL_RANK; NCCL is told which one it is
-    ended = fresh.run("strategy=ddp", ranks=2, habits=habits, command=torchrun, OPENREG_DEVICES="1")
+    own = Accelerator(pythons_with_devices[1], tmp_path)
+    ended = own.run("strategy=ddp", ranks=2, habits=habits, command=torchrun)
     assert ended.status == 0, ended.err
     assert ended.summary["world_size"] == 2
 

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,26 @@ HABITS = {
 }
 HABITS["all"] = {name: value for habit in list(HABITS.values()) for name, value in habit.items()}
 DEVICE = "launcher.device=openreg"
+DISTURBING = """
+import os
+from pathlib import Path
+
+from ddp_recipes import Callback
+
+
+class Disturbing(Callback):
+    def __init__(self, rank, step, how):
+        self.mine, self.at, self.how = rank == int(os.environ.get("RANK", 0)), step, how
+
+    def on_step(self, step):
+        done = Path(f"done_{os.environ.get('RANK', 0)}")
+        if not self.mine or step != self.at or done.exists():
+            return
+        done.touch()
+        if self.how == "raise":
+            raise ValueError("the cat sat on the keyboard")
+        os.kill(os.getpid(), self.how)
+"""
 
 
 @dataclass(frozen=True)
@@ -87,16 +108,37 @@ class Accelerator:
         return Ended(ended.returncode, ended.stdout, ended.stderr, directory)
 
 
-@pytest.fixture(scope="session")
-def python_with_devices() -> Iterator[str]:
-    """A program like ``python`` that has loaded torch with simulated devices."""
+def disturbed(folder: Path, how: object, rank: int = 1, step: int = 2) -> str:
+    """Return the override by which a rank raises or sends itself a signal after a step, once in a folder."""
+    (folder / "disturbing.py").write_text(DISTURBING)
+    target = f"_target_: disturbing.Disturbing, rank: {rank}, step: {step}, how: {how}"
+    return f"+callbacks.disturbing={{{target}}}"
+
+
+@contextmanager
+def _python(count: int) -> Iterator[str]:
+    """Yield a program like ``python`` that has loaded torch with so many simulated devices."""
     if importlib.util.find_spec("torch_openreg") is None:
         pytest.skip(MISSING)
-    with warm_python("torch.utils.tensorboard", OPENREG="1") as program:
+    with warm_python("torch.utils.tensorboard", OPENREG="1", OPENREG_DEVICES=str(count)) as program:
         yield program
+
+
+@pytest.fixture(scope="session")
+def python_with_devices() -> Iterator[str]:
+    """A program like ``python`` that has loaded torch with four simulated devices."""
+    with _python(4) as program:
+        yield program
+
+
+@pytest.fixture(scope="session")
+def pythons_with_devices(python_with_devices: str) -> Iterator[dict[int, str]]:
+    """The same with one, two and four."""
+    with _python(1) as one, _python(2) as two:
+        yield {1: one, 2: two, 4: python_with_devices}
 
 
 @pytest.fixture
 def accelerator(python_with_devices: str, tmp_path: Path) -> Accelerator:
-    """Commands on simulated devices, in a folder of this test's."""
+    """Commands on four simulated devices, in a folder of this test's."""
     return Accelerator(python_with_devices, tmp_path)

@@ -67,3 +67,10 @@ def add_each(into: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     with torch.no_grad():
         for tensor, value in zip(into, values, strict=True):
             tensor.add_(value)
+
+
+def norm_of_each(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the norms of tensors on one device, in one kernel where there is ``torch._foreach_norm``."""
+    if hasattr(torch, "_foreach_norm"):
+        return list(torch._foreach_norm(list(tensors)))
+    return [torch.linalg.vector_norm(tensor) for tensor in tensors]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ddp_recipes._compat.messages import of_sparse
 from ddp_recipes._compat.modules import BatchNorm
+from ddp_recipes._compat.tensors import norm_of_each
 from ddp_recipes.checkpointing.parts import put_together
 from ddp_recipes.config.parallelism import StrategySettings
 from ddp_recipes.runtime.digest import digest
@@ -270,11 +271,26 @@ class Whole(Plain):
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """They are all here."""
-        return nn.utils.get_total_norm(gradients)
+        return total_norm(gradients)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """It is all here."""
         return optimizer.state_dict()
+
+
+def total_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """Return the norm over gradients, the same bits on one device as on several, which torch takes in any order."""
+    places: dict[torch.device, list[int]] = {}
+    for place, gradient in enumerate(gradients):
+        places.setdefault(gradient.device, []).append(place)
+    if len(places) < 2:
+        return nn.utils.get_total_norm(gradients)
+    norms = {
+        place: norm.to(gradients[0].device)
+        for own in places.values()
+        for place, norm in zip(own, norm_of_each([gradients[place] for place in own]), strict=True)
+    }
+    return nn.utils.get_total_norm([norms[place] for place in range(len(gradients))])
 
 
 def by_rank(value: Tensor, world: World, total: Callable[[Tensor], Tensor]) -> Tensor:
