@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import Dataset, default_collate
 
 from ddp_recipes import Callback
@@ -167,6 +168,43 @@ class Graphs(Callback):
         from torch._dynamo.utils import counters
 
         return counters["stats"]["unique_graphs"]
+
+
+class ManyNorms(Toy):
+    """Has 30 buffers of two dtypes, all of batch norms."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.norms = nn.Sequential(*(nn.BatchNorm1d(10) for _ in range(10)))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return cast(Tensor, super().forward(self.norms(inputs)))
+
+
+class Broadcasts(Callback):
+    """Writes down how many broadcasts this rank takes part in, from the end of the first step to a validation's."""
+
+    def __init__(self, path: str) -> None:
+        self.path, self.count = Path(path), 0
+        self.counting = _Counting(self)
+
+    def on_step(self, step: int) -> None:
+        if step == 1:
+            self.counting.__enter__()
+
+    def on_validation(self, step: int, metrics: object) -> None:
+        self.counting.__exit__(None, None, None)
+        self.path.with_name(f"{self.path.name}_{self.run.world.rank}").write_text(str(self.count))
+
+
+class _Counting(TorchDispatchMode):
+    def __init__(self, counts: Broadcasts) -> None:
+        super().__init__()
+        self.counts = counts
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts.count += str(func).startswith("c10d.broadcast_")
+        return func(*args, **(kwargs or {}))
 
 
 class Centered(Toy):

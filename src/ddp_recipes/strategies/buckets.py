@@ -1,16 +1,19 @@
-"""Gradients in flat buckets, for collectives of fewer and larger messages."""
+"""Gradients and buffers in flat buckets, for collectives of fewer and larger messages."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-BUCKET = 25 << 20  # bytes of gradients that are exchanged together
+from ddp_recipes._compat.tensors import bytes_of
+
+BUCKET = 25 << 20  # bytes that are exchanged together
 
 
 def in_buckets(gradients: Sequence[Tensor], reduce: Callable[[Tensor], object]) -> None:
     """Put in the place of gradients what ``reduce`` makes of them, in tensors of 25 MB or one gradient."""
-    for bucket in _buckets(gradients):
+    for bucket in _buckets(gradients, lambda gradient: gradient.dtype):
         flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
         reduce(flat)
         totals = torch.split(flat, [each.numel() for each in bucket])
@@ -18,15 +21,30 @@ def in_buckets(gradients: Sequence[Tensor], reduce: Callable[[Tensor], object]) 
             gradient.copy_(total.view_as(gradient))
 
 
-def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield gradients of one dtype that go together."""
-    for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
+@torch.no_grad()
+def broadcast_each(buffers: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Give tensors of any dtypes the values of the group's first rank, in messages of 25 MB or one tensor.
+
+    A collective: the tensors are alike on all ranks, but for the devices that they lie on.
+    """
+    largest_first = sorted(buffers, key=lambda each: -each.dtype.itemsize)  # so each is aligned in the bytes of all
+    for bucket in _buckets(largest_first, lambda each: each.device):
+        flat = torch.cat([bytes_of(each) for each in bucket])
+        dist.broadcast(flat, group=group, group_src=0)
+        if dist.get_rank(group) != 0:
+            for each, content in zip(bucket, torch.split(flat, [each.nbytes for each in bucket]), strict=True):
+                each.copy_(content.view(each.dtype).view(each.shape))
+
+
+def _buckets(tensors: Sequence[Tensor], kind: Callable[[Tensor], Hashable]) -> Iterator[list[Tensor]]:
+    """Yield tensors of one kind that go together."""
+    for one in dict.fromkeys(map(kind, tensors)):
         bucket: list[Tensor] = []
-        for gradient in gradients:
-            if gradient.dtype != dtype:
+        for tensor in tensors:
+            if kind(tensor) != one:
                 continue
-            if bucket and sum(each.nbytes for each in bucket) + gradient.nbytes > BUCKET:
+            if bucket and sum(each.nbytes for each in bucket) + tensor.nbytes > BUCKET:
                 yield bucket
                 bucket = []
-            bucket.append(gradient)
+            bucket.append(tensor)
         yield bucket

@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -13,6 +12,7 @@ from ddp_recipes._compat.messages import without_gradient
 from ddp_recipes.errors import RequestError, nearest
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import Collective, Exchange, Passes, Whole, Wrapped, batch_norms
+from ddp_recipes.strategies.buckets import broadcast_each
 from ddp_recipes.strategies.ddp.settings import DDPSettings
 from ddp_recipes.strategies.ddp.shared_memory import SharedMemory, join
 from ddp_recipes.strategies.group import Group
@@ -163,8 +163,7 @@ class DDP(Whole, Group):
     def sync_buffers(self, task: Task) -> None:
         """Broadcast rank 0's buffers: each rank's batch norm has followed its own batches since the last step."""
         if self.world.world_size > 1:
-            for buffer in task.buffers():
-                dist.broadcast(buffer, src=0)
+            broadcast_each(task.buffers())
 
 
 def _settle_buckets(module: DistributedDataParallel, task: Task) -> None:

@@ -16,7 +16,7 @@ from ddp_recipes.runtime.messages import Messages
 from ddp_recipes.runtime.phases import phase
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import Passes, Wrapped
-from ddp_recipes.strategies.buckets import in_buckets
+from ddp_recipes.strategies.buckets import broadcast_each, in_buckets
 from ddp_recipes.strategies.collectives import broadcast, gather
 from ddp_recipes.strategies.ddp_pipeline.settings import DDPPipelineSettings
 from ddp_recipes.strategies.group import Group
@@ -180,9 +180,8 @@ class DDPPipeline(Group):
 
     def sync_buffers(self, task: Task) -> None:
         """Give a stage's replicas the buffers of the first one."""
-        for buffer in task.buffers():
-            if not buffer.is_meta and dist.get_world_size(self.peers) > 1:
-                dist.broadcast(buffer, group=self.peers, group_src=0)
+        if dist.get_world_size(self.peers) > 1:
+            broadcast_each((buffer for buffer in task.buffers() if not buffer.is_meta), self.peers)
 
     def teardown(self) -> None:
         """Drop what holds the groups as well."""

@@ -22,6 +22,7 @@ from ddp_recipes.runtime.messages import Messages
 from ddp_recipes.runtime.rows import OwnRows, Source, rows_here
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import Exchange, Passes, T, Whole, Wrapped, in_place
+from ddp_recipes.strategies.buckets import broadcast_each
 from ddp_recipes.strategies.ddp_exact.ordered_sum import OrderedSum
 from ddp_recipes.strategies.fsdp.blocks import blocks_of, refuse_optimizers, refuse_parameters
 from ddp_recipes.strategies.fsdp.calls import Calls
@@ -298,8 +299,7 @@ class FSDP(Whole, Group):
     def sync_buffers(self, task: Task) -> None:
         """Give every rank rank 0's, unless they are the same after each step."""
         if self.buffers is None and self.world.world_size > 1:
-            for buffer in task.buffers():
-                dist.broadcast(buffer.view(torch.uint8) if buffer.itemsize == 1 else buffer, src=0)
+            broadcast_each(task.buffers())
 
     def teardown(self) -> None:
         """Drop what holds the groups as well, and what a pass that was cut off has left."""
