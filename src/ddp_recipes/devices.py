@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import TYPE_CHECKING, Any
 
@@ -254,11 +255,37 @@ def synchronize(device: "torch.device") -> None:
         torch.accelerator.synchronize(device)
 
 
-def page_locked(size: int) -> "torch.Tensor":
-    """Return so many bytes of the host's memory, uint8 [size], that accelerators copy to without anyone waiting."""
+@cache
+def locks_pages() -> bool:
+    """Whether this torch has page-locked memory for its accelerator; some types have none."""
     import torch
 
-    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    try:
+        torch.empty(1, pin_memory=True)
+    except (NotImplementedError, RuntimeError):
+        return False
+    return True
+
+
+def page_locked(size: int) -> "torch.Tensor":
+    """Return so many bytes of the host's memory, uint8 [size], to which accelerators copy without anyone waiting.
+
+    Where there is no such memory it is any other.
+    """
+    import torch
+
+    return torch.empty(size, dtype=torch.uint8, pin_memory=locks_pages())
+
+
+@contextmanager
+def saving_through_page_locked() -> Iterator[None]:
+    """Have ``torch.save`` copy what is on an accelerator to page-locked memory, one storage at a time."""
+    from torch.utils.serialization import config as found
+
+    config: Any = found
+
+    with config.patch("save.use_pinned_memory_for_d2h", locks_pages()):
+        yield
 
 
 def empty_cache() -> None:

@@ -84,3 +84,75 @@ def test_no_step_waits_for_what_a_checkpoint_copies(name: str, accelerator: Acce
     places = [line.split()[-1] for path in accelerator.folder.glob("waits_*") for line in path.read_text().splitlines()]
     assert places  # what ranks agree on before they save: a few numbers
     assert not {place.partition(":")[0] for place in places} & {path.name for path in WRITING.iterdir()}
+
+
+SAVED = """
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ddp_recipes import Callback
+
+
+class Arriving(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.bytes = {True: 0, False: 0}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ in ("copy_", "_to_copy"):
+            given = args[1] if func.overloadpacket.__name__ == "copy_" else args[0]
+            if given.device.type == "openreg" and result.is_cpu and given.nbytes >= 512:
+                self.bytes[result.is_pinned()] += given.nbytes
+        return result
+
+
+class Saved(Callback):
+    def on_save_start(self, step):
+        self.arriving = Arriving()
+        self.arriving.__enter__()
+
+    def on_save(self, step):
+        self.arriving.__exit__(None, None, None)
+        print("SAVED", self.arriving.bytes)
+"""
+
+
+@pytest.mark.slow
+def test_a_file_that_a_step_waits_for_gets_its_tensors_through_page_locked_memory(accelerator: Accelerator) -> None:
+    (accelerator.folder / "saved.py").write_text(SAVED)
+    own = ["strategy=single", "optimizer=adam", "trainer.max_steps=2", "+callbacks.saved._target_=saved.Saved"]
+    ended = accelerator.run(*own, "model=mlp", "model.hidden_features=[64]", "trainer.max_epochs=1")
+    assert ended.status == 0, ended.err
+    (line,) = {line for line in ended.out.splitlines() if "SAVED" in line}
+    assert "False: 0" in line
+    assert "True: 0" not in line
+
+
+PIECES = """
+import io
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ddp_recipes.checkpointing import tensors_file
+from ddp_recipes.checkpointing.staging import PieceWriter
+from saved import Arriving
+
+long = torch.arange(3 * tensors_file.BLOCK // 4 + 5)
+values = {"a": long, "b": torch.arange(9.0).view(3, 3).t(), "c": torch.ones(())}
+files = []
+with Arriving() as arriving:
+    for device in ("cpu", "openreg"):
+        tensors = {name: each.to(device) for name, each in values.items()}
+        files.append(io.BytesIO(b"".join(bytes(piece) for piece in tensors_file.stream(tensors))).getvalue())
+print(files[0] == files[1], arriving.bytes[False], arriving.bytes[True] > 0)
+"""
+
+
+@pytest.mark.slow
+def test_pieces_of_a_sharded_file_leave_through_two_blocks(accelerator: Accelerator) -> None:
+    (accelerator.folder / "saved.py").write_text(SAVED)
+    (accelerator.folder / "pieces.py").write_text(PIECES)
+    ended = accelerator.run(command=["pieces.py"])
+    assert ended.out.split() == ["True", "0", "True"], ended.err

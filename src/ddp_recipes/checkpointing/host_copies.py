@@ -1,6 +1,7 @@
 """What is on accelerators, copied to the host for a checkpoint that is written while training goes on."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +14,24 @@ from ddp_recipes._compat.tensors import bytes_of, storage_key
 _APART = 64  # bytes: where a tensor of any dtype may begin
 
 
+@dataclass(frozen=True)
+class Content:
+    """What is to be written.
+
+    Attributes:
+        value: nested plain data and tensors.
+        events: that devices come by once the copies of what is on them are there; none where nothing was copied.
+    """
+
+    value: Any
+    events: Sequence[torch.Event] = ()
+
+    def wait(self) -> None:
+        """Wait until the copies are there; any thread may."""
+        for event in self.events:
+            event.synchronize()
+
+
 class HostCopies:
     """Keeps page-locked memory from checkpoint to checkpoint, into which devices copy without anyone waiting for them.
 
@@ -23,29 +42,24 @@ class HostCopies:
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
-    def take(self, content: Any) -> tuple[Any, Callable[[], None] | None]:
+    def take(self, value: Any) -> Content:
         """Begin to copy nested plain data and tensors to the host. The copies of the time before are overwritten.
 
-        Returns:
-            The content with its tensors on the host, and what waits until they are there, which any thread may call.
-            The content itself and ``None`` where nothing of it is on an accelerator.
+        Nothing is copied where nothing of it is on an accelerator.
         """
-        leaves, structure = tree_flatten(content)
+        leaves, structure = tree_flatten(value)
         away = {_place(each): each for each in leaves if _is_away(each)}
         if not away:
-            return content, None
+            return Content(value)
         copies = self._copied(away)
-        events = [devices.record(device) for device in {each.device for each in away.values()}]
         taken = [
             copies[_place(each)] if _is_away(each) else each.clone() if isinstance(each, Tensor) else each
             for each in leaves
         ]
-
-        def wait() -> None:
-            for event in events:
-                event.synchronize()
-
-        return tree_unflatten(taken, structure), wait
+        return Content(
+            tree_unflatten(taken, structure),
+            [devices.record(device) for device in {each.device for each in away.values()}],
+        )
 
     def _copied(self, away: dict[Any, Tensor]) -> dict[Any, Tensor]:
         """Return a copy of each tensor, which is to come, in a storage of its own: ``torch.save`` writes whole ones."""

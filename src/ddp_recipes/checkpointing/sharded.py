@@ -15,11 +15,10 @@ from typing import Any
 from torch import Tensor
 
 from ddp_recipes.checkpointing.files import State
-from ddp_recipes.checkpointing.host_copies import HostCopies
 from ddp_recipes.checkpointing.manager import Background, Checkpointer, FileCheckpointer
 from ddp_recipes.checkpointing.parts import Part, file_of, index, taken_apart
 from ddp_recipes.checkpointing.staging import PieceWriter
-from ddp_recipes.checkpointing.tensors_file import size_in_file, stream
+from ddp_recipes.checkpointing.tensors_file import size_in_file
 from ddp_recipes.checkpointing.writing import unwritable
 from ddp_recipes.config.settings import CheckpointSettings
 from ddp_recipes.errors import RecipeError
@@ -83,7 +82,7 @@ class PartWriter:
 
     def __init__(self, directory: Path, writers: Writers) -> None:
         self._directory, self._writers = directory, writers
-        self._pieces, self._copies = PieceWriter(), HostCopies()
+        self._pieces = PieceWriter()
 
     def stage(
         self, step: int, tensors: Mapping[str, Tensor], rows: Mapping[str, OwnRows], snapshot: bool
@@ -98,13 +97,10 @@ class PartWriter:
         size = sum(map(size_in_file, (*tensors.values(), *held.values())))
         with unwritable(path, size):
             _refuse_full(path, sum(own.shape.numel() * own.values.dtype.itemsize for own in rows.values()))
-        values, arrived = self._copies.take({**tensors, **held}) if snapshot else ({**tensors, **held}, None)
-        write = self._pieces.stage(stream(values), size, snapshot and arrived is None)
+        write = self._pieces.stage({**tensors, **held}, size, snapshot)
         spans = {name: [rows[name].start, rows[name].start + len(values)] for name, values in held.items()}
 
         def commit() -> None:
-            if arrived is not None:
-                arrived()
             with unwritable(path, size):
                 written: list[tuple[int, int]] = []
                 write_aside(path, lambda file: written.append(write(file)))

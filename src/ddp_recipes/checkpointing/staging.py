@@ -11,42 +11,54 @@ import mmap
 import os
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from struct import pack_into, unpack_from
 from typing import Any, BinaryIO
 
 import torch
+from torch import Tensor
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from ddp_recipes.checkpointing.host_copies import HostCopies
-from ddp_recipes.checkpointing.tensors_file import BLOCK
+from ddp_recipes.checkpointing.host_copies import Content, HostCopies
+from ddp_recipes.checkpointing.tensors_file import BLOCK, stream
 from ddp_recipes.checkpointing.writing import size_of
+from ddp_recipes.devices import saving_through_page_locked
 from ddp_recipes.runtime.files import Save
+from ddp_recipes.runtime.rows import Source
 
 DIRECT = getattr(os, "O_DIRECT", 0)
 _SUM_BEHIND = 1 << 3  # a flag of a record of a zip file: its checksum follows it
 
 
-class StagingWriter:
-    """Keeps the memory of its snapshot from file to file."""
+class _Stages:
+    """Keeps the memory of its snapshots from file to file: in the end a snapshot is copied, or on its way to be."""
 
     def __init__(self) -> None:
         self._snapshot, self._copies = _Snapshot(), HostCopies()
 
+    def _taken(self, content: Any, snapshot: bool) -> tuple[Content, bool]:
+        """Return what is to be written, and whether it still has to be copied before it changes."""
+        taken = self._copies.take(content) if snapshot else Content(content)
+        return taken, snapshot and not taken.events
+
+
+class StagingWriter(_Stages):
+    """Writes files by ``torch.save``."""
+
     def stage(self, content: dict[str, Any], snapshot: bool) -> Save:
         """Return what writes the content to a new file."""
-        content, arrived = self._copies.take(content) if snapshot else (content, None)
+        taken, copies = self._taken(content, snapshot)
 
-        def stream(file: BinaryIO) -> None:
-            if arrived is not None:
-                arrived()
+        def write(file: BinaryIO) -> None:
+            taken.wait()
             blocks = _Blocks(file)
-            torch.save(content, blocks)
+            with saving_through_page_locked():
+                torch.save(taken.value, blocks)
             blocks.finish()
 
-        if not snapshot or arrived is not None:
-            return stream
+        if not copies:
+            return write
         self._snapshot.clear(size_of(content))
         checksums = get_crc32_options()
         set_crc32_options(False)  # they take longer than the copy, and can be computed later
@@ -57,24 +69,23 @@ class StagingWriter:
         return self._snapshot.write_to
 
 
-class PieceWriter:
-    """Writes files that come in pieces, and keeps the memory of its snapshot from file to file."""
+class PieceWriter(_Stages):
+    """Writes safetensors files."""
 
-    def __init__(self) -> None:
-        self._snapshot = _Snapshot()
-
-    def stage(self, pieces: Iterable[memoryview], size: int, snapshot: bool) -> Callable[[BinaryIO], tuple[int, int]]:
-        """Return what writes the pieces to a new file, of about ``size`` bytes, and returns its size and CRC-32.
-
-        After a ``snapshot`` what the pieces are of may change before that.
-        """
-        if snapshot:
+    def stage(
+        self, tensors: Mapping[str, Tensor | Source], size: int, snapshot: bool
+    ) -> Callable[[BinaryIO], tuple[int, int]]:
+        """Return what writes the tensors to a new file, of about ``size`` bytes, and returns its size and CRC-32."""
+        taken, copies = self._taken(tensors, snapshot)
+        pieces: Iterable[memoryview] = stream(taken.value)
+        if copies:
             self._snapshot.clear(size)
             for piece in pieces:
                 self._snapshot.write(piece)
             pieces = self._snapshot.blocks()
 
         def write(file: BinaryIO) -> tuple[int, int]:
+            taken.wait()
             blocks, written = _Blocks(file), 0
             with ThreadPoolExecutor(1) as other:  # which computes the checksum of a piece while it is written
                 checksum = other.submit(int)

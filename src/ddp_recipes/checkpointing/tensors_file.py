@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ddp_recipes._compat.tensors import bytes_of
+from ddp_recipes.devices import is_accelerator, page_locked
 from ddp_recipes.runtime.rows import Source
 
 BLOCK = 4 << 20  # bytes, a multiple of the disk's own blocks: direct writes have to be
@@ -28,6 +29,8 @@ def size_in_file(value: Tensor | Source) -> int:
 def stream(tensors: Mapping[str, Tensor | Source]) -> Iterator[memoryview]:
     """Yield a safetensors file with these tensors piece by piece: the header first, then what is in them.
 
+    A piece may be overwritten once the one after the next is asked for.
+
     Raises:
         TypeError: the format has no word for a dtype.
     """
@@ -43,12 +46,28 @@ def stream(tensors: Mapping[str, Tensor | Source]) -> Iterator[memoryview]:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     yield memoryview(len(text).to_bytes(8, "little") + text)
+    rooms = _Rooms()
     for name in names:
         for piece in _pieces(tensors[name]):
-            flat: Any = bytes_of(piece.cpu()).numpy()
-            content = memoryview(flat)
+            content = bytes_of(piece)
             for at in range(0, len(content), BLOCK):
-                yield content[at : at + BLOCK]
+                flat: Any = rooms.host(content[at : at + BLOCK]).numpy()
+                yield memoryview(flat)
+
+
+class _Rooms:
+    """Two blocks of page-locked memory in turns, through which bytes leave an accelerator."""
+
+    def __init__(self) -> None:
+        self._rooms: list[Tensor] = []
+
+    def host(self, content: Tensor) -> Tensor:
+        """Return bytes on the host, uint8 [bytes]: those that are there already as they are."""
+        if not is_accelerator(content.device):
+            return content
+        room = self._rooms.pop(0) if len(self._rooms) == 2 else page_locked(BLOCK)
+        self._rooms.append(room)
+        return room[: len(content)].copy_(content)
 
 
 def _pieces(value: Tensor | Source) -> Iterator[Tensor]:
