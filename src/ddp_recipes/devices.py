@@ -369,11 +369,16 @@ def peak_flops(device: "torch.device", precision: str) -> float | None:
 
 
 def memory_of_one(kind: str) -> int | None:
-    """Return the bytes of this process's first device, where that is asked of torch and there is one."""
+    """Return the bytes that are free on this process's first device; of a type that does not say, those that it has.
+
+    ``None`` where there is none, or neither is known.
+    """
     import torch
 
     if kind == HOST or not torch.accelerator.is_available():
         return None
+    with suppress(AttributeError, NotImplementedError, RuntimeError):
+        return int(torch.accelerator.get_memory_info(0)[0])
     ask = getattr(module(kind), "get_device_properties", None)
     return int(ask(0).total_memory) if ask is not None else None
 

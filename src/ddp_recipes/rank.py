@@ -86,7 +86,9 @@ def _run(job: Job, world: World, messages: Messages | None, watcher: Watcher) ->
         leave(recipe, control)
         if not world.is_main:  # all that could still hang comes before its end, and rank 0's summary after all ends
             close(recipe, output)
-        control.end([rank for rank in range(world.world_size) if not recipe.request.strategy.outlives(rank)])
+        others = [rank for rank in range(world.world_size) if not recipe.request.strategy.outlives(rank)]
+        peaks = control.end(others, str(summary["peak_memory_bytes"] or ""))
+        summary["peak_memory_bytes"] = max(map(int, filter(None, peaks)), default=None)
         output.finish(summary)
         return summary
     except Left:

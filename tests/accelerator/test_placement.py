@@ -19,6 +19,38 @@ class Places(Callback):
         states = [*optimizer.state.values()]
         print("PLACES", step, sorted({f"{name} {each[name].device.type}" for each in states for name in each}))
 """
+HELD = """
+import torch
+from torch.utils.data import Dataset, TensorDataset
+
+from ddp_recipes import Callback
+
+
+def place(kind, number):
+    return f"{kind}:{number}" if kind != "cpu" else kind
+
+
+def together(kind, number=0, **sizes):
+    inputs, targets = torch.arange(640.0).view(64, 10).div(640), torch.arange(320.0).view(64, 5).div(320)
+    return TensorDataset(inputs.to(place(kind, number)), targets.to(place(kind, number)))
+
+
+class OneByOne(Dataset):
+    def __init__(self, kind, number=0, **sizes):
+        self.whole = together(kind, number)
+
+    def __len__(self):
+        return len(self.whole)
+
+    def __getitem__(self, index):
+        return self.whole[index]
+
+
+class More(Callback):
+    def on_step(self, step):
+        if self.run.world.rank == 1:
+            torch.zeros(10 << 20, dtype=torch.uint8, device=self.run.devices[0])
+"""
 MISUSE = """
 int cuInit(unsigned flags) { return 0; }
 int cuDeviceGetCount(int *count) { *count = 4; return 0; }
@@ -98,3 +130,34 @@ def test_gpus_that_torch_cannot_use_are_no_reason_to_train_on_the_cpu(python: st
     assert "NVIDIA's driver has 4 GPU(s) for this process, and torch" in ended.stderr
     assert "launcher.device=cpu" in ended.stderr
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["together", "OneByOne"])
+def test_data_may_be_on_a_device_already(how: str, accelerator: Accelerator) -> None:
+    (accelerator.folder / "held.py").write_text(HELD)
+
+    hashes = set()
+    for kind, number in (("cpu", 0), ("openreg", 0), ("openreg", 1)):
+        own = [f"data.train._target_=held.{how}", f"+data.train.kind={kind}", f"+data.train.number={number}"]
+        ended = accelerator.run("strategy=single", *own, name=f"{kind}_{number}")
+        assert ended.status == 0, ended.err
+        hashes.add(ended.summary["weights_sha256"])
+    assert len(hashes) == 1
+
+
+@pytest.mark.slow
+def test_data_workers_that_give_tensors_on_a_device_are_named(accelerator: Accelerator) -> None:
+    (accelerator.folder / "held.py").write_text(HELD)
+    ended = accelerator.run("data.train._target_=held.OneByOne", "+data.train.kind=openreg", "data.num_workers=1")
+    assert ended.status == 1
+    assert "data.train gives tensors on openreg:0 in a data worker" in ended.err
+    assert "Set data.num_workers=0" in ended.err
+
+
+@pytest.mark.slow
+def test_peak_memory_is_that_of_the_rank_that_takes_most(accelerator: Accelerator) -> None:
+    (accelerator.folder / "held.py").write_text(HELD)
+    ended = accelerator.run("+callbacks.more._target_=held.More", ranks=2, habits=HABITS["all"])
+    assert ended.status == 0, ended.err
+    assert ended.summary["peak_memory_bytes"] > 10 << 20

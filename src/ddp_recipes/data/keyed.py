@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Dataset, Subset, get_worker_info
 
+from ddp_recipes._compat.pytree import tree_leaves
 from ddp_recipes.data.collate import collate
+from ddp_recipes.devices import is_accelerator
 from ddp_recipes.runtime.seeding import key, rng_states, seeded
 
 
@@ -37,9 +39,21 @@ class KeyedDataset(Dataset[Any]):
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # as in a data worker: sums on several threads have other bits
         try:
-            return self._batch(draws)
+            batch = self._batch(draws)
+            if get_worker_info() is not None:
+                self._refuse_devices(batch)
+            return batch
         finally:
             torch.set_num_threads(threads)
+
+    def _refuse_devices(self, batch: Any) -> None:
+        """Refuse what a data worker cannot give to its rank."""
+        places = {each.device for each in tree_leaves(batch) if isinstance(each, torch.Tensor)}
+        if found := next((place for place in places if is_accelerator(place)), None):
+            raise RuntimeError(
+                f"{self.name} gives tensors on {found} in a data worker, and devices are for the rank's own process. "
+                f"Set data.num_workers=0, or give tensors on the CPU: each batch is moved to the rank's device."
+            )
 
     def _batch(self, draws: Sequence[Draw]) -> Any:
         samples = self._fetched_at_once(draws) if self._at_once else None

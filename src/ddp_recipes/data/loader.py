@@ -19,7 +19,7 @@ from ddp_recipes.data.keyed import Draw, KeyedDataset
 from ddp_recipes.data.prefetch import Prefetcher
 from ddp_recipes.datasets.memory import InMemory
 from ddp_recipes.datasets.transforms import is_known
-from ddp_recipes.devices import is_accelerator
+from ddp_recipes.devices import is_accelerator, locks_pages
 from ddp_recipes.errors import RequestError, RunFailed
 from ddp_recipes.runtime.job import ASKS_TO_STOP
 from ddp_recipes.runtime.process import die_with_parent, garbage_left, ignore_once, is_stopped
@@ -89,7 +89,7 @@ class Loader:
             "timeout_s": timeout_s,
         }
         self.fetch = _whole_batch_fetch(dataset)
-        self.pin_memory = pin_memory and is_accelerator(device)
+        self.pin_memory = pin_memory and is_accelerator(device) and locks_pages()
         self._sampler = _PlanSampler(plan, shards)
         self._prefetcher = Prefetcher(self.fetch, self.pin_memory) if _may_prefetch(dataset) else None
         self._one_by_one: DataLoader[Any] | None = None
@@ -104,7 +104,7 @@ class Loader:
                 batch_sampler=self._sampler,
                 generator=torch.Generator(),  # its iterators draw from it, which must not shift what a step draws from
                 num_workers=num_workers,
-                pin_memory=self.pin_memory,
+                pin_memory=self.pin_memory and num_workers > 0,  # else it is done with what is not on a device already
                 collate_fn=_as_it_is,
                 persistent_workers=num_workers > 0 if persistent_workers is None else persistent_workers,
                 prefetch_factor=prefetch_factor,
@@ -250,16 +250,19 @@ def _whole_batch_fetch(dataset: Any) -> Any:
     if getattr(dataset, "batched", False):
         return dataset.fetch
     if type(dataset) is TensorDataset:
-        return lambda indices: tuple(tensor.index_select(0, indices) for tensor in dataset.tensors)
+        return lambda indices: tuple(tensor.index_select(0, indices.to(tensor.device)) for tensor in dataset.tensors)
     return None
 
 
 def _may_prefetch(dataset: Any) -> bool:
     """Whether many batches can be fetched in one go, on another thread: each sample's rows follow from it alone.
 
-    What a user's own ``fetch`` or ``batched`` transform does is not known: it may draw random numbers.
+    What a user's own ``fetch`` or ``batched`` transform does is not known: it may draw random numbers. What is on an
+    accelerator already needs no thread.
     """
-    return type(dataset) is TensorDataset or (type(dataset) is InMemory and is_known(dataset.transform))
+    if type(dataset) is TensorDataset:
+        return all(tensor.is_cpu for tensor in dataset.tensors)
+    return type(dataset) is InMemory and is_known(dataset.transform)
 
 
 class _PlanSampler:

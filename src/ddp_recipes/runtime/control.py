@@ -214,16 +214,19 @@ class Control:
         """
         return self._wait(f"{name}/{rank}", rank)
 
-    def end(self, ranks: Collection[int]) -> None:
-        """Say that this rank has come to its end, and wait until these have, too.
+    def end(self, ranks: Collection[int], note: str = "") -> list[str]:
+        """Say that this rank has come to its end, and wait until these have, too; return their notes on rank 0.
 
         Raises:
             RunFailed: some have not in time; names them.
         """
-        self._together("ended", ranks)
-        if self.messages is not None:
-            self._stay_until_read(ranks, self.timeout_s)
-            self._stay_until_read({*range(self.world.world_size)} - {*ranks})  # some of which may be dead
+        self._together("ended", ranks, note)
+        if self.messages is None:
+            return [note]
+        notes = [self.messages.get(f"ended/{rank}") or "" for rank in ranks] if self.world.is_main else []
+        self._stay_until_read(ranks, self.timeout_s)
+        self._stay_until_read({*range(self.world.world_size)} - {*ranks})  # some of which may be dead
+        return notes
 
     def leave_together(self) -> None:
         """Say that this rank leaves the group next, and wait until all are about to.
@@ -233,10 +236,10 @@ class Control:
         """
         self._together("leaves", range(self.world.world_size))
 
-    def _together(self, name: str, ranks: Collection[int]) -> None:
+    def _together(self, name: str, ranks: Collection[int], note: str = "") -> None:
         if self.messages is None:
             return
-        self.messages.set(f"{name}/{self.world.rank}", "")
+        self.messages.set(f"{name}/{self.world.rank}", note)
         if self.world.is_main:  # asks for all: the others ask for its word alone
             left = self._await(name, ranks, self.timeout_s, strict=True)
             missing = sorted(left & {*self.watcher.exited()}) or self._silent(left)
