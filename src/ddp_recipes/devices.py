@@ -11,8 +11,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, entry_points, version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ddp_recipes._compat.memory import dump_snapshot, record_history
 from ddp_recipes.errors import RequestError
 
 if TYPE_CHECKING:
@@ -366,6 +368,17 @@ def peak_flops(device: "torch.device", precision: str) -> float | None:
     import torch
 
     return known_peak(name(device), precision, torch.get_float32_matmul_precision()) if is_accelerator(device) else None
+
+
+def dump_memory(device: "torch.device", path: Path) -> bool:
+    """Write what is allocated on a type of device, for https://pytorch.org/memory_viz; return whether that can be."""
+    return is_accelerator(device) and dump_snapshot(module(device), path)
+
+
+def record_memory_history(device: "torch.device", entries: int) -> None:
+    """Note where so many of the latest allocations come from, for what :func:`dump_memory` writes."""
+    if is_accelerator(device):
+        record_history(module(device), entries)
 
 
 def memory_of_one(kind: str) -> int | None:

@@ -5,6 +5,7 @@ import os
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -12,18 +13,18 @@ import torch
 from torch import Tensor
 
 from ddp_recipes._compat.collectives import recorded_collectives
-from ddp_recipes._compat.messages import timed_out
+from ddp_recipes._compat.messages import out_of_memory, timed_out
 from ddp_recipes.build.instantiate import reaches_own_code
 from ddp_recipes.build.output import make_output
 from ddp_recipes.build.recipe import Recipe, make_recipe
 from ddp_recipes.build.run import join, make_run, make_stop_controller
 from ddp_recipes.checkpointing.files import refuse_folders
 from ddp_recipes.checkpointing.writing import disk_failure
-from ddp_recipes.devices import identity, is_accelerator, leaves_tensor_cores_idle
+from ddp_recipes.devices import dump_memory, identity, is_accelerator, leaves_tensor_cores_idle
 from ddp_recipes.errors import MAKE_KEY, Left, Preempted, RecipeError, RequestError, RunFailed
 from ddp_recipes.output import Output
 from ddp_recipes.reporting.logs import own_lines
-from ddp_recipes.reporting.run_directory import RunDirectory, Summary, write_flight_recorder, write_trace
+from ddp_recipes.reporting.run_directory import RunDirectory, Summary, in_ranks, write_flight_recorder, write_trace
 from ddp_recipes.runtime.advice import advice
 from ddp_recipes.runtime.control import NOBODY, OWN, Control
 from ddp_recipes.runtime.digest import digest, without_digest
@@ -368,6 +369,16 @@ WORK: dict[str, Callable[[Recipe, Output], None]] = {
 }
 
 
+def leave_memory(recipe: Recipe) -> Path | None:
+    """Write to ``ranks/`` what is allocated on this rank's devices; return the file, if there can be one."""
+    path = in_ranks(recipe.job.directory, f"memory_{recipe.world.rank}.pickle")
+    try:
+        return path if dump_memory(recipe.device, path) else None
+    except Exception:  # what is to be shown is why memory was exhausted
+        log.warning("There is no snapshot of the memory.", exc_info=True)
+        return None
+
+
 def fail(recipe: Recipe, control: Control, output: Output, error: BaseException) -> NoReturn:
     """Record a failure for the other ranks and in the run directory, and raise the error to show."""
     if not isinstance(error, RecipeError):
@@ -376,6 +387,8 @@ def fail(recipe: Recipe, control: Control, output: Output, error: BaseException)
     remedy = None if own else recipe.strategy.explain(error, recipe.task)
     if not own and remedy is None and (line := advice(error, recipe.job.config)) is not None:
         error.add_note(line)
+    if output.opened and out_of_memory(error) and (path := leave_memory(recipe)) is not None:
+        error.add_note(f"What was allocated is in {path}: drag it onto https://pytorch.org/memory_viz.")
     if control.strangers:
         error.add_note(
             f"While the ranks met, user {', '.join(map(str, control.strangers))} of this machine connected to rank "

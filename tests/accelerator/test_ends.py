@@ -107,3 +107,44 @@ def test_a_lost_rank_is_replaced(name: str, accelerator: Accelerator) -> None:
         assert ended.summary["ranks_replaced"] == 1
     whole = accelerator.run(*STRATEGIES[name], ranks=2, name="whole")
     assert ended.summary["weights_sha256"] == whole.summary["weights_sha256"]
+
+
+EXHAUSTED = """
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+from ddp_recipes import Callback
+
+ENTRIES = []
+if Path("says").exists():  # this type of device has what cuda and xpu have
+    torch.get_device_module("openreg").memory = SimpleNamespace(
+        _record_memory_history=lambda max_entries: ENTRIES.append(max_entries),
+        _dump_snapshot=lambda path: Path(path).write_text(f"{ENTRIES}"),
+    )
+
+
+class Exhausted(Callback):
+    def on_step(self, step):
+        if step == 2:
+            raise torch.OutOfMemoryError("out of memory. Tried to allocate 2.00 GiB")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("says", [True, False])
+def test_a_rank_without_memory_leaves_a_snapshot_where_its_device_can(says: bool, accelerator: Accelerator) -> None:
+    (accelerator.folder / "exhausted.py").write_text(EXHAUSTED)
+    if says:
+        (accelerator.folder / "says").touch()
+    own = ["+callbacks.exhausted._target_=exhausted.Exhausted", "callbacks=memory_history"]
+    ended = accelerator.run("strategy=single", *own)
+    assert ended.status == 1
+    assert "Out of memory. Make data.batch_size" in ended.err
+    left = ended.directory / "ranks" / "memory_0.pickle"
+    assert left.exists() == says
+    assert (f"What was allocated is in {left}" in ended.err) == says
+    if says:
+        assert left.read_text() == "[100000]"

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from ddp_recipes.callbacks.early_stopping import EarlyStopping as EarlyStopping
     from ddp_recipes.callbacks.ema import EMA as EMA
     from ddp_recipes.callbacks.learning_rate import LearningRateMonitor as LearningRateMonitor
+    from ddp_recipes.callbacks.memory import MemoryHistory as MemoryHistory
     from ddp_recipes.callbacks.samples import SamplePredictions as SamplePredictions
     from ddp_recipes.callbacks.summary import ModelSummary as ModelSummary
     from ddp_recipes.callbacks.text import SampleText as SampleText
@@ -20,6 +21,7 @@ _HOMES = {
     "EarlyStopping": ".early_stopping",
     "GradientAccumulation": ".accumulation",
     "LearningRateMonitor": ".learning_rate",
+    "MemoryHistory": ".memory",
     "ModelSummary": ".summary",
     "Profiler": "ddp_recipes.tools.profiling",  # where it was before
     "SamplePredictions": ".samples",

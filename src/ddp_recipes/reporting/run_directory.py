@@ -241,17 +241,18 @@ def leave_failure_of_rank_0(directory: Path, overrides: Sequence[str], error: st
 @recording()
 def write_trace(directory: Path, rank: int, text: str) -> None:
     """Write a rank's traceback to ``ranks/``."""
-    _in_ranks(directory, f"rank_{rank}.txt").write_text(text, encoding="utf-8")
+    in_ranks(directory, f"rank_{rank}.txt").write_text(text, encoding="utf-8")
 
 
 @recording()
 def write_flight_recorder(directory: Path, rank: int, content: bytes) -> None:
     """Write which collectives a rank was in last to ``ranks/``, as JSON."""
     if content:
-        _in_ranks(directory, f"flight_recorder_{rank}.json").write_bytes(content)
+        in_ranks(directory, f"flight_recorder_{rank}.json").write_bytes(content)
 
 
-def _in_ranks(directory: Path, name: str) -> Path:
+def in_ranks(directory: Path, name: str) -> Path:
+    """Return where something is left after a failure; the folder is there."""
     folder = directory / "ranks"
     folder.mkdir(parents=True, exist_ok=True)
     return folder / name
