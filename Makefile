@@ -39,7 +39,7 @@ bench: $(VENV)/installed-bench ## measure this package beside its peers, for an 
 	$(BIN)/python benchmarks/run.py $(ARGS)
 
 gpu: $(VENV)/installed-dev ## test and measure all that needs a GPU, in less than ten minutes; says so where there is none
-	$(BIN)/python benchmarks/gpu.py
+	$(BIN)/python benchmarks/gpu.py $(ARGS)
 
 faults: $(VENV)/installed-dev ## disturb runs at random and see that all finish; ARGS="--runs 200 --seed 0" takes hours
 	$(BIN)/python benchmarks/faults.py $(ARGS)

@@ -1,10 +1,15 @@
 """Everything that needs a GPU, in one command of under ten minutes: ``make gpu``.
 
-It runs the tests of ``tests/gpu``, compares the memory that a dry run names with what a run takes, profiles a few
-steps, measures what pinned memory saves, and takes a short turn of ``make bench ARGS=device=cuda``. What it found is
-in ``results/<name of the GPU>.json`` and, to be read, in ``.md``. Without a GPU it says so and writes nothing.
+It runs the tests of ``tests/gpu``, tries whole runs on all devices (:mod:`benchmarks.gpu_runs`), compares the memory
+that a dry run names with what a run takes, profiles a few steps, measures what pinned memory saves, and takes a short
+turn of ``make bench ARGS=device=cuda``. What it found is in ``results/<name of the GPU>.json`` and, to be read, in
+``.md``. Without a GPU it says so and writes nothing.
+
+``--rehearse openreg`` (with ``OPENREG=1`` in the environment) tries the whole runs on simulated devices, with NCCL's
+habits, and writes nothing: so this very program is tried where there is no GPU.
 """
 
+import argparse
 import json
 import os
 import re
@@ -25,6 +30,7 @@ import torch  # noqa: E402
 
 from benchmarks.competitor import Failed  # noqa: E402
 from benchmarks.competitors import ours  # noqa: E402
+from benchmarks.gpu_runs import try_all  # noqa: E402
 from benchmarks.player import Seat  # noqa: E402
 from benchmarks.results import Row, machine, table  # noqa: E402
 from benchmarks.samples import DATA  # noqa: E402
@@ -151,6 +157,31 @@ def tests(place: Place) -> Part:
     return Part([line, *(f"- {failure}" for failure in failures)], found, failures)
 
 
+def runs(place: Place, device: str = "cuda", environ: dict[str, str] | None = None) -> Part:
+    """Try whole runs on 1, 2 and 4 devices, as many as there are: all strategies, resume, precision and ends."""
+    devices = max(count for count in (1, 2, 4) if count <= torch.accelerator.device_count())
+    rows = try_all(place.folder, device, devices, place.until, environ).rows
+    failures = [f"{name}: {row['wrong']}" for name, row in rows.items() if row["wrong"]]
+    lines = [f"{len(rows) - len(failures)} of {len(rows)} runs on {devices} of the devices ended as they should."]
+    lines += [f"- {name}" for name, row in rows.items() if row["wrong"]]
+    return Part(lines, rows, failures)
+
+
+HABITS = dict.fromkeys(("STAGED_COLLECTIVE_SHUTDOWN", "STAGED_SILENT", "STAGED_REFUSES_CPU"), "1")
+
+
+def rehearse(device: str) -> int:
+    """Try :func:`runs` on another type of device; return the exit status."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None or found.type != device:
+        print(f"make gpu: torch sees no {device} here, so there is nothing to rehearse on.")
+        return 0
+    with tempfile.TemporaryDirectory(prefix="ddp_recipes_gpu_") as folder:
+        part = runs(Place(Path(folder), time.monotonic() + LIMIT_S), device, HABITS)
+    print("\n".join([*part.lines, *part.failures]))
+    return 1 if part.failures else 0
+
+
 def memory(place: Place) -> Part:
     """Compare the memory that a dry run names with the most that a run takes."""
     rows = []
@@ -226,6 +257,7 @@ def bench(place: Place) -> Part:
 
 PARTS: dict[str, Callable[[Place], Part]] = {
     "Tests": tests,
+    "Runs": runs,
     "Memory of a dry run": memory,
     "Profile": profile,
     "Pinned memory": prefetch,
@@ -271,4 +303,7 @@ def main(out: Path = ROOT / "benchmarks" / "results", parts: Sequence[str] = tup
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rehearse", metavar="TYPE", help="try whole runs on this type of device, and write nothing")
+    rehearsed = parser.parse_args().rehearse
+    raise SystemExit(main() if rehearsed is None else rehearse(rehearsed))

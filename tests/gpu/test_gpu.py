@@ -14,10 +14,13 @@ from typing import ClassVar
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import TensorDataset
 
 from ddp_recipes import rank
 from ddp_recipes._compat.messages import lost_a_rank
 from ddp_recipes.callbacks import Callback
+from ddp_recipes.data.batch_plan import BatchPlan
+from ddp_recipes.data.loader import Loader
 from ddp_recipes.runtime.job import Job
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies import DDP, DDPSettings
@@ -259,6 +262,33 @@ def test_what_the_device_does_not_finish_in_time_is_not_used() -> None:
     assert lost_a_rank(raised.value)
     torch.cuda.synchronize()
     exchanges.settle()
+
+
+class Greedy(Callback):
+    """Asks for more memory than there is."""
+
+    def on_step(self, step: int) -> None:
+        torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
+
+
+def test_a_rank_without_memory_leaves_a_snapshot(tmp_path: Path) -> None:
+    sys.modules.setdefault(__name__, sys.modules[Greedy.__module__])
+    greedy = f"+callbacks.greedy._target_={__name__}.Greedy"
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        rank.run(job(tmp_path, "model=toy", "callbacks=memory_history", greedy), World(), None)
+    torch.cuda.memory._record_memory_history(enabled=None)
+    left = tmp_path / "ranks" / "rank_0.memory.pickle"
+    assert any(str(left) in note for note in raised.value.__notes__)
+    assert left.stat().st_size > 0
+
+
+def test_data_may_be_on_the_gpu_already() -> None:
+    loader = Loader(
+        TensorDataset(torch.arange(8.0, device="cuda"), torch.arange(8, device="cuda")),
+        BatchPlan(num_samples=8, global_batch_size=4, num_shards=1, seed=0, shuffle=False),
+        torch.device("cuda", 0),
+    )
+    assert [each.data[0].tolist() for each in loader.batches(0)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 KILLS = """
