@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -157,10 +157,15 @@ def tests(place: Place) -> Part:
     return Part([line, *(f"- {failure}" for failure in failures)], found, failures)
 
 
-def runs(place: Place, device: str = "cuda", environ: dict[str, str] | None = None) -> Part:
-    """Try whole runs on 1, 2 and 4 devices, as many as there are: all strategies, resume, precision and ends."""
+def runs(place: Place) -> Part:
+    """Try whole runs on 1, 2 or 4 GPUs: all strategies, resume, precision and ends."""
+    return runs_on("cuda", place, {}, "trainer.deterministic=true")  # which has the same bits again
+
+
+def runs_on(device: str, place: Place, environ: Mapping[str, str], *common: str) -> Part:
+    """Do the same on another type of device."""
     devices = max(count for count in (1, 2, 4) if count <= torch.accelerator.device_count())
-    rows = try_all(place.folder, device, devices, place.until, environ).rows
+    rows = try_all(place.folder, device, devices, place.until, environ, *common).rows
     failures = [f"{name}: {row['wrong']}" for name, row in rows.items() if row["wrong"]]
     lines = [f"{len(rows) - len(failures)} of {len(rows)} runs on {devices} of the devices ended as they should."]
     lines += [f"- {name}" for name, row in rows.items() if row["wrong"]]
@@ -171,13 +176,13 @@ HABITS = dict.fromkeys(("STAGED_COLLECTIVE_SHUTDOWN", "STAGED_SILENT", "STAGED_R
 
 
 def rehearse(device: str) -> int:
-    """Try :func:`runs` on another type of device; return the exit status."""
+    """Try whole runs on another type of device; return the exit status."""
     found = torch.accelerator.current_accelerator(check_available=True)
     if found is None or found.type != device:
         print(f"make gpu: torch sees no {device} here, so there is nothing to rehearse on.")
         return 0
     with tempfile.TemporaryDirectory(prefix="ddp_recipes_gpu_") as folder:
-        part = runs(Place(Path(folder), time.monotonic() + LIMIT_S), device, HABITS)
+        part = runs_on(device, Place(Path(folder), time.monotonic() + LIMIT_S), HABITS)
     print("\n".join([*part.lines, *part.failures]))
     return 1 if part.failures else 0
 

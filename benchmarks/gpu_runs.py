@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CORES = 4  # for each run that is under way
 TINY = (
     *("data=random", "data.num_samples=640", "data.val_samples=32", "data.batch_size=8", "trainer.max_epochs=2"),
-    *("trainer.progress=false", "trainer.deterministic=true", "logger=none", "launcher.timeout_s=60"),
+    *("trainer.progress=false", "logger=none", "launcher.timeout_s=60"),
 )
 SINGLE = ("strategy=single", "model=toy")
 STRATEGIES = {
@@ -131,13 +131,14 @@ class Tried:
         return "" if found == expected else f"its weights are not those of other runs of {case.same}"
 
 
-def try_all(folder: Path, device: str, devices: int, until: float, environ: dict[str, str] | None = None) -> Tried:
+def try_all(folder: Path, device: str, devices: int, until: float, environ: Mapping[str, str], *common: str) -> Tried:
     """Run what can be tried on so many devices, several runs at a time where there are cores for it.
 
     Args:
         device: their type.
         until: as ``time.monotonic`` has it; what is left then is not tried, and said to be.
         environ: beside the environment.
+        common: overrides of all runs.
     """
     tried = Tried()
 
@@ -145,13 +146,19 @@ def try_all(folder: Path, device: str, devices: int, until: float, environ: dict
         own, began = folder / str(number), time.monotonic()
         own.mkdir()
         (own / "disturbing.py").write_text(DISTURBING)
-        overrides = [*TINY, *case.overrides, f"launcher.device={device}", f"launcher.nproc_per_node={case.ranks}"]
+        overrides = [
+            *TINY,
+            *common,
+            *case.overrides,
+            f"launcher.device={device}",
+            f"launcher.nproc_per_node={case.ranks}",
+        ]
 
         def run() -> subprocess.CompletedProcess[str]:
             return subprocess.run(
                 [sys.executable, str(ROOT / "train.py"), *overrides, "hydra.run.dir=run", "ckpt_path=auto"],
                 cwd=own,
-                env={**os.environ, **(environ or {}), "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "src", own)))},
+                env={**os.environ, **environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "src", own)))},
                 capture_output=True,
                 text=True,
                 timeout=max(0.1, until - time.monotonic()),
