@@ -277,7 +277,7 @@ def test_a_rank_without_memory_leaves_a_snapshot(tmp_path: Path) -> None:
     with pytest.raises(torch.OutOfMemoryError) as raised:
         rank.run(job(tmp_path, "model=toy", "callbacks=memory_history", greedy), World(), None)
     torch.cuda.memory._record_memory_history(enabled=None)
-    left = tmp_path / "ranks" / "rank_0.memory.pickle"
+    left = tmp_path / "ranks" / "memory_0.pickle"
     assert any(str(left) in note for note in raised.value.__notes__)
     assert left.stat().st_size > 0
 
