@@ -39,9 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     runs_of = dict(zip(modes, options.runs * len(modes), strict=False))  # one number is for each mode
     numbers = range(max(runs_of.values())) if options.only is None else [options.only]
     drawn = {"most": options.most, "sizes": options.sizes, "without": options.without, "saves": options.saves}
+    then = replacing.resumed if options.resume else lambda script: script
     # Modes take turns, so that a campaign that is cut off has something to say on each.
     scripts = [
-        replacing.draw(options.seed, mode, number, options.most, options.sizes, options.without)
+        then(replacing.draw(options.seed, mode, number, options.most, options.sizes, options.without))
         if mode in GOES_ON
         else draw(options.seed, mode, number, **drawn)
         for number in numbers
@@ -101,7 +102,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--sizes", type=numbers, default=[*SIZES], help="world sizes to draw from, as in 1,2,2,4; each divides 12")
     add("--without", type=kinds, default=[], help=f"kinds of faults to leave out, of {', '.join(KINDS)}")
     add("--saves", action="store_true", help="only faults in saves, and damage to what was saved")
-    add("--strategy", default="ddp_exact", help="with ddp, give one world size (default: %(default)s)")
+    add("--resume", action="store_true", help="where ranks are replaced: what is done is done to a resumed run")
+    add("--strategy", default="ddp_exact", help="or ddp, ddp_pipeline, 'fsdp strategy.replicas=2', with one size")
     add("--out", type=Path, help="json file for the record; runs that it has are not played again")
     return parser.parse_args(argv)
 
@@ -116,7 +118,7 @@ class Campaign:
 
     def __init__(self, folder: Path, strategy: str, size: int) -> None:
         self.folder = folder
-        self.strategy, self.in_parts = EXACT.get(strategy, [f"strategy={strategy}"]), strategy == "fsdp"
+        self.strategy, self.in_parts = EXACT.get(strategy, f"strategy={strategy}".split()), strategy.startswith("fsdp")
         of_reference = (EXACT["ddp_exact"], 1) if strategy in EXACT else (self.strategy, size)
         self.references = {name: self._reference(name, *of_reference) for name in RECIPES}
 

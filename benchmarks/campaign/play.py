@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from benchmarks import cluster
-from benchmarks.campaign import files
+from benchmarks.campaign import files, replacing
 from benchmarks.campaign.nodes import NodesStart
 from benchmarks.campaign.processes import Start, command, kill
 from benchmarks.campaign.script import COMMON, IN_STEP, INSIDE, KINDS, ON_NODES, RECIPES, Fault, Script
@@ -49,7 +49,7 @@ class Player:
         self.todo = deque(script.faults)
         self.instants = files.IN_PARTS if in_parts else files.WHOLE
         self.before = 0  # lines of the journal that are about earlier ranks
-        self.played = Played(script)
+        self.played = Played(script, replacing.copies(strategy, script.world_sizes[0]))
         self._slurm: Cluster | None = None
         self.overrides = [
             *COMMON,
@@ -126,6 +126,8 @@ class Player:
             self.played.done.append(done)
             patience = PATIENCE_S + self.script.timeout_s
             self.before = len(self._journal())
+            if done.fault.kind == "terminate":  # what comes next is done to the next start
+                break
             if self.script.goes_on or done.fault.kind == "stop_agent":  # the run goes on, and so does this
                 done.restarted = True
                 since = time.monotonic()

@@ -3,6 +3,7 @@
 import random
 import re
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -10,7 +11,8 @@ from benchmarks.campaign.script import IN_STEP, INSIDE, KINDS, ON_NODES, RECIPES
 from benchmarks.campaign.seen import Done, Played
 
 COST = re.compile(r"(?:Replaced|All started again from memory), at the cost of ([\d.]+) s")
-AGAIN = re.compile("all start again, from (the last checkpoint|step 0)")
+AGAIN = re.compile("all start again, from (?:the last checkpoint|step 0)")
+STOPPED = re.compile(r"stopped by \w+ before a checkpoint was saved")  # before they started again
 PLACES = {
     "rank": ("starting", "training", "training", "training", "saving", "ending", "replacing", "replacing", "replacing"),
     "server": ("starting", "training", "replacing"),
@@ -85,6 +87,24 @@ def draw(seed: int, mode: Mode, number: int, most: int, sizes: Sequence[int], wi
     )
 
 
+def resumed(script: Script) -> Script:
+    """Return a script with a first start that is told to stop, so that all that is done is done to a resumed run."""
+    dice = random.Random(f"{script.seed} {script.mode} {script.number} resumed")
+    soon = min([STEPS // 2, *(fault.step for fault in script.faults if fault.step)])
+    stop = Fault("terminate", "training", dice.randrange(1, max(2, soon)), wait_s=0.0, share=0.0, pause_s=0.0)
+    return replace(script, faults=(stop, *script.faults), world_sizes=(script.world_sizes[0], *script.world_sizes))
+
+
+def copies(strategy: Sequence[str], world_size: int) -> int:
+    """Return how many ranks have each part of the model's state."""
+    name, *others = strategy
+    if name == "strategy=ddp_pipeline":
+        return world_size // 2
+    if name == "strategy=fsdp":
+        return next((int(other.partition("replicas=")[2]) for other in others if "replicas=" in other), 1)
+    return world_size
+
+
 def _return(dice: random.Random) -> Fault:
     """Return that a node comes back, soon after it was lost."""
     return Fault("return_node", "returning", 0, wait_s=round(dice.uniform(0, 8), 4), share=0.0, pause_s=0.0)
@@ -115,9 +135,9 @@ def costs(played: Played) -> list[float]:
 def flaws(played: Played, summary: dict[str, Any], lost_steps: Sequence[int]) -> list[str]:
     """Return what of the promises on replaced ranks does not hold, where each loss took so many steps."""
     found: list[str] = []
-    *stopped, started = played.starts
     again = started_again(played)
-    counted = len(COST.findall(started.text))
+    told = costs(played)  # of two ranks that were lost at once, twice
+    counted, seconds = len(told), sum(started.seconds for started in played.starts)
     deaths = [done for done in played.done if done.fault.kind not in ("return_node", "terminate") and not done.idle]
     lost = [(done, _ranks_lost(done, played)) for done in deaths]
     losses = sum(ranks for _, ranks in lost)
@@ -128,20 +148,17 @@ def flaws(played: Played, summary: dict[str, Any], lost_steps: Sequence[int]) ->
     )
     if again > (may := sum(_may_start_again(done, played) for done in deaths)):
         found.append(f"all ranks started again {again} times, {may} may be")
-    if stopped:  # what was lost before is not counted again
-        return found
     if summary["ranks_replaced"] != counted:
         found.append(f"ranks_replaced is {summary['ranks_replaced']}, {counted} losses are told")
     least = losses - late - sum(ranks - 1 for done, ranks in lost if done.fault.kind == "kill_server")
     idle = sum(done.idle for done in played.done if done.fault.kind == "kill_node")  # as nodes met: it may be told
     if not again and not least <= counted <= losses + idle:
         found.append(f"{counted} losses are told, there were {losses}")
-    told = costs(played)  # of two ranks that were lost at once, twice
-    most = sum(told) + 0.1 * len(told) if max(lost_steps, default=0) <= 1 else started.seconds  # steps done again count
+    most = sum(told) + 0.1 * len(told) if max(lost_steps, default=0) <= 1 else seconds  # steps done again count
     if not again and not sum({*told}) - 0.1 * len(told) <= summary["seconds_lost"] <= most:
         found.append(f"seconds_lost is {summary['seconds_lost']:.1f}, told are {told}")
-    if not 0 <= summary["seconds_lost"] <= started.seconds or (counted and not summary["seconds_lost"]):
-        found.append(f"seconds_lost is {summary['seconds_lost']} of {started.seconds:.1f}")
+    if not 0 <= summary["seconds_lost"] <= seconds or (counted and not summary["seconds_lost"]):
+        found.append(f"seconds_lost is {summary['seconds_lost']} of {seconds:.1f}")
     if played.script.timeout_s > MOST_S and told and max(told) > MOST_S:
         found.append(f"a loss cost {max(told):.1f} s")
     return found
@@ -161,7 +178,7 @@ def _may_start_again(done: Done, played: Played) -> bool:
     return (
         done.fault.kind in ("kill_server", "stop_server")
         or done.fault.place in ("starting", "making", "replacing", "ending")
-        or (done.fault.kind == "kill_two" and done.world_size == 2)
+        or played.copies <= (2 if done.fault.kind == "kill_two" else 1)
         or played.script.may_be_hurt == 1
         or done.step >= STEPS - 1
         or close
@@ -173,7 +190,7 @@ def may_lose_all(played: Played) -> bool:
     return any(
         done.fault.kind in ("kill_server", "stop_server")
         or done.fault.place in ("starting", "making", "ending")
-        or (done.fault.kind == "kill_two" and done.world_size == 2)
+        or played.copies <= (2 if done.fault.kind == "kill_two" else 1)
         for done in played.done
         if done.fault.kind != "terminate"
     )
@@ -189,8 +206,8 @@ def beside_another(done: Done, played: Played) -> bool:
 
 
 def started_again(played: Played) -> int:
-    """Return how often all ranks started again, from the last checkpoint or without one."""
-    return sum(len(AGAIN.findall(started.text)) for started in played.starts)
+    """Return how often all ranks started again, from the last checkpoint or without one, or were about to."""
+    return sum(len(each.findall(started.text)) for started in played.starts for each in (AGAIN, STOPPED))
 
 
 def histogram(seconds: Sequence[float]) -> list[list[str]]:

@@ -67,9 +67,15 @@ class Started:
 
 @dataclass
 class Played:
-    """All that was seen of a run; the journal has (process, word, number) in the order in which it happened."""
+    """All that was seen of a run.
+
+    Attributes:
+        copies: how many ranks have each part of the model's state.
+        journal: (process, word, number) in the order in which it happened.
+    """
 
     script: Script
+    copies: int = 1
     starts: list[Started] = field(default_factory=list)
     done: list[Done] = field(default_factory=list)
     journal: list[tuple[int, str, int]] = field(default_factory=list)

@@ -13,6 +13,7 @@ SHORT = ["--runs=9,3", "--seed=1874", "--mode=both", "--most=3", "--sizes=1,2"]
 IN_PARTS = ["--strategy=fsdp", "--saves", "--runs=3", "--seed=2", "--mode=local", "--most=2", "--sizes=2,3", "--jobs=2"]
 
 REPLACED = ["--mode=replace", "--runs=2", "--seed=9", "--most=3", "--sizes=2,3", "--without=stop_rank", "--jobs=2"]
+RESUMED = ["--mode=replace", "--resume", "--strategy=ddp_pipeline", "--runs=2", "--seed=1", "--most=2", "--sizes=4"]
 
 
 @pytest.mark.slow
@@ -22,6 +23,7 @@ REPLACED = ["--mode=replace", "--runs=2", "--seed=9", "--most=3", "--sizes=2,3",
     [
         pytest.param(SHORT, 12, id="any fault", marks=pytest.mark.nightly),
         pytest.param(IN_PARTS, 3, id="sharded saves", marks=pytest.mark.nightly),
+        pytest.param(RESUMED, 2, id="ranks of resumed pipelines replaced", marks=pytest.mark.nightly),
         pytest.param(REPLACED, 2, id="ranks replaced", marks=pytest.mark.nightly),
     ],
 )
