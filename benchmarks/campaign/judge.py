@@ -20,7 +20,6 @@ LOST_NODE = re.compile(r"Node \d+ \([\d.]+\) was lost\.")
 NUMBERS = {"interrupt": 2, "interrupt_twice": 2, "terminate": 15, "usr1": 10}
 SAME = ("global_step", "epoch", "samples_seen", "weights_sha256")  # of summary.json
 TIMES = "train/samples_per_second"  # the one tag whose values are not the recipe's
-SOON = 10  # steps that are done before all ranks have agreed to stop, on a busy machine
 STOPPED_S = 5.0  # after the collective timeout, for a run with a stopped rank to be gone
 
 
@@ -117,7 +116,8 @@ def _judge_end(done: Done, started: Started, played: Played, verdict: Verdict) -
     verdict.statuses_right += right
     if not right:
         verdict.flaws.append(f"{done.fault} of start {done.start}: exit status {started.status}")
-    if done.restarted or started.status == 0 or done.gone_s is None:
+    finished = started.status == 0 and done.fault.kind not in SIGNALS  # else it may stop up to a second's steps later
+    if done.restarted or finished or done.gone_s is None:
         return
     bound = GONE_S
     if done.fault.kind == "stop_rank":
@@ -160,10 +160,8 @@ def named(done: Done, played: Played) -> bool | None:
     started = played.starts[done.start]
     text, local = started.text, played.script.mode != "torchrun"
     own_death = started.alone and (kind.startswith("kill_rank") or kind in ("segfault", "exit_0", "exit_3"))
-    last = STEPS - (SOON if kind in SIGNALS else 1)
-    late = done.fault.place == "ending" or done.step >= last  # it may have come to its end itself
-    went_on = done.restarted or played.script.goes_on
-    too_late = started.status == 0 and done.fault.place not in INSIDE and (late or not went_on)
+    late = done.fault.place == "ending" or done.step >= STEPS - 1  # it may have come to its end itself
+    too_late = started.status == 0 and done.fault.place not in INSIDE and (late or not done.restarted)
     by_signal = kind in NUMBERS and started.status == -NUMBERS[kind]  # before Python could take it: the shell says it
     if own_death or too_late or by_signal or kind in UNNAMED or done.idle:
         return None

@@ -190,6 +190,7 @@ def may_lose_all(played: Played) -> bool:
     return any(
         done.fault.kind in ("kill_server", "stop_server")
         or done.fault.place in ("starting", "making", "ending")
+        or done.step >= STEPS - 1
         or played.copies <= (2 if done.fault.kind == "kill_two" else 1)
         for done in played.done
         if done.fault.kind != "terminate"

@@ -284,11 +284,15 @@ def test_a_callback_that_prepares_a_save_with_tensors_or_state_alone_keeps_ranks
 
 @pytest.mark.slow
 @pytest.mark.spawn
-@pytest.mark.parametrize("launcher", ["local", "nodes"])
+@pytest.mark.parametrize(("launcher", "before"), [("local", False), ("local", True), ("nodes", False)])
 @pytest.mark.parametrize("asked", [SIGTERM, pytest.param(SIGINT, marks=pytest.mark.nightly)])
-def test_a_run_that_is_to_stop_while_a_rank_is_replaced_is_saved(asked: Signals, launcher: str, folder: Path) -> None:
+def test_a_run_that_is_to_stop_while_a_rank_is_replaced_is_saved(
+    asked: Signals, launcher: str, before: bool, folder: Path
+) -> None:
+    """Also where the other rank has taken a lost one's place before."""
     (folder / "parts.py").write_text(PARTS)
     held = ["model._target_=parts.HeldIfNew", *disturbed(1, "[5]"), *launched_by(launcher, folder)]
+    held += ["+callbacks.before={_target_: parts.Disturbing, rank: 0, at: [3], how: kill}"] * before
     with started(folder, *RECIPE, EXACT, *held, "trainer.max_epochs=100000", environ=KEY) as run:
         until(lambda: (folder / "held").exists() or run.process.poll() is not None, START_S, "nobody is replaced")
         run.signal(asked)

@@ -134,15 +134,17 @@ def _supervise(job: Job, ranks: list[Rank], signals: Sequence[str], replacement:
     outlives = strategy.outlives
     deadline = closed = float("inf")  # when all ranks have to have ended
     first, signalled, replaces = [*ranks], False, 0 < replacement.parts < len(ranks) and replacement.most > 0
+    told: list[Rank] = []  # of the signal
     for _ in incoming(ranks):
         if signals.count("SIGINT") > 1:
             return Outcome(KeyboardInterrupt(), "interrupted by the keyboard, twice")
         if signals and not signalled:
             signalled = True
             deadline = time.monotonic() + (AFTER_INTERRUPT_S if signals[0] == "SIGINT" else AFTER_TERM_S)
-            for rank in ranks:
-                if rank.joined or rank in first:  # else it takes a lost one's place, and cannot save yet
-                    rank.process.send_signal(signal.SIGTERM)
+        if signalled and not any(rank in told for rank in ranks):  # yet, or any more
+            told = [rank for rank in ranks if rank.began or rank in first]  # others take a lost one's place
+            for rank in told:
+                rank.process.send_signal(signal.SIGTERM)
         if replaces and time.monotonic() < deadline and replacement.goes_on(ranks):  # and saves, if it is to stop
             continue
         reports = {rank.number: rank.report for rank in ranks if rank.report is not None}

@@ -30,7 +30,8 @@ class Rank:
     lifeline: IO[bytes]  # brings the job; its end is the end of this process
     reports: IO[bytes]
     stacks: IO[bytes]  # where it writes its Python stacks when SIGUSR2 ends it
-    joined: bool = False  # whether it has joined the others
+    joined: bool = False  # whether it has joined the others, since all last met
+    began: bool = False  # whether it ever had: then it can save
     report: RankReport | None = None  # at its end
     reported: int = 0  # how many losses it has reported to the user
     loss: Loss | None = None  # why it waits to meet the others again
@@ -65,7 +66,7 @@ class Rank:
         """Take a line that the rank sent."""
         word = json.loads(line)
         if word.get("joined"):
-            self.joined = True
+            self.joined = self.began = True
         elif "reported" in word:
             self.reported = word["reported"]
         elif "loss" in word:
