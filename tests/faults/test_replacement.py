@@ -5,6 +5,7 @@ import json
 import os
 import re
 import subprocess
+import time
 from pathlib import Path
 from signal import SIGINT, SIGKILL, SIGSTOP, SIGTERM, Signals
 from typing import Any
@@ -60,6 +61,13 @@ class Preparing(Counting):
 class Averaging(Counting):
     def on_step(self, step):
         self.averages = [each.detach().clone() for each in self.run.task.parameters()]
+
+
+class StoppedAtEnd(Callback):
+    def on_end(self):
+        if os.environ["RANK"] == "0" and not Path("stopped").exists():
+            Path("stopped").touch()
+            os.kill(os.getpid(), SIGSTOP)
 
 
 class HeldIfNew(nn.Linear):
@@ -301,6 +309,22 @@ def test_a_run_that_is_to_stop_while_a_rank_is_replaced_is_saved(
     assert ended.status == 75, ended.err
     assert summary(folder)["status"] == "preempted"
     assert (folder / "run" / "checkpoints" / f"step_{summary(folder)['global_step']:08d}.pt").exists()
+
+
+@pytest.mark.nightly
+@pytest.mark.spawn
+def test_a_rank_that_is_stopped_as_all_come_to_their_end_is_waited_for_once(folder: Path) -> None:
+    """Those that have waited for it in vain say so, and are lost, too: nobody is left to notice that."""
+    (folder / "parts.py").write_text(PARTS)
+    limit, own = 15, ["+callbacks.own._target_=parts.StoppedAtEnd", "launcher.replace_ranks=3"]
+    with started(folder, *RECIPE, EXACT, *own, f"launcher.timeout_s={limit}") as run:
+        until(lambda: (folder / "stopped").exists(), START_S, "it does not come to its end")
+        began, said = time.monotonic(), folder / f"{run.mark}.err"
+        until(lambda: "Rank 0 did not respond and was killed." in said.read_text(), 2 * limit, "nobody misses it")
+        assert time.monotonic() - began < 2 * limit  # for the others, and then for the launcher
+        ended = run.end()
+    assert ended.status == 0, ended.err
+    assert "all start again, from the last checkpoint" in ended.err
 
 
 @pytest.mark.slow

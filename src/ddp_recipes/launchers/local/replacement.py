@@ -66,7 +66,7 @@ class Replacement:
             return False
         if not others:
             self._meet(ranks, lost, waiting)
-        elif time.monotonic() > self._since + ANSWER_S + (self.timeout_s if lost else 0):
+        elif time.monotonic() > self._since + ANSWER_S + (self.timeout_s if _may_notice(lost, others) else 0):
             for rank in others:
                 rank.hung = True
             self.kill(others)
@@ -149,6 +149,12 @@ class Replacement:
         for rank in waiting:
             rank.loss = None
             rank.say(json.dumps({"meeting": None}))
+
+
+def _may_notice(lost: Sequence[Rank], others: Sequence[Rank]) -> bool:
+    """Whether the others may yet wait in vain for a lost one, and are not all what the lost ones have waited for."""
+    silent = {number for rank in lost if rank.report is not None for number in rank.report.unresponsive}
+    return bool(lost) and not silent.issuperset(rank.number for rank in others)
 
 
 def progress(rank: Rank) -> Progress:
