@@ -78,7 +78,8 @@ def _run(job: Job, world: World, messages: Messages | None, watcher: Watcher) ->
     try:
         if recipe.devices.layout is None:
             join(recipe)
-            watcher.joined()
+            if not control.joins:  # else once it trains: until then another one's loss ends this rank, too
+                watcher.joined()
         work = recipe.request.run.work
         (WORK.get(work) or command(work))(recipe, output)
         summary = output.facts(final_digest(recipe)) | {"status": "finished"}

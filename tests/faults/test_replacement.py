@@ -79,6 +79,17 @@ class HeldIfNew(nn.Linear):
                 time.sleep(0.01)
 
 
+class DiesHandingOver(nn.Linear):
+    def __init__(self, in_features, out_features, **unused):
+        super().__init__(in_features, out_features)
+
+    def state_dict(self, *args, **names):
+        if os.environ["RANK"] == "0" and Path("done_5").exists() and not Path("again").exists():
+            Path("again").touch()
+            os.kill(os.getpid(), SIGKILL)
+        return super().state_dict(*args, **names)
+
+
 class Norm(nn.Sequential):
     def __init__(self, in_features, out_features, **unused):
         super().__init__(nn.BatchNorm1d(in_features), nn.Linear(in_features, out_features))
@@ -309,6 +320,18 @@ def test_a_run_that_is_to_stop_while_a_rank_is_replaced_is_saved(
     assert ended.status == 75, ended.err
     assert summary(folder)["status"] == "preempted"
     assert (folder / "run" / "checkpoints" / f"step_{summary(folder)['global_step']:08d}.pt").exists()
+
+
+@pytest.mark.slow
+def test_a_new_rank_that_fails_of_another_one_as_it_takes_its_state_is_no_loss_of_its_own(
+    tmp_path: Path, python: str
+) -> None:
+    """Three ranks: the second is lost, then the first one, as it hands over its state."""
+    own = [EXACT, "model._target_=parts.DiesHandingOver", "checkpoint=none", "launcher.nproc_per_node=3"]
+    ended = ran(python, tmp_path, *own, *disturbed(1, "[5]"))
+    assert ended.returncode == 0, ended.stderr
+    assert re.findall(r"^Rank (\d) .*Replaced", ended.stderr, re.MULTILINE) == ["1", "0"]
+    assert summary(tmp_path)["ranks_replaced"] == 2
 
 
 @pytest.mark.nightly

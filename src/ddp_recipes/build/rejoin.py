@@ -56,6 +56,8 @@ def train(recipe: Recipe, run: Run, note: Callable[[], None]) -> str:
         run.logger = Points(run.logger)  # the state may come from another node, and rank 0 be lost before it wrote them
     if recipe.meeting is not None and recipe.state is not None:
         go_on(run, recipe.state, recipe.meeting, reported)
+        if recipe.control.joins:
+            recipe.control.watcher.joined()
         if run.memory is not None and recipe.meeting.states and _parts(recipe) > 1:
             run.memory.keep_now(run)  # where parts lie now: another loss may come before the next is due
     if run.buffers is None and not recipe.job.start:  # else others go on, though not this rank

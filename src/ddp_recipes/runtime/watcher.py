@@ -16,7 +16,7 @@ class Watcher:
 
     Attributes:
         exited: returns the ranks whose process is known to have exited, which need not be waited for.
-        joined: called once this rank has joined the others.
+        joined: called once this rank has joined the others, and has the state that they have.
         reported: called with how many losses are reported to the user.
         ask: tells of a loss, and waits; returns where ranks meet again, that all leave, or that the run ends: ``None``.
         when_lost: takes what another thread calls once a rank is lost.
