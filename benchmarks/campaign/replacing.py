@@ -200,8 +200,11 @@ def may_lose_all(played: Played) -> bool:
 def beside_another(done: Done, played: Played) -> bool:
     """Whether it may have hit ranks that were about to end because of another loss, which is the one named.
 
-    On nodes all ranks end and others begin after each loss.
+    On nodes all ranks end and others begin after each loss. One that is stopped may die of the next loss.
     """
+    later = [each for each in played.done if 0 < each.at - done.at < played.script.timeout_s]
+    if done.fault.kind == "stop_rank" and any(each.fault.kind in ("kill_server", "kill_node") for each in later):
+        return True
     near = any(abs(each.at - done.at) < 5 for each in played.done if each is not done)
     return near and (started_again(played) > 0 or (played.script.mode in ON_NODES and done.fault.place == "replacing"))
 
