@@ -221,6 +221,44 @@ class Centered(Toy):
         return super().forward(centered)
 
 
+class Counting(nn.Linear):
+    """Its forward pass in training writes to a parameter that is not trained."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__(features, features)
+        self.mean = nn.Parameter(torch.zeros(features), requires_grad=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.mean.lerp_(torch.ones_like(self.mean), 0.1)
+        return super().forward(inputs) - self.mean
+
+
+class Counted(nn.Sequential):
+    """Has such a block."""
+
+    def __init__(self, in_features: int, hidden_features: int, out_features: int) -> None:
+        first, last = nn.Linear(in_features, hidden_features), nn.Linear(hidden_features, out_features)
+        super().__init__(first, Counting(hidden_features), last)
+
+
+class Teacher(nn.Module):
+    """A layer, and a moving average of it, which the forward pass goes on with (Tarvainen and Valpola, 2017)."""
+
+    def __init__(self, in_features: int, hidden_features: int, out_features: int) -> None:
+        super().__init__()
+        self.student, self.teacher = nn.Linear(in_features, out_features), nn.Linear(in_features, out_features)
+        self.teacher.requires_grad_(False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                for mean, new in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                    mean.lerp_(new, 0.2)
+        return cast(Tensor, self.student(inputs) + 0.1 * self.teacher(inputs))
+
+
 class Tied(nn.Sequential):
     """Two layers of one weight."""
 

@@ -22,6 +22,14 @@ def is_observed(optimizer: Optimizer) -> bool:
     )
 
 
+def note_step(optimizer: Optimizer) -> None:
+    """Have schedulers know that a step was due, though a loss scaler may have skipped it: ``Optimizer._opt_called``.
+
+    Else torch warns of a step that was forgotten where the first one overflows.
+    """
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
 def ready_for_late_gradients(optimizer: Optimizer) -> None:
     """Let a fused optimizer take gradients that came later than others, or that are sparse.
 

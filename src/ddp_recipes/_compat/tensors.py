@@ -15,6 +15,11 @@ def storage_key(tensor: Tensor) -> int:
     return key
 
 
+def writes(tensor: Tensor) -> int:
+    """Return how often a tensor has been written to in place: ``Tensor._version``."""
+    return tensor._version
+
+
 def viewed(tensor: Tensor) -> Tensor | None:
     """Return the tensor that another one is a view of, which it keeps: ``Tensor._base``."""
     return tensor._base

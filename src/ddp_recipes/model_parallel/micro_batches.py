@@ -89,7 +89,8 @@ def _batch_size(values: Sequence[Any], whose: str, remedy: str) -> int:
 
 
 def _uncut(values: Sequence[Any], whose: str, remedy: str) -> RequestError:
-    found = [f"a tensor {list(v.shape)}" if isinstance(v, Tensor) else f"a {type(v).__name__}" for v in values]
+    found = [f"a tensor {list(v.shape)}" if isinstance(v, Tensor) else f"a {type(v).__name__}" for v in values[:4]]
+    found += [f"{len(values) - 4} more"] if len(values) > 4 else []
     return RequestError(
         f"Micro-batches are cut along the first dimension of the tensors of a batch, and {whose} "
         f"{', '.join(found) or 'none'}. Allowed: tensors that all have the samples in that dimension, in tuples, lists "

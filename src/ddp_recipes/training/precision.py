@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_recipes._compat.optimizers import ready_for_late_gradients
+from ddp_recipes._compat.optimizers import note_step, ready_for_late_gradients
 from ddp_recipes.runtime.fast_paths import backward
 
 _WHOLE = {"bf16-true": torch.bfloat16, "64-true": torch.float64}
@@ -112,6 +112,7 @@ class Float16(BFloat16):
         ready_for_late_gradients(optimizer)
         self.scaler.step(optimizer, **options)
         self.scaler.update()
+        note_step(optimizer)
         return result
 
     def state(self) -> dict[str, Any]:

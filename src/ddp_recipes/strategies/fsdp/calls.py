@@ -11,6 +11,7 @@ from ddp_recipes._compat.autograd import in_backward
 from ddp_recipes._compat.fsdp import reduce_now
 from ddp_recipes._compat.pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from ddp_recipes._compat.tensors import storage_key, viewed
+from ddp_recipes.strategies.written import Writes, noted, refuse_written
 
 
 class _Leaf:
@@ -30,11 +31,13 @@ class Calls:
     def __init__(self) -> None:
         self.called: set[FSDPModule] = set()
         self.repeated: set[FSDPModule] = set()
+        self.before: dict[nn.Module, Writes] = {}
 
     def watch(self, block: nn.Module, deal: Callable[[], FSDPModule]) -> FSDPModule:
         """Deal a block, with hooks next to those of FSDP2, on both sides of them."""
         block.register_forward_pre_hook(_together, prepend=True, with_kwargs=True)
-        block.register_forward_hook(_apart)
+        block.register_forward_pre_hook(self._note)
+        block.register_forward_hook(self._apart)
         dealt = deal()
         block.register_forward_pre_hook(_once, prepend=True, with_kwargs=True)
         block.register_forward_pre_hook(self._count, prepend=True)
@@ -52,12 +55,24 @@ class Calls:
             block.set_requires_gradient_sync(False, recurse=False)
         self.called.add(block)
 
+    def _note(self, block: nn.Module, _: Any) -> None:
+        self.before[block] = gathered(block)
+
+    def _apart(self, block: nn.Module, _: Any, outputs: Any) -> Any:
+        refuse_written(self.before.pop(block), block)
+        return apart(block, outputs)
+
     def reduce(self, blocks: Sequence[FSDPModule]) -> None:
         """Reduce the gradients of those of the blocks that the pass has called several times."""
         repeated = [each for each in blocks if each in self.repeated]
         for each in repeated:
             each.set_requires_gradient_sync(True, recurse=False)
         reduce_now(repeated)
+
+
+def gathered(block: nn.Module) -> Writes:
+    """Return the writes to what is gathered of a block: they would not last."""
+    return noted([each for each in block.parameters() if not hasattr(each, "to_local")])
 
 
 def _once(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -98,7 +113,3 @@ def apart(block: nn.Module, outputs: Any) -> Any:
     if not any(map(shares, tree_leaves(outputs))):
         return outputs
     return tree_map_only(Tensor, lambda leaf: leaf.clone() if shares(leaf) else leaf, outputs)
-
-
-def _apart(block: nn.Module, _: Any, outputs: Any) -> Any:
-    return apart(block, outputs)

@@ -7,7 +7,8 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 
-from ddp_recipes.strategies.fsdp.calls import apart
+from ddp_recipes.strategies.fsdp.calls import apart, gathered
+from ddp_recipes.strategies.written import refuse_written
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -25,8 +26,20 @@ def gather_in_steps(model: nn.Module, done: Callable[[], None]) -> None:
     """
     for name in own_steps(model):
         own = getattr(model, name)
+        setattr(model, name, _watched(model, own))
         register_fsdp_forward_method(model, name)
         setattr(model, name, _followed(model, own, getattr(model, name), done))
+
+
+def _watched(model: nn.Module, own: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(own)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        before = gathered(model)
+        output = own(*args, **kwargs)
+        refuse_written(before, model)
+        return output
+
+    return step
 
 
 def _followed(model: nn.Module, own: Any, gathered: Callable[..., Any], done: Callable[[], None]) -> Callable[..., Any]:

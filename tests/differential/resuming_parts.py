@@ -1,0 +1,74 @@
+"""What recipes of ``test_resuming.py`` name."""
+
+import os
+import signal
+
+import torch
+from torch import nn
+
+from ddp_recipes import Callback
+
+
+class Stopping(Callback):
+    """Ends the run after a step on one rank: ``STOPS="<step> <rank> raise"``, or the name of a signal."""
+
+    def on_step(self, step: int) -> None:
+        at, rank, how = os.environ.get("STOPS", "-1 0 raise").split()
+        if step == int(at) and self.run.world.rank == int(rank):
+            if how == "raise":
+                raise ArithmeticError("stopped here")
+            os.kill(os.getpid(), getattr(signal, how))
+
+
+class Deep(nn.Sequential):
+    """Blocks with dropout and normalisation: those of batches or of layers."""
+
+    def __init__(self, in_features: int, hidden_features: int, out_features: int, norm: str = "layer") -> None:
+        kind, width = nn.BatchNorm1d if norm == "batch" else nn.LayerNorm, hidden_features
+        blocks = [nn.Sequential(nn.Linear(width, width), kind(width), nn.ReLU(), nn.Dropout(0.2)) for _ in range(3)]
+        super().__init__(nn.Linear(in_features, width), *blocks, nn.Linear(width, out_features))
+
+
+class Counting(nn.Module):
+    """A block with a running mean in a parameter that is not trained, which its forward pass writes to."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.layer, self.mean = nn.Linear(features, features), nn.Parameter(torch.zeros(features), requires_grad=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs = self.layer(inputs)
+        if self.training:
+            with torch.no_grad():
+                self.mean.lerp_(outputs.float().mean(0), 0.1)
+        return outputs - self.mean
+
+
+class Counted(nn.Sequential):
+    """Two such blocks."""
+
+    def __init__(self, in_features: int, hidden_features: int, out_features: int) -> None:
+        ends = nn.Linear(in_features, hidden_features), nn.Linear(hidden_features, out_features)
+        super().__init__(ends[0], Counting(hidden_features), Counting(hidden_features), ends[1])
+
+
+class Teacher(nn.Module):
+    """A student and a moving average of it, which the student's forward pass updates (Tarvainen, Valpola, 2017)."""
+
+    def __init__(self, in_features: int, hidden_features: int, out_features: int) -> None:
+        super().__init__()
+        self.student, self.teacher = (Deep(in_features, hidden_features, out_features) for _ in range(2))
+        self.teacher.load_state_dict(self.student.state_dict())
+        self.teacher.requires_grad_(False).eval()
+
+    def train(self, mode: bool = True) -> "Teacher":
+        super().train(mode)
+        self.teacher.eval()
+        return self
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            with torch.no_grad():
+                for mean, new in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                    mean.lerp_(new, 0.2)
+        return self.student(inputs) + 0.1 * self.teacher(inputs)

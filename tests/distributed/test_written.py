@@ -1,0 +1,45 @@
+"""What a forward pass writes to parameters is the same under each strategy, or refused by name."""
+
+from collections.abc import Callable
+
+import pytest
+
+from ddp_recipes.reporting.run_directory import Summary
+
+Run = Callable[..., Summary]
+
+COUNTED = "model._target_=own_parts.Counted"
+TEACHER = "model._target_=own_parts.Teacher"
+
+
+@pytest.mark.parametrize("model", [COUNTED, TEACHER])
+def test_ranks_that_write_alike_are_as_one_process(model: str, run: Run) -> None:
+    alone, two = (run(model, "strategy=ddp", "data.global_batch_size=16", world_size=size) for size in (1, 2))
+
+    assert two["metrics"]["val/loss"] == pytest.approx(alone["metrics"]["val/loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "model", "name"),
+    [
+        ("strategy=ddp_exact strategy.shards=4", COUNTED, "1.mean"),
+        ("strategy=ddp_exact strategy.shards=4", TEACHER, "teacher.weight"),
+        ("strategy=fsdp", COUNTED, "mean"),
+        ("strategy=fsdp strategy.shards=4 strategy.wrap=[student,teacher]", TEACHER, "teacher.weight"),
+    ],
+)
+def test_what_would_be_lost_or_done_twice_is_refused(strategy: str, model: str, name: str, run: Run) -> None:
+    with pytest.raises(Exception, match=f"writes to the parameter {name}"):
+        run(*strategy.split(), model, world_size=2)
+
+
+def test_fsdp_keeps_what_a_pass_writes_to_rows(run: Run) -> None:
+    both = "data.global_batch_size=16", TEACHER
+    wanted = run(*both, "strategy=ddp", world_size=2)
+    found = run(*both, "strategy=fsdp", "strategy.wrap=[student,teacher]", world_size=2)
+
+    assert found["metrics"]["val/loss"] == pytest.approx(wanted["metrics"]["val/loss"], rel=1e-6)
+
+
+def test_a_schedule_does_not_warn_of_a_step_that_a_scaler_skipped(run: Run) -> None:
+    run("trainer.precision=16-mixed", "model._target_=exact_parts.Steep", "scheduler=cosine")
