@@ -16,8 +16,8 @@ def storage_key(tensor: Tensor) -> int:
 
 
 def writes(tensor: Tensor) -> int:
-    """Return how often a tensor has been written to in place: ``Tensor._version``."""
-    return tensor._version
+    """Return how often a tensor has been written to in place: ``Tensor._version``; 0 where nobody counts."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def viewed(tensor: Tensor) -> Tensor | None:

@@ -59,7 +59,7 @@ class Calls:
         self.before[block] = gathered(block)
 
     def _apart(self, block: nn.Module, _: Any, outputs: Any) -> Any:
-        refuse_written(self.before.pop(block), block)
+        refuse_written(self.before.pop(block, ()), block)  # of a block that calls itself, at its inner end
         return apart(block, outputs)
 
     def reduce(self, blocks: Sequence[FSDPModule]) -> None:
