@@ -187,6 +187,7 @@ def prepare(job: Job, world: World, control: Control) -> tuple[Recipe, RunDirect
             "checkpoint": "none" if state is None else f"step {state['cursor']['step']}, checksum {state['checksum']}",
             "version of torch": torch.__version__,
             OWN: identity(recipe.device),
+            "whole model made": recipe.made_whole,  # what its constructor raised is not shown else
             "digest of the initial weights": digest(initial)[:12] if world.world_size > 1 else "",
         }
     control.agree(None, facts)

@@ -1,5 +1,6 @@
 """What a user might bring: models, a data set and a callback, found by their dotted names."""
 
+import contextlib
 import gc
 import json
 import logging
@@ -219,6 +220,16 @@ class Centered(Toy):
         if self.training:
             self.mean = self.mean.lerp(inputs.mean(0), 0.1)
         return super().forward(centered)
+
+
+class Flaky(Toy):
+    """Raises in its constructor in the first process that comes to it, once."""
+
+    def __init__(self, in_features: int, hidden_features: int, out_features: int, mark: str) -> None:
+        super().__init__(in_features, hidden_features, out_features)
+        with contextlib.suppress(FileExistsError):
+            Path(mark).touch(exist_ok=False)
+            raise LookupError("the cat is not there")
 
 
 class Counting(nn.Linear):

@@ -1,9 +1,11 @@
 """What a forward pass writes to parameters is the same under each strategy, or refused by name."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+from ddp_recipes.errors import RequestError
 from ddp_recipes.reporting.run_directory import Summary
 
 Run = Callable[..., Summary]
@@ -39,6 +41,13 @@ def test_fsdp_keeps_what_a_pass_writes_to_rows(run: Run) -> None:
     found = run(*both, "strategy=fsdp", "strategy.wrap=[student,teacher]", world_size=2)
 
     assert found["metrics"]["val/loss"] == pytest.approx(wanted["metrics"]["val/loss"], rel=1e-6)
+
+
+def test_a_constructor_that_fails_on_one_rank_is_named(run: Run, tmp_path: Path) -> None:
+    flaky = "model._target_=own_parts.Flaky", f"+model.mark={tmp_path / 'mark'}"
+
+    with pytest.raises(RequestError, match="LookupError: the cat is not there"):
+        run("strategy=fsdp", "strategy.wrap=[net1]", *flaky, world_size=2)
 
 
 def test_a_schedule_does_not_warn_of_a_step_that_a_scaler_skipped(run: Run) -> None:

@@ -34,6 +34,7 @@ class BuiltTask:
         initial: values of those of its tensors that have no memory yet, by their names in :meth:`Task.weights`.
         flops: of a sample of training, where it was asked for and could be counted.
         warnings: for the log.
+        made_whole: why it was made with the memory of all tensors, where it was to be made without.
     """
 
     task: Task
@@ -42,6 +43,7 @@ class BuiltTask:
     initial: "Mapping[str, Initial]" = field(default_factory=dict)
     flops: float | None = None
     warnings: list[str] = field(default_factory=list)
+    made_whole: str = "no"
 
 
 def make_task(
@@ -130,7 +132,7 @@ def _deferred(made: Callable[[], Task]) -> BuiltTask:
         fill(task, initial, {}, torch.device("cpu"))
         initial = {}
     task.deferred = bool(initial)
-    return BuiltTask(task, initial=initial, warnings=warnings)
+    return BuiltTask(task, initial=initial, warnings=warnings, made_whole="".join(warnings) or "no")
 
 
 def _count(built: BuiltTask, loader: Loader | None) -> None:

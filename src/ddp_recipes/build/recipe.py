@@ -62,6 +62,7 @@ class Recipe:
         checkpoint_path: what ``state`` was read from, if the run starts from a checkpoint.
         flops_of_sample: operations of training, where they are asked for.
         warnings: for the log, once there is one.
+        made_whole: as of :class:`~ddp_recipes.build.model.BuiltTask`.
     """
 
     job: Job
@@ -83,6 +84,7 @@ class Recipe:
     state: State | None
     flops_of_sample: float | None
     warnings: list[str]
+    made_whole: str
 
     @property
     def world(self) -> World:
@@ -319,6 +321,7 @@ def make_recipe(job: Job, world: World, control: Control) -> Recipe:
         state=state,
         flops_of_sample=built.flops,
         warnings=[*built.warnings, *warnings],
+        made_whole=built.made_whole,
     )
 
 
