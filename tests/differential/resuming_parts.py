@@ -40,7 +40,7 @@ class Counting(nn.Module):
         outputs = self.layer(inputs)
         if self.training:
             with torch.no_grad():
-                self.mean.lerp_(outputs.float().mean(0), 0.1)
+                self.mean.lerp_(torch.ones_like(self.mean), 0.1)  # alike on all ranks: ddp takes rank 0's on a resume
         return outputs - self.mean
 
 
