@@ -20,9 +20,8 @@ from ddp_recipes.training.precision import make_precision, whole_dtype
 
 if TYPE_CHECKING:
     from ddp_recipes.build.deferred import Initial
+    from ddp_recipes.build.splitting import Times
     from ddp_recipes.model_parallel import Stage
-
-Times = Callable[[Callable[[], Mapping[str, int]]], Mapping[str, int]]
 
 
 @dataclass
@@ -54,7 +53,7 @@ def make_task(
     loader: Loader | None,
     step: str,
     trainer: TrainerSettings,
-    times: Times,
+    times: "Times",
 ) -> BuiltTask:
     """Return the task with its model on the replica's devices, weights drawn from the seed on the CPU.
 

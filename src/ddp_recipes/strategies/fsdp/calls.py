@@ -72,7 +72,11 @@ class Calls:
 
 def gathered(block: nn.Module) -> Writes:
     """Return the writes to what is gathered of a block: they would not last."""
-    return noted([each for each in block.parameters() if not hasattr(each, "to_local")])
+    return noted(_whole(block))
+
+
+def _whole(block: nn.Module) -> list[nn.Parameter]:
+    return [each for each in block.parameters() if not hasattr(each, "to_local")]
 
 
 def _once(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -103,7 +107,7 @@ def apart(block: nn.Module, outputs: Any) -> Any:
     That of a block's parameters is freed when they are given back. And of a view FSDP2 notices no gradient any more
     once it is changed in place.
     """
-    places = {storage_key(each) for each in block.parameters() if not hasattr(each, "to_local")}
+    places = {storage_key(each) for each in _whole(block)}
 
     def shares(leaf: Any) -> bool:
         if not isinstance(leaf, Tensor) or leaf.layout != torch.strided or hasattr(leaf, "to_local"):
