@@ -68,6 +68,7 @@ def make_job(
 
 
 # A new value for a key that is there, which chooses no option of a group.
+OTHERS_S = 5.0  # what else went wrong is waited for so long, once a rank has failed
 _VALUE = re.compile(r"(\w+(?:\.\w+)+|seed|mode|ckpt_path|weights_from)=(?!.*[,{\[$])(.*)", re.DOTALL)
 
 
@@ -278,10 +279,12 @@ class WarmRanks:
             raise
 
     def _summary(self, numbers: Sequence[int], timeout_s: float) -> Summary:
-        """Wait for all; return rank 0's summary, or raise what it raised once the others have refused the job, too."""
+        """Wait for all; return rank 0's summary, or raise what it raised, with what the others did for a failure."""
+        outcomes: list[Summary] = []
         try:
-            outcomes = [_outcome(number, self._ranks[number].connection, timeout_s) for number in numbers]
-        except RequestError:
+            for number in numbers:
+                outcomes.append(_outcome(number, self._ranks[number].connection, timeout_s))
+        except RequestError:  # once the others have refused the job, too
             for number in numbers[1:]:
                 try:
                     _outcome(number, self._ranks[number].connection, timeout_s)
@@ -290,8 +293,14 @@ class WarmRanks:
                 except Exception:  # it lost rank 0 while they met
                     self._end([number])
             raise
-        summary: Summary = outcomes[0]
-        return summary
+        except Exception as error:  # a rank may have failed of what a later one did
+            for number in numbers[len(outcomes) + 1 :]:
+                try:
+                    _outcome(number, self._ranks[number].connection, OTHERS_S)
+                except Exception as other:
+                    error.add_note(f"{other}")
+            raise
+        return outcomes[0]
 
     def close(self) -> None:
         """End all ranks."""
