@@ -53,6 +53,8 @@ class Group(Plain):
         dist.init_process_group(
             backend, rank=world.rank, world_size=world.world_size, timeout=timeout, device_id=self.bound, **met
         )
+        if not self.silent:  # a rank whose work needs no other could leave while one still connects to it
+            dist.barrier()
 
     def sum(self, values: Tensor) -> Tensor:
         """All-reduce by sum."""
