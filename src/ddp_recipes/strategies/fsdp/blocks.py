@@ -147,11 +147,12 @@ def refuse_optimizers(optimizers: Sequence[torch.optim.Optimizer], exact_on_cpu:
                 f"{type(optimizer).__name__} may look at all of it. Known to look at each number by itself: "
                 f"{', '.join(each.__name__ for each in _ELEMENTWISE)} of torch.optim."
             )
-        if exact_on_cpu and _rounds_by_place(optimizer):
+        if exact_on_cpu and (dtype := _rounds_by_place(optimizer)) is not None:
+            other = "" if dtype == torch.float16 else "optimizer=adamw, "
             raise RequestError(
-                f"In numbers of 16 bits the CPU adds a multiple, as {type(optimizer).__name__} does, otherwise at the "
-                f"end of a tensor than before it, so bits depend on how a parameter is dealt. Use optimizer=adamw, "
-                f"trainer.precision=bf16-mixed, or leave out strategy.shards."
+                f"In numbers of {dtype} the CPU computes the update of {type(optimizer).__name__} otherwise at the end "
+                f"of a tensor than before it, so bits depend on how a parameter is dealt. Use {other}parameters of 32 "
+                f"bits with trainer.precision=bf16-mixed, or leave out strategy.shards."
             )
         if exact_on_cpu and any(group.get("fused") for group in optimizer.param_groups):
             raise RequestError(
@@ -160,10 +161,15 @@ def refuse_optimizers(optimizers: Sequence[torch.optim.Optimizer], exact_on_cpu:
             )
 
 
-def _rounds_by_place(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer's step has ``Tensor.add(alpha=…)`` in it, of 16 bits; Adam's has it for a weight decay."""
+def _rounds_by_place(optimizer: torch.optim.Optimizer) -> torch.dtype | None:
+    """Return the type of numbers whose update depends on where a tensor is cut, on the CPU, if there is one.
+
+    In bfloat16 ``Tensor.add(alpha=…)`` does, of which Adam has one for a weight decay and AdamW none; in float16 nearly
+    everything.
+    """
     decoupled = isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)) and all(
         isinstance(optimizer, torch.optim.AdamW) or not group["weight_decay"] for group in optimizer.param_groups
     )
-    parameters = (each for group in optimizer.param_groups for each in group["params"])
-    return not decoupled and any(each.itemsize < 4 for each in parameters)
+    dtypes = {each.dtype for group in optimizer.param_groups for each in group["params"]}
+    by_place = (torch.float16,) if decoupled else (torch.float16, torch.bfloat16)
+    return next((each for each in by_place if each in dtypes), None)
