@@ -270,6 +270,34 @@ class Teacher(nn.Module):
         return cast(Tensor, self.student(inputs) + 0.1 * self.teacher(inputs))
 
 
+class Bounded(nn.Module):
+    """Looks vectors up whose norms are bounded, which the pass sees to for those that it looks up."""
+
+    def __init__(self, in_features: int, hidden_features: int, out_features: int, max_norm: float = 0.5) -> None:
+        super().__init__()
+        self.table = nn.Embedding(64, hidden_features, max_norm=max_norm)
+        self.last = nn.Linear(hidden_features, out_features)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        rows = (inputs.flatten(1)[:, :4] * 64).long().remainder(64)
+        return cast(Tensor, self.last(self.table(rows).mean(dim=1)))
+
+
+class Followed(nn.Module):
+    """Keeps the mean of what it has seen in a parameter that is not trained."""
+
+    def __init__(self, in_features: int, hidden_features: int, out_features: int) -> None:
+        super().__init__()
+        self.last, self.seen = nn.Linear(in_features, out_features), nn.Parameter(torch.zeros(in_features))
+        self.seen.requires_grad_(False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.seen.lerp_(inputs.mean(dim=0), 0.5)
+        return cast(Tensor, self.last(inputs - self.seen))
+
+
 class Tied(nn.Sequential):
     """Two layers of one weight."""
 

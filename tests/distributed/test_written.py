@@ -12,6 +12,8 @@ Run = Callable[..., Summary]
 
 COUNTED = "model._target_=own_parts.Counted"
 TEACHER = "model._target_=own_parts.Teacher"
+BOUNDED = "model._target_=own_parts.Bounded"
+FOLLOWED = "model._target_=own_parts.Followed"
 
 
 @pytest.mark.parametrize("model", [COUNTED, TEACHER])
@@ -26,6 +28,9 @@ def test_ranks_that_write_alike_are_as_one_process(model: str, run: Run) -> None
     [
         ("strategy=ddp_exact strategy.shards=4", COUNTED, "1.mean"),
         ("strategy=ddp_exact strategy.shards=4", TEACHER, "teacher.weight"),
+        ("strategy=ddp_pipeline", COUNTED, "1.mean"),
+        ("strategy=ddp model.num_devices=2 model.micro_batches=3", COUNTED, "1.mean"),
+        ("strategy=parameter_server", FOLLOWED, "seen"),
         ("strategy=fsdp", COUNTED, "mean"),
         ("strategy=fsdp strategy.shards=4 strategy.wrap=[student,teacher]", TEACHER, "teacher.weight"),
     ],
@@ -33,6 +38,17 @@ def test_ranks_that_write_alike_are_as_one_process(model: str, run: Run) -> None
 def test_what_would_be_lost_or_done_twice_is_refused(strategy: str, model: str, name: str, run: Run) -> None:
     with pytest.raises(Exception, match=f"writes to the parameter {name}"):
         run(*strategy.split(), model, world_size=2)
+
+
+@pytest.mark.parametrize(("model", "name"), [(BOUNDED, "table.weight"), (FOLLOWED, "seen")])
+@pytest.mark.parametrize("own", [[], ["trainer.check_val_every_n_epoch=9"], ["strategy.shared_memory=false"]])
+def test_what_each_rank_writes_otherwise_is_refused(own: list[str], model: str, name: str, run: Run) -> None:
+    with pytest.raises(Exception, match=f"The parameter {name} has other values on rank 1, 2 than on rank 0"):
+        run("strategy=ddp", model, *own, world_size=3)
+
+
+def test_one_process_bounds_vectors(run: Run) -> None:
+    assert run("strategy=ddp", BOUNDED)["weights_sha256"] == run("strategy=single", BOUNDED)["weights_sha256"]
 
 
 def test_fsdp_keeps_what_a_pass_writes_to_rows(run: Run) -> None:

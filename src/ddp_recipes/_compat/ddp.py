@@ -1,6 +1,9 @@
-"""What ``DistributedDataParallel`` loads when it is first made."""
+"""What ``DistributedDataParallel`` loads when it is first made, and what it leaves alone."""
 
+from collections.abc import Collection
 from contextlib import suppress
+
+from torch import nn
 
 
 def load_what_ddp_needs() -> None:
@@ -10,3 +13,9 @@ def load_what_ddp_needs() -> None:
     """
     with suppress(ModuleNotFoundError):
         import torch._dynamo  # noqa: F401
+
+
+def ignored_by_ddp(module: nn.Module) -> Collection[str]:
+    """Return the names of the parameters and buffers that its user has told DDP to leave to each rank."""
+    names: Collection[str] = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    return names

@@ -9,6 +9,7 @@ The idea is that of GPipe (Huang et al., 2019).
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from ddp_recipes._compat.pytree import tree_flatten, tree_unflatten
 from ddp_recipes.errors import RequestError
+from ddp_recipes.tasks.written import refusing_writes
 
 _PLAIN = (bool, int, float, str, type(None))
 _REMEDY = " Use model.micro_batches=1."
@@ -66,7 +68,8 @@ class _InMicroBatches(nn.Module):
         inputs = [each for each, size in zip(cut, sizes, strict=True) if size]
         if len(inputs) < 2:
             return forward(*args, **kwargs)
-        outputs = [forward(*each_args, **each_kwargs) for each_args, each_kwargs in inputs]
+        with refusing_writes(self) if self.training else nullcontext():
+            outputs = [forward(*each_args, **each_kwargs) for each_args, each_kwargs in inputs]
         return _joined(outputs, sum(sizes), f"{name} returns")
 
 

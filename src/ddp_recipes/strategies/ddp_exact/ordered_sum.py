@@ -22,7 +22,7 @@ from ddp_recipes._compat.tensors import add_each, copy_each
 from ddp_recipes.errors import RunFailed
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import Collective, Exchange
-from ddp_recipes.strategies.written import Writes, noted, refuse_written
+from ddp_recipes.tasks.written import Writes, noted, refuse_written
 
 _ALIGNMENT = 64  # bytes: as torch aligns new tensors, so that kernels treat a view like one of those
 _TOGETHER = 1 << 19  # bytes: rows are sent several at a time up to this size, for each message has a price of its own

@@ -11,7 +11,7 @@ from ddp_recipes._compat.autograd import in_backward
 from ddp_recipes._compat.fsdp import reduce_now
 from ddp_recipes._compat.pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from ddp_recipes._compat.tensors import storage_key, viewed
-from ddp_recipes.strategies.written import Writes, noted, refuse_written
+from ddp_recipes.tasks.written import Writes, noted, refuse_written
 
 
 class _Leaf:

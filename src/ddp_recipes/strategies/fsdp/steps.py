@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 
 from ddp_recipes.strategies.fsdp.calls import apart, gathered
-from ddp_recipes.strategies.written import refuse_written
+from ddp_recipes.tasks.written import refuse_written
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 

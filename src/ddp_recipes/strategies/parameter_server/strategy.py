@@ -33,6 +33,7 @@ from ddp_recipes.strategies.parameter_server.messages import (
 from ddp_recipes.strategies.parameter_server.server import Server
 from ddp_recipes.strategies.parameter_server.settings import ParameterServerSettings
 from ddp_recipes.tasks import Task
+from ddp_recipes.tasks.written import refusing_writes
 
 
 class ParameterServer(Whole, Group):
@@ -140,7 +141,10 @@ class ParameterServer(Whole, Group):
 
     def training_step(self, module: Wrapped, batch: Any, weight: float, last: bool, precision: Passes) -> Tensor:
         """Leave out what falls to another worker."""
-        return super().training_step(module, batch, weight, last, precision) if self.working else torch.zeros(())
+        if not self.working:
+            return torch.zeros(())
+        with refusing_writes(cast(Task, module)):
+            return super().training_step(module, batch, weight, last, precision)
 
     def reduce(self) -> None:
         """Average the gradients of the next step, on the servers."""

@@ -4,7 +4,8 @@ That is lost, or happens another number of times, where a strategy gathers param
 of a rank make one step: then a run is refused.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from torch import Tensor, nn
 
@@ -35,8 +36,20 @@ def refuse_written(before: Writes, module: nn.Module) -> None:
     names = [name for name, each in module.named_parameters() if any(each is one for one in changed)]
     name = names[0].removeprefix("model.") if names else "a parameter"
     raise RunFailed(
-        f"A forward pass writes to the parameter {name}. With this strategy a step is made of several "
-        f"passes, or a pass has copies of parameters, so that would be lost or done several times. Change parameters "
-        f"once a step: in a callback's on_step, or in on_train_batch_end of a Lightning module (callbacks=ema keeps "
-        f"moving averages). Or make it a buffer (register_buffer), or choose strategy=ddp."
+        f"A forward pass writes to the parameter {name}. Here a step is made of several passes, or a pass has copies "
+        f"of parameters, so that would be lost or done several times. Change parameters once a step: in a callback's "
+        f"on_step, or in on_train_batch_end of a Lightning module (callbacks=ema keeps moving averages). Or make it a "
+        f"buffer (register_buffer), or train without shards, stages and micro-batches."
     )
+
+
+@contextmanager
+def refusing_writes(module: nn.Module) -> Iterator[None]:
+    """Refuse what passes in this context write to a module's parameters.
+
+    Raises:
+        RunFailed: names the first of them.
+    """
+    before = noted([*module.parameters()])
+    yield
+    refuse_written(before, module)
