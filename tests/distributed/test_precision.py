@@ -97,7 +97,7 @@ def test_a_resume_in_another_precision_says_so(run: Run, tmp_path: Path) -> None
         ),
         (
             ["strategy=fsdp", "strategy.wrap=[net1]", "strategy.shards=2", "trainer.precision=bf16-true"],
-            r"as SGD does, .* Use optimizer=adamw",
+            r"the update of SGD .* Use optimizer=adamw",
         ),
         (["strategy=fsdp", "trainer.channels_last=true"], r"channels_last=true does not go with strategy=fsdp"),
     ],

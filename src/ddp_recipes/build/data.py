@@ -1,6 +1,7 @@
 """Loaders of the config's data sets."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -27,75 +28,113 @@ SPLITS = {
 }
 
 
-def make_loaders(
-    data: Mapping[str, Any],
-    settings: DataSettings,
-    trainer: TrainerSettings,
-    mode: str,
-    seed: int,
-    shards: BatchShards,
-    evaluation_shards: BatchShards,
-    replicas_a_shard: int,
-    device: torch.device,
-    timeout_s: float,
-    own: Mapping[str, Any] | None = None,
-) -> dict[str, Loader]:
-    """Return the loaders that a mode needs, by split, of several sets of one split by ``val/<name>``.
+@dataclass(frozen=True)
+class Loading:
+    """What a run's loaders are made by.
 
-    Validation may be missing in ``fit``.
-
-    Args:
+    Attributes:
         data: the config's section.
         shards: those of each global batch that this rank trains on.
         evaluation_shards: those of any other split.
         replicas_a_shard: replicas that share one; ``batch_size`` is for each of them.
         timeout_s: for a batch from data workers.
-        own: ``DataLoader`` objects that the task brings, by split, instead of the sets of the config.
-
-    Raises:
-        RequestError: the data have no split for the mode, or cannot be cut into such batches.
     """
-    names = SPLITS[mode]
-    if not names:
-        return {}
-    given = data if own is None else own
-    found = [name for name in names if given.get(name) is not None]
-    if not found or (mode == "fit" and "train" not in found):
-        needed = " or ".join(f"data.{name}" for name in (names[:1] if mode == "fit" else names))
-        raise RequestError(
-            f"mode={mode} needs {needed}, which this data choice does not have. Give it in the data yaml, or choose "
-            f"another data or mode."
-        )
-    chosen, sets = found if mode == "fit" else found[:1], _sets if own is None else by_name
-    nodes = {name: each for split in chosen for name, each in sets(split, given[split])}
-    if mode == "predict" and len(nodes) > 1:
-        raise RequestError(
-            f"mode=predict writes the outputs for one data set, and {found[0]} has several: {', '.join(nodes)}. Give "
-            f"the one to predict as data.predict."
-        )
 
-    def source(name: str, node: Any) -> Source:
+    data: Mapping[str, Any]
+    settings: DataSettings
+    trainer: TrainerSettings
+    mode: str
+    seed: int
+    shards: BatchShards
+    evaluation_shards: BatchShards
+    replicas_a_shard: int
+    device: torch.device
+    timeout_s: float
+
+    def loaders(self, own: Mapping[str, Any] | None = None) -> dict[str, Loader]:
+        """Return the loaders that the mode needs, by split, of several sets of one split by ``val/<name>``.
+
+        Validation may be missing in ``fit``.
+
+        Args:
+            own: ``DataLoader`` objects that the task brings, by split, instead of the sets of the config.
+
+        Raises:
+            RequestError: the data have no split for the mode, or cannot be cut into such batches.
+        """
+        nodes = self._nodes(own)
+        loaders = {name: self._loader(name, self._source(name, node, own), own is not None) for name, node in nodes}
+        if self.trainer.overfit_batches and self.mode == "fit" and own is None:
+            return dict.fromkeys(loaders, loaders["train"])
+        return loaders
+
+    def _nodes(self, own: Mapping[str, Any] | None) -> list[tuple[str, Any]]:
+        """Return what the loaders are made of, with their names."""
+        names, mode = SPLITS[self.mode], self.mode
+        given = self.data if own is None else own
+        found = [name for name in names if given.get(name) is not None]
+        if names and (not found or (mode == "fit" and "train" not in found)):
+            needed = " or ".join(f"data.{name}" for name in (names[:1] if mode == "fit" else names))
+            raise RequestError(
+                f"mode={mode} needs {needed}, which this data choice does not have. Give it in the data yaml, or "
+                f"choose another data or mode."
+            )
+        chosen, sets = found if mode == "fit" else found[:1], _sets if own is None else by_name
+        nodes = [each for split in chosen for each in sets(split, given[split])]
+        if mode == "predict" and len(nodes) > 1:
+            raise RequestError(
+                f"mode=predict writes the outputs for one data set, and {found[0]} has several: "
+                f"{', '.join(name for name, _ in nodes)}. Give the one to predict as data.predict."
+            )
+        return nodes
+
+    def _source(self, name: str, node: Any, own: Mapping[str, Any] | None) -> Source:
         if own is None:
-            return Source(make(node, f"data.{name.replace('/', '.')}"), settings)
-        return source_of(name, node, settings, shards.total * replicas_a_shard)
+            return Source(make(node, f"data.{name.replace('/', '.')}"), self.settings)
+        return source_of(name, node, self.settings, self.shards.total * self.replicas_a_shard)
 
-    loaders = {
-        name: _make_loader(
-            name,
-            source(name, node),
-            trainer,
-            seed,
-            shards if name == "train" else evaluation_shards,
-            replicas_a_shard,
-            device,
-            timeout_s,
-            own is not None,
+    def _loader(self, name: str, source: Source, own: bool) -> Loader:
+        """Return the loader of a split; of ``own`` loaders of the task it has what they mean in Lightning."""
+        dataset, settings, collate_fn = source
+        trainer, shards = self.trainer, self.shards if name == "train" else self.evaluation_shards
+        split = split_of(name)
+        training, replicas = split == "train", shards.total * self.replicas_a_shard
+        if not training:
+            global_batch = settings.val_batch_size * replicas
+        else:
+            global_batch = settings.global_batch_size or settings.batch_size * replicas
+            if global_batch < replicas:
+                raise RequestError(
+                    f"data.global_batch_size={global_batch} is less than one sample for each of {replicas} replicas. "
+                    f"Use at least {replicas}, or fewer {'processes' if shards.count == 1 else 'shards'}."
+                )
+        plan = BatchPlan(
+            num_samples=size_of(dataset),
+            global_batch_size=global_batch,
+            num_shards=shards.total,
+            seed=self.seed,
+            shuffle=training and settings.shuffle and not trainer.overfit_batches,
+            drop_last=settings.drop_last and (training or own),
+            sharding=settings.shard,
+            weights=_weights(settings.weights, dataset, trainer) if training and settings.weights is not None else None,
         )
-        for name, node in nodes.items()
-    }
-    if trainer.overfit_batches and mode == "fit" and own is None:
-        return dict.fromkeys(loaders, loaders["train"])
-    return loaders
+        limit = getattr(trainer, f"limit_{split}_batches")
+        if own and split == "val":
+            limit = trainer.overfit_batches or limit
+        return Loader(
+            dataset,
+            plan.limited(batches(limit, plan.num_batches)),
+            self.device,
+            shards=shards.numbers,
+            num_workers=settings.num_workers,
+            pin_memory=settings.pin_memory,
+            collate_fn=collate_fn if settings.collate_fn is None else _function(settings.collate_fn, "data.collate_fn"),
+            persistent_workers=settings.persistent_workers,
+            prefetch_factor=settings.prefetch_factor,
+            timeout_s=self.timeout_s,
+            form=Form(whole_dtype(trainer.precision), trainer.channels_last),
+            name=f"data.{name.replace('/', '.')}",
+        )
 
 
 def split_of(name: str) -> str:
@@ -115,59 +154,6 @@ def _sets(split: str, node: Any) -> list[tuple[str, Mapping[str, Any]]]:
             f"torch.utils.data.ConcatDataset of them."
         )
     return [(f"{split}/{name}", each) for name, each in node.items()]
-
-
-def _make_loader(
-    name: str,
-    source: Source,
-    trainer: TrainerSettings,
-    seed: int,
-    shards: BatchShards,
-    replicas_a_shard: int,
-    device: torch.device,
-    timeout_s: float,
-    own: bool,
-) -> Loader:
-    """Return the loader of a split; of ``own`` loaders of the task it has what they mean in Lightning."""
-    dataset, settings, collate_fn = source
-    split = split_of(name)
-    training, replicas = split == "train", shards.total * replicas_a_shard
-    if not training:
-        global_batch = settings.val_batch_size * replicas
-    else:
-        global_batch = settings.global_batch_size or settings.batch_size * replicas
-        if global_batch < replicas:
-            raise RequestError(
-                f"data.global_batch_size={global_batch} is less than one sample for each of {replicas} replicas. "
-                f"Use at least {replicas}, or fewer {'processes' if shards.count == 1 else 'shards'}."
-            )
-    plan = BatchPlan(
-        num_samples=size_of(dataset),
-        global_batch_size=global_batch,
-        num_shards=shards.total,
-        seed=seed,
-        shuffle=training and settings.shuffle and not trainer.overfit_batches,
-        drop_last=settings.drop_last and (training or own),
-        sharding=settings.shard,
-        weights=_weights(settings.weights, dataset, trainer) if training and settings.weights is not None else None,
-    )
-    limit = getattr(trainer, f"limit_{split}_batches")
-    if own and split == "val":
-        limit = trainer.overfit_batches or limit
-    return Loader(
-        dataset,
-        plan.limited(batches(limit, plan.num_batches)),
-        device,
-        shards=shards.numbers,
-        num_workers=settings.num_workers,
-        pin_memory=settings.pin_memory,
-        collate_fn=collate_fn if settings.collate_fn is None else _function(settings.collate_fn, "data.collate_fn"),
-        persistent_workers=settings.persistent_workers,
-        prefetch_factor=settings.prefetch_factor,
-        timeout_s=timeout_s,
-        form=Form(whole_dtype(trainer.precision), trainer.channels_last),
-        name=f"data.{name.replace('/', '.')}",
-    )
 
 
 def _function(node: str | Mapping[str, Any], key: str) -> Any:

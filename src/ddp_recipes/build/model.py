@@ -68,22 +68,13 @@ def make_task(
     Raises:
         RequestError: the model cannot be made or placed so.
     """
-    node, pipeline = config["model"], strategy.pipeline
-    target = str(node.get("_target_"))
-    places_itself = "devices" in parameters_of(target, "model")
-    if places_itself and (settings.split is not None or pipeline is not None):
-        given, key = f"model.split={settings.split}", "model.split"
-        if pipeline is not None:
-            given, key = f"strategy={strategy.name} cuts the model", "strategy"
-        raise RequestError(
-            f"{given}, but {node['_target_']} takes `devices` and places itself. Leave out {key}, or choose the model "
-            f"without '_mp'."
-        )
+    places_itself = _places_itself(config["model"], settings, strategy)
     runtime = {"devices": devices.own} if places_itself else {}
 
     def made() -> Task:
-        model = make(node, "model", without=[key.name for key in fields(ModelSettings)], **runtime)
+        model = make(config["model"], "model", without=[key.name for key in fields(ModelSettings)], **runtime)
         if not isinstance(model, nn.Module):
+            target = config["model"].get("_target_")
             raise RequestError(f"model._target_={target} made a {type(model).__name__}, which is no nn.Module.")
         return make(config["task"], "task", model=model)  # type: ignore[no-any-return]
 
@@ -104,7 +95,7 @@ def make_task(
         in_micro_batches(model, settings.micro_batches)
     if places_itself:
         built.task.loss.to(devices.own[-1])
-    elif (settings.num_devices > 1 or pipeline is not None) and loader is not None:
+    elif (settings.num_devices > 1 or strategy.pipeline is not None) and loader is not None:
         from ddp_recipes.build.splitting import split
 
         precision = make_precision(trainer.precision, devices.own[0].type)
@@ -118,6 +109,21 @@ def make_task(
 
         compile_model(model, trainer)
     return built
+
+
+def _places_itself(node: Mapping[str, Any], settings: ModelSettings, strategy: StrategySettings) -> bool:
+    """Whether the model takes the devices that it is to be on; refuse one that something else would place, too."""
+    if "devices" not in parameters_of(str(node.get("_target_")), "model"):
+        return False
+    if settings.split is not None or strategy.pipeline is not None:
+        given, key = f"model.split={settings.split}", "model.split"
+        if strategy.pipeline is not None:
+            given, key = f"strategy={strategy.name} cuts the model", "strategy"
+        raise RequestError(
+            f"{given}, but {node['_target_']} takes `devices` and places itself. Leave out {key}, or choose the model "
+            f"without '_mp'."
+        )
+    return True
 
 
 def _deferred(made: Callable[[], Task]) -> BuiltTask:

@@ -1,7 +1,7 @@
 """The objects of one run on one rank; the other modules of this folder make them, with plain arguments."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ddp_recipes._version import __version__
 from ddp_recipes.build.callbacks import make_callbacks
-from ddp_recipes.build.data import make_loaders, split_of
+from ddp_recipes.build.data import Loading, split_of
 from ddp_recipes.build.devices import Devices, available_devices, dry_run_devices, set_torch_up
 from ddp_recipes.build.instantiate import locate, make
 from ddp_recipes.build.loggers import logger_sections
@@ -213,94 +213,34 @@ def make_recipe(job: Job, world: World, control: Control) -> Recipe:
     """
     config, request = job.config, Request.of(job.config)
     trainer, mode = request.trainer.effective(), request.run.mode
-    if request.run.plan:
-        devices = dry_run_devices(request, request.layout(visible(request.launcher.device)))
-    else:
-        devices = available_devices(request, world)
+    devices = devices_of(request, world)
     set_torch_up(trainer, devices)
     request.strategy.check_world_size(devices.world.world_size)
     strategy: Strategy = locate(config["strategy"]["_target_"], "strategy")(request.strategy)
-    load_data = partial(
-        make_loaders,
-        config["data"],
-        request.data,
-        trainer,
-        mode,
-        request.run.seed,
-        request.strategy.batch_shards(devices.world),
-        request.strategy.evaluation_shards(devices.world),
-        strategy.replicas(devices.own[0].type),
-        devices.own[0],
-        request.launcher.timeout_s,
-    )
+    loading = loading_of(config["data"], request, devices, strategy)
     loaders: dict[str, Loader] = {}
-    node = config["data"].get("datamodule") or {}
-    brings = "datamodule" in config["data"]
     seed_everything(request.run.seed)  # a data set may draw what it holds
-    if not brings:
-        loaders |= control.first_on_node(load_data) if config["data"].get("download", False) else load_data()
+    if "datamodule" not in config["data"]:
+        download = config["data"].get("download", False)
+        loaders |= control.first_on_node(loading.loaders) if download else loading.loaders()
     seed_everything(request.run.seed)
-    built = make_task(
-        config,
-        request.model,
-        request.strategy,
-        devices,
-        next(iter(loaders.values()), None),
-        "training_step" if mode == "fit" else "predict_step",
-        trainer,
-        partial(control.of_main, "times of the model's modules"),
-    )
+    sample, step = next(iter(loaders.values()), None), "training_step" if mode == "fit" else "predict_step"
+    times = partial(control.of_main, "times of the model's modules")
+    built = make_task(config, request.model, request.strategy, devices, sample, step, trainer, times)
     strategy.starts = built.starts
-    if getattr(built.task.loss, "reduction", None) == "sum":
-        built.warnings.append(
-            "task.loss has reduction=sum. A step takes the mean over the samples of all ranks and accumulated batches "
-            "of what their losses are, so this one is smaller the more of them there are. Use reduction=mean."
-        )
     callbacks = make_callbacks(config.get("callbacks") or {}, built.task)
-    if request.run.work != mode and any(each.accumulation for each in callbacks.values()):
-        raise RequestError(
-            "plan=true, check and tune take trainer.accumulate_grad_batches for all epochs, and a callback changes it "
-            "from epoch to epoch. Leave that callback out."
-        )
-    accumulations = [each.accumulation for each in callbacks.values()]
-    built.task.attach(
-        Surroundings(
-            mode=mode,
-            world=devices.world,
-            trainer=trainer,
-            parallelism=request.strategy,
-            devices=devices.own,
-            loaders=loaders,
-            total_steps_of=lambda batches: Length(batches, trainer, accumulations).total_steps,
-            directory=job.directory,
-            sum=strategy.sum,
-            first_on_node=partial(control.first_on_node, what="prepare_data"),
-            datamodule=make(node, "data.datamodule") if node.get("_target_") else None,
-            brings_data=brings,
-        )
-    )
+    accumulations = accumulations_of(request, callbacks)
+    attach(built.task, job, control, request, devices, strategy, loaders, accumulations)
     convert(built.task, whole_dtype(trainer.precision))  # what it made only now
     strategy.check(built.task, devices.requested)  # of a module that may have made its layers only now
-    if brings:
-        loaders |= load_data(own=built.task.dataloaders(mode))
+    if "datamodule" in config["data"]:
+        loaders |= loading.loaders(own=built.task.dataloaders(mode))
     if mode == "fit" and not built.task.validates:
         for name in [name for name in loaders if name != "train"]:
             del loaders[name]  # here, for the task has them as well
-    length = Length(len(loaders.get("train", ())), trainer, accumulations)
     loggers = logger_sections(config, check=devices.world.is_main)
     checkpoint = monitored(request, loaders, built.task)
-    if len(loaders) > 2 and request.checkpoint.enabled and request.checkpoint.monitor in (None, "auto"):
-        built.warnings.append(
-            f"checkpoint.monitor=auto is {checkpoint.monitor}, of the first of {', '.join(list(loaders)[1:])}."
-        )
-    path: Path | None = None
-    state: State | None = None
-    warnings: list[str] = []
-    if job.meeting is None:  # else the others have the state
-        path, state, warnings = load_state(request, job.directory, built.task.weights(), loaders.get("train"), control)
-    weights: Mapping[str, Tensor] = {}
-    if request.run.weights_from is not None and state is None and job.meeting is None:
-        weights, warnings = matching(request.run.weights_from, built.task.weights())
+    start = start_of(job, request, built.task, loaders, control)
     return Recipe(
         job=job,
         request=request,
@@ -311,18 +251,125 @@ def make_recipe(job: Job, world: World, control: Control) -> Recipe:
         loaders=loaders,
         task=built.task,
         initial=built.initial,
-        weights=weights,
+        weights=start.weights,
         stages=built.stages,
         callbacks=callbacks,
-        length=length,
+        length=Length(len(loaders.get("train", ())), trainer, accumulations),
         loggers=loggers,
         checkpoint=checkpoint,
-        checkpoint_path=path,
-        state=state,
+        checkpoint_path=start.path,
+        state=start.state,
         flops_of_sample=built.flops,
-        warnings=[*built.warnings, *warnings],
+        warnings=[*built.warnings, *foreseen(request, built.task, loaders, checkpoint), *start.warnings],
         made_whole=built.made_whole,
     )
+
+
+def devices_of(request: Request, world: World) -> Devices:
+    """Return the devices of this rank; in a dry run, they need not be there."""
+    if request.run.plan:
+        return dry_run_devices(request, request.layout(visible(request.launcher.device)))
+    return available_devices(request, world)
+
+
+def loading_of(data: Mapping[str, Any], request: Request, devices: Devices, strategy: Strategy) -> Loading:
+    """Return what this rank's loaders are made by."""
+    return Loading(
+        data=data,
+        settings=request.data,
+        trainer=request.trainer.effective(),
+        mode=request.run.mode,
+        seed=request.run.seed,
+        shards=request.strategy.batch_shards(devices.world),
+        evaluation_shards=request.strategy.evaluation_shards(devices.world),
+        replicas_a_shard=strategy.replicas(devices.own[0].type),
+        device=devices.own[0],
+        timeout_s=request.launcher.timeout_s,
+    )
+
+
+def accumulations_of(request: Request, callbacks: Mapping[str, Callback]) -> list[Mapping[int, int]]:
+    """Return how many batches make a step by epoch, as callbacks say.
+
+    Raises:
+        RequestError: what is asked for takes one number for all epochs.
+    """
+    found = [each.accumulation for each in callbacks.values()]
+    if request.run.work != request.run.mode and any(found):
+        raise RequestError(
+            "plan=true, check and tune take trainer.accumulate_grad_batches for all epochs, and a callback changes it "
+            "from epoch to epoch. Leave that callback out."
+        )
+    return found
+
+
+def attach(
+    task: Task,
+    job: Job,
+    control: Control,
+    request: Request,
+    devices: Devices,
+    strategy: Strategy,
+    loaders: Mapping[str, Loader],
+    accumulations: Sequence[Mapping[int, int]],
+) -> None:
+    """Give the task what it may ask of the run around it."""
+    trainer = request.trainer.effective()
+    node = job.config["data"].get("datamodule") or {}
+    task.attach(
+        Surroundings(
+            mode=request.run.mode,
+            world=devices.world,
+            trainer=trainer,
+            parallelism=request.strategy,
+            devices=devices.own,
+            loaders=loaders,
+            total_steps_of=lambda batches: Length(batches, trainer, accumulations).total_steps,
+            directory=job.directory,
+            sum=strategy.sum,
+            first_on_node=partial(control.first_on_node, what="prepare_data"),
+            datamodule=make(node, "data.datamodule") if node.get("_target_") else None,
+            brings_data="datamodule" in job.config["data"],
+        )
+    )
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a run starts from: a checkpoint, weights alone, or, with neither, what the model was made with."""
+
+    path: Path | None = None
+    state: State | None = None
+    weights: Mapping[str, Tensor] = field(default_factory=dict)
+    warnings: Sequence[str] = ()
+
+
+def start_of(job: Job, request: Request, task: Task, loaders: Mapping[str, Loader], control: Control) -> Start:
+    """Return what the run starts from, where it does not take the place of a lost rank: then the others have the state.
+
+    Raises:
+        RequestError: a file that is named cannot be read, or is of another run.
+    """
+    if job.meeting is not None:
+        return Start()
+    path, state, warnings = load_state(request, job.directory, task.weights(), loaders.get("train"), control)
+    if request.run.weights_from is None or state is not None:
+        return Start(path, state, warnings=warnings)
+    weights, warnings = matching(request.run.weights_from, task.weights())
+    return Start(path, weights=weights, warnings=warnings)
+
+
+def foreseen(
+    request: Request, task: Task, loaders: Mapping[str, Loader], checkpoint: CheckpointSettings
+) -> Iterator[str]:
+    """Yield what the objects of a run give reason to warn of."""
+    if getattr(task.loss, "reduction", None) == "sum":
+        yield (
+            "task.loss has reduction=sum. A step takes the mean over the samples of all ranks and accumulated batches "
+            "of what their losses are, so this one is smaller the more of them there are. Use reduction=mean."
+        )
+    if len(loaders) > 2 and request.checkpoint.enabled and request.checkpoint.monitor in (None, "auto"):
+        yield f"checkpoint.monitor=auto is {checkpoint.monitor}, of the first of {', '.join(list(loaders)[1:])}."
 
 
 def monitored(request: Request, loaders: Mapping[str, Loader], task: Task) -> CheckpointSettings:

@@ -1,5 +1,6 @@
 """What the loop works with, made once all ranks are ready."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -15,6 +16,7 @@ from ddp_recipes.runtime.reach import check_ways
 from ddp_recipes.runtime.seeding import Generators
 from ddp_recipes.strategies import Strategy
 from ddp_recipes.strategies.exchanges import Exchanges, leave_failures_to_us
+from ddp_recipes.tasks import Task
 from ddp_recipes.training.clock import make_clock
 from ddp_recipes.training.non_finite import NonFiniteGuard
 from ddp_recipes.training.precision import make_precision
@@ -119,10 +121,15 @@ def make_run(recipe: Recipe, stop_controller: StopController, strategy: Strategy
         recipe.warnings.extend(restore(run, recipe.state))
         recipe.forget_state()
     task.enter_training()
+    recipe.warnings.extend(_in_eval_mode(task))
+    return run
+
+
+def _in_eval_mode(task: Task) -> Iterator[str]:
+    """Yield a warning of modules that do not train."""
     if frozen := [name.removeprefix("model.") for name, module in task.named_modules() if not module.training]:
         listed = f"{', '.join(frozen[:3])}{', …' if len(frozen) > 3 else ''}"
-        recipe.warnings.append(
+        yield (
             f"In eval mode as training begins, and so they stay: {listed} ({len(frozen)} of the modules). If that is "
             f"not meant, call their train() in the model's __init__."
         )
-    return run
