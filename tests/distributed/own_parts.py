@@ -298,6 +298,40 @@ class Followed(nn.Module):
         return cast(Tensor, self.last(inputs - self.seen))
 
 
+class Momentum(Teacher):
+    """Keeps the average by ``parameter.data``, as MoCo does (He et al., 2020)."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            for mean, new in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                mean.data = mean.data * 0.8 + new.data * 0.2
+        return cast(Tensor, self.student(inputs) + 0.1 * self.teacher(inputs))
+
+
+class Constrained(nn.Linear):
+    """Bounds the norms of its rows before each pass, as EEGNet does (Lawhern et al., 2018)."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.weight.data = torch.renorm(self.weight.data, p=2, dim=0, maxnorm=0.5)
+        return super().forward(inputs)
+
+
+class Clamped(nn.Linear):
+    """Bounds its weights before each pass."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.weight.data.clamp_(-0.1, 0.1)
+        return super().forward(inputs)
+
+
+class Within(nn.Sequential):
+    """Has a layer of a kind that bounds its weights."""
+
+    def __init__(self, in_features: int, hidden_features: int, out_features: int, kind: str = "Constrained") -> None:
+        layer = {"Constrained": Constrained, "Clamped": Clamped}[kind]
+        super().__init__(nn.Linear(in_features, hidden_features), nn.ReLU(), layer(hidden_features, out_features))
+
+
 class Tied(nn.Sequential):
     """Two layers of one weight."""
 

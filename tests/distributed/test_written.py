@@ -51,8 +51,27 @@ def test_one_process_bounds_vectors(run: Run) -> None:
     assert run("strategy=ddp", BOUNDED)["weights_sha256"] == run("strategy=single", BOUNDED)["weights_sha256"]
 
 
-def test_fsdp_keeps_what_a_pass_writes_to_rows(run: Run) -> None:
-    both = "data.global_batch_size=16", TEACHER
+@pytest.mark.parametrize("kind", ["Constrained", "Clamped"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "strategy=ddp_exact strategy.shards=4",
+        "strategy=ddp_pipeline",
+        "strategy=ddp model.num_devices=2 model.micro_batches=3",
+        "strategy=parameter_server",
+        "strategy=fsdp strategy.wrap=['2']",
+    ],
+)
+def test_what_goes_by_data_is_seen_as_well(strategy: str, kind: str, run: Run) -> None:
+    own = "model._target_=own_parts.Within", f"+model.kind={kind}"
+    assert run("strategy=ddp", *own, world_size=2)["status"] == "finished"
+    with pytest.raises(Exception, match=r"writes to the parameter (2\.)?weight"):
+        run(*strategy.split(), *own, world_size=2)
+
+
+@pytest.mark.parametrize("model", [TEACHER, "model._target_=own_parts.Momentum"])
+def test_fsdp_keeps_what_a_pass_writes_to_rows(model: str, run: Run) -> None:
+    both = "data.global_batch_size=16", model
     wanted = run(*both, "strategy=ddp", world_size=2)
     found = run(*both, "strategy=fsdp", "strategy.wrap=[student,teacher]", world_size=2)
 

@@ -7,9 +7,12 @@ gradients after each use of a block that gives its inputs gradients, or where th
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
+_DATA: Any = Tensor.data
 LEAVES = hasattr(FSDPModule, "reset_iter_state")  # from torch 2.15 on: a pass that was cut off can be forgotten
 
 
@@ -37,6 +40,23 @@ def reduce_now(blocks: Sequence[FSDPModule]) -> None:
         group._training_state = type(group._training_state).IDLE
         group.finalize_backward()  # has the device wait, too
         group.comm_ctx.reduce_scatter_states.clear()
+
+
+def keep_assigned_data() -> None:
+    """Have ``parameter.data = value`` write to the rows that a rank holds of a parameter.
+
+    A ``DTensor`` is made of another tensor, and torch leaves that one alone: what is assigned is lost (moving averages
+    are often kept so).
+    """
+    if not isinstance(vars(DTensor).get("data"), property):
+        DTensor.data = property(_DATA.__get__, _assign)  # type: ignore[assignment]
+
+
+def _assign(tensor: Any, value: Any) -> None:
+    if isinstance(value, DTensor) and (value.placements, value.dtype) == (tensor.placements, tensor.dtype):
+        tensor._local_tensor.detach().copy_(value._local_tensor)
+    else:
+        _DATA.__set__(tensor, value)
 
 
 def _groups(blocks: Sequence[FSDPModule]) -> Iterator[Any]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ddp_recipes._compat.pytree import tree_flatten, tree_unflatten
 from ddp_recipes.errors import RequestError
-from ddp_recipes.tasks.written import refusing_writes
+from ddp_recipes.tasks.written import Watch
 
 _PLAIN = (bool, int, float, str, type(None))
 _REMEDY = " Use model.micro_batches=1."
@@ -52,10 +52,12 @@ def in_micro_batches(model: nn.Module, count: int) -> None:
     """
     own = type(model)
     model.__class__ = type(own.__name__, (_InMicroBatches, own), {"micro_batches": count, "__module__": own.__module__})
+    model._watch_of_micro_batches = Watch(model)  # type: ignore[assignment]
 
 
 class _InMicroBatches(nn.Module):
     micro_batches: int
+    _watch_of_micro_batches: Watch
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model on each micro-batch of the inputs.
@@ -68,7 +70,7 @@ class _InMicroBatches(nn.Module):
         inputs = [each for each, size in zip(cut, sizes, strict=True) if size]
         if len(inputs) < 2:
             return forward(*args, **kwargs)
-        with refusing_writes(self) if self.training else nullcontext():
+        with nullcontext() if torch.compiler.is_compiling() else self._watch_of_micro_batches.one():
             outputs = [forward(*each_args, **each_kwargs) for each_args, each_kwargs in inputs]
         return _joined(outputs, sum(sizes), f"{name} returns")
 

@@ -1,55 +1,100 @@
 """Parameters that a forward pass writes to, such as the moving averages of a teacher.
 
 That is lost, or happens another number of times, where a strategy gathers parameters for a pass, or has several passes
-of a rank make one step: then a run is refused.
+of a rank make one step: then a run is refused. torch counts what is written to a parameter, but nothing that goes by
+``parameter.data``: one that has got other memory is seen, too, and some passes are looked at by what they leave.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor, nn
 
-from ddp_recipes._compat.tensors import writes
+from ddp_recipes._compat.tensors import bytes_of, storage_key, writes
 from ddp_recipes.errors import RunFailed
 
-Writes = Sequence[tuple[Tensor, int]]
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+_FIRST, _NEXT = 3, 64  # so many passes are looked at; then this one, and each after four times as many
 
 
-def noted(parameters: Sequence[Tensor]) -> Writes:
-    """Return how often each parameter has been written to by now."""
-    return [(parameter, writes(parameter)) for parameter in parameters]
+def sums_of_bits(tensors: Sequence[Tensor]) -> list[int]:
+    """Return for each tensor a number that other bits nearly always change: their sum as whole numbers, modulo 2^64.
+
+    One pass through memory, where the tensors are; the process waits for it.
+    """
+    sums = [bytes_of(each).view(_WORDS[each.element_size()]).sum(dtype=torch.int64) for each in tensors]
+    found: dict[int, int] = {}
+    for device in {each.device for each in sums}:
+        places = [place for place, each in enumerate(sums) if each.device == device]
+        found |= zip(places, torch.stack([sums[place] for place in places]).tolist(), strict=True)
+    return [found[place] for place in range(len(sums))]
 
 
-def refuse_written(before: Writes, module: nn.Module) -> None:
-    """Refuse a model whose parameters a pass has written to.
+class Watch:
+    """Sees to it that passes of a module write to none of its parameters.
 
     Args:
-        before: the writes before the pass.
-        module: has the parameters; knows their names.
-
-    Raises:
-        RunFailed: names the first of them.
+        module: knows the parameters' names.
+        parameters: returns those to watch in the pass that begins; all of the module's if left out.
     """
-    changed = [parameter for parameter, count in before if writes(parameter) != count]
-    if not changed:
-        return
-    names = [name for name, each in module.named_parameters() if any(each is one for one in changed)]
-    name = names[0].removeprefix("model.") if names else "a parameter"
-    raise RunFailed(
+
+    def __init__(self, module: nn.Module, parameters: Callable[[], Sequence[Tensor]] | None = None) -> None:
+        self._module = module
+        self._parameters = parameters or (lambda: [*module.parameters()])
+        self._passes = 0  # in training
+        self._before: list[tuple[Tensor, tuple[int, int]]] = []
+        self._sums: tuple[list[Tensor], list[int]] = [], []
+
+    def begin(self) -> None:
+        """A pass begins."""
+        self._before = [(parameter, _seen(parameter)) for parameter in self._parameters()]
+        if self._module.training:
+            if _looked_at(self._passes):
+                there = [each for each, _ in self._before if _is_plain(each) and not each.is_meta]
+                self._sums = there, sums_of_bits(there)
+            self._passes += 1
+
+    def end(self) -> None:
+        """The pass has ended; of a module that calls itself, the innermost.
+
+        Raises:
+            RunFailed: it has written to a parameter, which is named.
+        """
+        changed = [parameter for parameter, seen in self._before if _seen(parameter) != seen]
+        if (there := self._sums[0]) and not changed:
+            now = zip(there, self._sums[1], sums_of_bits(there), strict=True)
+            changed = [parameter for parameter, before, after in now if before != after]
+        self._before, self._sums = [], ([], [])
+        if changed:
+            names = [name for name, each in self._module.named_parameters() if any(each is one for one in changed)]
+            raise _refusal(names[0].removeprefix("model.") if names else "a parameter")
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        """Make the context of a pass."""
+        self.begin()
+        yield
+        self.end()
+
+
+def _is_plain(parameter: Tensor) -> bool:
+    return type(parameter.data) is Tensor  # neither fake nor made of others
+
+
+def _seen(parameter: Tensor) -> tuple[int, int]:
+    return writes(parameter), storage_key(parameter) if _is_plain(parameter) else 0
+
+
+def _looked_at(number: int) -> bool:
+    """Whether a pass is looked at by what it leaves: the first ones, then ever fewer, for each takes a little time."""
+    return number < _FIRST or (number >= _NEXT and number.bit_count() == 1 and number.bit_length() % 2 == 1)
+
+
+def _refusal(name: str) -> RunFailed:
+    return RunFailed(
         f"A forward pass writes to the parameter {name}. Here a step is made of several passes, or a pass has copies "
         f"of parameters, so that would be lost or done several times. Change parameters once a step: in a callback's "
         f"on_step, or in on_train_batch_end of a Lightning module (callbacks=ema keeps moving averages). Or make it a "
         f"buffer (register_buffer), or train without shards, stages and micro-batches."
     )
-
-
-@contextmanager
-def refusing_writes(module: nn.Module) -> Iterator[None]:
-    """Refuse what passes in this context write to a module's parameters.
-
-    Raises:
-        RunFailed: names the first of them.
-    """
-    before = noted([*module.parameters()])
-    yield
-    refuse_written(before, module)

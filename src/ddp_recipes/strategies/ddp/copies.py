@@ -2,26 +2,7 @@
 
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor
-
-from ddp_recipes._compat.tensors import bytes_of
 from ddp_recipes.errors import RunFailed
-
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
-
-
-def sums_of_bits(tensors: Sequence[Tensor]) -> list[int]:
-    """Return for each tensor a number that other bits nearly always change: their sum as whole numbers, modulo 2^64.
-
-    One pass through memory, where the tensors are.
-    """
-    sums = [bytes_of(each).view(_WORDS[each.element_size()]).sum(dtype=torch.int64) for each in tensors]
-    found: dict[int, int] = {}
-    for device in {each.device for each in sums}:
-        places = [place for place, each in enumerate(sums) if each.device == device]
-        found |= zip(places, torch.stack([sums[place] for place in places]).tolist(), strict=True)
-    return [found[place] for place in range(len(sums))]
 
 
 def refuse_differing(names: Sequence[str], of_ranks: Sequence[Sequence[int]]) -> None:

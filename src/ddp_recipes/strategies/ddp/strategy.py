@@ -14,11 +14,12 @@ from ddp_recipes.errors import RequestError, nearest
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import Collective, Exchange, Passes, Whole, Wrapped, batch_norms
 from ddp_recipes.strategies.buckets import broadcast_each
-from ddp_recipes.strategies.ddp.copies import refuse_differing, sums_of_bits
+from ddp_recipes.strategies.ddp.copies import refuse_differing
 from ddp_recipes.strategies.ddp.settings import DDPSettings
 from ddp_recipes.strategies.ddp.shared_memory import SharedMemory, join
 from ddp_recipes.strategies.group import Group
 from ddp_recipes.tasks import StepOutput, Task
+from ddp_recipes.tasks.written import sums_of_bits
 
 
 class DDP(Whole, Group):

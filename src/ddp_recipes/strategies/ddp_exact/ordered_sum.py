@@ -22,7 +22,7 @@ from ddp_recipes._compat.tensors import add_each, copy_each
 from ddp_recipes.errors import RunFailed
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import Collective, Exchange
-from ddp_recipes.tasks.written import Writes, noted, refuse_written
+from ddp_recipes.tasks.written import Watch
 
 _ALIGNMENT = 64  # bytes: as torch aligns new tensors, so that kernels treat a view like one of those
 _TOGETHER = 1 << 19  # bytes: rows are sent several at a time up to this size, for each message has a price of its own
@@ -47,7 +47,7 @@ class OrderedSum:
         self.shards = shards
         self.done = 0  # shards of this step
         self.module, self.every = module, [*module.parameters()]
-        self.before: Writes = ()
+        self.watch = Watch(module, lambda: self.every)
         parameters = [parameter for parameter in module.parameters() if gradients and parameter.requires_grad]
         buffers = _Buffer.all_of(module)
         self.shapes = [(buffer, buffer.tensor.shape) for buffer in buffers]
@@ -64,12 +64,12 @@ class OrderedSum:
         self._check()
         for kind in self.kinds:
             kind.begin(self.done)
-        self.before = noted(self.every)
+        self.watch.begin()
 
     def take(self, weight: float) -> None:
         """Take what a shard left; ``weight`` is its fraction of the step's samples."""
         self._check()
-        refuse_written(self.before, self.module)
+        self.watch.end()
         for kind in self.kinds:
             kind.take(self.done, weight)
         self.done += 1

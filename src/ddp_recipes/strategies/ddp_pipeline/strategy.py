@@ -22,7 +22,7 @@ from ddp_recipes.strategies.ddp_pipeline.settings import DDPPipelineSettings
 from ddp_recipes.strategies.group import Group
 from ddp_recipes.tasks import StepOutput, Task
 from ddp_recipes.tasks.task import outside
-from ddp_recipes.tasks.written import refusing_writes
+from ddp_recipes.tasks.written import Watch
 
 
 class DDPPipeline(Group):
@@ -105,7 +105,7 @@ class DDPPipeline(Group):
         """Return a step that runs forward and backward by the schedule; its loss counts in the last stage."""
         pipeline = self.pipeline
         assert pipeline is not None
-        self.task = task
+        self.watch = Watch(task)
         self.trained = [parameter for parameter in task.parameters() if not parameter.is_meta]
         self.trained = [parameter for parameter in self.trained if parameter.requires_grad]
 
@@ -120,7 +120,7 @@ class DDPPipeline(Group):
     def training_step(self, module: Wrapped, batch: Any, weight: float, last: bool, precision: Passes) -> Tensor:
         """Run the schedule, which has the backward pass of each micro-batch in it."""
         self.weight = weight
-        with phase("forward and backward"), precision.forward(), refusing_writes(self.task):
+        with phase("forward and backward"), precision.forward(), self.watch.one():
             return module(batch).loss.detach()
 
     def reduce(self) -> None:

@@ -11,7 +11,7 @@ from ddp_recipes._compat.autograd import in_backward
 from ddp_recipes._compat.fsdp import reduce_now
 from ddp_recipes._compat.pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from ddp_recipes._compat.tensors import storage_key, viewed
-from ddp_recipes.tasks.written import Writes, noted, refuse_written
+from ddp_recipes.tasks.written import Watch
 
 
 class _Leaf:
@@ -31,11 +31,12 @@ class Calls:
     def __init__(self) -> None:
         self.called: set[FSDPModule] = set()
         self.repeated: set[FSDPModule] = set()
-        self.before: dict[nn.Module, Writes] = {}
+        self.watches: dict[nn.Module, Watch] = {}
 
     def watch(self, block: nn.Module, deal: Callable[[], FSDPModule]) -> FSDPModule:
         """Deal a block, with hooks next to those of FSDP2, on both sides of them."""
         block.register_forward_pre_hook(_together, prepend=True, with_kwargs=True)
+        self.watches[block] = watch_of_gathered(block)
         block.register_forward_pre_hook(self._note)
         block.register_forward_hook(self._apart)
         dealt = deal()
@@ -56,10 +57,10 @@ class Calls:
         self.called.add(block)
 
     def _note(self, block: nn.Module, _: Any) -> None:
-        self.before[block] = gathered(block)
+        self.watches[block].begin()
 
     def _apart(self, block: nn.Module, _: Any, outputs: Any) -> Any:
-        refuse_written(self.before.pop(block, ()), block)  # of a block that calls itself, at its inner end
+        self.watches[block].end()
         return apart(block, outputs)
 
     def reduce(self, blocks: Sequence[FSDPModule]) -> None:
@@ -70,9 +71,9 @@ class Calls:
         reduce_now(repeated)
 
 
-def gathered(block: nn.Module) -> Writes:
-    """Return the writes to what is gathered of a block: they would not last."""
-    return noted(_whole(block))
+def watch_of_gathered(block: nn.Module) -> Watch:
+    """Watch what is gathered of a block: writes to it would not last."""
+    return Watch(block, lambda: _whole(block))
 
 
 def _whole(block: nn.Module) -> list[nn.Parameter]:

@@ -7,8 +7,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 
-from ddp_recipes.strategies.fsdp.calls import apart, gathered
-from ddp_recipes.tasks.written import refuse_written
+from ddp_recipes.strategies.fsdp.calls import apart, watch_of_gathered
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -32,12 +31,12 @@ def gather_in_steps(model: nn.Module, done: Callable[[], None]) -> None:
 
 
 def _watched(model: nn.Module, own: Callable[..., Any]) -> Callable[..., Any]:
+    watch = watch_of_gathered(model)
+
     @wraps(own)
     def step(*args: Any, **kwargs: Any) -> Any:
-        before = gathered(model)
-        output = own(*args, **kwargs)
-        refuse_written(before, model)
-        return output
+        with watch.one():
+            return own(*args, **kwargs)
 
     return step
 

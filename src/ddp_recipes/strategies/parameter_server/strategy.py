@@ -33,7 +33,7 @@ from ddp_recipes.strategies.parameter_server.messages import (
 from ddp_recipes.strategies.parameter_server.server import Server
 from ddp_recipes.strategies.parameter_server.settings import ParameterServerSettings
 from ddp_recipes.tasks import Task
-from ddp_recipes.tasks.written import refusing_writes
+from ddp_recipes.tasks.written import Watch
 
 
 class ParameterServer(Whole, Group):
@@ -101,6 +101,7 @@ class ParameterServer(Whole, Group):
         """Return the task itself."""
         if self.server is not None:
             self.server.listen()
+        self.watch = Watch(task)
         return cast(Wrapped, task)
 
     # --- a step
@@ -143,7 +144,7 @@ class ParameterServer(Whole, Group):
         """Leave out what falls to another worker."""
         if not self.working:
             return torch.zeros(())
-        with refusing_writes(cast(Task, module)):
+        with self.watch.one():
             return super().training_step(module, batch, weight, last, precision)
 
     def reduce(self) -> None:
