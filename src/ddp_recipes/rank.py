@@ -39,7 +39,8 @@ from ddp_recipes.runtime.world import World
 from ddp_recipes.tools import command
 from ddp_recipes.training import loop
 from ddp_recipes.training.cadence import save_meets_validation
-from ddp_recipes.training.evaluation import check_monitor, evaluate, evaluated, refusing_collectives
+from ddp_recipes.training.collectives import refusing_collectives
+from ddp_recipes.training.evaluation import check_monitor, evaluate, evaluated
 from ddp_recipes.training.metrics import Matrices, log_matrices
 from ddp_recipes.training.precision import make_precision
 from ddp_recipes.training.state import Run
@@ -243,8 +244,7 @@ def check_validation(run: Run, recipe: Recipe) -> None:
     if not run.val or steps == 0:
         return
     loaders = run.val if steps < 0 else {name: loader.limited(steps) for name, loader in run.val.items()}
-    within = refusing_collectives(run.task, run.val if run.world.world_size > 1 and not run.strategy.lockstep else {})
-    metrics = evaluate(run.task, loaders, run.strategy, run.precision, within=within)
+    metrics = evaluate(run.task, loaders, run.strategy, run.precision, within=refusing_collectives(run))
     if run.task.names_metrics and recipe.request.checkpoint.monitor in (None, "auto") and run.monitor not in metrics:
         recipe.warnings.append(f"checkpoint.monitor=auto is train/loss, for {run.monitor} is not measured.")
         run.monitor = "train/loss"

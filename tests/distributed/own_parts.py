@@ -637,3 +637,22 @@ class Outputs(NamedTuple):
 
     logits: Tensor
     aux_logits: Tensor
+
+
+class Gathering(nn.Linear):
+    """Takes the mean over the outputs of all ranks, as a contrastive loss takes other ranks' samples."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        output = super().forward(inputs)
+        if not dist.is_initialized():
+            return output
+        all_ = [torch.zeros_like(output) for _ in range(dist.get_world_size())]
+        dist.all_gather(all_, output.detach())
+        return output - torch.stack(all_).mean()
+
+
+class Contrast(nn.Sequential):
+    """Has such a layer."""
+
+    def __init__(self, in_features: int, hidden_features: int, out_features: int) -> None:
+        super().__init__(nn.Linear(in_features, hidden_features), nn.ReLU(), Gathering(hidden_features, out_features))

@@ -6,7 +6,7 @@ nor to get what the flight recorder has without a file that torch names by itsel
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -14,18 +14,19 @@ from torch import Tensor
 from torch._C import _distributed_c10d
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 class OnCollective(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Calls ``found`` with the name of each collective of ``torch.distributed`` before it runs."""
+    """Calls ``found`` with the name and the tensors of each collective of ``torch.distributed`` before it runs."""
 
-    def __init__(self, found: Callable[[str], None]) -> None:
+    def __init__(self, found: Callable[[str, Sequence[Tensor]], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.found = found
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
-            self.found(func.name())
+            self.found(func.name(), [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)])
         return func(*args, **(kwargs or {}))
 
 

@@ -108,6 +108,12 @@ class BatchPlan:
         available = full + (1 if rest and not self.drop_last else 0)
         return available if self.max_batches is None else min(self.max_batches, available)
 
+    @cached_property
+    def same_sizes(self) -> bool:
+        """Whether the shards of each global batch have equally many samples."""
+        last = self.size(self.num_batches - 1) if self.num_batches else 0
+        return all(total % self.num_shards == 0 for total in (self.global_batch_size, last))
+
     def limited(self, max_batches: int) -> "BatchPlan":
         """Return the plan cut off after so many batches."""
         return replace(self, max_batches=max_batches)

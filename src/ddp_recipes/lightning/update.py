@@ -14,6 +14,7 @@ from ddp_recipes.errors import RunFailed
 from ddp_recipes.runtime.fast_paths import zero_grad
 from ddp_recipes.runtime.phases import ALL_REDUCE, phase
 from ddp_recipes.runtime.seeding import seed_torch, step_key
+from ddp_recipes.training.collectives import of_rows
 from ddp_recipes.training.metrics import mean_loss
 from ddp_recipes.training.non_finite import Losses
 from ddp_recipes.training.state import Run, Update
@@ -111,7 +112,8 @@ class Closure:
     def forward_backward(self, each: MicroBatch, losses: list[Losses] | None = None) -> None:
         """Add the gradients of a batch."""
         run = self.run
-        loss = run.strategy.training_step(run.module, each.batch.data, each.weight, each.last, self._precision)
+        with of_rows(run.strategy, run.train, "train", each.batch):
+            loss = run.strategy.training_step(run.module, each.batch.data, each.weight, each.last, self._precision)
         (self.losses if losses is None else losses)[each.shard].append((loss, each.batch.num_samples))
 
     def _again(self) -> list[Losses]:
@@ -172,7 +174,7 @@ def manual(task: LightningTask, run: Run, batches: Iterator[Batch], measured: bo
     for each in micro_batches(run, batches, numbers, samples):
         each = task.begin_batch(each)
         task.weight = each.weight / run.strategy.divisor
-        with run.precision.forward():
+        with run.precision.forward(), of_rows(run.strategy, run.train, "train", each.batch):
             loss = task.training_step(each.batch.data).loss
         if loss.dim() == 0:
             losses[0].append((loss.detach(), each.batch.num_samples))

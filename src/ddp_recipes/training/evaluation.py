@@ -8,14 +8,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ddp_recipes._compat.collectives import OnCollective
 from ddp_recipes.config.monitor import check_measured
 from ddp_recipes.data.loader import Batch, Loader
-from ddp_recipes.errors import RequestError
 from ddp_recipes.runtime.phases import phase
 from ddp_recipes.runtime.seeding import key, seed_step
 from ddp_recipes.strategies import Strategy
 from ddp_recipes.tasks import Task
+from ddp_recipes.training.collectives import of_rows
 from ddp_recipes.training.metrics import Matrices, computed, log_matrices
 from ddp_recipes.training.precision import Precision
 from ddp_recipes.training.state import Metrics, Run
@@ -120,7 +119,8 @@ def _evaluate(
                     with _unmeasured(task), precision.forward():
                         step(batch.data)
                 continue
-            with within(), precision.forward(), nullcontext() if batch.num_samples else task.uncounted():
+            counts = nullcontext() if batch.num_samples else task.uncounted()
+            with within(), of_rows(strategy, loader, prefix, batch), precision.forward(), counts:
                 output = step(batch.data)
             values = {"loss": output.loss, **output.metrics}
             if batch.num_samples == 0:  # only the names count: fewer samples than ranks
@@ -158,32 +158,6 @@ def evaluated(task: Task, loader: Loader) -> Iterator[Batch]:
         task.position.batch, task.position.shard = batch.number, batch.shard
         task.position.indices = partial(loader.plan.indices, 0, batch.number, batch.shard)
         yield batch
-
-
-def refusing_collectives(task: Task, loaders: Mapping[str, Loader]) -> Callable[[], AbstractContextManager[object]]:
-    """Return contexts that refuse collectives in the task's validation step, where ranks have unevenly many batches.
-
-    In them is raised a ``RequestError``: some ranks would wait for others that are done.
-    """
-    uneven = [name for name, loader in loaders.items() if not loader.is_even]
-    if not uneven or type(task).validation_step is Task.validation_step:
-        return nullcontext
-
-    def refuse(collective: str) -> None:
-        raise refused_collective(collective, uneven[0], loaders[uneven[0]])
-
-    return partial(OnCollective, refuse)
-
-
-def refused_collective(called: str, name: str, loader: Loader) -> RequestError:
-    """Return the refusal of a collective in a step, where ranks have different numbers of batches."""
-    plan = loader.plan
-    return RequestError(
-        f"A validation step calls {called}, and with {plan.num_samples} samples in batches of "
-        f"{plan.global_batch_size} over {plan.num_shards} ranks ({name}) some ranks have one batch more than others, "
-        f"for which they would wait. Leave it to the end of the evaluation (on_validation_epoch_end, a metric of "
-        f"torchmetrics), or choose data.val_batch_size so that the last batch has a sample for each rank."
-    )
 
 
 def check_monitor(run: Run, metrics: Metrics) -> None:

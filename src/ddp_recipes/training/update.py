@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ddp_recipes.data.loader import Batch
 from ddp_recipes.runtime.fast_paths import zero_grad
 from ddp_recipes.runtime.phases import ALL_REDUCE, phase
+from ddp_recipes.training.collectives import of_rows
 from ddp_recipes.training.metrics import mean_loss, train_metrics
 from ddp_recipes.training.non_finite import Losses
 from ddp_recipes.training.state import Run, Update
@@ -94,7 +95,8 @@ def forward_backward(
     for batch, shard, weight, last in micro_batches(run, batches, numbers, samples):
         if measured:
             run.task.train_sums = sums[shard] if batch.num_samples else None
-        loss = run.strategy.training_step(run.module, batch.data, weight, last, run.precision)
+        with of_rows(run.strategy, run.train, "train", batch):
+            loss = run.strategy.training_step(run.module, batch.data, weight, last, run.precision)
         losses[shard].append((loss, batch.num_samples))
     if measured:
         run.task.train_sums = None
