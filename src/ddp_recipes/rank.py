@@ -1,5 +1,6 @@
 """One run on one rank: get ready, agree with the others, work, write a summary."""
 
+import json
 import logging
 import os
 import traceback
@@ -36,6 +37,7 @@ from ddp_recipes.runtime.messages import Messages
 from ddp_recipes.runtime.process import ignore_once
 from ddp_recipes.runtime.watcher import Watcher
 from ddp_recipes.runtime.world import World
+from ddp_recipes.tasks.written import refuse_differing
 from ddp_recipes.tools import command
 from ddp_recipes.training import loop
 from ddp_recipes.training.cadence import save_meets_validation
@@ -86,12 +88,15 @@ def _run(job: Job, world: World, messages: Messages | None, watcher: Watcher) ->
         summary = output.facts(final_digest(recipe)) | {"status": "finished"}
         if job.last:
             ignore_once(ASKS_TO_STOP)  # there is nothing left to stop, and a rank that died of it would not report
+        copies = recipe.strategy.copies(recipe.task)
         leave(recipe, control)
         if not world.is_main:  # all that could still hang comes before its end, and rank 0's summary after all ends
             close(recipe, output)
         others = [rank for rank in range(world.world_size) if not recipe.request.strategy.outlives(rank)]
-        peaks = control.end(others, str(summary["peak_memory_bytes"] or ""))
-        summary["peak_memory_bytes"] = max(map(int, filter(None, peaks)), default=None)
+        notes = [json.loads(note) for note in control.end(others, json.dumps([summary["peak_memory_bytes"], copies]))]
+        if notes:
+            refuse_differing([copies for _, copies in notes])
+        summary["peak_memory_bytes"] = max((peak for peak, _ in notes if peak), default=None)
         output.finish(summary)
         return summary
     except Left:

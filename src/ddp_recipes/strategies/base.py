@@ -159,6 +159,9 @@ class Strategy(Protocol):
     def digest(self, task: Task) -> str | None:
         """Return the SHA-256 of the whole model's weights on rank 0. A collective."""
 
+    def copies(self, task: Task) -> dict[str, int]:
+        """Return the sums of bits of those of this rank's parameters that must be the same on all ranks."""
+
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return the state of the whole model's optimizer on rank 0, or what this rank saves of it. A collective."""
 
@@ -240,6 +243,10 @@ class Plain:
     def digest(self, task: Task) -> str | None:
         """Digest what is gathered."""
         return digest(self.weights(task))
+
+    def copies(self, task: Task) -> dict[str, int]:
+        """Those that a rank has alone."""
+        return {}
 
     def explain(self, error: BaseException, task: Task) -> str | None:
         """torch's own message says it, but for a gradient that ranks would have to exchange, and that is sparse."""

@@ -1,11 +1,12 @@
-"""Parameters that a forward pass writes to, such as the moving averages of a teacher.
+"""Parameters that something else than an optimizer writes to, such as the moving averages of a teacher.
 
-That is lost, or happens another number of times, where a strategy gathers parameters for a pass, or has several passes
-of a rank make one step: then a run is refused. torch counts what is written to a parameter, but nothing that goes by
-``parameter.data``: one that has got other memory is seen, too, and some passes are looked at by what they leave.
+What a forward pass writes is lost, or happens another number of times, where a strategy gathers parameters for a pass,
+or has several passes of a rank make one step: then a run is refused. torch counts what is written to a parameter, but
+nothing that goes by ``parameter.data``: one that has got other memory is seen, too, and some passes are looked at by
+what they leave. What one rank writes otherwise than the others is found where their parameters are compared.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -29,6 +30,28 @@ def sums_of_bits(tensors: Sequence[Tensor]) -> list[int]:
         places = [place for place, each in enumerate(sums) if each.device == device]
         found |= zip(places, torch.stack([sums[place] for place in places]).tolist(), strict=True)
     return [found[place] for place in range(len(sums))]
+
+
+def refuse_differing(of_ranks: Sequence[Mapping[str, int]]) -> None:
+    """Refuse to go on with parameters that are not the same on all ranks: rank 0's are saved.
+
+    Args:
+        of_ranks: by rank the sums of bits of each parameter.
+
+    Raises:
+        RunFailed: names the first that differs, and where.
+    """
+    for name, value in of_ranks[0].items():
+        ranks = [rank for rank, sums in enumerate(of_ranks) if sums[name] != value]
+        if ranks:
+            other = ", ".join(map(str, ranks[:8])) + (", …" if ranks[8:] else "")
+            raise RunFailed(
+                f"The parameter {name.removeprefix('model.')} has other values on rank {other} than on rank 0, whose "
+                f"are saved: something writes to it by what a rank alone has seen. A forward pass does so, with "
+                f"nn.Embedding(max_norm=…) or averages over a batch, or a callback that not all ranks run alike. Have "
+                f"all ranks write the same once a step (in a callback's on_step, or on_train_batch_end of a Lightning "
+                f"module), or make it a buffer (register_buffer), of which all get rank 0's."
+            )
 
 
 class Watch:

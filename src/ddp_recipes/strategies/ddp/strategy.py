@@ -14,12 +14,11 @@ from ddp_recipes.errors import RequestError, nearest
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import Collective, Exchange, Passes, Whole, Wrapped, batch_norms
 from ddp_recipes.strategies.buckets import broadcast_each
-from ddp_recipes.strategies.ddp.copies import refuse_differing
 from ddp_recipes.strategies.ddp.settings import DDPSettings
 from ddp_recipes.strategies.ddp.shared_memory import SharedMemory, join
 from ddp_recipes.strategies.group import Group
 from ddp_recipes.tasks import StepOutput, Task
-from ddp_recipes.tasks.written import sums_of_bits
+from ddp_recipes.tasks.written import refuse_differing, sums_of_bits
 
 
 class DDP(Whole, Group):
@@ -167,20 +166,14 @@ class DDP(Whole, Group):
         """Broadcast rank 0's buffers: each rank's batch norm has followed its own batches since the last step."""
         if self.world.world_size > 1:
             broadcast_each(task.buffers())
-            self._compare(task)
+            if (copies := self.gather(self.copies(task))) is not None:
+                refuse_differing(copies)
 
-    def digest(self, task: Task) -> str | None:
-        """Digest rank 0's weights, if they are those of all."""
-        if self.world.world_size > 1:
-            self._compare(task)
-        return super().digest(task)
-
-    def _compare(self, task: Task) -> None:
-        """Refuse parameters that ranks have each their own of, but for those that DDP was told to leave alone."""
+    def copies(self, task: Task) -> dict[str, int]:
+        """Return the sums of bits of all parameters but those that DDP was told to leave to each rank."""
         alone = ignored_by_ddp(task)
         named = {name: each for name, each in task.named_parameters() if name not in alone}
-        if (of_ranks := self.gather(sums_of_bits([*named.values()]))) is not None:
-            refuse_differing([*named], of_ranks)
+        return dict(zip(named, sums_of_bits([*named.values()]), strict=True)) if self.world.world_size > 1 else {}
 
 
 def _settle_buckets(module: DistributedDataParallel, task: Task) -> None:
