@@ -88,7 +88,7 @@ def _run(job: Job, world: World, messages: Messages | None, watcher: Watcher) ->
         summary = output.facts(final_digest(recipe)) | {"status": "finished"}
         if job.last:
             ignore_once(ASKS_TO_STOP)  # there is nothing left to stop, and a rank that died of it would not report
-        copies = recipe.strategy.copies(recipe.task)
+        copies = recipe.strategy.copies(recipe.task) if work == "fit" else {}  # else nothing is trained, or saved
         leave(recipe, control)
         if not world.is_main:  # all that could still hang comes before its end, and rank 0's summary after all ends
             close(recipe, output)
