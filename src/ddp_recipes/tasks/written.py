@@ -74,7 +74,7 @@ class Watch:
         self._before = [(parameter, _seen(parameter)) for parameter in self._parameters()]
         if self._module.training:
             if _looked_at(self._passes):
-                there = [each for each, _ in self._before if _is_plain(each) and not each.is_meta]
+                there = [each for each, _ in self._before if type(each.data) is Tensor and not each.is_meta]  # no fake
                 self._sums = there, sums_of_bits(there)
             self._passes += 1
 
@@ -101,12 +101,8 @@ class Watch:
         self.end()
 
 
-def _is_plain(parameter: Tensor) -> bool:
-    return type(parameter.data) is Tensor  # neither fake nor made of others
-
-
 def _seen(parameter: Tensor) -> tuple[int, int]:
-    return writes(parameter), storage_key(parameter) if _is_plain(parameter) else 0
+    return writes(parameter), storage_key(parameter)
 
 
 def _looked_at(number: int) -> bool:

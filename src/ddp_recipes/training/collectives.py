@@ -26,8 +26,8 @@ def refusing_collectives(run: Run) -> Callable[[], AbstractContextManager[object
 
     In them is raised a ``RequestError``; ``RunFailed`` where not all ranks come to it.
     """
-    settings, world_size = run.strategy.settings, run.world.world_size
-    if world_size == 1 or run.strategy.lockstep:
+    settings = run.strategy.settings
+    if run.world.world_size == 1 or run.strategy.lockstep:
         return nullcontext
     if (reason := _reason_against_all(run)) is not None:
 
@@ -81,21 +81,19 @@ def of_rows(strategy: Strategy, loader: Loader, name: str, batch: Batch) -> Abst
     plan, settings = loader.plan, strategy.settings
     if plan.same_sizes or settings.fixed_shards is not None:
         return nullcontext()
-    if plan.size(batch.number, 0) == plan.size(batch.number, plan.num_shards - 1):
-        return nullcontext()
-    if batch.number >= _FIRST and batch.number < plan.num_batches - 1:
+    most, least = plan.size(batch.number, 0), plan.size(batch.number, plan.num_shards - 1)
+    if most == least or _FIRST <= batch.number < plan.num_batches - 1:
         return nullcontext()
 
     def refuse(called: str, tensors: Sequence[Tensor]) -> None:
         if strategy.lockstep and _OF_FSDP in called:
             return
         if any(part in called for part in _OF_ROWS) and any(each.shape[:1] == (batch.num_samples,) for each in tensors):
-            sizes = plan.size(batch.number, 0), plan.size(batch.number, plan.num_shards - 1)
             split = name.partition("/")[0]
             whole = "" if split == "train" else "val_"
             raise RunFailed(
                 f"A step calls {called} with the {batch.num_samples} rows of a batch, and of batch {batch.number} of "
-                f"{name} some ranks have {sizes[0]} samples and others {sizes[1]}. Choose data.{whole}batch_size so "
+                f"{name} some ranks have {most} samples and others {least}. Choose data.{whole}batch_size so "
                 f"that {plan.num_shards} ranks divide every batch of {plan.num_samples} samples, or pad what is "
                 f"gathered{', or set data.drop_last=true' if split == 'train' else ''}."
             )

@@ -46,8 +46,8 @@ class OrderedSum:
         self.world = world
         self.shards = shards
         self.done = 0  # shards of this step
-        self.module, self.every = module, [*module.parameters()]
-        self.watch = Watch(module, lambda: self.every)
+        every = [*module.parameters()]  # asked for once: a shard of a small model takes less time than the walk
+        self.watch = Watch(module, lambda: every)
         parameters = [parameter for parameter in module.parameters() if gradients and parameter.requires_grad]
         buffers = _Buffer.all_of(module)
         self.shapes = [(buffer, buffer.tensor.shape) for buffer in buffers]

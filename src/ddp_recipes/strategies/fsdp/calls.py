@@ -1,6 +1,7 @@
 """What FSDP2 would change of a block's calls: which inputs are one tensor, and outputs in memory that it frees."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -73,7 +74,7 @@ class Calls:
 
 def watch_of_gathered(block: nn.Module) -> Watch:
     """Watch what is gathered of a block: writes to it would not last."""
-    return Watch(block, lambda: _whole(block))
+    return Watch(block, partial(_whole, block))
 
 
 def _whole(block: nn.Module) -> list[nn.Parameter]:
