@@ -23,6 +23,7 @@ from benchmarks.samples import ROOT, SEED
 from benchmarks.turns import Spread
 from ddp_recipes.data.batch_plan import BatchPlan
 from ddp_recipes.data.loader import Loader
+from ddp_recipes.data.order import Shuffled
 
 SIZES = (10**6, 10**7, 10**8, 10**9)
 LARGEST = {"ours": 10**9, "DistributedSampler": 10**7}  # its list of 10**9 would take 40 GB
@@ -95,7 +96,7 @@ def figures_of(name: str, size: int) -> dict[str, float]:
 
 def computed(size: int, epoch: int, first: int) -> Iterator[Any]:
     """Yield this package's batches."""
-    plan = BatchPlan(num_samples=size, global_batch_size=BATCH_SIZE, seed=SEED, shuffle=True)
+    plan = BatchPlan(Shuffled(size, SEED), BATCH_SIZE, seed=SEED)
     return Loader(Indices(size), plan, torch.device("cpu")).batches(epoch, first)
 
 

@@ -83,6 +83,21 @@ def test_ragged_samples_drawn_by_weight_are_the_same_at_any_world_size(run: Run)
     assert alone["metrics"]["train/loss"] < 1 < 2 < alone["metrics"]["val/loss"], "it has seen nothing else"
 
 
+def test_a_data_set_brings_its_own_order_and_length_of_an_epoch(run: Run, tmp_path: Path) -> None:
+    own = ("~data.train", f"+data.train={{_target_: data_parts.Halves, folder: {tmp_path}}}", "~data.val")
+    for world_size, shuffle in ((1, "true"), (1, "false"), (2, "true")):
+        summary = run(*own, f"data.shuffle={shuffle}", "data.global_batch_size=4", world_size=world_size)
+        assert (summary["epoch"], summary["global_step"], summary["samples_seen"]) == (2, 4, 12)
+        seen = [[*map(int, path.read_text().split())] for path in sorted(tmp_path.glob("pid_*"))]
+        if world_size == 1:
+            expected = [*range(12)] if shuffle == "true" else [*range(11, -1, -1)]
+            assert [each[-12:] for each in seen] == [expected]  # the first one is looked at before
+        else:
+            assert sorted(each[-6:] for each in seen) == [[0, 1, 4, 6, 7, 10], [2, 3, 5, 8, 9, 11]]
+        for path in tmp_path.glob("pid_*"):
+            path.unlink()
+
+
 def test_keys_that_would_do_nothing_are_refused(run: Run) -> None:
     overrides = [*RAGGED, "data.collate_fn=data_parts.padded"]
     for key, message in {

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 from ddp_recipes.data.batch_plan import BatchPlan
+from ddp_recipes.data.order import Shuffled
 from ddp_recipes.datasets import fake_images, random_regression
 from ddp_recipes.models import MLP, Toy
 from ddp_recipes.reporting.run_directory import Summary
@@ -56,7 +57,7 @@ def by_hand(
     if world.world_size > 1:
         dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.world_size)
         replica = DistributedDataParallel(model)
-    plan = BatchPlan(SAMPLES, BATCH, num_shards=world.world_size, seed=SEED, shuffle=True)
+    plan = BatchPlan(Shuffled(SAMPLES, SEED), BATCH, num_shards=world.world_size)
     order = [plan.indices(0, batch, world.rank).tolist() for batch in range(plan.num_batches)]
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9, fused=fused)
     losses = []

@@ -21,6 +21,7 @@ from ddp_recipes._compat.messages import lost_a_rank
 from ddp_recipes.callbacks import Callback
 from ddp_recipes.data.batch_plan import BatchPlan
 from ddp_recipes.data.loader import Loader
+from ddp_recipes.data.order import Sequential
 from ddp_recipes.runtime.job import Job
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies import DDP, DDPSettings
@@ -285,7 +286,7 @@ def test_a_rank_without_memory_leaves_a_snapshot(tmp_path: Path) -> None:
 def test_data_may_be_on_the_gpu_already() -> None:
     loader = Loader(
         TensorDataset(torch.arange(8.0, device="cuda"), torch.arange(8, device="cuda")),
-        BatchPlan(num_samples=8, global_batch_size=4, num_shards=1, seed=0, shuffle=False),
+        BatchPlan(Sequential(8), global_batch_size=4),
         torch.device("cuda", 0),
     )
     assert [each.data[0].tolist() for each in loader.batches(0)] == [[0, 1, 2, 3], [4, 5, 6, 7]]

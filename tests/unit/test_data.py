@@ -21,6 +21,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 from ddp_recipes.data.batch_plan import BatchPlan
 from ddp_recipes.data.collate import collate, to_device
 from ddp_recipes.data.loader import Batch, Loader, size_of
+from ddp_recipes.data.order import Sequential, Shuffled
 from ddp_recipes.datasets import InMemory, ScaleAndNormalize, digits, fake_images
 from ddp_recipes.errors import RequestError, RunFailed
 
@@ -61,7 +62,7 @@ class Pair(NamedTuple):
 
 
 def loader(dataset: Any, batch: int = 8, rank: int = 0, world: int = 1, workers: int = 0, **options: Any) -> Loader:
-    plan = BatchPlan(len(dataset), batch, world, seed=42, shuffle=True, **options)
+    plan = BatchPlan(Shuffled(len(dataset), 42), batch, world, seed=42, **options)
     return Loader(dataset, plan, CPU, shards=range(rank, rank + 1), num_workers=workers)
 
 
@@ -160,6 +161,7 @@ ON_FOUR_THREADS = """
 import torch
 from ddp_recipes.data.batch_plan import BatchPlan
 from ddp_recipes.data.loader import Loader
+from ddp_recipes.data.order import Sequential
 
 class Sums(torch.utils.data.Dataset):
     def __len__(self):
@@ -170,7 +172,7 @@ class Sums(torch.utils.data.Dataset):
 
 torch.set_num_threads(4)
 for workers in (0, 1):
-    loader = Loader(Sums(), BatchPlan(8, 8), torch.device("cpu"), num_workers=workers)
+    loader = Loader(Sums(), BatchPlan(Sequential(8), 8), torch.device("cpu"), num_workers=workers)
     print([batch.data.tolist() for batch in loader.batches(0)], torch.get_num_threads())
     loader.close()
 """
@@ -203,7 +205,7 @@ def test_batches_go_on_in_the_middle_of_an_epoch(workers: int) -> None:
 
 def test_rank_without_a_sample_has_one_that_does_not_count() -> None:
     for dataset in (digits("val"), OneByOne(digits("val"))):
-        plan = BatchPlan(3, 2, num_shards=2, seed=42)
+        plan = BatchPlan(Sequential(3), 2, num_shards=2, seed=42)
         batches = list(Loader(dataset, plan, CPU, shards=range(1, 2)).batches(0))
         assert [batch.num_samples for batch in batches] == [1, 0]
         assert [len(batch.data[1]) for batch in batches] == [1, 1]
@@ -211,7 +213,7 @@ def test_rank_without_a_sample_has_one_that_does_not_count() -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_shards_come_one_after_the_other_in_each_group_of_batches(workers: int) -> None:
-    plan = BatchPlan(23, 6, num_shards=3, seed=42, shuffle=True)
+    plan = BatchPlan(Shuffled(23, 42), 6, num_shards=3, seed=42)
     expected = [(0, 1), (1, 1), (0, 2), (1, 2), (2, 1), (3, 1), (2, 2), (3, 2)]
     for dataset in (Noisy(), TensorDataset(torch.arange(23), torch.arange(23))):
         batches = list(Loader(dataset, plan, CPU, shards=range(1, 3), num_workers=workers).batches(1, 0, group=2))
@@ -355,7 +357,7 @@ def test_a_sample_that_fails_is_named(dataset: Any, workers: int) -> None:
 @pytest.mark.parametrize("epochs", [0, 1], ids=["in an epoch", "before an epoch"])
 def test_data_workers_may_be_slow_and_may_not_hang(epochs: int) -> None:
     """Longer than the looks at the time in between, not as long as the timeout; also while they begin a new epoch."""
-    found = Loader(OneByOne(digits("val")), BatchPlan(60, 2), CPU, num_workers=1, timeout_s=4.0)
+    found = Loader(OneByOne(digits("val")), BatchPlan(Sequential(60), 2), CPU, num_workers=1, timeout_s=4.0)
     for epoch in range(epochs):
         list(found.batches(epoch))
     batches = found.batches(epochs)
@@ -385,14 +387,16 @@ def cut_off(worker: int) -> None:
 
 
 def test_a_data_worker_that_dies_as_its_batch_is_read_is_named() -> None:
-    found = Loader(OneByOne(range(8)), BatchPlan(8, 2), CPU, num_workers=1, collate_fn=lambda samples: Lost())
+    found = Loader(
+        OneByOne(range(8)), BatchPlan(Sequential(8), 2), CPU, num_workers=1, collate_fn=lambda samples: Lost()
+    )
     with pytest.raises(RuntimeError, match=r"DataLoader worker \(pid \d+\) (exited unexpectedly|is killed)"):
         list(found.batches(0))
     found.close()
 
 
 def test_a_collate_function_is_called_or_refused() -> None:
-    plan = BatchPlan(23, 4)
+    plan = BatchPlan(Sequential(23), 4)
     pad = {"collate_fn": lambda samples: [len(samples)]}
     assert [batch.data for batch in Loader(Noisy(), plan, CPU, **pad).limited(2).batches(0)] == [[4], [4]]
     assert Loader(Noisy(), plan, CPU, **pad).sample() == [1]

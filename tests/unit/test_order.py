@@ -7,12 +7,13 @@ from itertools import pairwise, product
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, example, given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from ddp_recipes.data import batch_plan
-from ddp_recipes.data.batch_plan import BatchPlan, draw, permute
+from ddp_recipes.data.batch_plan import BatchPlan
+from ddp_recipes.data.order import Drawn, Order, Sequential, Shuffled, draw, permute
 from ddp_recipes.runtime.seeding import key
 
 BLOCK, BATCHES = batch_plan._BLOCK, batch_plan._BATCHES
@@ -118,24 +119,23 @@ def test_positions_and_samples_are_strangers() -> None:
 
 
 @st.composite
-def plans(drawn: st.DrawFn, /, **fixed: object) -> BatchPlan:
+def plans(drawn: st.DrawFn, /, kind: type | tuple[type, ...] | None = None) -> BatchPlan:
     """Plans of any kind but those that drop or limit."""
     n = drawn(st.integers(1, 400))
     weights = np.resize(np.array(drawn(st.lists(st.integers(0, 5), min_size=1, max_size=7)), dtype=np.float64), n)
     weights[drawn(st.integers(0, n - 1))] += 1
+    seed = drawn(SEEDS)
+    orders: list[Order] = [Sequential(n), Shuffled(n, seed), Drawn(weights, seed)]
     given = {
-        "num_samples": n,
+        "order": drawn(st.sampled_from([each for each in orders if kind is None or isinstance(each, kind)])),
         "global_batch_size": drawn(st.integers(1, 100)),
         "num_shards": drawn(st.integers(1, 9)),
-        "seed": drawn(SEEDS),
-        "shuffle": drawn(st.booleans()),
         "sharding": drawn(st.sampled_from(["contiguous", "strided"])),
-        "weights": weights if drawn(st.booleans()) else None,
     }
-    return BatchPlan(**{**given, **fixed})  # type: ignore[arg-type]
+    return BatchPlan(**given)  # type: ignore[arg-type]
 
 
-@given(plans(weights=None), st.integers(0, 5))
+@given(plans((Sequential, Shuffled)), st.integers(0, 5))
 def test_every_sample_comes_once_in_shards_of_even_size(plan: BatchPlan, epoch: int) -> None:
     shards = range(plan.num_shards)
     dealt = [sample for shard in shards for sample in epoch_of(plan, epoch, shard)]
@@ -201,8 +201,9 @@ def test_order_does_not_depend_on_who_asks_when(plan: BatchPlan, data: st.DataOb
 
 def test_order_differs_by_epoch_and_by_seed() -> None:
     weights = np.arange(1, 101, dtype=np.float64)
-    for more in ({}, {"weights": weights}):
-        plans = [BatchPlan(100, 30, seed=seed, shuffle=True, drop_last=True, **more) for seed in (1, 2)]  # type: ignore[arg-type]
+    of_seed: list[Callable[[int], Order]] = [lambda seed: Shuffled(100, seed), lambda seed: Drawn(weights, seed)]
+    for order in of_seed:
+        plans = [BatchPlan(order(seed), 30, drop_last=True) for seed in (1, 2)]
         orders = [epoch_of(plan, epoch) for plan in plans for epoch in (0, 1)]
         assert len({tuple(order) for order in orders}) == 4
         assert len({frozenset(order) for order in orders}) == 4, "other epochs drop others"
@@ -211,29 +212,29 @@ def test_order_differs_by_epoch_and_by_seed() -> None:
 def test_a_batch_lies_across_blocks_of_their_real_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_plan, "_BLOCK", BLOCK)
     monkeypatch.setattr(batch_plan, "_BATCHES", BATCHES)
-    plan, expected = BatchPlan(200_000, 50_000, 2, 9, True), shuffled(200_000, key(9, 1))
+    plan, expected = BatchPlan(Shuffled(200_000, 9), 50_000, 2), shuffled(200_000, key(9, 1))
     assert epoch_of(plan, 1, 1) == expected.reshape(4, 2, -1)[:, 1].ravel().tolist()
-    small = BatchPlan(20_000, 3, 1, 9, True)
+    small = BatchPlan(Shuffled(20_000, 9), 3)
     assert epoch_of(small, 1) == shuffled(20_000, key(9, 1)).tolist()
 
 
 # --- weights ---------------------------------------------------------------------------------------------------------
 
 
-@given(plans(shuffle=True), st.integers(0, 3))
+@given(plans(Drawn), st.integers(0, 3))
 def test_weighted_draws_depend_on_place_and_key_and_weigh_something(plan: BatchPlan, epoch: int) -> None:
-    assume(plan.weights is not None)
-    assert plan.weights is not None
+    assert isinstance(plan.order, Drawn)
+    weights, seed = plan.order.weights, plan.order.seed
     places = np.arange(plan.num_samples, dtype=np.uint64)
-    expected = draw(places, np.cumsum(plan.weights), key(plan.seed, epoch)).astype(np.int64)
+    expected = draw(places, np.cumsum(weights), key(seed, epoch)).astype(np.int64)
     assert epoch_of(replace(plan, num_shards=1), epoch) == expected.tolist(), "whatever block a place is in"
-    assert draw(places[::-3], np.cumsum(plan.weights), key(plan.seed, epoch)).tolist() == expected[::-3].tolist()
-    assert (plan.weights[expected] > 0).all()
+    assert draw(places[::-3], np.cumsum(weights), key(seed, epoch)).tolist() == expected[::-3].tolist()
+    assert (weights[expected] > 0).all()
 
 
 def test_weighted_samples_come_as_often_as_they_weigh() -> None:
     weights = np.array([0, 1, 2, 0, 5, 0], dtype=np.float64)
-    plan = BatchPlan(6, 6, shuffle=True, seed=3, weights=weights)
+    plan = BatchPlan(Drawn(weights, 3), 6)
     drawn = np.concatenate([epoch_of(plan, epoch) for epoch in range(2000)])
     counts = np.bincount(drawn, minlength=6)
     assert counts / counts.sum() == pytest.approx(weights / 8, abs=0.015)

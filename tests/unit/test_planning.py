@@ -3,6 +3,7 @@
 import pytest
 
 from ddp_recipes.data.batch_plan import BatchPlan
+from ddp_recipes.data.order import Sequential
 from ddp_recipes.model_parallel.timeline import bubble, order, timeline
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import Collective
@@ -11,11 +12,11 @@ from ddp_recipes.tools.dry_run import counts
 ONCE = {"step": 1}
 
 PLANS = [
-    BatchPlan(61, 8, 3),
-    BatchPlan(61, 8, 3, drop_last=True),
-    BatchPlan(61, 61, 4),
-    BatchPlan(61, 10, 12, max_batches=4),
-    BatchPlan(60, 10, 2),
+    BatchPlan(Sequential(61), 8, 3),
+    BatchPlan(Sequential(61), 8, 3, drop_last=True),
+    BatchPlan(Sequential(61), 61, 4),
+    BatchPlan(Sequential(61), 10, 12, max_batches=4),
+    BatchPlan(Sequential(60), 10, 2),
 ]
 
 

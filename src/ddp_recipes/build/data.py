@@ -16,6 +16,7 @@ from ddp_recipes.config.settings import DataSettings, TrainerSettings, batches
 from ddp_recipes.data.batch_plan import BatchPlan
 from ddp_recipes.data.collate import Form
 from ddp_recipes.data.loader import Loader, size_of
+from ddp_recipes.data.order import Drawn, Order, Sequential, Shuffled
 from ddp_recipes.errors import RequestError
 from ddp_recipes.training.precision import whole_dtype
 
@@ -109,14 +110,12 @@ class Loading:
                     f"Use at least {replicas}, or fewer {'processes' if shards.count == 1 else 'shards'}."
                 )
         plan = BatchPlan(
-            num_samples=size_of(dataset),
+            order=_order(dataset, settings, trainer, self.seed, training),
             global_batch_size=global_batch,
             num_shards=shards.total,
             seed=self.seed,
-            shuffle=training and settings.shuffle and not trainer.overfit_batches,
             drop_last=settings.drop_last and (training or own),
             sharding=settings.shard,
-            weights=_weights(settings.weights, dataset, trainer) if training and settings.weights is not None else None,
         )
         limit = getattr(trainer, f"limit_{split}_batches")
         if own and split == "val":
@@ -168,6 +167,17 @@ def _function(node: str | Mapping[str, Any], key: str) -> Any:
     if not callable(found):
         raise RequestError(f"{key} makes a {type(found).__name__}, which cannot be called. Give a function.")
     return found
+
+
+def _order(dataset: Any, settings: DataSettings, trainer: TrainerSettings, seed: int, training: bool) -> Order:
+    """Return the order of a data set's samples; it may bring its own."""
+    num_samples, shuffle = size_of(dataset), training and settings.shuffle and not trainer.overfit_batches
+    if training and settings.weights is not None:
+        return Drawn(_weights(settings.weights, dataset, trainer), seed)
+    if callable(own := getattr(dataset, "sample_order", None)):
+        order: Order = own(seed, shuffle)
+        return order
+    return Shuffled(num_samples, seed) if shuffle else Sequential(num_samples)
 
 
 def _weights(given: Any, dataset: Any, trainer: TrainerSettings) -> NDArray[np.float64]:

@@ -1,105 +1,49 @@
-"""Data order that is computed, not stored: which samples are in each shard of each batch."""
+"""An epoch's order cut into batches and shards: which samples are in each shard of each batch."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from ddp_recipes.runtime.seeding import key
-
-Indices = NDArray[np.uint64]
+from ddp_recipes.data.order import Order
 
 _BLOCK = 1 << 16  # positions permuted at once, or those of one batch, if that is larger
 _BATCHES = 1 << 12  # of them at most: each is a tensor
-_HALF_ROUNDS = 8
-
-
-def permute(positions: Indices, n: int, seed: int) -> Indices:
-    """Map positions to samples by a keyed bijection of ``range(n)``: a shuffle without a list of n numbers.
-
-    A Feistel network over an a x b grid that just holds n (the generalised construction of Black & Rogaway, "Ciphers
-    with Arbitrary Finite Domains", 2002); what falls outside is encrypted again (cycle walking), less than a in n do.
-
-    Args:
-        positions: numbers below n, any shape.
-        seed: the key; another key is another shuffle.
-    """
-    rows = np.uint64(math.isqrt(n - 1) + 1)
-    columns = np.uint64(-(-n // int(rows)))
-    keys = [np.uint64(key(seed, i)) for i in range(_HALF_ROUNDS)]
-
-    def encrypt(values: Indices) -> Indices:
-        left = values // columns
-        right = values - left * columns
-        for i in range(0, _HALF_ROUNDS, 2):
-            left = _remainder(left + _mix(right, keys[i]), rows)
-            right = _remainder(right + _mix(left, keys[i + 1]), columns)
-        return left * columns + right
-
-    samples = encrypt(positions)
-    while (outside := samples >= n).any():
-        samples[outside] = encrypt(samples[outside])
-    return samples
-
-
-def draw(positions: Indices, summed_weights: NDArray[np.float64], seed: int) -> Indices:
-    """Draw a sample for each position, with replacement: a function of the position and the key alone.
-
-    Args:
-        summed_weights: of the samples up to and with each.
-    """
-    uniform = (_mix(positions, np.uint64(seed)) + 0.5) / 2.0**48
-    samples = np.searchsorted(summed_weights, uniform * summed_weights[-1], side="right")
-    last = np.searchsorted(summed_weights, summed_weights[-1])  # rounding must not draw one of weight 0 behind it
-    drawn: Indices = np.minimum(samples, last).astype(np.uint64)
-    return drawn
-
-
-def _remainder(values: Indices, divisor: np.uint64) -> Indices:
-    """Return what is left of a division by one number. NumPy's own ``%`` takes twice as long: it really divides."""
-    return values - values // divisor * divisor
-
-
-def _mix(values: Indices, round_key: np.uint64) -> Indices:
-    """Scramble 64-bit values (the finaliser of MurmurHash3); 48 bits come back, so that a sum never overflows."""
-    values = values ^ round_key
-    values = (values ^ (values >> np.uint64(33))) * np.uint64(0xFF51AFD7ED558CCD)
-    values = (values ^ (values >> np.uint64(33))) * np.uint64(0xC4CEB9FE1A85EC53)
-    return values >> np.uint64(16)
 
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Which samples are in each shard of each batch: a function of (seed, epoch, batch, shard) and nothing else.
+    """Which samples are in each shard of each batch: a function of its order, (epoch, batch, shard) and nothing else.
 
-    The global order is cut into global batches, and each of them into shards: one a rank, or more where a strategy says
+    The order is cut into global batches, and each of them into shards: one a rank, or more where a strategy says
     so. Nothing is padded: the last global batch is as small as it is, and shards differ by one sample at most.
 
     Attributes:
-        num_samples: size of the data set.
+        order: which sample comes at each place of an epoch.
         global_batch_size: samples a batch over all shards.
         num_shards: over all ranks.
+        seed: that random numbers of its samples are keyed by.
         sharding: ``contiguous`` gives a shard a block of the global batch, ``strided`` every n-th sample of it.
         max_batches: no more batches than this; ``None`` for all of them.
-        weights: of the samples, which are then drawn with replacement, each as often as its weight is of their sum.
     """
 
-    num_samples: int
+    order: Order
     global_batch_size: int
     num_shards: int = 1
     seed: int = 0
-    shuffle: bool = False
     drop_last: bool = False
     sharding: str = "contiguous"
     max_batches: int | None = None
-    weights: NDArray[np.float64] | None = field(default=None, repr=False, compare=False)
     _blocks: dict[tuple[int, int], tuple[torch.Tensor, Sequence[torch.Tensor]]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+
+    @cached_property
+    def num_samples(self) -> int:
+        """Samples an epoch."""
+        return len(self.order)
 
     @cached_property
     def num_batches(self) -> int:
@@ -155,11 +99,6 @@ class BatchPlan:
         return samples[..., start : start + each + (shard < more)]
 
     @cached_property
-    def _summed_weights(self) -> NDArray[np.float64]:
-        assert self.weights is not None
-        return np.cumsum(self.weights)
-
-    @cached_property
     def _batches_a_block(self) -> int:
         return max(1, min(_BLOCK // self.global_batch_size, _BATCHES))
 
@@ -170,12 +109,6 @@ class BatchPlan:
                 self._blocks.clear()
             size = self._batches_a_block * self.global_batch_size
             positions = np.arange(number * size, min((number + 1) * size, self.num_samples), dtype=np.uint64)
-            if self.weights is not None:
-                samples = draw(positions, self._summed_weights, key(self.seed, epoch))
-            elif self.shuffle:
-                samples = permute(positions, self.num_samples, key(self.seed, epoch))
-            else:
-                samples = positions
-            indices = torch.from_numpy(samples.view(np.int64))
+            indices = torch.from_numpy(self.order.samples(epoch, positions).view(np.int64))
             self._blocks[epoch, number] = indices, torch.split(indices, self.global_batch_size)
         return self._blocks[epoch, number]

@@ -290,8 +290,8 @@ class _PlanSampler:
         epoch, _, _ = self.position
         for batch, shard in self.turns():
             indices = self.indices(epoch, batch, shard).tolist()
-            twice = self.plan.weights is not None
-            numbers = _not_empty(self.plan.positions(batch, shard)).tolist() if twice else indices
+            repeats = self.plan.order.repeats
+            numbers = _not_empty(self.plan.positions(batch, shard)).tolist() if repeats else indices
             yield [Draw(index, epoch, number) for index, number in zip(indices, numbers, strict=True)]
 
 
