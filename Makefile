@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all test-nightly lint bench gpu faults clean
+.PHONY: help train test test-all test-nightly lint docs bench gpu faults clean
 
 help: ## say what there is
 	@echo 'make [PYTHON=python3.12] [ARGS="..."] <target>'
@@ -35,6 +35,15 @@ lint: $(VENV)/installed-dev ## check style, types and who imports whom; long lin
 	$(BIN)/lint-imports
 	$(BIN)/python .ci/lines.py
 
+# What draws the site's diagrams comes by npm; without npm the reader's browser fetches it.
+MERMAID := $(VENV)/mermaid/package/dist/mermaid.min.js
+
+docs: $(VENV)/installed-docs ## build the site in build/site; fails on a broken link or a page that no shelf has
+	@test -f $(MERMAID) || ! command -v npm >/dev/null || { mkdir -p $(VENV)/mermaid && cd $(VENV)/mermaid && \
+		npm pack --silent mermaid@11.6 && tar -xzf mermaid-*.tgz package/dist/mermaid.min.js && rm mermaid-*.tgz; }
+	MERMAID=$(abspath $(MERMAID)) NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)
+	@echo "Read it with: $(BIN)/python -m http.server --bind 127.0.0.1 --directory build/site"
+
 bench: $(VENV)/installed-bench ## measure this package beside its peers, for an hour or two; ARGS="--quick" takes two minutes
 	$(BIN)/python benchmarks/run.py $(ARGS)
 
@@ -60,7 +69,11 @@ $(VENV)/installed-test: pyproject.toml
 
 $(VENV)/installed-dev: pyproject.toml
 	$(call install,.[dev])
-	@touch $(VENV)/installed $(VENV)/installed-test $@
+	@touch $(VENV)/installed $(VENV)/installed-test $(VENV)/installed-docs $@
+
+$(VENV)/installed-docs: pyproject.toml
+	$(call install,.[docs])
+	@touch $(VENV)/installed $@
 
 $(VENV)/installed-bench: pyproject.toml
 	$(call install,.[bench])

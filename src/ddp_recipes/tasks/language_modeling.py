@@ -18,7 +18,9 @@ class LanguageModelingTask(Task):
 
     Args:
         model: tokens ``[n, length]`` to logits ``[n, length, vocab_size]``; a ``context`` is the most that it looks at.
-        metrics, output: as in :class:`Task`, of logits and following tokens.
+        metrics: as in :class:`Task`, of logits and following tokens.
+        train_metrics: as in :class:`Task`.
+        output: as in :class:`Task`.
         new_tokens: how many tokens a prediction adds to each prompt.
         temperature: divides logits before a token is drawn; 0 takes the likeliest.
     """
