@@ -112,7 +112,7 @@ def make_task(
 
 
 def _places_itself(node: Mapping[str, Any], settings: ModelSettings, strategy: StrategySettings) -> bool:
-    """Whether the model takes the devices that it is to be on; refuse one that something else would place, too."""
+    """Return whether the model takes ``devices=`` and places itself; refuse it where something else would place it."""
     if "devices" not in parameters_of(str(node.get("_target_")), "model"):
         return False
     if settings.split is not None or strategy.pipeline is not None:

@@ -88,7 +88,7 @@ class Recipe:
 
     @property
     def world(self) -> World:
-        """Which of the ranks this is."""
+        """The place of this rank among all."""
         return self.devices.world
 
     @property
@@ -98,12 +98,12 @@ class Recipe:
 
     @property
     def mode(self) -> str:
-        """What the run is for."""
+        """The mode of the run."""
         return self.request.run.mode
 
     @property
     def facts(self) -> dict[str, str]:
-        """What has to be equal on ranks that meet, by what messages call it."""
+        """Facts that have to be equal on all ranks, by the name that messages call them."""
         return {"version of ddp_recipes": __version__, "digest of the config": digest(self.job.config)[:12]}
 
     @property
@@ -141,7 +141,7 @@ class Recipe:
 
     @property
     def flops(self) -> Flops | None:
-        """What training takes of what the devices can do."""
+        """Floating-point operations of a sample, and a second of all devices; ``None`` where they are not counted."""
         if self.flops_of_sample is None:
             return None
         peak = self.trainer.peak_flops
@@ -176,7 +176,7 @@ class Recipe:
 
     @property
     def meeting(self) -> Meeting | None:
-        """Where this rank meets the others, if it takes the place of a lost one."""
+        """The meeting of ranks that this one joins, if it takes the place of a lost one."""
         return None if self.job.meeting is None else Meeting.of(self.job.meeting)
 
     def load_weights(self, strategy: Strategy | None = None) -> int:

@@ -17,7 +17,7 @@ from ddp_recipes.tasks import Task
 
 
 class Position(Protocol):
-    """Where a run is."""
+    """A point of the run: epoch and step."""
 
     @property
     def epoch(self) -> int: ...
@@ -112,7 +112,7 @@ class Callback:
         """A validation is done; the weights are still those that it was done with."""
 
     def on_validation_end(self, step: int) -> None:
-        """All callbacks have had :meth:`on_validation`; training goes on."""
+        """Do something after a validation, once all callbacks have had :meth:`on_validation`."""
 
     def on_save_start(self, step: int) -> None:
         """The state for a checkpoint is gathered next: weights, optimizer, :meth:`state` of the callbacks."""

@@ -270,7 +270,7 @@ class RunSettings:
 
     @property
     def work(self) -> str:
-        """What is to be done: the mode, or what takes its place."""
+        """The command to run: the mode, or ``plan``, ``check`` or ``tune`` in its place."""
         return "plan" if self.plan else self.check or self.tune or self.mode
 
 

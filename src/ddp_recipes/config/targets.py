@@ -80,7 +80,7 @@ def check(config: Mapping[str, Any]) -> None:
 
 
 def trust(packages: Any) -> None:
-    """Have later names be looked up with these ``trusted_packages``, too.
+    """Allow names of these packages in later look-ups, beside those that are listed.
 
     Raises:
         RequestError: they are no list of names of packages, or one acts on the machine.

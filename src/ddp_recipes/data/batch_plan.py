@@ -80,7 +80,7 @@ class BatchPlan:
         return self._shard(torch.arange(start, start + max(0, self.size(batch))), shard)
 
     def indices_of(self, epoch: int, batches: range, shard: int = 0) -> torch.Tensor:
-        """Return the same of whole global batches in a row, int64 [batches, size]; of fewer where a block ends."""
+        """Return the sample indices of consecutive global batches, int64 [batches, size]; fewer where a block ends."""
         block, at = divmod(batches.start, self._batches_a_block)
         size = self.global_batch_size
         found = self._block(epoch, block)[0][at * size : (at + len(batches)) * size]

@@ -143,7 +143,7 @@ class Loader:
         return map(self.fetch, (self._sampler.indices(epoch, number, shard) for number, shard in self._sampler.turns()))
 
     def _in_time(self, loader: "DataLoader[Any]") -> Iterator[Any]:
-        """Yield the same, and end the run where data workers hang: alone, a rank has nobody else to miss it."""
+        """Yield the batches, and end the run where data workers hang: alone, a rank has nobody else to miss it."""
         asked, over, hung = time.monotonic(), threading.Event(), ""
         batches = persistent(loader)
 
@@ -189,7 +189,7 @@ class Loader:
             over.set()
 
     def _prefetched(self, prefetcher: Prefetcher, epoch: int, start: int) -> Iterator[Any]:
-        """Yield the same; the last batch, which may be smaller, is fetched by itself."""
+        """Yield the batches with those ahead being fetched; the last, which may be smaller, is fetched by itself."""
         plan, (shard,) = self.plan, self.shards
         last = plan.num_batches - 1
 
@@ -212,12 +212,12 @@ class Loader:
         shut_down(self._one_by_one)
 
     def limited(self, max_batches: int) -> "Loader":
-        """Return the same loader cut off after so many batches an epoch; for whole-batch data sets and first looks."""
+        """Return this loader cut off after so many batches an epoch; for whole-batch data sets and first looks."""
         plan = self.plan.limited(min(max_batches, len(self)))
         return Loader(self.dataset, plan, self.device, shards=self.shards, **self._options)
 
     def recut(self, global_batch_size: int) -> "Loader":
-        """Return the same samples in whole batches of another size."""
+        """Return a loader of these samples in whole batches of another size."""
         plan = replace(self.plan, global_batch_size=global_batch_size, max_batches=None)
         return Loader(self.dataset, plan, self.device, shards=self.shards, **self._options, **self._workers)
 

@@ -62,7 +62,7 @@ class Channel:
 
     @property
     def messages(self) -> Messages:
-        """Those of this generation."""
+        """The messages of this generation of ranks."""
         assert self._generation is not None, "the ranks have not met yet"
         return self._generation
 

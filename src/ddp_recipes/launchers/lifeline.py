@@ -49,7 +49,7 @@ class Lifeline:
 
     @property
     def watcher(self) -> Watcher:
-        """What the rank needs of this."""
+        """The functions that the rank calls to watch the others and to report to the launcher."""
         return Watcher(self.exited, self.joined, self.reported, self.ask, self.when_lost, lambda: self._moves)
 
     def joined(self) -> None:

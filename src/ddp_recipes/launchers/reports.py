@@ -46,7 +46,7 @@ class RankReport:
 
     @property
     def exit_status(self) -> int:
-        """What the rank's process exits with."""
+        """The exit code of the rank's process."""
         return _EXIT_CODES[self.kind]
 
     @classmethod

@@ -321,7 +321,7 @@ class LightningTask(Task):
         return self._evaluated("validation", batch)
 
     def test_step(self, batch: Any) -> StepOutput:
-        """Return the same of the module's test step, or of its validation step where it has no other."""
+        """Return loss and outputs of the module's test step, or of its validation step where it has no other."""
         return self._evaluated("test" if "test_step" in self.hooks.own else "validation", batch)
 
     def predict_step(self, batch: Any) -> Any:

@@ -26,7 +26,7 @@ _NAMES: dict[Any, str] = {
 
 
 class Key(NamedTuple):
-    """What was logged: as in Lightning, a name in a hook; the same one in another hook is another.
+    """The identity of a logged value: a name in a hook; the same name in another hook is another key.
 
     Attributes:
         of_set: what follows the name where several data sets are evaluated.
@@ -100,7 +100,7 @@ class Total:
 
 @dataclass
 class Entry:
-    """What came up of a key.
+    """The values that were logged by one key.
 
     Attributes:
         steps: the values of the latest steps, by which of them it was, with the samples that each counts for.
@@ -165,7 +165,7 @@ def everywhere(mine: Sequence[Any], around: Surroundings) -> list[Any]:
 
 
 class Log:
-    """What was logged since it was last read, by the names that Lightning gives it."""
+    """Values logged since the last read, by the names that Lightning gives them."""
 
     def __init__(self, owner: str) -> None:
         self.owner = owner  # the module's class, for messages
@@ -333,7 +333,7 @@ class Log:
         return found
 
     def _on_all_ranks(self, key: Key, metric: Any) -> Any:
-        """Return a metric that was logged, which this rank has, too."""
+        """Return a metric that was logged on all ranks, and refuse one that was not."""
         if metric is None:
             raise RunFailed(
                 f"{self.owner} logs the metric {key.name} in {key.hook} on some ranks alone, and to compute it takes "

@@ -118,7 +118,7 @@ class Trainer:
 
     @property
     def num_val_batches(self) -> list[int]:
-        """The same of each validation set."""
+        """Batches of an epoch of each validation set, on this rank."""
         return [len(loader) for name, loader in self.surroundings.loaders.items() if name.startswith("val")]
 
     @property
@@ -134,17 +134,17 @@ class Trainer:
 
     @property
     def val_dataloaders(self) -> Any:
-        """The same of validation: one, or a list or dict of several, as the hook returns them; ``None`` without any."""
+        """Validation loaders as the hook returns them: one, or a list or dict of several; ``None`` without any."""
         return self._loaders("val")
 
     @property
     def test_dataloaders(self) -> Any:
-        """The same of tests."""
+        """Test loaders as the module's hook returns them."""
         return self._loaders("test")
 
     @property
     def predict_dataloaders(self) -> Any:
-        """The same of predictions."""
+        """Prediction loaders as the module's hook returns them."""
         return self._loaders("predict")
 
     def _loaders(self, split: str) -> Any:
@@ -182,13 +182,13 @@ class Trainer:
 
     @property
     def lr_scheduler_configs(self) -> list[Any]:
-        """Its schedulers, with ``scheduler``, ``interval``, ``frequency`` and ``monitor``."""
+        """The run's schedulers, each with ``scheduler``, ``interval``, ``frequency`` and ``monitor``."""
         schedules = [] if self.run is None else self.run.schedules
         return [SimpleNamespace(**vars(each), reduce_on_plateau=each.monitor is not None) for each in schedules]
 
     @property
     def loggers(self) -> list[ModuleLogger]:
-        """One that stands for all loggers of the run."""
+        """A list of one logger, which stands for all loggers of the run."""
         return [self.logger]
 
     @property
@@ -200,7 +200,7 @@ class Trainer:
 
     @property
     def strategy(self) -> Any:
-        """What callbacks ask of Lightning's strategy."""
+        """The attributes of Lightning's strategy that callbacks read."""
         return SimpleNamespace(
             root_device=self.surroundings.devices[0],
             barrier=lambda *_, **__: self._decide(True),
@@ -214,7 +214,7 @@ class Trainer:
 
     @property
     def _logger_connector(self) -> Any:
-        """What callbacks that log ask: whether this step is logged."""
+        """The object that callbacks ask whether this step is logged."""
         every = self.surroundings.trainer.log_every_n_steps
         return SimpleNamespace(should_update_logs=(self._step + 1) % every == 0)
 
@@ -243,12 +243,12 @@ class Trainer:
 
     @property
     def checkpoint_callback(self) -> "Checkpoints | None":
-        """Where the run's checkpoints are; ``None`` where it saves none."""
+        """The object that has the paths of the run's checkpoints; ``None`` where it saves none."""
         return Checkpoints(self.run, self.surroundings) if self.run and self.run.checkpoint.enabled else None
 
     @property
     def checkpoint_callbacks(self) -> "list[Checkpoints]":
-        """The same as a list."""
+        """A list of the one checkpoint callback; empty where the run saves none."""
         return [] if self.checkpoint_callback is None else [self.checkpoint_callback]
 
     def save_checkpoint(self, filepath: str | Path, weights_only: bool = False, *_: Any, **__: Any) -> None:
@@ -278,7 +278,7 @@ class Trainer:
 
     @property
     def local_rank(self) -> int:
-        """Its number on its node."""
+        """The number of this rank on its node."""
         return self.surroundings.world.local_rank
 
     @property
@@ -302,7 +302,7 @@ class Trainer:
 
     @property
     def state(self) -> Any:
-        """What the run is for, and what it does right now."""
+        """The stage of the run (fit, validate, …), and the one that is under way."""
         return SimpleNamespace(fn=self.surroundings.mode, stage=self.stage, status="running", finished=False)
 
     @property

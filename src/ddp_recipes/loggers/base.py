@@ -133,7 +133,7 @@ class Loggers(Logger):
 
     @property
     def experiment(self) -> Any:
-        """That of the first one that has any."""
+        """The object behind the first logger that has one, such as a ``SummaryWriter``."""
         return next((each.experiment for each in self.loggers if each.experiment is not None), None)
 
     def _each(self, method: str, *arguments: Any) -> None:

@@ -232,7 +232,7 @@ class ModuleMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def where(self) -> str:
-        """What is running, in words."""
+        """The block that is running, in words."""
         module = self.active[-1]
         return "the task's step" if module == OUTSIDE else f"the forward of {module or 'the model'}"
 

@@ -28,7 +28,7 @@ class Layout:
 
     @property
     def mine(self) -> range:
-        """Those of this process."""
+        """Stages of this process."""
         return range(self.process, self.stages, self.processes)
 
     @property

@@ -49,7 +49,7 @@ def connections() -> set[int]:
 
 
 def hang_up(inodes: set[int]) -> None:
-    """End connections at once: to close them would not, where a data worker, a fork, has them, too."""
+    """End connections at once; closing would not, where a data worker, a fork, holds them as well."""
     for each in _sockets():
         if os.fstat(each.fileno()).st_ino in inodes and not _listens(each):
             with suppress(OSError):  # the other end has hung up

@@ -20,7 +20,7 @@ class Progress(NamedTuple):
 
 @dataclass(frozen=True)
 class Loss:
-    """What a rank says that can no longer reach another one.
+    """A rank's message that it can no longer reach another one.
 
     Attributes:
         text: the error by which it noticed.
@@ -39,7 +39,7 @@ class Loss:
 
 @dataclass(frozen=True)
 class Leaving:
-    """That ranks do not meet again as they are: all end, and others go on.
+    """The message that ranks do not form the group again: all end, and others go on.
 
     Attributes:
         keep: whether this rank leaves its state in memory.
@@ -50,7 +50,7 @@ class Leaving:
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where the ranks meet again, and with whose state they go on.
+    """The address where ranks form a new group, and the ranks whose state they go on with.
 
     Attributes:
         file: of the store, as a path that any process of this user can open.

@@ -15,7 +15,7 @@ HEADER = struct.Struct("<QQII16s")  # step, bytes that follow, part, parts, star
 
 
 class Kept(NamedTuple):
-    """What a state is.
+    """The identity of a state that is kept in memory: its step, and which part of the model.
 
     Attributes:
         step: after which it was.

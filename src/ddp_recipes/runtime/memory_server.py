@@ -69,7 +69,7 @@ class MemoryServer(ThreadingTCPServer):
 
     @property
     def port(self) -> int:
-        """Which the system chose."""
+        """The port that the system chose."""
         return int(self.socket.getsockname()[1])
 
     def __exit__(self, *_: object) -> None:

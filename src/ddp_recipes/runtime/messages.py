@@ -67,7 +67,7 @@ class Messages:
 
     @property
     def store(self) -> Store:
-        """Where these messages are: for what is not theirs."""
+        """The store that holds these messages, for what is not a message."""
         return PrefixStore(self._scope, self._client.store) if self._scope else self._client.store
 
     @property

@@ -195,7 +195,7 @@ class Strategy(Protocol):
 
 
 class Plain:
-    """What most strategies answer alike: a replica a process, one shard of a batch, nothing to refuse."""
+    """Answers that most strategies share: a process a replica, one shard of a batch, nothing to refuse."""
 
     settings: StrategySettings
     starts: Sequence[str] = ()
@@ -210,7 +210,7 @@ class Plain:
     peers: dist.ProcessGroup | None = None
 
     def replicas(self, device_type: str) -> int:
-        """One a process."""
+        """Return 1: each process holds one replica."""
         return 1
 
     def draws_on(self, devices: Sequence[torch.device]) -> Sequence[torch.device]:
@@ -218,18 +218,18 @@ class Plain:
         return devices
 
     def check(self, task: Task, devices: Sequence[torch.device]) -> None:
-        """Nothing can be wrong."""
+        """Refuse nothing."""
 
     def make_optimizers(self, task: Task, make: Callable[[], T]) -> T:
-        """They are the task's own."""
+        """Make the optimizers of the task's own parameters."""
         return make()
 
     def saved_weights(self, task: Task) -> Mapping[str, Tensor | OwnRows]:
-        """All on rank 0."""
+        """Return the weights that rank 0 has: it has all."""
         return self.weights(task)
 
     def batch_shard(self, weight: float) -> AbstractContextManager[Any]:
-        """There is one a rank."""
+        """Return a context that does nothing: a rank has one shard of a batch."""
         return nullcontext()
 
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
@@ -237,7 +237,7 @@ class Plain:
         optimizer.load_state_dict(put_together(state))
 
     def weights(self, task: Task) -> dict[str, Tensor]:
-        """They are all here."""
+        """Return the task's weights by name: this rank has all."""
         return task.weights()
 
     def digest(self, task: Task) -> str | None:
@@ -245,7 +245,7 @@ class Plain:
         return digest(self.weights(task))
 
     def copies(self, task: Task) -> dict[str, int]:
-        """Those that a rank has alone."""
+        """Return nothing: no other rank has parameters that must be the same."""
         return {}
 
     def explain(self, error: BaseException, task: Task) -> str | None:
@@ -259,11 +259,11 @@ class Plain:
         )
 
     def abort(self) -> None:
-        """They end by themselves."""
+        """Do nothing: collectives that wait fail by themselves."""
 
 
 class Whole(Plain):
-    """What strategies have in common whose ranks each hold the whole model."""
+    """Methods of strategies whose ranks each hold the whole model."""
 
     def training_step(self, module: Wrapped, batch: Any, weight: float, last: bool, precision: Passes) -> Tensor:
         """Run the wrapped task, then backward."""
@@ -274,14 +274,14 @@ class Whole(Plain):
         return loss.detach()
 
     def shard(self, task: Task, devices: Sequence[torch.device]) -> None:
-        """Nothing is left out."""
+        """Leave the model as it is: every rank holds all of it."""
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        """They are all here."""
+        """Return the norm of all gradients, each of which this rank has."""
         return total_norm(gradients)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """It is all here."""
+        """Return the optimizer's state, all of which this rank has."""
         return optimizer.state_dict()
 
 

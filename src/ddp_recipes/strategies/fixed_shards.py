@@ -39,7 +39,7 @@ class FixedShardsSettings(StrategySettings):
 
     @property
     def fixed_shards(self) -> int | None:
-        """They are the same at any world size, where they are given."""
+        """The number of shards of a batch, the same at any world size; ``None`` where it follows the world size."""
         return self.shards
 
     def check_resume(self, path: object, shards: int | None) -> None:

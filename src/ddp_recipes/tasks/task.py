@@ -27,7 +27,7 @@ _ELEMENTWISE = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What a task may know of the run that it is made for.
+    """Facts of the run that a task is made for: mode, loaders, directory, collectives.
 
     Attributes:
         loaders: by split, such as ``train``; several validation sets are ``val/<name>``. Still empty where the task
@@ -75,7 +75,7 @@ class StepOutput(NamedTuple):
 
 
 class Position:
-    """Where a run is.
+    """A point of the run: epoch and step.
 
     Attributes:
         step: the optimizer step that is being taken, or was taken last.
@@ -160,7 +160,7 @@ class Task(nn.Module):
         return self.training_output(self.model(inputs), targets)
 
     def training_output(self, outputs: Any, targets: Tensor) -> StepOutput:
-        """Return the same of what the model returned."""
+        """Return the loss of a training batch, with gradient, from what the model returned."""
         outputs = self.chosen(outputs)
         targets = targets.to(outputs.device)  # a model over several devices ends on its last
         if self.train_sums is not None:
@@ -280,7 +280,7 @@ class Task(nn.Module):
         return f"{prefix}/{name}"
 
     def test_step(self, batch: Any) -> StepOutput:
-        """Return the same for ``mode=test``."""
+        """Return loss and metrics of a batch of ``mode=test``; as :meth:`validation_step`, unless overridden."""
         return self.validation_step(batch)
 
     def predict_step(self, batch: Any) -> Any:
@@ -343,7 +343,7 @@ class Task(nn.Module):
 
     @property
     def metric_names(self) -> list[str]:
-        """What the metrics are called; each of a collection by its own name."""
+        """Names of the metrics; each of a collection by its own name."""
         names = (each.keys() if hasattr(each, "keys") else [name] for name, each in self.metrics.items())
         return [name for of_one in names for name in of_one]
 

@@ -99,7 +99,7 @@ def equivalence(recipe: Recipe, output: Output) -> None:
 
 
 def alone(recipe: Recipe) -> Recipe:
-    """Return the same recipe for one process: ``strategy=single`` on whole global batches, on this rank's device."""
+    """Return this recipe for one process: ``strategy=single`` on whole global batches, on this rank's device."""
     config = dict(recipe.job.config)
     config["strategy"] = {"_target_": "ddp_recipes.strategies.Single", "processes": 1}
     config["data"] = {**config["data"], "global_batch_size": recipe.loaders["train"].plan.global_batch_size}

@@ -125,7 +125,7 @@ class Float16(BFloat16):
 
 
 class ShardedFloat16(Float16):
-    """The same where each rank has a part of the gradients: what overflows on one rank counts on all."""
+    """float16 with a scaled loss where each rank has a shard of the gradients: an overflow on one counts on all."""
 
     def __init__(self, device_type: str) -> None:
         super().__init__(device_type)

@@ -144,7 +144,7 @@ class Replacement:
         self._since, self._announced = None, None
 
     def _end(self, waiting: Sequence[Rank]) -> None:
-        """Have the ranks that wait fail, too."""
+        """Fail the ranks that wait for the lost one as well."""
         self._over = True
         for rank in waiting:
             rank.loss = None

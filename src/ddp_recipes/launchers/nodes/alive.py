@@ -105,7 +105,7 @@ class Alive(threading.Thread):
 
     @property
     def exited(self) -> set[int]:
-        """Ranks that other nodes have lost."""
+        """Ranks that have exited on other nodes, by what those report."""
         return {rank for beat in self._beats.values() for rank in beat.exited}
 
     @property
@@ -115,7 +115,7 @@ class Alive(threading.Thread):
 
     @property
     def silent(self) -> set[int]:
-        """Ranks for which ranks of other nodes waited in vain."""
+        """Ranks that did not respond to ranks of other nodes before a timeout."""
         return {rank for beat in self._beats.values() for rank in beat.silent}
 
     @property

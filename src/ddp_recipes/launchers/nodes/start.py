@@ -94,7 +94,7 @@ class Start:
 
     @property
     def losses(self) -> tuple[tuple[str, float], ...]:
-        """What was lost until now, as far as any node knows."""
+        """Losses of ranks and nodes until now, as far as any node knows."""
         every: dict[tuple[str, int], float] = {}
         for offer in self.offers:
             times = Counter[str]()

@@ -41,11 +41,11 @@ class DDP(Whole, Group):
 
     @property
     def divisor(self) -> int:
-        """Ranks' gradients are averaged."""
+        """The number of ranks: reduced gradients are their mean."""
         return self.world.world_size
 
     def check(self, task: Task, devices: Sequence[torch.device]) -> None:
-        """Refuse ``sync_batchnorm`` on CPU, too."""
+        """Refuse ``sync_batchnorm`` and buffers of 8-bit floats on a CPU, besides what :class:`Plain` refuses."""
         super().check(task, devices)
         if self.settings.sync_batchnorm and devices[0].type == "cpu":
             raise RequestError(

@@ -21,7 +21,7 @@ class DDPExactSettings(FixedShardsSettings):
 
     @property
     def same_buffers(self) -> bool:
-        """They follow all shards."""
+        """True: buffers follow all shards of a step, so all ranks have the same."""
         return True
 
     def with_less_memory(self) -> list[dict[str, dict[str, Any]]]:

@@ -35,7 +35,7 @@ class DDPExact(Whole, Group):
         self.total: OrderedSum | None = None
 
     def check(self, task: Task, devices: Sequence[torch.device]) -> None:
-        """Refuse sparse gradients, too."""
+        """Refuse layers whose gradients are sparse, besides what the base refuses."""
         super().check(task, devices)
         for name, module in task.named_modules():
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
@@ -86,4 +86,4 @@ class DDPExact(Whole, Group):
         super().teardown()
 
     def sync_buffers(self, task: Task) -> None:
-        """They are the same on every rank after each step."""
+        """Do nothing: buffers are the same on every rank after each step."""

@@ -53,7 +53,7 @@ class DDPPipeline(Group):
 
     @property
     def layout(self) -> Layout:
-        """Which stages this process has."""
+        """The stages of each process, and which process of a replica this is."""
         return Layout(self.starts, self.processes, self.world.rank % self.processes)
 
     def setup(

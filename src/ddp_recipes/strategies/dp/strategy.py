@@ -31,7 +31,7 @@ class DataParallel(Single):
         return 1 if device_type == HOST else max(1, torch.accelerator.device_count())
 
     def draws_on(self, devices: Sequence[torch.device]) -> Sequence[torch.device]:
-        """All visible GPUs, each of which has a copy of the model and a thread."""
+        """Return all visible GPUs, each of which has a copy of the model and a thread."""
         return devices if not is_accelerator(devices[0]) else all_of(devices[0].type)
 
     def check(self, task: Task, devices: Sequence[torch.device]) -> None:

@@ -39,7 +39,7 @@ class FSDPSettings(FixedShardsSettings):
             raise RequestError(f"strategy.level={self.level} is not known. Allowed: 3, 2, 1.")
 
     def check_world_size(self, world_size: int) -> None:
-        """Refuse a number of processes that the replicas cannot share, too."""
+        """Refuse a number of processes that does not fit, or that the replicas cannot share evenly."""
         super().check_world_size(world_size)
         each, left = divmod(world_size, self.replicas)
         if self.replicas > 1 and (left or each < 2):
@@ -61,17 +61,17 @@ class FSDPSettings(FixedShardsSettings):
 
     @property
     def same_buffers(self) -> bool:
-        """All have rank 0's after a step, or they follow all shards."""
+        """True: all ranks have rank 0's buffers after a step, or buffers that follow all shards."""
         return True
 
     @property
     def whole_model(self) -> bool:
-        """Each process has a part."""
+        """False: each process holds a shard of the model."""
         return False
 
     @property
     def deferred(self) -> bool:
-        """No process need have room for all of it."""
+        """True: the model is made without memory, as no process need have room for all of it."""
         return True
 
     def check(self, request: "Request") -> None:

@@ -100,7 +100,7 @@ class Block:
 
 
 def in_dtype(dtype: torch.dtype | None, values: Any) -> Any:
-    """Return the same values, floating-point tensors among them in another dtype."""
+    """Return the values with floating-point tensors among them in another dtype."""
     if dtype is None:
         return values
     return tree_map_only(Tensor, lambda each: each.to(dtype) if each.is_floating_point() else each, values)
@@ -124,7 +124,7 @@ class _At(torch.autograd.Function):
 
 
 def at_gradients(values: Any, call: Callable[[], None]) -> Any:
-    """Return the same values, with a call in backward once it has the gradients of all tensors among them."""
+    """Return the values unchanged, with a call in backward once it has the gradients of all tensors among them."""
     tensors = [each for each in tree_leaves(values) if isinstance(each, Tensor) and each.requires_grad]
     if not tensors or not torch.is_grad_enabled():
         return values

@@ -40,7 +40,7 @@ class Served:
 
     @property
     def buffers(self) -> Sequence[Tensor]:
-        """Those that the module has now: a forward pass may put others in their place."""
+        """Buffers that the module has now: a forward pass may put others in their place."""
         return [] if self._module is None else list(self._module.buffers())
 
     def pack(self) -> Tensor:

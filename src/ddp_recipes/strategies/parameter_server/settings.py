@@ -47,7 +47,7 @@ class ParameterServerSettings(StrategySettings):
         return self.servers + 2 if fit is None and self.processes is None else super().auto_processes(fit)
 
     def outlives(self, rank: int) -> bool:
-        """Only a worker's death, and only where the others do not wait for its gradients."""
+        """Whether the run goes on without this rank: a worker for whose gradients the others do not wait."""
         return self.asynchronous and rank >= self.servers
 
     def batch_shards(self, world: World) -> BatchShards:

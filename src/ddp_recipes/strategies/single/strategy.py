@@ -27,7 +27,7 @@ class Single(Whole):
     def setup(
         self, world: World, messages: Messages | None, backend: str, timeout: timedelta, init_method: str | None
     ) -> None:
-        """There is nobody to join."""
+        """Do nothing: there are no other ranks to join."""
 
     def wrap(self, task: Task, devices: Sequence[torch.device]) -> Wrapped:
         """Return the task itself."""
@@ -45,11 +45,11 @@ class Single(Whole):
         return [value]
 
     def sync_buffers(self, task: Task) -> None:
-        """There is one model."""
+        """Do nothing: there is one model."""
 
     def exchange(self, task: Task, world: World) -> Exchange:
-        """There is nobody to exchange with."""
+        """Return an empty exchange: nothing is sent."""
         return Exchange()
 
     def teardown(self) -> None:
-        """Nothing was set up."""
+        """Do nothing: nothing was set up."""

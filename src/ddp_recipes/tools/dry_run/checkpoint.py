@@ -51,4 +51,4 @@ class _Counted:
         return self.size
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Do nothing: nothing is held back."""

@@ -64,7 +64,7 @@ class DeviceMemory:
 
     @property
     def state(self) -> int:
-        """What is there whatever the batch."""
+        """Bytes that are held whatever the batch: weights, gradients, optimizer state, exchange."""
         return self.weights + self.gradients + self.optimizer + self.exchange
 
 

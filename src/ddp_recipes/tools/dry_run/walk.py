@@ -67,7 +67,7 @@ class WalkedPipeline(Pipeline):
 
     @contextmanager
     def _apart(self) -> Iterator[None]:
-        """Nothing is drawn."""
+        """Return a context that does nothing: a dry run draws no random numbers."""
         yield
 
     @contextmanager

@@ -30,7 +30,7 @@ class Breakdown:
 
     @property
     def title(self) -> str:
-        """What it is."""
+        """The headline of the table of times."""
         return f"where a step's time goes, mean of {self.steps} step{'' if self.steps == 1 else 's'} on rank 0"
 
     def cells(self) -> list[list[str]]:

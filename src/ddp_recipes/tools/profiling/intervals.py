@@ -6,7 +6,7 @@ Interval = tuple[float, float]
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return the same points as intervals in order, none of which touches another."""
+    """Return disjoint intervals, in order, that cover the points of all given ones."""
     found: list[Interval] = []
     for start, end in sorted(intervals):
         if found and start <= found[-1][1]:
