@@ -35,6 +35,7 @@ EXTRAS = {  # the longest name that a module begins with tells what it is of
     "tune": "tools.batch_size tools.learning_rate reporting.figures.learning_rates",
     "profile": "tools.profiling reporting.figures.profile",
     "export, predict": "checkpointing.export training.predictions",
+    "report": "tools.report",
     "sweeps": "reporting.sweep",
     "lightning": "lightning",
     "wandb": "loggers.wandb",

@@ -8,13 +8,13 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from ddp_recipes import project
 from ddp_recipes.config.targets import is_run
 from ddp_recipes.controller import Controller
 from ddp_recipes.errors import RecipeError, RequestError, printable
 from ddp_recipes.launchers import environment
 from ddp_recipes.launchers.base import Resources
 from ddp_recipes.runtime.process import die_with_parent, leave, outlive_readers
+from ddp_recipes.tools import BEFORE_CONFIG, command
 
 CONF = "pkg://ddp_recipes.conf"
 
@@ -33,8 +33,8 @@ def main(config_path: str = CONF, config_name: str = "train", *, leaves: bool = 
         sys.path.append(os.getcwd())  # own models in the current folder, also for the console script
     status = 0
     try:
-        if sys.argv[1:2] == ["init"]:
-            project.init(sys.argv[2:])
+        if sys.argv[1:] and sys.argv[1] in BEFORE_CONFIG:
+            command(sys.argv[1])(sys.argv[2:])
         else:
             run(sys.argv[1:], config_path=config_path, config_name=config_name, leaves=leaves)
     except RecipeError as error:

@@ -91,7 +91,14 @@ def test_wheel_holds_everything(wheel: Path) -> None:
     files = [path for path in template.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
     assert len(files) > 10
     assert {str(path.relative_to(ROOT / "src")) for path in files} <= names
+    pages = {
+        str(path.relative_to(ROOT / "src"))
+        for kind in ("html", "css", "js")
+        for path in (ROOT / "src").rglob(f"*.{kind}")
+    }
     assert len(conf) > 20
+    assert pages
+    assert pages <= names
     assert conf <= names
     assert code <= names
     assert {"ddp_recipes/py.typed", "ddp_recipes/conf/__init__.py"} <= names

@@ -10,6 +10,8 @@ from ddp_recipes.errors import RequestError
 from ddp_recipes.reporting.progress import table
 from ddp_recipes.reporting.run_directory import Summary, read_summary
 
+RECORDS = (("summary.json",), ("config.yaml", "train.log"))  # of which a run has one or both
+
 
 def finished_before(directory: Path, overrides: Sequence[str]) -> Summary | None:
     """Return the summary of this very job if an earlier call of the sweep finished it.
@@ -35,14 +37,24 @@ def summaries(sweep_directory: Path) -> list[Summary]:
 
 def _ended(sweep_directory: Path) -> list[tuple[Path, Summary]]:
     """Return the directories of jobs that have ended, at any depth (``hydra.sweep.subdir``), and their summaries."""
-    directories = []
-    for folder, inside, files in os.walk(sweep_directory):
-        if "summary.json" in files:
-            directories.append(Path(folder))
-            inside.clear()  # what else is there is the job's
-    directories.sort(key=lambda path: [(len(part), part) for part in path.parts])
+    directories = job_directories(sweep_directory)
     found = [(directory, read_summary(directory)) for directory in directories]
     return [(at, summary) for at, summary in found if summary is not None and summary["status"] != "running"]
+
+
+def job_directories(sweep_directory: Path) -> list[Path]:
+    """Return the directories of runs below one, at any depth, in the order of their numbers."""
+    directories = []
+    for folder, inside, _ in os.walk(sweep_directory):
+        if holds_run(Path(folder)):
+            directories.append(Path(folder))
+            inside.clear()  # what else is there is the job's
+    return sorted(directories, key=lambda path: [(len(part), part) for part in path.parts])
+
+
+def holds_run(directory: Path) -> bool:
+    """Return whether a directory is that of a run, also if one of its records is missing."""
+    return any(all((directory / name).is_file() for name in names) for names in RECORDS)
 
 
 def report(sweep_directory: Path, stream: TextIO) -> None:

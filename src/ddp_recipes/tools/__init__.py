@@ -4,7 +4,12 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-_COMMANDS = {  # by the values of plan, check and tune
+# Commands by the first argument of ddp-recipes.
+BEFORE_CONFIG = {
+    "init": "ddp_recipes.project:init",
+    "report": "ddp_recipes.tools.report:report",
+}
+_COMMANDS = BEFORE_CONFIG | {  # by the values of plan, check and tune
     "plan": "ddp_recipes.tools.dry_run:plan",
     "equivalence": "ddp_recipes.tools.equivalence:equivalence",
     "lr": "ddp_recipes.tools.learning_rate:tune",
@@ -12,8 +17,11 @@ _COMMANDS = {  # by the values of plan, check and tune
 }
 
 
-def command(name: str) -> Callable[[Any, Any], None]:
-    """Return what takes a run's recipe and output, and does the work that was asked for by name."""
+def command(name: str) -> Callable[..., Any]:
+    """Return what does the work that was asked for by name.
+
+    It takes a run's recipe and output or, if the name is among :data:`BEFORE_CONFIG`, the arguments behind it.
+    """
     module, _, function = _COMMANDS[name].partition(":")
-    found: Callable[[Any, Any], None] = getattr(import_module(module), function)
+    found: Callable[..., Any] = getattr(import_module(module), function)
     return found

@@ -1,0 +1,146 @@
+"""From records to a page of HTML that needs nothing else."""
+
+import base64
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from ddp_recipes._version import __version__
+from ddp_recipes.reporting.progress import number
+from ddp_recipes.tools.report.curves import Points, thinned
+from ddp_recipes.tools.report.jobs import Sweep, finite
+from ddp_recipes.tools.report.records import Record, written_at
+
+RUN_POINTS, SWEEP_POINTS = 2000, 300  # of a curve, that are drawn
+FACTS = {  # of summary.json, in the order that they are shown in
+    "mode": "mode",
+    "strategy": "strategy",
+    "world_size": "ranks",
+    "nnodes": "nodes",
+    "devices_per_replica": "devices a replica",
+    "device": "device",
+    "split": "stages begin at",
+    "torch": "torch",
+    "python": "Python",
+    "ddp_recipes": "ddp_recipes",
+    "weights_sha256": "weights (SHA-256)",
+    "run_directory": "run directory",
+}
+MACHINE = {
+    "samples_per_second": ("samples a second", ""),
+    "step_time_ms": ("median step", " ms"),
+    "wall_time_s": ("wall time", " s"),
+    "samples_seen": ("samples seen", ""),
+    "mfu": ("model-FLOPs utilisation", ""),
+    "flops_per_step": ("FLOPs a step", ""),
+}
+OF_MACHINE = ("samples_per_second", "mfu", "flops_per_second")  # metrics of how fast, not of how well
+ENVIRONMENT = Environment(
+    loader=FileSystemLoader(Path(__file__).parent),
+    autoescape=True,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+
+
+def run_page(record: Record) -> str:
+    """Return the page of a run."""
+    curves = {name: points for name, points in record.curves.points.items() if points and name != "train/epoch"}
+    machine = [name for name in curves if name.rpartition("/")[2] in OF_MACHINE]
+    charts = {
+        "curves": _charts({name: curves[name] for name in curves if name not in machine}, RUN_POINTS),
+        "machine": _charts({name: curves[name] for name in machine}, RUN_POINTS),
+    }
+    return _render(
+        "run.html",
+        title=record.directory.absolute().name,
+        directory=record.directory,
+        record=record,
+        summary=record.summary,
+        facts=FACTS,
+        machine=MACHINE,
+        pictures={
+            name: base64.b64encode(content).decode()
+            for name, content in record.pictures.items()
+            if not (name == "profile.png" and record.phases)  # which it shows, too
+        },
+        latest=_latest(record.directory),
+        data={"charts": charts},
+    )
+
+
+def sweep_page(sweep: Sweep) -> str:
+    """Return the page of a sweep."""
+    names = sorted({name for job in sweep.jobs for name, points in job.record.curves.points.items() if points})
+    names = [name for name in names if name != "train/epoch"]
+    charts = {
+        name: [
+            _line(job.name, job.record.curves.points[name], SWEEP_POINTS)
+            for job in sweep.jobs
+            if job.record.curves.points.get(name)
+        ]
+        for name in sorted(names, key=lambda name: (name != sweep.monitor, name))
+    }
+    jobs = [{"name": job.name, "values": job.values, "objective": job.objective} for job in sweep.jobs]
+    return _render(
+        "sweep.html",
+        title=sweep.directory.absolute().name,
+        directory=sweep.directory,
+        sweep=sweep,
+        problems_found=[f"{job.name}/{problem}" for job in sweep.jobs for problem in job.record.problems],
+        data={
+            "sweep": {"jobs": jobs, "varied": sweep.varied, "monitor": sweep.monitor, "direction": sweep.direction},
+            "metrics": charts,
+        },
+    )
+
+
+def _render(template: str, **values: Any) -> str:
+    ENVIRONMENT.filters |= {"number": _number, "bytes": _bytes}
+    now = datetime.now().strftime("%Y-%m-%d %H:%M:%S")
+    return ENVIRONMENT.get_template(template).render(version=__version__, now=now, **values)
+
+
+def _charts(curves: Mapping[str, Points], most: int) -> list[dict[str, Any]]:
+    """Return charts to draw: what is measured under one name in training and in evaluation is in one of them."""
+    groups: dict[str, list[str]] = {}
+    for name in sorted(curves, key=lambda name: (not name.endswith("/loss"), name)):
+        groups.setdefault(name.partition("/")[2] or name, []).append(name)
+    return [
+        {"title": title, "lines": [_line(name, curves[name], most) for name in names]}
+        for title, names in groups.items()
+    ]
+
+
+def _line(name: str, points: Points, most: int) -> dict[str, Any]:
+    steps, values = thinned(points, most)
+    return {"name": name, "steps": steps, "values": values, "of": len(points)}
+
+
+def _latest(directory: Path) -> str:
+    """Return when the run last wrote one of its records; empty where there is none."""
+    paths: Sequence[Path] = [directory / name for name in ("train.log", "summary.json", "config.yaml")]
+    found = [path.stat().st_mtime for path in paths if path.is_file()]
+    return written_at(max(found)) if found else ""
+
+
+def _number(value: Any) -> str:
+    """Return a value as a person reads it, a number as the terminal has it."""
+    if value is None:
+        return "–"
+    return number(value) if finite(value) is not None else str(value)
+
+
+def _bytes(value: Any) -> str:
+    size = finite(value)
+    if size is None:
+        return "–"
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:,.3g} TB"

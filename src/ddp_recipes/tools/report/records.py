@@ -1,0 +1,223 @@
+"""What the files of a run directory say, whatever is missing or damaged. Loads no torch."""
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from ddp_recipes.config.monitor import better
+from ddp_recipes.reporting.run_directory import Summary, read_summary
+from ddp_recipes.runtime.files import open_file
+from ddp_recipes.tools.report.curves import Curves, read_curves
+
+LOG_BYTES = 2_000_000  # of the end of train.log
+TRACE_BYTES = 60_000  # of the end of a traceback, and of what else is shown as it is
+PICTURE_BYTES = 4_000_000
+PNG = b"\x89PNG\r\n\x1a\n"
+
+_ENTRY = re.compile(r"^(?:(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d+ ([A-Z]+) |(?=rank \d+: ))", re.MULTILINE)
+_PHASE = re.compile(r"^ {2}(\S.*?) +([\d.]+) ms +\d+%", re.MULTILINE)
+_SECTION = re.compile(r"^(?=[^\s#-])", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A record of ``train.log``; what another rank sent has no time."""
+
+    when: str
+    level: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One saved state: its names, which may be several of one file, and the bytes that it takes."""
+
+    names: str
+    bytes: int
+    written: str
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What a part of the mean step takes, in ms, and its share."""
+
+    name: str
+    ms: float
+    share: float
+
+
+@dataclass
+class Record:
+    """A run, as its files tell it.
+
+    Attributes:
+        summary: ``summary.json``, where what is missing is null; empty where the file is missing or damaged.
+        config: ``config.yaml`` as it is, by section.
+        problems: which files are missing, or damaged and how.
+    """
+
+    directory: Path
+    summary: Summary = field(default_factory=dict)
+    overrides: Sequence[str] = ()
+    config: Mapping[str, str] = field(default_factory=dict)
+    curves: Curves = field(default_factory=lambda: Curves({}))
+    log: Sequence[Entry] = ()
+    checkpoints: Sequence[Checkpoint] = ()
+    traces: Mapping[str, str] = field(default_factory=dict)
+    pictures: Mapping[str, bytes] = field(default_factory=dict)
+    plan: str = ""
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def status(self) -> str:
+        """What became of the run."""
+        return str(self.summary.get("status") or "unknown")
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """The latest number of each metric, by name."""
+        found = self.summary.get("metrics")
+        return found if isinstance(found, dict) else {}
+
+    @property
+    def monitor(self) -> str:
+        """The metric that the run returns as its objective; empty where nothing says which."""
+        return str(self.summary.get("monitor") or "")
+
+    @property
+    def warnings(self) -> list[Entry]:
+        """What the log has of losses of ranks, warnings and errors."""
+        return [entry for entry in self.log if entry.level not in ("INFO", "DEBUG")]
+
+    @property
+    def phases(self) -> list[Phase]:
+        """Where the mean step's time goes, of a run with ``debug=profiler``."""
+        texts = [entry.text for entry in self.log if entry.text.startswith("where a step's time goes")]
+        found = [(name, float(ms)) for text in texts[-1:] for name, ms in _PHASE.findall(text) if name != "step"]
+        whole = sum(ms for _, ms in found)
+        return [Phase(name, ms, ms / whole if whole else 0.0) for name, ms in found]
+
+    def direction(self) -> str | None:
+        """Return whether its objective is better when it is lower (``min``) or higher; ``None`` if nothing tells."""
+        said = re.search(r"^  mode: (min|max)$", self.config.get("checkpoint", ""), re.MULTILINE)
+        return said[1] if said else better(self.monitor)
+
+
+def read_record(directory: Path) -> Record:
+    """Return what the files of a run directory say; what cannot be read is among its problems."""
+    record = Record(directory)
+    record.summary = _summary(record)
+    overrides = record.summary.get("overrides")
+    record.overrides = overrides if overrides is not None else _overrides(record)
+    record.config = _sections(_text(record, "config.yaml", expected=True))
+    record.curves = read_curves(directory)
+    record.problems += record.curves.problems
+    record.log = _entries(_text(record, "train.log", LOG_BYTES))
+    record.checkpoints = _checkpoints(directory / "checkpoints")
+    record.traces = {
+        path.name: _text(record, f"ranks/{path.name}", TRACE_BYTES)
+        for path in sorted((directory / "ranks").glob("*.txt"))
+    }
+    record.pictures = _pictures(record)
+    record.plan = _text(record, "plan.json", TRACE_BYTES)
+    return record
+
+
+def _summary(record: Record) -> Summary:
+    found = read_summary(record.directory)
+    if found is None:
+        there = (record.directory / "summary.json").exists()
+        record.problems.append(
+            "summary.json is damaged: it is no summary of a run in JSON" if there else "summary.json is missing"
+        )
+    return defaultdict(lambda: None, found or {})  # what is not there is null
+
+
+def _text(record: Record, name: str, most: int | None = None, expected: bool = False) -> str:
+    """Return the text of a file, or its end of at most so many bytes, from the beginning of a line on."""
+    try:
+        with open_file(record.directory / name) as file:
+            size = file.seek(0, 2)
+            cut = most is not None and size > most
+            file.seek(size - most if cut and most else 0)
+            text = file.readall().decode("utf-8", errors="replace")
+    except FileNotFoundError:
+        if expected:
+            record.problems.append(f"{name} is missing")
+        return ""
+    except OSError as error:
+        record.problems.append(f"{name} cannot be read: {error.strerror}")
+        return ""
+    if "\N{REPLACEMENT CHARACTER}" in text.lstrip("\N{REPLACEMENT CHARACTER}"):
+        record.problems.append(f"{name} is damaged: not all of it is text")
+    if cut:
+        record.problems.append(f"{name} is long: its last {most:,} of {size:,} bytes are shown")
+        text = text.partition("\n")[2]
+    return text
+
+
+def _overrides(record: Record) -> list[str]:
+    """Return the overrides by Hydra's own record, a list in yaml of one line each."""
+    text = _text(record, ".hydra/overrides.yaml")
+    return [line[2:].strip("'\"") for line in text.splitlines() if line.startswith("- ")]
+
+
+def _sections(text: str) -> dict[str, str]:
+    """Return the top level of a yaml file: what belongs to each name, as it stands there; single values together."""
+    parts = [part.rstrip() for part in _SECTION.split(text) if part.strip()]
+    found = {"": "\n".join(part for part in parts if "\n" not in part)}
+    found |= {part.partition(":")[0]: part for part in parts if "\n" in part}
+    return {name: part for name, part in found.items() if part}
+
+
+def _entries(text: str) -> list[Entry]:
+    """Return the records of a log; lines that begin with no time go with the record before them."""
+    starts = [*_ENTRY.finditer(text)]
+    ends = [match.start() for match in starts[1:]] + [len(text)] * bool(starts)
+    return [
+        Entry(match[1] or "", match[2] or "WARNING", text[match.end() : end].rstrip())
+        for match, end in zip(starts, ends, strict=True)
+    ]
+
+
+def _checkpoints(folder: Path) -> list[Checkpoint]:
+    """Return the checkpoints of a folder, the latest last: one file may have several names, as ``best.pt``."""
+    names: defaultdict[int, list[Path]] = defaultdict(list)
+    for path in sorted(folder.glob("*.pt")) + sorted(folder.glob("*.json")):
+        if path.is_file():
+            names[path.stat().st_ino].append(path)
+    found = []
+    for paths in names.values():
+        steps = [path for path in paths if path.stem.startswith("step_")]
+        stem = (steps or paths)[0].stem
+        parts = [each for at in folder.glob(f"{stem}-*") if at.is_dir() for each in at.iterdir() if each.is_file()]
+        last = max(path.stat().st_mtime for path in [paths[0], *parts])
+        size = paths[0].stat().st_size + sum(part.stat().st_size for part in parts)
+        shown = [path.name for path in [*steps, *(path for path in paths if path not in steps)]]
+        found.append((last, Checkpoint(", ".join(shown), size, written_at(last))))
+    return [checkpoint for _, checkpoint in sorted(found, key=lambda pair: pair[0])]
+
+
+def written_at(seconds: float) -> str:
+    """Return a time as a log has it, in this machine's zone."""
+    return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _pictures(record: Record) -> dict[str, bytes]:
+    found: dict[str, bytes] = {}
+    for path in sorted(record.directory.glob("*.png")):
+        try:
+            with open_file(path) as file:
+                content = file.read(PICTURE_BYTES + 1)
+        except OSError as error:
+            record.problems.append(f"{path.name} cannot be read: {error.strerror}")
+            continue
+        if content.startswith(PNG) and len(content) <= PICTURE_BYTES:
+            found[path.name] = content
+        else:
+            record.problems.append(f"{path.name} is not shown: it is no PNG, or larger than {PICTURE_BYTES:,} bytes")
+    return found
