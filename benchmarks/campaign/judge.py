@@ -68,7 +68,7 @@ class Verdict:
     flaws: list[str] = field(default_factory=list)
 
 
-def judge(played: Played, directory: Path, reference: Reference, in_parts: bool = False) -> Verdict:
+def judge(played: Played, directory: Path, reference: Reference, in_parts: bool = False) -> Verdict:  # noqa: C901 - a question after the other, each of one line or two
     """Return what is to be said of a run, whose checkpoints may be ``in_parts``."""
     verdict = Verdict(played.finished, False)
     flaw = verdict.flaws.append
@@ -152,7 +152,7 @@ def _judge_outcome(directory: Path, reference: Reference, verdict: Verdict) -> N
             verdict.flaws.append(f"{count} points of TensorBoard {words}")
 
 
-def named(done: Done, played: Played) -> bool | None:
+def named(done: Done, played: Played) -> bool | None:  # noqa: C901, PLR0911 - a case for each kind of fault
     """Return whether the output names the true cause, or ``None`` where nobody was left to name it."""
     kind, rank, pid = done.fault.kind, done.rank, done.pid
     if done.file is not None:

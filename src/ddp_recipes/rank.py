@@ -111,7 +111,7 @@ def _run(job: Job, world: World, messages: Messages | None, watcher: Watcher) ->
         leave(recipe, control)
         output.finish(facts | {"status": "preempted", "error": str(error)})
         raise
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 - whatever ends a rank is reported, and raised again
         recipe.strategy.exchanges.end()  # or this rank would wait for the others to leave the group
         fail(recipe, control, output, _as_error(error))
     finally:
@@ -425,7 +425,7 @@ def fail(recipe: Recipe, control: Control, output: Output, error: BaseException)
     known = recipe.request.strategy.whole_model and recipe.world.is_main
     try:
         weights_sha256 = digest(recipe.task.weights()) if known else None
-    except Exception:  # the error to show is the one above, which after a device-side one comes again here
+    except Exception:  # noqa: BLE001 - the error to show is the one above, which after a device-side one comes again here
         weights_sha256 = None
     output.finish(output.facts(weights_sha256) | {"status": "failed", "error": f"rank {rank}: {last}"}, cause)
     if rank != recipe.world.rank:

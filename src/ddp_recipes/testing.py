@@ -194,7 +194,7 @@ def _attempt(function: Callable[[World, Store | None], Any], world: World, meeti
         return "returned", function(world, store)
     except RecipeError as error:
         return "raised", error
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - raised again in the process that asked
         return "raised", RuntimeError(f"Rank {world.rank} failed:\n{traceback.format_exc()}")
 
 
@@ -290,14 +290,14 @@ class WarmRanks:
                     _outcome(number, self._ranks[number].connection, timeout_s)
                 except RequestError:
                     pass
-                except Exception:  # it lost rank 0 while they met
+                except Exception:  # noqa: BLE001 - it lost rank 0 while they met
                     self._end([number])
             raise
         except Exception as error:  # a rank may have failed of what a later one did
             for number in numbers[len(outcomes) + 1 :]:
                 try:
                     _outcome(number, self._ranks[number].connection, OTHERS_S)
-                except Exception as other:
+                except Exception as other:  # noqa: BLE001 - it is told beside the first
                     error.add_note(f"{other}")
             raise
         return outcomes[0]

@@ -150,7 +150,7 @@ def _execute(sender: Connection, devices: str, number: int, overrides: Sequence[
             job_dir_key="hydra.sweep.dir",
             job_subdir_key="hydra.sweep.subdir",
         )
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 - it is raised again in the process that asked
         outcome = error
     sender.send_bytes(cloudpickle.dumps(outcome))
 

@@ -10,7 +10,7 @@ def text_of(error: BaseException) -> str:
     """Return what an error says; nothing where its class fails to."""
     try:
         return str(error)
-    except Exception:
+    except Exception:  # noqa: BLE001 - a user's __str__ may raise anything
         return ""
 
 

@@ -129,7 +129,7 @@ def without_memory(make: Callable[[], M]) -> tuple[M, dict[str, Initial], list[s
             raise Undeferrable("some are on meta by its own wish")
         _give_memory(tape, {id(each) for _, tensor in named for each in (tensor, viewed(tensor))})
         return made, {name: Initial(tape, tape.ref(tensor)) for name, tensor in named if tape.has(tensor)}, []
-    except Exception as error:  # any of torch's own that comes of a tensor without memory
+    except Exception as error:  # noqa: BLE001 - any of torch's own that comes of a tensor without memory
         reason = tape.refused or f"{type(error).__name__}: {error}"
     torch.set_rng_state(states[0])
     random.setstate(states[1])

@@ -150,7 +150,7 @@ def _count(built: BuiltTask, loader: Loader | None) -> None:
         try:
             built.flops = count_flops(built.task, loader.sample(), size) / size
             return
-        except Exception as error:  # of any kind, where the step's flow depends on values
+        except Exception as error:  # noqa: BLE001 - of any kind, where the step's flow depends on values
             reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     built.warnings.append(f"trainer.peak_flops: the model's operations could not be counted ({reason}).")
 

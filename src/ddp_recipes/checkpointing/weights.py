@@ -77,7 +77,7 @@ def _read(path: Path) -> Mapping[str, Tensor]:
 
         try:
             return load_file(path)
-        except Exception as error:  # a class of its own, which it does not export
+        except Exception as error:  # noqa: BLE001 - a class of its own, which it does not export
             raise RequestError(f"weights_from={path} is no whole safetensors file: {error}.") from None
     if is_index(path):
         return _tensors(path, put_together(load(path)["model"]))

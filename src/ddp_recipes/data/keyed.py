@@ -69,7 +69,7 @@ class KeyedDataset(Dataset[Any]):
             before = rng_states()
             try:
                 samples: list[Any] = self.dataset.__getitems__([draw.sample for draw in draws])
-            except Exception:  # one by one it is raised again, and by which sample is known then
+            except Exception:  # noqa: BLE001 - one by one it is raised again, and by which sample is known then
                 self._at_once = False
                 return None
             self._at_once = rng_states() == before

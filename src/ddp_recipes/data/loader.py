@@ -57,7 +57,7 @@ class Loader:
         RequestError: there is no batch, or a ``collate_fn`` that would not be called.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - data's keys, most of them of torch's DataLoader
         self,
         dataset: Dataset[Any],
         plan: BatchPlan,

@@ -19,7 +19,7 @@ from ddp_recipes.datasets.transforms import Transform, Transforms, in_order
 from ddp_recipes.errors import RequestError, nearest
 
 
-def csv_table(
+def csv_table(  # noqa: PLR0913 - keys of conf/data/csv.yaml, by name
     path: str | Path,
     inputs: Sequence[str],
     target: str,

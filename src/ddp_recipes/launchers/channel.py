@@ -198,7 +198,7 @@ class Channel:
         except RunFailed as error:
             print(f"[rank {self.world.rank}] {self._explained(error, job.directory)}", file=sys.stderr, flush=True)
             return False
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - whatever a rank raises is told to the one that launched it
             text = str(error) if isinstance(error, RecipeError) else traceback.format_exc()
             if isinstance(error, RuntimeError) and (exited := self._peers.exited()):
                 self._unresponsive = exited

@@ -61,5 +61,5 @@ def run(job: Job, world: World, meeting: int | None, lifeline: Lifeline | None =
         if lifeline is None:
             return RankReport.of_summary(world.rank, rank.run(job, world, messages))
         return RankReport.of_summary(world.rank, rank.run(job, world, messages, lifeline.watcher))
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 - whatever ends a rank is reported
         return RankReport.of_error(world.rank, error)

@@ -34,7 +34,7 @@ class Services:
         if not hasattr(type(model), "logger"):
             model.logger = task.trainer.logger
 
-    def log(
+    def log(  # noqa: PLR0913 - the arguments of LightningModule.log
         self,
         name: str,
         value: Any,

@@ -125,7 +125,7 @@ class TensorBoardLogger(Logger):
                 contextlib.redirect_stdout(io.StringIO()),
             ):
                 self._writer.add_graph(model, inputs)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - tracing runs the user's model, which may raise anything
             reason = str(error).strip().splitlines() or [type(error).__name__]
             log.warning("The graph of %s is not written, it cannot be traced: %s", type(model).__name__, reason[0])
 

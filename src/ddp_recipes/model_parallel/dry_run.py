@@ -150,7 +150,7 @@ class DryRun:
             lacks = any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves(output))
         except (Conflict, RequestError):
             raise
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - what fails uncut, too, fails in the run, which reports it
             lacks, reason = self._whole_runs, str(error).partition("\n")[0].partition(". ")[0]
         if lacks:
             message = f"{modules.where} needs values of a tensor that another stage has ({reason})"
@@ -167,7 +167,7 @@ class DryRun:
         try:
             with seeded(0), torch.no_grad():
                 self._step_on_cpu(task)()
-        except Exception:
+        except Exception:  # noqa: BLE001 - what fails for another reason fails in the run as well
             return False
         return True
 
@@ -192,7 +192,7 @@ class DryRun:
                     step(batch)
         except (Conflict, RequestError):
             raise
-        except Exception as error:  # what fails for another reason fails in the run as well, which reports it
+        except Exception as error:  # noqa: BLE001 - what fails for another reason fails in the run as well, which reports it
             named = stages_named(error)
             message = (str(error).splitlines() or [""])[0]
             if len(named) > 1:  # some operations find the mixture themselves, before the counter sees it

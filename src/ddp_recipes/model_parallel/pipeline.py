@@ -119,7 +119,7 @@ class Pipeline:
         failure: BaseException | None = None
         try:
             self._now.schedule()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - raised below, whatever it is
             failure = next((each for each in chain(error) if not _by_schedule(each)), error)
         if failure is None:
             return

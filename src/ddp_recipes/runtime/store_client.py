@@ -126,7 +126,7 @@ class StoreClient:
         with suppress(InvalidStateError):  # another thread has been as quick, or nobody waits any more
             try:
                 asked.future.set_result(self._called(asked.call))
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - the future raises it where it is awaited
                 asked.future.set_exception(error)
         with self._lock:
             if self._thread is not threading.current_thread():

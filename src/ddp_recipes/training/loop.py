@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def fit(run: Run) -> str:
+def fit(run: Run) -> str:  # noqa: C901, PLR0912 - the loop reads top to bottom, on one page
     """Train from ``run.cursor`` until the first limit; ``run`` holds the outcome.
 
     Returns:

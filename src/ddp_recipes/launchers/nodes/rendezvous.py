@@ -209,7 +209,7 @@ def _in_thread(call: Callable[[], T], given_up: Callable[[], bool]) -> Future[T]
     def run() -> None:
         try:
             outcome.set_result(call())
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - the future raises it where it is awaited
             outcome.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()

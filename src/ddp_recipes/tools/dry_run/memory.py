@@ -139,7 +139,7 @@ class Step:
                     self._steps(batches)
             except RequestError:
                 raise
-            except Exception as error:  # what fails for another reason fails in the run as well, with its traceback
+            except Exception as error:  # noqa: BLE001 - what fails for another reason fails in the run as well, with its traceback
                 self.failure = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
                 self._step_without_running()
 

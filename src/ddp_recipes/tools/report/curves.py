@@ -89,7 +89,7 @@ def _of_events(paths: Iterable[Path]) -> Curves:
                     f"tensorboard/{path.name} can be read up to byte {read:,} of {size:,}: what follows is damaged, or "
                     f"not written to its end (a run that was killed, or goes on)"
                 )
-        except Exception as error:  # a damaged file must not end the report, whatever the reader makes of it
+        except Exception as error:  # noqa: BLE001 - a damaged file must not end the report, whatever the reader makes of it
             problems.append(f"tensorboard/{path.name} cannot be read: {type(error).__name__}: {error}")
     return Curves(points, "tensorboard/", starts, tuple(problems))
 
