@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all test-nightly lint docs bench gpu faults clean
+.PHONY: help train test test-all test-nightly matrix coverage lint wheel docs bench gpu faults clean
 
 help: ## say what there is
 	@echo 'make [PYTHON=python3.12] [ARGS="..."] <target>'
@@ -27,6 +27,20 @@ test-all: $(VENV)/installed-dev ## run all tests but the nightly ones, before a 
 
 test-nightly: $(VENV)/installed-dev ## run campaigns, all sizes and what else takes long; ARGS="--hourglass 120" takes a sample
 	$(PYTEST) -m nightly $(ARGS)
+
+matrix: ## quick tests and a run on each set of Python, torch and Hydra, minutes each; ARGS="--python 3.12 --torch oldest"
+	$(PYTHON) .ci/matrix.py $(ARGS)
+
+coverage: $(VENV)/installed-dev ## say which part of the package's lines the quick tests run; ARGS="tests/unit" takes some
+	$(BIN)/python -m coverage erase
+	$(BIN)/python -m coverage run -m pytest --numprocesses 4 --dist loadfile -m "not slow and not nightly" $(ARGS)
+	$(BIN)/python -m coverage combine --quiet
+	$(BIN)/python -m coverage report --skip-covered --sort=cover
+
+wheel: $(VENV)/installed-dev ## build dist/, and check what a package index would show of it
+	rm -rf dist
+	$(BIN)/python -m build --quiet
+	$(BIN)/python -m twine check --strict dist/*
 
 lint: $(VENV)/installed-dev ## check style, types and who imports whom; long lines and functions are named
 	$(BIN)/ruff check .
