@@ -93,10 +93,13 @@ def _run(job: Job, world: World, messages: Messages | None, watcher: Watcher) ->
         if not world.is_main:  # all that could still hang comes before its end, and rank 0's summary after all ends
             close(recipe, output)
         others = [rank for rank in range(world.world_size) if not recipe.request.strategy.outlives(rank)]
-        notes = [json.loads(note) for note in control.end(others, json.dumps([summary["peak_memory_bytes"], copies]))]
+        note = [summary["peak_memory_bytes"], copies, skipped_of(recipe)]
+        notes = [json.loads(each) for each in control.end(others, json.dumps(note))]
         if notes:
-            refuse_differing([copies for _, copies in notes])
-        summary["peak_memory_bytes"] = max((peak for peak, _ in notes if peak), default=None)
+            refuse_differing([copies for _, copies, _ in notes])
+        summary["peak_memory_bytes"] = max((peak for peak, _, _ in notes if peak), default=None)
+        if skipped := {number for *_, numbers in notes for number in numbers}:
+            summary["skipped_samples"] = len(skipped)
         output.finish(summary)
         return summary
     except Left:
@@ -384,6 +387,13 @@ def leave_memory(recipe: Recipe) -> Path | None:
     except Exception:  # what is to be shown is why memory was exhausted
         log.warning("There is no snapshot of the memory.", exc_info=True)
         return None
+
+
+def skipped_of(recipe: Recipe) -> list[str]:
+    """Return the samples that this rank's data sets have left out, where a set says so by a method ``skipped``."""
+    sets = {name: loader.dataset for name, loader in recipe.loaders.items()}
+    asked = {name: getattr(each, "skipped", None) for name, each in sets.items()}
+    return [f"{name} {number}" for name, skipped in asked.items() if callable(skipped) for number in skipped()]
 
 
 def fail(recipe: Recipe, control: Control, output: Output, error: BaseException) -> NoReturn:

@@ -27,6 +27,8 @@ class KeyedDataset(Dataset[Any]):
     A ``__getitems__`` of the data set fetches a batch at once as long as it draws nothing: what it gives is then what
     each sample by itself would be. Where it draws, samples are fetched again, each with numbers of its own.
 
+    A ``set_epoch`` of the data set is called with the epoch before each batch, in whichever process fetches it.
+
     Args:
         collate_fn: makes a batch of samples, with random numbers keyed by (seed, epoch, first sample).
     """
@@ -34,11 +36,14 @@ class KeyedDataset(Dataset[Any]):
     def __init__(self, dataset: Any, seed: int, name: str, collate_fn: Callable[[list[Any]], Any]) -> None:
         self.dataset, self.seed, self.name, self.collate_fn = dataset, seed, name, collate_fn
         self._at_once = callable(getattr(dataset, "__getitems__", None))
+        self._set_epoch = getattr(dataset, "set_epoch", None)
 
     def __getitems__(self, draws: Sequence[Draw]) -> Any:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # as in a data worker: sums on several threads have other bits
         try:
+            if callable(self._set_epoch):
+                self._set_epoch(draws[0].epoch)
             batch = self._batch(draws)
             if get_worker_info() is not None:
                 self._refuse_devices(batch)

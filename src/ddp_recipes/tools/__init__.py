@@ -6,7 +6,9 @@ from typing import Any
 
 # Commands by the first argument of ddp-recipes.
 BEFORE_CONFIG = {
+    "index": "ddp_recipes.streams.commands:index",
     "init": "ddp_recipes.project:init",
+    "pack": "ddp_recipes.streams.commands:pack",
     "report": "ddp_recipes.tools.report:report",
 }
 _COMMANDS = BEFORE_CONFIG | {  # by the values of plan, check and tune

@@ -54,6 +54,7 @@ def make_plan(recipe: Recipe) -> Plan:
         "exchange": exchange_of(recipe, step),
         "pipeline": pipeline_of(recipe),
         "checkpoint_bytes": checkpoint_bytes(recipe, step),
+        "data": data_of(recipe),
     }
     fits = fit(recipe, step, capacity) if capacity is not None else {}
     return {**planned, **fits, "findings": findings(recipe, step, {**planned, **fits})}
@@ -116,6 +117,13 @@ def batches_of(recipe: Recipe) -> Plan:
         "samples_dropped_an_epoch": train.plan.num_samples - epoch,
         "samples_seen": None if batches is None else counts.samples_seen(train.plan, batches),
     }
+
+
+def data_of(recipe: Recipe) -> dict[str, str]:
+    """Return what the training set says of this plan, where it has a method ``plan_rows``."""
+    train = recipe.loaders["train"]
+    rows = getattr(train.dataset, "plan_rows", None)
+    return dict(rows(train.plan)) if callable(rows) else {}
 
 
 def pipeline_of(recipe: Recipe) -> Plan | None:

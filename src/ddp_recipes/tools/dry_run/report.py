@@ -26,6 +26,7 @@ def rows(planned: dict[str, Any]) -> list[tuple[str, str]]:
         whose = "stage" if staged is None else "process"
         name = "memory" if len(planned["memory"]) == 1 else f"memory of {whose} {number}"
         found.append((name, memory_of(each) + (", all devices together" if planned["memory_of_replica"] else "")))
+    found += planned["data"].items()
     found.append(("exchanged a step", exchanged(exchange)))
     if planned["pipeline"] is not None:
         pipeline = planned["pipeline"]

@@ -1,0 +1,16 @@
+"""Sets in shards, on disk or in a store, as map-style data sets whose order is computed: ``data=stream``.
+
+Importing this package loads no library that reads shards.
+"""
+
+from typing import TYPE_CHECKING
+
+from ddp_recipes._lazy import on_use
+
+if TYPE_CHECKING:
+    from ddp_recipes.streams.dataset import Stream as Stream
+    from ddp_recipes.streams.order import Windowed as Windowed
+
+_HOMES = {"Stream": ".dataset", "Windowed": ".order"}
+__all__ = [*_HOMES]
+__getattr__ = on_use(__name__, _HOMES)

@@ -1,0 +1,304 @@
+"""Shards on this machine: those of a store are fetched once a node, compressed ones decompressed once.
+
+Plain files in one folder, shared by ranks and by runs. One process at a time fetches a shard, by a lock on a file
+beside it; what it writes is renamed once it is complete and verified. A process that dies leaves a part, which the next
+one that takes the lock removes.
+"""
+
+import errno
+import fcntl
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from ddp_recipes.errors import RequestError
+from ddp_recipes.streams.formats import COMPRESSIONS, BadShard, decompressed, needed
+
+LOOK_S = 0.2  # between looks at what a download has brought
+FIRST_WAIT_S = 0.5  # before it is tried again; twice as long each time
+PART = ".part"
+
+
+@dataclass(frozen=True)
+class Cache:
+    """A folder of shards.
+
+    Attributes:
+        limit: bytes that are kept; those used longest ago are removed. One shard more may be there meanwhile.
+        retries: how often a store that fails is asked again.
+        timeout_s: how long a download may bring nothing.
+        options: of the store, as fsspec takes them.
+    """
+
+    folder: Path
+    limit: int = 64 << 30
+    retries: int = 4
+    timeout_s: float = 60.0
+    options: tuple[tuple[str, Any], ...] = ()
+
+    # --- shards ---
+
+    def stored(self, path: str, checksum: str | None, size: int | None = None) -> Path:
+        """Return the local file of a shard as it is stored; it is fetched where it is not here.
+
+        Args:
+            checksum: SHA-256 that it has to have.
+            size: in bytes that it has to have.
+
+        Raises:
+            BadShard: it is missing, is another one, or the store does not give it.
+        """
+        if "://" not in path or path.startswith("file://"):
+            return Path(path.removeprefix("file://"))
+        return self._once(f"{path} {checksum} {size}", path, lambda part: self._fetch(path, part, checksum, size))
+
+    def plain(self, stored: Path, path: str) -> Path:
+        """Return the file of a shard without its compression."""
+        suffix = Path(path).suffix
+        if suffix not in COMPRESSIONS:
+            return stored
+        status = stored.stat()
+
+        def decompress(part: Path) -> None:
+            with stored.open("rb") as source, part.open("wb") as file:
+                for chunk in decompressed(source, suffix):
+                    file.write(chunk)
+
+        name = f"{stored.absolute()} {status.st_size} {status.st_mtime_ns}"
+        return self._once(name, path.removesuffix(suffix), decompress)
+
+    def _once(self, name: str, path: str, make: Callable[[Path], None]) -> Path:
+        """Return a file that ``make`` has written, in this process or another one, now or before."""
+        file = self.folder / hashlib.sha256(name.encode()).hexdigest()[:24] / Path(path).name
+        if not _touched(file):
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                file.parent.mkdir(exist_ok=True)
+                with _locked(file.parent / "lock"):
+                    if not _touched(file):
+                        self._made(file, make)
+            except OSError as error:
+                raise self._explained(error, path) from error
+        return file
+
+    def _made(self, file: Path, make: Callable[[Path], None]) -> None:
+        for left in file.parent.glob(f"*{PART}"):  # of a process that died, for nobody else has the lock
+            left.unlink()
+        part = file.with_name(f"{file.name}.{os.getpid()}{PART}")
+        try:
+            try:
+                make(part)
+            except OSError as error:
+                if error.errno != errno.ENOSPC or not self.evict(0):
+                    raise
+                make(part)  # with all others gone
+            part.rename(file)
+        finally:
+            part.unlink(missing_ok=True)
+        self.evict(self.limit, keep=file)
+
+    def _explained(self, error: OSError, path: str) -> BadShard:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return BadShard(
+                f"there is no space left for it in data.cache.folder={self.folder}. Give a folder on a larger disk, or "
+                f"free some space."
+            )
+        return BadShard(f"it cannot be kept in data.cache.folder={self.folder}: {error.strerror or error}")
+
+    # --- space ---
+
+    def evict(self, limit: int, keep: Path | None = None) -> int:
+        """Remove files used longest ago until the rest has at most so many bytes; return how many were removed.
+
+        Who has one open goes on reading it.
+        """
+        found = []
+        for file in self.folder.glob("*/*"):
+            with suppress(OSError):
+                if file.name != "lock" and file.suffix != PART:
+                    found.append((file.stat().st_atime_ns, file.stat().st_size, file))
+        size, removed = sum(bytes_ for _, bytes_, _ in found), 0
+        for _, bytes_, file in sorted(found):
+            if size <= limit:
+                break
+            if file != keep:
+                file.unlink(missing_ok=True)
+                size -= bytes_
+                removed += bytes_
+        return removed
+
+    def clean(self) -> None:
+        """Remove what processes that died have left."""
+        for part in self.folder.glob(f"*/*{PART}"):
+            with suppress(OSError), _locked(part.parent / "lock", wait=False):
+                part.unlink(missing_ok=True)
+
+    # --- stores ---
+
+    def _fetch(self, path: str, part: Path, checksum: str | None, size: int | None) -> None:
+        """Download a shard, and see that it is the one that was indexed."""
+
+        tries = count()
+
+        def attempt() -> None:
+            store, inner = self._store(path)
+            own = part.with_name(f"{next(tries)}.{part.name}")  # a try that was given up may go on writing to its own
+            try:
+                _in_time(lambda: store.get_file(inner, str(own)), own, self.timeout_s)
+                if size is not None and (given := own.stat().st_size) != size:
+                    how = "cut short" if given < size else "changed"
+                    raise _Wrong(f"it is {how}: it came with {given:,} bytes, and had {size:,} when it was indexed")
+                if checksum is not None and sha256(own) != checksum:
+                    raise _Wrong("it has changed since it was indexed: its checksum is another one")
+                own.rename(part)
+            finally:
+                own.unlink(missing_ok=True)
+
+        self._tried(attempt, path)
+
+    def small_file(self, path: str) -> bytes | None:
+        """Return the content of a small file in a store; None: there is none.
+
+        Raises:
+            RequestError: the store does not give it.
+        """
+
+        def attempt() -> bytes | None:
+            store, inner = self._store(path)
+            try:
+                found: bytes = store.cat_file(inner)
+                return found
+            except FileNotFoundError:
+                return None
+
+        try:
+            found: bytes | None = self._tried(lambda: _in_time(attempt, None, self.timeout_s), path)
+            return found
+        except BadShard as error:
+            raise RequestError(f"{path} cannot be read: {error}") from error
+
+    def listing(self, root: str) -> dict[str, int]:
+        """Return names, relative to a folder of a store, and sizes of the files in it.
+
+        Raises:
+            RequestError: the store does not say.
+        """
+
+        def attempt() -> dict[str, int]:
+            store, inner = self._store(root)
+            base, found = inner.rstrip("/"), store.find(inner, detail=True)
+            return {name[len(base) :].lstrip("/"): int(entry["size"] or 0) for name, entry in found.items()}
+
+        try:
+            sizes: dict[str, int] = self._tried(lambda: _in_time(attempt, None, self.timeout_s), root)
+            return sizes
+        except BadShard as error:
+            raise RequestError(f"data.path={root} cannot be listed: {error}. Give it an index.") from error
+
+    def put(self, path: str, content: bytes) -> None:
+        """Write a small file to a store.
+
+        Raises:
+            RequestError: it cannot be written.
+        """
+        store, inner = self._store(path)
+        try:
+            self._tried(lambda: store.pipe_file(inner, content), path)
+        except BadShard as error:
+            raise RequestError(f"{path} cannot be written: {error}") from error
+
+    def _store(self, path: str) -> tuple[Any, str]:
+        """Return the store of an address, and what it calls it; a process has one of each."""
+        try:
+            store, inner = needed("fsspec.core").url_to_fs(path, **dict(self.options))
+        except (ImportError, ValueError) as error:
+            raise RequestError(f"data.path={path} is in a store that cannot be used: {error}") from error
+        return store, inner
+
+    def _tried(self, attempt: Callable[[], Any], path: str) -> Any:
+        """Return what an attempt gives, or another one after it failed; some failures are for good."""
+        wait = FIRST_WAIT_S
+        for left in reversed(range(self.retries + 1)):
+            try:
+                return attempt()
+            except FileNotFoundError as error:
+                raise BadShard(f"it is missing: the store has no {path}") from error
+            except PermissionError as error:
+                raise BadShard(f"the store refuses it: {error}") from error
+            except RequestError:
+                raise
+            except Exception as error:
+                if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                if not left:
+                    tries = f"{self.retries + 1} tries" if self.retries else "one try"
+                    shown = f"{type(error).__name__}: {error}" if not isinstance(error, _Wrong) else str(error)
+                    raise BadShard(f"{shown.rstrip('.')} ({tries}, data.cache.retries={self.retries})") from error
+            time.sleep(wait)
+            wait *= 2
+        raise AssertionError
+
+
+class _Wrong(Exception):
+    """What a store gave is not what was indexed."""
+
+
+def _in_time(work: Callable[[], Any], part: Path | None, timeout_s: float) -> Any:
+    """Return what a thread's work gives, unless that brings nothing for too long; the thread is left alone then.
+
+    Args:
+        part: the file that grows as it goes on.
+    """
+    outcome: list[Any] = []
+
+    def run() -> None:
+        try:
+            outcome.extend((work(), None))
+        except BaseException as error:  # noqa: BLE001 - raised again by who waits
+            outcome.extend((None, error))
+
+    thread = threading.Thread(target=run, name="fetch", daemon=True)
+    thread.start()
+    seen, since = -1, time.monotonic()
+    while not outcome:
+        thread.join(LOOK_S if timeout_s > 1 else timeout_s / 5)
+        size = part.stat().st_size if part is not None and part.exists() else 0
+        if size != seen:
+            seen, since = size, time.monotonic()
+        elif not outcome and time.monotonic() - since > timeout_s:
+            raise TimeoutError(f"the store brought nothing for data.cache.timeout_s={timeout_s:g} seconds")
+    result, error = outcome
+    if error is not None:
+        raise error
+    return result
+
+
+def _touched(file: Path) -> bool:
+    """Whether a file is here; if so it counts as used now."""
+    try:
+        os.utime(file)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return file.exists()  # in a folder that may only be read
+    return True
+
+
+@contextmanager
+def _locked(path: Path, wait: bool = True) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+
+
+def sha256(path: Path) -> str:
+    """Return the checksum of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,332 @@
+"""A set in shards as a map-style data set: samples by their number, read where they lie."""
+
+import fcntl
+import logging
+import os
+import tempfile
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from ddp_recipes.data.batch_plan import BatchPlan
+from ddp_recipes.data.order import Order, Sequential
+from ddp_recipes.datasets.transforms import Transforms, in_order
+from ddp_recipes.errors import RequestError, not_one_of
+from ddp_recipes.streams.cache import Cache, sha256
+from ddp_recipes.streams.decoding import Decoder
+from ddp_recipes.streams.formats import BadRow, BadShard, Formats, Groups, Row
+from ddp_recipes.streams.index import Shard, is_remote, joined, load, other_columns
+from ddp_recipes.streams.order import Windowed, cost, quality
+
+log = logging.getLogger(__name__)
+
+OPEN = 32  # shards that a process has open, beside those of its lanes
+MOST_SKIPPED = 4096  # rows; with more the data are another case than a few bad rows
+TRIES = 16  # rows that may take the place of one that cannot be decoded
+
+
+class Stream(Dataset[Any]):
+    """Samples of a set in shards: parquet, arrow, jsonl, csv, text or tar files, also compressed, local or in a store.
+
+    The order of training follows from the seed and the epoch (:class:`Windowed`), so a run resumes anywhere and on any
+    number of ranks. A process reads samples as they are asked for; it keeps row groups of parquet files in memory, the
+    last ones used. Rows of other formats are read one by one.
+
+    Args:
+        path: a folder of shards, a shard, or a pattern of their names; a path, or an address that fsspec knows.
+        split: ``train``, ``val`` or ``all``: all rows but the last ``val_fraction``, those, or all.
+        val_path: of another set, all of which is ``val``; all of ``path`` is ``train`` then.
+        inputs: the column that the model takes, or several of numbers; ``None``: a sample is the row, a dict.
+        targets: likewise of what it is to give; ``None``: a sample is the inputs alone.
+        transform: of the inputs, one or several; of images it takes uint8 ``[3, h, w]``.
+        image_size: without a transform images are resized, cropped to this and normalised as ImageNet's are.
+        window: rows that are permuted among each other.
+        interleave: parts of the set that are read side by side.
+        memory_mb: of row groups in memory, in each process that reads.
+        on_error: of a row that cannot be decoded: ``raise``, or ``skip``, which takes the next one of its shard.
+        cache: of shards from stores and compressed ones: ``folder``, ``limit_gb``, ``ahead`` (shards fetched before
+            they are needed), ``retries``, ``timeout_s``.
+        options: of the store, as fsspec takes them.
+
+    Raises:
+        RequestError: there is no such set, it does not fit its index, or what reads it is not installed.
+    """
+
+    def __init__(  # noqa: PLR0913 - the keys of data=stream
+        self,
+        path: str,
+        split: str = "all",
+        *,
+        val_path: str | None = None,
+        inputs: str | Sequence[str] | None = None,
+        targets: str | Sequence[str] | None = None,
+        transform: Transforms | None = None,
+        image_size: int | None = None,
+        val_fraction: float = 0.0,
+        window: int = 16384,
+        interleave: int = 8,
+        memory_mb: float = 256,
+        on_error: str = "raise",
+        cache: Mapping[str, Any] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        if on_error not in ("raise", "skip"):
+            raise not_one_of("data.on_error", on_error, ("raise", "skip"))
+        for name, value in {"window": window, "interleave": interleave}.items():
+            if not isinstance(value, int) or value < 1:
+                raise RequestError(f"data.{name}={value} is not allowed. Allowed: a whole number at least 1.")
+        if val_path is not None:
+            path, split = (val_path if split == "val" else path), "all"
+        self.cache, self.ahead = cache_of(dict(cache or {}), dict(options or {}))
+        self.cache.clean()
+        self.index = load(str(path), self.cache)
+        self.window, self.interleave, self.on_error = window, interleave, on_error
+        self.memory = round(memory_mb * 1e6)
+        self._range = _rows_of(split, sum(self.index.rows), val_fraction, str(path))
+        self._ends = np.cumsum(self.index.rows)
+        self.decoder = Decoder(inputs, targets, None if transform is None else in_order(transform), image_size)
+        self.decoder.check(self.index.columns, str(path))
+        self._skipped = Skipped()
+        self._process: _Process | None = None
+        self._epoch, self._pieces = 0, list[int]()
+        self._order: Windowed | None = None
+
+    def __len__(self) -> int:
+        return len(self._range)
+
+    def sample_order(self, seed: int, shuffle: bool) -> Order:
+        """Return the order of samples, shuffled by shards and windows or not at all."""
+        if not shuffle:
+            return Sequential(len(self))
+        first, last = self._range.start, self._range.stop
+        ends = [0, *self._ends.tolist()]
+        rows = [max(0, min(end, last) - max(start, first)) for start, end in pairwise(ends)]
+        self._pieces = [number for number, count in enumerate(rows) if count]
+        self._order = Windowed(tuple(rows[number] for number in self._pieces), seed, self.window, self.interleave)
+        return self._order
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch the next samples are of: shards are fetched ahead in its order."""
+        self._epoch = epoch
+
+    def __getitem__(self, index: int) -> Any:
+        number = self._range[index]
+        shard = int(np.searchsorted(self._ends, number, side="right"))
+        first = int(self._ends[shard - 1]) if shard else 0
+        rows, path = self.index.shards[shard].rows, joined(self.index.root, self.index.shards[shard].name)
+        for other in range(min(TRIES, rows)):
+            row = (number - first + other) % rows
+            try:
+                return self.decoder(self._here().row(shard, row, self))
+            except BadRow as error:
+                if self.on_error == "raise":
+                    raise ValueError(
+                        f"Row {row} of {path} cannot be decoded: {error}. Mend it, or leave such rows out: "
+                        f"data.on_error=skip"
+                    ) from error
+                if self._skipped.add(first + row):
+                    log.warning("Row %d of %s cannot be decoded and is left out: %s", row, path, error)
+        raise ValueError(
+            f"Row {number - first} of {path} and the {TRIES - 1} after it cannot be decoded: none takes its place "
+            f"(data.on_error=skip)."
+        )
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Return samples at once, which is for those that draw no random numbers."""
+        return [self[index] for index in indices]
+
+    def skipped(self) -> list[int]:
+        """Return the numbers of the rows that this rank and its data workers could not decode."""
+        return sorted(self._skipped.numbers())
+
+    def _here(self) -> "_Process":
+        """Return what this process has open."""
+        if self._process is None or self._process.pid != os.getpid():
+            self._process = _Process(Groups(self.memory), OPEN + self.interleave)
+        return self._process
+
+    def upcoming(self, shard: int) -> list[int]:
+        """Return the shards that are needed next after one, in the order of the epoch."""
+        if self._order is None or shard not in self._pieces:
+            return []
+        turn = self._order.layout(self._epoch).shards.tolist()
+        at = turn.index(self._pieces.index(shard))
+        return [self._pieces[number] for number in turn[at + 1 : at + 1 + self.ahead]]
+
+    def file_of(self, number: int) -> Path:
+        """Return the local, uncompressed file of a shard, and see that it is the one that was indexed.
+
+        Raises:
+            BadShard: it is not, or cannot be had.
+        """
+        shard = self.index.shards[number]
+        path = joined(self.index.root, shard.name)
+        stored = self.cache.stored(path, shard.sha256, shard.bytes)
+        if not is_remote(path):
+            _verify(stored, shard)
+        return self.cache.plain(stored, path)
+
+    def plan_rows(self, plan: BatchPlan) -> list[tuple[str, str]]:
+        """Return what a dry run says of the order: how well it shuffles, and what that costs a process that reads."""
+        if not isinstance(order := plan.order, Windowed):
+            return []
+        found = quality(order, plan.global_batch_size)
+        return [
+            (
+                "shuffle",
+                f"displacement {found.displacement:.3f}, correlation of neighbours {found.correlation:.3f}, variance "
+                f"of batches {found.batch_variance:.2f} (a full shuffle: 1, 0, 1)",
+            ),
+            ("reading", str(cost(order, [self.index.shards[number] for number in self._pieces], plan, self.memory))),
+        ]
+
+
+class Skipped:
+    """Numbers of rows that could not be decoded, in this process or in data workers that it has forked."""
+
+    def __init__(self) -> None:
+        self._file, name = tempfile.mkstemp()
+        os.unlink(name)
+        os.set_inheritable(self._file, False)
+        fcntl.fcntl(self._file, fcntl.F_SETFL, os.O_APPEND)  # so that processes need no lock
+        self._mine: set[int] = set()
+
+    def __reduce__(self) -> tuple[type["Skipped"], tuple[()]]:
+        return Skipped, ()  # in a process that is not forked it counts by itself
+
+    def __del__(self) -> None:
+        os.close(self._file)
+
+    def add(self, number: int) -> bool:
+        """Add a number; return whether this process had not yet."""
+        if number in self._mine:
+            return False
+        if len(self._mine) == MOST_SKIPPED:
+            raise ValueError(f"More than {MOST_SKIPPED} rows cannot be decoded (data.on_error=skip).")
+        self._mine.add(number)
+        os.write(self._file, number.to_bytes(8, "little"))
+        return True
+
+    def numbers(self) -> set[int]:
+        """Return all of them."""
+        content = os.pread(self._file, os.fstat(self._file).st_size, 0)
+        return {int.from_bytes(content[at : at + 8], "little") for at in range(0, len(content), 8)}
+
+
+class _Process:
+    """What one process has open, by shard; those used last."""
+
+    def __init__(self, groups: Groups, most: int) -> None:
+        self.pid, self.groups, self.most = os.getpid(), groups, most
+        self._open: OrderedDict[int, Any] = OrderedDict()
+        self._fetching: set[int] = set()
+
+    def row(self, shard: int, row: int, stream: Stream) -> Row:
+        """Return a row of a shard."""
+        reader = self._open.get(shard)
+        if reader is None:
+            reader = self._opened(shard, stream)
+        else:
+            self._open.move_to_end(shard)
+        try:
+            found: Row = reader.row(row)
+            return found
+        except BadShard as error:
+            raise _named(error, shard, stream) from error
+
+    def _opened(self, shard: int, stream: Stream) -> Any:
+        entry, columns = stream.index.shards[shard], stream.index.columns
+        suffix = Formats.of(entry.name)
+        assert suffix is not None
+        self._fetch_ahead(shard, stream)
+        try:
+            try:
+                reader = Formats.open(stream.file_of(shard), suffix, self.groups, stream.decoder.columns)
+            except FileNotFoundError:  # removed from a cache that is too small, since
+                reader = Formats.open(stream.file_of(shard), suffix, self.groups, stream.decoder.columns)
+            path = joined(stream.index.root, entry.name)
+            if reader.columns != columns:
+                raise RuntimeError(other_columns(path, reader.columns, columns, "its index"))
+            if len(reader) != entry.rows:
+                raise BadShard(f"it has {len(reader):,} rows, and had {entry.rows:,} when it was indexed")
+        except (BadShard, OSError) as error:
+            raise _named(error, shard, stream) from error
+        self._open[shard] = reader
+        if len(self._open) > self.most:
+            self._open.popitem(last=False)[1].close()
+        return reader
+
+    def _fetch_ahead(self, shard: int, stream: Stream) -> None:
+        """Have a thread fetch the shards that follow, if they have to be fetched."""
+        missing = [each for each in stream.upcoming(shard) if each not in self._fetching and needs_cache(stream, each)]
+        if not missing:
+            return
+        self._fetching.update(missing)
+
+        def fetch() -> None:
+            for each in missing:
+                try:
+                    stream.file_of(each)
+                except Exception:  # who needs it meets the error again
+                    log.debug("A shard could not be fetched ahead.", exc_info=True)
+                finally:
+                    self._fetching.discard(each)
+
+        threading.Thread(target=fetch, name="fetch ahead", daemon=True).start()
+
+
+def needs_cache(stream: Stream, shard: int) -> bool:
+    """Whether a shard has to be fetched or decompressed before it is read."""
+    name = stream.index.shards[shard].name
+    return is_remote(stream.index.root) or name.endswith((".gz", ".zst"))
+
+
+def _named(error: Exception, shard: int, stream: Stream) -> RuntimeError:
+    path = joined(stream.index.root, stream.index.shards[shard].name)
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+    return RuntimeError(f"The shard {path} cannot be read: {reason}.")
+
+
+def _verify(file: Path, shard: Shard) -> None:
+    """See that a local file is what was indexed: its checksum is computed where it has another date."""
+    try:
+        status = file.stat()
+    except FileNotFoundError as error:
+        raise BadShard("it is missing") from error
+    if status.st_size != shard.bytes:
+        how = "cut short" if status.st_size < shard.bytes else "changed"
+        raise BadShard(f"it is {how}: it has {status.st_size:,} bytes, and had {shard.bytes:,} when it was indexed")
+    if status.st_mtime_ns != shard.mtime_ns and shard.sha256 is not None and sha256(file) != shard.sha256:
+        raise BadShard("it has changed since it was indexed: its checksum is another one")
+
+
+def _rows_of(split: str, rows: int, val_fraction: float, path: str) -> range:
+    at = rows - int(rows * val_fraction)
+    parts = {"train": range(at), "val": range(at, rows), "all": range(rows)}
+    if split not in parts:
+        raise not_one_of("split", split, parts)
+    if not parts[split]:
+        raise RequestError(
+            f"data.path={path} has {rows:,} rows, of which {split} gets none with data.val_fraction={val_fraction}. "
+            f"Give another data.val_fraction, data.val_path, or data.val=null."
+        )
+    return parts[split]
+
+
+def cache_of(given: dict[str, Any], options: dict[str, Any]) -> tuple[Cache, int]:
+    """Return the cache, and how many shards are fetched ahead."""
+    folder = Path(given.pop("folder", None) or Path.home() / ".cache" / "ddp_recipes" / "streams").expanduser()
+    ahead = given.pop("ahead", 2)
+    limit = round(float(given.pop("limit_gb", 64)) * 1e9)
+    try:
+        return Cache(folder, limit, options=tuple(options.items()), **given), ahead
+    except TypeError as error:
+        raise RequestError(
+            f"data.cache has the keys {', '.join(given)}. Allowed: folder, limit_gb, ahead, retries, timeout_s."
+        ) from error

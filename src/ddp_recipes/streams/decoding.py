@@ -1,0 +1,152 @@
+"""Rows to samples: columns by name, images decoded, numbers and texts as tensors."""
+
+import io
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ddp_recipes.datasets.transforms import ScaleAndNormalize
+from ddp_recipes.errors import RequestError, nearest
+from ddp_recipes.streams.formats import BadRow, Row
+
+Names = str | Sequence[str] | None
+_JPEG, _PNG, _WEBP, _GIF = b"\xff\xd8\xff", b"\x89PNG", b"RIFF", b"GIF8"
+
+
+class Decoder:
+    """Makes samples of rows.
+
+    Attributes:
+        columns: that are read; None: all.
+    """
+
+    def __init__(
+        self, inputs: Names, targets: Names, transform: Callable[[Any], Any] | None, image_size: int | None
+    ) -> None:
+        if inputs is None and (targets is not None or transform is not None):
+            raise RequestError("data.inputs=null makes a sample of the whole row, without targets and transform.")
+        self.inputs, self.targets = _names(inputs), _names(targets)
+        self.transform = transform
+        self.of_images = _imagenet(image_size) if image_size is not None and transform is None else None
+        both = [*_listed(self.inputs), *_listed(self.targets)]
+        self.columns = None if inputs is None else both
+
+    def check(self, known: Mapping[str, str], path: str) -> None:
+        """Refuse columns that are not there, where the format says which there are.
+
+        Raises:
+            RequestError: names one.
+        """
+        for name in (self.columns or ()) if known else ():
+            if name not in known:
+                raise RequestError(
+                    f"{path} has no column '{name}'.{nearest(name, known)} Columns are: {', '.join(known)}. Give "
+                    f"data.inputs and data.targets."
+                )
+
+    def __call__(self, row: Row) -> Any:
+        """Return the sample of a row.
+
+        Raises:
+            BadRow: a column is missing, or is not what it should be.
+        """
+        if self.inputs is None:
+            return {name: _value(name, value) for name, value in row.items()}
+        inputs = self._of(row, self.inputs)
+        if self.of_images is not None and isinstance(inputs, Tensor) and inputs.dim() == 3:
+            inputs = self.of_images(inputs)
+        elif self.transform is not None:
+            inputs = self.transform(inputs)
+        return inputs if self.targets is None else (inputs, self._of(row, self.targets))
+
+    def _of(self, row: Row, names: str | tuple[str, ...]) -> Any:
+        if isinstance(names, str):
+            return _value(names, _found(row, names))
+        values = [_value(name, _found(row, name)) for name in names]
+        try:
+            return torch.tensor(values, dtype=torch.float32)
+        except (TypeError, ValueError) as error:
+            shown = ", ".join(f"{name}={value!r}" for name, value in zip(names, values, strict=True))
+            raise BadRow(f"{shown} are not all numbers") from error
+
+
+def _names(given: Names) -> Any:
+    return given if given is None or isinstance(given, str) else tuple(given)
+
+
+def _listed(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return () if names is None else (names,) if isinstance(names, str) else names
+
+
+def _found(row: Row, name: str) -> Any:
+    if name not in row:
+        raise BadRow(f"it has no '{name}', but {', '.join(row)}")
+    return row[name]
+
+
+def _value(name: str, value: Any) -> Any:
+    """Return what a column holds as a model takes it: images uint8 [3, h, w], lists of numbers as tensors."""
+    if isinstance(value, Mapping) and isinstance(value.get("bytes"), bytes):  # an image of Hugging Face's datasets
+        value = value["bytes"]
+    if isinstance(value, bytes):
+        return _of_bytes(name, value)
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value)
+    if isinstance(value, list):
+        try:
+            return torch.tensor(value)
+        except (TypeError, ValueError):
+            return value
+    if value is None:
+        raise BadRow(f"its '{name}' is null")
+    return value
+
+
+def _of_bytes(name: str, value: bytes) -> Any:
+    suffix = name.rpartition(".")[2]
+    try:
+        if value[:4].startswith((_JPEG, _PNG, _GIF)) or (value[:4] == _WEBP and value[8:12] == b"WEBP"):
+            return _image(value)
+        if suffix in ("cls", "cls2", "index", "count", "len"):
+            return int(value)
+        if suffix in ("json", "jsn"):
+            return json.loads(value)
+        if suffix in ("txt", "text", "transcript", "caption"):
+            return value.decode()
+        if suffix in ("npy", "npz"):
+            return torch.from_numpy(np.load(io.BytesIO(value)))
+    except (ValueError, RuntimeError) as error:
+        raise BadRow(f"its '{name}' cannot be decoded: {error}") from error
+    if suffix in ("jpg", "jpeg", "png", "webp", "gif"):
+        raise BadRow(f"its '{name}' is no image: it begins with {value[:8]!r}")
+    return value
+
+
+def _image(content: bytes) -> Tensor:
+    from torchvision.io import ImageReadMode, decode_image
+
+    data = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    image: Tensor = decode_image(data, mode=ImageReadMode.RGB)
+    return image
+
+
+def _imagenet(size: int) -> Callable[[Tensor], Tensor]:
+    """Return the steps of ``ddp_recipes.datasets.images.imagenet_transform`` for images that are tensors."""
+    from torchvision.transforms import CenterCrop, Resize
+
+    steps = (
+        Resize(round(size * 256 / 224), antialias=True),
+        CenterCrop(size),
+        ScaleAndNormalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]),
+    )
+
+    def transform(image: Tensor) -> Tensor:
+        for step in steps:
+            image = step(image)
+        return image
+
+    return transform

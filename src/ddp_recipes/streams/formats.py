@@ -1,0 +1,415 @@
+"""What shards are made of: rows of parquet, arrow, jsonl, csv, text and tar files, each read by itself."""
+
+import csv
+import io
+import json
+import mmap
+import os
+import tarfile
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddp_recipes.errors import RequestError, not_one_of
+
+Row = dict[str, Any]
+Offsets = NDArray[np.int64]
+
+COMPRESSIONS = (".gz", ".zst")
+_CHUNK = 1 << 24  # bytes that are searched for the ends of lines at once
+
+
+class BadShard(Exception):
+    """A shard is missing, damaged, or not what its index says."""
+
+
+class BadRow(Exception):
+    """A row of a shard cannot be decoded."""
+
+
+def needed(module: str) -> Any:
+    """Return a module of the extra ``streams``.
+
+    Raises:
+        RequestError: it is not installed.
+    """
+    try:
+        return import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        raise RequestError(
+            f"data=stream needs {package}, which is not installed: pip install 'ddp-recipes[streams]'."
+        ) from error
+
+
+class Reader(Protocol):
+    """An open shard; ``columns`` are names and types of its columns, as far as the file has them."""
+
+    columns: Mapping[str, str]
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        ...
+
+    def row(self, number: int) -> Row:
+        """Return a row, which is undecoded where that may fail for it alone.
+
+        Raises:
+            BadRow: it is none.
+        """
+        ...
+
+
+class Groups:
+    """Row groups in memory, those that were used last, up to a limit in bytes; at least one.
+
+    Attributes:
+        read: bytes of those that have been read, again where they had been removed.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.size, self.read = limit, 0, 0
+        self._held: OrderedDict[tuple[int, int], Any] = OrderedDict()
+
+    def get(self, shard: "Parquet", group: int) -> Any:
+        """Return a row group as a table."""
+        name = (id(shard), group)
+        if name in self._held:
+            self._held.move_to_end(name)
+            return self._held[name]
+        table = shard.read_group(group)
+        self._held[name] = table
+        self.size += table.nbytes
+        self.read += table.nbytes
+        while self.size > self.limit and len(self._held) > 1:
+            self.size -= self._held.popitem(last=False)[1].nbytes
+        return table
+
+    def drop(self, shard: "Parquet") -> None:
+        """Remove what is held of a shard."""
+        for name in [name for name in self._held if name[0] == id(shard)]:
+            self.size -= self._held.pop(name).nbytes
+
+
+class Parquet:
+    """Rows of a parquet file, read by row groups."""
+
+    def __init__(self, path: Path, groups: Groups, only: Sequence[str] | None) -> None:
+        parquet = needed("pyarrow.parquet")
+        try:
+            self._file = parquet.ParquetFile(str(path), memory_map=True)
+        except (OSError, ValueError) as error:  # ArrowInvalid is a ValueError
+            raise BadShard(f"it is no parquet file: {error}") from error
+        schema, metadata = self._file.schema_arrow, self._file.metadata
+        self.columns = {field.name: str(field.type) for field in schema}
+        self._ends = np.cumsum([metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)])
+        sizes = [metadata.row_group(number).total_byte_size for number in range(metadata.num_row_groups)]
+        self.in_memory = len(sizes), sum(sizes)
+        self._only = None if only is None else [name for name in only if name in self.columns]
+        self._shapes, self._groups = _shapes(schema), groups
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def row(self, number: int) -> Row:
+        group = int(np.searchsorted(self._ends, number, side="right"))
+        first = int(self._ends[group - 1]) if group else 0
+        return _row_of_table(self._groups.get(self, group), number - first, self._shapes)
+
+    def read_group(self, group: int) -> Any:
+        """Return a row group, read from the file."""
+        try:
+            return self._file.read_row_group(group, columns=self._only, use_threads=False)
+        except (OSError, ValueError) as error:
+            raise BadShard(f"row group {group} cannot be read: {error}") from error
+
+    def close(self) -> None:
+        """Close the file."""
+        self._groups.drop(self)
+        self._file.close()
+
+
+class Arrow:
+    """Rows of an Arrow file, or of a stream in a file, mapped from disk."""
+
+    def __init__(self, path: Path, only: Sequence[str] | None) -> None:
+        arrow = needed("pyarrow")
+        try:
+            self._map = arrow.memory_map(str(path))
+            try:
+                self._table = arrow.ipc.open_file(self._map).read_all()
+            except arrow.ArrowInvalid:
+                self._map.seek(0)
+                self._table = arrow.ipc.open_stream(self._map).read_all()
+        except (OSError, ValueError) as error:
+            raise BadShard(f"it is no Arrow file: {error}") from error
+        self.columns = {field.name: str(field.type) for field in self._table.schema}
+        self._shapes = _shapes(self._table.schema)
+        if only is not None:
+            self._table = self._table.select([name for name in only if name in self.columns])
+
+    def __len__(self) -> int:
+        return int(self._table.num_rows)
+
+    def row(self, number: int) -> Row:
+        return _row_of_table(self._table, number, self._shapes)
+
+    def close(self) -> None:
+        """Unmap the file, once nothing refers to it."""
+        del self._table
+        self._map.close()
+
+
+def _shapes(schema: Any) -> dict[str, list[int]]:
+    """Return the shapes of columns that hold tensors, flattened."""
+    return {field.name: json.loads(field.metadata[b"shape"]) for field in schema if b"shape" in (field.metadata or {})}
+
+
+def _row_of_table(table: Any, number: int, shapes: Mapping[str, Sequence[int]]) -> Row:
+    row = {}
+    for name, column in zip(table.column_names, table.columns, strict=True):
+        value: Any = column[number]
+        elements = getattr(value, "values", None)  # of a list
+        if elements is not None and hasattr(elements, "to_numpy") and _is_numeric(elements.type):
+            value = elements.to_numpy(zero_copy_only=False)
+            value = np.array(value).reshape(shapes[name]) if name in shapes else np.array(value)  # its own memory
+        else:
+            value = value.as_py()
+        row[name] = value
+    return row
+
+
+def _is_numeric(kind: Any) -> bool:
+    types = needed("pyarrow.types")
+    return bool(types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind))
+
+
+# --- files whose rows have offsets -----------------------------------------------------------------------------------
+
+
+class Records:
+    """Rows that lie one after the other in a file, each of which can be read by itself."""
+
+    columns: Mapping[str, str]
+
+    def __init__(self, path: Path, offsets: Offsets | None = None) -> None:
+        with path.open("rb") as file:
+            empty = os.fstat(file.fileno()).st_size == 0
+            self._map: Any = b"" if empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self.columns = {}
+        self.offsets = self.scan() if offsets is None else offsets
+
+    def __len__(self) -> int:
+        return max(0, len(self.offsets) - 1)
+
+    def scan(self) -> Offsets:
+        """Return where each row begins, and where the last one ends."""
+        raise NotImplementedError
+
+    def bytes_of(self, number: int) -> bytes:
+        """Return a row as it is in the file."""
+        found: bytes = self._map[int(self.offsets[number]) : int(self.offsets[number + 1])]
+        return found
+
+    def row(self, number: int) -> Row:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Unmap the file."""
+        if isinstance(self._map, mmap.mmap):
+            self._map.close()
+
+    def line_ends(self) -> NDArray[np.int64]:
+        """Return where the lines of the file end, each behind its newline."""
+        size = len(self._map)
+        found = [np.zeros(0, dtype=np.int64)]
+        for first in range(0, size, _CHUNK):
+            chunk = np.frombuffer(self._map[first : first + _CHUNK], dtype=np.uint8)
+            found.append(np.flatnonzero(chunk == ord("\n")) + (first + 1))
+        if size and self._map[size - 1 : size] != b"\n":
+            found.append(np.array([size]))
+        return np.concatenate(found)
+
+
+class Text(Records):
+    """Lines of a text that are not empty, as ``text``."""
+
+    def scan(self) -> Offsets:
+        ends = self.line_ends()
+        starts = np.concatenate([[0], ends[:-1]])[: len(ends)].astype(np.int64)
+        short = np.flatnonzero(ends - starts <= 2)
+        blank = [at for at in short.tolist() if not self._map[int(starts[at]) : int(ends[at])].strip()]
+        kept = np.delete(starts, blank)
+        return np.append(kept, len(self._map)) if len(kept) else np.zeros(1, dtype=np.int64)
+
+    def row(self, number: int) -> Row:
+        try:
+            return {"text": self.bytes_of(number).rstrip(b"\r\n").decode()}
+        except UnicodeDecodeError as error:
+            raise BadRow(f"it is no UTF-8: {error}") from error
+
+
+class JsonLines(Text):
+    """JSON objects, one a line."""
+
+    def row(self, number: int) -> Row:
+        try:
+            found = json.loads(self.bytes_of(number))
+        except ValueError as error:
+            raise BadRow(f"it is no JSON: {error}") from error
+        if not isinstance(found, dict):
+            raise BadRow(f"it is a JSON {type(found).__name__}, not an object")
+        return found
+
+
+class Csv(Records):
+    """Rows of a table whose first line names the columns; a field may hold newlines in quotes."""
+
+    def scan(self) -> Offsets:
+        ends = self.line_ends()
+        if not len(ends):
+            raise BadShard("it is empty, and a csv file begins with a line that names its columns")
+        quotes = [np.zeros(0, dtype=np.int64)]
+        for first in range(0, len(self._map), _CHUNK):
+            chunk = np.frombuffer(self._map[first : first + _CHUNK], dtype=np.uint8)
+            quotes.append(np.flatnonzero(chunk == ord('"')) + first)
+        before = np.searchsorted(np.concatenate(quotes), ends)
+        ends = ends[before % 2 == 0]  # within quotes it ends no row; a quote in a field is doubled
+        if not len(ends):
+            raise BadShard("it has a quote without another one")
+        header = self._map[: int(ends[0])].decode("utf-8-sig")
+        self.columns = dict.fromkeys((name.strip() for name in next(csv.reader([header]))), "text")
+        starts = ends[:-1]
+        full = [
+            at for at in range(len(starts)) if ends[at + 1] - starts[at] > 2 or self._map[starts[at]] not in b"\r\n"
+        ]
+        return np.append(starts[full], ends[-1]).astype(np.int64) if len(full) else np.zeros(1, dtype=np.int64)
+
+    def row(self, number: int) -> Row:
+        try:
+            fields = next(csv.reader(io.StringIO(self.bytes_of(number).decode(), newline=""), strict=True))
+        except (UnicodeDecodeError, csv.Error, StopIteration) as error:
+            raise BadRow(f"it is no row of a csv file: {error}") from error
+        if len(fields) != len(self.columns):
+            raise BadRow(f"it has {len(fields)} fields for {len(self.columns)} columns")
+        return {name: _number(field.strip()) for name, field in zip(self.columns, fields, strict=True)}
+
+
+def _number(text: str) -> int | float | str:
+    """Return a number where a text is one."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+class Tar(Records):
+    """Samples of a tar file as webdataset has them: files in a row with one name but for what follows its first dot."""
+
+    def scan(self) -> Offsets:
+        starts: list[int] = []
+        last, end = None, 0
+        if not self._map:
+            raise BadShard("it is empty")
+        try:
+            with tarfile.open(fileobj=self._map, mode="r:") as file:
+                for member in file:
+                    if not member.isfile():
+                        continue
+                    key, _ = _key(member.name)
+                    if key != last:
+                        starts.append(member.offset)
+                    last, end = key, member.offset_data + -(-member.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
+        except tarfile.TarError as error:
+            raise BadShard(f"it is no tar file: {error}") from error
+        if end > len(self._map):
+            raise BadShard("it is cut short: a file in it goes on behind its end")
+        return np.array([*starts, end], dtype=np.int64)
+
+    def row(self, number: int) -> Row:
+        found: Row = {}
+        try:
+            with tarfile.open(fileobj=io.BytesIO(self.bytes_of(number)), mode="r:") as file:
+                for member in file:
+                    if member.isfile() and (content := file.extractfile(member)) is not None:
+                        found["__key__"], suffix = _key(member.name)
+                        found[suffix] = content.read()
+        except tarfile.TarError as error:
+            raise BadRow(f"it is no part of a tar file: {error}") from error
+        return found
+
+
+def _key(name: str) -> tuple[str, str]:
+    """Return the name of the sample that a file is of, and of the file in it."""
+    folder, slash, file = name.rpartition("/")
+    stem, _, suffix = file.partition(".")
+    return f"{folder}{slash}{stem}", suffix.lower()
+
+
+class Formats:
+    """Formats by the suffixes of their files."""
+
+    RECORDS: ClassVar[dict[str, type[Records]]] = {
+        ".jsonl": JsonLines,
+        ".ndjson": JsonLines,
+        ".csv": Csv,
+        ".txt": Text,
+        ".tar": Tar,
+    }
+    NAMES = (".parquet", ".arrow", *RECORDS)
+
+    @classmethod
+    def of(cls, name: str) -> str | None:
+        """Return the suffix that says a file's format, without that of its compression; None for any other file."""
+        path = Path(name)
+        suffix = Path(path.stem).suffix if path.suffix in COMPRESSIONS else path.suffix
+        return suffix.lower() if suffix.lower() in cls.NAMES else None
+
+    @classmethod
+    def open(cls, path: Path, suffix: str, groups: Groups, only: Sequence[str] | None = None) -> Any:
+        """Return the reader of a file that is not compressed.
+
+        Raises:
+            BadShard: it is not of that format.
+            RequestError: there is no such format, or its library is missing.
+        """
+        if suffix == ".parquet":
+            return Parquet(path, groups, only)
+        if suffix == ".arrow":
+            return Arrow(path, only)
+        if suffix not in cls.RECORDS:
+            raise not_one_of("the suffix of a shard", suffix, cls.NAMES)
+        return cls.RECORDS[suffix](path)
+
+
+def decompressed(source: Any, suffix: str) -> Iterator[bytes]:
+    """Yield the content of an open file that is compressed as its suffix says, in chunks.
+
+    Raises:
+        BadShard: it is damaged or cut short.
+    """
+    import gzip
+    import zlib
+
+    if suffix == ".gz":
+        try:
+            with gzip.GzipFile(fileobj=source, mode="rb") as file:
+                while chunk := file.read(1 << 20):
+                    yield chunk
+        except (OSError, EOFError, zlib.error) as error:
+            raise BadShard(f"it cannot be decompressed: {error}") from error
+        return
+    zstandard = needed("zstandard")
+    try:
+        with zstandard.ZstdDecompressor().stream_reader(source, read_across_frames=True) as file:
+            while chunk := file.read(1 << 20):
+                yield chunk
+    except zstandard.ZstdError as error:
+        raise BadShard(f"it cannot be decompressed: {error}") from error

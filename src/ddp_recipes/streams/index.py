@@ -1,0 +1,316 @@
+"""The index of a set in shards: which shards there are, how many rows each has, and what they have to be."""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, field
+from fnmatch import fnmatchcase
+from multiprocessing import get_context
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeVar
+
+from ddp_recipes.errors import RequestError
+from ddp_recipes.runtime.files import write_aside
+from ddp_recipes.streams.cache import Cache, sha256
+from ddp_recipes.streams.formats import BadShard, Formats, Groups
+
+NAME = "index.json"
+FORMAT = 1
+SMALL = 256 << 20  # bytes of a set that is indexed without being asked to
+Columns = Mapping[str, str]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A shard as it was when it was indexed.
+
+    Attributes:
+        name: relative to the set's folder.
+        bytes: of the file as it is stored.
+        groups: of rows that are read together, of a parquet file; else 0.
+        memory: bytes that all of them take.
+        mtime_ns: of a local file; while it is the same nobody computes the checksum again.
+        sha256: of the file as it is stored; None: it was indexed on the fly.
+    """
+
+    name: str
+    rows: int
+    bytes: int
+    groups: int = 0
+    memory: int = 0
+    mtime_ns: int | None = None
+    sha256: str | None = None
+
+
+@dataclass(frozen=True)
+class Index:
+    """A set in shards.
+
+    Attributes:
+        root: folder or address that names of shards are relative to.
+        columns: names and types of the columns, where the format has them.
+        more: what whoever made the set says of it, such as ``classes``.
+    """
+
+    root: str
+    shards: tuple[Shard, ...]
+    columns: Columns = field(default_factory=dict)
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Rows of each shard."""
+        return tuple(shard.rows for shard in self.shards)
+
+    def as_json(self) -> str:
+        """Return the index as it is written: a line a shard."""
+        shards = ",\n".join(f"    {json.dumps(asdict(shard))}" for shard in self.shards)
+        head = {"ddp_recipes_stream": FORMAT, "columns": dict(self.columns), "more": dict(self.more)}
+        return f'{json.dumps(head)[:-1]}, "shards": [\n{shards}\n]}}\n'
+
+    @classmethod
+    def parsed(cls, root: str, text: str) -> "Index":
+        """Return the index in a text.
+
+        Raises:
+            RequestError: it is none.
+        """
+        try:
+            found = json.loads(text)
+            if found["ddp_recipes_stream"] != FORMAT:
+                raise ValueError(f"it is of format {found['ddp_recipes_stream']}, known is {FORMAT}")
+            shards = tuple(Shard(**shard) for shard in found["shards"])
+            return cls(root, shards, found["columns"], found["more"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise RequestError(
+                f"{joined(root, NAME)} is no index of a stream: {error}. Make it anew: ddp-recipes index {root}"
+            ) from error
+
+
+def is_remote(path: str) -> bool:
+    """Whether a path is an address of a store, not of a local file."""
+    return "://" in path and not path.startswith(("file://", "local://"))
+
+
+def joined(root: str, name: str) -> str:
+    """Return the path of a shard."""
+    return f"{root.rstrip('/')}/{name}" if is_remote(root) else str(Path(root) / name)
+
+
+def load(path: str, cache: Cache) -> Index:
+    """Return the index of the shards at a path: a folder, a shard, or a pattern of them, local or in a store.
+
+    Where there is none it is made, if the set is small.
+
+    Raises:
+        RequestError: there is nothing, or what there is does not fit the index.
+    """
+    path = path if is_remote(path) else str(Path(path.removeprefix("file://")).expanduser())
+    root, pattern = located(path)
+    index = indexed(root, cache)
+    names = None if index is not None and is_remote(root) else listed(root, cache)
+    if index is None:
+        assert names is not None
+        return made_on_the_fly(
+            root, {name: size for name, size in names.items() if matches(name, pattern)}, path, cache
+        )
+    if names is not None:
+        refuse_other_shards(index, names, root)
+    shards = tuple(shard for shard in index.shards if matches(shard.name, pattern))
+    if not shards:
+        raise RequestError(f"data.path={path}: {joined(root, NAME)} has no such shard.")
+    return Index(root, shards, index.columns, index.more)
+
+
+def located(path: str) -> tuple[str, str | None]:
+    """Return the folder of a set, and which of its shards are meant; None: all."""
+    name = PurePosixPath(path).name
+    if not is_remote(path) and Path(path).is_dir():
+        return path, None
+    if Formats.of(name) is None and not any(letter in name for letter in "*?["):
+        return path, None
+    root = path[: -len(name)].rstrip("/") if is_remote(path) else str(Path(path).parent)
+    return root, name
+
+
+def matches(name: str, pattern: str | None) -> bool:
+    return pattern is None or fnmatchcase(name, pattern)
+
+
+def indexed(root: str, cache: Cache) -> Index | None:
+    """Return the index that lies in a folder, if there is one."""
+    if is_remote(root):
+        content = cache.small_file(joined(root, NAME))
+        return None if content is None else Index.parsed(root, content.decode())
+    file = Path(root) / NAME
+    return Index.parsed(root, file.read_text()) if file.is_file() else None
+
+
+def listed(root: str, cache: Cache) -> dict[str, int]:
+    """Return the shards in a folder and their sizes in bytes, by name.
+
+    Raises:
+        RequestError: there is no such folder.
+    """
+    if is_remote(root):
+        sizes = cache.listing(root)
+    elif not Path(root).is_dir():
+        raise RequestError(f"data.path={root}: there is no folder {Path(root).absolute()}. Give that of the shards.")
+    else:
+        files = (file for file in Path(root).rglob("*") if file.is_file())
+        sizes = {file.relative_to(root).as_posix(): file.stat().st_size for file in files}
+    hidden = {name for name in sizes if any(part.startswith(".") for part in name.split("/"))}
+    return {name: sizes[name] for name in sorted({*sizes} - hidden) if Formats.of(name)}
+
+
+def refuse_other_shards(index: Index, sizes: Mapping[str, int], root: str) -> None:
+    """Refuse a folder whose shards are not those of its index.
+
+    Raises:
+        RequestError: names the first one that is missing, of another size, or new.
+    """
+    again = f"If that is as it should be, index it again: ddp-recipes index {root}"
+    for shard in index.shards:
+        if shard.name not in sizes:
+            raise RequestError(f"data.path={root}: the shard {shard.name} is missing. Put it back. {again}")
+        if (size := sizes[shard.name]) != shard.bytes:
+            how = "cut short" if size < shard.bytes else "changed"
+            raise RequestError(
+                f"data.path={root}: the shard {shard.name} is {how}: it has {size:,} bytes, and had {shard.bytes:,} "
+                f"when it was indexed. {again}"
+            )
+    known = {shard.name for shard in index.shards}
+    if new := [name for name in sizes if name not in known]:
+        raise RequestError(f"data.path={root}: the shard {new[0]} is not in {NAME}. {again}")
+
+
+def made_on_the_fly(root: str, sizes: Mapping[str, int], path: str, cache: Cache) -> Index:
+    """Return the index of a small set, which is not written.
+
+    Raises:
+        RequestError: it is not small, or there is no shard.
+    """
+    if not sizes:
+        raise RequestError(
+            f"data.path={path} has no shard. Allowed are files {', '.join(Formats.NAMES)}, also .gz, .zst."
+        )
+    footers = all(Formats.of(name) == ".parquet" and not is_remote(root) for name in sizes)
+    if (total := sum(sizes.values())) > SMALL and not footers:
+        raise RequestError(
+            f"data.path={path} has {total:,} bytes in {len(sizes):,} shards and no index, which takes to read all of "
+            f"it. Make one once: ddp-recipes index {root}"
+        )
+    return assembled(root, (described(root, name, cache, checksum=False) for name in sizes), {})
+
+
+def make(root: str, cache: Cache, workers: int, show: Callable[[int, int], None]) -> Index:
+    """Read all shards of a folder, in parallel, and write its index.
+
+    Args:
+        show: is called with how many are done, and of how many.
+
+    Raises:
+        RequestError: a shard cannot be read, has other columns, or the index cannot be written.
+    """
+    sizes, old = listed(root, cache), indexed_or_none(root, cache)
+    if not sizes:
+        raise RequestError(f"{root} has no shard. Allowed are files {', '.join(Formats.NAMES)}, also .gz and .zst.")
+    found: dict[str, tuple[Shard, Columns]] = {}
+    for number, (at, part) in enumerate(in_parallel(described, [(root, name, cache) for name in sizes], workers), 1):
+        found[[*sizes][at]] = part
+        show(number, len(sizes))
+    index = assembled(root, (found[name] for name in sizes), {} if old is None else old.more)
+    write(index, cache)
+    return index
+
+
+def in_parallel(work: Callable[..., T], arguments: Sequence[tuple[Any, ...]], workers: int) -> Iterator[tuple[int, T]]:
+    """Yield what a function returns for each of some arguments, and for which, as it comes; of one process in order."""
+    if workers < 2 or len(arguments) < 2:
+        yield from ((number, work(*given)) for number, given in enumerate(arguments))
+        return
+    with ProcessPoolExecutor(min(workers, len(arguments)), mp_context=get_context("spawn")) as pool:
+        jobs = {pool.submit(work, *given): number for number, given in enumerate(arguments)}
+        for job in as_completed(jobs):
+            yield jobs[job], job.result()
+
+
+def indexed_or_none(root: str, cache: Cache) -> Index | None:
+    try:
+        return indexed(root, cache)
+    except RequestError:
+        return None
+
+
+def write(index: Index, cache: Cache) -> None:
+    """Write an index beside its shards.
+
+    Raises:
+        RequestError: it cannot be written there.
+    """
+    if is_remote(index.root):
+        cache.put(joined(index.root, NAME), index.as_json().encode())
+        return
+    try:
+        write_aside(Path(index.root) / NAME, lambda file: file.write(index.as_json().encode()))
+    except OSError as error:
+        raise RequestError(f"{Path(index.root) / NAME} cannot be written: {error.strerror}.") from error
+
+
+def described(root: str, name: str, cache: Cache, checksum: bool = True) -> tuple[Shard, Columns]:
+    """Read a shard; return what an index says of it.
+
+    Raises:
+        RequestError: it cannot be read.
+    """
+    suffix, path = Formats.of(name), joined(root, name)
+    assert suffix is not None
+    try:
+        stored = cache.stored(path, None)
+        status = os.stat(stored)
+        reader = Formats.open(cache.plain(stored, path), suffix, Groups(0))
+        try:
+            groups, memory = getattr(reader, "in_memory", (0, 0))
+            shard = Shard(
+                name,
+                len(reader),
+                status.st_size,
+                groups,
+                memory,
+                None if is_remote(root) else status.st_mtime_ns,
+                sha256(stored) if checksum else None,
+            )
+            return shard, dict(reader.columns)
+        finally:
+            reader.close()
+    except (BadShard, OSError) as error:
+        raise RequestError(f"The shard {path} cannot be read: {error}") from error
+
+
+def assembled(root: str, parts: Iterator[tuple[Shard, Columns]], more: Mapping[str, Any]) -> Index:
+    """Return the index of shards whose columns are the same.
+
+    Raises:
+        RequestError: one has others, or there is no row.
+    """
+    shards: list[Shard] = []
+    columns: Columns = {}
+    for shard, own in parts:
+        if shards and own != columns:
+            raise RequestError(other_columns(joined(root, shard.name), own, columns, joined(root, shards[0].name)))
+        shards.append(shard)
+        columns = own
+    if not any(shard.rows for shard in shards):
+        raise RequestError(f"data.path={root} has no row in {len(shards):,} shard(s).")
+    return Index(root, tuple(shards), columns, more)
+
+
+def other_columns(path: str, own: Columns, columns: Columns, other: str) -> str:
+    """Return the message on a shard with another schema than the rest of its set."""
+    differing = [name for name in {**own, **columns} if own.get(name) != columns.get(name)]
+    described = ", ".join(
+        f"{name} ({own.get(name, 'missing')}, not {columns.get(name, 'there')})" for name in differing
+    )
+    return f"The shard {path} has another schema than {other}: {described or 'another order of columns'}."

@@ -1,0 +1,136 @@
+"""Shards that are missing, damaged or changed, and rows that cannot be decoded: an error by name, or skipped."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddp_recipes.errors import RequestError
+from ddp_recipes.reporting.run_directory import Summary
+from ddp_recipes.streams import Stream
+from ddp_recipes.streams.cache import Cache
+from ddp_recipes.streams.index import make
+from helpers.shards import ROWS, write_shards
+
+pytest.importorskip("pyarrow")
+
+Run = Callable[..., Summary]
+
+
+def indexed(folder: Path) -> Path:
+    make(str(folder), Cache(folder / ".cache"), 1, lambda done, total: None)
+    return folder
+
+
+def changed(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda file: file.unlink(), "the shard part-2.jsonl is missing. Put it back"),
+        (lambda file: os.truncate(file, 99), "part-2.jsonl is cut short: it has 99 bytes, and had 1,"),
+        (lambda file: file.write_bytes(b"{}\n" * 999), "part-2.jsonl is changed: it has 2,997 bytes"),
+        (lambda file: file.with_name("part-9.jsonl").write_bytes(b"{}"), "part-9.jsonl is not in index.json"),
+        (lambda file: (file.parent / "index.json").write_text("{}"), "index.json is no index of a stream"),
+    ],
+    ids=["missing", "cut short", "changed", "new", "no index"],
+)
+def test_shards_that_do_not_fit_their_index_are_refused(
+    damage: Callable[[Path], None], message: str, shards: Callable[..., Path]
+) -> None:
+    folder = indexed(shards(".jsonl"))
+    assert len(Stream(str(folder))) == 61
+    damage(folder / "part-2.jsonl")
+    with pytest.raises(RequestError, match=message):
+        Stream(str(folder))
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl", ".jsonl.gz"])
+def test_a_shard_that_changed_but_for_its_size_is_named_when_it_is_opened(
+    suffix: str, shards: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = indexed(shards(suffix))
+    stream = Stream(str(folder), inputs="a", cache={"folder": str(tmp_path / "cache")})
+    changed(folder / f"part-2{suffix}")
+    assert stream[5] == 5
+    with pytest.raises(RuntimeError, match=rf"part-2{suffix} cannot be read: it has changed since .* checksum"):
+        stream[25]
+
+
+def test_a_copy_of_a_set_is_the_same_set(shards: Callable[..., Path]) -> None:
+    """Its files have other dates, so their checksums are computed."""
+    folder = indexed(shards(".parquet"))
+    os.utime(folder / "part-2.parquet", (1, 1))
+    assert Stream(str(folder), inputs="a")[25] == 25
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".arrow", ".csv"])
+def test_a_shard_of_another_schema_is_refused_by_name(suffix: str, shards: Callable[..., Path]) -> None:
+    folder = shards(suffix)
+    other = [{**row, "b": "text"} for row in ROWS[:3]] if suffix != ".csv" else ROWS[:3]
+    write_shards(folder / "z", suffix, other, (0, 3))
+    if suffix == ".csv":
+        file = folder / "z" / "part-0.csv"
+        file.write_text(file.read_text().replace("b", "c", 1))
+    with pytest.raises(RequestError, match=r"z/part-0.* has another schema than .*/part-0.*: .*b \("):
+        Stream(str(folder))
+
+
+def test_what_is_no_such_file_is_refused_by_name(shards: Callable[..., Path]) -> None:
+    for suffix in (".parquet", ".arrow", ".tar", ".jsonl.gz", ".jsonl.zst", ".csv"):
+        folder = shards(suffix)
+        (folder / f"part-1{suffix}").write_bytes(b"" if suffix == ".csv" else b"nothing that anybody knows")
+        with pytest.raises(RequestError, match=rf"part-1{suffix} cannot be read: it "):
+            Stream(str(folder), cache={"folder": str(folder / "cache")})
+
+
+def test_wrong_keys_are_refused(shards: Callable[..., Path], tmp_path: Path) -> None:
+    folder = str(shards(".parquet"))
+    (tmp_path / "empty").mkdir()
+    for given, message in (
+        ({"path": str(tmp_path / "nowhere")}, "there is no folder .*nowhere"),
+        ({"path": str(tmp_path / "empty")}, "has no shard. Allowed are files .parquet"),
+        ({"path": f"{folder}/x-*.parquet"}, "x-.* has no shard"),
+        ({"path": "nowhere://bucket/set"}, "is in a store that cannot be used"),
+        ({"inputs": "aa"}, "has no column 'aa'. Did you mean 'a'"),
+        ({"targets": "a"}, "data.inputs=null makes a sample of the whole row"),
+        ({"window": 0}, "data.window=0 is not allowed"),
+        ({"on_error": "ignore"}, "data.on_error=ignore is not known. Allowed: raise, skip"),
+        ({"split": "val"}, "has 61 rows, of which val gets none"),
+        ({"cache": {"size": 3}}, "data.cache has the keys size"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            Stream(**{"path": folder, **given})
+
+
+def broken(rows: list[dict[str, Any]], numbers: tuple[int, ...]) -> list[dict[str, Any]]:
+    return [{**row, "a": "no number"} if number in numbers else row for number, row in enumerate(rows)]
+
+
+def test_a_row_that_cannot_be_decoded_is_named(run: Run, shards: Callable[..., Path]) -> None:
+    folder = shards(".jsonl", broken(ROWS, (23,)))
+    with pytest.raises(RuntimeError, match=r"Row 2 of .*part-2.jsonl cannot be decoded: a='no number'"):
+        run(folder)
+
+
+@pytest.mark.slow
+def test_rows_are_skipped_alike_on_any_number_of_ranks(run: Run, shards: Callable[..., Path]) -> None:
+    folder = shards(".jsonl", broken(ROWS, (0, 19, 23, 24, 60)))
+    own = (folder, "data.on_error=skip", "strategy=ddp_exact", "data.global_batch_size=12")
+    found = [run(*own), run(*own, "data.num_workers=1"), run(*own, world_size=2)]
+    assert len({summary["weights_sha256"] for summary in found}) == 1
+    assert [summary["skipped_samples"] for summary in found] == [5, 5, 5]
+    assert [summary["samples_seen"] for summary in found] == [2 * 49] * 3
+    saved = json.loads((Path(found[2]["run_directory"]) / "summary.json").read_text())
+    assert saved["skipped_samples"] == 5
+    log = (Path(found[0]["run_directory"]) / "train.log").read_text()
+    assert "part-2.jsonl cannot be decoded and is left out: a='no number'" in log
+    substitutes = Stream(str(folder), inputs=["a"], on_error="skip")
+    assert [substitutes[number].item() for number in (0, 19, 23, 24, 60)] == [1, 1, 25, 25, 40]
