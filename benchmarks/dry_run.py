@@ -1,6 +1,6 @@
 """What a dry run of sharded models says, beside what real ranks take of memory and give to collectives.
 
-``python -m benchmarks.dry_run`` prints the table of ``docs/sharding.md``. Memory is what the C library has given
+``python -m benchmarks.dry_run`` prints the table of ``benchmarks/sharding.md``. Memory is what the C library has given
 out; bytes are counted as tensors are given to collectives.
 """
 

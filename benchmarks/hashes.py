@@ -1,6 +1,6 @@
 """The first digits of ``weights_sha256``, for strategies, world sizes and what a step does: all have to be the same.
 
-``python -m benchmarks.hashes`` trains a small transformer with dropout, and prints the table of ``docs/sharding.md``.
+``python -m benchmarks.hashes`` trains a small transformer with dropout: the table of ``benchmarks/sharding.md``.
 """
 
 import argparse

@@ -1,7 +1,8 @@
 """Every command in README.md and docs/ runs, and prints what the page shows of it; numbers and dates may differ.
 
 A block of commands runs in a copy of the repository of its own, together with the files that its page shows: a block of
-Python or yaml whose first line names a file (``# my_models.py``). Other Python blocks run as they are.
+Python or yaml whose first line names a file (``# my_models.py``), below the line with a yaml's package, which Hydra
+reads in the first line alone. Other Python blocks run as they are.
 
 What ``python`` loads before it runs a command, it loads once for all of them: most of what a command would cost.
 """
@@ -26,16 +27,18 @@ from helpers.trackers import QUIET
 from helpers.warm import warm_python
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MARKDOWN = {page: page.read_text(encoding="utf-8") for page in PAGES}
 
 FENCE = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-FILE_NAME = re.compile(r"# ([\w./]+\.(?:py|yaml))\n")
+FILE_NAME = re.compile(r"(?:# @package _global_\n)?# ([\w./]+\.(?:py|yaml))\n")
 NUMBER = re.compile(r"\d[\d.,:e+-]*")
 ANOTHER_SET_UP = ("git clone ", "cd ", "make ", "make\n", "source ", "pip install ", ".ci/run")
 
 # Of the extra `peers`: a page's files or commands name it, or the block shows a picture.
-PEER = re.compile(r"(?<![\w.])(?:datasets|mlflow|peft|timm|transformers|wandb)\b")
+PEER = re.compile(
+    r"(?<![\w./])(?:datasets|lightning(?=\.pytorch)|matplotlib|mlflow|optuna|peft|timm|transformers|wandb)\b"
+)
 # What commands load in each of their processes, or torchrun in its own.
 LOADED = [
     "matplotlib.figure",
@@ -86,7 +89,7 @@ class Block:
     def missing(self) -> list[str]:
         """The packages that it needs and that are not installed."""
         needs = set(PEER.findall("\n".join([self.commands, *self.files.values()])))
-        if any(line.endswith(".png") for line in self.shown):
+        if any(line.endswith(".png") for line in self.shown) or "curves.py" in self.commands:
             needs.add("matplotlib")
         return sorted(name for name in needs if find_spec(name) is None)
 
