@@ -85,8 +85,8 @@ def run_cell(cell: Cell, tests: Sequence[str], jobs: int) -> list[str]:
 def logged(command: Sequence[str], log: TextIO, folder: Path) -> int:
     """Run a command and return its exit status; all that it prints goes to the log."""
     print("$", *command, file=log, flush=True)
-    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
-    environment.pop("PYTHONPATH", None)  # the tree is installed, and no other one is to be found
+    kept_out = ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE")  # the tree is installed, and no other one is to be found
+    environment = {name: value for name, value in os.environ.items() if name not in kept_out}
     return subprocess.run(
         command, cwd=folder, stdout=log, stderr=subprocess.STDOUT, env=environment, check=False
     ).returncode

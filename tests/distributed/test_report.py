@@ -5,7 +5,9 @@ import math
 import re
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from ddp_recipes.errors import RequestError
 from ddp_recipes.reporting.run_directory import Summary
 from ddp_recipes.tools.report import report
 from ddp_recipes.tools.report.curves import read_curves, thinned
+from ddp_recipes.tools.report.page import FACTS, MACHINE
 from helpers.patience import patience
 from helpers.recipes import QUICK
 
@@ -232,6 +235,26 @@ def test_a_run_that_goes_on_is_no_failure(recorded: Path) -> None:
     summary = json.loads((recorded / "summary.json").read_text())
     (recorded / "summary.json").write_text(json.dumps(summary | {"status": "running", "metrics": {}}))
     assert "It has not ended, or nobody was left to write that it has." in page_of(recorded).text
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.just(10**400) | st.floats() | st.text(max_size=9),
+    lambda inside: st.lists(inside, max_size=2) | st.dictionaries(st.text(max_size=4), inside, max_size=2),
+    max_leaves=4,
+)
+SHOWN = [*FACTS, *MACHINE, "error", "metrics", "monitor", "objective", "overrides", "global_step", "peak_memory_bytes"]
+
+
+@given(st.dictionaries(st.sampled_from(SHOWN), JSON))
+def test_whatever_a_summary_says_there_is_a_page(values: dict[str, Any]) -> None:
+    """Of the run, and of a sweep with it, in which texts are texts."""
+    with tempfile.TemporaryDirectory() as folder:
+        job = Path(folder, "0")
+        job.mkdir()
+        (job / "summary.json").write_text(json.dumps({"status": "finished", **values}))
+        with redirect_stdout(None):
+            page_of(job)
+            page_of(job.parent)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """What the jobs of a sweep have in common, and in what they differ."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +7,8 @@ from typing import Any
 
 from ddp_recipes.reporting.sweep import job_directories
 from ddp_recipes.tools.report.records import Record, read_record
+
+LARGEST = 1e300  # number that is drawn
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Sweep:
 
 def finite(value: Any) -> float | None:
     """Return a value if it is a number that can be drawn."""
-    usable = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    usable = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
     return float(value) if usable else None
 
 

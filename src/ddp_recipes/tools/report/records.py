@@ -3,6 +3,7 @@
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -188,17 +189,17 @@ def _checkpoints(folder: Path) -> list[Checkpoint]:
     """Return the checkpoints of a folder, the latest last: one file may have several names, as ``best.pt``."""
     names: defaultdict[int, list[Path]] = defaultdict(list)
     for path in sorted(folder.glob("*.pt")) + sorted(folder.glob("*.json")):
-        if path.is_file():
+        with suppress(FileNotFoundError):  # a run that goes on removes them
             names[path.stat().st_ino].append(path)
     found = []
     for paths in names.values():
         steps = [path for path in paths if path.stem.startswith("step_")]
-        stem = (steps or paths)[0].stem
-        parts = [each for at in folder.glob(f"{stem}-*") if at.is_dir() for each in at.iterdir() if each.is_file()]
-        last = max(path.stat().st_mtime for path in [paths[0], *parts])
-        size = paths[0].stat().st_size + sum(part.stat().st_size for part in parts)
-        shown = [path.name for path in [*steps, *(path for path in paths if path not in steps)]]
-        found.append((last, Checkpoint(", ".join(shown), size, written_at(last))))
+        shown = [*steps, *(path for path in paths if path not in steps)]
+        with suppress(FileNotFoundError):
+            parts = [part for part in folder.glob(f"{shown[0].stem}-*/*") if part.is_file()]
+            facts = [path.stat() for path in (shown[0], *parts)]
+            last, size = max(each.st_mtime for each in facts), sum(each.st_size for each in facts)
+            found.append((last, Checkpoint(", ".join(path.name for path in shown), size, written_at(last))))
     return [checkpoint for _, checkpoint in sorted(found, key=lambda pair: pair[0])]
 
 
