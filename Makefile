@@ -48,6 +48,7 @@ lint: $(VENV)/installed-dev ## check style, types and who imports whom; long lin
 	$(BIN)/mypy --strict
 	$(BIN)/lint-imports
 	$(BIN)/python .ci/lines.py
+	$(BIN)/python .ci/words.py
 
 # What draws the site's diagrams comes by npm; without npm the reader's browser fetches it.
 MERMAID := $(VENV)/mermaid/package/dist/mermaid.min.js

@@ -183,7 +183,7 @@ def real(job: Job, world: World, store: Store | None) -> dict[str, Any]:
     state = [*tree_leaves(list(run.optimizer.state.values())), *run.task.buffers()]
     held = bytes_of((*own, *state, *(local(each.grad) for each in run.task.parameters() if each.grad is not None)))
     taken = []
-    for _ in range(3):  # a tensor that a thread of gloo has not let go of yet counts twice
+    for _ in range(3):  # a tensor that a thread of gloo has not freed yet counts twice
         gc.collect()
         with Heap() as heap:
             step()

@@ -13,7 +13,7 @@ from ddp_recipes.controller import Controller
 from ddp_recipes.errors import RecipeError, RequestError, printable
 from ddp_recipes.launchers import environment
 from ddp_recipes.launchers.base import Resources
-from ddp_recipes.runtime.process import die_with_parent, leave, outlive_readers
+from ddp_recipes.runtime.process import die_with_parent, ignore_broken_pipe, leave
 from ddp_recipes.tools import BEFORE_CONFIG, command
 
 CONF = "pkg://ddp_recipes.conf"
@@ -28,7 +28,7 @@ def main(config_path: str = CONF, config_name: str = "train", *, leaves: bool = 
         config_name: the primary config.
         leaves: whether nothing comes after this in the process, which then exits a second sooner, without unwinding.
     """
-    outlive_readers()
+    ignore_broken_pipe()
     if os.getcwd() not in sys.path and "" not in sys.path and not is_run(Path.cwd()):
         sys.path.append(os.getcwd())  # own models in the current folder, also for the console script
     status = 0

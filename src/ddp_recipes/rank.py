@@ -29,7 +29,7 @@ from ddp_recipes.reporting.run_directory import RunDirectory, Summary, in_ranks,
 from ddp_recipes.runtime.advice import advice
 from ddp_recipes.runtime.control import NOBODY, OWN, Control
 from ddp_recipes.runtime.digest import digest, without_digest
-from ddp_recipes.runtime.doors import hang_up
+from ddp_recipes.runtime.doors import disconnect
 from ddp_recipes.runtime.files import write_aside
 from ddp_recipes.runtime.job import ASKS_TO_STOP, Job
 from ddp_recipes.runtime.main_module import unpack
@@ -425,7 +425,7 @@ def fail(recipe: Recipe, control: Control, output: Output, error: BaseException)
             f"{control.timeout_s:g} seconds: stopped, stuck or cut off."
         )
         error = RunFailed(text, unresponsive=unresponsive)
-    hang_up(control.connections)  # what torch keeps of the group may outlive its end, and the others wait meanwhile
+    disconnect(control.connections)  # what torch keeps of the group may outlive its end, and the others wait meanwhile
     if output.opened:
         write_trace(recipe.job.directory, recipe.world.rank, text)
         if hung:

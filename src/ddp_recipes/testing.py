@@ -364,7 +364,7 @@ def _serve(channel: socket.socket) -> NoReturn:
 
 
 def _leave_files(keep: int) -> None:
-    """Let go of what the process of the tests has open: a lock, say, that a test holds.
+    """Close what the process of the tests has open: a lock, say, that a test holds.
 
     The numbers stay taken, for objects that came with this fork may close them yet.
     """

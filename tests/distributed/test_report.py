@@ -187,7 +187,7 @@ def test_the_page_of_a_sweep_has_all_its_jobs_and_what_failed(python: str, tmp_p
         ("summary.json", None, "summary.json is missing"),
         ("config.yaml", None, "config.yaml is missing"),
         ("config.yaml", b"seed: \xff\xfe 3\nmodel:\n  a: 1\n", "config.yaml is damaged: not all of it is text"),
-        ("csv/metrics.csv", b"step,val/loss\n1,0.5\n2,zero\n3,0.1,7\n4", "3 rows are no numbers, or not whole"),
+        ("csv/metrics.csv", b"step,val/loss\n1,0.5\n2,zero\n3,0.1,7\n4", "3 rows are not numeric, or not whole"),
         ("csv/metrics.csv", b"\xff\x00", "csv/metrics.csv cannot be read"),
         ("csv/metrics.csv", b"", "does not begin with a row of names"),
         ("tensorboard/events.out.tfevents.1", b"\x00" * 40, "can be read up to byte 0 of 40"),

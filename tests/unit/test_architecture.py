@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -260,3 +261,26 @@ def test_every_test_asserts_something() -> None:
 
 def is_function(node: ast.AST, prefix: str) -> TypeGuard[ast.FunctionDef]:
     return isinstance(node, ast.FunctionDef) and node.name.startswith(prefix)
+
+
+def test_words_that_are_gone_stay_gone() -> None:
+    done = subprocess.run([sys.executable, ROOT / ".ci" / "words.py"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    assert "error" not in done.stdout
+
+
+def test_a_word_that_is_gone_is_named_with_its_place(tmp_path: Path) -> None:
+    for folder in (".ci", "src/ddp_recipes"):
+        (tmp_path / folder).mkdir(parents=True)
+    for name in ("words.py", "words.md"):
+        shutil.copy(ROOT / ".ci" / name, tmp_path / ".ci")
+    (tmp_path / "src/ddp_recipes/new.py").write_text('"""Waits in vain."""\n\n\ndef catch_up() -> None: ...\n')
+    subprocess.run("git init -q && git add -A", shell=True, cwd=tmp_path, check=True)
+    command = [sys.executable, tmp_path / ".ci" / "words.py"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    errors = [line for line in done.stdout.splitlines() if line.startswith("error")]
+    assert errors == [
+        "error: catch_up in 1 names, 0 in words.md; say sync_to. src/ddp_recipes/new.py:4",
+        "error: in vain in 1 lines, 0 in words.md; say did not respond, timed out. src/ddp_recipes/new.py:1",
+    ]

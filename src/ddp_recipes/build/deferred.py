@@ -71,12 +71,12 @@ class _Called(TorchFunctionMode):
                 kwargs = {name: _to_here(each) for name, each in kwargs.items()}
                 return func(*args, **kwargs)
         func = INSTEAD.get(func, func)
-        before = self.tape.wishes_meta
-        self.tape.wishes_meta = before or wished
+        before = self.tape.uses_meta
+        self.tape.uses_meta = before or wished
         try:
             return func(*args, **kwargs)
         finally:
-            self.tape.wishes_meta = before
+            self.tape.uses_meta = before
 
 
 def _to_here(value: Any) -> Any:

@@ -27,12 +27,12 @@ from ddp_recipes.training import loop
 from ddp_recipes.training.handover import (
     Buffers,
     Memory,
-    catch_up,
     go_on,
     handed_over,
     in_memory,
     progress_of,
     rewind,
+    sync_to,
 )
 from ddp_recipes.training.state import Run
 
@@ -167,7 +167,7 @@ def _meet_again(recipe: Recipe, run: Run, error: Exception, reported: Callable[[
             join(recipe)
             recipe.control.watcher.joined()
             state = _of_source(recipe, meeting, run)
-            catch_up(run, state)
+            sync_to(run, state)
             go_on(run, state, meeting, reported)
             run.module = run.strategy.wrap(run.task, run.devices)
             return

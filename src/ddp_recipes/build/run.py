@@ -10,7 +10,7 @@ from ddp_recipes.build.optimizer import make_optimizers_and_schedules
 from ddp_recipes.build.recipe import Recipe
 from ddp_recipes.config.settings import seconds
 from ddp_recipes.devices import GPU_BACKEND, HOST_BACKEND, bound_to
-from ddp_recipes.runtime.doors import closed_after, connections, hang_up
+from ddp_recipes.runtime.doors import closed_after, connections, disconnect
 from ddp_recipes.runtime.process import loading
 from ddp_recipes.runtime.reach import check_ways
 from ddp_recipes.runtime.seeding import Generators
@@ -52,7 +52,7 @@ def join(recipe: Recipe) -> None:
 
 def cut_off(recipe: Recipe) -> None:
     """End what is under way with the other ranks, from any thread."""
-    hang_up(recipe.control.connections)
+    disconnect(recipe.control.connections)
     recipe.strategy.exchanges.end()
 
 

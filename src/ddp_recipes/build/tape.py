@@ -103,7 +103,7 @@ class Tape:
         self.writers: list[list[int]] = []  # of each memory: places in the entries
         self.recent: dict[int, UntypedStorage] = {}  # what some memories hold now
         self.threads = torch.get_num_threads()  # on which the bits of some operations depend
-        self.wishes_meta = False  # the constructor, for what it makes
+        self.uses_meta = False  # the constructor, for what it makes
         self.refused: str | None = None
 
     def has(self, tensor: Tensor) -> bool:
@@ -127,7 +127,7 @@ class Tape:
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         mine, name = [each for each in tensors if self.has(each)], function.overloadpacket.__name__
         device = kwargs.get("device") or (_CPU if mine or not tensors else tensors[0].device)
-        if device.type == "meta" and not self.wishes_meta:  # that of a tensor of ours
+        if device.type == "meta" and not self.uses_meta:  # that of a tensor of ours
             return self.apply(function, args, {**kwargs, "device": _CPU})
         if takes_device(function) and (not tensors or name.startswith("new_") or name.endswith("_like")):
             if device.type != "cpu" or kwargs.get("pin_memory"):
@@ -137,7 +137,7 @@ class Tape:
             return self._do(function, shapes, shapes, form, set())
         if not mine:
             return function(*args, **kwargs)
-        if self.wishes_meta or len(mine) < sum(each.is_meta for each in tensors):
+        if self.uses_meta or len(mine) < sum(each.is_meta for each in tensors):
             raise self.refuse(f"{name} with a tensor on meta")
         if name in ("resize_", "resize_as_") or (name == "set_" and len(mine) < 2):
             raise self.refuse(name)

@@ -10,7 +10,7 @@ from ddp_recipes.launchers.lifeline import Lifeline
 from ddp_recipes.launchers.reports import RankReport
 from ddp_recipes.launchers.stacks import write_at_death
 from ddp_recipes.runtime.job import ASKS_TO_STOP, Job
-from ddp_recipes.runtime.process import die_with_parent, ignore, leave, loading, outlive_readers, set_name
+from ddp_recipes.runtime.process import die_with_parent, ignore, ignore_broken_pipe, leave, loading, set_name
 from ddp_recipes.runtime.world import World
 
 FIRSTS = "DDP_RECIPES_FIRST_RANKS"  # of each node, where they may hold unequal numbers
@@ -27,7 +27,7 @@ def work(lifeline: int, reports: int, stacks: int, meeting: int | None = None) -
         meeting: file that the ranks' store is in; without one they are on several nodes.
     """
     die_with_parent()
-    outlive_readers()
+    ignore_broken_pipe()
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
     rank, size, local_rank, local_size, node = (int(os.environ.get(name, 0)) for name in names)
     world = World(rank, size, local_rank, local_size, node, tuple(map(int, os.environ.get(FIRSTS, "").split())))

@@ -163,7 +163,7 @@ class Control:
         return not {*waited.values()}.isdisjoint(self.watcher.exited())
 
     def _missing(self, ranks: Iterable[int]) -> tuple[str, str, list[int]]:
-        """Return the verdict on a start for which this rank waits in vain."""
+        """Return the verdict on a start whose other ranks do not respond."""
         assert self.messages is not None
         ranks = self._silent(ranks)
         return "missing", self._absent(ranks) if ranks else store_is_silent(self.messages.silent_s), ranks

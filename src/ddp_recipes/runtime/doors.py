@@ -48,7 +48,7 @@ def connections() -> set[int]:
     return {os.fstat(each.fileno()).st_ino for each in _sockets()}
 
 
-def hang_up(inodes: set[int]) -> None:
+def disconnect(inodes: set[int]) -> None:
     """End connections at once; closing would not, where a data worker, a fork, holds them as well."""
     for each in _sockets():
         if os.fstat(each.fileno()).st_ino in inodes and not _listens(each):

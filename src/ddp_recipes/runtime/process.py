@@ -86,7 +86,7 @@ class _Stream(io.FileIO):
             return super().write(data)
 
 
-def outlive_readers() -> None:
+def ignore_broken_pipe() -> None:
     """Go on when whoever reads what this process prints does not: ``| head``, a terminal that is closed."""
     for number, name in ((1, "stdout"), (2, "stderr")):
         if getattr(sys, name) is None:  # closed: the next file that is opened would be in its place

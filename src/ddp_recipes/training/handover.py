@@ -146,7 +146,7 @@ def in_memory(place: str, opened: Callable[[str], io.RawIOBase]) -> State:
     return state
 
 
-def catch_up(run: Run, state: State) -> None:
+def sync_to(run: Run, state: State) -> None:
     """Take another rank's state unless this one has come as far."""
     if progress_of(run) != (state["cursor"]["step"], state["run"]["after"]):
         load_part(run.task, state["model"])

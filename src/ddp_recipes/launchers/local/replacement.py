@@ -152,7 +152,7 @@ class Replacement:
 
 
 def _may_notice(lost: Sequence[Rank], others: Sequence[Rank]) -> bool:
-    """Whether the others may yet wait in vain for a lost one, and are not all what the lost ones have waited for."""
+    """Whether the others may yet wait for a lost one, and are not all what the lost ones have waited for."""
     silent = {number for rank in lost if rank.report is not None for number in rank.report.unresponsive}
     return bool(lost) and not silent.issuperset(rank.number for rank in others)
 

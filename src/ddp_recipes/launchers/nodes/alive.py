@@ -21,7 +21,7 @@ class Beat:
         number: grows, for as long as it is there.
         exited: its ranks that are lost.
         died: whether one of them did not raise an error, which could come of another one's loss.
-        silent: ranks for which one of them waited in vain.
+        silent: ranks that did not respond to one of them.
         reported: how many losses its ranks have reported to the user.
         left: whether none of its ranks is in this start any more.
     """

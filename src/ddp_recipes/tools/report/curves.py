@@ -61,7 +61,7 @@ def _of_table(path: Path) -> Curves:
                 points[name][int(step)] = value
         except ValueError:
             skipped += 1
-    problems = (f"csv/metrics.csv: {skipped} rows are no numbers, or not whole",) if skipped else ()
+    problems = (f"csv/metrics.csv: {skipped} rows are not numeric, or not whole",) if skipped else ()
     return Curves(points, "csv/metrics.csv", problems=problems)
 
 
