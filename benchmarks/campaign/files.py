@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ddp_recipes.checkpointing.files import step_files
+
 Points = dict[tuple[str, int], list[float]]
 
 
@@ -23,11 +25,11 @@ def outcome(directory: Path, since: float = 0) -> str | None:
 
 def checkpoints(directory: Path) -> list[Path]:
     """Return the files by step."""
-    return sorted((directory / "checkpoints").glob("step_*.pt"))
+    return [path for _, path in sorted(step_files(directory / "checkpoints").items())]
 
 
 def saving(folder: Path) -> bool:
-    """Whether a file ``step_*.pt`` is being written at this instant: a checkpoint, or the index of one."""
+    """Whether a file ``step_*`` is being written at this instant: a checkpoint, or the index of one."""
     return any(folder.glob(".step_*.part"))
 
 
@@ -43,7 +45,7 @@ def noted(folder: Path) -> bool:
 
 def pruning(folder: Path) -> bool:
     """Whether parts are being deleted whose index is deleted already."""
-    steps = {path.stem for path in folder.glob("step_*.pt")}
+    steps = {path.stem for path in step_files(folder).values()}
     return any(step < max(steps, default="") and step not in steps for step in map(_step, folder.glob("step_*-*")))
 
 

@@ -274,7 +274,7 @@ def foreseen(run: Run, recipe: Recipe) -> Iterator[str]:
     measured = settings.enabled and settings.save_top_k and run.val and not run.monitor.startswith("train/")
     if measured and not run.trainer.fast_dev_run and not save_meets_validation(run, recipe.length):
         yield (
-            f"There will be no best.pt: no checkpoint is due at a step that is validated, so of none {run.monitor} is "
+            f"There will be no best checkpoint: none is due at a step that is validated, so of none {run.monitor} is "
             f"known. Leave out checkpoint.every_n_steps and checkpoint.every_n_epochs for one with each validation, or "
             f"set trainer.val_check_interval and trainer.check_val_every_n_epoch to fit."
         )

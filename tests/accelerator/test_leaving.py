@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ddp_recipes import checkpointing
-from ddp_recipes.checkpointing.files import load
+from ddp_recipes.checkpointing.files import load, step_files
 from ddp_recipes.checkpointing.parts import put_together
 from ddp_recipes.runtime.digest import digest
 from helpers.accelerator import HABITS, Accelerator
@@ -69,7 +69,7 @@ def test_checkpoints_written_while_training_goes_on_are_those_of_the_cpu(
     assert ended.status == 0, ended.err
     run(*overrides, world_size=2, directory=tmp_path / "cpu")
     for step in range(1, 7):
-        theirs, ours = (load(each / f"checkpoints/step_{step:08d}.pt") for each in (tmp_path / "cpu", ended.directory))
+        theirs, ours = (load(step_files(each / "checkpoints")[step]) for each in (tmp_path / "cpu", ended.directory))
         for part in ("model", "optimizer"):
             assert digest(put_together(ours[part])) == digest(put_together(theirs[part]))
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from ddp_recipes.checkpointing.files import load, load_first, newest_first
+from ddp_recipes.checkpointing.files import load, load_first, named, newest_first
 from ddp_recipes.checkpointing.parts import put_together
 from ddp_recipes.errors import RequestError
 from ddp_recipes.reporting.run_directory import Summary
@@ -97,7 +97,7 @@ class Machine:
             self.damage(checkpoints)
         paths = newest_first(checkpoints)
         came = [self.read(path) for path in paths]
-        first, refusal = tried(lambda: digest_of(load_first(paths or [checkpoints / "last.pt"])[1]))
+        first, refusal = tried(lambda: digest_of(load_first(paths or [named(checkpoints, "last")])[1]))
         assert (first or self.some_state) in self.known, "the first one is read wrong"
         assert refusal is None or "Traceback" not in refusal
         assert first is not None or not any(came) or "this version reads" in str(refusal)
@@ -121,7 +121,8 @@ class Machine:
         """Go on from what is whole; of another run's that may be refused, or end otherwise."""
         go_on = [*saved.overrides, "ckpt_path=auto"]
         summary, refusal = tried(lambda: self.run(*go_on, world_size=saved.ranks, directory=there))
-        unnamed = any((there / "checkpoints" / name).is_dir() for name in ("last.pt", "best.pt"))
+        folder = there / "checkpoints"
+        unnamed = any(path.is_dir() for name in ("last", "best") for path in folder.glob(f"{name}.*"))
         wanted = first is not None and not unnamed
         assert (summary is not None) == wanted or first not in saved.states, f"it is refused: {refusal}"
         assert refusal is None or "Traceback" not in refusal

@@ -32,11 +32,12 @@ def own_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def weights() -> Callable[[Any], dict[str, Any]]:
     """Return the weights in the last checkpoint of a run, by its summary."""
-    from ddp_recipes.checkpointing.files import load
+    from ddp_recipes.checkpointing.files import load, newest_first
     from ddp_recipes.checkpointing.parts import put_together
 
     def of(summary: Any) -> dict[str, Any]:
-        model: dict[str, Any] = put_together(load(Path(summary["run_directory"]) / "checkpoints" / "last.pt")["model"])
+        last = newest_first(Path(summary["run_directory"]) / "checkpoints")[0]
+        model: dict[str, Any] = put_together(load(last)["model"])
         return model
 
     return of

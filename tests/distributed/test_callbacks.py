@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ddp_recipes.checkpointing.files import load, newest_first
+from ddp_recipes.checkpointing.files import load, newest_first, step_files
 from ddp_recipes.checkpointing.parts import put_together
 from ddp_recipes.errors import RequestError
 from ddp_recipes.reporting.run_directory import Summary
@@ -82,7 +82,7 @@ def test_averages_resume_with_the_same_bits(shape: str, run: Run) -> None:
     found = states(whole)
     assert whole["weights_sha256"] == digest(found[max(found)]["model"])
     for step in (3, 5):
-        path = Path(whole["run_directory"]) / "checkpoints" / f"step_{step:08d}.pt"
+        path = step_files(Path(whole["run_directory"]) / "checkpoints")[step]
         resumed = run(*overrides, f"ckpt_path={path}", world_size=world_size)
         assert resumed["weights_sha256"] == whole["weights_sha256"]
         assert resumed["metrics"]["val/loss"] == whole["metrics"]["val/loss"]
@@ -166,7 +166,7 @@ def test_accumulation_follows_the_epoch_and_resumes_with_the_same_bits(world_siz
     assert found[18]["scheduler"]["T_max"] == 18
     assert found[18]["optimizer"]["param_groups"][0]["lr"] == pytest.approx(0, abs=1e-9)
     for step in (10, 12):
-        path = Path(whole["run_directory"]) / "checkpoints" / f"step_{step:08d}.pt"
+        path = step_files(Path(whole["run_directory"]) / "checkpoints")[step]
         resumed = run(*overrides, f"ckpt_path={path}", world_size=world_size)
         assert resumed["weights_sha256"] == whole["weights_sha256"]
 

@@ -71,7 +71,7 @@ def test_param_dtype_gives_the_same_bits_on_any_number_of_ranks(precision: str, 
     found = [run_recipe(own, size, tmp_path / f"{size}") for size in (1, 2, 3)]
     assert len({each["weights_sha256"] for each in found}) == 1
     assert len({each["metrics"]["val/loss"] for each in found}) == 1
-    state = load(tmp_path / "3" / "checkpoints" / "last.pt")
+    state = load(tmp_path / "3" / "checkpoints" / "last.json")
     moments = [value for of_one in state["optimizer"]["state"].values() for value in of_one.values()]
     assert {each.dtype for each in [*state["model"].values(), *moments]} == {torch.float32}
     plain = run_recipe([*gpt, *FSDP, *own[-3:]], 2, tmp_path / "plain")

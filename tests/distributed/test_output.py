@@ -175,7 +175,7 @@ def test_what_ranks_print_has_their_number(run: Run, capfd: pytest.CaptureFixtur
     ]
 
 
-NO_BEST = "There will be no best.pt: no checkpoint is due at a step that is validated, so of none val/loss is known."
+NO_BEST = "There will be no best checkpoint: none is due at a step that is validated, so of none val/loss is known."
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ddp_recipes.checkpointing.files import load
+from ddp_recipes.checkpointing.files import load, newest_first
 from ddp_recipes.checkpointing.parts import put_together
 from ddp_recipes.errors import RequestError
 from ddp_recipes.reporting.run_directory import Summary
@@ -34,7 +34,7 @@ OTHERS = {  # who goes on: overrides and processes
 
 def content(directory: Path | str) -> dict[str, Any]:
     """Return what the last checkpoint holds, but for what depends on how many ranks there were."""
-    state: dict[str, Any] = put_together(load(Path(directory) / "checkpoints" / "last.pt"))
+    state: dict[str, Any] = put_together(load(newest_first(Path(directory) / "checkpoints")[0]))
     return {name: state[name] for name in ("model", "optimizer", "scheduler", "callbacks", "cursor")}
 
 
@@ -90,7 +90,7 @@ def test_a_flipped_bit_is_found_and_the_one_before_used_to_the_bit(ranks: int, r
     flip(folder, step=2)
     assert go_on()["weights_sha256"] == expected
     log = (folder / "train.log").read_text()
-    assert re.search(f"step_00000003.pt is damaged: .*{reason}. .*step_00000002.pt is used instead", log)
+    assert re.search(f"step_00000003.json is damaged: .*{reason}. .*step_00000002.json is used instead", log)
 
 
 def flip(folder: Path, step: int) -> None:

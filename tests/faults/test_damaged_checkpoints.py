@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ddp_recipes.checkpointing.files import load, newest_first
+from ddp_recipes.checkpointing.files import load, named, newest_first, step_files
 from ddp_recipes.errors import RequestError
 from ddp_recipes.reporting.run_directory import Summary
 from helpers.damage import DAMAGE, IN_PLACE, copied
@@ -60,10 +60,10 @@ def kept(case: dict[str, Any], folder: Path, run: Run) -> tuple[Path, str]:
 def damaged(case: dict[str, Any], directory: Path) -> tuple[Path, bool]:
     """Damage a file; return its checkpoint's path, and whether the newest state is lost with it."""
     checkpoints, damage = directory / "checkpoints", DAMAGE[case["damage"]]
-    newest = checkpoints / "step_00000004.pt"
+    newest = step_files(checkpoints)[4]
     parts = sorted(checkpoints.glob("step_00000004-*/*"))
     if case["where"] == "last":
-        path = checkpoints / "last.pt"
+        path = named(checkpoints, "last")
         shutil.copy(path, checkpoints / "aside")
         os.replace(checkpoints / "aside", path)  # a file of its own
         damage(path)
@@ -81,8 +81,8 @@ def test_what_is_damaged_is_refused_or_passed_over(number: int, folder: Path, ru
     own, ranks = STRATEGIES[case["strategy"]]
     whole, expected = kept(case, folder, run)
     directory = copied(whole, tmp_path / "run")
+    newest = step_files(directory / "checkpoints")[4]
     bad, lost = damaged(case, directory)
-    newest = directory / "checkpoints" / "step_00000004.pt"
     path = {"auto": "auto", "directory": str(directory), "file": str(newest)}[case["path"]]
 
     def go_on() -> Summary:
@@ -91,17 +91,19 @@ def test_what_is_damaged_is_refused_or_passed_over(number: int, folder: Path, ru
         return run(*overrides, f"ckpt_path={path}", world_size=ranks[case["ranks"]], directory=there)
 
     if case["path"] == "file" and bad == newest:
-        with pytest.raises(RequestError, match=r"step_00000004.pt"):
+        with pytest.raises(RequestError, match=newest.name):
             go_on()
         return
-    if bad.is_dir() and bad.name == "last.pt" and case["path"] == "auto":
-        with pytest.raises(RequestError, match=r"last.pt is a folder, in whose place checkpoints are named"):
+    if bad.is_dir() and bad.stem == "last" and case["path"] == "auto":
+        with pytest.raises(RequestError, match=r"last.(pt|json) is a folder, in whose place checkpoints are named"):
             go_on()
         return
     summary = go_on()
     assert summary["weights_sha256"] == expected, case
     log = Path(summary["run_directory"], "train.log").read_text()
-    assert (f"{newest} is damaged: " in log and "step_00000002.pt is used instead" in log) == lost, case
+    assert (
+        f"{newest} is damaged: " in log and f"{newest.with_stem('step_00000002')} is used instead" in log
+    ) == lost, case
     checkpoints = Path(summary["run_directory"], "checkpoints")
-    assert load(checkpoints / "last.pt")["cursor"]["step"] == 6
-    assert newest_first(checkpoints)[0].name == "step_00000006.pt"
+    assert load(named(checkpoints, "last"))["cursor"]["step"] == 6
+    assert newest_first(checkpoints)[0].stem == "step_00000006"

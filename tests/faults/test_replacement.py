@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from ddp_recipes.checkpointing.files import load_first, newest_first
+from ddp_recipes.checkpointing.files import load_first, named, newest_first, step_files
 from helpers.checkpoints import broken_disk
 from helpers.patience import patience
 from helpers.processes import ENDLESS, GONE_S, START_S, TWO, kill, started, until, until_saved
@@ -319,7 +319,7 @@ def test_a_run_that_is_to_stop_while_a_rank_is_replaced_is_saved(
         ended = run.end()
     assert ended.status == 75, ended.err
     assert summary(folder)["status"] == "preempted"
-    assert (folder / "run" / "checkpoints" / f"step_{summary(folder)['global_step']:08d}.pt").exists()
+    assert summary(folder)["global_step"] in step_files(folder / "run" / "checkpoints")
 
 
 @pytest.mark.slow
@@ -378,7 +378,7 @@ def test_a_rank_that_is_lost_while_the_fork_server_is_stopped_does_not_hold_up_t
         kill(run.rank(1), SIGKILL)
         again = "all start again, from the last checkpoint"
         until(lambda: again in (folder / f"{run.mark}.err").read_text(), GONE_S, "it does not go on")
-        last = folder / "run" / "checkpoints" / "last.pt"
+        last = named(folder / "run" / "checkpoints", "last")
         saved = last.stat().st_mtime_ns
         until(lambda: last.stat().st_mtime_ns > saved, START_S, "it trains no more")
         run.signal(SIGTERM)

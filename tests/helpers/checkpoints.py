@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from ddp_recipes.checkpointing.files import content_of
+from ddp_recipes.checkpointing.files import content_of, step_files
 from ddp_recipes.checkpointing.manager import DefaultWriter, FileCheckpointer
 from ddp_recipes.checkpointing.writing import size_of, unwritable
 from ddp_recipes.config.settings import CheckpointSettings
@@ -64,7 +64,7 @@ def checkpointer(folder: Path, *, background: bool = False, **changes: Any) -> F
 
 def steps_in(folder: Path) -> list[int]:
     """Return the steps whose files are there."""
-    return sorted(int(path.stem.removeprefix("step_")) for path in folder.glob("step_*.pt"))
+    return sorted(step_files(folder))
 
 
 @contextmanager

@@ -165,8 +165,8 @@ def until(condition: Callable[[], object], seconds: float, what: str) -> None:
 
 def until_saved(run: Run, directory: Path) -> None:
     """Wait until a run is in the midst of training: its first checkpoint is there."""
-    path = directory / "checkpoints" / "last.pt"
-    until(lambda: path.exists() or run.process.poll() is not None, START_S, f"no {path}")
+    path = directory / "checkpoints"
+    until(lambda: any(path.glob("last.*")) or run.process.poll() is not None, START_S, f"nothing is saved in {path}")
     assert run.process.poll() is None, (run.folder / f"{run.mark}.err").read_text()
 
 

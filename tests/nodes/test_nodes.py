@@ -176,7 +176,7 @@ def wait_for_checkpoint(folder: Path, after: int = 0, seconds: float = 90) -> in
     """Wait until a checkpoint of a later step is there; return its step."""
     deadline = time.monotonic() + patience(seconds)
     while time.monotonic() < deadline:
-        steps = [int(path.stem.split("_")[1]) for path in (folder / "checkpoints").glob("step_*.pt")]
+        steps = [int(path.stem.split("_")[1]) for path in (folder / "checkpoints").glob("step_*.*")]
         if max(steps, default=0) > after:
             return max(steps)
         time.sleep(0.05)
@@ -300,7 +300,7 @@ def test_an_elastic_run_goes_on_with_the_node_that_is_left(
     for node in (1, 2):
         nodes.torchrun(node, *overrides, nnodes="1:2", options=("--max-restarts=3",))
     deadline = time.monotonic() + patience(90)
-    while not (found := list(tmp_path.glob("outputs/*/*/checkpoints/step_*.pt"))) and time.monotonic() < deadline:
+    while not (found := list(tmp_path.glob("outputs/*/*/checkpoints/step_*.*"))) and time.monotonic() < deadline:
         time.sleep(0.05)
     directory = found[0].parents[1]
     for pid in nodes.pids(2) if number == signal.SIGKILL else [nodes.processes[1].pid]:  # its torchrun alone
@@ -321,7 +321,7 @@ def test_a_node_that_joins_and_becomes_the_first_goes_on_in_the_directory_of_the
     overrides = [*ENDLESS, *slow, "trainer.max_steps=1000"]
     nodes.torchrun(2, *overrides, nnodes="1:2", host=2, joins=True)
     deadline = time.monotonic() + patience(90)
-    while not (found := list(tmp_path.glob("outputs/*/*/checkpoints/step_*.pt"))) and time.monotonic() < deadline:
+    while not (found := list(tmp_path.glob("outputs/*/*/checkpoints/step_*.*"))) and time.monotonic() < deadline:
         time.sleep(0.05)
     directory = found[0].parents[1]
     nodes.torchrun(1, *overrides, nnodes="1:2", host=2, joins=True)  # the lower address: rank 0 is on this node now

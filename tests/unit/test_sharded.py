@@ -110,21 +110,21 @@ def test_what_ranks_save_is_read_as_one_to_the_bit(
     state["cursor"] = {"step": 1}
     team = Team(folder, ranks)
     team.save(state)
-    content = load(folder / "last.pt", readers=data.draw(st.sampled_from([0, ranks])) if data else 0)
+    content = load(folder / "last.json", readers=data.draw(st.sampled_from([0, ranks])) if data else 0)
     assert content.pop("checkpointer") == {"values": {}}
     for name, value in state["model"].items():
         if data and isinstance(stored := content["model"][name], Stored):
             start, stop = sorted(data.draw(st.tuples(*[st.integers(0, len(value))] * 2)))
             assert same(stored.rows(start, stop), value[start:stop].contiguous())
     assert same(plain(put_together(content)), state)
-    assert team.each[0].last == folder / "last.pt"
+    assert team.each[0].last == folder / "last.json"
     assert [path.name for path in folder.glob("step_*-*/*.json")] == []
 
 
 def test_what_is_kept_is_handed_over_once_then_read_again(tmp_path: Path) -> None:
     saved(tmp_path, 1)
     expected = digest(state_of(1, size=7))
-    content = load(tmp_path / "last.pt", readers=RANKS)
+    content = load(tmp_path / "last.json", readers=RANKS)
     part = content["model"]["weight"].rows(*span(7, 1, RANKS))  # as rank 1 asks for it
     torch.testing.assert_close(part, state_of(1, size=7)["model"]["weight"][3:6], rtol=0, atol=0)
     part.zero_()  # training goes on
@@ -141,7 +141,7 @@ def test_nothing_is_pickled_and_others_can_read_it(tmp_path: Path) -> None:
             begin = path.read_bytes()[:2]
             assert begin[:1] != b"\x80"  # the opcode that a pickle begins with
             assert begin != b"PK"
-    content = json.loads((tmp_path / "step_00000001.pt").read_text())["content"]
+    content = json.loads((tmp_path / "step_00000001.json").read_text())["content"]
     parts = [load_file(path) for path in parts_of(tmp_path, 1)]
     assert [name for name, *_ in content["parts"]] == [path.name for path in parts_of(tmp_path, 1)]
     whole = torch.cat([part["model/weight"] for part in parts])
@@ -157,7 +157,7 @@ def test_a_weight_of_two_names_is_written_once(tmp_path: Path) -> None:
     Team(tmp_path / "two").save(state)
     sizes = [sum(path.stat().st_size for path in parts_of(tmp_path / name, 1)) for name in ("one", "two")]
     assert sizes[0] == sizes[1]
-    weights = put_together(load(tmp_path / "two" / "last.pt")["model"])
+    weights = put_together(load(tmp_path / "two" / "last.json")["model"])
     torch.testing.assert_close(weights["tied"], weights["weight"], rtol=0, atol=0)
 
 
@@ -173,17 +173,19 @@ def test_a_byte_that_is_changed_or_gone_is_found(
     two: Path, number: int, gone: bool, readers: int, data: st.DataObject
 ) -> None:
     """In any part it is named. Where one blank of an index becomes another, that harms nothing."""
-    path = [*parts_of(two, 2), two / "step_00000002.pt"][number]
+    path = [*parts_of(two, 2), two / "step_00000002.json"][number]
     good = path.read_bytes()
     at = data.draw(st.integers(0, len(good) - 1))
     try:
         path.write_bytes(good[:at]) if gone else flip(path, at, data.draw(st.integers(1, 255)))
         blank = path.read_bytes().split() == good.split()
         named = (
-            f"rank_{number}_of_3.safetensors, which rank {number} wrote, " if number < RANKS else "step_00000002.pt is"
+            f"rank_{number}_of_3.safetensors, which rank {number} wrote, "
+            if number < RANKS
+            else "step_00000002.json is"
         )
         with pytest.raises(RequestError, match=named) if number < RANKS or not blank else nullcontext():
-            load(two / "step_00000002.pt", readers=readers)
+            load(two / "step_00000002.json", readers=readers)
     finally:
         path.write_bytes(good)
 
@@ -225,12 +227,12 @@ def test_a_damaged_one_is_named_and_the_one_before_is_used(kind: str, tmp_path: 
     damage(tmp_path)
     for readers in (0, RANKS):
         with pytest.raises(RequestError, match=reason):
-            load(tmp_path / "step_00000002.pt", readers=readers)
+            load(tmp_path / "step_00000002.json", readers=readers)
     with pytest.raises(RequestError, match=reason):
-        ddp_recipes.export(tmp_path / "step_00000002.pt", tmp_path / "out.safetensors")
+        ddp_recipes.export(tmp_path / "step_00000002.json", tmp_path / "out.safetensors")
     path, state, warnings = load_first(newest_first(tmp_path))
-    assert (path.name, state["cursor"]["step"]) == ("step_00000001.pt", 1)
-    assert "step_00000002.pt is damaged" in warnings[0]
+    assert (path.name, state["cursor"]["step"]) == ("step_00000001.json", 1)
+    assert "step_00000002.json is damaged" in warnings[0]
 
 
 @pytest.mark.parametrize(
@@ -244,7 +246,7 @@ def test_without_every_part_there_is_none_and_the_next_start_sweeps_up(
     for _ in range(5):
         team.busy()
     assert (steps_in(tmp_path), len(parts_of(tmp_path, 2))) == ([1], RANKS - len(without))
-    assert load(tmp_path / "last.pt")["cursor"]["step"] == 1
+    assert load(tmp_path / "last.json")["cursor"]["step"] == 1
     later = Team(tmp_path, start="00001234")
     later.save(state_of(2, size=7))
     assert (steps_in(tmp_path), {path.parent.name for path in parts_of(tmp_path, 2)}) == (
@@ -259,13 +261,38 @@ def test_parts_are_kept_and_deleted_with_their_checkpoint_whoever_does_it(tmp_pa
         team.save(state_of(step, size=7), value)
     assert steps_in(tmp_path) == [2, 3, 4]
     assert {path.name[:13] for path in tmp_path.glob("step_*-*")} == {f"step_{step:08d}" for step in (2, 3, 4)}
-    assert load(tmp_path / "best.pt")["cursor"]["step"] == 2
+    assert load(tmp_path / "best.json")["cursor"]["step"] == 2
     alone = FileCheckpointer(tmp_path, saving(), background=False)  # goes on without parts
-    alone.load_state(load(tmp_path / "last.pt")["checkpointer"], 4)
+    alone.load_state(load(tmp_path / "last.json")["checkpointer"], 4)
     for step in (5, 6):
         alone.save(state_of(step, size=7), step, 0.2)
-    assert steps_in(tmp_path) == [5, 6]
-    assert not [*tmp_path.glob("step_*-*")]
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *("best.pt", "last.pt", "step_00000005.pt", "step_00000006.pt"),
+    }
+
+
+def test_a_step_that_is_saved_again_in_parts_or_whole_has_one_checkpoint(tmp_path: Path) -> None:
+    saved(tmp_path, 1)
+    alone = FileCheckpointer(tmp_path, saving(), background=False)
+    alone.save(state_of(1, size=7), 1, None)
+    assert {path.name for path in tmp_path.iterdir()} == {"last.pt", "step_00000001.pt"}
+    Team(tmp_path, start="00000002").save(state_of(1, size=7))
+    assert {path.name for path in tmp_path.iterdir() if path.is_file()} == {"last.json", "step_00000001.json"}
+    assert len(parts_of(tmp_path, 1)) == RANKS
+
+
+def test_an_index_of_an_earlier_version_is_read_and_deleted_as_one(tmp_path: Path) -> None:
+    saved(tmp_path, 1)
+    for name in ("last", "step_00000001"):  # as they were called
+        (tmp_path / f"{name}.json").rename(tmp_path / f"{name}.pt")
+    path, state, _ = load_first(newest_first(tmp_path))
+    assert (path.name, state["cursor"]["step"]) == ("step_00000001.pt", 1)
+    team = Team(tmp_path, start="00000002")
+    for step in (2, 3):
+        team.save(state_of(step, size=7))
+    assert steps_in(tmp_path) == [2, 3]
+    assert len([*tmp_path.glob("step_*-*")]) == 2
+    assert not [*tmp_path.glob("*.pt")]
 
 
 def test_async_save_writes_the_state_as_it_was_when_asked(tmp_path: Path) -> None:
@@ -276,7 +303,7 @@ def test_async_save_writes_the_state_as_it_was_when_asked(tmp_path: Path) -> Non
         tensor.zero_()  # training goes on
     while team.busy():
         pass
-    written = put_together(load(tmp_path / "last.pt"))
+    written = put_together(load(tmp_path / "last.json"))
     assert digest({name: written[name] for name in state}) == expected
 
 
@@ -287,7 +314,7 @@ def test_to_wait_for_a_save_is_to_wait_for_all_parts(tmp_path: Path) -> None:
     others.start()
     assert not team.each[0].busy(None)
     others.join()
-    assert load(tmp_path / "last.pt")["cursor"]["step"] == 1
+    assert load(tmp_path / "last.json")["cursor"]["step"] == 1
 
 
 def test_parts_that_do_not_come_are_not_waited_for(tmp_path: Path) -> None:
@@ -316,7 +343,7 @@ def test_where_there_is_no_room_nothing_is_written(small_disk: Path) -> None:
             checkpointer.save(dealt(state_of(2, size=100_000), 0, RANKS), 2, None)
         assert error.value.exit_status == 1
     assert parts_of(folder, 2) == []
-    assert load(folder / "last.pt")["cursor"]["step"] == 1
+    assert load(folder / "last.json")["cursor"]["step"] == 1
     team = Team(folder, start="00000002")
     team.save(state_of(2, size=8_000))
     assert steps_in(folder) == [1, 2]
@@ -325,7 +352,7 @@ def test_where_there_is_no_room_nothing_is_written(small_disk: Path) -> None:
 
 def test_an_index_leads_nowhere_else(tmp_path: Path) -> None:
     saved(tmp_path, 1)
-    path = tmp_path / "step_00000001.pt"
+    path = tmp_path / "step_00000001.json"
     for name, value in (("folder", "../step_00000001-0000abcd"), ("parts", [["../x", 0, 1, 2]])):
         content = json.loads(path.read_text())["content"] | {name: value}
         path.write_bytes(_index(content))
@@ -342,7 +369,7 @@ def _index(content: dict[str, Any]) -> bytes:
 
 def crafted(folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
     """Change the index of step 1, and make its checksum right again."""
-    path = folder / "step_00000001.pt"
+    path = folder / "step_00000001.json"
     content = json.loads(path.read_text())["content"]
     change(content)
     path.write_bytes(_index(content))
@@ -378,7 +405,7 @@ INDICES: dict[str, Callable[[dict[str, Any]], object]] = {
 def test_an_index_that_does_not_have_each_number_once_is_refused(kind: str, readers: int, tmp_path: Path) -> None:
     saved(tmp_path, 1)
     path = crafted(tmp_path, lambda content: INDICES[kind](content["rows"][WEIGHT]))
-    with pytest.raises(RequestError, match=r"step_00000001.pt is damaged or no checkpoint: .*"):
+    with pytest.raises(RequestError, match=r"step_00000001.json is damaged or no checkpoint: .*"):
         load(path, readers=readers)
 
 
@@ -386,7 +413,7 @@ def test_an_index_that_does_not_have_each_number_once_is_refused(kind: str, read
 def test_an_index_of_another_format_is_refused(number: object, tmp_path: Path) -> None:
     saved(tmp_path, 1)
     path = crafted(tmp_path, lambda content: content.update(format=number))
-    with pytest.raises(RequestError, match=r"step_00000001.pt (is damaged|has format 4, this version reads up to 3)"):
+    with pytest.raises(RequestError, match=r"step_00000001.json (is damaged|has format 4, this version reads up to 3)"):
         load(path)
 
 
@@ -394,7 +421,7 @@ def test_an_index_of_another_format_is_refused(number: object, tmp_path: Path) -
 @given(st.lists(st.integers(0, 8), max_size=5), st.data())
 def test_rows_are_read_as_they_were_or_the_index_is_refused(two: Path, cuts: list[int], data: st.DataObject) -> None:
     """However somebody cuts a tensor: what is read is what was saved, in every number."""
-    path = two / "step_00000001.pt"
+    path = two / "step_00000001.json"
     good, expected = path.read_bytes(), state_of(1, size=7)["model"]["weight"]
     numbers = data.draw(st.lists(st.integers(-1, RANKS), min_size=len(cuts) + 1, max_size=len(cuts) + 1))
     spans = [*zip(numbers, [0, *cuts], [*cuts, 7], strict=True)]
@@ -426,7 +453,7 @@ def test_a_part_is_read_as_others_read_it_or_refused(
     two: Path, number: int, entry: dict[str, Any], length: int | None, data: st.DataObject
 ) -> None:
     """Whatever its header says, with checksums that are right."""
-    path, part = two / "step_00000001.pt", parts_of(two, 1)[number]
+    path, part = two / "step_00000001.json", parts_of(two, 1)[number]
     good, whole = path.read_bytes(), part.read_bytes()
     end = 8 + int.from_bytes(whole[:8], "little")
     header = json.loads(whole[8:end])
@@ -465,16 +492,16 @@ def test_what_is_no_file_is_never_waited_for(kind: str, tmp_path: Path) -> None:
     part.unlink()
     NO_FILES[kind](part)
     path, _, warnings = load_first(newest_first(tmp_path))
-    assert path.name == "step_00000001.pt"
+    assert path.name == "step_00000001.json"
     assert "its part step_00000002-0000abcd/rank_1_of_3.safetensors, which rank 1 wrote, " in warnings[0]
-    index = tmp_path / "step_00000002.pt"
+    index = tmp_path / "step_00000002.json"
     index.unlink()
     NO_FILES[kind](index)
-    with pytest.raises(RequestError, match=r"step_00000002.pt"):
+    with pytest.raises(RequestError, match=r"step_00000002.json"):
         load(index)
-    (tmp_path / "last.pt").unlink()
-    NO_FILES[kind](tmp_path / "best.pt")
+    (tmp_path / "last.json").unlink()
+    NO_FILES[kind](tmp_path / "best.json")
     team = Team(tmp_path, start="00001234")
     for step in (3, 4, 5):
         team.save(state_of(step, size=7))
-    assert load(tmp_path / "last.pt")["cursor"]["step"] == 5
+    assert load(tmp_path / "last.json")["cursor"]["step"] == 5

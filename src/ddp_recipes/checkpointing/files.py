@@ -17,9 +17,9 @@ from ddp_recipes.checkpointing.writing import reason_of
 from ddp_recipes.errors import RequestError
 
 FORMAT = 2  # 1 had a digest in its content, which no longer counts
-LAST = "last.pt"  # another name of the newest
-BEST = "best.pt"
-_STEP_FILE = re.compile(r"step_(\d{8,})\.pt")
+LAST, BEST = "last", "best"  # other names of the newest and the best
+WHOLE, INDEX = ".pt", ".json"  # the suffix of a file that holds all of a checkpoint, and of the index of one in parts
+_STEP_FILE = re.compile(rf"step_(\d{{8,}})(?:{re.escape(WHOLE)}|{re.escape(INDEX)})")
 
 State = dict[str, Any]
 
@@ -158,7 +158,7 @@ def load_first(
         reasons = "".join(f"\n  {path.name}: {error.reason}" for path, error in damaged.items())
         raise RequestError(f"Every checkpoint in {paths[0].parent} is damaged:{reasons}")
     last = paths[-1]
-    if last.name == LAST and path != last:
+    if last.stem == LAST and path != last:
         with suppress(DamagedCheckpoint):
             newer = load(last, verify)
             if newer.get("cursor", {}).get("step", 0) > state.get("cursor", {}).get("step", 0):
@@ -183,7 +183,7 @@ def find(ckpt_path: str | None, run_directory: Path) -> list[Path]:
         if not found and ckpt_path == "last":
             raise RequestError(f"ckpt_path=last: {run_directory} has no checkpoint. {_hint(folder)}")
         return found
-    path = folder / BEST if ckpt_path == "best" else Path(ckpt_path).expanduser().absolute()
+    path = named(folder, BEST) if ckpt_path == "best" else Path(ckpt_path).expanduser().absolute()
     if os.path.isdir(path):  # also where the name is too long to be looked at
         return _in_directory(ckpt_path, path)
     if not os.path.isfile(path):
@@ -205,19 +205,19 @@ def _in_directory(ckpt_path: str, path: Path) -> list[Path]:
         )
     raise RequestError(
         f"ckpt_path={ckpt_path} is a folder without a checkpoint. Give a run directory (one that has "
-        f"checkpoints/step_*.pt) or a checkpoint file."
+        f"checkpoints/step_*.pt or step_*.json) or a checkpoint file."
     )
 
 
 def newest_first(directory: Path) -> list[Path]:
     """Return the checkpoints of a folder from the highest step down.
 
-    ``last.pt`` comes at the end if it is not just another name of one of them: its step is not known without reading.
+    ``last`` comes at the end if it is not just another name of one of them: its step is not known without reading.
     """
     found = [path for _, path in sorted(step_files(directory).items(), reverse=True)]
-    last = directory / LAST
-    named = [path for path in found if path.exists()]  # a symbolic link may lead nowhere
-    return [*found, last] if last.exists() and not any(map(last.samefile, named)) else found
+    last = named(directory, LAST)
+    there = [path for path in found if path.exists()]  # a symbolic link may lead nowhere
+    return [*found, last] if last.exists() and not any(map(last.samefile, there)) else found
 
 
 def refuse_folders(directory: Path) -> None:
@@ -226,15 +226,42 @@ def refuse_folders(directory: Path) -> None:
     Raises:
         RequestError: names it.
     """
-    for name in (LAST, BEST):
-        if (directory / name).is_dir() and not (directory / name).is_symlink():
-            raise RequestError(f"{directory / name} is a folder, in whose place checkpoints are named. Move it away.")
+    for path in (directory / f"{name}{suffix}" for name in (LAST, BEST) for suffix in (WHOLE, INDEX)):
+        if path.is_dir() and not path.is_symlink():
+            raise RequestError(f"{path} is a folder, in whose place checkpoints are named. Move it away.")
 
 
 def step_files(directory: Path) -> dict[int, Path]:
-    """Return the complete ``step_*.pt`` files of a folder, which may not exist, by their steps."""
+    """Return the complete checkpoints of a folder, which may not exist, by their steps: whole files and indices.
+
+    Of a step that has both, saved by strategies of both kinds, the one that was written later.
+    """
     names = os.listdir(directory) if directory.is_dir() else []
-    return {int(match[1]): directory / match[0] for match in map(_STEP_FILE.fullmatch, names) if match}
+    found: dict[int, Path] = {}
+    for match in filter(None, map(_STEP_FILE.fullmatch, names)):
+        step, path = int(match[1]), directory / match[0]
+        found[step] = _later(found.get(step, path), path)
+    return found
+
+
+def named(directory: Path, name: str) -> Path:
+    """Return the file that is called ``last`` or ``best`` in a folder, whether or not it is there."""
+    return _later(directory / f"{name}{WHOLE}", directory / f"{name}{INDEX}")
+
+
+def twin(path: Path) -> Path:
+    """Return the path of what has the same name as a checkpoint and is of the other kind."""
+    return path.with_suffix(INDEX if path.suffix == WHOLE else WHOLE)
+
+
+def _later(path: Path, other: Path) -> Path:
+    """Return which of two files was written later: the first where that cannot be said."""
+    with suppress(OSError):  # not there, or deleted meanwhile
+        written = other.stat().st_mtime_ns
+        with suppress(OSError):
+            return path if path.stat().st_mtime_ns >= written else other
+        return other
+    return path
 
 
 def check_weights(path: Path, weights: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ddp_recipes.checkpointing.files import BEST, LAST, State, content_of, step_files
+from ddp_recipes.checkpointing.files import BEST, LAST, WHOLE, State, content_of, named, step_files, twin
 from ddp_recipes.checkpointing.parts import abandoned, folder_of
 from ddp_recipes.checkpointing.staging import StagingWriter as DefaultWriter  # or PlainWriter, from writing
 from ddp_recipes.checkpointing.writing import Writer, size_of, unwritable
@@ -97,7 +97,7 @@ class Background(Checkpointer):
 
 
 class FileCheckpointer(Background):
-    """Writes ``step_<8 digits>.pt``, keeps the best k and the newest two, points ``last.pt`` and ``best.pt`` at them.
+    """Writes ``step_<8 digits>.pt``, keeps the best k and the newest two, points ``last`` and ``best`` at them.
 
     The two names are hard links, so they cannot dangle and cost no space. Of the newest two the one before is there in
     case the newest is damaged.
@@ -106,6 +106,8 @@ class FileCheckpointer(Background):
         background: whether :meth:`save` only begins to write without ``async_save``, too: the state must not change
             then.
     """
+
+    suffix = WHOLE  # of what it writes; it keeps what a strategy of the other kind has saved as well
 
     def __init__(self, directory: Path, settings: CheckpointSettings, background: bool = False) -> None:
         super().__init__(directory, settings)
@@ -140,9 +142,11 @@ class FileCheckpointer(Background):
 
     def _commit(self, staged: Save, size: int, step: int, kept: list[int]) -> None:
         """Write and link, then prune: at any instant the newest complete checkpoint is on disk."""
-        path = self._path(step)
+        path = self.directory / f"step_{step:08d}{self.suffix}"
         with unwritable(path, size):
             write_aside(path, staged, partial(self._link, step, kept))
+            if (before := twin(path)).is_file():
+                self._delete(before)
             self._prune(step, kept)  # should the power fail, some of them are back
 
     def _link(self, step: int, kept: list[int]) -> None:
@@ -152,7 +156,8 @@ class FileCheckpointer(Background):
             self.best = self._point(BEST, kept[0])
 
     def _point(self, name: str, step: int) -> Path:
-        link, path = self.directory / name, self._path(step)
+        path = step_files(self.directory)[step]
+        link = self.directory / f"{name}{path.suffix}"
         if not (link.exists() and link.samefile(path)):
             aside = self.directory / f".{name}.part"
             aside.unlink(missing_ok=True)
@@ -165,6 +170,7 @@ class FileCheckpointer(Background):
                     write_aside(link, partial(shutil.copyfileobj, file))
             else:
                 aside.replace(link)
+        twin(link).unlink(missing_ok=True)
         return link
 
     def _prune(self, step: int, kept: list[int]) -> None:
@@ -177,10 +183,11 @@ class FileCheckpointer(Background):
                 shutil.rmtree(folder)
         if self.settings.save_top_k < 0:
             return
-        found = sorted(each for each in self._files() if each <= step)
+        files = self._files()
+        found = sorted(each for each in files if each <= step)
         newest = found[-2:] if self.settings.save_last or not kept else []
         for each in {*found} - {*kept, *newest}:
-            self._delete(self._path(each))
+            self._delete(files[each])
 
     def _delete(self, path: Path) -> None:
         folder = folder_of(path)
@@ -198,16 +205,17 @@ class FileCheckpointer(Background):
         Files of later steps, damaged or of a future that will now be another one, are renamed to ``<name>.aside``.
 
         Raises:
-            RecipeError: ``last.pt`` or ``best.pt`` cannot be pointed at the file of this step.
+            RecipeError: ``last`` or ``best`` cannot be pointed at the file of this step.
         """
         found = step_files(self.directory)
         for later in sorted(each for each in found if each > step):
             path = found.pop(later)
-            path.rename(f"{path}.aside")
-            log.warning("%s is of a later step than %d, and now called %s.aside.", path, step, path.name)
+            for each in filter(Path.exists, (path, twin(path))):
+                each.rename(f"{each}.aside")
+                log.warning("%s is of a later step than %d, and now called %s.aside.", each, step, each.name)
         self.values = {int(saved): value for saved, value in state["values"].items() if int(saved) in found}
         if step in self._files():
-            with unwritable(self.directory / LAST, 0):
+            with unwritable(named(self.directory, LAST), 0):
                 self._link(step, self._best_steps({*found}))
 
     def _best_steps(self, found: set[int]) -> list[int]:
@@ -219,9 +227,6 @@ class FileCheckpointer(Background):
     def _files(self) -> dict[int, Path]:
         """Return the checkpoints by their steps; what only has the name of one, such as a folder, is not ours."""
         return {step: path for step, path in step_files(self.directory).items() if path.is_file()}
-
-    def _path(self, step: int) -> Path:
-        return self.directory / f"step_{step:08d}.pt"
 
 
 def _lower_priority() -> None:

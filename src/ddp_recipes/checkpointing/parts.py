@@ -1,7 +1,7 @@
 """A checkpoint in parts: a safetensors file from each rank, and an index in JSON, without which they are worth nothing.
 
-The index has the name of a checkpoint, ``step_<8 digits>.pt``; its parts are in a folder beside it, whose name has a
-part that differs from start to start: no save writes into the files of another one. Nothing is pickled.
+The index is ``step_<8 digits>.json`` (``.pt`` in runs of earlier versions). Its parts are in a folder beside it, whose
+name has a part that differs from start to start: no save writes into the files of another one. Nothing is pickled.
 """
 
 import json
@@ -155,7 +155,8 @@ def folder_of(path: Path) -> Path | None:
 def abandoned(directory: Path) -> list[Path]:
     """Return the folders in which a save that was killed left parts, or a deletion: no index names them."""
     found = [path for path in directory.iterdir() if FOLDER.fullmatch(path.name)]
-    indices = [path for path in directory.glob("*.pt*") if found and path.is_file() and is_index(path)]
+    files = (path for pattern in ("*.pt*", "*.json*") for path in directory.glob(pattern) if found and path.is_file())
+    indices = [path for path in files if is_index(path)]
     folders = [folder_of(path) for path in indices]
     return [] if None in folders else [path for path in found if path not in folders]  # a damaged one may name any
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ddp_recipes.checkpointing.files import State
+from ddp_recipes.checkpointing.files import INDEX, State
 from ddp_recipes.checkpointing.manager import Background, Checkpointer, FileCheckpointer
 from ddp_recipes.checkpointing.parts import Part, file_of, index, taken_apart
 from ddp_recipes.checkpointing.staging import PieceWriter
@@ -151,6 +151,8 @@ class PartCheckpointer(Background):
 
 class ShardedCheckpointer(FileCheckpointer):
     """Writes rank 0's part, and the index once all parts are there; keeps and deletes as :class:`FileCheckpointer`."""
+
+    suffix = INDEX
 
     def __init__(self, directory: Path, settings: CheckpointSettings, writers: Writers) -> None:
         super().__init__(directory, settings)

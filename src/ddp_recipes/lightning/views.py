@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ddp_recipes._compat.pytree import tree_map_only
-from ddp_recipes.checkpointing.files import BEST, LAST
+from ddp_recipes.checkpointing.files import BEST, INDEX, LAST, WHOLE
 from ddp_recipes.data.loader import Loader
 from ddp_recipes.tasks import Surroundings
 from ddp_recipes.training.state import Run
@@ -42,11 +42,12 @@ class Checkpoints:
     def __init__(self, run: Run, around: Surroundings) -> None:
         self.monitor, self.mode, self.save_top_k = run.monitor, run.checkpoint.mode, run.checkpoint.save_top_k
         self.dirpath = str(around.directory / "checkpoints")
+        suffix = INDEX if run.strategy.writers else WHOLE
         values = [value for value in run.values.values() if not math.isnan(value)]
         best = (max if self.mode == "max" else min)(values, default=None)
         self.best_model_score = None if best is None else torch.tensor(best)
-        self.best_model_path = "" if best is None else str(Path(self.dirpath, BEST))
-        self.last_model_path = str(Path(self.dirpath, LAST)) if run.good_step > 0 else ""
+        self.best_model_path = "" if best is None else str(Path(self.dirpath, BEST + suffix))
+        self.last_model_path = str(Path(self.dirpath, LAST + suffix)) if run.good_step > 0 else ""
 
 
 class PredictLoop:

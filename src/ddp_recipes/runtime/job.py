@@ -61,7 +61,7 @@ class Job:
     @property
     def saved_step(self) -> int:
         """The step of the newest checkpoint in its directory; -1 without one."""
-        names = (path.stem.removeprefix("step_") for path in (self.directory / "checkpoints").glob("step_*.pt"))
+        names = (path.stem.removeprefix("step_") for path in (self.directory / "checkpoints").glob("step_*.*"))
         return max((int(name) for name in names if name.isdecimal()), default=-1)
 
     def to_json(self, with_main: bool = True) -> str:
