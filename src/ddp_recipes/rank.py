@@ -241,7 +241,7 @@ def rejoining(recipe: Recipe) -> ModuleType | None:
     kept = launcher.replace_ranks or recipe.checkpoint.in_memory_every_n_steps
     if not (kept or job.meeting is not None or job.memory or job.start):
         return None
-    from ddp_recipes.build import rejoin
+    from ddp_recipes.recovery import rejoin
 
     return rejoin
 

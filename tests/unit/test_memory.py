@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_recipes.runtime.memory import HEADER, Kept, Places, kept_in, least, write_state
+from ddp_recipes.recovery.memory import HEADER, Kept, Places, kept_in, least, write_state
 
 
 def written(path: str, step: int, *pieces: bytes, dies: bool = False) -> None:

@@ -192,7 +192,7 @@ class Recipe:
 
             fill(self.task, self.initial, weights, self.device)
         elif not in_rows:
-            from ddp_recipes.training.handover import load_part
+            from ddp_recipes.recovery.handover import load_part
 
             load_part(self.task, weights)
         self.initial, self.weights = {}, {}  # some are large

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_recipes.launchers.fork_server import python_path
-from ddp_recipes.runtime.memory import Places
+from ddp_recipes.recovery.memory import Places
 from ddp_recipes.runtime.process import is_running, started_at
 
 RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE")  # a keeper is none, though a rank starts it

@@ -16,7 +16,7 @@ from ddp_recipes.training.saving import await_writer, save
 from ddp_recipes.training.state import Cursor, Run, Update
 
 if TYPE_CHECKING:
-    from ddp_recipes.training.handover import Recovery
+    from ddp_recipes.recovery.handover import Recovery
 
 log = logging.getLogger(__name__)
 

@@ -29,7 +29,7 @@ from ddp_recipes.training.precision import Precision
 from ddp_recipes.training.stopping import StopController
 
 if TYPE_CHECKING:
-    from ddp_recipes.training.handover import Buffers, Memory, Recovery
+    from ddp_recipes.recovery.handover import Buffers, Memory, Recovery
 
 Metrics = dict[str, float]
 

@@ -8,8 +8,8 @@ from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
 from ddp_recipes.errors import RunFailed
-from ddp_recipes.runtime.memory import HEADER, Kept, Places, kept_in, least, new_file, path_of, write_state
-from ddp_recipes.runtime.memory_server import CHUNK, MemoryClient, MemoryServer
+from ddp_recipes.recovery.memory import HEADER, Kept, Places, kept_in, least, new_file, path_of, write_state
+from ddp_recipes.recovery.memory_server import CHUNK, MemoryClient, MemoryServer
 
 LOOK_S = 0.1  # between looks at what is new on the other node
 WARN_S = 30.0  # without a copy

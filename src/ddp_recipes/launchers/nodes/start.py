@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ddp_recipes.launchers.nodes.copies import Held
-from ddp_recipes.runtime.memory import Kept, path_of
+from ddp_recipes.recovery.memory import Kept, path_of
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore

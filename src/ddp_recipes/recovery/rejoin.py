@@ -16,15 +16,15 @@ from ddp_recipes.build.resume import fit_cursor
 from ddp_recipes.build.run import cut_off, join
 from ddp_recipes.callbacks import Callback
 from ddp_recipes.checkpointing.files import State
-from ddp_recipes.checkpointing.kept import load_kept
+from ddp_recipes.recovery.kept import load_kept
 from ddp_recipes.errors import Left, RequestError, RunFailed, chain
-from ddp_recipes.loggers.points import Points
+from ddp_recipes.recovery.points import Points
 from ddp_recipes.runtime.meeting import Leaving, Loss, Meeting
-from ddp_recipes.runtime.memory_server import opener
+from ddp_recipes.recovery.memory_server import opener
 from ddp_recipes.strategies.base import batch_norms
 from ddp_recipes.strategies.collectives import broadcast
 from ddp_recipes.training import loop
-from ddp_recipes.training.handover import (
+from ddp_recipes.recovery.handover import (
     Buffers,
     Memory,
     go_on,

@@ -12,11 +12,11 @@ from torch import nn
 from ddp_recipes._compat.modules import buffers_of
 from ddp_recipes._compat.tensors import copy_each, local
 from ddp_recipes.checkpointing.files import State
-from ddp_recipes.checkpointing.kept import pieces_of
-from ddp_recipes.loggers.points import Points
+from ddp_recipes.recovery.kept import pieces_of
+from ddp_recipes.recovery.points import Points
 from ddp_recipes.runtime.fast_paths import zero_grad
 from ddp_recipes.runtime.meeting import Meeting, Progress
-from ddp_recipes.runtime.memory import HEADER, Kept, least, write_state
+from ddp_recipes.recovery.memory import HEADER, Kept, least, write_state
 from ddp_recipes.strategies.collectives import pieces, unpack
 from ddp_recipes.tasks import Task
 from ddp_recipes.training.state import Run, local_state, restore, saved_state
