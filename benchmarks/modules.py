@@ -28,8 +28,7 @@ EXTRAS = {  # the longest name that a module begins with tells what it is of
     "sharded checkpoints": "checkpointing.sharded",
     "slurm": "launchers.slurm",
     "nodes": "launchers.nodes",
-    "recovery": "build.rejoin training.handover runtime.memory runtime.memory_server checkpointing.kept loggers.points "
-    "launchers.keeper launchers.elastic launchers.local.replacement",
+    "recovery": "recovery launchers.keeper launchers.elastic launchers.local.replacement",
     "dry run": "tools.dry_run",
     "equivalence": "tools.equivalence tools.counters",
     "tune": "tools.batch_size tools.learning_rate reporting.figures.learning_rates",

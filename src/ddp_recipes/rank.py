@@ -216,18 +216,18 @@ def fit(recipe: Recipe, output: Output) -> None:
         recipe.warnings.extend(foreseen(run, recipe))
     for callback in run.callbacks.values():
         callback.check()
-    run.memory = rejoin.make_memory(recipe, run) if rejoin else None
+    recovery = rejoin.Recovery(recipe, run, output.note) if rejoin else None
     output.open(run)
     for callback in run.callbacks.values():
         callback.on_start(recipe.job.directory if recipe.world.is_main else None, recipe.task)
     try:
-        reason = rejoin.train(recipe, run, output.note) if rejoin else loop.fit(run)
+        reason = recovery.fit() if recovery else loop.fit(run)
     finally:
         for callback in run.callbacks.values():
             callback.on_end()
     if reason == "moved":
-        if rejoin and (memory := rejoin.memory_of(recipe)) is not None:
-            memory.keep_now(run)
+        if recovery:
+            recovery.leave()
         raise Left
     if reason == "signal":
         stop_early(run)

@@ -38,6 +38,7 @@ from ddp_recipes.tasks import Surroundings, Task
 from ddp_recipes.training.cadence import Length
 from ddp_recipes.training.clock import Flops
 from ddp_recipes.training.precision import whole_dtype
+from ddp_recipes.training.state import load_part
 
 if TYPE_CHECKING:
     from ddp_recipes.build.deferred import Initial
@@ -192,8 +193,6 @@ class Recipe:
 
             fill(self.task, self.initial, weights, self.device)
         elif not in_rows:
-            from ddp_recipes.recovery.handover import load_part
-
             load_part(self.task, weights)
         self.initial, self.weights = {}, {}  # some are large
         return 0 if self.state is None else int(self.state["cursor"]["step"])

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from ddp_recipes.errors import RequestError
 from ddp_recipes.launchers.keeper import Keeper
+from ddp_recipes.recovery.memory import Places
 from ddp_recipes.reporting.run_directory import write_text
 from ddp_recipes.runtime.job import Job
 from ddp_recipes.runtime.meeting import Meeting
-from ddp_recipes.recovery.memory import Places
 
 WHY = "torchrun started all ranks again."  # it says itself which rank it lost
 

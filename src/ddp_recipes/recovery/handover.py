@@ -3,23 +3,22 @@
 import io
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from ddp_recipes._compat.modules import buffers_of
-from ddp_recipes._compat.tensors import copy_each, local
+from ddp_recipes._compat.tensors import copy_each
 from ddp_recipes.checkpointing.files import State
 from ddp_recipes.recovery.kept import pieces_of
+from ddp_recipes.recovery.memory import HEADER, Kept, least, write_state
 from ddp_recipes.recovery.points import Points
 from ddp_recipes.runtime.fast_paths import zero_grad
 from ddp_recipes.runtime.meeting import Meeting, Progress
-from ddp_recipes.recovery.memory import HEADER, Kept, least, write_state
 from ddp_recipes.strategies.collectives import pieces, unpack
-from ddp_recipes.tasks import Task
-from ddp_recipes.training.state import Run, local_state, restore, saved_state
+from ddp_recipes.training.state import Run, load_part, local_state, restore, saved_state
 from ddp_recipes.training.stopping import Pace
 
 
@@ -52,10 +51,10 @@ def progress_of(run: Run) -> Progress:
     return Progress(run.cursor.step, 0 if run.unfinished is not None else 1 if run.unsaved else 2)
 
 
-def rewind(run: Run) -> None:
+def rewind(run: Run, buffers: Buffers | None) -> None:
     """Leave the run as it was after its last finished step, whatever was under way."""
-    if run.buffers is not None:
-        run.buffers.put_back()
+    if buffers is not None:
+        buffers.put_back()
     for optimizer in run.optimizers:
         zero_grad(optimizer)
     run.task.train_sums = None
@@ -64,12 +63,12 @@ def rewind(run: Run) -> None:
     run.stop_controller.steps, run.stop_controller.batches = Pace(), Pace()
 
 
-def handed_over(run: Run) -> State:
-    """Return the state of this rank, and what of a run no checkpoint has."""
-    return {**local_state(run), "run": _beyond(run)}
+def handed_over(run: Run, losses: int) -> State:
+    """Return the state of this rank, and what of a run no checkpoint has: ``losses`` that it has counted, among it."""
+    return {**local_state(run), "run": _beyond(run, losses)}
 
 
-def _beyond(run: Run) -> dict[str, Any]:
+def _beyond(run: Run, losses: int) -> dict[str, Any]:
     ahead = time.time() - time.monotonic()
     return {
         "after": progress_of(run).after,
@@ -83,7 +82,7 @@ def _beyond(run: Run) -> dict[str, Any]:
         "began": _on_clock(run.began, ahead),
         "deadline": _on_clock(run.stop_controller.deadline, ahead),
         "points": run.logger.latest if isinstance(run.logger, Points) else (-1, {}),
-        "losses": run.losses,
+        "losses": losses,
         "replaced": run.replaced,
         "seconds_lost": run.seconds_lost,
     }
@@ -92,15 +91,6 @@ def _beyond(run: Run) -> dict[str, Any]:
 def _on_clock(seconds: float | None, ahead: float) -> float | None:
     """Return a time by a clock that is so much ahead: machines share only the one since the epoch."""
     return None if seconds is None else seconds + ahead
-
-
-def load_part(task: Task, weights: Mapping[str, torch.Tensor]) -> None:
-    """Load weights as another rank has them in memory that holds the same part of the model."""
-    mine = task.weights()
-    dealt = [name for name, value in mine.items() if hasattr(value, "device_mesh")]
-    for name in dealt:
-        local(mine[name]).copy_(weights[name])
-    task.load_weights(mine | {name: value for name, value in weights.items() if name not in dealt})
 
 
 class Memory:
@@ -117,19 +107,14 @@ class Memory:
     def __init__(self, places: Sequence[str], parts: int, start: str) -> None:
         self._places, self._parts, self._start = places, parts, start
 
-    def keep(self, run: Run) -> None:
-        """Keep the state after a finished step, if it is due."""
-        if run.cursor.step % (run.checkpoint.in_memory_every_n_steps or 1) == 0:
-            self.keep_now(run)
-
-    def keep_now(self, run: Run) -> None:
-        """Keep the state after a finished step."""
+    def keep(self, run: Run, losses: int) -> None:
+        """Keep the state after a finished step, by which the run has counted so many losses of ranks."""
         run.logger.flush()  # or a kill would take points with it that do not come again
         kept = Kept(run.cursor.step, run.world.rank % self._parts, self._parts, self._start)
         if run.strategy.writers:
-            content = pieces_of({**saved_state(run), "run": _beyond(run)}, kept.part)
+            content = pieces_of({**saved_state(run), "run": _beyond(run, losses)}, kept.part)
         else:
-            content = (piece.numpy().data for piece in pieces(handed_over(run)))
+            content = (piece.numpy().data for piece in pieces(handed_over(run, losses)))
         with open(least(self._places, kept), "r+b") as file:
             write_state(file, kept, content)
 
@@ -154,11 +139,11 @@ def sync_to(run: Run, state: State) -> None:
         restore(run, state)
 
 
-def go_on(run: Run, state: State, meeting: Meeting, reported: Callable[[int], None]) -> None:
-    """Go on from a state that this rank has now; ``reported`` is called once the user knows of so many losses."""
+def go_on(run: Run, state: State, meeting: Meeting) -> None:
+    """Go on from a state that this rank has now."""
     own: dict[str, Any] = state["run"]
     kept = ("values", "unsaved", "measured", "saved_step", "good_step", "samples_before")
-    for name in (*kept, "losses", "replaced", "seconds_lost"):
+    for name in (*kept, "replaced", "seconds_lost"):
         setattr(run, name, own[name])
     run.clock.train_seconds = own["train_seconds"]
     ahead = time.monotonic() - time.time()
@@ -170,31 +155,3 @@ def go_on(run: Run, state: State, meeting: Meeting, reported: Callable[[int], No
     step, values = own["points"]
     if values:
         run.logger.scalars(values, step)
-    run.recovery = Recovery(meeting, reported)
-
-
-class Recovery:
-    """Tells what the loss of ranks came to, once the next step is done: also of those lost while ranks met again.
-
-    A rank 0 that is lost in that step may have reported nothing, though the step counts.
-    """
-
-    def __init__(self, meeting: Meeting, reported: Callable[[int], None]) -> None:
-        self.meeting, self._reported = meeting, reported
-
-    def report(self) -> None:
-        """Have the launcher know that the losses are reported."""
-        self._reported(len(self.meeting.why))
-
-    def end(self, run: Run) -> Sequence[str]:
-        """Note it in the run; return the lines that say so."""
-        unreported, now = self.meeting.why[self.meeting.reported :], time.time()
-        if run.losses < len(self.meeting.why):
-            run.seconds_lost += now - self.meeting.since[run.losses]
-        run.replaced += len(self.meeting.why) - run.losses
-        run.losses = len(self.meeting.why)
-        seconds = now - self.meeting.since[self.meeting.reported] if unreported else 0.0
-        run.recovery = None
-        cost = f"{seconds:.1f} s until step {run.cursor.step} was done"
-        how = "All started again from memory" if self.meeting.states else "Replaced"
-        return [f"{why} {how}, at the cost of {cost}." for why in unreported]

@@ -3,6 +3,7 @@
 import gc
 import io
 import logging
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -16,14 +17,7 @@ from ddp_recipes.build.resume import fit_cursor
 from ddp_recipes.build.run import cut_off, join
 from ddp_recipes.callbacks import Callback
 from ddp_recipes.checkpointing.files import State
-from ddp_recipes.recovery.kept import load_kept
 from ddp_recipes.errors import Left, RequestError, RunFailed, chain
-from ddp_recipes.recovery.points import Points
-from ddp_recipes.runtime.meeting import Leaving, Loss, Meeting
-from ddp_recipes.recovery.memory_server import opener
-from ddp_recipes.strategies.base import batch_norms
-from ddp_recipes.strategies.collectives import broadcast
-from ddp_recipes.training import loop
 from ddp_recipes.recovery.handover import (
     Buffers,
     Memory,
@@ -34,42 +28,157 @@ from ddp_recipes.recovery.handover import (
     rewind,
     sync_to,
 )
+from ddp_recipes.recovery.kept import load_kept
+from ddp_recipes.recovery.memory_server import opener
+from ddp_recipes.recovery.points import Points
+from ddp_recipes.runtime.meeting import Leaving, Loss, Meeting
+from ddp_recipes.strategies.base import batch_norms
+from ddp_recipes.strategies.collectives import broadcast
+from ddp_recipes.training import loop
+from ddp_recipes.training.hooks import RunHooks
 from ddp_recipes.training.state import Run
 
 log = logging.getLogger(__name__)
 
 
-def train(recipe: Recipe, run: Run, note: Callable[[], None]) -> str:
-    """Run the loop to its end, beyond the loss of ranks that the launcher replaces; return why it ended.
+class Recovery(RunHooks):
+    """Training that goes on beyond the loss of ranks, which the launcher replaces or starts again.
 
     Args:
         note: is called on rank 0 once the step is done that a loss cut off.
+
+    Raises:
+        RequestError: the config asks for a state in memory that nobody would read, or that is not all a rank needs.
     """
 
-    def reported(losses: int) -> None:
-        note()
-        recipe.control.watcher.reported(losses)
+    def __init__(self, recipe: Recipe, run: Run, note: Callable[[], None]) -> None:
+        self.recipe, self.run, self._note = recipe, run, note
+        self.memory = make_memory(recipe, run)
+        self.buffers: Buffers | None = None  # as they were before a step, where lost ranks are replaced
+        self.losses = 0  # that the launcher knows of, and this run has counted
+        self.met: Meeting | None = None  # after the loss of ranks, until the step that it cut off is done
 
-    if may_go_on(recipe, run):
-        run.buffers, run.logger, run.together = Buffers(run.task), Points(run.logger), _parts(recipe) > 1
-    elif recipe.world.restarts and recipe.checkpoint.in_memory_every_n_steps:
-        run.logger = Points(run.logger)  # the state may come from another node, and rank 0 be lost before it wrote them
-    if recipe.meeting is not None and recipe.state is not None:
-        go_on(run, recipe.state, recipe.meeting, reported)
-        if recipe.control.joins:
-            recipe.control.watcher.joined()
-        if run.memory is not None and recipe.meeting.states and _parts(recipe) > 1:
-            run.memory.keep_now(run)  # where parts lie now: another loss may come before the next is due
-    if run.buffers is None and not recipe.job.start:  # else others go on, though not this rank
-        return loop.fit(run)
-    while True:
-        try:
+    def fit(self) -> str:
+        """Run the loop to its end; return why it ended."""
+        recipe, run = self.recipe, self.run
+        run.hooks = [*run.hooks, self]
+        if may_go_on(recipe, run):
+            self.buffers, run.logger, run.together = Buffers(run.task), Points(run.logger), _parts(recipe) > 1
+        elif recipe.world.restarts and recipe.checkpoint.in_memory_every_n_steps:
+            run.logger = Points(run.logger)  # the state may be another node's, and rank 0 be lost before it wrote them
+        if recipe.meeting is not None and recipe.state is not None:
+            self.go_on(recipe.state, recipe.meeting)
+            if recipe.control.joins:
+                recipe.control.watcher.joined()
+            if self.memory is not None and recipe.meeting.states and _parts(recipe) > 1:
+                self.memory.keep(run, self.losses)  # where parts lie now: another loss may come before the next is due
+        if self.buffers is None and not recipe.job.start:  # else others go on, though not this rank
             return loop.fit(run)
-        except Exception as error:
-            if not (lost_a_rank(error) or run.strategy.exchanges.lost):
+        while True:
+            try:
+                return loop.fit(run)
+            except Exception as error:
+                if not (lost_a_rank(error) or run.strategy.exchanges.lost):
+                    raise
+                cause = error
+            self.meet_again(cause)
+
+    def on_step_start(self, run: Run) -> None:
+        """Keep the buffers: what a step that is cut off leaves in them does not count."""
+        if self.buffers is not None:
+            self.buffers.keep()
+
+    def on_update(self, run: Run) -> None:
+        """Keep the buffers, for what follows may be cut off as well, and tell what a loss came to."""
+        self.on_step_start(run)
+        self._tell()
+
+    def on_validated(self, run: Run) -> None:
+        """Keep the buffers: a validation gives ranks the same ones."""
+        self.on_step_start(run)
+
+    def on_step_end(self, run: Run) -> None:
+        """Keep the state in memory, if it is due."""
+        if self.memory is not None and run.cursor.step % (run.checkpoint.in_memory_every_n_steps or 1) == 0:
+            self.memory.keep(run, self.losses)
+
+    def on_fit_end(self, run: Run, reason: str) -> None:
+        """Tell what a loss came to where nothing was left but to end the last step."""
+        if reason != "moved":
+            self._tell()
+
+    def leave(self) -> None:
+        """Keep the state where the ranks that start again, with other nodes, find it."""
+        if (memory := memory_of(self.recipe)) is not None:
+            memory.keep(self.run, self.losses)
+
+    def go_on(self, state: State, meeting: Meeting) -> None:
+        """Go on from a state that this rank has now."""
+        self.losses, self.met = state["run"]["losses"], meeting
+        go_on(self.run, state, meeting)
+
+    def _tell(self) -> None:
+        """Tell what losses came to, once the next step is done: also those of ranks lost while others met again.
+
+        A rank 0 that is lost in that step may have reported nothing, though the step counts.
+        """
+        if self.met is None:
+            return
+        run, meeting, self.met = self.run, self.met, None
+        unreported, now = meeting.why[meeting.reported :], time.time()
+        if self.losses < len(meeting.why):
+            run.seconds_lost += now - meeting.since[self.losses]
+        run.replaced += len(meeting.why) - self.losses
+        self.losses = len(meeting.why)
+        seconds = now - meeting.since[meeting.reported] if unreported else 0.0
+        how = "All started again from memory" if meeting.states else "Replaced"
+        for why in unreported:
+            line = f"{why} {how}, at the cost of {seconds:.1f} s until step {run.cursor.step} was done."
+            if run.world.is_main:
+                log.warning("%s", line)
+            run.logger.text("ranks replaced", line)
+        if run.world.is_main:
+            self._note()
+            self.recipe.control.watcher.reported(len(meeting.why))
+
+    def meet_again(self, error: Exception) -> None:
+        """Wait for the launcher's word, and go on with the others; raise the error where the run ends.
+
+        A rank that is lost meanwhile ends this attempt, and begins the next.
+        """
+        recipe, run = self.recipe, self.run
+        while True:
+            self._leave_group(error)
+            alone = _alone(recipe, run if self.buffers is not None else None)
+            loss = Loss(*progress_of(run), text="".join(traceback.format_exception(error)), alone=alone)
+            if (meeting := recipe.control.meet_again(loss)) is None:
+                raise error
+            if isinstance(meeting, Leaving):
+                if meeting.keep:
+                    self.leave()
+                raise Left
+            gc.collect()  # what holds the group refers to itself; it takes a second, in which new ranks start
+            try:
+                recipe.control.agree(None, recipe.facts)
+                join(recipe)
+                recipe.control.watcher.joined()
+                state = _of_source(recipe, meeting, lambda: handed_over(run, self.losses))
+                sync_to(run, state)
+                self.go_on(state, meeting)
+                run.module = run.strategy.wrap(run.task, run.devices)
+                return
+            except RequestError:
                 raise
-            cause = error
-        _meet_again(recipe, run, cause, reported)
+            except (RunFailed, RuntimeError) as another:
+                error = another
+
+    def _leave_group(self, error: Exception) -> None:
+        """Close the connections to the others, who may be waiting for this rank, and forget what was under way."""
+        for cause in chain(error):
+            traceback.clear_frames(cause.__traceback__)
+        cut_off(self.recipe)
+        rewind(self.run, self.buffers)
+        self.recipe.strategy.teardown()
 
 
 def may_go_on(recipe: Recipe, run: Run) -> bool:
@@ -147,50 +256,24 @@ def memory_of(recipe: Recipe) -> Memory | None:
     return Memory(places, parts, recipe.job.start) if places and useful else None
 
 
-def _meet_again(recipe: Recipe, run: Run, error: Exception, reported: Callable[[int], None]) -> None:
-    """Wait for the launcher's word, and go on with the others; raise the error where the run ends.
-
-    A rank that is lost meanwhile ends this attempt, and begins the next.
-    """
-    while True:
-        _leave(recipe, run, error)
-        loss = Loss(*progress_of(run), text="".join(traceback.format_exception(error)), alone=_alone(recipe, run))
-        if (meeting := recipe.control.meet_again(loss)) is None:
-            raise error
-        if isinstance(meeting, Leaving):
-            if meeting.keep and (memory := memory_of(recipe)) is not None:
-                memory.keep_now(run)
-            raise Left
-        gc.collect()  # what holds the group refers to itself; it takes a second, in which new ranks start
-        try:
-            recipe.control.agree(None, recipe.facts)
-            join(recipe)
-            recipe.control.watcher.joined()
-            state = _of_source(recipe, meeting, run)
-            sync_to(run, state)
-            go_on(run, state, meeting, reported)
-            run.module = run.strategy.wrap(run.task, run.devices)
-            return
-        except RequestError:
-            raise
-        except (RunFailed, RuntimeError) as another:
-            error = another
-
-
 def _parts(recipe: Recipe) -> int:
     return recipe.request.strategy.parts(recipe.world.world_size)
 
 
-def _of_source(recipe: Recipe, meeting: Meeting, run: Run | None) -> State:
-    """Return the state of the rank that hands over the same part of the model as this one's. A collective."""
+def _of_source(recipe: Recipe, meeting: Meeting, own: Callable[[], State] | None = None) -> State:
+    """Return the state of the rank that hands over the same part of the model as this one's. A collective.
+
+    Args:
+        own: what this rank hands over, should it be the one; ``None``: what was left in memory.
+    """
     parts, rank = len(meeting.sources), recipe.world.rank
     source = meeting.sources[rank % parts]
-    own = None
+    mine = None
     if rank == source:
-        own = handed_over(run) if run is not None else in_memory(meeting.states[rank % parts], _opener(recipe))
-    if own is not None and parts == recipe.world.world_size:  # nobody else has it
-        return own
-    state: State = broadcast(own, source // parts, recipe.strategy.peers)
+        mine = own() if own is not None else in_memory(meeting.states[rank % parts], _opener(recipe))
+    if mine is not None and parts == recipe.world.world_size:  # nobody else has it
+        return mine
+    state: State = broadcast(mine, source // parts, recipe.strategy.peers)
     recipe.strategy.exchanges.settle()
     return state
 
@@ -200,22 +283,16 @@ def _opener(recipe: Recipe) -> Callable[[str], io.RawIOBase]:
     return opener(b"" if messages is None else messages.key)
 
 
-def _leave(recipe: Recipe, run: Run, error: Exception) -> None:
-    """Close the connections to the others, who may be waiting for this rank, and forget what was under way."""
-    for cause in chain(error):
-        traceback.clear_frames(cause.__traceback__)
-    cut_off(recipe)
-    rewind(run)
-    recipe.strategy.teardown()
-
-
 def _alone(recipe: Recipe, run: Run | None = None) -> tuple[int, ...]:
     """Return the ranks that have what no other rank has.
 
     These are the first replica's where buffers that are saved are its own: of whole models batch norms'. Where a
     callback of this rank has got tensors since training began, all others: then nobody goes on from it.
+
+    Args:
+        run: where its ranks may be replaced.
     """
-    if run is not None and run.buffers is not None and _aside(run):
+    if run is not None and _aside(run):
         return tuple(rank for rank in range(recipe.world.world_size) if rank != recipe.world.rank)
     settings, task = recipe.request.strategy, recipe.task
     own = batch_norms(task) if settings.whole_model else dict(task.named_buffers()).keys() & task.state_dict().keys()
@@ -225,7 +302,7 @@ def _alone(recipe: Recipe, run: Run | None = None) -> tuple[int, ...]:
 def receive(recipe: Recipe, meeting: Meeting) -> State:
     """Return the state with which this rank takes the place of a lost one. A collective."""
     in_rows = meeting.states and recipe.strategy.writers
-    state = load_kept(meeting.states, _opener(recipe)) if in_rows else _of_source(recipe, meeting, None)
+    state = load_kept(meeting.states, _opener(recipe)) if in_rows else _of_source(recipe, meeting)
     if meeting.states:  # all ranks are new, and may be fewer or more
         recipe.warnings[:] = fit_cursor("The state in memory", state, recipe.request, recipe.loaders["train"])
     step, _ = state["run"]["points"]

@@ -1,8 +1,5 @@
 """The loop: forward, backward, clip, step, log, evaluate, save."""
 
-import logging
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
@@ -14,11 +11,6 @@ from ddp_recipes.training.evaluation import validate
 from ddp_recipes.training.metrics import mean_loss
 from ddp_recipes.training.saving import await_writer, save
 from ddp_recipes.training.state import Cursor, Run, Update
-
-if TYPE_CHECKING:
-    from ddp_recipes.recovery.handover import Recovery
-
-log = logging.getLogger(__name__)
 
 
 def fit(run: Run) -> str:  # noqa: C901, PLR0912 - the loop reads top to bottom, on one page
@@ -46,17 +38,15 @@ def fit(run: Run) -> str:  # noqa: C901, PLR0912 - the loop reads top to bottom,
         batches = run.train.batches(epoch, run.cursor.batch, run.trainer.accumulate_grad_batches)
         while run.cursor.epoch == epoch and (reason := reason_to_stop(run)) is None:
             before = run.cursor
-            if run.buffers is not None:
-                run.buffers.keep()
+            for hook in run.hooks:
+                hook.on_step_start(run)
             logged = (before.step + 1) % every == 0
             update = run.update(run, batches, logged)
             run.cursor, run.unfinished = advance(run, update.samples), before
-            if run.buffers is not None:
-                run.buffers.keep()  # what follows may be cut off as well
             run.guard.record(run.cursor.step, update.losses)
             run.clock.step()
-            if run.recovery is not None:
-                recovered(run, run.recovery)
+            for hook in run.hooks:
+                hook.on_update(run)
             with phase("logging"):
                 run.progress.advance(run.cursor.step, run.cursor.epoch)
                 if logged:
@@ -67,8 +57,8 @@ def fit(run: Run) -> str:  # noqa: C901, PLR0912 - the loop reads top to bottom,
             end_step(run, before)
         if reason is not None:
             break
-    if run.recovery is not None and reason != "moved":  # nothing was left but to end the last step
-        recovered(run, run.recovery)
+    for hook in run.hooks:
+        hook.on_fit_end(run, reason)
     if run.saved_step != run.cursor.step and run.cursor.step > 0:
         save(run, measured=False)
     await_writer(run, {})
@@ -90,26 +80,17 @@ def end_step(run: Run, before: Cursor) -> None:
         if schedule.monitor is not None:
             batch = len(run.train) if over else run.cursor.batch
             schedule.tick(batch, run.cursor.epoch if over else None, run.metrics)
-    if measured and run.buffers is not None:
-        run.buffers.keep()  # a validation gives ranks the same ones
+    if measured:
+        for hook in run.hooks:
+            hook.on_validated(run)
     run.unfinished, run.measured, run.unsaved = None, measured, run.unsaved or save_due(run, before, measured)
     if run.unsaved:
         save_step(run)
-    if run.memory is not None:
-        run.memory.keep(run)
+    for hook in run.hooks:
+        hook.on_step_end(run)
     if measured or run.saved_step == run.cursor.step:
         run.clock.start()  # neither belongs to the next step
         run.stop_controller.steps.begin(run.cursor.step, ahead=False)
-
-
-def recovered(run: Run, recovery: "Recovery") -> None:
-    """Tell what the loss of ranks came to: the step that was cut off is done."""
-    for line in recovery.end(run):
-        if run.world.is_main:
-            log.warning("%s", line)
-        run.logger.text("ranks replaced", line)
-    if run.world.is_main:
-        recovery.report()
 
 
 def save_step(run: Run) -> None:

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import signature
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,12 +24,10 @@ from ddp_recipes.strategies import Strategy
 from ddp_recipes.strategies.base import Wrapped, by_rank
 from ddp_recipes.tasks import Schedule, Task
 from ddp_recipes.training.clock import Clock, Flops
+from ddp_recipes.training.hooks import RunHooks
 from ddp_recipes.training.non_finite import Losses, NonFiniteGuard
 from ddp_recipes.training.precision import Precision
 from ddp_recipes.training.stopping import StopController
-
-if TYPE_CHECKING:
-    from ddp_recipes.recovery.handover import Buffers, Memory, Recovery
 
 Metrics = dict[str, float]
 
@@ -103,11 +101,8 @@ class Run:
     samples_before: int = 0  # seen by earlier starts
     began: float = field(default_factory=time.monotonic)
     together: bool = False  # whether no rank may change weights before all can: others have other parts of the model
-    memory: "Memory | None" = None  # where the state is kept besides checkpoints
-    buffers: "Buffers | None" = None  # as they were before a step, where lost ranks are replaced
-    recovery: "Recovery | None" = None  # from the loss of ranks, until the step that it cut off is done
-    losses: int = 0  # that the launcher knows of, and this run has counted
-    replaced: int = 0  # ranks, in all starts
+    hooks: Sequence[RunHooks] = ()  # of extras, around each step
+    replaced: int = 0  # ranks that were lost, in all starts
     seconds_lost: float = 0.0  # by that
     unsaved: bool = False  # whether a checkpoint that is due after the last step is still to be written
     measured: bool = False  # whether the monitored metric belongs to the last step
@@ -166,6 +161,15 @@ def _state(run: Run, drawn: Sequence[int], weights: Mapping[str, Any], optimizer
         "shards": run.shards,
     }
     return state | run.task.checkpoint(state)
+
+
+def load_part(task: Task, weights: Mapping[str, torch.Tensor]) -> None:
+    """Load weights as another rank has them in memory that holds the same part of the model."""
+    mine = task.weights()
+    dealt = [name for name, value in mine.items() if hasattr(value, "device_mesh")]
+    for name in dealt:
+        local(mine[name]).copy_(weights[name])
+    task.load_weights(mine | {name: value for name, value in weights.items() if name not in dealt})
 
 
 def restore(run: Run, state: State) -> list[str]:

@@ -21,10 +21,10 @@ from ddp_recipes.launchers.nodes.start import Offer, Start
 from ddp_recipes.launchers.nodes.supervision import Ended, Supervision
 from ddp_recipes.launchers.reports import Outcome
 from ddp_recipes.launchers.worker import FIRSTS
+from ddp_recipes.recovery.memory import Places
 from ddp_recipes.reporting.run_directory import Summary, read_summary
 from ddp_recipes.runtime.job import Job
 from ddp_recipes.runtime.meeting import Meeting
-from ddp_recipes.recovery.memory import Places
 
 if TYPE_CHECKING:
     from ddp_recipes.launchers.nodes.rendezvous import Rendezvous

@@ -13,9 +13,9 @@ from ddp_recipes.launchers.local.ranks import Rank, Starter, incoming
 from ddp_recipes.launchers.local.replacement import ANSWER_S, progress
 from ddp_recipes.launchers.nodes.start import Offer, Start
 from ddp_recipes.launchers.reports import Outcome, decide
+from ddp_recipes.recovery.memory import Kept, Places
 from ddp_recipes.reporting.run_directory import read_summary
 from ddp_recipes.runtime.job import Job
-from ddp_recipes.recovery.memory import Kept, Places
 
 
 @dataclass(frozen=True)
