@@ -147,11 +147,11 @@ class Output:
         if not self.request.checkpoint.enabled or self.request.trainer.fast_dev_run:
             return
         folder = self.job.directory / "checkpoints"
-        if self.strategy.writers:
+        if ranks := self.strategy.settings.layout(self.world.world_size).writers:
             from ddp_recipes.checkpointing.sharded import Writers, begin, make_checkpointer
 
             start = self.control.of_main("name of this start", partial(begin, folder))
-            writers = Writers(self.world.rank, self.strategy.writers, start)
+            writers = Writers(self.world.rank, ranks, start)
             if self.job.meeting is None:  # else the others have seen it
                 writers.check(folder)
             run.checkpointer = make_checkpointer(folder, run.checkpoint, writers)

@@ -341,7 +341,7 @@ def predict(recipe: Recipe, output: Output) -> None:
     precision = make_precision(recipe.trainer.precision, recipe.device.type)
     with torch.no_grad():
         for batch in evaluated(recipe.task, loader):
-            if not batch.num_samples and not recipe.strategy.lockstep:
+            if not batch.num_samples and recipe.strategy.settings.kind != "sharded":
                 continue
             with precision.forward():
                 output_of_batch = recipe.task.predict_step(batch.data)
@@ -432,7 +432,7 @@ def fail(recipe: Recipe, control: Control, output: Output, error: BaseException)
             write_flight_recorder(recipe.job.directory, recipe.world.rank, recorded_collectives())
     last = cause.strip().splitlines()[-1]
     # Of a part, others would have to be asked, which may be dead.
-    known = recipe.request.strategy.whole_model and recipe.world.is_main
+    known = recipe.request.strategy.kind == "replicated" and recipe.world.is_main
     try:
         weights_sha256 = digest(recipe.task.weights()) if known else None
     except Exception:  # noqa: BLE001 - the error to show is the one above, which after a device-side one comes again here

@@ -183,7 +183,7 @@ class Recipe:
     def load_weights(self, strategy: Strategy | None = None) -> int:
         """Load the weights to start from, and have the strategy leave this rank its part; return their step."""
         weights = self.weights if self.state is None else self.state["model"]
-        in_rows = self.meeting is None or (self.meeting.states and self.strategy.writers)
+        in_rows = self.meeting is None or (self.meeting.states and self.strategy.settings.kind == "sharded")
         if weights and not self.initial and in_rows:
             self.task.load_weights({**self.task.weights(), **put_together(weights)})
         if strategy is not None:

@@ -98,7 +98,7 @@ def make_run(recipe: Recipe, stop_controller: StopController, strategy: Strategy
         devices=devices,
         optimizers=optimizers,
         schedules=schedules,
-        precision=make_precision(recipe.trainer.precision, recipe.device.type, strategy.settings.whole_model),
+        precision=make_precision(recipe.trainer.precision, recipe.device.type, strategy.settings.kind == "replicated"),
         train=recipe.loaders["train"],
         val=recipe.val,
         trainer=replace(recipe.trainer, log_every_n_steps=every),

@@ -34,12 +34,9 @@ class Replicas(Protocol):
     """The run's strategy; ``settings`` say what it means for the shape of the run."""
 
     settings: StrategySettings
-    lockstep: bool  # whether ranks run the model together, each with a part of it
 
     def gather(self, value: Any) -> list[Any] | None:
         """Return every rank's value in rank order on rank 0, ``None`` elsewhere. A collective."""
-
-    writers: int
 
     def saved_weights(self, task: Task) -> Mapping[str, Tensor | OwnRows]:
         """Return the weights that this rank saves, under their names. A collective."""

@@ -88,7 +88,7 @@ class EMA(Callback):
         if self.begun:
             weights = self.run.strategy.saved_weights(self.run.task)
             names = [outside(name) for name, _ in self.run.task.named_parameters()]
-            if self.run.world.is_main or self.run.strategy.writers:
+            if self.run.world.is_main or self.run.strategy.settings.kind == "sharded":
                 self.trained = {name: copied(weights[name]) for name in names}
         self._swap(True)
 

@@ -29,7 +29,7 @@ class SampleText(Callback):
                 f"callbacks=sample_text lets a language model write, and the task is a {type(self.run.task).__name__}. "
                 f"Choose task=language_modeling, or leave it out."
             )
-        if not (self.run.strategy.settings.whole_model or self.run.strategy.lockstep):
+        if self.run.strategy.settings.kind == "staged":
             raise RequestError(
                 "callbacks=sample_text runs the model token by token, and with this strategy no process has all of it. "
                 "Leave it out."

@@ -7,7 +7,7 @@ ask the settings, and know no strategy by name.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ddp_recipes.config.keys import Count, parse
 from ddp_recipes.errors import RequestError
@@ -43,6 +43,31 @@ class BatchShards:
     def numbers(self) -> range:
         """The shards of this rank."""
         return range(self.first, self.first + self.count * self.readers, self.readers)
+
+
+Kind = Literal["replicated", "sharded", "staged"]
+
+
+@dataclass(frozen=True)
+class ModelLayout:
+    """How the ranks of a run hold its model, and with it the optimizer's state.
+
+    Attributes:
+        kind: ``replicated``: each rank has it all, and can run and save it without the others; ``sharded``: each has
+            rows of its tensors, and they run it together; ``staged``: each has some blocks, and runs these.
+        parts: different ones that ranks have, rank r part r modulo that; those with the same have it alike. 0: what a
+            rank has is not all that a new one in its place needs.
+        same_buffers: whether batch norms' statistics are the same on every rank, not each one's own.
+    """
+
+    kind: Kind = "replicated"
+    parts: int = 1
+    same_buffers: bool = False
+
+    @property
+    def writers(self) -> int:
+        """How many ranks, from rank 0 on, save what they have of the model; 0: rank 0 saves all of it."""
+        return self.parts if self.kind == "sharded" else 0
 
 
 @dataclass(frozen=True)
@@ -85,6 +110,7 @@ class StrategySettings:
         backend: the only one that it works with, where ranks exchange copies on the CPU; ``None``: any that takes
             tensors on the run's devices.
         sends: whether a rank sends tensors on its device to another one alone, beside collectives.
+        kind: how ranks hold the model, as in :class:`ModelLayout`.
         processes: the world size that the run must have; ``None`` leaves it to the launcher.
     """
 
@@ -93,6 +119,7 @@ class StrategySettings:
     for_more_processes: ClassVar[str] = "Use another strategy for more."
     backend: ClassVar[str | None] = None
     sends: ClassVar[bool] = False
+    kind: ClassVar[Kind] = "replicated"
 
     processes: Count | None = None
 
@@ -185,22 +212,9 @@ class StrategySettings:
         """The stages that a replica's processes hold; ``None`` where each process holds the whole model."""
         return None
 
-    @property
-    def whole_model(self) -> bool:
-        """Whether a process holds the whole model, and can run and save it without the others."""
-        return self.pipeline is None
-
-    def parts(self, world_size: int) -> int:
-        """Return in how many parts ranks hold the model, rank r part r modulo that; those with the same have it alike.
-
-        0: what a rank has is not all that a new one in its place needs.
-        """
-        return int(world_size == 1)
-
-    @property
-    def same_buffers(self) -> bool:
-        """Whether batch norms' statistics are the same on every process, not each one's own."""
-        return False
+    def layout(self, world_size: int) -> ModelLayout:
+        """Return how so many ranks hold the model."""
+        return ModelLayout(self.kind, int(world_size == 1))
 
     @property
     def deferred(self) -> bool:

@@ -229,7 +229,7 @@ class Channel:
     def _parts_in_memory(self, job: Job) -> int:
         """Return in how many parts of the model states are kept for torchrun's next start; 0: they are not."""
         asked = job.config["checkpoint"].get("in_memory_every_n_steps") and self.world.restarts
-        return strategy_settings(job.config["strategy"]).parts(self.world.world_size) if asked else 0
+        return strategy_settings(job.config["strategy"]).layout(self.world.world_size).parts if asked else 0
 
     def _places(self, job: Job, number: int) -> Sequence[str]:
         """Return where this rank keeps its state, if it does; the first one of each node sees to what holds it."""

@@ -68,7 +68,7 @@ class Events(Callback):
         """Wrap the task again if other parameters are trained afterwards: a wrapper knows those of its beginning."""
         before = self._frozen()
         yield
-        if self._frozen() != before and not self.run.strategy.settings.whole_model:
+        if self._frozen() != before and self.run.strategy.settings.kind != "replicated":
             raise RunFailed(
                 f"{type(self.task.model).__name__} or a callback of it freezes other parameters than at the start, and "
                 f"with strategy={self.run.strategy.settings.name} what ranks exchange is settled then. Choose "

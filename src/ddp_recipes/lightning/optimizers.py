@@ -36,7 +36,7 @@ def of_module(task: LightningTask) -> OwnOptimizers | None:
     around = task.trainer.surroundings
     if any(map(needs_closure, optimizers)) and not task.manual:
         name = type(optimizers[0]).__name__
-        if around.trainer.precision == "16-mixed" or not around.parallelism.whole_model:
+        if around.trainer.precision == "16-mixed" or around.parallelism.kind != "replicated":
             raise RequestError(
                 f"{owner} returns {name}, which computes the gradients of a step several times and looks at all of "
                 f"them. That does not go with strategy={around.parallelism.name} and "

@@ -47,7 +47,7 @@ def refuse_surroundings(module: object, own: Collection[str], manual: bool, arou
             f"have it or do not train on batches. Choose another strategy."
         )
     sees = [*(["manual optimization"] if manual else []), *sorted(_OF_ALL & {*own})]
-    if sees and not strategy.whole_model:
+    if sees and strategy.kind != "replicated":
         raise RequestError(
             f"With strategy={strategy.name} a rank has some rows of each parameter and gradient, and {owner} may look "
             f"at all of them: {', '.join(sees)}. Choose another strategy, or leave it to trainer.* and callbacks.*."
@@ -78,7 +78,7 @@ def refuse_rows(owner: str, callbacks: Collection[object], around: Surroundings)
     Raises:
         RequestError: names them.
     """
-    if around.parallelism.whole_model:
+    if around.parallelism.kind == "replicated":
         return
     for callback in callbacks:
         raise RequestError(

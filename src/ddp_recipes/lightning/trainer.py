@@ -257,7 +257,7 @@ class Trainer:
         Raises:
             RequestError: nothing is trained, or no rank has the whole of the weights.
         """
-        if self.run is None or self.run.strategy.writers:
+        if self.run is None or self.run.strategy.settings.kind == "sharded":
             raise RequestError(
                 f"trainer.save_checkpoint saves what is trained, on one rank; this is mode={self.surroundings.mode} "
                 f"with strategy={self.surroundings.parallelism.name}. Use checkpoint.every_n_steps or every_n_epochs."

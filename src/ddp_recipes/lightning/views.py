@@ -42,7 +42,7 @@ class Checkpoints:
     def __init__(self, run: Run, around: Surroundings) -> None:
         self.monitor, self.mode, self.save_top_k = run.monitor, run.checkpoint.mode, run.checkpoint.save_top_k
         self.dirpath = str(around.directory / "checkpoints")
-        suffix = INDEX if run.strategy.writers else WHOLE
+        suffix = INDEX if run.strategy.settings.kind == "sharded" else WHOLE
         values = [value for value in run.values.values() if not math.isnan(value)]
         best = (max if self.mode == "max" else min)(values, default=None)
         self.best_model_score = None if best is None else torch.tensor(best)

@@ -111,7 +111,7 @@ class Memory:
         """Keep the state after a finished step, by which the run has counted so many losses of ranks."""
         run.logger.flush()  # or a kill would take points with it that do not come again
         kept = Kept(run.cursor.step, run.world.rank % self._parts, self._parts, self._start)
-        if run.strategy.writers:
+        if run.strategy.settings.kind == "sharded":
             content = pieces_of({**saved_state(run), "run": _beyond(run, losses)}, kept.part)
         else:
             content = (piece.numpy().data for piece in pieces(handed_over(run, losses)))
@@ -148,7 +148,9 @@ def go_on(run: Run, state: State, meeting: Meeting) -> None:
     run.clock.train_seconds = own["train_seconds"]
     ahead = time.monotonic() - time.time()
     run.stop_controller.deadline, run.began = _on_clock(own["deadline"], ahead), own["began"] + ahead
-    if min(meeting.lost, default=run.world.world_size) < max(1, run.strategy.writers):
+    if min(meeting.lost, default=run.world.world_size) < max(
+        1, run.strategy.settings.layout(run.world.world_size).writers
+    ):
         run.checkpointer.others_are_lost()
         if run.saved_step == run.cursor.step or (run.checkpoint.async_save and run.saved_step > 0):
             run.unsaved = True  # it may have died before that was on disk

@@ -17,6 +17,7 @@ from ddp_recipes.build.resume import fit_cursor
 from ddp_recipes.build.run import cut_off, join
 from ddp_recipes.callbacks import Callback
 from ddp_recipes.checkpointing.files import State
+from ddp_recipes.config.parallelism import ModelLayout
 from ddp_recipes.errors import Left, RequestError, RunFailed, chain
 from ddp_recipes.recovery.handover import (
     Buffers,
@@ -256,8 +257,12 @@ def memory_of(recipe: Recipe) -> Memory | None:
     return Memory(places, parts, recipe.job.start) if places and useful else None
 
 
+def _layout(recipe: Recipe) -> ModelLayout:
+    return recipe.request.strategy.layout(recipe.world.world_size)
+
+
 def _parts(recipe: Recipe) -> int:
-    return recipe.request.strategy.parts(recipe.world.world_size)
+    return _layout(recipe).parts
 
 
 def _of_source(recipe: Recipe, meeting: Meeting, own: Callable[[], State] | None = None) -> State:
@@ -294,14 +299,18 @@ def _alone(recipe: Recipe, run: Run | None = None) -> tuple[int, ...]:
     """
     if run is not None and _aside(run):
         return tuple(rank for rank in range(recipe.world.world_size) if rank != recipe.world.rank)
-    settings, task = recipe.request.strategy, recipe.task
-    own = batch_norms(task) if settings.whole_model else dict(task.named_buffers()).keys() & task.state_dict().keys()
-    return () if settings.same_buffers or not own else (*range(_parts(recipe)),)
+    layout, task = _layout(recipe), recipe.task
+    own = (
+        batch_norms(task)
+        if layout.kind == "replicated"
+        else dict(task.named_buffers()).keys() & task.state_dict().keys()
+    )
+    return () if layout.same_buffers or not own else (*range(layout.parts),)
 
 
 def receive(recipe: Recipe, meeting: Meeting) -> State:
     """Return the state with which this rank takes the place of a lost one. A collective."""
-    in_rows = meeting.states and recipe.strategy.writers
+    in_rows = meeting.states and recipe.strategy.settings.kind == "sharded"
     state = load_kept(meeting.states, _opener(recipe)) if in_rows else _of_source(recipe, meeting)
     if meeting.states:  # all ranks are new, and may be fewer or more
         recipe.warnings[:] = fit_cursor("The state in memory", state, recipe.request, recipe.loaders["train"])

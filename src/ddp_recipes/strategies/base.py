@@ -90,9 +90,7 @@ class Strategy(Protocol):
     settings: StrategySettings  # what it means for the shape of a run
     divisor: int  # gradients come out divided by it: where ranks' are averaged, the number of ranks
     takes_empty: bool  # whether a shard without a sample has to be run as well, on one that does not count
-    lockstep: bool  # whether all ranks run the model together, so that the same goes for an evaluation
     starts: Sequence[str]  # the blocks at which the 2nd, 3rd, … stage of a pipeline begins
-    writers: int  # how many ranks, from rank 0 on, save what they have of the model; 0: rank 0 saves all of it
     rejoins: bool  # whether :meth:`setup` takes ranks that have trained, and left, to a new group
     peers: dist.ProcessGroup | None  # ranks that hold the same part of the model; ``None``: all
     shares_memory: bool  # ranks exchange gradients in memory, not by the backend; known once the task is wrapped
@@ -154,7 +152,7 @@ class Strategy(Protocol):
         """Return the weights of the whole model, under their names, on rank 0. A collective."""
 
     def saved_weights(self, task: Task) -> Mapping[str, Tensor | OwnRows]:
-        """Return what this rank saves of them: where :attr:`writers` is set its rows, else :meth:`weights`."""
+        """Return what this rank saves of them: of a sharded model its rows, else :meth:`weights`."""
 
     def digest(self, task: Task) -> str | None:
         """Return the SHA-256 of the whole model's weights on rank 0. A collective."""
@@ -200,9 +198,7 @@ class Plain:
     settings: StrategySettings
     starts: Sequence[str] = ()
     takes_empty = False
-    lockstep = False
     shares_memory = False
-    writers = 0
     rejoins = True
     silent = False
     bound: torch.device | None = None

@@ -107,7 +107,7 @@ def tune(recipe: Recipe, output: Output) -> None:
 def refuse(recipe: Recipe) -> None:
     """Refuse what does not accumulate passes as the loop does, or not in one process."""
     strategy = recipe.request.strategy
-    if not strategy.whole_model:
+    if strategy.kind != "replicated":
         how = "cuts a pass into micro-batches over" if strategy.pipeline is not None else "runs one on"
         raise RequestError(
             f"tune=batch_size tries passes of one process, until one is out of memory, and strategy={strategy.name} "

@@ -27,7 +27,7 @@ def refusing_collectives(run: Run) -> Callable[[], AbstractContextManager[object
     In them is raised a ``RequestError``; ``RunFailed`` where not all ranks come to it.
     """
     settings = run.strategy.settings
-    if run.world.world_size == 1 or run.strategy.lockstep:
+    if run.world.world_size == 1 or settings.kind == "sharded":
         return nullcontext
     if (reason := _reason_against_all(run)) is not None:
 
@@ -86,7 +86,7 @@ def of_rows(strategy: Strategy, loader: Loader, name: str, batch: Batch) -> Abst
         return nullcontext()
 
     def refuse(called: str, tensors: Sequence[Tensor]) -> None:
-        if strategy.lockstep and _OF_FSDP in called:
+        if strategy.settings.kind == "sharded" and _OF_FSDP in called:
             return
         if any(part in called for part in _OF_ROWS) and any(each.shape[:1] == (batch.num_samples,) for each in tensors):
             split = name.partition("/")[0]

@@ -115,7 +115,7 @@ def _evaluate(
     with phase("validation"), torch.no_grad():
         for batch in batches:
             if batch.num_samples == 0 and sums:
-                if strategy.lockstep:  # the others wait for this rank in the model
+                if strategy.settings.kind == "sharded":  # the others wait for this rank in the model
                     with _unmeasured(task), precision.forward():
                         step(batch.data)
                 continue

@@ -126,7 +126,7 @@ def gather_state(run: Run) -> State:
 
 
 def saved_state(run: Run) -> State:
-    """Return of all that what this rank saves, where each saves what it has: ``Strategy.writers``. No collective."""
+    """Return of all that what this rank saves, where each saves what it has: ``ModelLayout.writers``. No collective."""
     weights = run.strategy.saved_weights(run.task)
     optimizers = [run.strategy.optimizer_state(optimizer) for optimizer in run.optimizers]
     return _state(run, [run.generators.drawn], weights, optimizers)

@@ -64,7 +64,7 @@ class LocalLauncher:
         seen: set[str] = set()  # failures, which come again if they are not by chance
         known: list[tuple[str, float]] = []  # why ranks were lost, and when
         reported = 0  # of those, to the user
-        parts = strategy_settings(job.config["strategy"]).parts(processes)
+        parts = strategy_settings(job.config["strategy"]).layout(processes).parts
         with signals_caught(job.last) as signals, ExitStack() as memory:
             keeps = job.config["checkpoint"].get("in_memory_every_n_steps")
             places = Places.made(parts, memory) if keeps else None

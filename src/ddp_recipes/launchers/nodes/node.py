@@ -85,7 +85,7 @@ class Node:
 
     def _meet(self) -> Start:
         """Return the next start of the ranks, once the nodes that there are have met."""
-        held = () if self._request.strategy.whole_model else self._copies.held()
+        held = () if self._request.strategy.kind == "replicated" else self._copies.held()
         start = self._rendezvous.meet(replace(self._offer, held=held), self._signals)
         losses, reported = start.losses, start.reported
         if losses and not start.states:
@@ -101,12 +101,12 @@ class Node:
             last = False
             stack.callback(lambda: start.alive.end(last))
             world = _ranks_of(self._request, start)
-            job, parts = _job(self._job, start, world), self._request.strategy.parts(world)
+            job, parts = _job(self._job, start, world), self._request.strategy.layout(world).parts
             self._directory, other = job.directory, start.offers[start.node - 1]
             if parts > 1 and len(start.offers) > 1 and self._request.checkpoint.in_memory_every_n_steps:
                 stack.enter_context(self._copies.following(other.address, other.port, other.own, start.name))
             starter = self._starter(job, start, world, stack)
-            whole = parts == 1 and self._request.strategy.whole_model
+            whole = parts == 1 and self._request.strategy.kind == "replicated"
             ended = Supervision(job, start, starter, self._signals, whole).run()
             if ended.outcome is not None:
                 summary, last = ended.outcome.conclude(job), True

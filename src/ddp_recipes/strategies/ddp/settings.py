@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ddp_recipes.config.keys import Positive
-from ddp_recipes.config.parallelism import StrategySettings
+from ddp_recipes.config.parallelism import ModelLayout, StrategySettings
 from ddp_recipes.devices import HOST
 from ddp_recipes.errors import RequestError
 
@@ -64,9 +64,9 @@ class DDPSettings(StrategySettings):
                 f"statistics. Leave out one of them."
             )
 
-    def parts(self, world_size: int) -> int:
+    def layout(self, world_size: int) -> ModelLayout:
         """Every process has the whole model."""
-        return 1
+        return ModelLayout()
 
     def batch_norm_remedy(self, device_type: str) -> str:
         """Return the key that has statistics taken from all ranks."""

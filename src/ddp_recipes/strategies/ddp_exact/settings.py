@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ddp_recipes.config.keys import Count
+from ddp_recipes.config.parallelism import ModelLayout
 from ddp_recipes.strategies.fixed_shards import FixedShardsSettings
 
 
@@ -15,14 +16,9 @@ class DDPExactSettings(FixedShardsSettings):
 
     shards: Count = 12
 
-    def parts(self, world_size: int) -> int:
-        """Every process has the whole model."""
-        return 1
-
-    @property
-    def same_buffers(self) -> bool:
-        """True: buffers follow all shards of a step, so all ranks have the same."""
-        return True
+    def layout(self, world_size: int) -> ModelLayout:
+        """Every process has the whole model, with buffers that follow all shards."""
+        return ModelLayout(same_buffers=True)
 
     def with_less_memory(self) -> list[dict[str, dict[str, Any]]]:
         """Return the strategy that deals the model to the ranks, with the same bits."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from ddp_recipes.config.keys import Count, MicroBatches, Range
-from ddp_recipes.config.parallelism import PipelineShape, StrategySettings
+from ddp_recipes.config.parallelism import Kind, ModelLayout, PipelineShape, StrategySettings
 from ddp_recipes.errors import RequestError
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ class DDPPipelineSettings(StrategySettings):
 
     name: ClassVar[str] = "ddp_pipeline"
     sends: ClassVar[bool] = True
+    kind: ClassVar[Kind] = "staged"
 
     stages: Annotated[int, Range(2)] = 2
     schedule: Literal["gpipe", "1f1b", "interleaved_1f1b"] = "1f1b"
@@ -68,9 +69,9 @@ class DDPPipelineSettings(StrategySettings):
         """Processes that hold the stages of one replica."""
         return self.stages // self.stages_each
 
-    def parts(self, world_size: int) -> int:
+    def layout(self, world_size: int) -> ModelLayout:
         """A process of each replica has the same stages."""
-        return self.processes_per_replica
+        return ModelLayout(self.kind, self.processes_per_replica)
 
     @property
     def pipeline(self) -> PipelineShape:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ddp_recipes.config.keys import Count
+from ddp_recipes.config.parallelism import Kind, ModelLayout
 from ddp_recipes.errors import RequestError
 from ddp_recipes.strategies.fixed_shards import FixedShardsSettings
 
@@ -27,6 +28,7 @@ class FSDPSettings(FixedShardsSettings):
     """
 
     name: ClassVar[str] = "fsdp"
+    kind: ClassVar[Kind] = "sharded"
 
     replicas: Count = 1
     wrap: Count | str | list[str] = "auto"
@@ -55,19 +57,9 @@ class FSDPSettings(FixedShardsSettings):
         levels = {f"strategy.level={level}": {"level": level} for level in range(self.level + 1, 4)}
         return [levels, {"strategy.offload=true": {"offload": True}}]
 
-    def parts(self, world_size: int) -> int:
-        """A process of each replica has the same rows."""
-        return world_size // self.replicas
-
-    @property
-    def same_buffers(self) -> bool:
-        """True: all ranks have rank 0's buffers after a step, or buffers that follow all shards."""
-        return True
-
-    @property
-    def whole_model(self) -> bool:
-        """False: each process holds a shard of the model."""
-        return False
+    def layout(self, world_size: int) -> ModelLayout:
+        """A process of each replica has the same rows; buffers are rank 0's after a step, or follow all shards."""
+        return ModelLayout(self.kind, world_size // self.replicas, same_buffers=True)
 
     @property
     def deferred(self) -> bool:

@@ -48,7 +48,6 @@ class FSDP(Whole, Group):
     Settings = FSDPSettings
     settings: FSDPSettings
     divisor = 1
-    lockstep = True
     rejoins = LEAVES
     takes_empty = True  # the others wait for this rank in the model, and a shard ends with its last batch
 
@@ -91,7 +90,6 @@ class FSDP(Whole, Group):
                 dist.new_subgroups_by_enumeration(each.tolist(), timeout=timeout)[0] for each in (rows, rows.T)
             ]
             self.group, self.peers = groups
-        self.writers = self.group.size()  # those of the first replica
         if self.blocks:
             meet(self.blocks, self.mesh, self._mesh(self.mesh.device_type))
             self.passes, self.usage.always, self.usage.step, self.order.known = 0, None, None, {}

@@ -98,7 +98,7 @@ def memory_does_not_fit(recipe: Recipe, planned: dict[str, Any]) -> str | None:
     if planned["memory_of_replica"]:
         text = f"A step takes {in_words(needed)} in all of the {k} devices of a replica, which have {in_words(there)}."
     with_ = [f"{each['overrides']} ({in_words(each['peak'])})" for each in planned["would_fit"]]
-    if pipeline is not None or (recipe.request.strategy.whole_model and recipe.devices.type != HOST):
+    if pipeline is not None or (recipe.request.strategy.kind == "replicated" and recipe.devices.type != HOST):
         key = "model.num_devices" if pipeline is None else pipeline.stages_key
         smallest = planned["smallest_k" if pipeline is None else "smallest_stages"]
         none = "devices that a node has" if pipeline is None else "stages that there are GPUs for"
