@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from types import FrameType
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ddp_recipes.config.parallelism import strategy_settings
 from ddp_recipes.config.request import Request
@@ -21,12 +21,14 @@ from ddp_recipes.launchers.base import Resources
 from ddp_recipes.launchers.local.ranks import Rank, Starter, incoming
 from ddp_recipes.launchers.local.replacement import Replacement
 from ddp_recipes.launchers.reports import Death, Outcome, as_rank_0, decide
-from ddp_recipes.recovery.memory import Places
 from ddp_recipes.reporting.run_directory import Summary, leave_trace
 from ddp_recipes.runtime.job import ASKS_TO_STOP, Job
 from ddp_recipes.runtime.meeting import Meeting
 from ddp_recipes.runtime.process import ignore_once, loading
 from ddp_recipes.runtime.world import World
+
+if TYPE_CHECKING:
+    from ddp_recipes.recovery.memory import Places
 
 AFTER_FAILURE_S = 3.0  # for the other ranks to end by themselves, and for rank 0 to write its summary
 AFTER_INTERRUPT_S = 6.0  # for a checkpoint after Ctrl-C
@@ -67,7 +69,7 @@ class LocalLauncher:
         parts = strategy_settings(job.config["strategy"]).layout(processes).parts
         with signals_caught(job.last) as signals, ExitStack() as memory:
             keeps = job.config["checkpoint"].get("in_memory_every_n_steps")
-            places = Places.made(parts, memory) if keeps else None
+            places = _places(parts, memory) if keeps else None
             while True:
                 try:
                     with ExitStack() as stack:  # ends ranks that hang once the failure is written
@@ -94,8 +96,15 @@ class LocalLauncher:
                     print(error, line, sep="\n", file=sys.stderr, flush=True)
 
 
+def _places(parts: int, memory: ExitStack) -> "Places":
+    """Return where ranks keep their states beside checkpoints, until the stack ends."""
+    from ddp_recipes.recovery.memory import Places
+
+    return Places.made(parts, memory)
+
+
 def _restarted(
-    job: Job, processes: int, places: Places | None, known: list[tuple[str, float]], reported: int, error: str
+    job: Job, processes: int, places: "Places | None", known: list[tuple[str, float]], reported: int, error: str
 ) -> tuple[Job, str]:
     """Return the job as all ranks start it again, and from what: the newer of a checkpoint and what is in memory.
 

@@ -11,14 +11,16 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 from ddp_recipes.launchers.fork_server import ForkedRank, ForkServer, python_path
 from ddp_recipes.launchers.reports import Death, RankReport
-from ddp_recipes.recovery.memory import Places
 from ddp_recipes.runtime.job import Job
 from ddp_recipes.runtime.meeting import Loss
 from ddp_recipes.runtime.process import is_stopped
+
+if TYPE_CHECKING:
+    from ddp_recipes.recovery.memory import Places
 
 
 @dataclass(eq=False)
@@ -106,7 +108,7 @@ class Starter:
     processes: int
     server: ForkServer | None
     stack: ExitStack
-    places: Places | None = None  # for states of ranks
+    places: "Places | None" = None  # for states of ranks
     first: int = 0  # of the ranks on this node
     world_size: int | None = None  # of the run, where other nodes have ranks of it
     environ: Mapping[str, str] = field(default_factory=dict)  # where ranks of several nodes meet
