@@ -8,6 +8,7 @@ from pathlib import Path
 from ddp_recipes.errors import RequestError
 from ddp_recipes.launchers.keeper import Keeper
 from ddp_recipes.recovery.memory import Places
+from ddp_recipes.recovery.source import Candidate, furthest
 from ddp_recipes.reporting.run_directory import write_text
 from ddp_recipes.runtime.job import Job
 from ddp_recipes.runtime.meeting import Meeting
@@ -123,18 +124,17 @@ def gone_on(job: Job, parts: int, found: Sequence[Found]) -> Job:
         parts: of the model; rank r has part r modulo that.
         found: by rank, what its node has.
     """
-    by_step: dict[int, dict[int, tuple[int, str]]] = {}  # of each part the first rank whose node has it, and where
-    for rank, each in reversed([*enumerate(found)]):
-        if each.directory == str(job.directory) and len(each.states) == parts:
-            for step, path in each.states[rank % parts]:
-                by_step.setdefault(step, {})[rank % parts] = rank, path
-    saved = job.saved_step
-    step = max((step for step, of_parts in by_step.items() if len(of_parts) == parts), default=saved)
-    if step <= saved:
+    newest = furthest(
+        Candidate(step, rank % parts, parts, (rank, path))
+        for rank, each in enumerate(found)
+        if each.directory == str(job.directory) and len(each.states) == parts
+        for step, path in each.states[rank % parts]
+    )
+    if newest is None or newest.point <= job.saved_step:
         return job
-    sources, states = zip(*(by_step[step][part] for part in range(parts)), strict=True)
+    sources, states = zip(*newest.places, strict=True)
     source = found[sources[0]]
-    again = bool(source.since) and source.step == step  # nothing was gained since the loss before
+    again = bool(source.since) and source.step == newest.point  # nothing was gained since the loss before
     since = (*source.since, source.since[-1] if again else source.lost_at)
     why, lost = (WHY,) * len(since), tuple(range(len(found)))
     return replace(job, meeting=asdict(Meeting("", sources, lost, why, since, len(since) - 1, states)))

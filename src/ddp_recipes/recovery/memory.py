@@ -11,6 +11,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import BinaryIO, NamedTuple
 
+from ddp_recipes.recovery.source import Candidate, Source, furthest
+
 HEADER = struct.Struct("<QQII16s")  # step, bytes that follow, part, parts, start
 
 
@@ -56,11 +58,14 @@ class Places:
         """Return what each state is, and its place."""
         return [(kept, path) for pair in self.paths for path in pair if (kept := kept_in(path)) is not None]
 
-    def newest(self) -> tuple[int, tuple[str, ...]] | None:
+    def newest(self) -> Source[int, str] | None:
         """Return the last step at which every part was kept, and where."""
-        found = [{kept.step: path for path in pair if (kept := kept_in(path)) is not None} for pair in self.paths]
-        steps = set.intersection(*map(set, found)) if found else set()
-        return (step, tuple(of_part[step] for of_part in found)) if (step := max(steps, default=0)) else None
+        return furthest(
+            Candidate(kept.step, part, len(self.paths), path)
+            for part, pair in enumerate(self.paths)
+            for path in pair
+            if (kept := kept_in(path)) is not None
+        )
 
 
 def new_file(stack: ExitStack) -> int:

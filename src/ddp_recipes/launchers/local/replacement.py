@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 from ddp_recipes.launchers.local.ranks import Rank, Starter
+from ddp_recipes.recovery.source import Candidate, Source, furthest
 from ddp_recipes.runtime.meeting import Meeting, Progress
 
 ANSWER_S = 5.0  # for a rank to notice the loss of another one, once a collective has timed out
@@ -91,10 +92,10 @@ class Replacement:
             return False
         if others:
             return True
-        common = self._common(waiting)
-        if common is None or any(rank.number in alone and progress(rank) != common for rank in waiting):
+        source = self._source(waiting)
+        if source is None or any(rank.number in alone and progress(rank) != source.point for rank in waiting):
             return False
-        self.again = self._before(lost, common.step)
+        self.again = self._before(lost, source.point.step)
         return not self.again
 
     def _before(self, lost: Sequence[Rank], step: int) -> str:
@@ -107,10 +108,11 @@ class Replacement:
                 return f"{times} times at step {step}, so nobody is replaced again: {cause}"
         return ""
 
-    def _common(self, waiting: Sequence[Rank]) -> Progress | None:
-        """Return how far all parts of the model have come, each on some rank; ``None``: one is always elsewhere."""
-        of_parts = [{progress(rank) for rank in waiting if rank.number % self.parts == p} for p in range(self.parts)]
-        return max(set.intersection(*of_parts), default=None)
+    def _source(self, waiting: Sequence[Rank]) -> Source[Progress, int] | None:
+        """Return how far all parts of the model have come, and on which ranks; ``None``: one is always elsewhere."""
+        return furthest(
+            Candidate(progress(rank), rank.number % self.parts, self.parts, rank.number) for rank in waiting
+        )
 
     def _meet(self, ranks: list[Rank], lost: Sequence[Rank], waiting: Sequence[Rank]) -> None:
         """Start new ranks, and tell all where they meet."""
@@ -121,12 +123,12 @@ class Replacement:
         by_itself = [r for r in lost if r.joined or r.report is None or not (died or r.report.unresponsive)]
         since = time.time() - (time.monotonic() - self._since)
         self.known += [(rank.why, since) for rank in by_itself]
-        file, common = self.starter.meeting(), self._common(waiting)
-        sources = {rank.number % self.parts: rank.number for rank in reversed(waiting) if progress(rank) == common}
+        file, source = self.starter.meeting(), self._source(waiting)
+        assert source is not None
         meeting = asdict(
             Meeting(
                 file=f"/proc/{os.getpid()}/fd/{file.fileno()}",
-                sources=tuple(sources[part] for part in range(self.parts)),
+                sources=source.places,
                 lost=tuple(rank.number for rank in lost),
                 why=tuple(why for why, _ in self.known),
                 since=tuple(since for _, since in self.known),

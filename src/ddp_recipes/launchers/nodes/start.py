@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ddp_recipes.launchers.nodes.copies import Held
 from ddp_recipes.recovery.memory import Kept, path_of
+from ddp_recipes.recovery.source import Candidate, furthest
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -129,15 +130,19 @@ class Start:
         """Where this node's ranks find the state to go on with, part by part; nowhere if it is not in memory."""
         if self.offers[0].step >= 0:
             return (self.offers[0].state,)
-        found: dict[Kept, dict[int, str]] = {}  # by all but the part
-        for node in sorted(range(len(self.offers)), key=lambda node: node != self.node):  # what is here comes first
-            offer = self.offers[node]
-            for file, kept in offer.held:
-                here = path_of(file) if node == self.node else f"{offer.address}:{offer.port}/{file}"
-                found.setdefault(kept._replace(part=0), {}).setdefault(kept.part, here)
+        nodes = sorted(enumerate(self.offers), key=lambda each: each[0] != self.node)  # what is here comes first
+        newest = furthest(
+            Candidate((kept.step, kept.start), kept.part, kept.parts, self._place(node, file))
+            for node, offer in nodes
+            for file, kept in offer.held
+        )
         saved_step = max(offer.saved_step for offer in self.offers)
-        whole = [kept for kept, parts in found.items() if len(parts) == kept.parts and kept.step >= saved_step]
-        return tuple(found[kept][part] for kept in [max(whole)] for part in range(kept.parts)) if whole else ()
+        return newest.places if newest is not None and newest.point[0] >= saved_step else ()
+
+    def _place(self, node: int, file: int) -> str:
+        """Return where this node's ranks find what a node has in memory."""
+        offer = self.offers[node]
+        return path_of(file) if node == self.node else f"{offer.address}:{offer.port}/{file}"
 
     def ranks_of(self, node: int) -> range:
         """Return a node's ranks."""
