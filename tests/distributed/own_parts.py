@@ -604,6 +604,28 @@ class Talking(Toy):
         return super().forward(input)
 
 
+class Annealed(Toy):
+    """Divides its outputs by a temperature that follows from how often it was called, which it counts in Python."""
+
+    calls = 0
+    longest = 0  # a cache, which the first call fills
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.longest = max(self.longest, len(input))
+        self.calls += self.training
+        return cast(Tensor, super().forward(input) / (1 + 0.5**self.calls))
+
+
+class SavedAnnealed(Annealed):
+    """The same, whose count is in its checkpoints."""
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.calls = state["calls"]
+
+
 class Several(nn.Module):
     """Returns several outputs, as models with an auxiliary head do.
 

@@ -175,6 +175,14 @@ def test_what_ranks_print_has_their_number(run: Run, capfd: pytest.CaptureFixtur
     ]
 
 
+@pytest.mark.parametrize(("model", "said"), [("Annealed", True), ("SavedAnnealed", False), ("Drawing", False)])
+def test_numbers_that_steps_change_and_no_checkpoint_has_are_named(model: str, said: bool, run: Run) -> None:
+    summary = run(f"model._target_=own_parts.{model}", "trainer.max_steps=4", world_size=2)
+    log = (Path(summary["run_directory"]) / "train.log").read_text()
+    assert ("Steps change what the model keeps in Python attributes: model.calls (1 → 3). No" in log) == said
+    assert log.count("Python attributes") == said
+
+
 NO_BEST = "There will be no best checkpoint: none is due at a step that is validated, so of none val/loss is known."
 
 

@@ -20,6 +20,7 @@ from ddp_recipes.tasks import Task
 from ddp_recipes.training.clock import make_clock
 from ddp_recipes.training.non_finite import NonFiniteGuard
 from ddp_recipes.training.precision import make_precision
+from ddp_recipes.training.python_state import PythonState
 from ddp_recipes.training.state import Run, restore
 from ddp_recipes.training.stopping import StopController
 from ddp_recipes.training.update import update
@@ -114,6 +115,7 @@ def make_run(recipe: Recipe, stop_controller: StopController, strategy: Strategy
         clock=make_clock(devices[-1]),
         flops=recipe.flops,
         callbacks={**task.callbacks(), **recipe.callbacks},
+        hooks=[PythonState()],
     )
     for callback in run.callbacks.values():
         callback.run = run
