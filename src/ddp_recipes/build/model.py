@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,15 +70,7 @@ def make_task(
         RequestError: the model cannot be made or placed so.
     """
     places_itself = _places_itself(config["model"], settings, strategy)
-    runtime = {"devices": devices.own} if places_itself else {}
-
-    def made() -> Task:
-        model = make(config["model"], "model", without=[key.name for key in fields(ModelSettings)], **runtime)
-        if not isinstance(model, nn.Module):
-            target = config["model"].get("_target_")
-            raise RequestError(f"model._target_={target} made a {type(model).__name__}, which is no nn.Module.")
-        return make(config["task"], "task", model=model)  # type: ignore[no-any-return]
-
+    made = partial(_made, config, **({"devices": devices.own} if places_itself else {}))
     built = _deferred(made) if strategy.deferred and devices.layout is None else BuiltTask(made())
     model = built.task.model
     convert(built.task, whole_dtype(trainer.precision))
@@ -109,6 +102,15 @@ def make_task(
 
         compile_model(model, trainer)
     return built
+
+
+def _made(config: Mapping[str, Any], **runtime: Any) -> Task:
+    """Return the task with its model, where the constructor leaves it."""
+    model = make(config["model"], "model", without=[key.name for key in fields(ModelSettings)], **runtime)
+    if not isinstance(model, nn.Module):
+        target = config["model"].get("_target_")
+        raise RequestError(f"model._target_={target} made a {type(model).__name__}, which is no nn.Module.")
+    return make(config["task"], "task", model=model)  # type: ignore[no-any-return]
 
 
 def _places_itself(node: Mapping[str, Any], settings: ModelSettings, strategy: StrategySettings) -> bool:

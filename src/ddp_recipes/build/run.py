@@ -76,18 +76,12 @@ def make_run(recipe: Recipe, stop_controller: StopController, strategy: Strategy
     """
     strategy, devices, task = strategy or recipe.strategy, recipe.devices.own, recipe.task
     recipe.load_weights(strategy)
+    job, total_steps, total_epochs = recipe.job, recipe.total_steps, recipe.length.total_epochs
+    make = partial(
+        make_optimizers_and_schedules, job.config, task, recipe.may_fuse, total_steps, total_epochs, job.overrides
+    )
     with loading():  # an optimizer that is not torch's own may bring its compiler
-        optimizers, schedules = strategy.make_optimizers(
-            task,
-            lambda: make_optimizers_and_schedules(
-                recipe.job.config,
-                task,
-                recipe.may_fuse,
-                recipe.total_steps,
-                recipe.length.total_epochs,
-                recipe.job.overrides,
-            ),
-        )
+        optimizers, schedules = strategy.make_optimizers(task, make)
     fixed_shards = recipe.request.strategy.fixed_shards
     every = min(recipe.trainer.log_every_n_steps, max(1, recipe.total_steps or recipe.trainer.log_every_n_steps))
     run = Run(
