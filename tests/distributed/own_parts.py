@@ -604,6 +604,48 @@ class Talking(Toy):
         return super().forward(input)
 
 
+class Ignoring(Dataset[Any]):
+    """Samples of two classes, every third of which does not count, and none of twelve in a row.
+
+    Args:
+        named: whether they are mappings, as Hugging Face's are.
+    """
+
+    def __init__(
+        self,
+        num_samples: int = 64,
+        in_features: int = 10,
+        out_features: int = 2,
+        ignores: bool = True,
+        named: bool = False,
+        seed: int = 3,
+        split: str = "train",
+        **others: object,
+    ) -> None:
+        self.named = named
+        generator = torch.Generator().manual_seed(seed)
+        self.inputs = torch.randn(num_samples, in_features, generator=generator)
+        self.targets = (self.inputs[:, 0] > 0.5).long() % out_features
+        if ignores:
+            self.targets[::3] = -100
+            self.targets[12:24] = -100
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> Any:
+        inputs, targets = self.inputs[index], self.targets[index]
+        return {"input": inputs, "labels": targets} if self.named else (inputs, targets)
+
+
+class Ignorant(Toy):
+    """A toy that computes the loss itself, as models of Hugging Face do."""
+
+    def forward(self, input: Tensor, labels: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        logits = super().forward(input)
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
 class Annealed(Toy):
     """Divides its outputs by a temperature that follows from how often it was called, which it counts in Python."""
 

@@ -21,6 +21,7 @@ class LanguageModelingTask(Task):
         metrics: as in :class:`Task`, of logits and following tokens.
         train_metrics: as in :class:`Task`.
         output: as in :class:`Task`.
+        mean_over: as in :class:`Task`; targets of -100 do not count.
         new_tokens: how many tokens a prediction adds to each prompt.
         temperature: divides logits before a token is drawn; 0 takes the likeliest.
     """
@@ -31,10 +32,11 @@ class LanguageModelingTask(Task):
         metrics: Mapping[str, Any] | None = None,
         train_metrics: bool = False,
         output: str | int | None = None,
+        mean_over: str = "auto",
         new_tokens: int = 256,
         temperature: float = 0.8,
     ) -> None:
-        super().__init__(model, nn.CrossEntropyLoss(), metrics, train_metrics, output)
+        super().__init__(model, nn.CrossEntropyLoss(), metrics, train_metrics, output, mean_over)
         self.new_tokens, self.temperature = new_tokens, temperature
 
     @property

@@ -3,11 +3,14 @@
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ddp_recipes._compat.pytree import tree_leaves
 from ddp_recipes.errors import RequestError
 from ddp_recipes.tasks.task import StepOutput, Task
+
+IGNORED = -100  # the label of what does not count, as in torch's cross-entropy and all of ``transformers``
 
 
 class ModelLossTask(Task):
@@ -21,6 +24,9 @@ class ModelLossTask(Task):
         metrics: as in :class:`Task`, of the two below.
         outputs: what metrics get of the model's output, by its name; it is also what is predicted.
         labels: what metrics get of the batch, likewise.
+        mean_over: what the model's loss is the mean over: ``samples``; ``targets``: labels other than -100;
+            ``following``: those but for the first of each row, as causal language models have it, which shift them.
+            Batches, ranks and accumulated batches weigh as much as they have of these.
     """
 
     def __init__(
@@ -29,9 +35,13 @@ class ModelLossTask(Task):
         metrics: Mapping[str, Any] | None = None,
         outputs: str = "logits",
         labels: str = "labels",
+        mean_over: str = "samples",
     ) -> None:
         super().__init__(model, nn.Identity(), metrics)
-        self.outputs, self.labels = outputs, labels
+        if mean_over not in ("samples", "targets", "following"):
+            raise RequestError(f"task.mean_over={mean_over} is not known. Allowed: samples, targets, following.")
+        self.outputs, self.labels, self.mean_over = outputs, labels, mean_over
+        self.weighs = mean_over != "samples"
 
     def training_step(self, batch: Any) -> StepOutput:
         """Return the model's loss."""
@@ -44,7 +54,19 @@ class ModelLossTask(Task):
         if self.metrics:
             outputs = _named(output, self.outputs, "task.outputs", f"the output of {type(self.model).__name__}")
             values = self._measured(outputs, _named(batch, self.labels, "task.labels", "a batch").to(outputs.device))
-        return StepOutput(self._loss_in(output, batch), values, _size(batch))
+        amount = self.amount(batch) if self.weighs else None
+        return StepOutput(self._loss_in(output, batch), values, _size(batch), amount)
+
+    def amount(self, batch: Any) -> Tensor:
+        """Return how many labels of a batch count."""
+        labels = _named(batch, self.labels, "task.labels", "a batch")
+        return (labels[..., 1:] if self.mean_over == "following" else labels).ne(IGNORED).sum(dtype=torch.float64)
+
+    def ignored(self, batch: Any) -> str:
+        """Return the key to set where a batch has labels that do not count, and weighs as much as its samples."""
+        labels = _get(batch, self.labels)
+        some = not self.weighs and isinstance(labels, Tensor) and bool((labels == IGNORED).any())
+        return "task.mean_over=following (of a causal language model; of others targets)" if some else ""
 
     def predict_step(self, batch: Any) -> Any:
         """Return what is named of the model's output, or all of it where that is a tensor."""

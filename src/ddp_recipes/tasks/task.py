@@ -67,11 +67,13 @@ class StepOutput(NamedTuple):
         metrics: name to values. One value a sample, shape [n], is averaged over all samples of the data set, exactly; a
             scalar counts as the mean over ``weight`` samples.
         weight: number of samples, n.
+        amount: what the loss is the mean over where that is not samples; scalar.
     """
 
     loss: Tensor
     metrics: Mapping[str, Tensor]
     weight: int
+    amount: Tensor | None = None
 
 
 class Position:
@@ -99,9 +101,13 @@ class Task(nn.Module):
         train_metrics: whether to log them for training batches, too, at each line of the log.
         output: which one counts where the model returns several: a name in a mapping or a named tuple, or a place.
             Without it a mapping may have ``out`` alone, as torchvision's models for segmentation give it.
+        mean_over: what the loss is the mean over. ``targets``: over those that are not ``ignore_index``, by their
+            class's weight, as ``CrossEntropyLoss`` and ``NLLLoss`` take it; then batches, ranks and accumulated
+            batches weigh as much as their targets, which takes one more exchange in a step. ``auto``: ``targets``
+            where classes have weights, else ``samples``.
 
     Raises:
-        RequestError: two metrics have one name.
+        RequestError: two metrics have one name, or ``mean_over`` does not go with the loss.
 
     Attributes:
         train_sums: the sum of each metric over the samples of a shard of the training batch, while it is measured.
@@ -121,6 +127,7 @@ class Task(nn.Module):
         metrics: Mapping[str, Any] | None = None,
         train_metrics: bool = False,
         output: str | int | None = None,
+        mean_over: str = "auto",
     ) -> None:
         super().__init__()
         for key, given in (("loss", loss), *((f"metrics.{name}", each) for name, each in _named(metrics).items())):
@@ -138,12 +145,47 @@ class Task(nn.Module):
         self.position = Position()
         self._elementwise = isinstance(loss, _ELEMENTWISE)
         self._of_classes = isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss))
+        self.weighs = self._weighs(mean_over)
         names = ["loss", *(_OF_THE_LOOP if train_metrics else ()), *self.metric_names]
         if twice := [name for name, count in Counter(names).items() if count > 1]:
             raise RequestError(
                 f"Two metrics are called {', '.join(twice)}: of task.metrics, of a collection there, or of the loop. "
                 f"Give each a name of its own, in a MetricCollection e.g. by its prefix."
             )
+
+    def _weighs(self, mean_over: str) -> bool:
+        """Return whether batches weigh as much as their targets, not as their samples."""
+        if mean_over not in ("auto", "samples", "targets"):
+            raise RequestError(f"task.mean_over={mean_over} is not known. Allowed: auto, samples, targets.")
+        means = self._of_classes and self.loss.reduction == "mean"
+        if mean_over == "targets" and not means:
+            raise RequestError(
+                f"task.mean_over=targets, but task.loss is a {type(self.loss).__name__}: only of CrossEntropyLoss and "
+                f"NLLLoss with reduction=mean is it known which targets count. Use task.mean_over=samples."
+            )
+        own = type(self).training_step is not Task.training_step
+        return mean_over == "targets" or (mean_over == "auto" and means and self.loss.weight is not None and not own)
+
+    def amount(self, batch: Any) -> Tensor:
+        """Return what the mean loss of a batch is a mean over, where :attr:`weighs` says that it is not samples."""
+        return self._amount(_pair(batch)[1])
+
+    def _amount(self, targets: Tensor) -> Tensor:
+        if targets.is_floating_point():  # probabilities: each sample, or pixel, counts alike, as torch has it
+            return torch.tensor(float(targets.numel() // targets.shape[1]), dtype=torch.float64)
+        counted = targets != self.loss.ignore_index
+        if self.loss.weight is None:
+            return counted.sum(dtype=torch.float64)
+        weights: Tensor = self.loss.weight.to(targets.device, torch.float64)  # type: ignore[assignment]
+        return weights[targets[counted]].sum()
+
+    def ignored(self, batch: Any) -> str:
+        """Return the key to set where a batch has targets that do not count, and weighs as much as its samples."""
+        if self.weighs or not self._of_classes or type(self).training_step is not Task.training_step:
+            return ""
+        targets = _pair(batch)[1]
+        some = not targets.is_floating_point() and bool((targets == self.loss.ignore_index).any())
+        return "task.mean_over=targets" if some else ""
 
     @property
     def global_step(self) -> int:
@@ -174,7 +216,8 @@ class Task(nn.Module):
         inputs, targets = _pair(batch)
         outputs = self.chosen(self.model(inputs))
         targets = targets.to(outputs.device)
-        return StepOutput(self._loss(outputs, targets), self._measured(outputs, targets), targets.shape[0])
+        amount = self._amount(targets) if self.weighs else None
+        return StepOutput(self._loss(outputs, targets), self._measured(outputs, targets), targets.shape[0], amount)
 
     def chosen(self, returned: Any) -> Tensor:
         """Return the tensor that counts of what the model returned.
@@ -298,6 +341,7 @@ class Task(nn.Module):
 
     logged: Collection[str] = ()  # names that the task logs in training itself, which are not logged twice
     unlogged: Collection[str] = ()  # metrics of evaluations that loggers do not get
+    weighs = False  # whether batches weigh as much as :meth:`amount` says, not as their samples
     names_metrics = False  # whether what a step measures has names of its own, which are known once it ran
     validates = True  # whether there is something to measure on validation sets
 

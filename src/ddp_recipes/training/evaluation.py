@@ -128,7 +128,11 @@ def _evaluate(
             for name, value in values.items():
                 weight = output.weight if value.dim() == 0 else len(value)
                 summed = value.double() * weight if value.dim() == 0 else value.double().sum()
-                pair = torch.stack([summed, torch.full_like(summed, weight)]).to(loader.device)
+                over = torch.full_like(summed, weight)
+                if name == "loss" and output.amount is not None and value.dim() == 0:
+                    over = output.amount.to(summed)
+                    summed = torch.where(over > 0, value.double() * over, 0.0)  # of none torch's mean is NaN
+                pair = torch.stack([summed, over]).to(loader.device)
                 if name not in sums:
                     sums[name] = pair.new_zeros(len(loader.shards), 2)
                 sums[name][loader.shards.index(batch.shard)].add_(pair)

@@ -14,7 +14,7 @@ from ddp_recipes.errors import RunFailed
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import by_rank
 
-Losses = list[tuple[Tensor, int]]  # of a shard's micro-batches: mean over the samples, on the device, and num_samples
+Losses = list[tuple[Tensor, float]]  # of a shard's micro-batches: the mean, on the device, and samples it counts for
 
 
 class NonFiniteGuard:
@@ -68,9 +68,7 @@ class NonFiniteGuard:
 
     def _end(self, what: str, saved: int, by_rank: list[int]) -> NoReturn:
         """Find the first non-finite loss of any rank, and raise the same on all ranks."""
-        mine = next(
-            (at for at, losses in self._losses if not all(loss.isfinite() for shard in losses for loss, _ in shard)), 0
-        )
+        mine = next((at for at, losses in self._losses if not all(map(_is_finite, losses))), 0)
         first = self._of_ranks(mine)
         began = min((step for step in first if step), default=0)
         ranks = [rank for rank, step in enumerate(first) if step == began] if began else []
@@ -87,6 +85,10 @@ class NonFiniteGuard:
     def _of_ranks(self, value: int) -> list[int]:
         found: list[int] = by_rank(torch.tensor(value, device=self.device), self.world, self.total).tolist()
         return found
+
+
+def _is_finite(shard: Losses) -> bool:
+    return all(loss.isfinite() for loss, count in shard if count)
 
 
 def non_finite_weights(task: nn.Module) -> dict[str, bool]:

@@ -1,6 +1,7 @@
 """One optimizer step: forward and backward of its micro-batches, clip, step."""
 
 import inspect
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -15,6 +16,8 @@ from ddp_recipes.training.collectives import of_rows
 from ddp_recipes.training.metrics import mean_loss, train_metrics
 from ddp_recipes.training.non_finite import Losses
 from ddp_recipes.training.state import Run, Update
+
+log = logging.getLogger(__name__)
 
 
 def update(run: Run, batches: Iterator[Batch], measured: bool) -> Update:
@@ -41,21 +44,26 @@ class MicroBatch(NamedTuple):
         shard: which of this rank's shards it belongs to, from 0.
         weight: of its loss, so that gradients are those of the mean over all samples of the step.
         last: whether it ends its shard.
+        amount: samples that its loss counts for.
     """
 
     batch: Batch
     shard: int
     weight: float
     last: bool
+    amount: float
 
 
-def micro_batches(run: Run, batches: Iterator[Batch], numbers: range, samples: int) -> Iterator[MicroBatch]:
+def micro_batches(
+    run: Run, batches: Iterator[Batch], numbers: range, samples: int, amounts: Iterator[float] | None = None
+) -> Iterator[MicroBatch]:
     """Yield those of one optimizer step on this rank, each with the randomness and in the context of its shard.
 
     One without a sample is left out where the strategy does not ask for it.
 
     Args:
         numbers: of the global batches that the step accumulates, which have so many ``samples``.
+        amounts: of each batch the samples that its loss counts for, where that is not as many as it has.
     """
     at, plan, strategy = run.cursor, run.train.plan, run.strategy
     run.task.position.step = at.step + 1
@@ -65,9 +73,30 @@ def micro_batches(run: Run, batches: Iterator[Batch], numbers: range, samples: i
             for number in numbers:
                 with phase("data"):
                     batch = next(batches)
+                amount = batch.num_samples if amounts is None else next(amounts)
                 if batch.num_samples or strategy.takes_empty:
-                    weight = batch.num_samples * strategy.divisor / samples
-                    yield MicroBatch(batch, place, weight, number == numbers[-1])
+                    yield MicroBatch(batch, place, amount * strategy.divisor / samples, number == numbers[-1], amount)
+
+
+def weighed(
+    run: Run, batches: Iterator[Batch], numbers: range, samples: int
+) -> tuple[Iterator[Batch], Iterator[float]]:
+    """Return the batches of a step, all of them fetched, and the samples that the loss of each counts for.
+
+    These are in proportion to what it is the mean over, and as many in all as the step has. A collective, and a wait
+    for the device.
+    """
+    with phase("data"):
+        every = [[next(batches) for _ in numbers] for _ in run.train.shards]
+    nothing = torch.zeros((), dtype=torch.float64, device=run.devices[-1])
+
+    def amount(batch: Batch) -> Tensor:
+        return run.task.amount(batch.data).to(nothing) if batch.num_samples else nothing
+
+    rows = torch.stack([torch.stack([*map(amount, shard)]) for shard in every])
+    total = float(run.strategy.sum(rows.sum(dim=1)))
+    amounts = [amount * samples / total if total else 0.0 for amount in rows.flatten().tolist()]
+    return iter([each for shard in every for each in shard]), iter(amounts)
 
 
 def of_step(run: Run) -> tuple[range, int]:
@@ -92,12 +121,24 @@ def forward_backward(
         for metric in run.task.stateful_metrics.values():
             metric.reset()
     numbers, samples = of_step(run)
-    for batch, shard, weight, last in micro_batches(run, batches, numbers, samples):
+    amounts = None
+    if run.task.weighs:
+        batches, amounts = weighed(run, batches, numbers, samples)
+    first = run.world.is_main and run.cursor.samples_seen == run.samples_before
+    for batch, shard, weight, last, amount in micro_batches(run, batches, numbers, samples, amounts):
+        if first and (key := run.task.ignored(batch.data)):
+            log.warning(
+                "The first batch has targets that do not count. Its loss is a mean over those that do, but batches of "
+                "ranks and accumulated ones weigh as much as their samples: with others the numbers are others. Set %s "
+                "to have them weigh as much as their targets.",
+                key,
+            )
+        first = False
         if measured:
             run.task.train_sums = sums[shard] if batch.num_samples else None
         with of_rows(run.strategy, run.train, "train", batch):
             loss = run.strategy.training_step(run.module, batch.data, weight, last, run.precision)
-        losses[shard].append((loss, batch.num_samples))
+        losses[shard].append((loss, amount))
     if measured:
         run.task.train_sums = None
     with phase(ALL_REDUCE):

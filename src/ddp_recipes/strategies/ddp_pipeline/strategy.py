@@ -50,6 +50,12 @@ class DDPPipeline(Group):
                 f"task.train_metrics=true does not go with strategy={self.settings.name}, which keeps no outputs of "
                 f"training steps. Leave it out; those of validation are measured."
             )
+        if task.weighs:
+            raise RequestError(
+                f"task.loss is a mean over targets that count, or by weights of classes, and strategy="
+                f"{self.settings.name} averages micro-batches by their samples. Set task.mean_over=samples to have it "
+                f"so, or choose a strategy whose ranks take whole batches."
+            )
 
     @property
     def layout(self) -> Layout:

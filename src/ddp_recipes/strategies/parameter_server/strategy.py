@@ -78,6 +78,12 @@ class ParameterServer(Whole, Group):
                 f"({', '.join(task.stateful_metrics)}): they gather among all ranks, of which some may have died. Use "
                 f"strategy.staleness=0, or functions that return a value a sample."
             )
+        if self.settings.asynchronous and task.weighs:
+            raise RequestError(
+                f"task.loss is a mean over targets that count, or by weights of classes, which all workers of a step "
+                f"would have to add up, and with strategy.staleness={self.settings.staleness} each takes its own. Set "
+                f"task.mean_over=samples, or strategy.staleness=0."
+            )
 
     def setup(
         self, world: World, messages: Messages | None, backend: str, timeout: timedelta, init_method: str | None
