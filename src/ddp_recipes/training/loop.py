@@ -13,7 +13,7 @@ from ddp_recipes.training.saving import await_writer, save
 from ddp_recipes.training.state import Cursor, Run, Update
 
 
-def fit(run: Run) -> str:  # noqa: C901, PLR0912 - the loop reads top to bottom, on one page
+def fit(run: Run) -> str:  # noqa: C901 - the loop reads top to bottom, on one page
     """Train from ``run.cursor`` until the first limit; ``run`` holds the outcome.
 
     Returns:
