@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all test-nightly matrix coverage lint wheel docs bench gpu faults clean
+.PHONY: help train test test-all test-nightly matrix coverage lint separable wheel docs bench gpu faults clean
 
 help: ## say what there is
 	@echo 'make [PYTHON=python3.12] [ARGS="..."] <target>'
@@ -58,6 +58,9 @@ docs: $(VENV)/installed-docs ## build the site in build/site; fails on a broken 
 		npm pack --silent mermaid@11.6 && tar -xzf mermaid-*.tgz package/dist/mermaid.min.js && rm mermaid-*.tgz; }
 	MERMAID=$(abspath $(MERMAID)) NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)
 	@echo "Read it with: $(BIN)/python -m http.server --bind 127.0.0.1 --directory build/site"
+
+separable: $(VENV)/installed-dev ## take each extra away, and see that all else works; ARGS="fsdp" only that one
+	$(BIN)/python -m benchmarks.separable $(ARGS)
 
 bench: $(VENV)/installed-bench ## measure this package beside its peers, for an hour or two; ARGS="--quick" takes two minutes
 	$(BIN)/python benchmarks/run.py $(ARGS)

@@ -2,8 +2,8 @@
 
     python -m benchmarks.modules [overrides of the run, in place of a default one on two ranks]
 
-An extra is what most runs have no need of. It is loaded by those that name it, and by no other; this shows where that
-does not hold yet. Lines are all lines of a module's file.
+An extra is what most runs have no need of: `.ci/extras.toml` lists them. It is loaded by those that name it, and by no
+other; this shows where that does not hold yet. Lines are all lines of a module's file.
 """
 
 import json
@@ -13,39 +13,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1] / "src"
-PACKAGE = "ddp_recipes"
-EXTRAS = {  # the longest name that a module begins with tells what it is of
-    "fsdp": "strategies.fsdp",
-    "ddp_exact": "strategies.ddp_exact",
-    "ddp_pipeline": "strategies.ddp_pipeline model_parallel.pipeline model_parallel.cut model_parallel.timeline",
-    "parameter_server": "strategies.parameter_server",
-    "dp": "strategies.dp",
-    "model parallel": "model_parallel build.splitting reporting.figures.split reporting.figures.schedule "
-    "reporting.figures.stages",
-    "deferred models": "build.deferred build.tape build.filling",
-    "recomputation": "build.recomputation",
-    "sharded checkpoints": "checkpointing.sharded",
-    "slurm": "launchers.slurm",
-    "nodes": "launchers.nodes",
-    "recovery": "recovery launchers.keeper launchers.elastic launchers.local.replacement",
-    "dry run": "tools.dry_run",
-    "equivalence": "tools.equivalence tools.counters",
-    "tune": "tools.batch_size tools.learning_rate reporting.figures.learning_rates",
-    "profile": "tools.profiling reporting.figures.profile",
-    "export, predict": "checkpointing.export training.predictions",
-    "report": "tools.report",
-    "sweeps": "reporting.sweep",
-    "lightning": "lightning",
-    "wandb": "loggers.wandb",
-    "mlflow": "loggers.mlflow",
-    "callbacks": "callbacks.accumulation callbacks.early_stopping callbacks.ema callbacks.learning_rate "
-    "callbacks.samples callbacks.summary callbacks.text",
-    "fast paths": "runtime.fast_paths strategies.ddp.shared_memory checkpointing.staging",
-    "socket guards": "runtime.doors",
-    "models, data sets, tasks": "models datasets tasks.language_modeling tasks.model_loss reporting.figures.matrix",
-    "template, testing": "template testing project",
-}
+from benchmarks.extras import CORE, PACKAGE, ROOT, part_of, parts
+
+SOURCE = ROOT / "src"
 SPY = """
 import json, os, sys
 from pathlib import Path
@@ -59,21 +29,10 @@ class Spy(Callback):
 
 def lines() -> dict[str, int]:
     """Return the number of lines of each module."""
-    files = {path.relative_to(ROOT).with_suffix(""): path for path in (ROOT / PACKAGE).rglob("*.py")}
+    files = {path.relative_to(SOURCE).with_suffix(""): path for path in (SOURCE / PACKAGE).rglob("*.py")}
     return {
         ".".join(path.parts).removesuffix(".__init__"): file.read_text().count("\n") for path, file in files.items()
     }
-
-
-def part_of(module: str) -> str:
-    """Return which extra a module is of; ``core`` if of none."""
-    found = [
-        (len(prefix), name)
-        for name, prefixes in EXTRAS.items()
-        for prefix in prefixes.split()
-        if f"{module}.".startswith(f"{PACKAGE}.{prefix}.")
-    ]
-    return max(found)[1] if found else "core"
 
 
 def loaded(overrides: Sequence[str]) -> list[str]:
@@ -81,7 +40,7 @@ def loaded(overrides: Sequence[str]) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "spy.py").write_text(SPY)
         command = [sys.executable, "-m", PACKAGE, "+callbacks.spy._target_=spy.Spy", *overrides]
-        environment = {"PYTHONPATH": f"{ROOT}:{folder}", "SEEN": folder, "PATH": "/usr/bin:/bin"}
+        environment = {"PYTHONPATH": f"{SOURCE}:{folder}", "SEEN": folder, "PATH": "/usr/bin:/bin"}
         subprocess.run(command, cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL)
         seen = json.loads(Path(folder, "0").read_text())
     return [name for name in seen if f"{name}.".startswith(f"{PACKAGE}.")]
@@ -93,7 +52,7 @@ def main(overrides: Sequence[str]) -> None:
     every, seen = lines(), loaded(overrides or default)
     print("| part | modules | lines | loaded: modules | lines |\n| --- | ---: | ---: | ---: | ---: |")
     total = [0, 0, 0, 0]
-    for part in ("core", *EXTRAS):
+    for part in (CORE, *parts()):
         own = [name for name in every if part_of(name) == part]
         here = [name for name in own if name in seen]
         row = [len(own), sum(every[name] for name in own), len(here), sum(every[name] for name in here)]

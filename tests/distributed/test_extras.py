@@ -2,7 +2,8 @@
 
 import pytest
 
-from benchmarks.modules import loaded, part_of
+from benchmarks.extras import part_of
+from benchmarks.modules import loaded
 
 # What a default run has of extras that do not stand apart yet: docs/design.md
 STILL = {"core", "fast paths", "socket guards", "recovery", "models, data sets, tasks", "model parallel"}

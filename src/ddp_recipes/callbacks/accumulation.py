@@ -6,6 +6,8 @@ from dataclasses import replace
 from ddp_recipes.callbacks.base import Callback
 from ddp_recipes.errors import RequestError
 
+__all__ = ["GradientAccumulation"]
+
 
 class GradientAccumulation(Callback):
     """Accumulate so many batches in each optimizer step from an epoch on; before the first, as ``trainer`` says.

@@ -8,6 +8,8 @@ from ddp_recipes.callbacks.base import Callback
 from ddp_recipes.config.monitor import check_measured, resolved
 from ddp_recipes.errors import RequestError
 
+__all__ = ["EarlyStopping"]
+
 log = logging.getLogger(__name__)
 
 

@@ -14,6 +14,8 @@ from ddp_recipes.errors import RequestError
 from ddp_recipes.runtime.rows import copied, rows_here
 from ddp_recipes.tasks.task import outside
 
+__all__ = ["EMA"]
+
 
 class EMA(Callback):
     """Validate, save and end with averages of the weights, each ``decay * average + (1 - decay) * weight``.

@@ -7,6 +7,8 @@ from torch import nn
 
 from ddp_recipes.callbacks.base import Callback
 
+__all__ = ["LearningRateMonitor"]
+
 
 class LearningRateMonitor(Callback):
     """Log ``lr/<group>`` of every parameter group, as the step took it, whenever ``train/loss`` is logged.

@@ -7,6 +7,8 @@ from torch import nn
 from ddp_recipes.callbacks.base import Callback
 from ddp_recipes.devices import record_memory_history
 
+__all__ = ["MemoryHistory"]
+
 
 class MemoryHistory(Callback):
     """Has the allocator note the Python stacks of its latest allocations, which takes a few microseconds for each.

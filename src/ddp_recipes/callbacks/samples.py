@@ -11,6 +11,8 @@ from torch import Tensor
 from ddp_recipes.callbacks.base import Callback
 from ddp_recipes.errors import RequestError
 
+__all__ = ["SamplePredictions"]
+
 
 class SamplePredictions(Callback):
     """Give the logger a grid of validation images after each validation, with prediction and target.

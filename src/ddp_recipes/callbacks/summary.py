@@ -9,6 +9,8 @@ from ddp_recipes.callbacks.base import Callback
 from ddp_recipes.errors import RequestError
 from ddp_recipes.tasks import Task
 
+__all__ = ["ModelSummary"]
+
 log = logging.getLogger(__name__)
 
 

@@ -10,6 +10,8 @@ from ddp_recipes.errors import RequestError
 from ddp_recipes.runtime.seeding import seed_step, step_key
 from ddp_recipes.tasks import LanguageModelingTask
 
+__all__ = ["SampleText"]
+
 
 class SampleText(Callback):
     """Give the loggers what the model goes on with after a prompt, after each validation; for bytes as tokens.

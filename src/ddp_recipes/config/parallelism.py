@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from ddp_recipes._lazy import published
 from ddp_recipes.config.keys import Count, parse
 from ddp_recipes.errors import RequestError
 from ddp_recipes.runtime.world import World
@@ -289,7 +290,7 @@ def _settings_class(target: str) -> type[StrategySettings]:
         raise RequestError(f"strategy._target_={target} cannot be found: there is no module {error.name}.") from None
     except AttributeError:
         raise RequestError(
-            f"strategy._target_={target} cannot be found: {module_name} has no {name}.{_strategies_in(module)}"
+            f"strategy._target_={target} cannot be found: {module_name} has no {name}.{_strategies_in(module_name)}"
         ) from None
     if not (isinstance(found, type) and issubclass(found, StrategySettings)):
         raise RequestError(
@@ -299,6 +300,7 @@ def _settings_class(target: str) -> type[StrategySettings]:
     return found
 
 
-def _strategies_in(module: object) -> str:
-    names: Sequence[str] = [name for name in getattr(module, "__all__", ()) if not name.endswith("Settings")]
+def _strategies_in(module: str) -> str:
+    listed: Sequence[str] = [*getattr(import_module(module), "__all__", ()), *published(module)]
+    names = sorted({name for name in listed if not name.endswith("Settings")})
     return f" It has: {', '.join(names)}." if names else ""

@@ -23,6 +23,7 @@ from ddp_recipes.errors import RequestError
 LISTED = """
 ddp_recipes.* ddp_recipes.callbacks.** ddp_recipes.datasets.** ddp_recipes.launchers.* ddp_recipes.lightning.**
 ddp_recipes.loggers.** ddp_recipes.models.** ddp_recipes.strategies.** ddp_recipes.streams.* ddp_recipes.tasks.**
+ddp_recipes.launchers.*.*Launcher
 ddp_recipes.tools.profiling.*
 torch.* torch.nn.** torch.optim.** torch.utils.data.** torch.distributions.** torch.amp.* torch.special.* torch.linalg.*
 torchvision.datasets.** torchvision.io.read_image torchvision.io.decode_image torchvision.models.** torchvision.ops.**

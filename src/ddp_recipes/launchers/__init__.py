@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from ddp_recipes.launchers.env import AutoLauncher as AutoLauncher
     from ddp_recipes.launchers.env import EnvLauncher as EnvLauncher
     from ddp_recipes.launchers.local import LocalLauncher as LocalLauncher
-    from ddp_recipes.launchers.nodes import NodesLauncher as NodesLauncher
     from ddp_recipes.launchers.reports import (
         Death as Death,
     )
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from ddp_recipes.launchers.reports import (
         decide as decide,
     )
-    from ddp_recipes.launchers.slurm.launcher import SlurmLauncher as SlurmLauncher
 
 _HOMES = {
     "AutoLauncher": ".env",
@@ -31,12 +29,10 @@ _HOMES = {
     "EnvLauncher": ".env",
     "Launcher": ".base",
     "LocalLauncher": ".local",
-    "NodesLauncher": ".nodes",
     "Outcome": ".reports",
     "RankReport": ".reports",
     "Resources": ".base",
-    "SlurmLauncher": ".slurm.launcher",
     "decide": ".reports",
 }
 __all__ = [*_HOMES]
-__getattr__ = on_use(__name__, _HOMES)
+__getattr__ = on_use(__name__, _HOMES, found=True)

@@ -9,18 +9,14 @@ if TYPE_CHECKING:
     from ddp_recipes.loggers.base import Loggers as Loggers
     from ddp_recipes.loggers.base import folder_name as folder_name
     from ddp_recipes.loggers.csv import CSVLogger as CSVLogger
-    from ddp_recipes.loggers.mlflow import MLflowLogger as MLflowLogger
     from ddp_recipes.loggers.tensorboard import TensorBoardLogger as TensorBoardLogger
-    from ddp_recipes.loggers.wandb import WandbLogger as WandbLogger
 
 _HOMES = {
     "CSVLogger": ".csv",
     "Logger": ".base",
     "Loggers": ".base",
-    "MLflowLogger": ".mlflow",
     "TensorBoardLogger": ".tensorboard",
-    "WandbLogger": ".wandb",
     "folder_name": ".base",
 }
 __all__ = [*_HOMES]
-__getattr__ = on_use(__name__, _HOMES)
+__getattr__ = on_use(__name__, _HOMES, found=True)

@@ -14,6 +14,8 @@ from urllib.parse import urlsplit
 from ddp_recipes.errors import RequestError
 from ddp_recipes.loggers.base import Logger, Parameter, kept_id, require
 
+__all__ = ["MLflowLogger"]
+
 log = logging.getLogger(__name__)
 
 STATUS = {"finished": "FINISHED", "failed": "FAILED", "preempted": "KILLED"}

@@ -12,6 +12,8 @@ from ddp_recipes.errors import RequestError, RunFailed, not_one_of
 from ddp_recipes.loggers.base import Logger, Parameter, kept_id, picture_in, require
 from ddp_recipes.loggers.csv import CSVLogger
 
+__all__ = ["WandbLogger"]
+
 log = logging.getLogger(__name__)
 
 EXIT_CODES = {"finished": 0, "failed": 1, "preempted": 75}

@@ -22,5 +22,5 @@ class DDPExactSettings(FixedShardsSettings):
 
     def with_less_memory(self) -> list[dict[str, dict[str, Any]]]:
         """Return the strategy that deals the model to the ranks, with the same bits."""
-        keys = {"_target_": "ddp_recipes.strategies.FSDP", "shards": self.shards, "num_threads": self.num_threads}
+        keys = {"_target_": "ddp_recipes.strategies.fsdp.FSDP", "shards": self.shards, "num_threads": self.num_threads}
         return [{f"strategy=fsdp strategy.shards={self.shards}": keys}]
