@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from benchmarks.samples import ROOT
 from ddp_recipes.callbacks import Callback
 from ddp_recipes.runtime import fast_paths
-from ddp_recipes.training import loop, precision
+from ddp_recipes.runtime.calls import CALLS
 
 ON = "all on"
 STEPS = 100  # of a turn
@@ -109,8 +109,8 @@ def ways(optimizer: Optimizer) -> Mapping[str, tuple[Any, str, Any, Any]]:
         torchs(optimizer)
 
     return {
-        "backward": (precision, "backward", fast_paths.backward, lambda loss: loss.backward()),
-        "zero_grad": (loop, "zero_grad", fast_paths.zero_grad, lambda each: each.zero_grad()),
+        "backward": (CALLS, "backward", fast_paths.backward, lambda loss: loss.backward()),
+        "zero_grad": (CALLS, "zero_grad", fast_paths.zero_grad, lambda each: each.zero_grad()),
         "uncompiled": (optimizer, "step", optimizer.step, step),
     }
 

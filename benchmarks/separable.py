@@ -71,10 +71,12 @@ def tree() -> list[Path]:
 
 
 def copy(folder: Path, files: Sequence[Path]) -> None:
-    """Copy files of the working tree, with their times: mypy's cache goes by them."""
+    """Copy files of the working tree, with their times, by which mypy's cache goes; and that, if there is one."""
     for name in files:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, folder / name, follow_symlinks=False)
+    if (cache := ROOT / ".mypy_cache").is_dir():
+        shutil.copytree(cache, folder / cache.name)
     (folder / ".site").mkdir()
     (folder / ".site" / "sitecustomize.py").write_text(SITE)
     for command in ("git init --quiet", "git add --all"):  # tests and linters ask git what there is

@@ -12,6 +12,7 @@ from typing import Any, get_type_hints
 
 import yaml
 
+from ddp_recipes._lazy import published
 from ddp_recipes.config.keys import describe, shown
 from ddp_recipes.config.launcher import launcher_class
 from ddp_recipes.config.parallelism import strategy_settings
@@ -374,6 +375,8 @@ def public(package: str) -> dict[str, str]:
     """Return the public names of a package, each with the dotted name of what it is of."""
     module = import_module(package)
     names = getattr(module, "__all__", [name for name in vars(module) if name.endswith("Settings")])
+    if package != "ddp_recipes":  # and the classes of extras
+        names = [*names, *(name for name in published(package) if isinstance(getattr(module, name), type))]
     things = {name: getattr(module, name) for name in names if not name.startswith("__")}
     return {name: f"{thing.__module__}.{thing.__qualname__}" for name, thing in things.items()}
 

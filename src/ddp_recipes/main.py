@@ -8,13 +8,13 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from ddp_recipes.config.extras import BEFORE_CONFIG, extra
 from ddp_recipes.config.targets import is_run
 from ddp_recipes.controller import Controller
 from ddp_recipes.errors import RecipeError, RequestError, printable
 from ddp_recipes.launchers import environment
 from ddp_recipes.launchers.base import Resources
 from ddp_recipes.runtime.process import die_with_parent, ignore_broken_pipe, leave
-from ddp_recipes.tools import BEFORE_CONFIG, command
 
 CONF = "pkg://ddp_recipes.conf"
 
@@ -34,7 +34,7 @@ def main(config_path: str = CONF, config_name: str = "train", *, leaves: bool = 
     status = 0
     try:
         if sys.argv[1:] and sys.argv[1] in BEFORE_CONFIG:
-            command(sys.argv[1])(sys.argv[2:])
+            extra(sys.argv[1])(sys.argv[2:])
         else:
             run(sys.argv[1:], config_path=config_path, config_name=config_name, leaves=leaves)
     except RecipeError as error:

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 from omegaconf import OmegaConf
@@ -19,6 +19,8 @@ from omegaconf import OmegaConf
 from ddp_recipes._version import __version__
 from ddp_recipes.checkpointing.files import State
 from ddp_recipes.checkpointing.manager import FileCheckpointer
+from ddp_recipes.config.extras import by_path
+from ddp_recipes.config.parallelism import Stage
 from ddp_recipes.config.request import Request
 from ddp_recipes.devices import peak_memory
 from ddp_recipes.loggers import Logger
@@ -34,9 +36,6 @@ from ddp_recipes.strategies.base import batch_norms
 from ddp_recipes.tasks import Task
 from ddp_recipes.tasks.modes import Modes
 from ddp_recipes.training.state import Cursor, Metrics, Run
-
-if TYPE_CHECKING:
-    from ddp_recipes.model_parallel import Stage
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +53,8 @@ class Output:
     directory: RunDirectory | None  # claimed, on rank 0; ``None`` elsewhere
     task: Task
     strategy: Strategy
-    stages: "Sequence[Stage]"  # of a model that is split
+    stages: Sequence[Stage]  # of a model that is split
+    pictures: Sequence[Callable[[Path, Logger], None]]  # what draws them
     replicas: int
     devices_per_replica: int
     device_name: str
@@ -108,7 +108,7 @@ class Output:
             config = OmegaConf.to_yaml(OmegaConf.create(dict(self.job.config)))
             fence = "`" * max(3, 1 + max(map(len, re.findall("`+", config)), default=0))  # which no value ends
             self.logger.text("config", f"{fence}yaml\n{config}\n{fence}")
-            self._draw_stages()
+            self._draw()
         if run is None:
             return
         run.logger, run.progress = self.logger, self.progress
@@ -251,15 +251,12 @@ class Output:
             found["mfu"] = None if rate is None else self.run.flops.per_second(rate).get("mfu")
         return found
 
-    def _draw_stages(self) -> None:
-        pipeline = self.request.strategy.pipeline
-        if self.stages or pipeline is not None:
-            from ddp_recipes.reporting.figures.stages import leave_schedule, leave_split
-
-            if self.stages:
-                leave_split(self.job.directory, self.logger, type(self.task.model).__name__, self.stages)
-            if pipeline is not None and self.run is not None:
-                leave_schedule(self.job.directory, self.logger, pipeline)
+    def _draw(self) -> None:
+        """Leave the pictures of how the model is laid out."""
+        for draw in self.pictures:
+            draw(self.job.directory, self.logger)
+        for path in self.request.strategy.pictures if self.run is not None else ():
+            by_path(path)(self.job.directory, self.logger, self.request.strategy)
 
     def _start_rows(self) -> list[tuple[str, str]]:
         world, settings = self.world, self.request.strategy
@@ -274,12 +271,7 @@ class Output:
         ]
         if (micro_batches := self.request.model.micro_batches) > 1:
             rows.append(("micro-batches", f"{micro_batches} a batch{note}"))
-        if (pipeline := settings.pipeline) is not None:
-            from ddp_recipes.model_parallel.timeline import bubble, cells_of
-
-            parts = f"{pipeline.micro_batches} micro-batches{note}"
-            waiting = f"processes wait {bubble(cells_of(pipeline)):.0%} of the time at best"
-            rows.append(("schedule", f"{pipeline.schedule}, {parts}; {waiting}"))
+        rows += settings.rows(note)
         if self.run is not None:
             plan, steps = self.run.train.plan, self.total_steps
             shards = f" in {plan.num_shards} shards" if plan.num_shards > world.world_size else ""

@@ -11,7 +11,6 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
 
 from ddp_recipes._compat.collectives import recorded_collectives
 from ddp_recipes._compat.messages import out_of_memory, timed_out
@@ -21,6 +20,7 @@ from ddp_recipes.build.recipe import Recipe, make_recipe
 from ddp_recipes.build.run import join, make_run, make_stop_controller
 from ddp_recipes.checkpointing.files import refuse_folders
 from ddp_recipes.checkpointing.writing import disk_failure
+from ddp_recipes.config.extras import extra
 from ddp_recipes.devices import dump_memory, identity, is_accelerator, leaves_tensor_cores_idle
 from ddp_recipes.errors import MAKE_KEY, Left, Preempted, RecipeError, RequestError, RunFailed
 from ddp_recipes.output import Output
@@ -29,20 +29,18 @@ from ddp_recipes.reporting.run_directory import RunDirectory, Summary, in_ranks,
 from ddp_recipes.runtime.advice import advice
 from ddp_recipes.runtime.control import NOBODY, OWN, Control
 from ddp_recipes.runtime.digest import digest, without_digest
-from ddp_recipes.runtime.doors import disconnect
-from ddp_recipes.runtime.files import write_aside
 from ddp_recipes.runtime.job import ASKS_TO_STOP, Job
 from ddp_recipes.runtime.main_module import unpack
 from ddp_recipes.runtime.messages import Messages
 from ddp_recipes.runtime.process import ignore_once
+from ddp_recipes.runtime.sockets import disconnect
 from ddp_recipes.runtime.watcher import Watcher
 from ddp_recipes.runtime.world import World
 from ddp_recipes.tasks.written import refuse_differing
-from ddp_recipes.tools import command
 from ddp_recipes.training import loop
 from ddp_recipes.training.cadence import save_meets_validation
 from ddp_recipes.training.collectives import refusing_collectives
-from ddp_recipes.training.evaluation import check_monitor, evaluate, evaluated
+from ddp_recipes.training.evaluation import check_monitor, evaluate
 from ddp_recipes.training.metrics import Matrices, log_matrices
 from ddp_recipes.training.precision import make_precision
 from ddp_recipes.training.state import Run
@@ -84,7 +82,7 @@ def _run(job: Job, world: World, messages: Messages | None, watcher: Watcher) ->
             if not control.joins:  # else once it trains: until then another one's loss ends this rank, too
                 watcher.joined()
         work = recipe.request.run.work
-        (WORK.get(work) or command(work))(recipe, output)
+        (WORK.get(work) or extra(work))(recipe, output)
         summary = output.facts(final_digest(recipe)) | {"status": "finished"}
         if job.last:
             ignore_once(ASKS_TO_STOP)  # there is nothing left to stop, and a rank that died of it would not report
@@ -321,44 +319,6 @@ def measure(recipe: Recipe, output: Output) -> None:
     log_matrices(matrices, output.logger, recipe.world.is_main)
 
 
-def predict(recipe: Recipe, output: Output) -> None:
-    """Write the outputs for every sample, in the data set's order, to ``predictions.pt``: a tensor [samples, ...].
-
-    Where a step returns several in a dict, a list or a tuple, there is one of each. One that returns nothing writes
-    its predictions itself.
-    """
-    from ddp_recipes.training.predictions import in_order, rows_of
-
-    ((_, loader),) = recipe.loaders.items()
-    recipe.load_weights(recipe.strategy)
-    recipe.forget_state()
-    output.open(None)
-    recipe.strategy.sync_buffers(recipe.task)
-    recipe.task.enter_evaluation("predict")
-    recipe.task.start_evaluation("predict", 0)
-    indices: list[Tensor] = []
-    outputs: list[Any] = []
-    precision = make_precision(recipe.trainer.precision, recipe.device.type)
-    with torch.no_grad():
-        for batch in evaluated(recipe.task, loader):
-            if not batch.num_samples and recipe.strategy.settings.kind != "sharded":
-                continue
-            with precision.forward():
-                output_of_batch = recipe.task.predict_step(batch.data)
-            if batch.num_samples and output_of_batch is not None:
-                indices.append(loader.plan.indices(0, batch.number, batch.shard))
-                outputs.append(rows_of(output_of_batch, batch.num_samples))  # of a pipeline in its last process
-    recipe.task.end_evaluation("predict", {})
-    gathered = recipe.strategy.gather((indices, outputs))
-    if gathered is None or not any(parts for _, parts in gathered):
-        return
-    order = torch.cat([part for rank in gathered for part in rank[0]]).argsort()
-    predictions = in_order([part for rank in gathered for part in rank[1]], order)
-    write_aside(recipe.job.directory / "predictions.pt", lambda file: torch.save(predictions, file))
-    if isinstance(predictions, Tensor) and (words := recipe.task.in_words(predictions)) is not None:
-        write_aside(recipe.job.directory / "predictions.txt", lambda file: file.write(words.encode()))
-
-
 def export(recipe: Recipe, output: Output) -> None:
     """Write the checkpoint's weights alone to ``model.safetensors``."""
     from ddp_recipes.checkpointing.export import write_weights
@@ -374,7 +334,6 @@ WORK: dict[str, Callable[[Recipe, Output], None]] = {
     "fit": fit,
     "validate": measure,
     "test": measure,
-    "predict": predict,
     "export": export,
 }
 

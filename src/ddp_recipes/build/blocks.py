@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ddp_recipes.config.settings import TrainerSettings
 from ddp_recipes.errors import RequestError
-from ddp_recipes.model_parallel.blocks import chosen, on_copies
+from ddp_recipes.tasks.blocks import chosen, on_copies
 
 
 def recompute(model: nn.Module, wish: bool | str | Sequence[str], compiled: bool) -> None:

@@ -15,7 +15,7 @@ from torch.utils import swap_tensors
 from ddp_recipes._compat.dispatch import INSTEAD, DisableTorchFunction, OpOverload, TorchDispatchMode
 from ddp_recipes._compat.tensors import viewed
 from ddp_recipes.build.tape import Ref, Tape, Undeferrable
-from ddp_recipes.runtime.fast_paths import freed_memory_given_back
+from ddp_recipes.runtime.calls import CALLS
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -119,7 +119,7 @@ def without_memory(make: Callable[[], M]) -> tuple[M, dict[str, Initial], list[s
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()
     tape = Tape()
     try:
-        with freed_memory_given_back(), _Called(tape), _Dispatched(tape):
+        with CALLS.with_large_memory(), _Called(tape), _Dispatched(tape):
             made = make()
         tape.recent.clear()
         if tape.refused is not None:

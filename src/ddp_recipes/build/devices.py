@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import torch
 
 from ddp_recipes import devices
+from ddp_recipes.config.extras import extra_or
 from ddp_recipes.config.request import Layout, Request
 from ddp_recipes.config.settings import TrainerSettings
 from ddp_recipes.errors import RequestError
-from ddp_recipes.runtime import fast_paths
 from ddp_recipes.runtime.world import World
 
 
@@ -109,7 +109,6 @@ def _backend(request: Request, kind: str) -> str:
 
 def set_torch_up(trainer: TrainerSettings, own: Devices) -> None:
     """Set what holds for all of torch in this process."""
-    fast_paths.enable(trainer.fast_paths)
     if trainer.deterministic:
         devices.set_environment_up()
     if trainer.deterministic != torch.are_deterministic_algorithms_enabled():  # the call loads the compiler
@@ -117,5 +116,8 @@ def set_torch_up(trainer: TrainerSettings, own: Devices) -> None:
     torch.autograd.set_detect_anomaly(trainer.detect_anomaly)
     devices.count_peak_memory(own.own)
     devices.choose_kernels(trainer.matmul_precision, trainer.benchmark)
-    if not devices.is_accelerator(own.own[0]):
-        fast_paths.keep_freed_memory()
+    extra_or("trainer.fast_paths", _without)(trainer.fast_paths, not devices.is_accelerator(own.own[0]))
+
+
+def _without(on: bool, host: bool) -> None:
+    """Leave torch as it is."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_recipes._compat.tensors import local
-from ddp_recipes.runtime.fast_paths import freed_memory_given_back
+from ddp_recipes.runtime.calls import CALLS
 from ddp_recipes.runtime.rows import Source, rows_here
 from ddp_recipes.tasks import Task
 from ddp_recipes.tasks.task import outside
@@ -31,7 +31,7 @@ def fill(task: Task, initial: Mapping[str, Source], weights: Mapping[str, Any], 
             places.setdefault(id(tensor), []).append((module, name, outside(f"{prefix}.{name}".removeprefix("."))))
     dealt = [each for each in tensors.values() if hasattr(each, "device_mesh")]
     home = next((each.device for each in dealt if not each.is_meta), device)  # rows may be elsewhere than what runs
-    with freed_memory_given_back():
+    with CALLS.with_large_memory():
         for key, tensor in tensors.items():
             names = [name for *_, name in places[key]]
             values = [given[name] for given in (initial, weights) for name in names if name in given]

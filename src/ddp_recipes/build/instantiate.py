@@ -19,7 +19,7 @@ from ddp_recipes.config import kinds, targets
 from ddp_recipes.config.keys import describe, fits, is_plain, shown
 from ddp_recipes.config.targets import identity
 from ddp_recipes.errors import RecipeError, RequestError
-from ddp_recipes.runtime.fast_paths import uncompiled
+from ddp_recipes.runtime.calls import CALLS
 
 WELL_KNOWN = ("ddp_recipes.", "torch.", "torchvision.")  # whose own errors say enough without a traceback
 
@@ -114,7 +114,7 @@ def make(node: Mapping[str, Any], section: str, *arguments: Any, without: Collec
         raise RequestError(message) from error
     check_values(made.func, made.keywords, section)
     try:
-        return partial(uncompiled(made.func), *made.args, **made.keywords)(*arguments, **runtime)
+        return partial(CALLS.made_of(made.func), *made.args, **made.keywords)(*arguments, **runtime)
     except RecipeError:
         raise
     except Exception as error:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,18 +12,21 @@ from torch import nn
 from ddp_recipes.build.devices import Devices
 from ddp_recipes.build.instantiate import make, parameters_of
 from ddp_recipes.build.parameters import freeze
-from ddp_recipes.config.parallelism import StrategySettings
+from ddp_recipes.config.extras import extra
+from ddp_recipes.config.parallelism import Stage, StrategySettings
 from ddp_recipes.config.settings import ModelSettings, TrainerSettings
 from ddp_recipes.data.loader import Loader
 from ddp_recipes.errors import RequestError
+from ddp_recipes.loggers import Logger
 from ddp_recipes.tasks import Task
 from ddp_recipes.tasks.task import outside
 from ddp_recipes.training.precision import make_precision, whole_dtype
 
 if TYPE_CHECKING:
     from ddp_recipes.build.deferred import Initial
-    from ddp_recipes.build.splitting import Times
-    from ddp_recipes.model_parallel import Stage
+
+
+Times = Callable[[Callable[[], Mapping[str, int]]], Mapping[str, int]]
 
 
 @dataclass
@@ -31,6 +35,7 @@ class BuiltTask:
 
     Attributes:
         stages: of a model that is split; ``starts`` the blocks at which those in other processes begin.
+        pictures: what draws the stages.
         initial: values of those of its tensors that have no memory yet, by their names in :meth:`Task.weights`.
         flops: of a sample of training, where it was asked for and could be counted.
         warnings: for the log.
@@ -38,7 +43,8 @@ class BuiltTask:
     """
 
     task: Task
-    stages: "list[Stage]" = field(default_factory=list)
+    stages: list[Stage] = field(default_factory=list)
+    pictures: list[Callable[[Path, Logger], None]] = field(default_factory=list)
     starts: Sequence[str] = ()
     initial: "Mapping[str, Initial]" = field(default_factory=dict)
     flops: float | None = None
@@ -54,7 +60,7 @@ def make_task(
     loader: Loader | None,
     step: str,
     trainer: TrainerSettings,
-    times: "Times",
+    times: Times,
 ) -> BuiltTask:
     """Return the task with its model on the replica's devices, weights drawn from the seed on the CPU.
 
@@ -83,16 +89,12 @@ def make_task(
 
         recompute(model, settings.activation_checkpointing, bool(trainer.compile))
     if settings.micro_batches > 1:
-        from ddp_recipes.model_parallel import in_micro_batches
-
-        in_micro_batches(model, settings.micro_batches)
+        extra("model.micro_batches")(model, settings.micro_batches)
     if places_itself:
         built.task.loss.to(devices.own[-1])
     elif (settings.num_devices > 1 or strategy.pipeline is not None) and loader is not None:
-        from ddp_recipes.build.splitting import split
-
         precision = make_precision(trainer.precision, devices.own[0].type)
-        split(built, settings, strategy, devices, loader, step, precision, times)
+        extra("model.num_devices")(built, settings, strategy, devices, loader, step, precision, times)
     elif not built.initial:
         built.task.to(devices.own[0])
     if settings.freeze:
@@ -144,7 +146,7 @@ def _deferred(made: Callable[[], Task]) -> BuiltTask:
 
 def _count(built: BuiltTask, loader: Loader | None) -> None:
     """Count the operations of a sample: as the model is made, before what it is run with changes it."""
-    from ddp_recipes.model_parallel.flops import count_flops
+    from ddp_recipes.tasks.fake import count_flops
 
     reason = "the task brings the data, or attaches itself to the run"
     if loader is not None and type(built.task).attach is Task.attach:

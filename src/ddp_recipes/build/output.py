@@ -24,6 +24,7 @@ def make_output(recipe: Recipe, directory: RunDirectory | None) -> Output:
         task=recipe.task,
         strategy=strategy,
         stages=recipe.stages,
+        pictures=recipe.pictures,
         replicas=recipe.replicas,
         devices_per_replica=recipe.devices_per_replica,
         device_name=recipe.devices.name,

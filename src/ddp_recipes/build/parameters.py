@@ -6,8 +6,8 @@ from typing import Any
 from torch import nn
 
 from ddp_recipes.errors import RequestError, nearest
-from ddp_recipes.model_parallel.blocks import LISTS, matched
 from ddp_recipes.tasks import Task
+from ddp_recipes.tasks.blocks import LISTS, matched
 from ddp_recipes.tasks.task import outside
 
 REST = "rest"  # the group of what no pattern matches

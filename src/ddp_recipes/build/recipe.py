@@ -1,6 +1,6 @@
 """The objects of one run on one rank; the other modules of this folder make them, with plain arguments."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -22,11 +22,13 @@ from ddp_recipes.checkpointing.files import State
 from ddp_recipes.checkpointing.parts import put_together
 from ddp_recipes.checkpointing.weights import matching
 from ddp_recipes.config.monitor import check_measured, resolved
+from ddp_recipes.config.parallelism import Stage
 from ddp_recipes.config.request import Request
 from ddp_recipes.config.settings import CheckpointSettings, TrainerSettings
 from ddp_recipes.data.loader import Loader
 from ddp_recipes.devices import fuses_alike, peak_flops, visible
 from ddp_recipes.errors import RequestError
+from ddp_recipes.loggers import Logger
 from ddp_recipes.runtime.control import Control
 from ddp_recipes.runtime.digest import digest
 from ddp_recipes.runtime.job import Job
@@ -42,7 +44,6 @@ from ddp_recipes.training.state import load_part
 
 if TYPE_CHECKING:
     from ddp_recipes.build.deferred import Initial
-    from ddp_recipes.model_parallel import Stage
 
 _ASKED_LATER = {"checkpointer", "cursor", "purge_step", "run"}  # of a checkpoint, once it is loaded
 
@@ -55,7 +56,7 @@ class Recipe:
         request: the checked keys of the job's config.
         loaders: by split; of several sets of one split by ``val/<name>``.
         trainer: its keys as ``fast_dev_run`` and ``overfit_batches`` change them.
-        stages: of a model that is split.
+        stages: of a model that is split; ``pictures`` draw them.
         loggers: the config's sections, by their dotted names.
         checkpoint: its keys, ``auto`` resolved: which metric tells the best one, and which way.
         initial: values of those of the task's tensors that have no memory yet.
@@ -76,7 +77,8 @@ class Recipe:
     task: Task
     initial: "Mapping[str, Initial]"
     weights: Mapping[str, Tensor]
-    stages: "list[Stage]"
+    stages: list[Stage]
+    pictures: Sequence[Callable[[Path, Logger], None]]
     callbacks: Mapping[str, Callback]
     length: Length
     loggers: Mapping[str, Mapping[str, Any]]
@@ -252,6 +254,7 @@ def make_recipe(job: Job, world: World, control: Control) -> Recipe:
         initial=built.initial,
         weights=start.weights,
         stages=built.stages,
+        pictures=built.pictures,
         callbacks=callbacks,
         length=Length(len(loaders.get("train", ())), trainer, accumulations),
         loggers=loggers,

@@ -1,6 +1,7 @@
 """What the loop works with, made once all ranks are ready."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -8,12 +9,13 @@ from functools import partial
 from ddp_recipes._compat.collectives import record_collectives
 from ddp_recipes.build.optimizer import make_optimizers_and_schedules
 from ddp_recipes.build.recipe import Recipe
+from ddp_recipes.config.extras import extra_or
 from ddp_recipes.config.settings import seconds
 from ddp_recipes.devices import GPU_BACKEND, HOST_BACKEND, bound_to
-from ddp_recipes.runtime.doors import closed_after, connections, disconnect
 from ddp_recipes.runtime.process import loading
 from ddp_recipes.runtime.reach import check_ways
 from ddp_recipes.runtime.seeding import Generators
+from ddp_recipes.runtime.sockets import connections, disconnect
 from ddp_recipes.strategies import Strategy
 from ddp_recipes.strategies.exchanges import Exchanges, leave_failures_to_us
 from ddp_recipes.tasks import Task
@@ -37,7 +39,8 @@ def join(recipe: Recipe) -> None:
         leave_failures_to_us()
     recipe.strategy.bound = bound_to(recipe.devices.backend, recipe.devices.own)
     before = connections()
-    with closed_after() as recipe.control.strangers:
+    guard = extra_or("socket guard", partial(nullcontext, set()))
+    with guard() as recipe.control.strangers:
         messages = recipe.control.messages
         if messages is not None:
             messages.exited = recipe.control.watcher.exited

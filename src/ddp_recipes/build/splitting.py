@@ -1,6 +1,5 @@
 """Cut a model into stages, on the devices of a process or in several processes."""
 
-from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -9,12 +8,11 @@ from ddp_recipes.config.parallelism import StrategySettings
 from ddp_recipes.config.settings import ModelSettings
 from ddp_recipes.data.loader import Loader
 from ddp_recipes.model_parallel import DryRun, apart, split_model, timed
+from ddp_recipes.reporting.figures.split import leave_split
 from ddp_recipes.training.precision import Precision
 
 if TYPE_CHECKING:
-    from ddp_recipes.build.model import BuiltTask
-
-Times = Callable[[Callable[[], Mapping[str, int]]], Mapping[str, int]]
+    from ddp_recipes.build.model import BuiltTask, Times
 
 
 def split(
@@ -25,7 +23,7 @@ def split(
     loader: Loader,
     step: str,
     precision: Precision,
-    times: Times,
+    times: "Times",
 ) -> None:
     """Cut the model of a task, and place its stages where they are in this process.
 
@@ -49,6 +47,8 @@ def split(
         built.starts, built.stages = apart(built.task.model, pipeline.stages, names, dry_run, pipeline.stages_key)
     else:
         built.stages = split_model(built.task, devices.own, names, dry_run)
+    name = type(built.task.model).__name__
+    built.pictures.append(lambda directory, logger: leave_split(directory, logger, name, built.stages))
     if dry_run.failure is not None:
         what = "The split could not be tried out" if pipeline is None else "What blocks cost could not be found out"
         built.warnings.append(f"{what} before training: {dry_run.failure}")

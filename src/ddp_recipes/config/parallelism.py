@@ -96,6 +96,36 @@ class PipelineShape:
         return list(range(rank % self.processes, self.stages, self.processes))
 
 
+@dataclass(frozen=True)
+class Block:
+    """A module that runs in one stage."""
+
+    name: str
+    time: float  # its fraction of a step
+    memory: int  # bytes of weights, gradients, one number of the optimizer's for each, and activations
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one device of a replica holds."""
+
+    blocks: tuple[Block, ...]
+    parameters: int  # how many numbers
+    time: float | None  # its fraction of a step; None where the dry run failed
+    memory: float | None
+
+    @property
+    def first(self) -> str:
+        """The name of the first block."""
+        return self.blocks[0].name
+
+    def __str__(self) -> str:
+        last = self.blocks[-1].name
+        blocks = self.first if self.first == last else f"{self.first} to {last}"
+        costs = "" if self.time is None else f", {self.time:.0%} of the time, {self.memory:.0%} of the memory"
+        return f"{blocks}: {self.parameters:,} parameters{costs}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class StrategySettings:
     """The keys of ``strategy.*`` and the arithmetic that follows from them; a base that fits one process a replica.
@@ -106,6 +136,8 @@ class StrategySettings:
 
     Attributes:
         name: in logs and summaries; left out, the class's own.
+        pictures: functions, as ``module:name``, that draw for the run directory: they take it, the logger and these
+            settings.
         max_world_size: the most processes that a run can have; ``None``: any number.
         for_more_processes: what to do where more are wanted.
         backend: the only one that it works with, where ranks exchange copies on the CPU; ``None``: any that takes
@@ -116,6 +148,7 @@ class StrategySettings:
     """
 
     name: ClassVar[str] = ""
+    pictures: ClassVar[tuple[str, ...]] = ()
     max_world_size: ClassVar[int | None] = None
     for_more_processes: ClassVar[str] = "Use another strategy for more."
     backend: ClassVar[str | None] = None
@@ -127,6 +160,10 @@ class StrategySettings:
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         cls.name = cls.__dict__.get("name") or cls.__name__.removesuffix("Settings")
+
+    def rows(self, note: str) -> list[tuple[str, str]]:
+        """Return more lines for the table at a run's start; ``note`` is what to say of micro-batches."""
+        return []
 
     # --- processes
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ddp_recipes.data.loader import Batch
 from ddp_recipes.errors import RunFailed
-from ddp_recipes.runtime.fast_paths import zero_grad
+from ddp_recipes.runtime.calls import CALLS
 from ddp_recipes.runtime.phases import ALL_REDUCE, phase
 from ddp_recipes.runtime.seeding import seed_torch, step_key
 from ddp_recipes.training.collectives import of_rows
@@ -157,7 +157,7 @@ class _Backward:
             if "optimizer_zero_grad" in hooks.own:
                 hooks.of_module("optimizer_zero_grad", self.task.trainer.epoch, self.task.batch_idx, optimizer)
             else:
-                zero_grad(optimizer)
+                CALLS.zero_grad(optimizer)
         hooks("on_before_backward", loss)
         if "backward" in hooks.own:
             hooks.of_module("backward", loss)

@@ -5,16 +5,16 @@ from typing import TYPE_CHECKING
 from ddp_recipes._lazy import on_use
 
 if TYPE_CHECKING:
+    from ddp_recipes.config.parallelism import Stage as Stage
     from ddp_recipes.model_parallel.dry_run import DryRun as DryRun
     from ddp_recipes.model_parallel.micro_batches import in_micro_batches as in_micro_batches
-    from ddp_recipes.model_parallel.split import Stage as Stage
     from ddp_recipes.model_parallel.split import apart as apart
     from ddp_recipes.model_parallel.split import split_model as split_model
     from ddp_recipes.model_parallel.timing import timed as timed
 
 _HOMES = {
     "DryRun": ".dry_run",
-    "Stage": ".split",
+    "Stage": "ddp_recipes.config.parallelism",
     "apart": ".split",
     "in_micro_batches": ".micro_batches",
     "split_model": ".split",

@@ -23,11 +23,11 @@ from ddp_recipes._compat.tensors import storage_key
 from ddp_recipes.devices import HOST, fake_devices, is_accelerator
 from ddp_recipes.errors import RequestError
 from ddp_recipes.model_parallel.cut import Cut
-from ddp_recipes.model_parallel.fake import fake_batch, new_mode, without_data
 from ddp_recipes.model_parallel.layout import META
 from ddp_recipes.model_parallel.placement import Conflict, connect, stages_of
 from ddp_recipes.runtime.seeding import seeded
 from ddp_recipes.tasks import Task
+from ddp_recipes.tasks.fake import fake_batch, new_mode, without_data
 
 INTENSITY = 20  # operations in the time of moving a byte, about that of today's GPUs and CPUs in single precision
 
@@ -182,7 +182,7 @@ class DryRun:
         mode, costs = new_mode(), Costs.of_weights(self.task.model)
         counter = _Counter(costs, between)
         try:
-            task = without_data(self.task, starts, devices, mode)
+            task = without_data(self.task, stages_of(self.task.model, starts), devices, mode)
             step = prepare(task)
             counter.follow(task.model)
             counter.seen.update((storage_key(tensor), tensor) for tensor in (*task.parameters(), *task.buffers()))

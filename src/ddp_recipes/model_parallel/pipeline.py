@@ -19,12 +19,12 @@ from ddp_recipes._compat.pytree import tree_leaves
 from ddp_recipes.devices import random_kept
 from ddp_recipes.errors import RecipeError, chain
 from ddp_recipes.model_parallel.cut import SAME_WAY, Crossing, Cut, Given
-from ddp_recipes.model_parallel.fake import without_data
 from ddp_recipes.model_parallel.layout import META, Layout, keep_own
 from ddp_recipes.model_parallel.micro_batches import micro_batches_of
 from ddp_recipes.model_parallel.placement import Conflict
 from ddp_recipes.runtime.seeding import key, restored, seed_step, seeded
 from ddp_recipes.tasks import StepOutput, Task
+from ddp_recipes.tasks.fake import without_data
 
 MAX_FORMS = 16  # of batches (shapes of tensors), for which buffers are kept
 
@@ -62,7 +62,7 @@ class Pipeline:
     ) -> None:
         self.task, self.layout, self.schedule, self.micro_batches = task, layout, schedule, micro_batches
         self.group, self.device = group, device
-        self.shapes = without_data(task, (), (META,), nullcontext())
+        self.shapes = without_data(task, {}, (META,), nullcontext())
         keep_own(task, layout, device)
         self._copied: list[tuple[nn.Module, nn.Module]] = []  # a module of the task, and the one that a stage runs
         alone = len(layout.mine) == 1
@@ -81,7 +81,7 @@ class Pipeline:
 
     def _with_only(self, stage: int) -> Task:
         """Return a copy of the task that has one stage of this process, the very same tensors, and no other."""
-        view = without_data(self.shapes, (), (META,), nullcontext())
+        view = without_data(self.shapes, {}, (META,), nullcontext())
         for (module, own), copied in zip(self.layout.stages_of(self.task).items(), view.modules(), strict=True):
             if own == stage:
                 share_tensors(module, copied)

@@ -2,11 +2,11 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from ddp_recipes.config.parallelism import Block, Stage
 from ddp_recipes.errors import RequestError, nearest
 from ddp_recipes.model_parallel.balance import balanced
 from ddp_recipes.model_parallel.dry_run import Costs, DryRun
@@ -22,36 +22,6 @@ from ddp_recipes.model_parallel.placement import (
     ties,
 )
 from ddp_recipes.tasks import Task
-
-
-@dataclass(frozen=True)
-class Block:
-    """A module that runs in one stage."""
-
-    name: str
-    time: float  # its fraction of a step
-    memory: int  # bytes of weights, gradients, one number of the optimizer's for each, and activations
-
-
-@dataclass(frozen=True)
-class Stage:
-    """What one device of a replica holds."""
-
-    blocks: tuple[Block, ...]
-    parameters: int  # how many numbers
-    time: float | None  # its fraction of a step; None where the dry run failed
-    memory: float | None
-
-    @property
-    def first(self) -> str:
-        """The name of the first block."""
-        return self.blocks[0].name
-
-    def __str__(self) -> str:
-        last = self.blocks[-1].name
-        blocks = self.first if self.first == last else f"{self.first} to {last}"
-        costs = "" if self.time is None else f", {self.time:.0%} of the time, {self.memory:.0%} of the memory"
-        return f"{blocks}: {self.parameters:,} parameters{costs}"
 
 
 def split_model(

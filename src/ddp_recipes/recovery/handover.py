@@ -15,7 +15,7 @@ from ddp_recipes.checkpointing.files import State
 from ddp_recipes.recovery.kept import pieces_of
 from ddp_recipes.recovery.memory import HEADER, Kept, least, write_state
 from ddp_recipes.recovery.points import Points
-from ddp_recipes.runtime.fast_paths import zero_grad
+from ddp_recipes.runtime.calls import CALLS
 from ddp_recipes.runtime.meeting import Meeting, Progress
 from ddp_recipes.strategies.collectives import pieces, unpack
 from ddp_recipes.training.state import Run, load_part, local_state, restore, saved_state
@@ -56,7 +56,7 @@ def rewind(run: Run, buffers: Buffers | None) -> None:
     if buffers is not None:
         buffers.put_back()
     for optimizer in run.optimizers:
-        zero_grad(optimizer)
+        CALLS.zero_grad(optimizer)
     run.task.train_sums = None
     run.task.leave_evaluation()
     run.module = run.task  # what the strategy made of it keeps its connections open

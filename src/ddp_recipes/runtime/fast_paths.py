@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from ddp_recipes._compat.autograd import run_backward
 from ddp_recipes._compat.optimizers import is_observed
+from ddp_recipes.runtime.calls import CALLS
 
 T = TypeVar("T")
 
@@ -29,6 +30,15 @@ def enable(on: bool) -> None:
     """Take the fast paths from now on in this process, or torch's own."""
     global _enabled
     _enabled = on
+    CALLS.backward, CALLS.zero_grad, CALLS.made_of = backward, zero_grad, uncompiled
+    CALLS.with_large_memory = freed_memory_given_back
+
+
+def set_up(on: bool, host: bool) -> None:
+    """Do what ``trainer.fast_paths`` says, and on the host keep memory that one step frees for the next."""
+    enable(on)
+    if host:
+        keep_freed_memory()
 
 
 def backward(loss: Tensor) -> None:

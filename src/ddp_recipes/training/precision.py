@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_recipes._compat.optimizers import note_step, ready_for_late_gradients
-from ddp_recipes.runtime.fast_paths import backward
+from ddp_recipes.runtime.calls import CALLS
 
 _WHOLE = {"bf16-true": torch.bfloat16, "64-true": torch.float64}
 
@@ -39,7 +39,7 @@ class Precision:
 
     def backward(self, loss: Tensor) -> None:
         """Run backward."""
-        backward(loss)
+        CALLS.backward(loss)
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Make gradients those of the unscaled loss, for clipping and for their norm."""
@@ -100,7 +100,7 @@ class Float16(BFloat16):
 
     def backward(self, loss: Tensor) -> None:
         """Run backward from the scaled loss."""
-        backward(self.scaler.scale(loss))
+        CALLS.backward(self.scaler.scale(loss))
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide gradients by the scale."""

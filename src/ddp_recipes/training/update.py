@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_recipes.data.loader import Batch
-from ddp_recipes.runtime.fast_paths import zero_grad
+from ddp_recipes.runtime.calls import CALLS
 from ddp_recipes.runtime.phases import ALL_REDUCE, phase
 from ddp_recipes.training.collectives import of_rows
 from ddp_recipes.training.metrics import mean_loss, train_metrics
@@ -33,7 +33,7 @@ def update(run: Run, batches: Iterator[Batch], measured: bool) -> Update:
             run.strategy.sum(torch.zeros(1, device=run.devices[0]))  # the last collective of the step
         run.strategy.exchanges.settle()
         run.precision.step(run.optimizer)
-        zero_grad(run.optimizer)
+        CALLS.zero_grad(run.optimizer)
     return Update(losses, samples, norm, lr, loss, metrics)
 
 

@@ -1,10 +1,22 @@
 """When the processes of a pipeline work, and on what."""
 
-from ddp_recipes.model_parallel.timeline import BACKWARD, FORWARD, Cell, bubble
-from ddp_recipes.reporting.figures import as_png
+from pathlib import Path
+
+from ddp_recipes.config.parallelism import StrategySettings
+from ddp_recipes.loggers import Logger
+from ddp_recipes.model_parallel.timeline import BACKWARD, FORWARD, Cell, bubble, cells_of
+from ddp_recipes.reporting.figures import as_png, leave_picture
 
 COLORS = {FORWARD: ("#7fa8d1", "#a9c4de", "#5b8bbd", "#c7d9ea"), BACKWARD: ("#c44e52", "#d98a8c", "#a83a3e", "#e6b3b4")}
 READABLE = 60  # units of time: in more, numbers of micro-batches cannot be read
+
+
+def leave_schedule(directory: Path, logger: Logger, settings: StrategySettings) -> None:
+    """Leave ``schedule.png``."""
+    pipeline = settings.pipeline
+    assert pipeline is not None
+    title = f"{pipeline.schedule}, {pipeline.micro_batches} micro-batches"
+    leave_picture(directory, logger, "schedule", lambda: draw_schedule(cells_of(pipeline), title))
 
 
 def draw_schedule(cells: list[list[Cell]], title: str) -> bytes:

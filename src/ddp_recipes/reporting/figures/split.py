@@ -1,13 +1,27 @@
 """A picture of a split: which block is on which device, and what of a step's time and memory is its own."""
 
+import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from ddp_recipes.model_parallel.split import Block, Stage
-from ddp_recipes.reporting.figures import as_png
+from ddp_recipes.config.parallelism import Block, Stage
+from ddp_recipes.loggers import Logger
+from ddp_recipes.reporting.figures import as_png, leave_picture
+
+log = logging.getLogger(__name__)
 
 ROWS = 48  # about as many blocks as can be read; neighbours share a row where there are more
 COLORS = ("#3b6ea8", "#c97b2f", "#4d8f57", "#9a5ba5")  # stages take them in turn
+
+
+def leave_split(directory: Path, logger: Logger, name: str, stages: Sequence[Stage]) -> None:
+    """Leave ``split.png``, or say why there is none."""
+    if stages[0].time is None:
+        log.info("There is no split.png: what blocks cost is known from trying the split out, which failed.")
+        return
+    caption = f"{name} over {len(stages)} devices: each replica's blocks and what they take"
+    leave_picture(directory, logger, "split", lambda: draw_split(stages, caption))
 
 
 def draw_split(stages: Sequence[Stage], caption: str) -> bytes:

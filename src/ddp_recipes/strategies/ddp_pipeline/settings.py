@@ -24,6 +24,7 @@ class DDPPipelineSettings(StrategySettings):
     name: ClassVar[str] = "ddp_pipeline"
     sends: ClassVar[bool] = True
     kind: ClassVar[Kind] = "staged"
+    pictures: ClassVar[tuple[str, ...]] = ("ddp_recipes.reporting.figures.schedule:leave_schedule",)
 
     stages: Annotated[int, Range(2)] = 2
     schedule: Literal["gpipe", "1f1b", "interleaved_1f1b"] = "1f1b"
@@ -84,6 +85,13 @@ class DDPPipelineSettings(StrategySettings):
             "strategy.stages",
             "strategy.micro_batches",
         )
+
+    def rows(self, note: str) -> list[tuple[str, str]]:
+        """Return the schedule, and how long processes wait in it."""
+        from ddp_recipes.model_parallel.timeline import bubble, cells_of
+
+        waiting = f"processes wait {bubble(cells_of(self.pipeline)):.0%} of the time at best"
+        return [("schedule", f"{self.schedule}, {self.micro_batches} micro-batches{note}; {waiting}")]
 
     def check_world_size(self, world_size: int) -> None:
         """Refuse a number of processes that makes no whole number of replicas; say which numbers do."""

@@ -9,9 +9,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from ddp_recipes.errors import RequestError
-from ddp_recipes.model_parallel.blocks import NEVER_CALLED, chosen, repeated
 from ddp_recipes.strategies.fsdp.dtypes import refuse_dtypes
 from ddp_recipes.tasks import Task
+from ddp_recipes.tasks.blocks import NEVER_CALLED, chosen, repeated
 
 _WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)  # use parameters of modules in them without calling those
 # They update each element by itself; others look at whole tensors, of which no rank has one.

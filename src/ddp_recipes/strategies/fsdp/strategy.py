@@ -16,7 +16,6 @@ from ddp_recipes._compat.fsdp import LEAVES, keep_assigned_data, leave, meet
 from ddp_recipes._compat.modules import gradient_hooks
 from ddp_recipes._compat.tensors import local
 from ddp_recipes.devices import beside_host, is_accelerator
-from ddp_recipes.model_parallel.blocks import on_copies
 from ddp_recipes.runtime.digest import digest
 from ddp_recipes.runtime.messages import Messages
 from ddp_recipes.runtime.rows import OwnRows, Source, rows_here
@@ -36,6 +35,7 @@ from ddp_recipes.strategies.fsdp.steps import gather_in_steps
 from ddp_recipes.strategies.fsdp.usage import Usage
 from ddp_recipes.strategies.group import Group
 from ddp_recipes.tasks import Task
+from ddp_recipes.tasks.blocks import on_copies
 
 
 class FSDP(Whole, Group):

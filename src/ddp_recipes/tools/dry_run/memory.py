@@ -19,12 +19,12 @@ from ddp_recipes._compat.dispatch import FakeTensorMode
 from ddp_recipes._compat.pytree import tree_leaves
 from ddp_recipes.devices import is_accelerator
 from ddp_recipes.errors import RequestError
-from ddp_recipes.model_parallel.fake import fake_batch, new_mode, without_data
-from ddp_recipes.model_parallel.placement import connect, disconnect
+from ddp_recipes.model_parallel.placement import connect, disconnect, stages_of
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies import Strategy
 from ddp_recipes.strategies.base import Exchange, in_place
 from ddp_recipes.tasks import Task
+from ddp_recipes.tasks.fake import fake_batch, new_mode, without_data
 from ddp_recipes.tools.dry_run.backward import backward, roots_of
 from ddp_recipes.tools.dry_run.ledger import Bytes, Ledger, Saved, bytes_of, storages
 from ddp_recipes.tools.dry_run.stand_ins import as_on, forward
@@ -262,7 +262,7 @@ class ReplicaStep(Step):
     ) -> None:
         self.whole, self.make_optimizer = whole, make_optimizer
         mode = new_mode()
-        copied = without_data(task, starts, devices, mode)
+        copied = without_data(task, stages_of(task.model, starts), devices, mode)
         disconnect(copied.model)
         connect(copied.model, starts, devices)
         with mode, torch.enable_grad():

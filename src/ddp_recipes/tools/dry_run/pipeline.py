@@ -9,13 +9,14 @@ from torch import Tensor
 
 from ddp_recipes._compat.dispatch import FakeTensorMode
 from ddp_recipes.config.parallelism import PipelineShape
-from ddp_recipes.model_parallel.fake import new_mode, without_data
 from ddp_recipes.model_parallel.layout import META, Layout
 from ddp_recipes.model_parallel.pipeline import joined
+from ddp_recipes.model_parallel.placement import stages_of
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import Exchange
 from ddp_recipes.strategies.buckets import in_buckets
 from ddp_recipes.tasks import Task
+from ddp_recipes.tasks.fake import new_mode, without_data
 from ddp_recipes.tools.dry_run.memory import Batches, DeviceMemory, Step
 from ddp_recipes.tools.dry_run.walk import WalkedPipeline
 
@@ -35,7 +36,7 @@ class Process(Step):
         replicas: int,
     ) -> None:
         places = [device if stage in layout.mine else META for stage in range(layout.stages)]
-        copied = without_data(task, layout.starts, places, mode)
+        copied = without_data(task, stages_of(task.model, layout.starts), places, mode)
         super().__init__(copied, [device], mode, Exchange(), make_optimizer, precision)
         self.replicas, self.reduced = replicas, 0
         with mode:

@@ -4,12 +4,13 @@ import ctypes
 import logging
 import os
 import socket
-import stat
 import struct
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from ddp_recipes.runtime.sockets import listens, sockets
 
 log = logging.getLogger(__name__)
 
@@ -27,48 +28,20 @@ def closed_after() -> Iterator[set[int]]:
     run, by a connection that is closed, and takes no part in it.
     """
     strangers = set[int]()
-    before = {door.getsockname() for door in _sockets() if _listens(door)}
+    before = {door.getsockname() for door in sockets() if listens(door)}
     yield strangers
     ports = set()
-    for door in _sockets():
-        if _listens(door) and (name := door.getsockname()) not in before:
+    for door in sockets():
+        if listens(door) and (name := door.getsockname()) not in before:
             _drop_all(door)
             ports.add(name[1])
-    for connection in _sockets():
+    for connection in sockets():
         if connection.getsockname()[1] in ports and (user := _user_behind(connection)) not in (None, os.geteuid()):
             strangers.add(user)
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
     for user in strangers:
         log.warning("User %d of this machine connected to this rank while ranks met, and was disconnected.", user)
-
-
-def connections() -> set[int]:
-    """Return the inodes of this process's TCP sockets."""
-    return {os.fstat(each.fileno()).st_ino for each in _sockets()}
-
-
-def disconnect(inodes: set[int]) -> None:
-    """End connections at once; closing would not, where a data worker, a fork, holds them as well."""
-    for each in _sockets():
-        if os.fstat(each.fileno()).st_ino in inodes and not _listens(each):
-            with suppress(OSError):  # the other end has hung up
-                each.shutdown(socket.SHUT_RDWR)
-
-
-def _sockets() -> Iterator[socket.socket]:
-    """Yield this process's TCP sockets, each as a copy that is open until the next one."""
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):
-            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
-                continue
-            with socket.socket(fileno=os.dup(int(name))) as copy:
-                if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM:
-                    yield copy
-
-
-def _listens(one: socket.socket) -> bool:
-    return bool(one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
 def _drop_all(door: socket.socket) -> None:

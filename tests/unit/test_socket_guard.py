@@ -4,7 +4,7 @@ import os
 import socket
 from pathlib import Path
 
-from ddp_recipes.runtime.doors import closed_after
+from ddp_recipes.runtime.socket_guard import closed_after
 
 
 def listening() -> socket.socket:

@@ -1,17 +1,18 @@
-"""Tensors with shapes and devices but no data, of tasks and batches."""
+"""Tensors with shapes and devices but no data, of tasks and batches; and what a step on them shows."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ddp_recipes._compat.dispatch import FakeTensorMode
 from ddp_recipes._compat.pytree import tree_map_only
-from ddp_recipes.model_parallel.placement import stages_of
-from ddp_recipes.tasks import Task
+from ddp_recipes.devices import HOST
+from ddp_recipes.tasks.task import Task
 
 
 def new_mode() -> FakeTensorMode:
@@ -33,13 +34,14 @@ def fake_batch(sample: Any, size: int, device: torch.device) -> Any:
 
 
 def without_data(
-    task: Task, starts: Sequence[str], devices: Sequence[torch.device], mode: AbstractContextManager[Any]
+    task: Task, stages: Mapping[nn.Module, int], devices: Sequence[torch.device], mode: AbstractContextManager[Any]
 ) -> Task:
     """Return a copy of the task whose parameters and buffers are in their places, but have no data.
 
-    ``mode`` makes fake tensors of new ones; where all devices are ``meta`` none is needed.
+    Args:
+        stages: for each module the number of its device; of those that are not in it the last one.
+        mode: makes fake tensors of new ones; where all devices are ``meta`` none is needed.
     """
-    stages = stages_of(task.model, starts)
     memo: dict[int, Any] = {}
     with mode:
         for module in task.modules():
@@ -50,3 +52,24 @@ def without_data(
                 is_parameter = isinstance(tensor, nn.Parameter)
                 memo[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
     return copy.deepcopy(task, memo)
+
+
+def count_flops(task: Task, sample: Any, size: int) -> int:
+    """Return the operations of the forward and the backward pass of a training step, on a copy of the task.
+
+    They are the model's: what is computed again for want of memory is not counted, and attention as if nothing in it
+    was masked.
+
+    Args:
+        sample: a batch of one, of which the copy gets ``size``.
+
+    Raises:
+        Exception: of any kind, where the step needs values.
+    """
+    from torch.utils.flop_counter import FlopCounterMode  # with it comes Triton, which takes its time
+
+    mode, host = new_mode(), torch.device(HOST)
+    copied = without_data(task, {}, [host], mode)
+    with mode, torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        copied.training_step(fake_batch(sample, size, host)).loss.backward()  # type: ignore[no-untyped-call]
+    return int(counter.get_total_flops())

@@ -1,0 +1,50 @@
+"""The extras that commands and keys of any run lead to, by dotted path: each is imported where it is asked for."""
+
+from importlib import import_module
+from typing import Any
+
+from ddp_recipes.errors import RequestError
+
+# Commands by the first argument of ddp-recipes; they take the others.
+BEFORE_CONFIG = {
+    "init": "ddp_recipes.project:init",
+    "report": "ddp_recipes.tools.report:report",
+}
+_HOMES = BEFORE_CONFIG | {  # by what is to be done in place of training, or by the key
+    "plan": "ddp_recipes.tools.dry_run:plan",
+    "equivalence": "ddp_recipes.tools.equivalence:equivalence",
+    "lr": "ddp_recipes.tools.learning_rate:tune",
+    "batch_size": "ddp_recipes.tools.batch_size:tune",
+    "predict": "ddp_recipes.tools.predict:predict",
+    "model.num_devices": "ddp_recipes.build.splitting:split",
+    "model.micro_batches": "ddp_recipes.model_parallel:in_micro_batches",
+    "trainer.fast_paths": "ddp_recipes.runtime.fast_paths:set_up",
+    "socket guard": "ddp_recipes.runtime.socket_guard:closed_after",
+}
+
+
+def extra(name: str) -> Any:
+    """Return the function that an extra has for this.
+
+    Raises:
+        RequestError: the extra is not installed.
+    """
+    if (found := extra_or(name, None)) is None:
+        raise RequestError(f"{name} needs {_HOMES[name].partition(':')[0]}, which is not there. Leave it out.")
+    return found
+
+
+def extra_or(name: str, default: Any) -> Any:
+    """Return the function that an extra has for this; ``default`` where the extra is not installed."""
+    try:
+        return by_path(_HOMES[name])
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{_HOMES[name].partition(':')[0]}.".startswith(f"{error.name}."):
+            raise  # of something that the extra imports
+        return default
+
+
+def by_path(path: str) -> Any:
+    """Return what ``module:name`` stands for."""
+    module, _, name = path.partition(":")
+    return getattr(import_module(module), name)
