@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import ddp_recipes
-from ddp_recipes.callbacks import EarlyStopping
 from ddp_recipes.config.monitor import better
 from ddp_recipes.errors import RequestError
 from ddp_recipes.tasks import Accuracy, Task
@@ -61,6 +60,8 @@ def test_best_checkpoint_is_the_one_with_the_highest_accuracy(tmp_path: Path) ->
 
 
 def test_unknown_direction_is_refused_and_may_be_given() -> None:
+    from ddp_recipes.callbacks.early_stopping import EarlyStopping
+
     refused = r"checkpoint\.mode=auto, and the name train/grad_norm does not tell .* Set checkpoint\.mode=min or max\."
     with pytest.raises(RequestError, match=refused):
         run_recipe([*QUICK, "checkpoint.monitor=train/grad_norm"])

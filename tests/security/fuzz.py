@@ -31,7 +31,6 @@ from ddp_recipes.checkpointing.weights import matching
 from ddp_recipes.config.request import Request
 from ddp_recipes.errors import RequestError
 from ddp_recipes.launchers.reports import RankReport
-from ddp_recipes.launchers.slurm.task import Attempt, read_reports, write_report
 from ddp_recipes.reporting.run_directory import read_summary
 from ddp_recipes.reporting.sweep import finished_before, report
 from ddp_recipes.testing import make_job
@@ -242,6 +241,8 @@ class Fuzz:
 
     def a_report(self) -> str:
         """Read a changed report of a rank, as text and as a file."""
+        from ddp_recipes.launchers.slurm.task import Attempt, read_reports, write_report
+
         attempt, folder = Attempt("1", 0), self.folder / "slurm"
         write_report(folder, attempt, RankReport.of_error(0, ValueError("no")))
         path = folder / "rank_0.json"

@@ -15,7 +15,7 @@ from tensorboard.plugins.hparams import plugin_data_pb2
 from torch import Tensor, nn
 
 from ddp_recipes.build.instantiate import make
-from ddp_recipes.loggers import CSVLogger, Logger, Loggers, TensorBoardLogger, WandbLogger
+from ddp_recipes.loggers import CSVLogger, Logger, Loggers, TensorBoardLogger
 from helpers.marks import needs
 from helpers.trackers import QUIET, wandb_exit_code, wandb_points, wandb_records, wandb_rows
 
@@ -297,6 +297,8 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("quiet")
 @needs("wandb")
 def test_wandb_goes_on_from_an_older_checkpoint(tmp_path: Path) -> None:
+    from ddp_recipes.loggers.wandb import WandbLogger
+
     for purge_step, last in ((None, 6), (4, 5)):
         logger = WandbLogger(tmp_path / "wandb", purge_step, mode="offline", project="ours", tags=["a"])
         for step in range(purge_step or 1, last + 1):
@@ -320,6 +322,8 @@ def test_wandb_goes_on_from_an_older_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("quiet")
 @needs("wandb")
 def test_wandb_records_of_one_second_replace_each_other(tmp_path: Path) -> None:
+    from ddp_recipes.loggers.wandb import WandbLogger
+
     for purge_step in (None, 2, 3):
         logger = WandbLogger(tmp_path / "wandb", purge_step, mode="offline", project="ours")
         logger.scalars({"loss": 0.5}, purge_step or 1)
