@@ -28,7 +28,9 @@ TIMEOUT_S = 1800
 NOTHING = "(nothing)"
 # An editable install has its own folder on the path, in which mypy and namespace packages find what is taken away.
 SITE = """\
-import os, sys
+import os
+import sys
+
 here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 others = [path for path in sys.path if os.path.isdir(os.path.join(path, "ddp_recipes")) and not path.startswith(here)]
 sys.path[:] = [path for path in sys.path if path not in others]
