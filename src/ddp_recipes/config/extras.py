@@ -7,7 +7,9 @@ from ddp_recipes.errors import RequestError
 
 # Commands by the first argument of ddp-recipes; they take the others.
 BEFORE_CONFIG = {
+    "index": "ddp_recipes.streams.commands:index",
     "init": "ddp_recipes.project:init",
+    "pack": "ddp_recipes.streams.commands:pack",
     "report": "ddp_recipes.tools.report:report",
 }
 _HOMES = BEFORE_CONFIG | {  # by what is to be done in place of training, or by the key
