@@ -22,7 +22,7 @@ class Extras(Contract):
         wrong = [text for key, text in found.items() if key not in still()]
         # Where a module itself is away, as `make separable` has it, its exceptions are no matter.
         idle = [key for key in still() - found.keys() if {key[0]} <= graph.modules and there(graph, key[1])]
-        wrong += [f"{module} no longer imports {extra}: take it out of [still]" for module, extra in idle]
+        wrong += [f"{module} no longer imports {extra}: take it out of the table `still`" for module, extra in idle]
         return ContractCheck(kept=not wrong, metadata={"wrong": sorted(wrong)})
 
     def render_broken_contract(self, check: ContractCheck) -> None:
