@@ -44,7 +44,8 @@ class Stream(Dataset[Any]):
         val_path: of another set, all of which is ``val``; all of ``path`` is ``train`` then.
         inputs: the column that the model takes, or several of numbers; ``None``: a sample is the row, a dict.
         targets: likewise of what it is to give; ``None``: a sample is the inputs alone.
-        transform: of the inputs, one or several; of images it takes uint8 ``[3, h, w]``.
+        transform: of the inputs, one or several; an image comes as one of PIL's, in RGB. Without one it is uint8
+            ``[3, h, w]``.
         image_size: without a transform images are resized, cropped to this and normalised as ImageNet's are.
         window: rows that are permuted among each other.
         interleave: parts of the set that are read side by side.

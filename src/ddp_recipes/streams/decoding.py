@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from ddp_recipes.datasets.transforms import ScaleAndNormalize
+from ddp_recipes.datasets.images import imagenet_transform
 from ddp_recipes.errors import RequestError, nearest
 from ddp_recipes.streams.formats import BadRow, Row
 
@@ -31,7 +30,7 @@ class Decoder:
             raise RequestError("data.inputs=null makes a sample of the whole row, without targets and transform.")
         self.inputs, self.targets = _names(inputs), _names(targets)
         self.transform = transform
-        self.of_images = _imagenet(image_size) if image_size is not None and transform is None else None
+        self.of_images = _tensors if image_size is None else imagenet_transform(image_size)
         both = [*_listed(self.inputs), *_listed(self.targets)]
         self.columns = None if inputs is None else both
 
@@ -55,13 +54,13 @@ class Decoder:
             BadRow: a column is missing, or is not what it should be.
         """
         if self.inputs is None:
-            return {name: _value(name, value) for name, value in row.items()}
+            return {name: _tensors(_value(name, value)) for name, value in row.items()}
         inputs = self._of(row, self.inputs)
-        if self.of_images is not None and isinstance(inputs, Tensor) and inputs.dim() == 3:
-            inputs = self.of_images(inputs)
-        elif self.transform is not None:
+        if self.transform is not None:
             inputs = self.transform(inputs)
-        return inputs if self.targets is None else (inputs, self._of(row, self.targets))
+        elif hasattr(inputs, "convert"):  # an image of PIL's
+            inputs = self.of_images(inputs)
+        return inputs if self.targets is None else (inputs, _tensors(self._of(row, self.targets)))
 
     def _of(self, row: Row, names: str | tuple[str, ...]) -> Any:
         if isinstance(names, str):
@@ -89,7 +88,7 @@ def _found(row: Row, name: str) -> Any:
 
 
 def _value(name: str, value: Any) -> Any:
-    """Return what a column holds as a model takes it: images uint8 [3, h, w], lists of numbers as tensors."""
+    """Return what a column holds as a model takes it: images of PIL's, lists of numbers as tensors."""
     if isinstance(value, Mapping) and isinstance(value.get("bytes"), bytes):  # an image of Hugging Face's datasets
         value = value["bytes"]
     if isinstance(value, bytes):
@@ -119,34 +118,20 @@ def _of_bytes(name: str, value: bytes) -> Any:
             return value.decode()
         if suffix in ("npy", "npz"):
             return torch.from_numpy(np.load(io.BytesIO(value)))
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, OSError) as error:
         raise BadRow(f"its '{name}' cannot be decoded: {error}") from error
     if suffix in ("jpg", "jpeg", "png", "webp", "gif"):
         raise BadRow(f"its '{name}' is no image: it begins with {value[:8]!r}")
     return value
 
 
-def _image(content: bytes) -> Tensor:
-    from torchvision.io import ImageReadMode, decode_image
+def _image(content: bytes) -> Any:
+    from PIL import Image
 
-    data = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-    image: Tensor = decode_image(data, mode=ImageReadMode.RGB)
-    return image
+    with Image.open(io.BytesIO(content)) as image:
+        return image.convert("RGB")
 
 
-def _imagenet(size: int) -> Callable[[Tensor], Tensor]:
-    """Return the steps of ``ddp_recipes.datasets.images.imagenet_transform`` for images that are tensors."""
-    from torchvision.transforms import CenterCrop, Resize
-
-    steps = (
-        Resize(round(size * 256 / 224), antialias=True),
-        CenterCrop(size),
-        ScaleAndNormalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]),
-    )
-
-    def transform(image: Tensor) -> Tensor:
-        for step in steps:
-            image = step(image)
-        return image
-
-    return transform
+def _tensors(value: Any) -> Any:
+    """Return an image as uint8 ``[3, h, w]``, and anything else as it is."""
+    return torch.from_numpy(np.array(value)).permute(2, 0, 1).contiguous() if hasattr(value, "convert") else value

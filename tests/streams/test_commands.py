@@ -1,0 +1,108 @@
+"""``ddp-recipes pack`` and ``ddp-recipes index``."""
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from ddp_recipes.datasets import digits, image_folder
+from ddp_recipes.errors import RequestError
+from ddp_recipes.streams import Stream
+from ddp_recipes.streams.commands import index, pack
+from helpers.patience import patience
+
+pytest.importorskip("pyarrow")
+
+DIGITS = "ddp_recipes.datasets.digits"
+
+
+def test_a_data_set_comes_back_as_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pack([DIGITS, str(tmp_path / "set"), "split=val", "--shard-mb=0.02", "--workers=1"])
+    assert f"{tmp_path / 'set'}: 360 rows in 5 shard(s)" in capsys.readouterr().out
+    stream, expected = Stream(str(tmp_path / "set"), inputs="inputs", targets="targets"), digits("val")
+    assert len(stream) == len(expected)
+    for (inputs, target), number in zip((stream[number] for number in range(360)), range(360), strict=True):
+        assert torch.equal(inputs, expected[number][0])
+        assert inputs.dtype == expected[number][0].dtype
+        assert target == expected[number][1]
+
+
+def test_an_interrupted_pack_goes_on(tmp_path: Path) -> None:
+    arguments = [DIGITS, str(tmp_path / "set"), "split=val", "--shard-mb=0.02", "--workers=1", "--shuffle=3"]
+    pack([*arguments[:1], str(tmp_path / "whole"), *arguments[2:]])
+    whole = {file.name: file.read_bytes() for file in (tmp_path / "whole").glob("*.parquet")}
+    pack(arguments)
+    plan = (
+        f'{{"source": "{DIGITS}", "arguments": ["split=val"], "seed": 3, "samples": 360, "bytes_a_shard": 20000, '
+        f'"cuts": [0, 76, 152, 228, 304, 360]}}'
+    )
+    folder = tmp_path / "set"
+    (folder / "index.json").unlink()
+    (folder / "pack.json").write_text(plan)  # as a process leaves it that was killed
+    (folder / "part-000003.parquet").unlink()
+    kept = (folder / "part-000001.parquet").stat().st_mtime_ns
+    with pytest.raises(RequestError, match="holds a part of another pack"):
+        pack([*arguments[:-1], "--shuffle=4"])
+    pack(arguments)
+    assert {file.name: file.read_bytes() for file in folder.glob("*.parquet")} == whole
+    assert (folder / "part-000001.parquet").stat().st_mtime_ns == kept
+    assert not (folder / "pack.json").exists()
+    with pytest.raises(RequestError, match=r"is not empty. It is packed already. Give a new folder"):
+        pack(arguments)
+
+
+def test_images_are_packed_as_they_are(tmp_path: Path) -> None:
+    for number in range(6):
+        folder = tmp_path / "images" / ("bee" if number % 2 else "ant")
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (20, 10), (40 * number, 0, 9)).save(folder / f"{number}.png")
+    pack([str(tmp_path / "images"), str(tmp_path / "set"), "--workers=1"])
+    stream = Stream(str(tmp_path / "set"), inputs="png", targets="cls")
+    assert stream.index.more == {"classes": ["ant", "bee"]}
+    found = [stream[number] for number in range(6)]
+    assert [target for _, target in found] == [0, 0, 0, 1, 1, 1]
+    assert [image[:, 0, 0].tolist() for image, _ in found] == [[40 * n, 0, 9] for n in (0, 2, 4, 1, 3, 5)]
+    assert found[0][0].shape == (3, 10, 20)
+    resized = Stream(str(tmp_path / "set"), inputs="png", targets="cls", image_size=8)
+    (tmp_path / "images").rename(tmp_path / "train")
+    expected = image_folder(tmp_path, image_size=8)
+    assert all(torch.equal(resized[number][0], expected[number][0]) for number in range(6)), (
+        "as data=image_folder has them"
+    )
+
+
+def test_index_says_how_windows_shuffle(shards: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+    folder = shards(".jsonl")
+    index([str(folder), "--workers=1", "--batch=8"])
+    output = capsys.readouterr().out
+    assert f"{folder}: 61 rows in 4 shard(s)" in output
+    assert "A full shuffle: displacement 1, correlation 0, variance of batches of 8 1." in output
+    assert Stream(str(folder)).index.shards[2].sha256 is not None
+
+
+def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
+    for arguments, message in (
+        (["nowhere.at_all", str(tmp_path / "x")], "nowhere.at_all is no path, and no dotted name"),
+        (["ddp_recipes.datasets.balanced", str(tmp_path / "x"), "dataset=3"], "has no targets"),
+        ([str(tmp_path), str(tmp_path / "x")], "has no images in folders of classes"),
+        ([DIGITS], "the following arguments are required: dest"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            pack(arguments)
+    with pytest.raises(RequestError, match="there is no folder"):
+        index([str(tmp_path / "nowhere")])
+
+
+@pytest.mark.slow
+def test_commands_work_in_parallel(python: str, shards: Callable[..., Path], tmp_path: Path) -> None:
+    def ran(*arguments: str) -> str:
+        command = [python, "-m", "ddp_recipes", *arguments, "--workers=2"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=patience(120))
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert "1,797 rows in 5 shard(s)" in ran("pack", DIGITS, "digits", "split=all", "--shard-mb=0.1")
+    assert "61 rows in 4 shard(s)" in ran("index", str(shards(".tar")))

@@ -1,0 +1,211 @@
+"""Shards in stores: fetched once, verified, fetched again after faults, and errors by name."""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddp_recipes.reporting.run_directory import Summary
+from ddp_recipes.streams import Stream
+from ddp_recipes.streams.cache import Cache
+from ddp_recipes.streams.formats import BadShard
+from ddp_recipes.streams.index import make
+from helpers.checkpoints import mounted
+from helpers.shards import ROWS
+
+pytest.importorskip("pyarrow")
+pytest.importorskip("aiohttp")
+
+Run = Callable[..., Summary]
+
+
+class Store(ThreadingHTTPServer):
+    """Serves a folder on loopback; the next answers for a file may be faults: ``faults[name] = ["500", "cut", …]``."""
+
+    daemon_threads = True
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(("127.0.0.1", 0), partial(Answer, directory=str(folder)))
+        self.faults: dict[str, list[str]] = {}
+        self.asked: Counter[str] = Counter()
+        self.over = threading.Event()
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class Answer(SimpleHTTPRequestHandler):
+    """An answer, or a fault."""
+
+    server: Store
+
+    def do_GET(self) -> None:
+        name = self.path.rpartition("/")[2]
+        self.server.asked[name] += 1
+        planned = self.server.faults.get(name, [])
+        fault = planned.pop(0) if len(planned) > 1 or (planned and not planned[0].startswith("always ")) else None
+        fault = planned[0].removeprefix("always ") if fault is None and planned else fault
+        if fault is None:
+            super().do_GET()
+        elif fault == "hangs":
+            self.server.over.wait(60)
+        elif fault == "500":
+            self.send_error(500)
+        else:
+            content = (Path(self.directory) / name).read_bytes()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content[: len(content) // 2])
+            if fault == "stalls":
+                self.wfile.flush()
+                self.server.over.wait(60)
+        self.close_connection = True
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def store(shards: Callable[..., Path]) -> Iterator[Store]:
+    """A store of indexed shards."""
+    folder = shards(".parquet")
+    make(str(folder), Cache(folder / ".cache"), 1, lambda done, total: None)
+    with Store(folder) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        yield server
+        server.over.set()
+        server.shutdown()
+        thread.join()
+
+
+def stream_of(store: Store, folder: Path, **more: Any) -> Stream:
+    cache = {"folder": str(folder), "ahead": 0, "retries": 1, "timeout_s": 20.0, **more}
+    return Stream(store.address, inputs="a", cache=cache)
+
+
+def test_shards_are_fetched_once_and_are_those_of_the_store(store: Store, tmp_path: Path) -> None:
+    for _ in range(2):
+        stream = stream_of(store, tmp_path / "cache")
+        assert [stream[number] for number in range(61)] == [row["a"] for row in ROWS]
+    assert [store.asked[f"part-{number}.parquet"] for number in range(4)] == [1, 1, 1, 1]
+    assert not [*tmp_path.glob("cache/*/*.part")]
+
+
+def test_processes_that_need_a_shard_fetch_it_once(store: Store, tmp_path: Path) -> None:
+    stream = stream_of(store, tmp_path / "cache")
+    with ThreadPoolExecutor(4) as pool:
+        files = [*pool.map(stream.file_of, [2] * 8)]
+    assert len({*files}) == 1
+    assert store.asked["part-2.parquet"] == 1
+    context = get_context("fork")
+    workers = [context.Process(target=stream.file_of, args=(3,)) for _ in range(3)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(60)
+    assert [worker.exitcode for worker in workers] == [0, 0, 0]
+    assert store.asked["part-3.parquet"] == 1
+
+
+def test_faults_that_pass_are_survived(store: Store, tmp_path: Path) -> None:
+    store.faults = {"index.json": ["500"], "part-0.parquet": ["500"], "part-1.parquet": ["cut"]}
+    store.faults |= {"part-2.parquet": ["stalls"], "part-3.parquet": ["hangs"]}
+    stream = stream_of(store, tmp_path / "cache", timeout_s=0.5)
+    assert [stream[number] for number in range(61)] == [row["a"] for row in ROWS]
+    assert {store.asked[f"part-{number}.parquet"] for number in range(4)} == {2}
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    {
+        "500": "ClientResponseError: 500.*2 tries, data.cache.retries=1",
+        "cut": "part-2.parquet cannot be read: ",
+        "hangs": r"TimeoutError: the store brought nothing for data.cache.timeout_s=0.5 seconds \(2 tries",
+    }.items(),
+    ids=["500", "cut", "hangs"],
+)
+def test_faults_that_stay_name_the_shard(fault: str, message: str, store: Store, tmp_path: Path) -> None:
+    store.faults["part-2.parquet"] = [f"always {fault}"]
+    stream = stream_of(store, tmp_path / "cache", timeout_s=0.5)
+    assert stream[0] == 0
+    with pytest.raises(RuntimeError, match=message) as raised:
+        stream[30]
+    assert "part-2.parquet" in str(raised.value)
+    assert store.asked["part-2.parquet"] == 2
+    assert not [*tmp_path.glob("cache/*/*.part")]
+
+
+def test_a_shard_that_is_missing_or_another_one_is_named(
+    store: Store, shards: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / "set.parquet"
+    stream = stream_of(store, tmp_path / "cache", retries=0)
+    content = (folder / "part-2.parquet").read_bytes()
+    (folder / "part-2.parquet").write_bytes(content[:-1] + b"x")
+    with pytest.raises(RuntimeError, match=r"part-2.parquet cannot be read: it has changed since it was indexed"):
+        stream[30]
+    (folder / "part-2.parquet").write_bytes(content[:-9])
+    with pytest.raises(RuntimeError, match=r"part-2.parquet cannot be read: it is cut short: it came with"):
+        stream[30]
+    (folder / "part-2.parquet").unlink()
+    with pytest.raises(RuntimeError, match=r"part-2.parquet cannot be read: it is missing"):
+        stream[30]
+    (folder / "part-2.parquet").write_bytes(content)
+    assert stream[30] == 30
+
+
+def test_what_dead_processes_left_is_removed_and_the_cache_keeps_its_limit(store: Store, tmp_path: Path) -> None:
+    stream = stream_of(store, tmp_path / "cache")
+    kept = stream.file_of(0)
+    left = kept.with_name("part-0.parquet.99999.part")
+    left.write_bytes(b"half")
+    stream_of(store, tmp_path / "cache")
+    assert (left.exists(), kept.exists()) == (False, True)
+    small = stream_of(store, tmp_path / "cache", limit_gb=kept.stat().st_size * 2.2 / 1e9)
+    assert [small[number] for number in range(61)] == [row["a"] for row in ROWS]
+    there = sorted(file.name for file in (tmp_path / "cache").glob("*/*.parquet"))
+    assert there == ["part-2.parquet", "part-3.parquet"], "those used longest ago are removed"
+
+
+def test_shards_are_fetched_ahead_in_the_order_of_the_epoch(store: Store, tmp_path: Path) -> None:
+    stream = stream_of(store, tmp_path / "cache", ahead=2)
+    order = stream.sample_order(3, True)
+    assert order is not None
+    stream.set_epoch(1)
+    turn = order.shards(1).tolist()  # type: ignore[attr-defined]
+    first = sum(stream.index.rows[: turn[0]])
+    assert stream[first] == first
+    deadline = time.monotonic() + 60
+    while len([*tmp_path.glob("cache/*/*.parquet")]) < 3 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    there = {int(file.stem[-1]) for file in tmp_path.glob("cache/*/*.parquet")}
+    assert there == {*turn[:3]}
+
+
+@pytest.mark.slow
+def test_a_run_on_a_store_has_the_weights_of_one_on_disk(run: Run, store: Store, tmp_path: Path) -> None:
+    own = ("strategy=ddp_exact", "data.global_batch_size=12")
+    expected = run(tmp_path / "set.parquet", *own)["weights_sha256"]
+    assert run(store.address, *own, world_size=2)["weights_sha256"] == expected
+    assert {store.asked[f"part-{number}.parquet"] for number in range(4)} == {1}, "once for both ranks"
+
+
+@pytest.mark.slow
+def test_a_full_cache_disk_is_said(store: Store, tmp_path: Path) -> None:
+    """A folder of so small a file system that a shard does not fit, where one may be mounted."""
+    with mounted(tmp_path / "small", "4k") as folder:
+        (tmp_path / "set.parquet" / "large.txt").write_bytes(bytes(99_999))
+        with pytest.raises(BadShard, match=r"there is no space left for it in data.cache.folder=.*small. Give"):
+            Cache(folder, retries=0).stored(f"{store.address}/large.txt", None)
+        assert not [*folder.glob("*/*.part")]
