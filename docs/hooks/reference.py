@@ -42,6 +42,7 @@ GROUPS = (
     *("trainer", "strategy", "launcher", "checkpoint", "data", "model", "task", "optimizer", "scheduler"),
     *("logger", "callbacks", "experiment", "debug"),
 )
+SPLITS = ("train", "val", "test", "predict")
 ARGUMENT = re.compile(r" +(\w+): (.*)")
 ROLE = re.compile(r":\w+:`~?([^`]*)`")
 PACKAGES = {
@@ -314,7 +315,7 @@ def options(group: str) -> list[Path]:
 def keys_page() -> str:
     """Return the page of all keys."""
     parts = [
-        "# Config keys\n",
+        "---\nsearch:\n  boost: 4\n---\n\n# Config keys\n",
         "Made from `conf/**.yaml` and the classes that check or take the keys. A key's default is that of its yaml; "
         "what a data choice or an experiment sets otherwise stands there.\n",
         "## Without a group\n",
@@ -341,7 +342,8 @@ def keys_page() -> str:
 def _own_data_keys(group: str, path: Path) -> list[Key]:
     """Return what a data set has besides, or sets otherwise than, every data set; not what it hands to its splits."""
     own = {entry.path[0] for entry in entries(path)}
-    return [key for key in option_keys(group, path) if key.name.split(".")[1] in own and key.name.count(".") == 1]
+    rows = [(key, key.name.split(".")[1:]) for key in option_keys(group, path)]
+    return [key for key, at in rows if at[0] in own and (len(at) == 1 or at[0] not in SPLITS)]
 
 
 def _own_launcher_keys(group: str, path: Path) -> list[Key]:

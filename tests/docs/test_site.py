@@ -1,6 +1,7 @@
 """The site: its shelves hold every page, its reference every key, and it builds strictly."""
 
 import dataclasses
+import json
 import re
 import runpy
 import subprocess
@@ -79,6 +80,16 @@ def test_reference_has_every_field_of_the_settings(reference: dict[str, Any]) ->
             values = yaml.safe_load(path.read_text(encoding="utf-8"))
             settings = reference["settings_of"](group, values)
             assert [f.name for f in dataclasses.fields(settings) if f"`{group}.{f.name}`" not in page] == []
+
+
+@pytest.mark.slow
+@pytest.mark.spawn
+def test_every_key_of_a_summary_is_on_its_page(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "ddp_recipes", "strategy=single", "trainer.max_steps=1", "hydra.run.dir=run"]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=patience(60))
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text(encoding="utf-8"))
+    page = (ROOT / "docs" / "run-directory.md").read_text(encoding="utf-8").partition("\n## summary.json\n")[2]
+    assert [key for key in summary if f"`{key}`" not in page] == []
 
 
 @pytest.mark.slow
