@@ -82,6 +82,11 @@ def test_a_full_shuffle_and_none_have_the_numbers_that_they_should() -> None:
     assert none.batch_variance == pytest.approx(256, rel=0.05), "a batch tells as much as one row"
 
 
+@pytest.mark.parametrize(("rows", "batch"), [((1,), 8), ((2,), 1), ((3, 4), 8), ((9,), 9)])
+def test_sets_smaller_than_a_batch_have_numbers_too(rows: tuple[int, ...], batch: int) -> None:
+    assert np.isfinite(quality(Windowed(rows, 1, 4), batch)).all()
+
+
 def test_wider_windows_and_more_lanes_shuffle_better() -> None:
     def of(window: int, interleave: int) -> float:
         return quality(Windowed((1000,) * 100, 7, window, interleave), 256).batch_variance

@@ -16,6 +16,7 @@ import pytest
 from ddp_recipes.reporting.run_directory import Summary
 from ddp_recipes.streams import Stream
 from ddp_recipes.streams.cache import Cache
+from ddp_recipes.streams.commands import index
 from ddp_recipes.streams.formats import BadShard
 from ddp_recipes.streams.index import make
 from helpers.checkpoints import mounted
@@ -209,3 +210,32 @@ def test_a_full_cache_disk_is_said(store: Store, tmp_path: Path) -> None:
         with pytest.raises(BadShard, match=r"there is no space left for it in data.cache.folder=.*small. Give"):
             Cache(folder, retries=0).stored(f"{store.address}/large.txt", None)
         assert not [*folder.glob("*/*.part")]
+
+
+@pytest.mark.nightly
+def test_a_set_in_s3_is_that_on_disk(
+    tmp_path: Path, shards: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("s3fs")
+    server = pytest.importorskip("moto.server").ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "of_nobody")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    server.start()
+    try:
+        host, port = server.get_host_and_port()
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+        store = pytest.importorskip("fsspec").filesystem("s3")
+        store.mkdir("bucket")
+        store.put(str(shards(".parquet")), "bucket/set", recursive=True)
+        index(["s3://bucket/set", "--workers=1", f"--cache={tmp_path / 'cache'}"])
+        stream = Stream("s3://bucket/set", inputs="a", cache={"folder": str(tmp_path / "cache")})
+        assert [stream[number] for number in range(61)] == [row["a"] for row in ROWS]
+        assert all(shard.sha256 for shard in stream.index.shards)
+        store.rm("bucket/set/part-2.parquet")
+        gone = Stream("s3://bucket/set", inputs="a", cache={"folder": str(tmp_path / "other"), "retries": 0})
+        assert gone[0] == 0
+        with pytest.raises(RuntimeError, match=r"set/part-2.parquet cannot be read: it is missing"):
+            gone[30]
+    finally:
+        server.stop()

@@ -129,7 +129,10 @@ def quality(order: Order, batch: int, epochs: Sequence[int] = (0, 1, 2, 3)) -> Q
     Args:
         batch: samples of a global batch.
     """
-    total, size = len(order), max(2, batch)
+    total = len(order)
+    if total < 2:
+        return Quality(1.0, 0.0, 1.0)  # there is one order
+    size = min(max(2, batch), total)
     length = min(total, max(_CHUNK, 8 * size))
     displaced, pairs, means = [], [], []
     for epoch in epochs:
