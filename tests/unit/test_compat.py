@@ -147,7 +147,7 @@ def test_a_numbered_pass_recomputes_a_checkpoint_once() -> None:
 
 def test_profiler_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not autograd.is_profiled()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True):
         assert autograd.is_profiled()
     monkeypatch.delattr(profiler, "_is_profiler_enabled")
     assert autograd.is_profiled()

@@ -92,7 +92,7 @@ def test_hooks_on_every_optimizer_are_called() -> None:
 
 def test_a_profiler_sees_the_step() -> None:
     optimizer = trained(uncompiled(torch.optim.SGD), {"lr": 0.1}, 1)[1]
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         optimizer.step()
     assert "Optimizer.step#SGD.step" in {event.key for event in profile.key_averages()}
 

@@ -39,6 +39,7 @@ class Profiler(Callback):
         self.profile = torch.profiler.profile(
             schedule=torch.profiler.schedule(wait=self.wait, warmup=self.warmup, active=self.active, repeat=1),
             on_trace_ready=self._write,
+            acc_events=True,  # there is one cycle, and torch 2.10 warns of what a second one would lose
         )
         self.profile.start()
 
