@@ -275,9 +275,11 @@ class Output:
         if self.run is not None:
             plan, steps = self.run.train.plan, self.total_steps
             shards = f" in {plan.num_shards} shards" if plan.num_shards > world.world_size else ""
-            end = "until max_time" if steps is None else f"{steps:,}"
+            epochs = self.run.trainer.max_epochs
+            unknown = "until max_time" if epochs is None else f"of {epochs} epoch{'' if epochs == 1 else 's'}"
+            end = unknown if steps is None else f"{steps:,}"
             rows += [
-                ("data", f"{plan.num_samples:,} samples, {len(self.run.train):,} batches an epoch"),
+                ("data", self.run.train.length),
                 ("global batch", f"{plan.global_batch_size:,} samples{shards}"),
                 ("steps", f"{end}, from {self.run.cursor.step:,}"),
             ]

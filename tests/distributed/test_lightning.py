@@ -106,7 +106,7 @@ def test_mode_test_runs_the_test_step(run: Run) -> None:
         ("Halved", ["strategy=ddp_pipeline"], "runs Halved as a whole on each rank, and with strategy=ddp_pipeline"),
         ("Manual", FSDP, "With strategy=fsdp a rank has some rows of .* Manual may look at .*: manual optimization"),
         ("Clipping", FSDP, "and Clipping may look at all of them: configure_gradient_clipping"),
-        ("Lit", [*FSDP, *UNEVEN], "last batch of train has too few samples for its 8 shards .65 in batches of 16"),
+        ("Lit", [*FSDP, *UNEVEN], "for its shards .65 samples in batches of 16 over 8 ranks"),
         ("Lit", [*FSDP, COUNTER], "Counter is written for Lightning and may look at all weights, of which a rank"),
         ("Valid", ["mode=test", "data.test=${data.val}", "model._target_=lightning_parts.Untested"], "mode=test runs"),
     ],

@@ -1,23 +1,22 @@
 """Loaders of the config's data sets."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ddp_recipes.build.dataloaders import Source, by_name, source_of
-from ddp_recipes.build.instantiate import locate, make
-from ddp_recipes.config.parallelism import BatchShards
+from ddp_recipes.build.dataloaders import Source, by_name, function_of, source_of, source_of_node
+from ddp_recipes.config.parallelism import BatchShards, StrategySettings
 from ddp_recipes.config.settings import DataSettings, TrainerSettings, batches
 from ddp_recipes.data.batch_plan import BatchPlan
 from ddp_recipes.data.collate import Form
-from ddp_recipes.data.loader import Loader, size_of
+from ddp_recipes.data.loader import Loader, is_iterable, size_of
 from ddp_recipes.data.order import Drawn, Order, Sequential, Shuffled
 from ddp_recipes.errors import RequestError
+from ddp_recipes.runtime.world import World
 from ddp_recipes.training.precision import whole_dtype
 
 SPLITS = {
@@ -39,6 +38,8 @@ class Loading:
         evaluation_shards: those of any other split.
         replicas_a_shard: replicas that share one; ``batch_size`` is for each of them.
         timeout_s: for a batch from data workers.
+        work: what is to be done: the mode, or what takes its place.
+        sum: the strategy's, over rows and ranks; a collective.
     """
 
     data: Mapping[str, Any]
@@ -51,6 +52,10 @@ class Loading:
     replicas_a_shard: int
     device: torch.device
     timeout_s: float
+    work: str
+    world: World
+    parallelism: StrategySettings
+    sum: Callable[[torch.Tensor], torch.Tensor]
 
     def loaders(self, own: Mapping[str, Any] | None = None) -> dict[str, Loader]:
         """Return the loaders that the mode needs, by split, of several sets of one split by ``val/<name>``.
@@ -91,27 +96,26 @@ class Loading:
 
     def _source(self, name: str, node: Any, own: Mapping[str, Any] | None) -> Source:
         if own is None:
-            return Source(make(node, f"data.{name.replace('/', '.')}"), self.settings)
+            return source_of_node(f"data.{name.replace('/', '.')}", node, self.settings, self._shards(name))
         return source_of(name, node, self.settings, self.shards.total * self.replicas_a_shard)
 
     def _loader(self, name: str, source: Source, own: bool) -> Loader:
         """Return the loader of a split; of ``own`` loaders of the task it has what they mean in Lightning."""
-        dataset, settings, collate_fn = source
-        trainer, shards = self.trainer, self.shards if name == "train" else self.evaluation_shards
-        split = split_of(name)
-        training, replicas = split == "train", shards.total * self.replicas_a_shard
-        if not training:
-            global_batch = settings.val_batch_size * replicas
-        else:
-            global_batch = settings.global_batch_size or settings.batch_size * replicas
-            if global_batch < replicas:
-                raise RequestError(
-                    f"data.global_batch_size={global_batch} is less than one sample for each of {replicas} replicas. "
-                    f"Use at least {replicas}, or fewer {'processes' if shards.count == 1 else 'shards'}."
-                )
+        dataset, settings, trainer = source.dataset, source.settings, self.trainer
+        split, shards = split_of(name), self._shards(name)
+        training = split == "train"
+        if is_iterable(dataset):
+            from ddp_recipes.build.iterables import iterable_loader
+
+            return iterable_loader(self, name, source, shards, self._global_batch(settings, shards, training), own)
+        if training and settings.shard_arguments is not None:
+            raise RequestError(
+                f"data.shard_arguments says how a stream is dealt to ranks, and data.train is a "
+                f"{type(dataset).__name__} with an index, of which each rank takes its samples anyhow. Leave it out."
+            )
         plan = BatchPlan(
             order=_order(dataset, settings, trainer, self.seed, training),
-            global_batch_size=global_batch,
+            global_batch_size=self._global_batch(settings, shards, training),
             num_shards=shards.total,
             seed=self.seed,
             drop_last=settings.drop_last and (training or own),
@@ -127,13 +131,29 @@ class Loading:
             shards=shards.numbers,
             num_workers=settings.num_workers,
             pin_memory=settings.pin_memory,
-            collate_fn=collate_fn if settings.collate_fn is None else _function(settings.collate_fn, "data.collate_fn"),
+            collate_fn=source.collate(),
             persistent_workers=settings.persistent_workers,
             prefetch_factor=settings.prefetch_factor,
             timeout_s=self.timeout_s,
             form=Form(whole_dtype(trainer.precision), trainer.channels_last),
             name=f"data.{name.replace('/', '.')}",
         )
+
+    def _shards(self, name: str) -> BatchShards:
+        return self.shards if name == "train" else self.evaluation_shards
+
+    def _global_batch(self, settings: DataSettings, shards: BatchShards, training: bool) -> int:
+        """Return the samples of a global batch."""
+        replicas = shards.total * self.replicas_a_shard
+        if not training:
+            return settings.val_batch_size * replicas
+        global_batch = settings.global_batch_size or settings.batch_size * replicas
+        if global_batch < replicas:
+            raise RequestError(
+                f"data.global_batch_size={global_batch} is less than one sample for each of {replicas} replicas. "
+                f"Use at least {replicas}, or fewer {'processes' if shards.count == 1 else 'shards'}."
+            )
+        return global_batch
 
 
 def split_of(name: str) -> str:
@@ -153,20 +173,6 @@ def _sets(split: str, node: Any) -> list[tuple[str, Mapping[str, Any]]]:
             f"torch.utils.data.ConcatDataset of them."
         )
     return [(f"{split}/{name}", each) for name, each in node.items()]
-
-
-def _function(node: str | Mapping[str, Any], key: str) -> Any:
-    """Return what is to be called: named by its dotted name, made by a node, or bound to a node's arguments."""
-    if isinstance(node, str):
-        found = locate(node, key)
-    elif node.get("_partial_"):
-        arguments = make({**node, "_target_": "collections.OrderedDict"}, key)
-        found = partial(locate(str(node.get("_target_")), key), **arguments)
-    else:
-        found = make(node, key)
-    if not callable(found):
-        raise RequestError(f"{key} makes a {type(found).__name__}, which cannot be called. Give a function.")
-    return found
 
 
 def _order(dataset: Any, settings: DataSettings, trainer: TrainerSettings, seed: int, training: bool) -> Order:
@@ -193,7 +199,7 @@ def _weights(given: Any, dataset: Any, trainer: TrainerSettings) -> NDArray[np.f
             )
         found = getattr(dataset, given)
     elif not isinstance(given, list):
-        found = _function(given, "data.weights")(dataset)
+        found = function_of(given, "data.weights")(dataset)
     try:
         weights = np.asarray(found, dtype=np.float64)
     except (TypeError, ValueError) as error:

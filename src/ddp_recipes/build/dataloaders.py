@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch.utils.data import (
@@ -11,9 +12,13 @@ from torch.utils.data import (
     SequentialSampler,
     WeightedRandomSampler,
     default_collate,
+    default_convert,
 )
 
+from ddp_recipes.build.instantiate import locate, make, parameters_of
+from ddp_recipes.config.parallelism import BatchShards
 from ddp_recipes.config.settings import DataSettings
+from ddp_recipes.data.loader import is_iterable
 from ddp_recipes.errors import RequestError
 
 
@@ -23,6 +28,27 @@ class Source(NamedTuple):
     dataset: Any
     settings: DataSettings
     collate_fn: Callable[[list[Any]], Any] | None = None
+    batched: bool = False  # whether the set gives whole batches, which nobody else cuts
+    begin_worker: Callable[[int], None] | None = None  # in each data worker of a set that is read as a stream
+
+    def collate(self) -> Callable[[list[Any]], Any] | None:
+        """Return what makes a batch of samples, where that is a function of the user's own."""
+        given = self.settings.collate_fn
+        return self.collate_fn if given is None else function_of(given, "data.collate_fn")
+
+
+def function_of(node: str | Mapping[str, Any], key: str) -> Any:
+    """Return what is to be called: named by its dotted name, made by a node, or bound to a node's arguments."""
+    if isinstance(node, str):
+        found = locate(node, key)
+    elif node.get("_partial_"):
+        arguments = make({**node, "_target_": "collections.OrderedDict"}, key)
+        found = partial(locate(str(node.get("_target_")), key), **arguments)
+    else:
+        found = make(node, key)
+    if not callable(found):
+        raise RequestError(f"{key} makes a {type(found).__name__}, which cannot be called. Give a function.")
+    return found
 
 
 def by_name(split: str, made: Any) -> list[tuple[str, Any]]:
@@ -57,6 +83,8 @@ def source_of(name: str, loader: Any, settings: DataSettings, replicas: int) -> 
     """
     if not isinstance(loader, DataLoader):
         raise RequestError(f"The loader for {name} is a {type(loader).__name__}. Allowed: torch.utils.data.DataLoader.")
+    if is_iterable(loader.dataset):
+        return _of_stream(loader, settings, replicas)
     sampler, batch_sampler = loader.sampler, loader.batch_sampler
     if loader.batch_size is None or type(batch_sampler) is not BatchSampler:
         raise RequestError(
@@ -81,22 +109,81 @@ def source_of(name: str, loader: Any, settings: DataSettings, replicas: int) -> 
             f"The DataLoader for {name} has the sampler {type(sampler).__name__}, whose order is not known. Every "
             f"sample counts once on any number of ranks: use shuffle=True or False, or a WeightedRandomSampler."
         )
-    size = loader.batch_size
-    val_size = size if settings.global_batch_size is None else max(1, size // replicas)
-    return Source(
-        loader.dataset,
-        replace(
-            settings,
-            batch_size=size,
-            val_batch_size=val_size,
-            shuffle=type(sampler) is not SequentialSampler,
-            drop_last=loader.drop_last,
-            num_workers=loader.num_workers,
-            persistent_workers=loader.persistent_workers or None,
-            prefetch_factor=loader.prefetch_factor if loader.num_workers else None,
-            pin_memory=loader.pin_memory,
-            collate_fn=None,
-            weights=weights,
-        ),
-        None if loader.collate_fn is default_collate else loader.collate_fn,
+    shuffle = type(sampler) is not SequentialSampler
+    own = replace(_settings(loader, settings, replicas), shuffle=shuffle, weights=weights)
+    return Source(loader.dataset, own, None if loader.collate_fn is default_collate else loader.collate_fn)
+
+
+def _of_stream(loader: "DataLoader[Any]", settings: DataSettings, replicas: int) -> Source:
+    """Return the source of a loader of an iterable-style set."""
+    collate_fn = None if loader.collate_fn in (default_collate, default_convert) else loader.collate_fn
+    own, batched = _settings(loader, settings, replicas), loader.batch_size is None
+    if batched and collate_fn is not None:
+        raise RequestError(
+            f"A DataLoader of {type(loader.dataset).__name__} has batch_size=None, so it gives whole batches, and a "
+            f"collate_fn besides. Do the same in the set's __iter__."
+        )
+    return Source(loader.dataset, own, collate_fn, batched, loader.worker_init_fn)
+
+
+def _settings(loader: "DataLoader[Any]", settings: DataSettings, replicas: int) -> DataSettings:
+    """Return the settings that are the loader's own."""
+    size = loader.batch_size or 1
+    return replace(
+        settings,
+        batch_size=size,
+        val_batch_size=size if settings.global_batch_size is None else max(1, size // replicas),
+        drop_last=loader.drop_last,
+        num_workers=loader.num_workers,
+        persistent_workers=loader.persistent_workers or None,
+        prefetch_factor=loader.prefetch_factor if loader.num_workers else None,
+        pin_memory=loader.pin_memory,
+        collate_fn=None,
+        weights=None,
     )
+
+
+def source_of_node(key: str, node: Mapping[str, Any], settings: DataSettings, shards: BatchShards) -> Source:
+    """Return the source of a config's set, which is told its shard as ``data.shard_arguments`` say."""
+    given = settings.shard_arguments
+    arguments = _filled(given, shards) if isinstance(given, dict) and "_method_" not in given else {}
+    taken = {*parameters_of(str(node.get("_target_")), key)} if arguments else set()
+    if not {*arguments} <= taken:
+        if key == "data.train":
+            raise RequestError(
+                f"data.shard_arguments names {', '.join(arguments)}, and {node.get('_target_')} ({key}) takes "
+                f"{', '.join(sorted(taken))}. Name its own arguments, or a method of it by _method_."
+            )
+        arguments, settings = {}, replace(settings, shard_arguments=None)  # a share of the stream
+    dataset = make({**node, **arguments}, key)
+    if arguments and not is_iterable(dataset):
+        raise RequestError(
+            f"data.shard_arguments deals iterable-style sets, and {key} is a {type(dataset).__name__} with an index, "
+            f"of which each rank takes its samples anyhow. Leave it out."
+        )
+    return Source(dataset, settings, None, bool(getattr(dataset, "batched", False)))
+
+
+def dealt_by_method(key: str, source: Source, shards: BatchShards, own: bool) -> Source:
+    """Return the source of a stream as the method that ``data.shard_arguments`` names leaves it to a rank.
+
+    Raises:
+        RequestError: there is no such method, or the set is made already and arguments of its constructor are given.
+    """
+    dataset, given = source.dataset, source.settings.shard_arguments
+    if not isinstance(given, dict) or ("_method_" not in given and not own):
+        return source
+    if callable(method := getattr(dataset, given.get("_method_", ""), None)):
+        return source._replace(dataset=method(**_filled(given, shards)))
+    if key != "data.train":
+        return source._replace(settings=replace(source.settings, shard_arguments=None))
+    raise RequestError(
+        f"data.shard_arguments={given}: {type(dataset).__name__} ({key}) has no method {given.get('_method_', '')}. "
+        f"Name one of it as _method_{', for the task makes it' if own else ''}."
+    )
+
+
+def _filled(given: Mapping[str, str], shards: BatchShards) -> dict[str, int]:
+    """Return arguments with the numbers that ``world`` and ``rank`` stand for."""
+    numbers = {"world": shards.readers, "rank": shards.first}
+    return {name: numbers[value] for name, value in given.items() if value in numbers and name != "_method_"}

@@ -121,10 +121,15 @@ def _make_schedule(
         if isinstance(node.get(name), int) and node[name] < 1:  # torch divides by it, in training
             raise RequestError(f"scheduler.{name}={node[name]} is not allowed. Allowed: a whole number at least 1.")
     lengths = [name for name in ("T_max", "total_steps") if name in node and node[name] is None]
+    if lengths and steps and not epochs and interval == "epoch":
+        raise RequestError(
+            f"scheduler.{lengths[0]} follows the number of epochs, and how many steps a stream's epoch has shows at "
+            f"its end. Set scheduler.interval=step, which goes by trainer.max_steps={steps}, or scheduler.{lengths[0]}."
+        )
     if lengths and not steps:
         raise RequestError(
             f"scheduler.{lengths[0]} follows the length of the run, which is not known: set it, or set "
-            f"trainer.max_epochs or trainer.max_steps to at least 1."
+            f"trainer.max_epochs (of a stream trainer.max_steps) to at least 1."
         )
     of_run: dict[str, Any] = dict.fromkeys(lengths, steps if interval == "step" else epochs)
     highest, lr = node.get("max_lr"), config["optimizer"].get("lr")

@@ -287,6 +287,10 @@ def loading_of(data: Mapping[str, Any], request: Request, devices: Devices, stra
         replicas_a_shard=strategy.replicas(devices.own[0].type),
         device=devices.own[0],
         timeout_s=request.launcher.timeout_s,
+        work=request.run.work,
+        world=devices.world,
+        parallelism=request.strategy,
+        sum=strategy.sum,
     )
 
 
@@ -370,6 +374,10 @@ def foreseen(
             "task.loss has reduction=sum. A step takes the mean over the samples of all ranks and accumulated batches "
             "of what their losses are, so this one is smaller the more of them there are. Use reduction=mean."
         )
+    promises: dict[str, list[str]] = {}
+    for loader in loaders.values():
+        promises.setdefault(loader.promises, []).append(loader.name)
+    yield from (f"{', '.join(names)}: {promise}" for promise, names in promises.items() if promise)
     if len(loaders) > 2 and request.checkpoint.enabled and request.checkpoint.monitor in (None, "auto"):
         yield f"checkpoint.monitor=auto is {checkpoint.monitor}, of the first of {', '.join(list(loaders)[1:])}."
 

@@ -69,6 +69,7 @@ def fit_cursor(path: Path | str, state: State, request: Request, train: Loader) 
     """See that this run's batches go on where those of the checkpoint ended; refuse, or begin a little earlier."""
     cursor, was, now = state["cursor"], state["global_batch_size"], train.plan.global_batch_size
     done = cursor["batch"]
+    train.check_state(path, state.get("data"), request.resume.strict)
     if request.resume.strict:
         request.strategy.check_resume(path, state.get("shards"))
     if was == now and done < len(train):

@@ -186,6 +186,8 @@ class DataSettings:
     weights: str | dict[str, Any] | list[Annotated[float, Range(0)]] | None = None
     persistent_workers: bool | None = None
     prefetch_factor: Count | None = None
+    shard_arguments: str | dict[str, str] | None = None
+    replay: bool = False
 
     def __post_init__(self) -> None:
         for name in ("persistent_workers", "prefetch_factor"):
@@ -194,6 +196,12 @@ class DataSettings:
                     f"data.{name}={str(getattr(self, name)).lower()} is for worker processes, but data.num_workers=0. "
                     f"Set data.num_workers to at least 1, or leave out data.{name}."
                 )
+        given = self.shard_arguments
+        if not (given in (None, "own") or (isinstance(given, dict) and {"world", "rank"} <= {*given.values()})):
+            raise RequestError(
+                f"data.shard_arguments={given} does not say how a stream is sharded. Allowed: null, own, or names of "
+                f"arguments, as {{num_shards: world, index: rank}}, with _method_: shard where a method takes them."
+            )
         if self.weights is not None and not self.shuffle:
             raise RequestError(
                 "data.weights draws samples at random, data.shuffle=false takes them in their order. Leave out one."

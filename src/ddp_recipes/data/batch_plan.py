@@ -9,6 +9,7 @@ import torch
 
 from ddp_recipes.data.order import Order
 
+UNKNOWN = 1 << 62  # batches, or samples, as long as nobody has seen the end; floats hold it exactly
 _BLOCK = 1 << 16  # positions permuted at once, or those of one batch, if that is larger
 _BATCHES = 1 << 12  # of them at most: each is a tensor
 
@@ -88,15 +89,17 @@ class BatchPlan:
 
     def _shard(self, samples: torch.Tensor, shard: int) -> torch.Tensor:
         """Return a shard of each global batch, [..., samples] to [..., size]."""
+        return samples if self.num_shards == 1 and shard == 0 else samples[..., self.places(samples.shape[-1], shard)]
+
+    def places(self, total: int, shard: int) -> slice:
+        """Return the places of a shard in a global batch of so many samples."""
         if shard >= self.num_shards:
-            return samples[..., :0]
-        if self.num_shards == 1:
-            return samples
+            return slice(0, 0)
         if self.sharding == "strided":
-            return samples[..., shard :: self.num_shards]
-        each, more = divmod(samples.shape[-1], self.num_shards)
+            return slice(shard, None, self.num_shards)
+        each, more = divmod(total, self.num_shards)
         start = shard * each + min(shard, more)
-        return samples[..., start : start + each + (shard < more)]
+        return slice(start, start + each + (shard < more))
 
     @cached_property
     def _batches_a_block(self) -> int:

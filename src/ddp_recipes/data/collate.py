@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +56,19 @@ def to_device(data: Any, device: torch.device, pin: bool = False) -> Any:
         return (value.pin_memory() if pin and value.is_cpu else value).to(device, non_blocking=True)
 
     return _each(data, move, lambda value: isinstance(value, torch.Tensor) or callable(getattr(value, "to", None)))
+
+
+def samples_in(batch: Any) -> int:
+    """Return the number of samples in a batch: the length of the first tensor in it; 1 without one."""
+    if isinstance(batch, torch.Tensor):
+        return len(batch) if batch.dim() else 1
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    if isinstance(batch, (list, tuple)) and batch:
+        return samples_in(batch[0])
+    with suppress(TypeError):
+        return samples_in(list(vars(batch).values()))
+    return 1
 
 
 @dataclass(frozen=True)

@@ -46,19 +46,10 @@ class KeyedDataset(Dataset[Any]):
                 self._set_epoch(draws[0].epoch)
             batch = self._batch(draws)
             if get_worker_info() is not None:
-                self._refuse_devices(batch)
+                refuse_devices(batch, self.name)
             return batch
         finally:
             torch.set_num_threads(threads)
-
-    def _refuse_devices(self, batch: Any) -> None:
-        """Refuse what a data worker cannot give to its rank."""
-        places = {each.device for each in tree_leaves(batch) if isinstance(each, torch.Tensor)}
-        if found := next((place for place in places if is_accelerator(place)), None):
-            raise RuntimeError(
-                f"{self.name} gives tensors on {found} in a data worker, and devices are for the rank's own process. "
-                f"Set data.num_workers=0, or give tensors on the CPU: each batch is moved to the rank's device."
-            )
 
     def _batch(self, draws: Sequence[Draw]) -> Any:
         samples = self._fetched_at_once(draws) if self._at_once else None
@@ -91,6 +82,16 @@ class KeyedDataset(Dataset[Any]):
                     f"of {len(self.dataset)}{'' if file is None else f', the file {file}'}: {error}"
                 )
                 raise
+
+
+def refuse_devices(batch: Any, name: str) -> None:
+    """Refuse what a data worker cannot give to its rank."""
+    places = {each.device for each in tree_leaves(batch) if isinstance(each, torch.Tensor)}
+    if found := next((place for place in places if is_accelerator(place)), None):
+        raise RuntimeError(
+            f"{name} gives tensors on {found} in a data worker, and devices are for the rank's own process. Set "
+            f"data.num_workers=0, or give tensors on the CPU: each batch is moved to the rank's device."
+        )
 
 
 def file_of(dataset: Any, sample: int) -> str | None:

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import wait
@@ -108,7 +108,7 @@ class Loader:
                 collate_fn=_as_it_is,
                 persistent_workers=num_workers > 0 if persistent_workers is None else persistent_workers,
                 prefetch_factor=prefetch_factor,
-                worker_init_fn=_follow_rank,
+                worker_init_fn=follow_rank,
             )
 
     def __len__(self) -> int:
@@ -120,6 +120,29 @@ class Loader:
         """Whether all ranks have equally many batches with a sample in them."""
         last = self.plan.num_batches - 1
         return all(self.plan.size(last, shard) for shard in range(self.plan.num_shards))
+
+    @property
+    def in_words(self) -> str:
+        """What is cut into which batches."""
+        plan = self.plan
+        return f"{plan.num_samples:,} samples in batches of {plan.global_batch_size:,} over {plan.num_shards} ranks"
+
+    @property
+    def promises(self) -> str:
+        """What a user has to know of the order of samples, in words."""
+        return ""
+
+    @property
+    def length(self) -> str:
+        """How long an epoch is, in words."""
+        return f"{self.plan.num_samples:,} samples, {len(self):,} batches an epoch"
+
+    def ahead(self, start: int, count: int) -> range:
+        """Return the numbers of at most so many batches from ``start`` on that the epoch has.
+
+        A collective where ranks have to find out. The sizes of these batches are known afterwards.
+        """
+        return range(start, min(start + count, self.plan.num_batches))
 
     def batches(self, epoch: int, start: int = 0, group: int = 1) -> Iterator[Batch]:
         """Yield an epoch's batches from number ``start`` on, shard by shard.
@@ -216,6 +239,28 @@ class Loader:
         plan = self.plan.limited(min(max_batches, len(self)))
         return Loader(self.dataset, plan, self.device, shards=self.shards, **self._options)
 
+    def apart(self) -> "Loader":
+        """Return the same loader once more, for whoever iterates beside the run, on any rank alone."""
+        return self.limited(len(self))
+
+    def state(self, gather: Callable[[Any], list[Any] | None] | None) -> dict[str, Any] | None:
+        """Return what of this rank's place in the data does not follow from the cursor: nothing.
+
+        Args:
+            gather: returns every rank's value on rank 0, a collective; ``None`` where there can be none.
+        """
+        return None
+
+    def load_state(self, state: Mapping[str, Any] | None, epoch: int, batch: int) -> None:
+        """Take what :meth:`state` returned after so many batches of an epoch."""
+
+    def check_state(self, path: object, state: Mapping[str, Any] | None, strict: bool) -> None:
+        """Refuse a state from which this loader would not go on; ``strict`` as in ``resume.strict``.
+
+        Raises:
+            RequestError: with what to set.
+        """
+
     def recut(self, global_batch_size: int) -> "Loader":
         """Return a loader of these samples in whole batches of another size."""
         plan = replace(self.plan, global_batch_size=global_batch_size, max_batches=None)
@@ -231,15 +276,17 @@ class Loader:
         return self.form.of(to_device(data, self.device))
 
 
+def is_iterable(dataset: Any) -> bool:
+    """Whether a data set can only be read in its own order, as torch's ``IterableDataset``."""
+    by_index = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    return isinstance(dataset, IterableDataset) or (hasattr(dataset, "__iter__") and not by_index)
+
+
 def size_of(dataset: Any) -> int:
-    """Return the number of samples of a map-style data set; of others no order can be computed: they are refused."""
-    stream = isinstance(dataset, IterableDataset) or hasattr(dataset, "__iter__")
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
-        what = "an IterableDataset, a stream" if stream else "no map-style data set"
+    """Return the number of samples of a map-style data set."""
+    if not hasattr(dataset, "__len__"):
         raise RequestError(
-            f"{type(dataset).__name__} is {what}. Every sample has to count once on any number of ranks, and where a "
-            f"run resumes, which needs __len__ and __getitem__(index). Give a data set that has both: of a stream, one "
-            f"that reads its records into a list or a file first."
+            f"{type(dataset).__name__} is no data set. Give one that has __len__ and __getitem__(index), or __iter__."
         )
     if len(dataset) == 0:
         raise RequestError(f"{type(dataset).__name__} is empty: give it at least one sample.")
@@ -313,7 +360,7 @@ def _dead(workers: Sequence[BaseProcess]) -> BaseProcess | None:
     return next((worker for worker in workers if worker.exitcode), None)
 
 
-def _follow_rank(number: int) -> None:
+def follow_rank(number: int) -> None:
     """End a data worker together with its rank, not when it next looks: it has the run directory's lock, too.
 
     Nor before: a signal to all processes, as torchrun's agent, terminals and service managers send, is for the rank to

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ddp_recipes._compat.torchmetrics_ import put_back, updates_of
 from ddp_recipes.callbacks import Callback
+from ddp_recipes.data.collate import samples_in
 from ddp_recipes.data.loader import Batch
 from ddp_recipes.errors import RequestError
 from ddp_recipes.lightning import checkpoint, optimizers, update
@@ -19,7 +20,7 @@ from ddp_recipes.lightning.events import Events
 from ddp_recipes.lightning.hooks import Hooks, refuse_data_hooks, refuse_hooks
 from ddp_recipes.lightning.log import Log, everywhere
 from ddp_recipes.lightning.refusals import refuse_cadence, refuse_rows, refuse_surroundings
-from ddp_recipes.lightning.services import Services, size_of
+from ddp_recipes.lightning.services import Services
 from ddp_recipes.lightning.trainer import Trainer
 from ddp_recipes.lightning.update import Summed
 from ddp_recipes.tasks import OwnOptimizers, StepOutput, Surroundings, Task
@@ -209,7 +210,7 @@ class LightningTask(Task):
         share = loss.detach() / self.trainer.accumulate_grad_batches  # as Lightning gives it to its hooks
         self.output = {"loss": share} if share.numel() else {}
         self.output |= {name: value for name, value in _items(output) if name != "loss"}
-        return StepOutput(loss, {}, size_of(batch))
+        return StepOutput(loss, {}, samples_in(batch))
 
     # Evaluation.
 
@@ -363,7 +364,7 @@ class LightningTask(Task):
         else:
             logged = next((name for name in values if name.partition("/dataloader_idx_")[0] in _LOSSES), None)
             loss = torch.zeros(0) if logged is None else values[logged].mean()
-        return StepOutput(loss, values, size_of(batch))
+        return StepOutput(loss, values, samples_in(batch))
 
     # Helpers.
 

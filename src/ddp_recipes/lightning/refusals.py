@@ -87,11 +87,10 @@ def refuse_rows(owner: str, callbacks: Collection[object], around: Surroundings)
         )
     for name, loader in around.loaders.items():
         if not loader.is_even:
-            plan = loader.plan
             raise RequestError(
                 f"With strategy={around.parallelism.name} all ranks run {owner} together, which logs and counts what "
-                f"it is given, and the last batch of {name} has too few samples for its {plan.num_shards} shards "
-                f"({plan.num_samples} in batches of {plan.global_batch_size}). Choose data.global_batch_size or "
+                f"it is given, and the last batch of {name} has too few samples for its shards "
+                f"({loader.in_words}). Choose data.global_batch_size or "
                 f"data.val_batch_size so that each has one, or data.drop_last=true."
             )
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from ddp_recipes.data.collate import samples_in
 from ddp_recipes.errors import RequestError
 from ddp_recipes.lightning.hooks import LOGGING, OF_EVALUATION, OF_STEP
 from ddp_recipes.lightning.update import backward
@@ -59,7 +59,7 @@ class Services:
                 f"{owner} logs {name} in {hook} with on_step={on_step} and on_epoch={on_epoch}, which is not called "
                 f"for each batch. Leave both out."
             )
-        size = float(batch_size or (size_of(task.batch) if task.batch is not None else 1)) * task.counts
+        size = float(batch_size or (samples_in(task.batch) if task.batch is not None else 1)) * task.counts
         evaluates = trainer.stage != "train" or "validation" in hook or "test" in hook
         step = hook in OF_STEP if on_step is None else on_step
         epoch = hook not in OF_STEP if on_epoch is None else on_epoch
@@ -135,16 +135,3 @@ class Services:
             if uneven:
                 raise refused_collective("self.all_gather", uneven[0], around.loaders[uneven[0]])
         return by_rank(value, around.world, around.sum)
-
-
-def size_of(batch: Any) -> int:
-    """Return the number of samples in a batch: the length of the first tensor in it; 1 without one."""
-    if isinstance(batch, Tensor):
-        return len(batch) if batch.dim() else 1
-    if isinstance(batch, Mapping):
-        batch = list(batch.values())
-    if isinstance(batch, (list, tuple)) and batch:
-        return size_of(batch[0])
-    with suppress(TypeError):
-        return size_of(list(vars(batch).values()))
-    return 1

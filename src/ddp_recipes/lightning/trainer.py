@@ -11,6 +11,8 @@ from torch import Tensor
 
 from ddp_recipes.callbacks import Callback
 from ddp_recipes.checkpointing.files import content_of
+from ddp_recipes.data.batch_plan import UNKNOWN
+from ddp_recipes.data.loader import Loader
 from ddp_recipes.errors import RequestError
 from ddp_recipes.lightning.checkpoint import WEIGHTS_ONLY
 from ddp_recipes.lightning.hooks import OF_EVALUATION, OF_STEP
@@ -114,12 +116,12 @@ class Trainer:
     @property
     def num_training_batches(self) -> float:
         """Batches of an epoch, the same on each rank."""
-        return len(self.surroundings.loaders["train"]) if "train" in self.surroundings.loaders else math.inf
+        return _batches(self.surroundings.loaders["train"]) if "train" in self.surroundings.loaders else math.inf
 
     @property
-    def num_val_batches(self) -> list[int]:
+    def num_val_batches(self) -> list[float]:
         """Batches of an epoch of each validation set, on this rank."""
-        return [len(loader) for name, loader in self.surroundings.loaders.items() if name.startswith("val")]
+        return [_batches(loader) for name, loader in self.surroundings.loaders.items() if name.startswith("val")]
 
     @property
     def evaluates_several(self) -> bool:
@@ -339,6 +341,11 @@ class Trainer:
         """Print on rank 0."""
         if self.is_global_zero:
             print(*arguments, **options)
+
+
+def _batches(loader: Loader) -> float:
+    """Return how many batches an epoch has; infinity as long as nobody has seen the end."""
+    return math.inf if len(loader) == UNKNOWN else len(loader)
 
 
 class _EpochLoop:

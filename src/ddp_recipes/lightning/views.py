@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ddp_recipes._compat.pytree import tree_map_only
 from ddp_recipes.checkpointing.files import BEST, INDEX, LAST, WHOLE
+from ddp_recipes.data.batch_plan import UNKNOWN
 from ddp_recipes.data.loader import Loader
 from ddp_recipes.tasks import Surroundings
 from ddp_recipes.training.state import Run
@@ -29,10 +30,12 @@ class LoaderView:
         self.batch_size = -(-loader.plan.global_batch_size // loader.plan.num_shards)
 
     def __len__(self) -> int:
-        return len(self._loader)
+        if (known := len(self._loader)) == UNKNOWN:
+            raise TypeError(f"{type(self.dataset).__name__} has no length.")
+        return known
 
     def __iter__(self) -> Iterator[Any]:
-        apart = self._loader.limited(len(self))  # a loader of its own: the run's may be in the middle of an epoch
+        apart = self._loader.apart()  # the run's may be in the middle of an epoch
         return (batch.data for batch in apart.batches(epoch=0) if batch.num_samples)
 
 

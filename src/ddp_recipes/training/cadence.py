@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from ddp_recipes.config.settings import TrainerSettings
+from ddp_recipes.data.batch_plan import UNKNOWN
 from ddp_recipes.training.state import Cursor, Run
 
 _FIRST_SAVES, _FIRST_STEPS = 10_000, 10_000_000  # that are looked at ahead
@@ -16,7 +17,7 @@ class Length:
     """How long a run is, as far as its limits say.
 
     Attributes:
-        batches: of an epoch; none where nothing is trained.
+        batches: of an epoch; none where nothing is trained, ``UNKNOWN`` where that shows at the epoch's end.
         changes: each the epochs from which on a step accumulates another number of batches, in place of the trainer's.
     """
 
@@ -36,17 +37,22 @@ class Length:
         )
 
     @property
+    def known(self) -> bool:
+        """Whether it is known how many batches an epoch has."""
+        return self.batches < UNKNOWN
+
+    @property
     def total_steps(self) -> int | None:
         """Optimizer steps to the end of training, or ``None`` if only time limits it or nothing is trained."""
         epochs, limits = self.trainer.max_epochs, [self.trainer.max_steps] if self.batches else []
-        if self.batches and epochs is not None:
+        if self.batches and self.known and epochs is not None:
             limits.append(self.steps_in(epochs))
         return min((limit for limit in limits if limit is not None), default=None)
 
     @property
     def total_epochs(self) -> int | None:
         """Epochs to there, the last of which may be cut off."""
-        steps = self.total_steps
+        steps = self.total_steps if self.known else None
         return None if steps is None else bisect_left(range(steps + 1), steps, key=self.steps_in)
 
 
@@ -93,7 +99,7 @@ def save_due(run: Run, before: Cursor, validated: bool) -> bool:
 def save_meets_validation(run: Run, length: Length) -> bool:
     """Whether a checkpoint is due at a step that is validated, as far as the first so many show."""
     settings, accumulated = run.checkpoint, run.trainer.accumulate_grad_batches
-    if length.changes or (settings.every_n_steps is None and settings.every_n_epochs is None):
+    if length.changes or not length.known or (settings.every_n_steps is None and settings.every_n_epochs is None):
         return True
     ahead = replace(run)
     an_epoch, end = length.steps_in(1), length.total_steps or _FIRST_STEPS

@@ -64,12 +64,10 @@ def _reason_against_all(run: Run) -> str | None:
 
 def refused_collective(called: str, name: str, loader: Loader) -> RequestError:
     """Return the refusal of a collective in a step, where ranks have different numbers of batches."""
-    plan = loader.plan
     return RequestError(
-        f"A validation step calls {called}, and with {plan.num_samples} samples in batches of "
-        f"{plan.global_batch_size} over {plan.num_shards} ranks ({name}) some ranks have one batch more than others, "
-        f"for which they would wait. Leave it to the end of the evaluation (on_validation_epoch_end, a metric of "
-        f"torchmetrics), or choose data.val_batch_size so that the last batch has a sample for each rank."
+        f"A validation step calls {called}, and with {loader.in_words} ({name}) some ranks may have one batch more "
+        f"than others, for which they would wait. Leave it to the end of the evaluation (on_validation_epoch_end, a "
+        f"metric of torchmetrics), or choose data.val_batch_size so that the last batch has a sample for each rank."
     )
 
 
@@ -81,7 +79,8 @@ def of_rows(strategy: Strategy, loader: Loader, name: str, batch: Batch) -> Abst
     plan, settings = loader.plan, strategy.settings
     if plan.same_sizes or settings.fixed_shards is not None:
         return nullcontext()
-    most, least = plan.size(batch.number, 0), plan.size(batch.number, plan.num_shards - 1)
+    sizes = [plan.size(batch.number, shard) for shard in (0, plan.num_shards - 1)]
+    most, least = max(sizes), min(sizes)
     if most == least or _FIRST <= batch.number < plan.num_batches - 1:
         return nullcontext()
 

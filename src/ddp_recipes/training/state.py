@@ -122,7 +122,8 @@ def gather_state(run: Run) -> State:
     drawn = torch.tensor(int(run.generators.drawn), device=run.devices[0])
     every = by_rank(drawn, run.world, run.strategy.sum).tolist()
     weights = run.strategy.saved_weights(run.task)
-    return _state(run, every, weights, [run.strategy.optimizer_state(optimizer) for optimizer in run.optimizers])
+    optimizers = [run.strategy.optimizer_state(optimizer) for optimizer in run.optimizers]
+    return _state(run, every, weights, optimizers, run.train.state(run.strategy.gather))
 
 
 def saved_state(run: Run) -> State:
@@ -138,7 +139,13 @@ def local_state(run: Run) -> State:
     return _state(run, [run.generators.drawn], weights, [optimizer.state_dict() for optimizer in run.optimizers])
 
 
-def _state(run: Run, drawn: Sequence[int], weights: Mapping[str, Any], optimizers: Sequence[dict[str, Any]]) -> State:
+def _state(
+    run: Run,
+    drawn: Sequence[int],
+    weights: Mapping[str, Any],
+    optimizers: Sequence[dict[str, Any]],
+    data: dict[str, Any] | None = None,
+) -> State:
     run.generators.check()
     run.generators.settle(run.cursor.step)
     state = {
@@ -160,6 +167,8 @@ def _state(run: Run, drawn: Sequence[int], weights: Mapping[str, Any], optimizer
         "world_size": run.world.world_size,
         "shards": run.shards,
     }
+    if (data := data or run.train.state(None)) is not None:
+        state["data"] = data
     return state | run.task.checkpoint(state)
 
 
@@ -217,6 +226,7 @@ def restore(run: Run, state: State) -> list[str]:
         schedule.scheduler.load_state_dict(saved)
     run.precision.load_state(state["precision"])
     run.cursor = Cursor(**state["cursor"])
+    run.train.load_state(state.get("data"), run.cursor.epoch, run.cursor.batch)
     if state.get("unfinished") is not None:
         run.unfinished = Cursor(**state["unfinished"])
     drawn = state.get("drawn", [])

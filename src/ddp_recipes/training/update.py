@@ -101,9 +101,8 @@ def weighed(
 
 def of_step(run: Run) -> tuple[range, int]:
     """Return the numbers of the global batches that the next optimizer step accumulates, and of their samples."""
-    at, plan = run.cursor, run.train.plan
-    numbers = range(at.batch, min(at.batch + run.trainer.accumulate_grad_batches, plan.num_batches))
-    return numbers, sum(map(plan.size, numbers))
+    numbers = run.train.ahead(run.cursor.batch, run.trainer.accumulate_grad_batches)
+    return numbers, sum(map(run.train.plan.size, numbers))
 
 
 def forward_backward(

@@ -1,0 +1,114 @@
+"""Loaders of iterable-style sets, and which runs they cannot be in."""
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ddp_recipes.build.dataloaders import Source, dealt_by_method
+from ddp_recipes.config.parallelism import BatchShards
+from ddp_recipes.data.collate import Form
+from ddp_recipes.data.iterable import Dealt, IterableLoader, nominal
+from ddp_recipes.errors import RequestError
+from ddp_recipes.strategies.base import by_rank
+from ddp_recipes.training.precision import whole_dtype
+
+if TYPE_CHECKING:
+    from ddp_recipes.build.data import Loading
+
+
+def iterable_loader(
+    loading: "Loading", name: str, source: Source, shards: BatchShards, global_batch_size: int, own: bool
+) -> IterableLoader:
+    """Return the loader of an iterable-style set.
+
+    Args:
+        own: whether the task brings it.
+
+    Raises:
+        RequestError: it does not go with the run.
+    """
+    split, key = name.partition("/")[0], f"data.{name.replace('/', '.')}"
+    limit = refuse(loading, split, key, source, shards, own)
+    source = dealt_by_method(key, source, shards, own)
+    settings = source.settings
+    world, training = loading.world, split == "train"
+    of = loading.parallelism.batch_shards if training else loading.parallelism.evaluation_shards
+    dealt = Dealt(
+        shard=shards.first,
+        of_rank=[of(replace(world, rank=rank)).first for rank in range(world.world_size)],
+        exchange=partial(by_rank, world=world, total=loading.sum),
+        shared=settings.shard_arguments is None or shards.total == 1,
+        rank=world.rank,
+    )
+    drop_last = settings.drop_last and (training or own)
+    plan = nominal(global_batch_size, shards.total, loading.seed, drop_last, settings.shard)
+    return IterableLoader(
+        source.dataset,
+        plan if limit is None else replace(plan, max_batches=limit),
+        loading.device,
+        dealt=dealt,
+        batched=source.batched,
+        num_workers=settings.num_workers,
+        pin_memory=settings.pin_memory,
+        collate_fn=source.collate(),
+        prefetch_factor=settings.prefetch_factor,
+        begin_worker=source.begin_worker,
+        replays=settings.replay,
+        timeout_s=loading.timeout_s,
+        form=Form(whole_dtype(loading.trainer.precision), loading.trainer.channels_last),
+        name=key,
+    )
+
+
+def refuse(loading: "Loading", split: str, key: str, source: Source, shards: BatchShards, own: bool) -> int | None:
+    """Refuse what needs an order or a length; return the most batches of an epoch, ``None`` for all.
+
+    Raises:
+        RequestError: with what to do instead.
+    """
+    settings, trainer, strategy = source.settings, loading.trainer, loading.parallelism
+    what = f"{key}, a {type(source.dataset).__name__}, is an iterable-style set"
+    if hasattr(source.dataset, "__next__"):
+        raise RequestError(
+            f"{key} is a {type(source.dataset).__name__}, an iterator, which can be read once. Give an object whose "
+            f"__iter__ begins anew, such as a torch.utils.data.IterableDataset."
+        )
+    if strategy.fixed_shards is not None:
+        raise RequestError(
+            f"strategy={strategy.name} promises the same bits on any number of ranks and after a resume, and {what}, "
+            f"whose order is its own. Choose another strategy, or give a set that has __len__ and __getitem__(index)."
+        )
+    if shards.readers * strategy.processes_per_replica < loading.world.world_size:
+        raise RequestError(f"{what}, and with strategy={strategy.name} some ranks read no data. Choose another one.")
+    work = {"plan": "plan=true", "batch_size": "tune=batch_size", "equivalence": "check=equivalence"}.get(loading.work)
+    if work is not None and not (loading.work == "equivalence" and settings.shard_arguments is None):
+        raise RequestError(f"{work} cuts an epoch's order in another way, and {what}. Give a set with an index for it.")
+    limit = getattr(trainer, f"limit_{split}_batches")
+    if isinstance(limit, float) and limit != 1.0:
+        raise RequestError(
+            f"trainer.limit_{split}_batches={limit} is a fraction, and {what}: nobody knows of how many batches. Give "
+            f"a number of batches."
+        )
+    interval = trainer.val_check_interval
+    if split == "train" and isinstance(interval, float) and interval != 1.0:
+        raise RequestError(
+            f"trainer.val_check_interval={interval} is a fraction of an epoch, and {what}: nobody knows of how many "
+            f"batches. Give a number of batches, or 1.0 for the epoch's end."
+        )
+    if trainer.overfit_batches:
+        raise RequestError(
+            f"trainer.overfit_batches={trainer.overfit_batches} repeats the first batches, and {what}. Set "
+            f"trainer.limit_train_batches, and the same set as data.val."
+        )
+    if settings.weights is not None:
+        raise RequestError(f"data.weights draws samples by their numbers, and {what}. Leave it out.")
+    if settings.persistent_workers and not own:  # of a DataLoader: it would save the start of an epoch's
+        raise RequestError(
+            f"data.persistent_workers=true, and {what}, whose data workers begin anew with each epoch. Leave it out."
+        )
+    if loading.mode == "predict" and (settings.shard_arguments is not None or settings.num_workers > 1):
+        raise RequestError(
+            f"mode=predict writes a row for each sample in their order, and {what}, whose order is known only where "
+            f"one process reads it: leave out data.shard_arguments, and set data.num_workers to at most 1."
+        )
+    return None if isinstance(limit, float) else limit
