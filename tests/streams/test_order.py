@@ -87,6 +87,7 @@ def test_sets_smaller_than_a_batch_have_numbers_too(rows: tuple[int, ...], batch
     assert np.isfinite(quality(Windowed(rows, 1, 4), batch)).all()
 
 
+@pytest.mark.slow
 def test_wider_windows_and_more_lanes_shuffle_better() -> None:
     def of(window: int, interleave: int) -> float:
         return quality(Windowed((1000,) * 100, 7, window, interleave), 256).batch_variance

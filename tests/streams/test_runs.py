@@ -37,7 +37,7 @@ def batches_of(stream: Stream, world: int, workers: int, sharding: str, start: i
     return found
 
 
-@pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
+@pytest.mark.parametrize("suffix", [".parquet", pytest.param(".jsonl", marks=pytest.mark.slow)])
 def test_global_batches_are_the_same_for_any_ranks_workers_and_start(suffix: str, shards: Callable[..., Path]) -> None:
     """Also of what samples draw at random, where nothing divides, and where one row group is in memory at a time."""
     stream = Stream(
