@@ -75,7 +75,7 @@ class DDPSettings(StrategySettings):
 
     def with_less_memory(self) -> list[dict[str, dict[str, Any]]]:
         """Return the strategy that deals the model to the ranks."""
-        return [{"strategy=fsdp": {"_target_": "ddp_recipes.strategies.FSDP"}}]
+        return [{"strategy=fsdp": {"_target_": "ddp_recipes.strategies.fsdp.FSDP"}}]
 
     def unused_parameters(self) -> str:
         """Return what torch makes of them, by its options."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from math import inf
 from typing import Any
 
@@ -123,9 +124,11 @@ def with_validation(
 
 
 def strategies(kind: int, config: Config) -> Iterator[Change]:
-    """Yield what the strategy's settings know to take less."""
+    """Yield what the strategy's settings know to take less, of the strategies that are installed."""
     for choices in strategy_settings(config["strategy"]).with_less_memory()[kind : kind + 1]:
-        yield from ((overrides, {"strategy": keys}) for overrides, keys in choices.items())
+        for overrides, keys in choices.items():
+            if "_target_" not in keys or find_spec(keys["_target_"].rpartition(".")[0]) is not None:
+                yield overrides, {"strategy": keys}
 
 
 def recomputed(config: Config) -> Iterator[Change]:
