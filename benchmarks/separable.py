@@ -19,6 +19,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 from benchmarks.extras import PACKAGE, ROOT, extras, going_with
@@ -172,7 +173,7 @@ def main(arguments: Sequence[str]) -> int:
                 shutil.rmtree(folder)
 
         with ThreadPoolExecutor(AT_A_TIME) as pool:
-            for row in [first, *pool.map(of, names)]:
+            for row in chain([first], pool.map(of, names)):  # each as soon as it and those before are there
                 if row is not first:
                     print(row, flush=True)
                 failed += bool(row.failures)
