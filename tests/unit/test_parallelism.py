@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 
+from ddp_recipes import strategies
+from ddp_recipes._lazy import published
 from ddp_recipes.config.parallelism import BatchShards, StrategySettings, strategy_settings
 from ddp_recipes.errors import RequestError
 from ddp_recipes.runtime.world import World
 from helpers.patience import patience
 
-SHIPPED = ("Single", "DataParallel", "DDP", "DDPExact", "DDPPipeline", "FSDP")
+SETTINGS = {*strategies.__all__, *published("ddp_recipes.strategies")}
+SHIPPED = sorted(name.removesuffix("Settings") for name in SETTINGS if name.endswith("Settings"))
 
 
 def settings(name: str, **keys: Any) -> StrategySettings:
