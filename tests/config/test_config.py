@@ -44,8 +44,8 @@ def takes_images(group: str, option: str) -> bool:
 
 MODELS = options("model")
 # Of lightning a module brings the data sets; gpt takes what text gives (tests/distributed/test_language_model.py); a
-# stream has shards (tests/streams).
-DATA = [name for name in options("data") if name not in ("lightning", "stream", "text")]
+# stream has shards, and a mixture sets (tests/streams).
+DATA = [name for name in options("data") if name not in ("lightning", "mixture", "stream", "text")]
 VECTOR_MODELS = [name for name in MODELS if name != "gpt" and not takes_images("model", name)]
 IMAGE_DATA = [name for name in DATA if takes_images("data", name) and name != "csv"]
 PAIRS = sorted(

@@ -9,8 +9,19 @@ from ddp_recipes._lazy import on_use
 
 if TYPE_CHECKING:
     from ddp_recipes.streams.dataset import Stream as Stream
+    from ddp_recipes.streams.mixture import Mixed as Mixed
+    from ddp_recipes.streams.mixture import Mixture as Mixture
     from ddp_recipes.streams.order import Windowed as Windowed
+    from ddp_recipes.streams.packing import LengthBuckets as LengthBuckets
+    from ddp_recipes.streams.packing import Packed as Packed
 
-_HOMES = {"Stream": ".dataset", "Windowed": ".order"}
+_HOMES = {
+    "LengthBuckets": ".packing",
+    "Mixed": ".mixture",
+    "Mixture": ".mixture",
+    "Packed": ".packing",
+    "Stream": ".dataset",
+    "Windowed": ".order",
+}
 __all__ = [*_HOMES]
 __getattr__ = on_use(__name__, _HOMES)

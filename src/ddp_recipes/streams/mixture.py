@@ -1,0 +1,160 @@
+"""Several sets as one, each as often as its weight says: ``data=mixture``."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from ddp_recipes.data.batch_plan import BatchPlan
+from ddp_recipes.data.order import Indices, Order, Sequential, Shuffled, permute
+from ddp_recipes.errors import RequestError
+from ddp_recipes.runtime.seeding import key
+
+
+@dataclass(frozen=True, eq=False)
+class Mixed:
+    """Samples of several sets, in each block of places as many of each as its share; nothing is stored.
+
+    Each set is gone through in its own order, from one of its epochs to the next, and where an epoch of the mixture
+    ends the next one goes on. Which places of a block a set has, is a keyed permutation: the number of a set's samples
+    before a place follows from the place alone.
+
+    Attributes:
+        orders: of the sets; samples are numbered through them.
+        shares: of each set in a block of places.
+        num_samples: places of an epoch.
+    """
+
+    orders: tuple[Order, ...]
+    shares: tuple[int, ...]
+    num_samples: int
+    seed: int
+    repeats = True
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def samples(self, epoch: int, positions: Indices) -> Indices:
+        """Return the sample at each place of an epoch."""
+        source, own = self.places(epoch, positions)
+        found = np.empty_like(own)
+        first = 0
+        for number, order in enumerate(self.orders):
+            size = np.uint64(len(order))
+            epochs = own // size
+            for each in np.unique(epochs[source == number]):
+                here = (source == number) & (epochs == each)
+                found[here] = np.uint64(first) + order.samples(int(each), own[here] % size)
+            first += len(order)
+        return found
+
+    def places(self, epoch: int, positions: Indices) -> tuple[Indices, Indices]:
+        """Return of each place its set, and which sample of it that is: of all that the run takes of it, from 0 on."""
+        places = np.uint64(epoch * self.num_samples) + np.asarray(positions, dtype=np.uint64)
+        size = np.uint64(sum(self.shares))
+        block, slot = places // size, places % size
+        for number in np.unique(block):
+            here = block == number
+            slot[here] = permute(slot[here], int(size), key(self.seed, int(number)))
+        ends = np.cumsum(np.array(self.shares, dtype=np.uint64))
+        source = np.searchsorted(ends, slot, side="right").astype(np.uint64)
+        share = np.array(self.shares, dtype=np.uint64)[source]
+        return source, block * share + slot - (ends[source] - share)
+
+    def own_epoch(self, number: int, epoch: int) -> int:
+        """Return the epoch in which a set is where an epoch of the mixture begins."""
+        blocks = epoch * self.num_samples // sum(self.shares)
+        return blocks * self.shares[number] // len(self.orders[number])
+
+
+class Mixture(Dataset[Any]):
+    """Samples of several sets, each as often as its weight is of their sum.
+
+    Args:
+        sources: map-style sets by name, whose samples are alike.
+        weights: of the sets, by the same names; without any a set counts as much as it has samples.
+        num_samples: of an epoch; ``None``: as many as the sets have together.
+        block: places in which each set has its share, to the nearest sample and at least one.
+
+    Raises:
+        RequestError: there is no set, or one has no weight or no sample.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, Any],
+        weights: Mapping[str, float] | None = None,
+        num_samples: int | None = None,
+        block: int = 1024,
+    ) -> None:
+        self.names, self.sources = [*sources], [*sources.values()]
+        self._sizes = [len(source) for source in self.sources]
+        given = dict(zip(self.names, self._sizes, strict=True)) if not weights else dict(weights)
+        if not sources or given.keys() != {*self.names} or min(given.values()) <= 0 or min(self._sizes) == 0:
+            raise RequestError(
+                f"data.source_weights={given} does not fit data.sources: {', '.join(self.names) or 'none'}, of "
+                f"{self._sizes} samples. Give each set a weight above 0, and only these; each needs a sample."
+            )
+        self.shares = _shares([given[name] for name in self.names], max(block, len(self.names)))
+        self.num_samples = num_samples or len(self)
+        self._order: Mixed | None = None
+
+    def __len__(self) -> int:
+        return sum(self._sizes)
+
+    @cached_property
+    def _ends(self) -> Indices:
+        return np.cumsum(self._sizes)
+
+    def sample_order(self, seed: int, shuffle: bool) -> Order:
+        """Return the order of the mixture; sets that bring an order of their own keep it."""
+        orders = []
+        for number, (source, size) in enumerate(zip(self.sources, self._sizes, strict=True)):
+            mine = key(seed, number)
+            if callable(own := getattr(source, "sample_order", None)):
+                orders.append(own(mine, shuffle))
+            else:
+                orders.append(Shuffled(size, mine) if shuffle else Sequential(size))
+        self._order = Mixed(tuple(orders), self.shares, self.num_samples, seed)
+        return self._order
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell sets that ask for it which of their own epochs the next samples are of."""
+        for number, source in enumerate(self.sources):
+            if callable(tell := getattr(source, "set_epoch", None)) and self._order is not None:
+                tell(self._order.own_epoch(number, epoch))
+
+    def __getitem__(self, index: int) -> Any:
+        number = int(np.searchsorted(self._ends, index, side="right"))
+        return self.sources[number][index - (int(self._ends[number - 1]) if number else 0)]
+
+    def skipped(self) -> list[int]:
+        """Return the numbers of the samples that sets could not decode."""
+        firsts = [0, *self._ends.tolist()]
+        return [
+            first + row
+            for first, source in zip(firsts, self.sources, strict=False)
+            if hasattr(source, "skipped")
+            for row in source.skipped()
+        ]
+
+    def plan_rows(self, plan: BatchPlan) -> list[tuple[str, str]]:
+        """Return what a dry run says of the mixture: how often each set is gone through in an epoch."""
+        total = sum(self.shares)
+        parts = [
+            f"{name} {share / total:.1%} ({self.num_samples * share / total / size:.2f} of its epochs)"
+            for name, share, size in zip(self.names, self.shares, self._sizes, strict=True)
+        ]
+        return [("mixture", ", ".join(parts))]
+
+
+def _shares(weights: list[float], block: int) -> tuple[int, ...]:
+    """Return how many places of a block each set has: at least one, the rest by largest remainders."""
+    exact = np.array(weights, dtype=np.float64) / sum(weights) * block
+    shares = np.maximum(np.floor(exact), 1).astype(int)
+    for number in np.argsort(shares - exact, kind="stable")[: max(0, block - int(shares.sum()))]:
+        shares[number] += 1
+    return tuple(shares.tolist())
