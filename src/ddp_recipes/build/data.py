@@ -14,7 +14,7 @@ from ddp_recipes.config.settings import DataSettings, TrainerSettings, batches
 from ddp_recipes.data.batch_plan import BatchPlan
 from ddp_recipes.data.collate import Form
 from ddp_recipes.data.loader import Loader, is_iterable, size_of
-from ddp_recipes.data.order import Drawn, Order, Sequential, Shuffled
+from ddp_recipes.data.order import Drawn, Order, order_of
 from ddp_recipes.errors import RequestError
 from ddp_recipes.runtime.world import World
 from ddp_recipes.training.precision import whole_dtype
@@ -177,13 +177,10 @@ def _sets(split: str, node: Any) -> list[tuple[str, Mapping[str, Any]]]:
 
 def _order(dataset: Any, settings: DataSettings, trainer: TrainerSettings, seed: int, training: bool) -> Order:
     """Return the order of a data set's samples; it may bring its own."""
-    num_samples, shuffle = size_of(dataset), training and settings.shuffle and not trainer.overfit_batches
+    size_of(dataset)  # refuses what has no length
     if training and settings.weights is not None:
         return Drawn(_weights(settings.weights, dataset, trainer), seed)
-    if callable(own := getattr(dataset, "sample_order", None)):
-        order: Order = own(seed, shuffle)
-        return order
-    return Shuffled(num_samples, seed) if shuffle else Sequential(num_samples)
+    return order_of(dataset, seed, training and settings.shuffle and not trainer.overfit_batches)
 
 
 def _weights(given: Any, dataset: Any, trainer: TrainerSettings) -> NDArray[np.float64]:

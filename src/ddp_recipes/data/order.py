@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -85,6 +85,14 @@ class Drawn:
     @cached_property
     def _summed_weights(self) -> NDArray[np.float64]:
         return np.cumsum(self.weights)
+
+
+def order_of(dataset: Any, seed: int, shuffle: bool) -> Order:
+    """Return the order of a map-style data set's samples: its own (``sample_order``), a shuffle, or as they lie."""
+    if callable(own := getattr(dataset, "sample_order", None)):
+        order: Order = own(seed, shuffle)
+        return order
+    return Shuffled(len(dataset), seed) if shuffle else Sequential(len(dataset))
 
 
 def permute(positions: Indices, n: int, seed: int) -> Indices:

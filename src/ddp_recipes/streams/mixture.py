@@ -9,7 +9,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from ddp_recipes.data.batch_plan import BatchPlan
-from ddp_recipes.data.order import Indices, Order, Sequential, Shuffled, permute
+from ddp_recipes.data.order import Indices, Order, order_of, permute
 from ddp_recipes.errors import RequestError
 from ddp_recipes.runtime.seeding import key
 
@@ -111,14 +111,8 @@ class Mixture(Dataset[Any]):
 
     def sample_order(self, seed: int, shuffle: bool) -> Order:
         """Return the order of the mixture; sets that bring an order of their own keep it."""
-        orders = []
-        for number, (source, size) in enumerate(zip(self.sources, self._sizes, strict=True)):
-            mine = key(seed, number)
-            if callable(own := getattr(source, "sample_order", None)):
-                orders.append(own(mine, shuffle))
-            else:
-                orders.append(Shuffled(size, mine) if shuffle else Sequential(size))
-        self._order = Mixed(tuple(orders), self.shares, self.num_samples, seed)
+        orders = tuple(order_of(source, key(seed, number), shuffle) for number, source in enumerate(self.sources))
+        self._order = Mixed(orders, self.shares, self.num_samples, seed)
         return self._order
 
     def set_epoch(self, epoch: int) -> None:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from ddp_recipes.data.order import Indices, Order, Sequential, Shuffled, permute
+from ddp_recipes.data.order import Indices, Order, Sequential, order_of, permute
 from ddp_recipes.errors import RequestError
 from ddp_recipes.runtime.seeding import key
 from ddp_recipes.streams.order import Windowed
@@ -184,11 +184,7 @@ class LengthBuckets(Dataset[Any]):
 
     def sample_order(self, seed: int, shuffle: bool) -> Order:
         """Return the order of batches of like length; without ``shuffle`` the data set's own."""
-        own = getattr(self.dataset, "sample_order", None)
-        if callable(own):
-            order: Order = own(seed, shuffle)
-        else:
-            order = Shuffled(len(self), seed) if shuffle else Sequential(len(self))
+        order = order_of(self.dataset, seed, shuffle)
         return Bucketed(order, self.lengths, self.batch, self.window, seed) if shuffle else order
 
     def set_epoch(self, epoch: int) -> None:
