@@ -112,7 +112,7 @@ def make_run(recipe: Recipe, stop_controller: StopController, strategy: Strategy
         clock=make_clock(devices[-1]),
         flops=recipe.flops,
         callbacks={**task.callbacks(), **recipe.callbacks},
-        hooks=[PythonState()],
+        hooks=[PythonState()] if recipe.world.is_main else [],
     )
     for callback in run.callbacks.values():
         callback.run = run

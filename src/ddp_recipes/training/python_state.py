@@ -18,6 +18,7 @@ class PythonState(RunHooks):
 
     A run that resumes begins with them anew, and how often a model is called depends on the ranks, shards and
     micro-batches: on one device, in one go, they make no difference that a model's author would see.
+    Rank 0 alone has it, which logs.
     """
 
     def __init__(self) -> None:
@@ -31,7 +32,7 @@ class PythonState(RunHooks):
         run.hooks = [hook for hook in run.hooks if hook is not self]
         first, *others = self._seen
         always = [name for name in first if len({each.get(name) for each in self._seen}) == LOOKS]
-        if not always or not run.world.is_main:
+        if not always:
             return
         shown = [f"{name} ({first[name]} → {others[-1][name]})" for name in always[:3]]
         log.warning(
