@@ -25,10 +25,10 @@ from ddp_recipes.errors import (
     exited_without_report,
 )
 from ddp_recipes.launchers.elastic import Found, RestartNote, gone_on
-from ddp_recipes.launchers.keeper import Keeper
 from ddp_recipes.launchers.peers import Peers
 from ddp_recipes.launchers.reports import Death, decide
 from ddp_recipes.launchers.store import TIMEOUT, agent_holds_store, at_address
+from ddp_recipes.recovery.keeper import Keeper
 from ddp_recipes.reporting.run_directory import Summary, leave_failure_of_rank_0
 from ddp_recipes.runtime.job import Job
 from ddp_recipes.runtime.messages import Messages

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ddp_recipes.errors import RequestError
-from ddp_recipes.launchers.keeper import Keeper
+from ddp_recipes.recovery.keeper import Keeper
 from ddp_recipes.recovery.memory import Places
 from ddp_recipes.recovery.source import Candidate, furthest
 from ddp_recipes.reporting.run_directory import write_text

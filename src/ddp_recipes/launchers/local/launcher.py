@@ -19,8 +19,8 @@ from ddp_recipes.errors import RunFailed
 from ddp_recipes.launchers import stacks
 from ddp_recipes.launchers.base import Resources
 from ddp_recipes.launchers.local.ranks import Rank, Starter, incoming
-from ddp_recipes.launchers.local.replacement import Replacement
 from ddp_recipes.launchers.reports import Death, Outcome, as_rank_0, decide
+from ddp_recipes.recovery.replacement import Replacement
 from ddp_recipes.reporting.run_directory import Summary, leave_trace
 from ddp_recipes.runtime.job import ASKS_TO_STOP, Job
 from ddp_recipes.runtime.meeting import Meeting

@@ -15,13 +15,13 @@ from ddp_recipes.config.request import Request
 from ddp_recipes.errors import RequestError, RunFailed
 from ddp_recipes.launchers.fork_server import ForkServer
 from ddp_recipes.launchers.local.ranks import Starter
-from ddp_recipes.launchers.local.replacement import BY_CHANCE
 from ddp_recipes.launchers.nodes.copies import Copies
 from ddp_recipes.launchers.nodes.start import Offer, Start
 from ddp_recipes.launchers.nodes.supervision import Ended, Supervision
 from ddp_recipes.launchers.reports import Outcome
 from ddp_recipes.launchers.worker import FIRSTS
 from ddp_recipes.recovery.memory import Places
+from ddp_recipes.recovery.replacement import BY_CHANCE
 from ddp_recipes.reporting.run_directory import Summary, read_summary
 from ddp_recipes.runtime.job import Job
 from ddp_recipes.runtime.meeting import Meeting

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from ddp_recipes.errors import RunFailed
 from ddp_recipes.launchers.local.launcher import AFTER_INTERRUPT_S, AFTER_TERM_S, end_with_stacks
 from ddp_recipes.launchers.local.ranks import Rank, Starter, incoming
-from ddp_recipes.launchers.local.replacement import ANSWER_S, progress
 from ddp_recipes.launchers.nodes.start import Offer, Start
 from ddp_recipes.launchers.reports import Outcome, decide
 from ddp_recipes.recovery.memory import Kept, Places
+from ddp_recipes.recovery.replacement import ANSWER_S, progress
 from ddp_recipes.reporting.run_directory import read_summary
 from ddp_recipes.runtime.job import Job
 

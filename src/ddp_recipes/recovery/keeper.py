@@ -44,7 +44,7 @@ class Keeper:
         environ = {name: value for name, value in os.environ.items() if name not in RANK}
         torchrun = os.pidfd_open(os.getppid())
         try:
-            code = f"from ddp_recipes.launchers.keeper import hold; hold({torchrun}, {parts})"
+            code = f"from ddp_recipes.recovery.keeper import hold; hold({torchrun}, {parts})"
             found = subprocess.run(
                 [sys.executable, "-P", "-c", code],
                 stdin=subprocess.DEVNULL,
