@@ -47,13 +47,6 @@ def parts() -> dict[str, tuple[str, ...]]:
     return {name: extra.modules for name, extra in extras().items()} | {name: tuple(x) for name, x in others.items()}
 
 
-@cache
-def still() -> frozenset[tuple[str, str]]:
-    """Return the modules that import an extra which they should not know, each with it: what is left to do."""
-    entries = tomllib.loads(TABLE.read_text(encoding="utf-8")).get("still", {})
-    return frozenset((f"{PACKAGE}.{module}", extra) for module, names in entries.items() for extra in names)
-
-
 def part_of(module: str) -> str:
     """Return what a module is of: the name of an extra or another part, or ``core``."""
     found = [

@@ -4,7 +4,7 @@
 
 In a copy of the repository each extra in turn, and what is built on it, is removed: ruff, mypy and import-linter have
 to pass, every module that is left has to be imported, a default run on two ranks has to finish, and with ``--tests``
-the quick tests of the rest. An extra that the table lists under ``still`` may fail. Docs are not run: their pages show
+the quick tests of the rest. Docs are not run: their pages show
 commands of several extras.
 """
 
@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 
-from benchmarks.extras import PACKAGE, ROOT, extras, going_with, still
+from benchmarks.extras import PACKAGE, ROOT, extras, going_with
 
 AT_A_TIME = 2
 TIMEOUT_S = 1800
@@ -62,13 +62,8 @@ class Row:
     failures: dict[str, str] = field(default_factory=dict)
     tests: str = ""
 
-    @property
-    def expected(self) -> bool:
-        """Whether it is known that the core still imports the extra, which an exception in the table says."""
-        return self.name in {extra for _, extra in still()}
-
     def __str__(self) -> str:
-        came = "ok" if not self.failures else f"**{'not yet: ' if self.expected else ''}{', '.join(self.failures)}**"
+        came = "ok" if not self.failures else f"**{', '.join(self.failures)}**"
         return f"| {self.name} | {', '.join(self.gone[1:])} | {came} | {self.tests} | {self.seconds:.0f} |"
 
 
@@ -182,7 +177,7 @@ def main(arguments: Sequence[str]) -> int:
             for row in chain([first], pool.map(of, names)):  # each as soon as it and those before are there
                 if row is not first:
                     print(row, flush=True)
-                failed += bool(row.failures) and not row.expected
+                failed += bool(row.failures)
                 for step, text in row.failures.items():
                     shown = "\n".join(text.strip().splitlines()[-given.lines :])
                     print(f"\n{row.name}, {step}:\n{shown}\n", file=sys.stderr, flush=True)

@@ -7,7 +7,6 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NoReturn
 
 import torch
@@ -203,10 +202,9 @@ def prepare(job: Job, world: World, control: Control) -> tuple[Recipe, RunDirect
 
 def fit(recipe: Recipe, output: Output) -> None:
     """Train, from the start or from a checkpoint."""
-    rejoin = rejoining(recipe)
-    if recipe.meeting is not None:
-        assert rejoin is not None
-        recipe.state = output.state = rejoin.receive(recipe, recipe.meeting)
+    recovery = extra("recovery")(recipe, output.note) if recovers(recipe) else None
+    if recovery is not None and recipe.meeting is not None:
+        recipe.state = output.state = recovery.receive(recipe.meeting)
     # Held to the very end: the second of two signals, the launcher's or one to every process, must not cut it short.
     run = make_run(recipe, output.hold(make_stop_controller(recipe)))
     if recipe.meeting is None:
@@ -214,7 +212,8 @@ def fit(recipe: Recipe, output: Output) -> None:
         recipe.warnings.extend(foreseen(run, recipe))
     for callback in run.callbacks.values():
         callback.check()
-    recovery = rejoin.Recovery(recipe, run, output.note) if rejoin else None
+    if recovery is not None:
+        recovery.begin(run)
     output.open(run)
     for callback in run.callbacks.values():
         callback.on_start(recipe.job.directory if recipe.world.is_main else None, recipe.task)
@@ -233,15 +232,11 @@ def fit(recipe: Recipe, output: Output) -> None:
         log.info("Nothing was left to do: at step %d a limit of trainer.* is reached already.", run.cursor.step)
 
 
-def rejoining(recipe: Recipe) -> ModuleType | None:
-    """Return what has ranks go on beyond the loss of others; ``None`` where none is to, and a loss ends them all."""
+def recovers(recipe: Recipe) -> bool:
+    """Whether ranks are to go on beyond the loss of others; else a loss ends them all."""
     job, launcher = recipe.job, recipe.request.launcher
     kept = launcher.replace_ranks or recipe.checkpoint.in_memory_every_n_steps
-    if not (kept or job.meeting is not None or job.memory or job.start):
-        return None
-    from ddp_recipes.recovery import rejoin
-
-    return rejoin
+    return bool(kept or job.meeting is not None or job.memory or job.start)
 
 
 def check_validation(run: Run, recipe: Recipe) -> None:

@@ -20,6 +20,9 @@ _HOMES = BEFORE_CONFIG | {  # by what is to be done in place of training, or by 
     "predict": "ddp_recipes.tools.predict:predict",
     "model.num_devices": "ddp_recipes.build.splitting:split",
     "model.micro_batches": "ddp_recipes.model_parallel:in_micro_batches",
+    "launcher.replace_ranks": "ddp_recipes.recovery.replacement:Survival",
+    "recovery": "ddp_recipes.recovery.rejoin:Recovery",
+    "memory of torchrun": "ddp_recipes.recovery.torchrun:TorchrunMemory",
     "trainer.fast_paths": "ddp_recipes.runtime.fast_paths:set_up",
     "socket guard": "ddp_recipes.runtime.socket_guard:closed_after",
 }

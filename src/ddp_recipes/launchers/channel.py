@@ -7,14 +7,15 @@ import sys
 import time
 import traceback
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from ddp_recipes import rank
-from ddp_recipes.config.parallelism import strategy_settings
+from ddp_recipes.config.extras import extra
 from ddp_recipes.errors import (
     Preempted,
     RecipeError,
@@ -24,11 +25,10 @@ from ddp_recipes.errors import (
     did_not_end,
     exited_without_report,
 )
-from ddp_recipes.launchers.elastic import Found, RestartNote, gone_on
+from ddp_recipes.launchers.elastic import RestartNote
 from ddp_recipes.launchers.peers import Peers
 from ddp_recipes.launchers.reports import Death, decide
 from ddp_recipes.launchers.store import TIMEOUT, agent_holds_store, at_address
-from ddp_recipes.recovery.keeper import Keeper
 from ddp_recipes.reporting.run_directory import Summary, leave_failure_of_rank_0
 from ddp_recipes.runtime.job import Job
 from ddp_recipes.runtime.messages import Messages
@@ -74,20 +74,24 @@ class Channel:
             self._meet(timeout_s)
         except RunFailed as error:
             raise self._explained(error, None) from None
-        return next((found.base for found in self._found() if found.base), "")
+        return next((found["base"] for found in self._found() if found.get("base")), "")
 
-    def _found(self) -> list[Found]:
-        """Return what the node of each rank has of earlier starts."""
+    def _found(self) -> list[Mapping[str, Any]]:
+        """Return what the node of each rank has of earlier starts: the directory, and what is in memory."""
         others = (f"here/{follower}" for follower in range(1, self.world.world_size))
         said = (self.messages.get(name, TIMEOUT.total_seconds()) for name in others)  # it is there: all have met
-        return [self._note.found(), *(Found(**json.loads(each or "{}")) for each in said)]
+        return [self._here(), *(json.loads(each or "{}") for each in said)]
+
+    def _here(self) -> Mapping[str, Any]:
+        kept = self._memory().found() if self._note.text("memory") else {}
+        return {"base": self._note.read(), **kept}
 
     def lead(self, job: Job) -> Summary:
         """Post a job and run it as rank 0; with one rank, a plain run."""
         try:
             self._meet(float(job.config["launcher"]["timeout_s"]))
-            if (parts := self._parts_in_memory(job)) > 0:
-                job = gone_on(job, parts, self._found())
+            if self._keeps(job):
+                job = self._memory().gone_on(job, self.world, self._found())
             number = self._post(job.to_json(with_main=False))
             try:
                 return self._run(job, number)
@@ -178,7 +182,7 @@ class Channel:
                 raise RunFailed(exited_without_report([0], self.world.world_size))
             raise RunFailed(did_not_arrive([0], self.world.world_size, TIMEOUT.total_seconds()))
         self._enter(generation)
-        self.messages.send(f"here/{self.world.rank}", json.dumps(asdict(self._note.found())))
+        self.messages.send(f"here/{self.world.rank}", json.dumps(self._here()))
         self.root.send("knock")
 
     def _receive(self, name: str, seconds: float | None) -> str | None:
@@ -219,30 +223,22 @@ class Channel:
         self._peers.introduce(self._generation)
 
     def _run(self, job: Job, number: int) -> Summary:
-        messages = self.messages.under(f"run/{number}") if self.world.world_size > 1 else None
-        job = replace(job, memory=self._places(job, number))
-        summary = rank.run(job, self.world, messages, Watcher(self._peers.exited, partial(self._begun, job)))
-        if self.world.local_rank == 0:
-            self._note.forget()
+        messages = self.messages.under(f"run/{number}")
+        if self._keeps(job):
+            job = replace(job, memory=self._memory().places(job, self.world, messages))
+        others = messages if self.world.world_size > 1 else None
+        summary = rank.run(job, self.world, others, Watcher(self._peers.exited, partial(self._begun, job)))
+        if self.world.local_rank == 0 and self._note.text("memory"):
+            self._memory().forget()
         return summary
 
-    def _parts_in_memory(self, job: Job) -> int:
-        """Return in how many parts of the model states are kept for torchrun's next start; 0: they are not."""
-        asked = job.config["checkpoint"].get("in_memory_every_n_steps") and self.world.restarts
-        return strategy_settings(job.config["strategy"]).layout(self.world.world_size).parts if asked else 0
+    def _keeps(self, job: Job) -> bool:
+        """Whether states are kept in memory for torchrun's next start."""
+        return bool(job.config["checkpoint"].get("in_memory_every_n_steps") and self.world.restarts)
 
-    def _places(self, job: Job, number: int) -> Sequence[str]:
-        """Return where this rank keeps its state, if it does; the first one of each node sees to what holds it."""
-        parts, name = self._parts_in_memory(job), f"keeper/{number}/{self.world.node_rank}"
-        if not parts or self._note.folder is None:
-            return ()
-        if self.world.local_rank == 0:
-            self.messages.set(name, json.dumps(asdict(self._note.keep(job, parts))))
-        if (text := self.messages.get(name, float(job.config["launcher"]["timeout_s"]))) is None:
-            return ()
-        keeper = Keeper.of(json.loads(text))
-        keeper.watch()
-        return keeper.paths[self.world.rank % parts]
+    def _memory(self) -> Any:
+        """Return what keeps them."""
+        return extra("memory of torchrun")(self._note)
 
     def _begun(self, job: Job) -> None:
         """Note the directory, once on each node: no rank has refused to begin there."""

@@ -45,19 +45,40 @@ log = logging.getLogger(__name__)
 class Recovery(RunHooks):
     """Training that goes on beyond the loss of ranks, which the launcher replaces or starts again.
 
+    Attributes:
+        run: once it began.
+
     Args:
         note: is called on rank 0 once the step is done that a loss cut off.
-
-    Raises:
-        RequestError: the config asks for a state in memory that nobody would read, or that is not all a rank needs.
     """
 
-    def __init__(self, recipe: Recipe, run: Run, note: Callable[[], None]) -> None:
-        self.recipe, self.run, self._note = recipe, run, note
-        self.memory = make_memory(recipe, run)
+    run: Run
+
+    def __init__(self, recipe: Recipe, note: Callable[[], None]) -> None:
+        self.recipe, self._note = recipe, note
+        self.memory: Memory | None = None
         self.buffers: Buffers | None = None  # as they were before a step, where lost ranks are replaced
         self.losses = 0  # that the launcher knows of, and this run has counted
         self.met: Meeting | None = None  # after the loss of ranks, until the step that it cut off is done
+
+    def receive(self, meeting: Meeting) -> State:
+        """Return the state with which this rank takes the place of a lost one. A collective."""
+        recipe = self.recipe
+        in_rows = meeting.states and recipe.strategy.settings.kind == "sharded"
+        state = load_kept(meeting.states, _opener(recipe)) if in_rows else _of_source(recipe, meeting)
+        if meeting.states:  # all ranks are new, and may be fewer or more
+            recipe.warnings[:] = fit_cursor("The state in memory", state, recipe.request, recipe.loaders["train"])
+        step, _ = state["run"]["points"]
+        purge_step = step if step >= 0 else state["cursor"]["step"] + 1  # its points come again, from ``go_on``
+        return {**state, "checkpointer": {"values": state["run"]["values"]}, "purge_step": purge_step}
+
+    def begin(self, run: Run) -> None:
+        """Take the run, before any of it is written.
+
+        Raises:
+            RequestError: the config asks for a state in memory that nobody would read, or that is not all a rank needs.
+        """
+        self.run, self.memory = run, make_memory(self.recipe, run)
 
     def fit(self) -> str:
         """Run the loop to its end; return why it ended."""
@@ -306,14 +327,3 @@ def _alone(recipe: Recipe, run: Run | None = None) -> tuple[int, ...]:
         else dict(task.named_buffers()).keys() & task.state_dict().keys()
     )
     return () if layout.same_buffers or not own else (*range(layout.parts),)
-
-
-def receive(recipe: Recipe, meeting: Meeting) -> State:
-    """Return the state with which this rank takes the place of a lost one. A collective."""
-    in_rows = meeting.states and recipe.strategy.settings.kind == "sharded"
-    state = load_kept(meeting.states, _opener(recipe)) if in_rows else _of_source(recipe, meeting)
-    if meeting.states:  # all ranks are new, and may be fewer or more
-        recipe.warnings[:] = fit_cursor("The state in memory", state, recipe.request, recipe.loaders["train"])
-    step, _ = state["run"]["points"]
-    purge_step = step if step >= 0 else state["cursor"]["step"] + 1  # its points come again, from ``go_on``
-    return {**state, "checkpointer": {"values": state["run"]["values"]}, "purge_step": purge_step}

@@ -6,14 +6,85 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 
+from ddp_recipes.config.parallelism import strategy_settings
+from ddp_recipes.config.settings import LauncherSettings
+from ddp_recipes.launchers.local import launcher as local
 from ddp_recipes.launchers.local.ranks import Rank, Starter
+from ddp_recipes.recovery.memory import Places
 from ddp_recipes.recovery.source import Candidate, Source, furthest
+from ddp_recipes.runtime.job import Job
 from ddp_recipes.runtime.meeting import Meeting, Progress
 
 ANSWER_S = 5.0  # for a rank to notice the loss of another one, once a collective has timed out
 BY_CHANCE = 2  # times at most that a rank hangs at one step
+
+
+class Survival(local.Survival):
+    """What is done about ranks that fail: lost ones are replaced, or all start again from what is in memory.
+
+    A restart takes the newer of a checkpoint and what is in memory. Once there are no more of those that
+    ``launcher.max_restarts`` grants, one counts as a replacement, unless its cause came again.
+    """
+
+    def __init__(self, job: Job, settings: LauncherSettings, processes: int, memory: ExitStack) -> None:
+        super().__init__(job, settings, processes, memory)
+        self._origin = job
+        self._spare = settings.replace_ranks
+        self._parts = strategy_settings(job.config["strategy"]).layout(processes).parts
+        keeps = job.config["checkpoint"].get("in_memory_every_n_steps")
+        self._places = Places.made(self._parts, memory) if keeps else None
+        self._seen: set[str] = set()  # failures, which come again if they are not by chance
+        self._known: list[tuple[str, float]] = []  # why ranks were lost, and when
+        self._reported = 0  # of those, to the user
+
+    def start(self, starter: Starter) -> list[Rank]:
+        """Start all ranks, which keep their states in memory if they are to."""
+        if self._places is not None:
+            starter.memory = self._places.paths
+        hung = partial(local.end_with_stacks, self.job)
+        timeout_s = self.settings.timeout_s
+        self._replacement = Replacement(starter, self._spare, self._parts, timeout_s, hung, self._known, self._reported)
+        return super().start(starter)
+
+    def goes_on(self, ranks: list[Rank]) -> bool:
+        """Replace lost ranks where others have what they had."""
+        replaces = 0 < self._parts < len(ranks) and self._spare > 0
+        return replaces and self._replacement.goes_on(ranks)
+
+    def after(self, error: str, stopped: bool) -> str | None:
+        """Return how all ranks are started again after a failure, a line; ``None`` where they are not."""
+        former = self._replacement
+        self._spare -= former.number
+        if untold := former.untold:
+            print(*untold, sep="\n", file=sys.stderr, flush=True)
+        granted = self.restarts < self.settings.max_restarts
+        if stopped or not (granted or (self._spare > 0 and not former.again and error not in self._seen)):
+            return None
+        self._seen.add(error)
+        self._reported = former.reported
+        self.job, whence = self._again(error)
+        self._reported = self._reported if self._known else 0
+        if granted:
+            self.restarts += 1
+            return f"Restart {self.restarts} of {self.settings.max_restarts}, from {whence}."
+        self._spare -= 1
+        return f"No rank has all that the lost one had: all start again, from {whence}."
+
+    def _again(self, error: str) -> tuple[Job, str]:
+        """Return the job as all ranks start it again, and from what: a checkpoint, or what is in memory if newer."""
+        newest, saved = None if self._places is None else self._places.newest(), self._origin.saved_step
+        if newest is None or newest.point <= saved:
+            self._known.clear()  # what they came to is in summary.json
+            return self._origin.resumed(), "the last checkpoint" if saved >= 0 else "step 0"
+        self._known.append((error.splitlines()[0], time.time()))
+        why, since = zip(*self._known, strict=True)
+        parts, ranks = tuple(range(len(newest.places))), tuple(range(self.processes))
+        meeting = Meeting("", parts, ranks, why, since, self._reported, newest.places)
+        return replace(self._origin, meeting=asdict(meeting)), f"step {newest.point}, which is in memory"
 
 
 @dataclass

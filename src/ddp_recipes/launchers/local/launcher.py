@@ -6,11 +6,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
+from ddp_recipes.config.extras import extra
 from ddp_recipes.config.parallelism import strategy_settings
 from ddp_recipes.config.request import Request
 from ddp_recipes.config.settings import LauncherSettings
@@ -20,15 +20,10 @@ from ddp_recipes.launchers import stacks
 from ddp_recipes.launchers.base import Resources
 from ddp_recipes.launchers.local.ranks import Rank, Starter, incoming
 from ddp_recipes.launchers.reports import Death, Outcome, as_rank_0, decide
-from ddp_recipes.recovery.replacement import Replacement
 from ddp_recipes.reporting.run_directory import Summary, leave_trace
 from ddp_recipes.runtime.job import ASKS_TO_STOP, Job
-from ddp_recipes.runtime.meeting import Meeting
 from ddp_recipes.runtime.process import ignore_once, loading
 from ddp_recipes.runtime.world import World
-
-if TYPE_CHECKING:
-    from ddp_recipes.recovery.memory import Places
 
 AFTER_FAILURE_S = 3.0  # for the other ranks to end by themselves, and for rank 0 to write its summary
 AFTER_INTERRUPT_S = 6.0  # for a checkpoint after Ctrl-C
@@ -62,65 +57,58 @@ class LocalLauncher:
             self.resources.server.close()
             return run_here(job)
         server = self.resources.server if self.settings.start_method == "forkserver" else None
-        restarts, spare, origin = 0, self.settings.replace_ranks, job
-        seen: set[str] = set()  # failures, which come again if they are not by chance
-        known: list[tuple[str, float]] = []  # why ranks were lost, and when
-        reported = 0  # of those, to the user
-        parts = strategy_settings(job.config["strategy"]).layout(processes).parts
+        recovers = self.settings.replace_ranks or job.config["checkpoint"].get("in_memory_every_n_steps")
+        survival = extra("launcher.replace_ranks") if recovers else Survival
         with signals_caught(job.last) as signals, ExitStack() as memory:
-            keeps = job.config["checkpoint"].get("in_memory_every_n_steps")
-            places = _places(parts, memory) if keeps else None
+            ways: Survival = survival(job, self.settings, processes, memory)
             while True:
                 try:
                     with ExitStack() as stack:  # ends ranks that hang once the failure is written
-                        starter = Starter(job, processes, server, stack, places)
-                        hung = partial(end_with_stacks, job)
-                        replacement = Replacement(starter, spare, parts, self.settings.timeout_s, hung, known, reported)
-                        return _supervise(job, starter.all(), signals, replacement).conclude(job)
+                        ranks = ways.start(Starter(ways.job, processes, server, stack))
+                        return _supervise(ways.job, ranks, signals, ways.goes_on).conclude(ways.job)
                 except RunFailed as error:
-                    spare -= replacement.number
-                    if untold := replacement.untold:
-                        print(*untold, sep="\n", file=sys.stderr, flush=True)
-                    if signals or (restarts == most and (spare <= 0 or replacement.again or str(error) in seen)):
+                    if (line := ways.after(str(error), bool(signals))) is None:
                         raise
-                    seen.add(str(error))
-                    reported = replacement.reported
-                    job, whence = _restarted(origin, processes, places, known, reported, str(error))
-                    reported = reported if known else 0
-                    if restarts < most:
-                        restarts += 1
-                        line = f"Restart {restarts} of {most}, from {whence}."
-                    else:
-                        spare -= 1
-                        line = f"No rank has all that the lost one had: all start again, from {whence}."
                     print(error, line, sep="\n", file=sys.stderr, flush=True)
 
 
-def _places(parts: int, memory: ExitStack) -> "Places":
-    """Return where ranks keep their states beside checkpoints, until the stack ends."""
-    from ddp_recipes.recovery.memory import Places
+class Survival:
+    """What is done about ranks that fail: all start again from the last checkpoint, so often as the config says.
 
-    return Places.made(parts, memory)
+    Recovery does more, in a subclass.
 
-
-def _restarted(
-    job: Job, processes: int, places: "Places | None", known: list[tuple[str, float]], reported: int, error: str
-) -> tuple[Job, str]:
-    """Return the job as all ranks start it again, and from what: the newer of a checkpoint and what is in memory.
+    Attributes:
+        job: as the ranks begin with it, the next time as well.
+        restarts: until now.
 
     Args:
-        known: of ranks that were lost, which is added to where memory knows of those before.
-        reported: of those, to the user.
+        processes: that the job has.
+        memory: keeps what is to outlive a start of the ranks.
     """
-    newest = None if places is None else places.newest()
-    if newest is None or newest[0] <= job.saved_step:
-        known.clear()  # what they came to is in summary.json
-        return job.resumed(), "the last checkpoint" if job.saved_step >= 0 else "step 0"
-    step, states = newest
-    known.append((error.splitlines()[0], time.time()))
-    why, since = zip(*known, strict=True)
-    meeting = Meeting("", tuple(range(len(states))), tuple(range(processes)), why, since, reported, states)
-    return replace(job, meeting=asdict(meeting)), f"step {step}, which is in memory"
+
+    def __init__(self, job: Job, settings: LauncherSettings, processes: int, memory: ExitStack) -> None:
+        self.job, self.settings, self.processes = job, settings, processes
+        self.restarts = 0
+
+    def start(self, starter: Starter) -> list[Rank]:
+        """Start all ranks."""
+        return starter.all()
+
+    def goes_on(self, ranks: list[Rank]) -> bool:
+        """Whether the run goes on although ranks are lost; others may take their places in the list."""
+        return False
+
+    def after(self, error: str, stopped: bool) -> str | None:
+        """Return how all ranks are started again after a failure, a line; ``None`` where they are not.
+
+        Args:
+            stopped: by a signal: the run is to end.
+        """
+        if stopped or self.restarts == self.settings.max_restarts:
+            return None
+        self.restarts += 1
+        self.job, whence = self.job.resumed(), "the last checkpoint" if self.job.saved_step >= 0 else "step 0"
+        return f"Restart {self.restarts} of {self.settings.max_restarts}, from {whence}."
 
 
 def run_here(job: Job) -> Summary:
@@ -132,17 +120,18 @@ def run_here(job: Job) -> Summary:
         return rank.run(job, World(), None)
 
 
-def _supervise(job: Job, ranks: list[Rank], signals: Sequence[str], replacement: Replacement) -> Outcome:
+def _supervise(job: Job, ranks: list[Rank], signals: Sequence[str], goes_on: Callable[[list[Rank]], bool]) -> Outcome:
     """Wait for the ranks, signal them, give the others a while if one of them fails; return what became of the run.
 
     Args:
         signals: names of those that this process gets, also while this waits.
+        goes_on: whether the run does although ranks are lost.
     """
     timeout_s = float(job.config["launcher"]["timeout_s"])
     strategy = strategy_settings(job.config["strategy"])
     outlives = strategy.outlives
     deadline = closed = float("inf")  # when all ranks have to have ended
-    first, signalled, replaces = [*ranks], False, 0 < replacement.parts < len(ranks) and replacement.most > 0
+    first, signalled = [*ranks], False
     told: list[Rank] = []  # of the signal
     for _ in incoming(ranks):
         if signals.count("SIGINT") > 1:
@@ -154,7 +143,7 @@ def _supervise(job: Job, ranks: list[Rank], signals: Sequence[str], replacement:
             told = [rank for rank in ranks if rank.began or rank in first]  # others take a lost one's place
             for rank in told:
                 rank.process.send_signal(signal.SIGTERM)
-        if replaces and time.monotonic() < deadline and replacement.goes_on(ranks):  # and saves, if it is to stop
+        if time.monotonic() < deadline and goes_on(ranks):  # and saves, if it is to stop
             continue
         reports = {rank.number: rank.report for rank in ranks if rank.report is not None}
         deaths = _deaths(ranks, outlives)

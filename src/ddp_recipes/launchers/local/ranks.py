@@ -11,16 +11,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
 from ddp_recipes.launchers.fork_server import ForkedRank, ForkServer, python_path
 from ddp_recipes.launchers.reports import Death, RankReport
 from ddp_recipes.runtime.job import Job
 from ddp_recipes.runtime.meeting import Loss
 from ddp_recipes.runtime.process import is_stopped
-
-if TYPE_CHECKING:
-    from ddp_recipes.recovery.memory import Places
 
 
 @dataclass(eq=False)
@@ -102,16 +99,23 @@ class Rank:
 
 @dataclass
 class Starter:
-    """Starts the ranks of a job, from the server if there is one; the stack ends them."""
+    """Starts the ranks of a job, from the server if there is one; the stack ends them.
+
+    Attributes:
+        first: of the ranks on this node.
+        world_size: of the run, where other nodes have ranks of it.
+        environ: where ranks of several nodes meet.
+        memory: for each rank here the files in which it keeps its state, if it does.
+    """
 
     job: Job
     processes: int
     server: ForkServer | None
     stack: ExitStack
-    places: "Places | None" = None  # for states of ranks
-    first: int = 0  # of the ranks on this node
-    world_size: int | None = None  # of the run, where other nodes have ranks of it
-    environ: Mapping[str, str] = field(default_factory=dict)  # where ranks of several nodes meet
+    first: int = 0
+    world_size: int | None = None
+    environ: Mapping[str, str] = field(default_factory=dict)
+    memory: Sequence[Sequence[str]] = ()
     _meeting: IO[bytes] | None = None  # the last
 
     def meeting(self) -> IO[bytes]:
@@ -137,8 +141,8 @@ class Starter:
 
     def _of(self, number: int, job: Job) -> Job:
         """Return the job as one rank gets it."""
-        places = () if self.places is None else self.places.paths[number - self.first :][:1]
-        return replace(job, memory=places[0]) if places else job
+        own = self.memory[number - self.first :][:1]
+        return replace(job, memory=own[0]) if own else job
 
     def _process(self, number: int, meeting: IO[bytes] | None) -> Rank:
         threads = max(1, len(os.sched_getaffinity(0)) // self.processes)

@@ -131,7 +131,7 @@ class Node:
             ),
         }
         count = min(start.offers[start.node].ranks, world - first)
-        return Starter(job, count, self._server, stack, self._places, first, world, environ)
+        return Starter(job, count, self._server, stack, first, world, environ, self._places.paths)
 
     def _count(self, ended: Ended, job: Job, step: int) -> None:
         """Count a loss, and tell it; end the run for all nodes if there were too many, or it is not by chance.
