@@ -5,9 +5,8 @@ import pytest
 from benchmarks.extras import part_of
 from benchmarks.modules import loaded
 
-# What a default run has of extras that do not stand apart yet: docs/design.md
-# recovery. The others are what it names: fast paths by default, and guards of the sockets between ranks.
-STILL = {"core", "recovery", "fast_paths", "socket_guards", "shared memory", "models, data sets, tasks"}
+# Those that it names: fast paths by default, and guards of the sockets between ranks.
+NAMED = {"core", "fast_paths", "socket_guards", "shared memory", "models, data sets, tasks"}
 QUICK = ["launcher.nproc_per_node=2", "launcher.device=cpu", "trainer.max_steps=1", "logger=none"]
 
 
@@ -17,11 +16,11 @@ QUICK = ["launcher.nproc_per_node=2", "launcher.device=cpu", "trainer.max_steps=
     [
         ("strategy=ddp", set()),
         ("strategy=fsdp", {"fsdp", "ddp_exact", "deferred models", "sharded checkpoints"}),  # it adds up in that order
-        ("strategy=ddp callbacks=early_stopping launcher.replace_ranks=1", {"callbacks"}),
+        ("strategy=ddp callbacks=early_stopping launcher.replace_ranks=1", {"callbacks", "recovery"}),
     ],
 )
 def test_a_run_loads_no_extra_that_it_does_not_name(overrides: str, named: set[str]) -> None:
     seen = loaded([*overrides.split(), *QUICK])
 
-    assert {part_of(module) for module in seen} <= STILL | named
+    assert {part_of(module) for module in seen} <= NAMED | named
     assert named <= {part_of(module) for module in seen}
