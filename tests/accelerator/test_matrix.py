@@ -103,7 +103,7 @@ def expected(case: Case, known: dict[Any, str], run: Run, accelerator: Accelerat
     return known[key]
 
 
-@pytest.mark.parametrize("name", slow_but(DAILY[:1], CASES, DAILY))
+@pytest.mark.parametrize("name", slow_but([], CASES, DAILY))
 def test_a_run_ends_as_on_the_cpu(
     name: str, known: dict[Any, str], run: Run, pythons_with_devices: dict[int, str], tmp_path: Path
 ) -> None:

@@ -298,6 +298,7 @@ def test_csv_counts_its_inputs() -> None:
     assert config_of("data=csv", *columns)["data"]["in_features"] == 3
 
 
+@pytest.mark.slow
 def test_schedules_follow_the_length_of_the_run(tmp_path: Path) -> None:
     def schedule(*overrides: str) -> Any:
         config = config_of("data=random", "data.num_samples=64", "data.batch_size=8", "logger=none", *overrides)

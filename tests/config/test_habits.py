@@ -125,6 +125,7 @@ def test_version_is_ours_and_torch_s(capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().out.startswith(f"ddp_recipes {ddp_recipes.__version__}, torch ")
 
 
+@pytest.mark.slow
 def test_config_dir_wins_for_groups_primary_configs_and_questions(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

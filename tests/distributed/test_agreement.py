@@ -10,6 +10,7 @@ from ddp_recipes.runtime.world import World
 from ddp_recipes.testing import on_ranks
 
 
+@pytest.mark.slow
 def test_what_differs_is_named_on_every_rank() -> None:
     def agree(world: World, store: Store | None) -> str:
         facts = {"version of ddp_recipes": f"1.{world.rank // 2}", "digest of the config": "abc"}

@@ -24,6 +24,7 @@ def val_metrics(summary: Summary) -> dict[str, float]:
     return {name: value for name, value in summary["metrics"].items() if name.startswith("val/")}
 
 
+@pytest.mark.slow
 def test_several_validation_sets_are_measured_by_name(run: Run) -> None:
     one = run(*SEVERAL)
     assert set(val_metrics(one)) == {"val/clean/loss", "val/clean/mae", "val/noisy/loss", "val/noisy/mae"}

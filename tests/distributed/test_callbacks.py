@@ -38,6 +38,7 @@ def test_early_stopping_is_refused_where_its_metric_is_never_measured(run: Run) 
 # --- EMA -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_checkpoint_holds_the_averages_and_what_is_trained(run: Run) -> None:
     plain, averaged = (run(*SAVING, "strategy=single", *more) for more in ([], EMA))
     trained = {step: state["model"] for step, state in states(plain).items()}

@@ -89,6 +89,7 @@ def test_a_difference_that_comes_later_is_found_at_its_step(run: Run, tmp_path: 
     assert "The first difference is at step 3, on rank 0" in found(run, tmp_path, *poisoned)
 
 
+@pytest.mark.slow
 def test_the_tolerance_is_the_users(run: Run, tmp_path: Path) -> None:
     lossy = "strategy.comm_hook=bf16"
     assert "check_tolerance 1e-05" in found(run, tmp_path, lossy)
@@ -128,12 +129,14 @@ def test_a_count_of_forward_passes_is_named(where: str, name: str, run: Run, tmp
     assert run(*CHECK, *model, world_size=2)["status"] == "finished", "ddp takes as many passes as one process"
 
 
+@pytest.mark.slow
 def test_a_count_of_samples_is_named_and_what_is_noted_of_a_batch_is_not(run: Run, tmp_path: Path) -> None:
     model = ["model._target_=exact_parts.Counting", "check_steps=5"]
     assert "after 5 steps seen is 39, 77 there" in found(run, tmp_path, *model, "+model.where=samples")
     assert run(*CHECK, *model, "+model.where=notes", *EXACT, world_size=2)["status"] == "finished"
 
 
+@pytest.mark.slow
 def test_a_count_in_a_task_or_in_a_sharded_model_is_named(run: Run, tmp_path: Path) -> None:
     fsdp = ["strategy=fsdp", "strategy.shards=4", "strategy.wrap=[net1,net2]", "data.batch_size=2", "check_steps=4"]
     model = ["model._target_=exact_parts.Counting", "+model.where=attribute"]

@@ -92,6 +92,7 @@ def test_workers_do_not_change_a_run(run: Run) -> None:
     assert run(*overrides)["weights_sha256"] == run(*overrides, "data.num_workers=2")["weights_sha256"]
 
 
+@pytest.mark.slow
 def test_how_samples_are_read_does_not_change_what_dropout_draws(run: Run) -> None:
     whole = run("model._target_=own_parts.Dropout")
     plain = "data.val._target_=own_parts.OneByOne"

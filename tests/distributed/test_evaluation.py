@@ -115,6 +115,7 @@ def test_all_ranks_evaluate_one_model(run: Run) -> None:
     assert together["metrics"]["val/loss"] == pytest.approx(alone["metrics"]["val/loss"], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_validation_comes_when_it_is_due(run: Run, notes: Callable[[], list[dict[str, Any]]], noting: str) -> None:
     def validations(*overrides: str) -> list[list[int]]:
         run("data.global_batch_size=8", "trainer.max_epochs=4", noting, *overrides, world_size=2)

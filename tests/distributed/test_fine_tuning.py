@@ -194,6 +194,7 @@ def groups_of(summary: Summary) -> dict[str, Any]:
     return {group["name"]: group for group in groups}
 
 
+@pytest.mark.slow
 def test_a_group_trains_as_it_says_and_resumes_with_the_same_bits(run: Run, tmp_path: Path) -> None:
     overrides = [*GROUPS, "scheduler=cosine", "checkpoint.every_n_steps=1", "checkpoint.save_top_k=-1"]
     whole = run(*overrides, world_size=2)
@@ -300,6 +301,7 @@ def test_the_schedule_of_the_checkpoint_goes_on_and_another_is_refused(run: Run)
 # --- a learning rate to begin with -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_learning_rate_is_found_alike_on_any_number_of_ranks(run: Run) -> None:
     overrides = ["tune=lr", "data.num_samples=320", "data.global_batch_size=32"]
     alone, several = (run(*overrides, world_size=size) for size in (1, 2))

@@ -131,6 +131,7 @@ def test_a_part_of_the_table_of_hashes() -> None:
 # --- from one strategy to another ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_at_any_other_world_size_and_strategy(tmp_path: Path, run: Run) -> None:
     overrides = [
         *QUIET,
@@ -167,6 +168,7 @@ def test_without_shards_it_learns_what_ddp_learns(run: Run, weights: Weights) ->
             assert fsdp["metrics"][metric] == pytest.approx(ddp["metrics"][metric], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_predictions_and_evaluation_do_not_depend_on_the_number_of_ranks(run: Run, tmp_path: Path) -> None:
     small = [*QUIET, "checkpoint=default", "model._target_=own_parts.Norm", *FSDP]
     trained = run(*small, "data.num_samples=24", "data.batch_size=3", "trainer.max_epochs=1")["last_checkpoint"]

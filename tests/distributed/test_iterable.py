@@ -105,6 +105,7 @@ def test_set_epoch_is_called(over: Any) -> None:
     assert first != second
 
 
+@pytest.mark.slow
 def test_a_set_that_deals_itself_to_ranks_is_taken_at_its_word(over: Any) -> None:
     summary, seen = over("data.shard_arguments=own", "trainer.max_epochs=1", train="ByRank", val="ByRank", world_size=2)
     assert summary["samples_seen"] == 13
@@ -190,6 +191,7 @@ def test_resume_goes_on_with_the_same_bits(
     assert rest == {rank: steps[stop:] for rank, steps in seen.items()}
 
 
+@pytest.mark.slow
 def test_a_state_goes_on_at_once_and_a_replay_reads_again(over: Any, tmp_path: Path) -> None:
     keys = ("checkpoint.every_n_steps=1", "checkpoint.save_top_k=-1", "trainer.max_epochs=1")
     whole, _ = over(*keys, train="Kept")
@@ -252,6 +254,7 @@ def test_what_a_stream_cannot_do_is_refused(train: str, keys: list[str], message
         over(*keys, train=train)
 
 
+@pytest.mark.slow
 def test_failures_and_empty_streams_are_named(over: Any) -> None:
     with pytest.raises(
         (RunFailed, RuntimeError), match=r"OSError while data.train, a Failing, was read for its batch 1: the store"

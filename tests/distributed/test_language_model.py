@@ -120,6 +120,7 @@ def test_every_strategy_learns_the_same(
     assert metrics["val/loss"] == pytest.approx(alone["metrics"]["val/loss"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_it_goes_on_from_a_prompt(learn: Callable[..., Summary], tmp_path: Path) -> None:
     trained = learn("strategy=single", "optimizer.lr=0.01", "trainer.max_steps=120", "trainer.max_epochs=null")
     predicts = ["mode=predict", f"ckpt_path={trained['run_directory']}", "data.prompt='to be'", "task.temperature=0"]

@@ -44,6 +44,7 @@ def test_steps_of_a_run(overrides: list[str], steps: int, run: Run, notes: Notes
     assert [note["steps"] for note in notes()] == [list(range(1, steps + 1))] * 2
 
 
+@pytest.mark.slow
 def test_time_stops_all_ranks_at_one_step(run: Run, notes: Notes, noting: str) -> None:
     overrides = ["trainer.max_epochs=-1", f"trainer.max_time={patience(0.5)}", "data.num_samples=100000"]
     summary = run(noting, *overrides, "data.batch_size=1", "optimizer.lr=1e-4", world_size=2)
@@ -77,6 +78,7 @@ def test_fast_dev_run_leaves_no_checkpoint_and_no_events(world_size: int, run: R
     assert {"train/loss", "val/loss"} <= set(summary["metrics"])
 
 
+@pytest.mark.slow
 def test_overfitting_sees_the_same_batches_again(run: Run) -> None:
     start = run("debug=overfit", "trainer.max_epochs=1", "optimizer.lr=0", world_size=2)["metrics"]["val/loss"]
     summary = run("debug=overfit", "model.hidden_features=64", "trainer.max_epochs=60", world_size=2)

@@ -70,6 +70,7 @@ def test_ranks_and_batches_weigh_as_much_as_their_targets(
         assert not close(by_samples, alone)
 
 
+@pytest.mark.slow
 def test_targets_that_do_not_count_are_said_where_batches_weigh_as_much_as_their_samples(
     trained: Callable[..., tuple[dict[str, Any], Summary]],
 ) -> None:

@@ -48,6 +48,7 @@ def loaded() -> None:
     import torchmetrics.classification  # noqa: F401
 
 
+@pytest.mark.slow
 def test_collection_and_matrix_are_exact_at_any_number_of_ranks(run: Run, tmp_path: Path) -> None:
     overrides = [
         *IMAGES,

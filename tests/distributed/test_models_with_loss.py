@@ -102,6 +102,7 @@ def test_a_model_that_brings_its_loss_learns_as_in_a_plain_loop(run: Run) -> Non
     assert torch.load(Path(predicted["run_directory"]) / "predictions.pt").shape == (21, 3)
 
 
+@pytest.mark.slow
 def test_what_the_task_cannot_find_is_refused(run: Run) -> None:
     for key, message in {
         "task.outputs=scores": r"task.outputs=scores is no tensor in the output of Bert.*: loss, logits",

@@ -70,6 +70,7 @@ def test_gradients_that_are_no_numbers_are_found_before_the_save(run: Run, tmp_p
     assert not (tmp_path / "checkpoints").exists()
 
 
+@pytest.mark.slow
 def test_a_buffer_of_any_rank_counts_and_a_mask_of_infinities_does_not(run: Run, tmp_path: Path) -> None:
     buffered = [*LONG, "model._target_=own_parts.Buffered"]
     summary = failed(run, tmp_path, *buffered, "+model.rank=1", world_size=2)

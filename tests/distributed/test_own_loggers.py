@@ -89,6 +89,7 @@ def test_several_loggers_are_written_by_rank_0_alone(world_size: int, run: Run, 
     assert steps_of(folder, "val/loss") == [8, 16]
 
 
+@pytest.mark.slow
 def test_csv_has_each_step_once_after_a_resume(run: Run, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     overrides = ["logger=csv", *EACH_STEP, "checkpoint.every_n_steps=5", "checkpoint.save_top_k=-1"]

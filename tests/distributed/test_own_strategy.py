@@ -27,6 +27,7 @@ def summary(python: str, folder: Path, name: str, *overrides: str) -> dict[str, 
     return found
 
 
+@pytest.mark.slow
 def test_local_sgd_that_averages_each_step_is_ddp(folder: Path, python: str) -> None:
     each = ["launcher.nproc_per_node=2", "optimizer.momentum=0"]
     local = summary(python, folder, "local", "strategy=local_sgd", "strategy.every=1", *each)

@@ -68,6 +68,7 @@ def test_synchronous_servers_give_the_bits_of_ddp(name: str, workers: int, run: 
         assert ps["metrics"]["val/loss"] == pytest.approx(ddp["metrics"]["val/loss"], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_several_servers_clip_by_the_norm_over_all(run: Run, weights: Weights) -> None:
     """It is that of ddp up to rounding: squares are added in another order."""
     overrides = ["trainer.gradient_clip_val=0.05", "trainer.log_every_n_steps=1", "data.num_samples=61"]
@@ -166,6 +167,7 @@ def test_staleness_bounds_how_far_workers_run_ahead(staleness: int, servers: int
         assert shards[servers] < shards[servers + 1], "the slow one does fewer"
 
 
+@pytest.mark.slow
 def test_asynchronous_training_learns_and_counts_every_sample(run: Run) -> None:
     start = run("optimizer.lr=0", world_size=2)
     done = run(*ASYNCHRONOUS, "data.num_samples=61", "trainer.max_epochs=6", world_size=4)

@@ -154,6 +154,7 @@ def test_bfloat16_learns_about_the_same(run: Run) -> None:
 # --- checkpoints -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_checkpoints_move_between_strategies(run: Run, weights: Weights, tmp_path: Path) -> None:
     common = [*MODELS["chain"], "data.global_batch_size=16", "optimizer=adamw", "scheduler=cosine"]
     folder = tmp_path / "moved"
@@ -185,6 +186,7 @@ def test_a_resumed_pipeline_ends_with_the_same_bits(run: Run, tmp_path: Path) ->
     assert resumed["metrics"]["val/loss"] == whole["metrics"]["val/loss"]
 
 
+@pytest.mark.slow
 def test_a_pipeline_measures_and_predicts(run: Run, tmp_path: Path) -> None:
     trained = run(*MODELS["chain"], "strategy=single", "data.global_batch_size=16")
     start = [*MODELS["chain"], PIPELINE, f"ckpt_path={trained['last_checkpoint']}"]
@@ -257,6 +259,7 @@ def test_a_process_waits_less_the_more_micro_batches_there_are() -> None:
 # --- what goes wrong -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_stage_without_numbers_ends_the_run_on_all(run: Run, tmp_path: Path) -> None:
     overrides = ["model._target_=own_chains.Exploding", "~model.hidden_features", "+model.after=12", PIPELINE]
     folder = tmp_path / "exploded"

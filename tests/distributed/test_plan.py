@@ -496,6 +496,7 @@ def test_devices_that_cannot_be_told_apart_are_counted_as_one(overrides: list[st
 # --- findings --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_good_plan_has_no_findings(plan: Plan) -> None:
     planned = plan(*GPUS, "plan.gpu_memory_gb=80", "plan.interconnect_gbps=100")
     assert planned["findings"] == []
@@ -503,6 +504,7 @@ def test_a_good_plan_has_no_findings(plan: Plan) -> None:
     assert planned["exchange"]["at_least_seconds"] == pytest.approx(2 * (1 / 2) * 165 * 4 * 8 / 100e9)
 
 
+@pytest.mark.slow
 def test_what_is_wrong_is_found(plan: Plan) -> None:
     planned = plan(*GPUS, "model.num_devices=2", "model.split=[net2]", "model.micro_batches=16", "plan.gpus_per_node=5")
     assert kinds(planned) == ["devices_left_over", "pipeline_not_filled"]
@@ -518,6 +520,7 @@ def test_what_is_wrong_is_found(plan: Plan) -> None:
 # --- how it is asked for ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_thousands_of_ranks(plan: Plan) -> None:
     planned = plan("plan.nnodes=512", "plan.gpus_per_node=8", "data.num_samples=100003", "data.batch_size=3")
     assert planned["world_size"] == len(planned["ranks"]) == 4096

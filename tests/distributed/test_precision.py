@@ -70,6 +70,7 @@ def test_a_checkpoint_is_of_the_dtype_and_so_are_predictions(precision: str, run
     assert predictions.dtype == (torch.float32 if precision == "bf16-true" else torch.float64)
 
 
+@pytest.mark.slow
 def test_64_bits_are_not_rounded_on_the_way(run: Run, weights: Callable[[Summary], dict[str, Tensor]]) -> None:
     """Ranks end with what one process ends with, up to the rounding of 64 bits: so in no sum are there fewer."""
     overrides = ["data.global_batch_size=16", "trainer.precision=64-true", "trainer.gradient_clip_val=0.05"]

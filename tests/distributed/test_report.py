@@ -245,6 +245,7 @@ JSON = st.recursive(
 SHOWN = [*FACTS, *MACHINE, "error", "metrics", "monitor", "objective", "overrides", "global_step", "peak_memory_bytes"]
 
 
+@pytest.mark.slow
 @given(st.dictionaries(st.sampled_from(SHOWN), JSON))
 def test_whatever_a_summary_says_there_is_a_page(values: dict[str, Any]) -> None:
     """Of the run, and of a sweep with it, in which texts are texts."""

@@ -115,6 +115,7 @@ def test_a_stopped_run_goes_on_in_its_directory(world_size: int, run: Run, tmp_p
     assert nothing_left["global_step"] == whole["global_step"]
 
 
+@pytest.mark.slow
 def test_early_stopping_goes_on_counting(run: Run, tmp_path: Path) -> None:
     stopping = ["callbacks=early_stopping", "callbacks.early_stopping.patience=4", "optimizer.lr=0"]
     overrides = [*stopping, "data.batch_size=16", "trainer.max_epochs=20"]
@@ -124,6 +125,7 @@ def test_early_stopping_goes_on_counting(run: Run, tmp_path: Path) -> None:
     assert run(*overrides, "ckpt_path=auto", directory=folder)["epoch"] == 5
 
 
+@pytest.mark.slow
 def test_another_directory_can_be_named(run: Run) -> None:
     first = run("trainer.max_epochs=1")
     folder, checkpoints = Path(first["run_directory"]), Path(first["run_directory"]) / "checkpoints"
@@ -132,6 +134,7 @@ def test_another_directory_can_be_named(run: Run) -> None:
         assert run(f"ckpt_path={name}")["weights_sha256"] == expected
 
 
+@pytest.mark.slow
 def test_what_does_not_go_on_is_refused_and_nothing_is_written(run: Run, tmp_path: Path) -> None:
     first = run("trainer.max_epochs=1", world_size=2)
     path, folder = first["last_checkpoint"], tmp_path / "refused"
@@ -226,6 +229,7 @@ def test_going_back_to_an_earlier_one_leaves_the_later_ones_aside(run: Run, tmp_
     assert run(*overrides, "ckpt_path=auto", directory=tmp_path)["weights_sha256"] == whole["weights_sha256"]
 
 
+@pytest.mark.slow
 def test_ranks_that_would_go_on_from_different_checkpoints_are_refused(tmp_path: Path, run: Run) -> None:
     path = Path(run("trainer.max_epochs=1", "data.global_batch_size=8")["last_checkpoint"])
 

@@ -39,6 +39,7 @@ def test_a_failed_async_save_ends_the_run_before_the_next_one(world_size: int, r
     assert 1000 <= json.loads((tmp_path / "summary.json").read_text())["global_step"] < 2000
 
 
+@pytest.mark.slow
 def test_a_failed_async_save_at_the_end_fails_the_run(run: Run, tmp_path: Path) -> None:
     saving = ["checkpoint.every_n_steps=8", "checkpoint.async_save=true", "trainer.max_steps=8", broken(7)]
     with pytest.raises(RecipeError, match=r"step_00000008\.pt could not be written"):

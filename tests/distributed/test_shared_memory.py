@@ -59,6 +59,7 @@ def test_two_ranks_end_with_the_bits_of_gloo(model: str, more: str, run: Run) ->
     assert both[0]["weights_sha256"] == both[1]["weights_sha256"]
 
 
+@pytest.mark.slow
 def test_each_rank_has_the_mean_of_all_added_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_memory, "CHUNK", 4096)  # 1024 numbers at once
     sizes, kinds = (1, 1023, 1024, 1025, 5000), (torch.float32, torch.float64, torch.bfloat16)
@@ -119,6 +120,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
     assert said[0] == "Timed out waiting 0.3 s for rank 1 in an all-reduce."
 
 
+@pytest.mark.slow
 def test_ranks_that_cannot_meet_use_gloo(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of another container, say, which is taken for this machine if nothing tells how many ranks are here."""
     expected = run("strategy.shared_memory=false", world_size=2)
@@ -146,6 +148,7 @@ class Words(nn.Module):
         return chosen.mean(dim=1) * self.scale
 
 
+@pytest.mark.slow
 def test_sparse_gradients_go_through_gloo(run: Run) -> None:
     model = ["model=linear", f"model._target_={__name__}.Words", "optimizer.momentum=0", "optimizer.fused=false"]
     together = run(*model, world_size=2)

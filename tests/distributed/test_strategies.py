@@ -50,6 +50,7 @@ def wrapped(world: World, store: Store | None, **options: Any) -> dict[str, Any]
         strategy.teardown()
 
 
+@pytest.mark.slow
 def test_options_reach_ddp() -> None:
     for options in (
         {"find_unused_parameters": True, "gradient_as_bucket_view": True},
@@ -92,6 +93,7 @@ def test_options_leave_the_result(overrides: list[str], atol: float, run: Run, w
     torch.testing.assert_close(found, expected, rtol=0, atol=atol)
 
 
+@pytest.mark.slow
 def test_ranks_exchange_no_batch_norms_and_rank_0_ends_with_the_same(run: Run) -> None:
     """Training does not read them, and an evaluation gets rank 0's. Anybody else's buffers are exchanged."""
 
@@ -104,6 +106,7 @@ def test_ranks_exchange_no_batch_norms_and_rank_0_ends_with_the_same(run: Run) -
     assert digest("Centered") == digest("Centered", always) != digest("Centered", never)
 
 
+@pytest.mark.slow
 def test_powersgd_runs_and_learns(run: Run) -> None:
     options = ["strategy.comm_hook=powersgd", "trainer.max_epochs=6"]
     start, end = (
@@ -112,6 +115,7 @@ def test_powersgd_runs_and_learns(run: Run) -> None:
     assert end < start
 
 
+@pytest.mark.slow
 def test_parameters_without_gradient_need_their_option(run: Run, tmp_path: Path) -> None:
     spare = "model._target_=own_parts.Spare"
     assert run(spare)["status"] == "finished"

@@ -7,6 +7,7 @@ import pytest
 
 from ddp_recipes.errors import RequestError
 from ddp_recipes.reporting.run_directory import Summary
+from helpers.marks import slow_but
 
 Run = Callable[..., Summary]
 
@@ -47,21 +48,22 @@ def test_what_each_rank_writes_otherwise_is_refused(own: list[str], model: str, 
         run("strategy=ddp", model, *own, world_size=3)
 
 
+@pytest.mark.slow
 def test_one_process_bounds_vectors(run: Run) -> None:
     assert run("strategy=ddp", BOUNDED)["weights_sha256"] == run("strategy=single", BOUNDED)["weights_sha256"]
 
 
-@pytest.mark.parametrize("kind", ["Constrained", "Clamped"])
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        "strategy=ddp_exact strategy.shards=4",
-        "strategy=ddp_pipeline",
-        "strategy=ddp model.num_devices=2 model.micro_batches=3",
-        "strategy=parameter_server",
-        "strategy=fsdp strategy.wrap=['2']",
-    ],
-)
+WRITTEN_BY = [
+    "strategy=ddp_exact strategy.shards=4",
+    "strategy=ddp_pipeline",
+    "strategy=ddp model.num_devices=2 model.micro_batches=3",
+    "strategy=parameter_server",
+    "strategy=fsdp strategy.wrap=['2']",
+]
+
+
+@pytest.mark.parametrize("kind", slow_but(["Constrained"], ["Constrained", "Clamped"]))
+@pytest.mark.parametrize("strategy", slow_but(WRITTEN_BY[:2], WRITTEN_BY))
 def test_what_goes_by_data_is_seen_as_well(strategy: str, kind: str, run: Run) -> None:
     own = "model._target_=own_parts.Within", f"+model.kind={kind}"
     assert run("strategy=ddp", *own, world_size=2)["status"] == "finished"

@@ -273,6 +273,7 @@ def test_junk_is_no_message(text: str, tmp_path: Path) -> None:
         Messages(store, b"key").get("verdict")
 
 
+@pytest.mark.slow
 def test_two_thousand_messages_with_a_byte_changed_are_refused(tmp_path: Path) -> None:
     random, store = Random(16), FileStore(str(tmp_path / "store"))
     Messages(store, b"key").set("verdict", json.dumps(["ready", "", []]))

@@ -114,6 +114,7 @@ def broken(rows: list[dict[str, Any]], numbers: tuple[int, ...]) -> list[dict[st
     return [{**row, "a": "no number"} if number in numbers else row for number, row in enumerate(rows)]
 
 
+@pytest.mark.slow
 def test_a_row_that_cannot_be_decoded_is_named(run: Run, shards: Callable[..., Path]) -> None:
     folder = shards(".jsonl", broken(ROWS, (23,)))
     with pytest.raises(RuntimeError, match=r"Row 2 of .*part-2.jsonl cannot be decoded: a='no number'"):

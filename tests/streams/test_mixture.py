@@ -33,6 +33,7 @@ class Documents(torch.utils.data.Dataset[Any]):
 # --- mixtures --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(deadline=None, derandomize=True)
 @given(
     st.lists(st.tuples(st.integers(1, 40), st.integers(1, 9)), min_size=1, max_size=4),
@@ -60,6 +61,7 @@ def test_each_set_is_gone_through_in_its_own_epochs(
         first += size
 
 
+@pytest.mark.slow
 @settings(deadline=None, derandomize=True)
 @given(
     st.lists(st.integers(1, 9), min_size=2, max_size=4), st.lists(st.integers(0, 499), max_size=30), st.integers(0, 9)
@@ -173,6 +175,7 @@ MIXTURE = [
 ]
 
 
+@pytest.mark.slow
 def test_a_mixture_trains_the_same_bits_on_one_rank_and_on_two_and_resumed(tmp_path: Path) -> None:
     def run(name: str, ranks: int, *overrides: str) -> dict[str, Any]:
         given = [*MIXTURE, "model=linear", "logger=none", "trainer.progress=false", "launcher.device=cpu", *overrides]

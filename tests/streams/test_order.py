@@ -35,6 +35,7 @@ def test_order_does_not_depend_on_what_else_is_asked_for(order: Windowed, epoch:
     assert np.array_equal(order.samples(epoch, some), everything(order, epoch)[some.astype(np.int64)])
 
 
+@pytest.mark.slow
 @given(orders, st.integers(0, 5))
 def test_rows_stay_within_their_window_of_their_lane(order: Windowed, epoch: int) -> None:
     """So a reader needs no more of the set at a time than a window, wherever it begins."""
@@ -97,6 +98,7 @@ def test_wider_windows_and_more_lanes_shuffle_better() -> None:
     assert of(100_000, 1) == pytest.approx(1, abs=0.15), "a window as wide as the set is a full shuffle"
 
 
+@pytest.mark.slow
 def test_what_is_read_again_is_counted() -> None:
     """Row groups are read once if windows fit in memory and ranks have lanes of their own, else more often."""
     shards = [Shard(f"{number}", 1000, 0, groups=10, memory=10_000) for number in range(48)]

@@ -119,6 +119,7 @@ def test_processes_that_need_a_shard_fetch_it_once(store: Store, tmp_path: Path)
     assert store.asked["part-3.parquet"] == 1
 
 
+@pytest.mark.slow
 def test_faults_that_pass_are_survived(store: Store, tmp_path: Path) -> None:
     store.faults = {"index.json": ["500"], "part-0.parquet": ["500"], "part-1.parquet": ["cut"]}
     store.faults |= {"part-2.parquet": ["stalls"], "part-3.parquet": ["hangs"]}

@@ -93,6 +93,7 @@ def test_a_sweep_ends_with_a_table_of_its_jobs_also_as_csv(tmp_path: Path, sweep
         assert f"objective {float(row['objective']):.6g}" in printed
 
 
+@pytest.mark.slow
 def test_a_failed_job_is_named_with_its_reason_and_the_others_finish(tmp_path: Path, sweep: Callable[..., str]) -> None:
     overrides = noted(tmp_path, "+model.fail_at=0.2", "optimizer.lr=0.1,0.2,0.3")
     printed = sweep(*ALONE, *overrides, "hydra.sweep.subdir=rates/${hydra.job.num}", status=1)
@@ -102,6 +103,7 @@ def test_a_failed_job_is_named_with_its_reason_and_the_others_finish(tmp_path: P
     assert printed.count("RuntimeError: this job was told to fail") >= 1
 
 
+@pytest.mark.slow
 def test_on_failure_stop_starts_no_further_job(tmp_path: Path, sweep: Callable[..., str]) -> None:
     overrides = noted(tmp_path, "+model.fail_at=0.2", "optimizer.lr=0.1,0.2,0.3", "sweep.on_failure=stop")
     sweep(*ALONE, *overrides, status=1)

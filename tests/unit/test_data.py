@@ -178,6 +178,7 @@ for workers in (0, 1):
 """
 
 
+@pytest.mark.slow
 def test_samples_that_sum_are_the_same_in_a_worker_and_in_the_rank() -> None:
     output = subprocess.run([sys.executable, "-c", ON_FOUR_THREADS], check=True, capture_output=True, text=True).stdout
     in_rank, in_worker = output.splitlines()

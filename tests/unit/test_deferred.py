@@ -217,6 +217,7 @@ def test_an_error_of_a_constructor_is_the_plain_one() -> None:
         without_memory(wrong)
 
 
+@pytest.mark.slow
 def test_origin_tells_initialisations_apart() -> None:
     def origins(number: int) -> str:
         torch.manual_seed(number)

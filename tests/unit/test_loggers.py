@@ -294,6 +294,7 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quiet")
 @needs("wandb")
 def test_wandb_goes_on_from_an_older_checkpoint(tmp_path: Path) -> None:

@@ -112,6 +112,7 @@ def test_resnet_is_torchvisions(name: str, in_channels: int) -> None:
     assert model(torch.randn(2, in_channels, 32, 32)).shape == (2, 7)
 
 
+@pytest.mark.slow
 def test_resnet50_mp_is_resnet50() -> None:
     from ddp_recipes.models import resnet50, resnet50_mp
 
