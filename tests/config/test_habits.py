@@ -52,8 +52,8 @@ def write(path: Path, text: str) -> None:
     [
         ("hydra.job.num=abc", "hydra.job.num=abc: Value 'abc' of type 'str' could not be converted to Integer."),
         ("hydra.mode='${seed}'", "hydra.mode: While dereferencing interpolation '${seed}': Invalid value '42'"),
-        ("hydra.runtime='${no_such}'", "hydra.runtime: Interpolation key 'no_such' not found."),
-        ("hydra.job.env_set='${seed}'", "hydra.job.env_set=42 is no section."),
+        ("hydra.runtime='${no_such}'", "hydra.runtime: Interpolation key 'no_such' not found"),
+        ("hydra.job.env_set='${seed}'", " is no section. Allowed: variables, with their values."),
         ("++checkpoint={1: 2}", "checkpoint.1 is not a key."),
         ("launcher.timeout_s='${oc.env:NO_SUCH}'", "launcher.timeout_s=${oc.env:NO_SUCH} is not allowed."),
         ("hydra.run.dri=x", "hydra.run.dri=x: there is no key hydra.run.dri. Did you mean 'hydra.run.dir'?"),

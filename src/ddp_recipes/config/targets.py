@@ -150,7 +150,10 @@ def in_hydra(config: DictConfig) -> Iterator[tuple[str, Any, Any]]:
     Raises:
         RequestError: a variable decides what code a process loads.
     """
-    variables = OmegaConf.select(config, "hydra.job.env_set") or {}
+    try:
+        variables = OmegaConf.select(config, "hydra.job.env_set") or {}
+    except OmegaConfBaseException:  # an interpolation that leads elsewhere, with OmegaConf 2.4
+        variables = OmegaConf.to_container(config.hydra.job, resolve=False)["env_set"]  # type: ignore[call-overload, index]
     if not isinstance(variables, Mapping | DictConfig):
         raise RequestError(f"hydra.job.env_set={variables} is no section. Allowed: variables, with their values.")
     for name in variables:
