@@ -105,6 +105,12 @@ def test_set_epoch_is_called(over: Any) -> None:
     assert first != second
 
 
+def test_it_is_told_the_epoch_once_however_many_read_it(over: Any, tmp_path: Path) -> None:
+    """Hugging Face's sets share the number with their data workers, and change it in two steps."""
+    over("data.num_workers=2", train=f"Told, told: '{tmp_path}/told'")
+    assert (tmp_path / "told").read_text() == "0 1 "
+
+
 @pytest.mark.slow
 def test_a_set_that_deals_itself_to_ranks_is_taken_at_its_word(over: Any) -> None:
     summary, seen = over("data.shard_arguments=own", "trainer.max_epochs=1", train="ByRank", val="ByRank", world_size=2)

@@ -146,7 +146,7 @@ class IterableLoader(Loader):
         self.dataset, self.plan, self.device = dataset, plan, device
         self.shards, self.dealt = range(dealt.shard, dealt.shard + 1), dealt
         self.collate_fn, self.name, self.timeout_s, self.form = collate_fn or collate, name, timeout_s, form
-        self.fetch = None
+        self.fetch, self.skipped = None, set()
         self.pin_memory = pin_memory and is_accelerator(device) and locks_pages()
         self._made_with: dict[str, Any] = {
             "dealt": dealt,
@@ -225,6 +225,9 @@ class IterableLoader(Loader):
         if self._resumes is not None and self._resumes[:2] == (epoch, start):
             begin = self._resumes[2]
         self._resumes, self._cut.start = None, begin
+        # Here, not in data workers: Hugging Face's sets share the number with them, and each would add to it.
+        if callable(set_epoch := getattr(self.dataset, "set_epoch", None)):
+            set_epoch(epoch)
         reader = self._reader
         self._begin(self._in_time(reader) if reader.num_workers else iter(reader), start, begin)
         return self._each(start)

@@ -126,7 +126,7 @@ class Cut(IterableDataset[Item]):
         samples, count, at_once = None, saved.batches, self.at_once
         while True:
             with self._drawing(start.epoch, count):
-                samples = self._opened(start.epoch, saved.state) if samples is None else samples
+                samples = self._opened(saved.state) if samples is None else samples
                 read = self._read(samples, at_once, count)
                 if me and not self.asked():  # who does not ask gives the same in each worker: the first has it all
                     return
@@ -150,10 +150,8 @@ class Cut(IterableDataset[Item]):
         finally:
             torch.set_num_threads(threads)
 
-    def _opened(self, epoch: int, state: Any) -> Iterator[Any]:
-        """Return an iterator over the set, as it is in an epoch."""
-        if callable(set_epoch := getattr(self.dataset, "set_epoch", None)):
-            set_epoch(epoch)
+    def _opened(self, state: Any) -> Iterator[Any]:
+        """Return an iterator over the set, from where it was."""
         if state is not None:
             self.dataset.load_state_dict(state)
         return iter(self.dataset)
