@@ -6,6 +6,7 @@ finished, and compares what it left with the undisturbed run of one process.
 """
 
 import argparse
+import os
 import shlex
 import shutil
 import signal
@@ -19,11 +20,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.campaign import replacing, report
+from benchmarks.campaign.files import write_shards
 from benchmarks.campaign.judge import Reference, judge
 from benchmarks.campaign.play import Player, cut_off
 from benchmarks.campaign.report import Entry
-from benchmarks.campaign.script import GOES_ON, KINDS, MODES, RECIPES, SIZES, Script, draw
+from benchmarks.campaign.script import GOES_ON, KINDS, MODES, ON_SHARDS, PLAIN, SIZES, Mode, Script, draw
 
+SEVERAL: dict[str, tuple[Mode, ...]] = {"both": ("local", "torchrun"), "stream": ("local", "replace")}
 EXACT = {"ddp_exact": ["strategy=ddp_exact"], "fsdp": ["strategy=fsdp", "strategy.shards=12"]}
 
 
@@ -35,16 +38,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
 
-    modes = MODES[:2] if options.mode == "both" else (options.mode,)
+    modes = SEVERAL.get(options.mode, (options.mode,))
+    recipes = ON_SHARDS if options.mode == "stream" else PLAIN
     runs_of = dict(zip(modes, options.runs * len(modes), strict=False))  # one number is for each mode
     numbers = range(max(runs_of.values())) if options.only is None else [options.only]
-    drawn = {"most": options.most, "sizes": options.sizes, "without": options.without, "saves": options.saves}
+    drawn = {"most": options.most, "sizes": options.sizes, "without": options.without, "recipes": recipes}
     then = replacing.resumed if options.resume else lambda script: script
     # Modes take turns, so that a campaign that is cut off has something to say on each.
     scripts = [
-        then(replacing.draw(options.seed, mode, number, options.most, options.sizes, options.without))
+        then(replacing.draw(options.seed, mode, number, **drawn))
         if mode in GOES_ON
-        else draw(options.seed, mode, number, **drawn)
+        else draw(options.seed, mode, number, **drawn, saves=options.saves)
         for number in numbers
         for mode in modes
         if number < runs_of[mode] or options.only is not None
@@ -56,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     entries: list[Entry] = []
     pool = ThreadPoolExecutor(options.jobs)
     try:
-        campaign = Campaign(folder, options.strategy, options.sizes[0])
+        campaign = Campaign(folder, options.strategy, options.sizes[0], recipes)
         left = [script for script, record in zip(scripts, wanted, strict=True) if record not in done]
         for future in [pool.submit(campaign.play, script) for script in left]:
             entries.append(future.result())
@@ -95,7 +99,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--runs", type=numbers, default=[20], help="for each mode, or as in 30,10 local and torchrun (default: 20)")
     add("--seed", type=int, default=0, help="what the runs are drawn from (default: %(default)s)")
-    add("--mode", choices=[*MODES, "both"], default="both", help="who starts the ranks (default: %(default)s)")
+    add("--mode", choices=[*MODES, *SEVERAL], default="both", help="who starts ranks (default: %(default)s)")
     add("--only", type=int, metavar="NUMBER", help="play this run alone, show its output, and keep its folder")
     add("--jobs", type=int, default=1, help="runs at a time (default: %(default)s)")
     add("--most", type=int, default=5, help="faults a run, at most; 0: none (default: %(default)s)")
@@ -114,13 +118,17 @@ class Campaign:
     Args:
         strategy: of every run. The undisturbed ones have ``ddp_exact`` on one rank, if its bits are promised.
         size: ranks of the undisturbed runs else.
+        recipes: of the scripts.
     """
 
-    def __init__(self, folder: Path, strategy: str, size: int) -> None:
+    def __init__(self, folder: Path, strategy: str, size: int, recipes: Sequence[str] = PLAIN) -> None:
         self.folder = folder
         self.strategy, self.in_parts = EXACT.get(strategy, f"strategy={strategy}".split()), strategy.startswith("fsdp")
         of_reference = (EXACT["ddp_exact"], 1) if strategy in EXACT else (self.strategy, size)
-        self.references = {name: self._reference(name, *of_reference) for name in RECIPES}
+        if recipes == ON_SHARDS:
+            write_shards(folder / "shards")
+            os.environ["CAMPAIGN_SHARDS"] = str(folder / "shards")
+        self.references = {name: self._reference(name, *of_reference) for name in recipes}
 
     def play(self, script: Script) -> Entry:
         """Play a script and judge it."""

@@ -7,11 +7,39 @@ import struct
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 from ddp_recipes.checkpointing.files import step_files
 
 Points = dict[tuple[str, int], list[float]]
+
+
+def write_shards(folder: Path, rows: int = 290) -> None:
+    """Write the shards that recipes on streams read: parquet files of uneven sizes, and compressed ones of JSON lines.
+
+    A few rows of the latter cannot be decoded.
+    """
+    import numpy as np
+    import pyarrow as pa  # type: ignore[import-untyped]
+    import pyarrow.parquet as pq  # type: ignore[import-untyped]
+    import zstandard
+
+    numbers = np.random.default_rng(0)
+    inputs = numbers.standard_normal((rows, 10)).astype(np.float32)
+    targets = np.tanh(inputs @ numbers.standard_normal((10, 5)).astype(np.float32))
+    for name in ("parquet", "compressed"):
+        (folder / name).mkdir(parents=True)
+    cuts = [0, 37, 38, 120, 121, 209, rows]
+    for number, (first, last) in enumerate(pairwise(cuts)):
+        columns = {"inputs": list(inputs[first:last]), "targets": list(targets[first:last])}
+        pq.write_table(pa.table(columns), folder / "parquet" / f"part-{number}.parquet", row_group_size=16)
+        lines = [
+            json.dumps({"inputs": one.tolist(), "targets": two.tolist()}) if (first + at) % 41 else "{ no JSON"
+            for at, (one, two) in enumerate(zip(inputs[first:last], targets[first:last], strict=True))
+        ]
+        content = zstandard.compress("\n".join(lines).encode())
+        (folder / "compressed" / f"part-{number}.jsonl.zst").write_bytes(content)
 
 
 def outcome(directory: Path, since: float = 0) -> str | None:

@@ -19,6 +19,7 @@ UNNAMED = ("kill_launcher", "kill_all", "return_node", "stop_agent")  # nobody i
 LOST_NODE = re.compile(r"Node \d+ \([\d.]+\) was lost\.")
 NUMBERS = {"interrupt": 2, "interrupt_twice": 2, "terminate": 15, "usr1": 10}
 SAME = ("global_step", "epoch", "samples_seen", "weights_sha256")  # of summary.json
+SKIPPED = "skipped_samples"
 TIMES = "train/samples_per_second"  # the one tag whose values are not the recipe's
 STOPPED_S = 5.0  # after the collective timeout, for a run with a stopped rank to be gone
 
@@ -135,6 +136,8 @@ def _judge_outcome(directory: Path, reference: Reference, verdict: Verdict) -> N
     """Compare the end with that of the undisturbed run."""
     summary = json.loads((directory / "summary.json").read_text())
     differing = [name for name in SAME if summary[name] != reference.summary[name]]
+    if summary.get(SKIPPED) != reference.summary.get(SKIPPED) and not summary["ranks_replaced"]:
+        differing.append(SKIPPED)  # what a lost rank has left out in its last epoch is lost with it
     verdict.identical = not differing
     if differing:
         verdict.flaws.append(f"summary.json differs: {', '.join(differing)}")

@@ -98,6 +98,13 @@ class Noisy(Dataset[tuple[Tensor, Tensor]]):
         return inputs + 0.1 * torch.randn_like(inputs), targets
 
 
+class Noise:
+    """Adds what a sample draws at random."""
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        return inputs + 0.1 * torch.randn_like(inputs)
+
+
 class Journal(Callback):
     """Notes each step, and makes it last ``sleep_s`` seconds longer, so that there is time to disturb it."""
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from benchmarks.campaign.script import IN_STEP, INSIDE, KINDS, ON_NODES, RECIPES, STEPS, Fault, Mode, Script
+from benchmarks.campaign.script import IN_STEP, INSIDE, KINDS, ON_NODES, PLAIN, RECIPES, STEPS, Fault, Mode, Script
 from benchmarks.campaign.seen import Done, Played
 
 COST = re.compile(r"(?:Replaced|All started again from memory), at the cost of ([\d.]+) s")
@@ -43,11 +43,19 @@ STOPS = 0.3  # of runs on this machine: told to stop, at the end of all that is 
 MOST_S = 30.0  # that a loss may cost on a busy machine, where nobody had to wait for a collective to time out
 
 
-def draw(seed: int, mode: Mode, number: int, most: int, sizes: Sequence[int], without: Collection[str]) -> Script:
+def draw(
+    seed: int,
+    mode: Mode,
+    number: int,
+    most: int,
+    sizes: Sequence[int],
+    without: Collection[str],
+    recipes: Sequence[str] = PLAIN,
+) -> Script:
     """Return the script of a run that is started once: on this machine or, in a mode of nodes, on two."""
     dice = random.Random(f"{seed} {mode} {number}")
     several = mode in ON_NODES
-    recipe = RECIPES[dice.choice(list(RECIPES))]
+    recipe = RECIPES[dice.choice(recipes)]
     count = dice.randint(1, most) if most else 0
     none = {*without, *([] if recipe.workers else ["kill_worker"]), *(["stop_server"] if several else ["kill_node"])}
     possible = [kind for kind in DRAWN if kind not in none]

@@ -24,6 +24,7 @@ class Recipe:
         interval: steps from one checkpoint to the next.
         under_way: steps that training may be ahead of a save that is still being written.
         workers: whether it has data workers.
+        shards: whether its samples lie in shards.
     """
 
     name: str
@@ -31,12 +32,43 @@ class Recipe:
     interval: int
     under_way: int = 0
     workers: bool = False
+    shards: bool = False
 
 
-COMMON = (
+RANDOM = (
     "data=random",
     "data.num_samples=250",  # 11 batches an epoch, the last one of 10 samples
     "data.val_samples=40",
+)
+SHARDS = "${oc.env:CAMPAIGN_SHARDS}"
+STREAM = (
+    "data=stream",
+    "data.val_fraction=0.138",  # as many samples
+    "data.inputs=inputs",
+    "data.targets=targets",
+    "data.in_features=10",
+    "data.out_features=5",
+    "data.window=60",
+    "data.interleave=3",
+    "data.cache.folder=${oc.env:CAMPAIGN_FOLDER}/cache",
+    "task=regression",
+)
+_OF_SHARDS = f"{{_target_: ddp_recipes.streams.Stream, path: '{SHARDS}/parquet', inputs: inputs, targets: targets}}"
+_FEATURES = "in_features: 10, out_features: 5"
+_MADE = f"{{_target_: benchmarks.campaign.parts.Noisy, num_samples: 60, {_FEATURES}, seed: 1, split: train}}"
+_VAL = _MADE.replace("60", "40").replace("train", "val")
+MIXTURE = (
+    "data=mixture",
+    f"data.sources={{shards: {_OF_SHARDS}, made: {_MADE}}}",
+    "data.source_weights={shards: 3, made: 1}",
+    "data.num_samples=250",
+    "data.block=40",
+    f"data.val={_VAL}",
+    "data.in_features=10",
+    "data.out_features=5",
+    "task=regression",
+)
+COMMON = (
     "data.global_batch_size=24",
     "model._target_=benchmarks.campaign.parts.Disturbed",
     "model.hidden_features=[256,256]",  # 0.6 to 0.9 MB with the optimizer's state: a save takes a few milliseconds
@@ -54,12 +86,13 @@ RECIPES = {
     for recipe in (
         Recipe(
             "momentum",
-            ("checkpoint.every_n_steps=5", "trainer.log_every_n_steps=1", "scheduler=cosine"),
+            (*RANDOM, "checkpoint.every_n_steps=5", "trainer.log_every_n_steps=1", "scheduler=cosine"),
             interval=5,
         ),
         Recipe(
             "async",
             (
+                *RANDOM,
                 "checkpoint.every_n_steps=4",
                 "checkpoint.async_save=true",
                 "trainer.log_every_n_steps=3",
@@ -72,13 +105,14 @@ RECIPES = {
         ),
         Recipe(
             "workers",
-            (*NOISY, "data.num_workers=1", "checkpoint.every_n_steps=6", "trainer.log_every_n_steps=2"),
+            (*RANDOM, *NOISY, "data.num_workers=1", "checkpoint.every_n_steps=6", "trainer.log_every_n_steps=2"),
             interval=6,
             workers=True,
         ),
         Recipe(
             "epochs",
             (
+                *RANDOM,
                 "checkpoint.every_n_epochs=1",
                 "trainer.accumulate_grad_batches=2",
                 "trainer.gradient_clip_val=0.5",
@@ -87,8 +121,50 @@ RECIPES = {
             ),
             interval=6,
         ),
+        Recipe(
+            "stream",
+            (
+                *STREAM,
+                f"data.path={SHARDS}/parquet",
+                "data.train.transform={_target_: benchmarks.campaign.parts.Noise}",
+                "data.num_workers=1",
+                "checkpoint.every_n_steps=5",
+                "trainer.log_every_n_steps=1",
+            ),
+            interval=5,
+            workers=True,
+            shards=True,
+        ),
+        Recipe(  # of shards that are decompressed as they are needed, and rows that cannot be decoded
+            "skips",
+            (
+                *STREAM,
+                f"data.path={SHARDS}/compressed",
+                "data.on_error=skip",
+                "checkpoint.every_n_steps=4",
+                "checkpoint.async_save=true",
+                "trainer.log_every_n_steps=3",
+                "trainer.val_check_interval=4",
+            ),
+            interval=4,
+            under_way=4,
+            shards=True,
+        ),
+        Recipe(
+            "mixture",
+            (
+                *MIXTURE,
+                "checkpoint.every_n_epochs=1",
+                "trainer.accumulate_grad_batches=2",
+                "trainer.log_every_n_steps=1",
+            ),
+            interval=6,
+            shards=True,
+        ),
     )
 }
+PLAIN = tuple(name for name, recipe in RECIPES.items() if not recipe.shards)
+ON_SHARDS = tuple(name for name, recipe in RECIPES.items() if recipe.shards)
 
 
 @dataclass(frozen=True)
@@ -210,6 +286,7 @@ def draw(
     sizes: Sequence[int] = SIZES,
     without: Collection[str] = (),
     saves: bool = False,
+    recipes: Sequence[str] = PLAIN,
 ) -> Script:
     """Return the script of a run.
 
@@ -218,11 +295,12 @@ def draw(
         sizes: world sizes to draw from.
         without: kinds of faults to leave out.
         saves: only what falls into a save or damages what is saved.
+        recipes: to draw from.
     """
     if saves:
         without = {*without, *(name for name, kind in KINDS.items() if not {"saving", *BETWEEN} & {*kind.places})}
     dice = random.Random(f"{seed} {mode} {number}")
-    recipe = RECIPES[dice.choice(list(RECIPES))]
+    recipe = RECIPES[dice.choice(recipes)]
     count = dice.randint(1, most) if most else 0
     max_restarts = dice.choice((0, 0, count))
     kinds: list[str] = []

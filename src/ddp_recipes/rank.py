@@ -344,10 +344,8 @@ def leave_memory(recipe: Recipe) -> Path | None:
 
 
 def skipped_of(recipe: Recipe) -> list[str]:
-    """Return the samples that this rank's data sets have left out, where a set says so by a method ``skipped``."""
-    sets = {name: loader.dataset for name, loader in recipe.loaders.items()}
-    asked = {name: getattr(each, "skipped", None) for name, each in sets.items()}
-    return [f"{name} {number}" for name, skipped in asked.items() if callable(skipped) for number in skipped()]
+    """Return the samples that were left out of this rank's batches, for they could not be read."""
+    return sorted(set().union(*(loader.skipped for loader in recipe.loaders.values())))
 
 
 def fail(recipe: Recipe, control: Control, output: Output, error: BaseException) -> NoReturn:

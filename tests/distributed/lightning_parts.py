@@ -8,7 +8,7 @@ import pytest
 import torch
 from own_parts import Lit
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, SequentialSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torchmetrics import MeanAbsoluteError
 
 Batch = tuple[Tensor, Tensor]
@@ -212,16 +212,12 @@ class Shaped(Lit):
         return super().training_step(batch, batch_idx)
 
 
-class Sorted(SequentialSampler):
-    """An order of its own."""
-
-
 class Loaders(Lit):
     """Brings its data."""
 
     def train_dataloader(self) -> Any:
         data = TensorDataset(torch.ones(4, 10), torch.ones(4, 5))
-        return DataLoader(data, batch_size=2, sampler=Sorted(data))
+        return DataLoader(data, batch_size=2, sampler=DistributedSampler(data, 2, 0))
 
 
 class Untested(nn.Module):

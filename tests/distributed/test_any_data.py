@@ -148,7 +148,7 @@ def test_a_dict_for_a_task_of_pairs_is_refused(run: Run) -> None:
     ("line", "near"),
     [
         ("batchsize: 4", "batch_size"),
-        ("sampler: {_target_: torch.utils.data.RandomSampler}", ""),
+        ("samplers: {_target_: torch.utils.data.RandomSampler}", "sampler"),
         ("timeout: 3", ""),
         ("validation: {_target_: ddp_recipes.datasets.digits}", "val"),
     ],

@@ -101,7 +101,7 @@ def test_mode_test_runs_the_test_step(run: Run) -> None:
         ("Late", [], "logs late in on_validation_end, where Lightning does not allow it"),
         ("Shaped", [], r"logs shape of shape \[2\]. Allowed: a single number"),
         ("Valid", LIGHTNING, "data=lightning, and Valid has no train_dataloader"),
-        ("Loaders", LIGHTNING, "The DataLoader for train has the sampler Sorted, whose order is not known"),
+        ("Loaders", LIGHTNING, "The DataLoader for train has a DistributedSampler, and batches are dealt to ranks alr"),
         ("Loaders", [], "Loaders brings train_dataloader, and data is another data set. Choose data=lightning"),
         ("Halved", ["strategy=ddp_pipeline"], "runs Halved as a whole on each rank, and with strategy=ddp_pipeline"),
         ("Manual", FSDP, "With strategy=fsdp a rank has some rows of .* Manual may look at .*: manual optimization"),

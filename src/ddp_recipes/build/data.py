@@ -1,7 +1,7 @@
 """Loaders of the config's data sets."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,11 +14,13 @@ from ddp_recipes.config.settings import DataSettings, TrainerSettings, batches
 from ddp_recipes.data.batch_plan import BatchPlan
 from ddp_recipes.data.collate import Form
 from ddp_recipes.data.loader import Loader, is_iterable, size_of
-from ddp_recipes.data.order import Drawn, Order, order_of
+from ddp_recipes.data.order import Bucketed, Drawn, FirstEpoch, Order, order_of
+from ddp_recipes.data.samplers import Epochs, Sampled, batched
 from ddp_recipes.errors import RequestError
 from ddp_recipes.runtime.world import World
 from ddp_recipes.training.precision import whole_dtype
 
+_BUCKET = 64  # batches whose samples are sorted by length together
 SPLITS = {
     "fit": ("train", "val"),
     "validate": ("val",),
@@ -78,6 +80,12 @@ class Loading:
         """Return what the loaders are made of, with their names."""
         names, mode = SPLITS[self.mode], self.mode
         given = self.data if own is None else own
+        by_config = ("weights", "sampler", "batch_sampler", "group_by_length")
+        if own is not None and (key := next((each for each in by_config if getattr(self.settings, each)), None)):
+            raise RequestError(
+                f"data.{key} says which samples come, and the task brings loaders that say so themselves. Leave it "
+                f"out, and give it to their DataLoader."
+            )
         found = [name for name in names if given.get(name) is not None]
         if names and (not found or (mode == "fit" and "train" not in found)):
             needed = " or ".join(f"data.{name}" for name in (names[:1] if mode == "fit" else names))
@@ -113,14 +121,7 @@ class Loading:
                 f"data.shard_arguments says how a stream is dealt to ranks, and data.train is a "
                 f"{type(dataset).__name__} with an index, of which each rank takes its samples anyhow. Leave it out."
             )
-        plan = BatchPlan(
-            order=_order(dataset, settings, trainer, self.seed, training),
-            global_batch_size=self._global_batch(settings, shards, training),
-            num_shards=shards.total,
-            seed=self.seed,
-            drop_last=settings.drop_last and (training or own),
-            sharding=settings.shard,
-        )
+        plan = self._plan(source, shards, training, own)
         limit = getattr(trainer, f"limit_{split}_batches")
         if own and split == "val":
             limit = trainer.overfit_batches or limit
@@ -138,6 +139,54 @@ class Loading:
             form=Form(whole_dtype(trainer.precision), trainer.channels_last),
             name=f"data.{name.replace('/', '.')}",
         )
+
+    def _plan(self, source: Source, shards: BatchShards, training: bool, own: bool) -> BatchPlan:
+        """Return which samples are in each batch of a split."""
+        settings, repeating = source.settings, bool(training and self.trainer.overfit_batches)
+        size = self._global_batch(settings, shards, training)
+        plan = BatchPlan(
+            order=self._order(source, size, training),
+            global_batch_size=size,
+            num_shards=shards.total,
+            seed=self.seed,
+            drop_last=settings.drop_last and (training or own),
+            sharding=settings.shard,
+        )
+        if source.batch_sampler is None:
+            return replace(plan, order=FirstEpoch(plan.order)) if repeating else plan
+        if self.work in ("plan", "batch_size"):
+            raise RequestError("plan=true and tune=batch_size cut batches anew: leave out the batch sampler.")
+        return batched(Epochs(source.batch_sampler, source.dataset, self.seed, "The batch sampler"), plan, repeating)
+
+    def _order(self, source: Source, size: int, training: bool) -> Order:
+        """Return the order of a data set's samples; it may bring its own.
+
+        Args:
+            size: of a global batch.
+        """
+        dataset, settings = source.dataset, source.settings
+        size_of(dataset)  # refuses what has no length
+        order = order_of(dataset, self.seed, training and settings.shuffle and not self.trainer.overfit_batches)
+        if source.sampler is not None:
+            order = Sampled(Epochs(source.sampler, dataset, self.seed, "The sampler"))
+        elif training and settings.weights is not None:
+            if order.repeats:
+                raise RequestError(
+                    f"data.weights draws samples, and data.train, a {type(dataset).__name__}, draws them by its own "
+                    f"weights. Leave out one."
+                )
+            order = Drawn(_weights(settings.weights, dataset, self.trainer), self.seed)
+        if training and settings.group_by_length and not self.trainer.overfit_batches:
+            given = "lengths" if settings.group_by_length is True else settings.group_by_length
+            lengths = _numbers(given, "group_by_length", "length", dataset).astype(np.int64)
+            order = Bucketed(order, lengths, size, _BUCKET * size, self.seed)
+        if isinstance(order, Bucketed) and order.batch != size:
+            raise RequestError(
+                f"data.train, a {type(dataset).__name__}, has batches of batch={order.batch} samples, and a global "
+                f"batch has {size}: batches would be put together of several lengths. Set one as the other, or leave "
+                f"the set as it is and set data.group_by_length."
+            )
+        return order
 
     def _shards(self, name: str) -> BatchShards:
         return self.shards if name == "train" else self.evaluation_shards
@@ -175,35 +224,32 @@ def _sets(split: str, node: Any) -> list[tuple[str, Mapping[str, Any]]]:
     return [(f"{split}/{name}", each) for name, each in node.items()]
 
 
-def _order(dataset: Any, settings: DataSettings, trainer: TrainerSettings, seed: int, training: bool) -> Order:
-    """Return the order of a data set's samples; it may bring its own."""
-    size_of(dataset)  # refuses what has no length
-    if training and settings.weights is not None:
-        return Drawn(_weights(settings.weights, dataset, trainer), seed)
-    return order_of(dataset, seed, training and settings.shuffle and not trainer.overfit_batches)
-
-
 def _weights(given: Any, dataset: Any, trainer: TrainerSettings) -> NDArray[np.float64]:
     """Return a weight for each sample, as the config gives it."""
     if trainer.overfit_batches:
         raise RequestError("data.weights draws samples, trainer.overfit_batches repeats the first: leave out one.")
-    found, shown = given, f"data.weights={given}"
+    return _numbers(given, "weights", "weight", dataset)
+
+
+def _numbers(given: Any, name: str, what: str, dataset: Any) -> NDArray[np.float64]:
+    """Return a number for each sample: of a list, of an attribute of the data set, or of a function of it."""
+    found, shown = given, f"data.{name}={given}"
     if isinstance(given, str) and "." not in given:
         if not hasattr(dataset, given):
             raise RequestError(
                 f"{shown}, but data.train, a {type(dataset).__name__}, has no attribute {given}. Name one that has a "
-                f"weight for each sample, or a function of the data set by its dotted name."
+                f"{what} for each sample, or a function of the data set by its dotted name."
             )
         found = getattr(dataset, given)
     elif not isinstance(given, list):
-        found = function_of(given, "data.weights")(dataset)
+        found = function_of(given, f"data.{name}")(dataset)
     try:
-        weights = np.asarray(found, dtype=np.float64)
+        numbers = np.asarray(found, dtype=np.float64)
     except (TypeError, ValueError) as error:
         raise RequestError(f"{shown} gives what is not numeric: {error}. Give a number for each sample.") from error
     needed = f"Needed: one for each of {len(dataset)} samples, at least 0, finite, not all 0."
-    if weights.shape != (len(dataset),):
-        raise RequestError(f"{shown} gives weights of the shape {list(weights.shape)}. {needed}")
-    if not np.isfinite(weights).all() or weights.min() < 0 or not weights.any():
-        raise RequestError(f"{shown} gives weights from {weights.min():g} to {weights.max():g}. {needed}")
-    return weights
+    if numbers.shape != (len(dataset),):
+        raise RequestError(f"{shown} gives {what}s of the shape {list(numbers.shape)}. {needed}")
+    if not np.isfinite(numbers).all() or numbers.min() < 0 or not numbers.any():
+        raise RequestError(f"{shown} gives {what}s from {numbers.min():g} to {numbers.max():g}. {needed}")
+    return numbers

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    DistributedSampler,
     RandomSampler,
     SequentialSampler,
     WeightedRandomSampler,
@@ -23,13 +24,19 @@ from ddp_recipes.errors import RequestError
 
 
 class Source(NamedTuple):
-    """A data set, how it is cut into batches, and what makes a batch of its samples, where that is an object."""
+    """A data set, how it is cut into batches, and what makes a batch of its samples, where that is an object.
+
+    Attributes:
+        sampler, batch_sampler: of the user's own, in place of an order.
+    """
 
     dataset: Any
     settings: DataSettings
     collate_fn: Callable[[list[Any]], Any] | None = None
     batched: bool = False  # whether the set gives whole batches, which nobody else cuts
     begin_worker: Callable[[int], None] | None = None  # in each data worker of a set that is read as a stream
+    sampler: Any = None
+    batch_sampler: Any = None
 
     def collate(self) -> Callable[[list[Any]], Any] | None:
         """Return what makes a batch of samples, where that is a function of the user's own."""
@@ -73,45 +80,51 @@ def by_name(split: str, made: Any) -> list[tuple[str, Any]]:
 
 
 def source_of(name: str, loader: Any, settings: DataSettings, replicas: int) -> Source:
-    """Return the source of a loader: its order is computed from the seed, so only whether it is shuffled counts.
+    """Return the source of a loader: an order that is computed from the seed, or a sampler of its own.
 
     Args:
         replicas: over which a global batch is dealt; the loader's ``batch_size`` is for each of them.
 
     Raises:
-        RequestError: it is no ``DataLoader``, or draws its samples in a way that no order can be computed for.
+        RequestError: it is no ``DataLoader``, or deals its samples to ranks itself.
     """
     if not isinstance(loader, DataLoader):
         raise RequestError(f"The loader for {name} is a {type(loader).__name__}. Allowed: torch.utils.data.DataLoader.")
     if is_iterable(loader.dataset):
         return _of_stream(loader, settings, replicas)
     sampler, batch_sampler = loader.sampler, loader.batch_sampler
-    if loader.batch_size is None or type(batch_sampler) is not BatchSampler:
+    if batch_sampler is None:
         raise RequestError(
-            f"The DataLoader for {name} has batch_sampler={type(batch_sampler).__name__}. Every sample counts once on "
-            f"any number of ranks, so batches are cut here: give it batch_size and shuffle instead."
+            f"The DataLoader for {name} has batch_size=None, and its data set gives samples by number. Give it a "
+            f"batch_size, or a batch_sampler."
         )
     if loader.worker_init_fn is not None:
         raise RequestError(
             f"The DataLoader for {name} has a worker_init_fn, which is not called: what a sample draws at random "
             f"follows from the seed, the epoch and its number. Leave it out."
         )
+    if isinstance(sampler, DistributedSampler):
+        raise RequestError(
+            f"The DataLoader for {name} has a DistributedSampler, and batches are dealt to ranks already: each would "
+            f"get a part of a part. Use shuffle=True or False in its place."
+        )
     weights: list[float] | None = None
-    if type(sampler) is WeightedRandomSampler and sampler.replacement and sampler.num_samples == len(loader.dataset):  # type: ignore[arg-type]
+    own: dict[str, Any] = {}
+    if type(batch_sampler) is not BatchSampler:
+        own = {"batch_sampler": batch_sampler}
+    elif type(sampler) is WeightedRandomSampler and sampler.replacement and sampler.num_samples == len(loader.dataset):  # type: ignore[arg-type]
         weights = sampler.weights.tolist()
-    elif type(sampler) is RandomSampler and (sampler.replacement or sampler.num_samples != len(loader.dataset)):  # type: ignore[arg-type]
-        raise RequestError(
-            f"The DataLoader for {name} has a RandomSampler with replacement or num_samples. Use shuffle=True, and "
-            f"trainer.limit_train_batches for part of an epoch."
-        )
-    elif type(sampler) not in (SequentialSampler, RandomSampler):
-        raise RequestError(
-            f"The DataLoader for {name} has the sampler {type(sampler).__name__}, whose order is not known. Every "
-            f"sample counts once on any number of ranks: use shuffle=True or False, or a WeightedRandomSampler."
-        )
-    shuffle = type(sampler) is not SequentialSampler
-    own = replace(_settings(loader, settings, replicas), shuffle=shuffle, weights=weights)
-    return Source(loader.dataset, own, None if loader.collate_fn is default_collate else loader.collate_fn)
+    elif not (type(sampler) is SequentialSampler or _shuffles(sampler, loader.dataset)):
+        own = {"sampler": sampler}
+    settings = replace(
+        _settings(loader, settings, replicas), shuffle=type(sampler) is not SequentialSampler, weights=weights
+    )
+    return Source(loader.dataset, settings, None if loader.collate_fn is default_collate else loader.collate_fn, **own)
+
+
+def _shuffles(sampler: Any, dataset: Any) -> bool:
+    """Whether a sampler gives each sample once, in any order."""
+    return type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(dataset)
 
 
 def _of_stream(loader: "DataLoader[Any]", settings: DataSettings, replicas: int) -> Source:
@@ -139,8 +152,21 @@ def _settings(loader: "DataLoader[Any]", settings: DataSettings, replicas: int) 
         prefetch_factor=loader.prefetch_factor if loader.num_workers else None,
         pin_memory=loader.pin_memory,
         collate_fn=None,
-        weights=None,
     )
+
+
+def sampler_of(node: Mapping[str, Any], key: str, dataset: Any) -> Any:
+    """Return the sampler that a node makes; the first argument that it needs and the node does not give is the set."""
+    needed = [
+        name
+        for name, each in parameters_of(str(node.get("_target_")), key).items()
+        if each.default is each.empty and each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
+    ]
+    missing = [name for name in needed if name not in node][:1]
+    made = make(node, key, **dict.fromkeys(missing, dataset))
+    if not hasattr(made, "__iter__"):
+        raise RequestError(f"{key} makes a {type(made).__name__}, which has no __iter__. Give a torch Sampler.")
+    return made
 
 
 def source_of_node(key: str, node: Mapping[str, Any], settings: DataSettings, shards: BatchShards) -> Source:
@@ -161,7 +187,11 @@ def source_of_node(key: str, node: Mapping[str, Any], settings: DataSettings, sh
             f"data.shard_arguments deals iterable-style sets, and {key} is a {type(dataset).__name__} with an index, "
             f"of which each rank takes its samples anyhow. Leave it out."
         )
-    return Source(dataset, settings, None, bool(getattr(dataset, "batched", False)))
+    own = {}
+    if key == "data.train" and not is_iterable(dataset):
+        nodes = {name: getattr(settings, name) for name in ("sampler", "batch_sampler")}
+        own = {name: sampler_of(given, f"data.{name}", dataset) for name, given in nodes.items() if given}
+    return Source(dataset, settings, None, bool(getattr(dataset, "batched", False)), **own)
 
 
 def dealt_by_method(key: str, source: Source, shards: BatchShards, own: bool) -> Source:
@@ -174,7 +204,13 @@ def dealt_by_method(key: str, source: Source, shards: BatchShards, own: bool) ->
     if not isinstance(given, dict) or ("_method_" not in given and not own):
         return source
     if callable(method := getattr(dataset, given.get("_method_", ""), None)):
-        return source._replace(dataset=method(**_filled(given, shards)))
+        arguments = _filled(given, shards)
+        try:
+            return source._replace(dataset=method(**arguments))
+        except Exception as error:
+            named = ", ".join(f"{name}={value}" for name, value in arguments.items())
+            error.add_note(f"This came of {given['_method_']}({named}) of {key}, as data.shard_arguments has it.")
+            raise
     if key != "data.train":
         return source._replace(settings=replace(source.settings, shard_arguments=None))
     raise RequestError(

@@ -100,8 +100,9 @@ def refuse(loading: "Loading", split: str, key: str, source: Source, shards: Bat
             f"trainer.overfit_batches={trainer.overfit_batches} repeats the first batches, and {what}. Set "
             f"trainer.limit_train_batches, and the same set as data.val."
         )
-    if settings.weights is not None:
-        raise RequestError(f"data.weights draws samples by their numbers, and {what}. Leave it out.")
+    by_number = ("weights", "sampler", "batch_sampler", "group_by_length")
+    if given := next((name for name in by_number if getattr(settings, name)), None):
+        raise RequestError(f"data.{given} draws samples by their numbers, and {what}. Leave it out.")
     if settings.persistent_workers and not own:  # of a DataLoader: it would save the start of an epoch's
         raise RequestError(
             f"data.persistent_workers=true, and {what}, whose data workers begin anew with each epoch. Leave it out."

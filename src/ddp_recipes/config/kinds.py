@@ -55,6 +55,8 @@ PLACES = {
     "callbacks.*": "a callback",
     "logger**": "a logger",
     "data.datamodule": "a data module",
+    "data.sampler": "a sampler",
+    "data.batch_sampler": "a sampler",
     **{f"data.{split}**": "a data set" for split in ("train", "val", "test", "predict")},
 }
 # Functions, by the module that they are named by; ``torchvision.models`` and ``timm.models`` list their own.

@@ -188,6 +188,9 @@ class DataSettings:
     prefetch_factor: Count | None = None
     shard_arguments: str | dict[str, str] | None = None
     replay: bool = False
+    sampler: dict[str, Any] | None = None
+    batch_sampler: dict[str, Any] | None = None
+    group_by_length: bool | str | dict[str, Any] | list[Annotated[float, Range(0)]] = False
 
     def __post_init__(self) -> None:
         for name in ("persistent_workers", "prefetch_factor"):
@@ -206,6 +209,16 @@ class DataSettings:
             raise RequestError(
                 "data.weights draws samples at random, data.shuffle=false takes them in their order. Leave out one."
             )
+        if self.group_by_length and not self.shuffle:
+            raise RequestError(
+                "data.group_by_length puts samples of like length in a batch, data.shuffle=false takes them in their "
+                "order. Leave out one."
+            )
+        if len(drawn := [name for name in ("weights", "sampler", "batch_sampler") if getattr(self, name)]) > 1:
+            raise RequestError(f"data.{drawn[0]} and data.{drawn[1]} each say which samples come. Leave out one.")
+        if self.batch_sampler and (self.group_by_length or self.drop_last):
+            other = "drop_last" if self.drop_last else "group_by_length"
+            raise RequestError(f"data.batch_sampler says which samples are a batch: leave out data.{other}.")
 
 
 @dataclass(frozen=True, kw_only=True)

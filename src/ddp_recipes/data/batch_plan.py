@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -37,6 +38,7 @@ class BatchPlan:
     drop_last: bool = False
     sharding: str = "contiguous"
     max_batches: int | None = None
+    uniform: ClassVar[bool] = True  # whether all batches have a size, but for the last
     _blocks: dict[tuple[int, int], tuple[torch.Tensor, Sequence[torch.Tensor]]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -59,6 +61,14 @@ class BatchPlan:
         last = self.size(self.num_batches - 1) if self.num_batches else 0
         return all(total % self.num_shards == 0 for total in (self.global_batch_size, last))
 
+    @property
+    def is_even(self) -> bool:
+        """Whether each shard of each global batch has a sample."""
+        return all(self.size(self.num_batches - 1, shard) for shard in range(self.num_shards))
+
+    def enter(self, epoch: int) -> None:
+        """Take note of the epoch whose batches come next, for a plan of which not all epochs are alike."""
+
     def limited(self, max_batches: int) -> "BatchPlan":
         """Return the plan cut off after so many batches."""
         return replace(self, max_batches=max_batches)
@@ -66,8 +76,10 @@ class BatchPlan:
     def size(self, batch: int, shard: int | None = None) -> int:
         """Return the number of samples in a global batch, or in a shard of it; one beyond the last has none."""
         total = min(self.global_batch_size, self.num_samples - batch * self.global_batch_size)
-        if shard is None:
-            return total
+        return total if shard is None else self._size_of_shard(total, shard)
+
+    def _size_of_shard(self, total: int, shard: int) -> int:
+        """Return how many of so many samples of a global batch a shard has."""
         return (total + self.num_shards - 1 - shard) // self.num_shards if shard < self.num_shards else 0
 
     def indices(self, epoch: int, batch: int, shard: int = 0) -> torch.Tensor:

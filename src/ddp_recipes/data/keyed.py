@@ -21,6 +21,37 @@ class Draw(NamedTuple):
     number: int  # the sample's, or its place in the epoch where it can come twice
 
 
+class Fetched(NamedTuple):
+    """A batch, and the names of the samples that its data sets have left out, with others in their place."""
+
+    data: Any
+    skipped: tuple[str, ...] = ()
+
+
+_skipped: dict[str, None] = {}  # by this process, since it was last asked
+
+
+def skip(name: str) -> None:
+    """Note that a sample is left out, for it cannot be read: another one is in its place. For data sets to call."""
+    _skipped[name] = None
+
+
+def _taken() -> tuple[str, ...]:
+    found = tuple(_skipped)
+    _skipped.clear()
+    return found
+
+
+def may_skip(dataset: Any) -> bool:
+    """Whether a data set, or one that it is made of, may leave samples out: it says so by its attribute ``skips``."""
+    if isinstance(own := getattr(dataset, "skips", None), bool):
+        return own
+    parts = [getattr(dataset, "dataset", None)]
+    for several in (getattr(dataset, "datasets", None), getattr(dataset, "sources", None)):
+        parts += several if isinstance(several, (list, tuple)) else []
+    return any(may_skip(part) for part in parts if part is not None)
+
+
 class KeyedDataset(Dataset[Any]):
     """Draws what a sample's random transforms draw from (seed, epoch, sample): the same in any worker of any rank.
 
@@ -38,16 +69,17 @@ class KeyedDataset(Dataset[Any]):
         self._at_once = callable(getattr(dataset, "__getitems__", None))
         self._set_epoch = getattr(dataset, "set_epoch", None)
 
-    def __getitems__(self, draws: Sequence[Draw]) -> Any:
+    def __getitems__(self, draws: Sequence[Draw]) -> Fetched:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # as in a data worker: sums on several threads have other bits
         try:
             if callable(self._set_epoch):
                 self._set_epoch(draws[0].epoch)
+            _skipped.clear()  # of whoever has looked at samples without using them
             batch = self._batch(draws)
             if get_worker_info() is not None:
                 refuse_devices(batch, self.name)
-            return batch
+            return Fetched(batch, _taken())
         finally:
             torch.set_num_threads(threads)
 

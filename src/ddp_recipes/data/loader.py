@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from ddp_recipes._compat.data_workers import persistent, shut_down, workers_of
 from ddp_recipes.data.batch_plan import BatchPlan
 from ddp_recipes.data.collate import AS_IT_COMES, Form, collate, to_device
-from ddp_recipes.data.keyed import Draw, KeyedDataset
+from ddp_recipes.data.keyed import Draw, Fetched, KeyedDataset, may_skip
 from ddp_recipes.data.prefetch import Prefetcher
 from ddp_recipes.datasets.memory import InMemory
 from ddp_recipes.datasets.transforms import is_known
@@ -53,6 +53,9 @@ class Loader:
         form: that batches come in.
         name: of the data set in messages.
 
+    Attributes:
+        skipped: names of samples that data sets have left out of the batches that were used, on this rank.
+
     Raises:
         RequestError: there is no batch, or a ``collate_fn`` that would not be called.
     """
@@ -88,10 +91,11 @@ class Loader:
             "prefetch_factor": prefetch_factor,
             "timeout_s": timeout_s,
         }
+        self.skipped: set[str] = set()
         self.fetch = _whole_batch_fetch(dataset)
         self.pin_memory = pin_memory and is_accelerator(device) and locks_pages()
         self._sampler = _PlanSampler(plan, shards)
-        self._prefetcher = Prefetcher(self.fetch, self.pin_memory) if _may_prefetch(dataset) else None
+        self._prefetcher = Prefetcher(self.fetch, self.pin_memory) if plan.uniform and _may_prefetch(dataset) else None
         self._one_by_one: DataLoader[Any] | None = None
         if self.fetch is not None and collate_fn is not None:
             raise RequestError(
@@ -118,8 +122,7 @@ class Loader:
     @property
     def is_even(self) -> bool:
         """Whether all ranks have equally many batches with a sample in them."""
-        last = self.plan.num_batches - 1
-        return all(self.plan.size(last, shard) for shard in range(self.plan.num_shards))
+        return self.plan.is_even
 
     @property
     def in_words(self) -> str:
@@ -145,16 +148,25 @@ class Loader:
         return range(start, min(start + count, self.plan.num_batches))
 
     def batches(self, epoch: int, start: int = 0, group: int = 1) -> Iterator[Batch]:
-        """Yield an epoch's batches from number ``start`` on, shard by shard.
+        """Return an iterator over an epoch's batches from number ``start`` on, shard by shard.
 
         Args:
             group: so many batches belong together: all of them come for one shard, then all of them for the next.
         """
+        self.plan.enter(epoch)
+        return self._batches(epoch, start, group)
+
+    def _batches(self, epoch: int, start: int, group: int) -> Iterator[Batch]:
         elsewhere = is_accelerator(self.device)
         self._sampler.position = epoch, start, group
         for (number, shard), data in zip(self._sampler.turns(), self._loaded(epoch, start), strict=False):
+            size = self.plan.size(number, shard)
+            if isinstance(data, Fetched):
+                if data.skipped and size:
+                    self.skipped.update(data.skipped)
+                data = data.data
             moved = to_device(data, self.device, self.pin_memory) if elsewhere else data
-            yield Batch(self.form.of(moved), self.plan.size(number, shard), number, shard)
+            yield Batch(self.form.of(moved), size, number, shard)
 
     def _loaded(self, epoch: int, start: int) -> Iterator[Any]:
         """Yield what is in each batch, in the sampler's order."""
@@ -261,6 +273,11 @@ class Loader:
             RequestError: with what to set.
         """
 
+    @property
+    def may_skip(self) -> bool:
+        """Whether its data set may leave samples out."""
+        return may_skip(self.dataset)
+
     def recut(self, global_batch_size: int) -> "Loader":
         """Return a loader of these samples in whole batches of another size."""
         plan = replace(self.plan, global_batch_size=global_batch_size, max_batches=None)
@@ -272,7 +289,7 @@ class Loader:
             data = self.fetch(torch.zeros(1, dtype=torch.int64))
         else:
             keyed = KeyedDataset(self.dataset, self.plan.seed, self.name, self.collate_fn)
-            data = keyed.__getitems__([Draw(0, 0, 0)])
+            data = keyed.__getitems__([Draw(0, 0, 0)]).data
         return self.form.of(to_device(data, self.device))
 
 

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -85,6 +85,79 @@ class Drawn:
     @cached_property
     def _summed_weights(self) -> NDArray[np.float64]:
         return np.cumsum(self.weights)
+
+
+@dataclass(frozen=True)
+class FirstEpoch:
+    """The first epoch of another order, again and again: what ``trainer.overfit_batches`` repeats."""
+
+    order: Order
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    @property
+    def repeats(self) -> bool:
+        """As the order itself."""
+        return self.order.repeats
+
+    def samples(self, epoch: int, positions: Indices) -> Indices:
+        """Return the sample at each place of the first epoch."""
+        return self.order.samples(0, positions)
+
+
+@dataclass(frozen=True, eq=False)
+class Bucketed:
+    """An order in which samples of like length stand together, batch by batch.
+
+    Each ``window`` of another order is sorted by length and cut into batches, which are permuted; what is left of a
+    window comes last.
+
+    Attributes:
+        lengths: of the samples; numbers of samples count modulo how many there are.
+        batch: samples of a batch.
+        window: places that are sorted together, a multiple of that.
+    """
+
+    order: Order
+    lengths: NDArray[np.int64] = field(repr=False)
+    batch: int
+    window: int
+    seed: int
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    @property
+    def repeats(self) -> bool:
+        """As the order that is sorted."""
+        return self.order.repeats
+
+    def samples(self, epoch: int, positions: Indices) -> Indices:
+        """Return the sample at each place of an epoch."""
+        positions = np.asarray(positions, dtype=np.uint64)
+        window = positions // np.uint64(self.window)
+        found = np.empty_like(positions)
+        for number in np.unique(window):
+            here = window == number
+            found[here] = _sorted_window(self, epoch, int(number))[positions[here] % np.uint64(self.window)]
+        return found
+
+
+@lru_cache(maxsize=4)
+def _sorted_window(order: Bucketed, epoch: int, number: int) -> Indices:
+    """Return the samples of a window, batch by batch."""
+    first = number * order.window
+    places = np.arange(first, min(first + order.window, len(order)), dtype=np.uint64)
+    samples = order.order.samples(epoch, places)
+    samples = samples[np.argsort(order.lengths[samples % np.uint64(len(order.lengths))], kind="stable")]
+    batches = len(samples) // order.batch
+    if not batches:
+        return samples
+    turns = permute(np.arange(batches, dtype=np.uint64), batches, key(order.seed, epoch, number))
+    whole = samples[: batches * order.batch].reshape(batches, order.batch)
+    # What is left, the longest, comes last, so that batches begin where the plan has them begin.
+    return np.concatenate([whole[turns].ravel(), samples[batches * order.batch :]])
 
 
 def order_of(dataset: Any, seed: int, shuffle: bool) -> Order:

@@ -3,6 +3,7 @@
 from collections.abc import Collection
 from dataclasses import replace
 
+from ddp_recipes.data.batch_plan import UNKNOWN
 from ddp_recipes.errors import RequestError
 from ddp_recipes.lightning.hooks import REMOVED
 from ddp_recipes.tasks import Surroundings
@@ -113,9 +114,10 @@ def refuse_cadence(owner: str, around: Surroundings) -> None:
         )
     if every < batches and every % step:
         raise RequestError(
-            f"trainer.val_check_interval={interval} asks to validate {owner} after every {every} of {batches} batches, "
-            f"and a step takes trainer.accumulate_grad_batches={step} of them. Validations are between steps: give a "
-            f"multiple of {step} batches, or 1.0."
+            f"trainer.val_check_interval={interval} asks to validate {owner} after every {every} of "
+            f"{'an unknown number of' if batches == UNKNOWN else batches} batches, and a step takes "
+            f"trainer.accumulate_grad_batches={step} of them. Validations are between steps: give a multiple of "
+            f"{step} batches, or 1.0."
         )
 
 

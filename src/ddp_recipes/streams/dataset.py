@@ -1,9 +1,7 @@
 """A set in shards as a map-style data set: samples by their number, read where they lie."""
 
-import fcntl
 import logging
 import os
-import tempfile
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -15,6 +13,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from ddp_recipes.data.batch_plan import BatchPlan
+from ddp_recipes.data.keyed import skip
 from ddp_recipes.data.order import Order, Sequential
 from ddp_recipes.datasets.transforms import Transforms, in_order
 from ddp_recipes.errors import RequestError, not_one_of
@@ -93,7 +92,7 @@ class Stream(Dataset[Any]):
         self._ends = np.cumsum(self.index.rows)
         self.decoder = Decoder(inputs, targets, None if transform is None else in_order(transform), image_size)
         self.decoder.check(self.index.columns, str(path))
-        self._skipped = Skipped()
+        self._left_out: set[str] = set()  # by this process
         self._process: _Process | None = None
         self._epoch, self._pieces = 0, list[int]()
         self._order: Windowed | None = None
@@ -131,8 +130,7 @@ class Stream(Dataset[Any]):
                         f"Row {row} of {path} cannot be decoded: {error}. Mend it, or leave such rows out: "
                         f"data.on_error=skip"
                     ) from error
-                if self._skipped.add(first + row):
-                    log.warning("Row %d of %s cannot be decoded and is left out: %s", row, path, error)
+                self._leave_out(f"row {row} of {path}", error)
         raise ValueError(
             f"Row {number - first} of {path} and the {TRIES - 1} after it cannot be decoded: none takes its place "
             f"(data.on_error=skip)."
@@ -142,9 +140,22 @@ class Stream(Dataset[Any]):
         """Return samples at once, which is for those that draw no random numbers."""
         return [self[index] for index in indices]
 
-    def skipped(self) -> list[int]:
-        """Return the numbers of the rows that this rank and its data workers could not decode."""
-        return sorted(self._skipped.numbers())
+    @property
+    def skips(self) -> bool:
+        """Whether rows that cannot be decoded are left out."""
+        return self.on_error == "skip"
+
+    def _leave_out(self, row: str, error: BadRow) -> None:
+        skip(row)
+        if row in self._left_out:
+            return
+        if len(self._left_out) == MOST_SKIPPED:
+            raise ValueError(f"More than {MOST_SKIPPED} rows cannot be decoded (data.on_error=skip).")
+        self._left_out.add(row)
+        log.warning("%s cannot be decoded and is left out: %s", f"R{row[1:]}", error)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_process": None}  # open files are those of a process
 
     def _here(self) -> "_Process":
         """Return what this process has open."""
@@ -186,38 +197,6 @@ class Stream(Dataset[Any]):
             ),
             ("reading", str(cost(order, [self.index.shards[number] for number in self._pieces], plan, self.memory))),
         ]
-
-
-class Skipped:
-    """Numbers of rows that could not be decoded, in this process or in data workers that it has forked."""
-
-    def __init__(self) -> None:
-        self._file, name = tempfile.mkstemp()
-        os.unlink(name)
-        os.set_inheritable(self._file, False)
-        fcntl.fcntl(self._file, fcntl.F_SETFL, os.O_APPEND)  # so that processes need no lock
-        self._mine: set[int] = set()
-
-    def __reduce__(self) -> tuple[type["Skipped"], tuple[()]]:
-        return Skipped, ()  # in a process that is not forked it counts by itself
-
-    def __del__(self) -> None:
-        os.close(self._file)
-
-    def add(self, number: int) -> bool:
-        """Add a number; return whether this process had not yet."""
-        if number in self._mine:
-            return False
-        if len(self._mine) == MOST_SKIPPED:
-            raise ValueError(f"More than {MOST_SKIPPED} rows cannot be decoded (data.on_error=skip).")
-        self._mine.add(number)
-        os.write(self._file, number.to_bytes(8, "little"))
-        return True
-
-    def numbers(self) -> set[int]:
-        """Return all of them."""
-        content = os.pread(self._file, os.fstat(self._file).st_size, 0)
-        return {int.from_bytes(content[at : at + 8], "little") for at in range(0, len(content), 8)}
 
 
 class _Process:

@@ -116,9 +116,11 @@ def _of_bytes(name: str, value: bytes) -> Any:
             return json.loads(value)
         if suffix in ("txt", "text", "transcript", "caption"):
             return value.decode()
-        if suffix in ("npy", "npz"):
+        if suffix == "npy":
             return torch.from_numpy(np.load(io.BytesIO(value)))
-    except (ValueError, OSError) as error:
+        if suffix == "npz":
+            return {key: torch.from_numpy(array) for key, array in np.load(io.BytesIO(value)).items()}
+    except Exception as error:  # what a decoder raises of damaged bytes may be anything
         raise BadRow(f"its '{name}' cannot be decoded: {error}") from error
     if suffix in ("jpg", "jpeg", "png", "webp", "gif"):
         raise BadRow(f"its '{name}' is no image: it begins with {value[:8]!r}")

@@ -26,12 +26,15 @@ class Mixed:
         orders: of the sets; samples are numbered through them.
         shares: of each set in a block of places.
         num_samples: places of an epoch.
+        by_epoch: of each set, whether its samples are others in another of its epochs. Their numbers then have that
+            epoch times the number of all samples added.
     """
 
     orders: tuple[Order, ...]
     shares: tuple[int, ...]
     num_samples: int
     seed: int
+    by_epoch: tuple[bool, ...] = ()
     repeats = True
 
     def __len__(self) -> int:
@@ -41,13 +44,14 @@ class Mixed:
         """Return the sample at each place of an epoch."""
         source, own = self.places(epoch, positions)
         found = np.empty_like(own)
-        first = 0
+        first, total = 0, sum(map(len, self.orders))
         for number, order in enumerate(self.orders):
             size = np.uint64(len(order))
             epochs = own // size
+            numbered = total if self.by_epoch and self.by_epoch[number] else 0
             for each in np.unique(epochs[source == number]):
                 here = (source == number) & (epochs == each)
-                found[here] = np.uint64(first) + order.samples(int(each), own[here] % size)
+                found[here] = np.uint64(first + int(each) * numbered) + order.samples(int(each), own[here] % size)
             first += len(order)
         return found
 
@@ -64,11 +68,6 @@ class Mixed:
         share = np.array(self.shares, dtype=np.uint64)[source]
         return source, block * share + slot - (ends[source] - share)
 
-    def own_epoch(self, number: int, epoch: int) -> int:
-        """Return the epoch in which a set is where an epoch of the mixture begins."""
-        blocks = epoch * self.num_samples // sum(self.shares)
-        return blocks * self.shares[number] // len(self.orders[number])
-
 
 class Mixture(Dataset[Any]):
     """Samples of several sets, each as often as its weight is of their sum.
@@ -80,7 +79,7 @@ class Mixture(Dataset[Any]):
         block: places in which each set has its share, to the nearest sample and at least one.
 
     Raises:
-        RequestError: there is no set, or one has no weight or no sample.
+        RequestError: there is no set, or one has no weight or no sample, or is a mixture.
     """
 
     def __init__(
@@ -100,7 +99,12 @@ class Mixture(Dataset[Any]):
             )
         self.shares = _shares([given[name] for name in self.names], max(block, len(self.names)))
         self.num_samples = num_samples or len(self)
-        self._order: Mixed | None = None
+        for name, source in zip(self.names, self.sources, strict=True):
+            if order_of(source, 0, True).repeats:
+                raise RequestError(
+                    f"data.sources.{name}, a {type(source).__name__}, draws its samples by weights itself. Give the "
+                    f"sets that it is made of here, each with its weight."
+                )
 
     def __len__(self) -> int:
         return sum(self._sizes)
@@ -112,28 +116,16 @@ class Mixture(Dataset[Any]):
     def sample_order(self, seed: int, shuffle: bool) -> Order:
         """Return the order of the mixture; sets that bring an order of their own keep it."""
         orders = tuple(order_of(source, key(seed, number), shuffle) for number, source in enumerate(self.sources))
-        self._order = Mixed(orders, self.shares, self.num_samples, seed)
-        return self._order
-
-    def set_epoch(self, epoch: int) -> None:
-        """Tell sets that ask for it which of their own epochs the next samples are of."""
-        for number, source in enumerate(self.sources):
-            if callable(tell := getattr(source, "set_epoch", None)) and self._order is not None:
-                tell(self._order.own_epoch(number, epoch))
+        by_epoch = tuple(callable(getattr(source, "set_epoch", None)) for source in self.sources)
+        return Mixed(orders, self.shares, self.num_samples, seed, by_epoch)
 
     def __getitem__(self, index: int) -> Any:
+        epoch, index = divmod(index, len(self))
         number = int(np.searchsorted(self._ends, index, side="right"))
-        return self.sources[number][index - (int(self._ends[number - 1]) if number else 0)]
-
-    def skipped(self) -> list[int]:
-        """Return the numbers of the samples that sets could not decode."""
-        firsts = [0, *self._ends.tolist()]
-        return [
-            first + row
-            for first, source in zip(firsts, self.sources, strict=False)
-            if hasattr(source, "skipped")
-            for row in source.skipped()
-        ]
+        source = self.sources[number]
+        if callable(tell := getattr(source, "set_epoch", None)):
+            tell(epoch)
+        return source[index - (int(self._ends[number - 1]) if number else 0)]
 
     def plan_rows(self, plan: BatchPlan) -> list[tuple[str, str]]:
         """Return what a dry run says of the mixture: how often each set is gone through in an epoch."""

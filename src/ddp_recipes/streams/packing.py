@@ -1,8 +1,6 @@
 """Sequences of any length: packed into windows of one length, or in batches of like lengths, in a computed order."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -11,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from ddp_recipes.data.order import Indices, Order, Sequential, order_of, permute
+from ddp_recipes.data.order import Bucketed, Order, Sequential, order_of, permute
 from ddp_recipes.errors import RequestError
 from ddp_recipes.runtime.seeding import key
 from ddp_recipes.streams.order import Windowed
@@ -53,6 +51,11 @@ class Packed(Dataset[Any]):
     ) -> None:
         if min(length, group, window) < 1:
             raise RequestError(f"length={length}, group={group}, window={window}: each has to be at least 1.")
+        if callable(own := getattr(dataset, "sample_order", None)) and own(0, True).repeats:
+            raise RequestError(
+                f"{type(dataset).__name__} draws its samples by weights, and each document is packed once. Pack the "
+                f"sets of a mixture, each by itself, and mix those."
+            )
         self.dataset, self.length, self.group, self.window, self.named = dataset, length, group, window, named
         self.lengths = lengths_of(dataset, lengths)
         tokens = np.add.reduceat(self.lengths, np.arange(0, len(self.lengths), group))
@@ -108,59 +111,6 @@ class Packed(Dataset[Any]):
         if self._seed is not None:
             places = permute(places, count, key(self._seed, self._epoch, number))
         return places.astype(np.int64) + first
-
-
-@dataclass(frozen=True, eq=False)
-class Bucketed:
-    """An order in which samples of like length stand together, batch by batch.
-
-    Each ``window`` of another order is sorted by length and cut into batches, which are permuted; what is left of a
-    window comes last.
-
-    Attributes:
-        batch: samples of a batch.
-        window: places that are sorted together, a multiple of that.
-    """
-
-    order: Order
-    lengths: Lengths = field(repr=False)
-    batch: int
-    window: int
-    seed: int
-
-    def __len__(self) -> int:
-        return len(self.order)
-
-    @property
-    def repeats(self) -> bool:
-        """As the order that is sorted."""
-        return self.order.repeats
-
-    def samples(self, epoch: int, positions: Indices) -> Indices:
-        """Return the sample at each place of an epoch."""
-        positions = np.asarray(positions, dtype=np.uint64)
-        window = positions // np.uint64(self.window)
-        found = np.empty_like(positions)
-        for number in np.unique(window):
-            here = window == number
-            found[here] = _sorted_window(self, epoch, int(number))[positions[here] % np.uint64(self.window)]
-        return found
-
-
-@lru_cache(maxsize=4)
-def _sorted_window(order: Bucketed, epoch: int, number: int) -> Indices:
-    """Return the samples of a window, batch by batch."""
-    first = number * order.window
-    places = np.arange(first, min(first + order.window, len(order)), dtype=np.uint64)
-    samples = order.order.samples(epoch, places)
-    samples = samples[np.argsort(order.lengths[samples], kind="stable")]
-    batches = len(samples) // order.batch
-    if not batches:
-        return samples
-    turns = permute(np.arange(batches, dtype=np.uint64), batches, key(order.seed, epoch, number))
-    whole = samples[: batches * order.batch].reshape(batches, order.batch)
-    # What is left, the longest, comes last, so that batches begin where the plan has them begin.
-    return np.concatenate([whole[turns].ravel(), samples[batches * order.batch :]])
 
 
 class LengthBuckets(Dataset[Any]):

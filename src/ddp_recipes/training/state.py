@@ -123,7 +123,16 @@ def gather_state(run: Run) -> State:
     every = by_rank(drawn, run.world, run.strategy.sum).tolist()
     weights = run.strategy.saved_weights(run.task)
     optimizers = [run.strategy.optimizer_state(optimizer) for optimizer in run.optimizers]
-    return _state(run, every, weights, optimizers, run.train.state(run.strategy.gather))
+    return _state(run, every, weights, optimizers, run.train.state(run.strategy.gather)) | _skipped(run)
+
+
+def _skipped(run: Run) -> State:
+    """Return which samples were left out on any rank, where some may be; a collective then."""
+    loaders = [run.train, *run.val.values()]
+    if not any(loader.may_skip for loader in loaders):
+        return {}
+    every = run.strategy.gather(sorted(set().union(*(loader.skipped for loader in loaders))))
+    return {"skipped": sorted(set().union(*(every or [])))}
 
 
 def saved_state(run: Run) -> State:
@@ -227,6 +236,7 @@ def restore(run: Run, state: State) -> list[str]:
     run.precision.load_state(state["precision"])
     run.cursor = Cursor(**state["cursor"])
     run.train.load_state(state.get("data"), run.cursor.epoch, run.cursor.batch)
+    run.train.skipped.update(state.get("skipped", []))
     if state.get("unfinished") is not None:
         run.unfinished = Cursor(**state["unfinished"])
     drawn = state.get("drawn", [])
