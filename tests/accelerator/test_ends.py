@@ -6,6 +6,7 @@ from signal import SIGKILL, SIGTERM
 import pytest
 
 from helpers.accelerator import HABITS, Accelerator, disturbed
+from helpers.marks import slow_but
 from helpers.patience import patience
 
 BREAKING = """
@@ -41,9 +42,10 @@ LIMIT = f"launcher.timeout_s={TIMEOUT_S}"
 SAMPLES = "data.num_samples=640"  # of which ddp_exact takes 96 a step
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("name", STRATEGIES)
+CASES = [(name, rank) for name in STRATEGIES for rank in (0, 1)]
+
+
+@pytest.mark.parametrize(("name", "rank"), slow_but([], CASES, CASES[::3]))
 def test_an_exception_on_one_rank_is_shown_soon(name: str, rank: int, accelerator: Accelerator) -> None:
     own = [*STRATEGIES[name], LIMIT, disturbed(accelerator.folder, "raise", rank)]
     began = time.monotonic()

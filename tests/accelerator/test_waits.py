@@ -6,6 +6,7 @@ But for one exchange about every second: whether some rank was told to stop, whi
 import pytest
 
 from helpers.accelerator import HABITS, Accelerator
+from helpers.marks import slow_but
 from helpers.waits import COUNTING
 
 STRATEGIES = {
@@ -29,9 +30,11 @@ WAYS = {
 FIRST, LAST = 3, 9  # steps after and until which it is counted
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", STRATEGIES)
+CASES = [(name, way) for name in STRATEGIES for way in WAYS]
+DAILY = [(name, "plain") for name in STRATEGIES] + [("ddp", way) for way in WAYS if way != "plain"]
+
+
+@pytest.mark.parametrize(("name", "way"), slow_but([], CASES, DAILY))
 def test_no_step_waits_for_the_device(name: str, way: str, accelerator: Accelerator) -> None:
     (accelerator.folder / "counting.py").write_text(COUNTING)
     overrides, ranks = STRATEGIES[name]

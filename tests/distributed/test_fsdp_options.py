@@ -96,7 +96,8 @@ def test_layers_of_16_bits_are_refused_where_bits_would_depend_on_the_ranks(run:
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")  # torch's, of skipped steps
-@pytest.mark.parametrize("own", [[], pytest.param(["strategy.param_dtype=float16"], marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("own", [[], ["strategy.param_dtype=float16"]])
 def test_a_loss_is_scaled_alike_on_all_ranks(own: list[str], run: Run) -> None:
     """Gradients overflow on the rank that has the first rows, until the scale is small enough for them."""
     common = [*QUIET, "checkpoint=default", "trainer.precision=16-mixed", "model._target_=exact_parts.Steep"]

@@ -118,7 +118,8 @@ def test_what_cannot_be_done_is_refused_by_name(name: str, overrides: list[str],
         run_recipe([*own, *part(name), "logger=none", *overrides], 2 if name == "Halved" else 1, tmp_path / "run")
 
 
-@pytest.mark.parametrize("name", [pytest.param("Direct", marks=pytest.mark.slow), "Built"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Direct", "Built"])
 def test_a_module_that_ranks_hold_together_ends_as_one_that_each_has(name: str, run: Run) -> None:
     common = [*part(name), "data.num_samples=72", "data.batch_size=2", "trainer.gradient_clip_val=0.1"]
     common += ["trainer.log_every_n_steps=1", "data.val_samples=24"]

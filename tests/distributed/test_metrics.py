@@ -102,6 +102,7 @@ def test_train_metric_is_what_the_model_gave_for_the_batch(run: Run, tmp_path: P
     assert metrics["train/loss"] == pytest.approx(metrics["val/loss"], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_mode_validate_draws_the_matrix(run: Run, tmp_path: Path) -> None:
     last = run(*IMAGES, CONFUSION, "trainer.max_epochs=1")["last_checkpoint"]
     folder = tmp_path / "validated"

@@ -118,6 +118,7 @@ def test_what_the_task_cannot_find_is_refused(run: Run) -> None:
 @pytest.mark.filterwarnings(
     "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"
 )  # of peft, by transformers
+@pytest.mark.slow
 def test_partly_frozen_models_keep_what_is_frozen(run: Run) -> None:
     lora = {"_target_": "peft.LoraConfig", "r": 2, "target_modules": "[query, value]", "task_type": "SEQ_CLS"}
     model = own("model", _target_="peft.get_peft_model", model=BERT, peft_config=lora)

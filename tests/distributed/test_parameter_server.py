@@ -104,7 +104,7 @@ RESUMES = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but(["ps", "two servers to ps"], RESUMES))
+@pytest.mark.parametrize("name", slow_but(["ps"], RESUMES))
 def test_resume_with_any_strategy_ends_with_the_same_bits(name: str, run: Run) -> None:
     first, world_size, second, other = RESUMES[name]
     overrides = ["data.num_samples=61", "data.global_batch_size=16", "optimizer=adamw", "scheduler=cosine"]

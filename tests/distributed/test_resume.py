@@ -176,7 +176,7 @@ def damage(path: Path) -> None:
         file.write(bytes([weights[0] ^ 1]))
 
 
-@pytest.mark.parametrize("world_size", slow_but([2], [1, 2]))
+@pytest.mark.parametrize("world_size", slow_but([1], [1, 2]))
 def test_a_damaged_newest_one_is_passed_over_loudly_and_does_not_come_back(
     world_size: int, run: Run, tmp_path: Path
 ) -> None:

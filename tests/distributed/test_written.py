@@ -63,7 +63,7 @@ WRITTEN_BY = [
 
 
 @pytest.mark.parametrize("kind", slow_but(["Constrained"], ["Constrained", "Clamped"]))
-@pytest.mark.parametrize("strategy", slow_but(WRITTEN_BY[:2], WRITTEN_BY))
+@pytest.mark.parametrize("strategy", slow_but(WRITTEN_BY[:1], WRITTEN_BY))
 def test_what_goes_by_data_is_seen_as_well(strategy: str, kind: str, run: Run) -> None:
     own = "model._target_=own_parts.Within", f"+model.kind={kind}"
     assert run("strategy=ddp", *own, world_size=2)["status"] == "finished"

@@ -58,8 +58,11 @@ with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
     server.terminate()
 sys.exit(not serves)
 """
-# Not for every change: a language model is trained for as long as 40 other blocks together; a ResNet-18 is profiled for
-# 12 steps, and the real MNIST takes an epoch, each as long as 10. `make test-nightly` runs them.
+# For every change all of what a newcomer comes by first, and of other pages each third block; all of them at night.
+FIRST = ("README.md", "CONTRIBUTING.md", "first-steps.md")
+EACH = 3
+# Nor is this for every change: a language model is trained for as long as 40 other blocks together; a ResNet-18 is
+# profiled for 12 steps, and the real MNIST takes an epoch, each as long as 10. `make test-nightly` runs them.
 NIGHTLY = ("experiment=gpt trainer.max_epochs", "debug=profiler", "experiment=mnist", "logger=[wandb,mlflow]")
 MODULE = '#!/bin/sh\nexec "{python}" -m {module} "$@"\n'
 
@@ -121,7 +124,9 @@ RUN = [block for block in ALL if block.page.name != "slurm.md" and not block.com
 
 def tiered(block: Block) -> Any:
     """Return a block as a case of its test."""
-    nightly = any(part in block.commands for part in NIGHTLY)
+    others = [each for each in RUN if each.page == block.page]
+    often = block.page.name in FIRST or others.index(block) % EACH == 0
+    nightly = not often or any(part in block.commands for part in NIGHTLY)
     return pytest.param(block, id=block.name, marks=[pytest.mark.nightly] if nightly else [])
 
 

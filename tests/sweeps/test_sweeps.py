@@ -134,6 +134,7 @@ def test_another_sweep_in_the_same_folder_is_refused_and_the_first_is_kept(
     assert summary(tmp_path, 0) == before
 
 
+@pytest.mark.slow
 def test_a_value_of_a_sweep_may_list_several_loggers(tmp_path: Path, sweep: Callable[..., str]) -> None:
     alone = [one for one in ALONE if one != "logger=none"]
     sweep(*alone, "model=linear", "logger=csv,[tensorboard,csv]")

@@ -124,6 +124,7 @@ def private_names_of(code: str) -> list[str]:
     return list(private_names(tree, members(tree)))
 
 
+@pytest.mark.slow
 def test_only_compat_uses_private_names_of_others() -> None:
     plugins = (PACKAGE.parent / "hydra_plugins").rglob("*.py")
     trees = {path: ast.parse(path.read_text()) for path in (*SOURCES, *plugins) if "_compat" not in path.parts}
@@ -242,6 +243,7 @@ def checks(function: ast.AST, checkers: Set[str]) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_every_test_asserts_something() -> None:
     defined = [
         (path, node) for path in TESTS for node in ast.walk(ast.parse(path.read_text())) if is_function(node, "")
@@ -263,6 +265,7 @@ def is_function(node: ast.AST, prefix: str) -> TypeGuard[ast.FunctionDef]:
     return isinstance(node, ast.FunctionDef) and node.name.startswith(prefix)
 
 
+@pytest.mark.slow
 def test_words_that_are_gone_stay_gone() -> None:
     done = subprocess.run([sys.executable, ROOT / ".ci" / "words.py"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout

@@ -322,6 +322,7 @@ def test_wandb_goes_on_from_an_older_checkpoint(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("quiet")
 @needs("wandb")
+@pytest.mark.slow
 def test_wandb_records_of_one_second_replace_each_other(tmp_path: Path) -> None:
     from ddp_recipes.loggers.wandb import WandbLogger
 
