@@ -162,10 +162,14 @@ class Shuffled(Numbers):
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
 
-    def __iter__(self) -> Iterator[Sample]:
+    def order(self) -> list[int]:
+        """Return the samples of the epoch."""
         order = list(range(self.size))
         random.Random(self.epoch).shuffle(order)
-        return map(self.drawn, order[self.index :: self.num_shards])
+        return order[self.index :: self.num_shards]
+
+    def __iter__(self) -> Iterator[Sample]:
+        return map(self.drawn, self.order())
 
 
 class ByWorker(Shuffled):
@@ -186,10 +190,9 @@ class Stateful(Shuffled):
 
     def __iter__(self) -> Iterator[Sample]:
         self.at, self.resumes = self.resumes, 0
-        for number, each in enumerate(super().__iter__()):
-            if number >= self.at:
-                self.at = number + 1
-                yield each
+        for number in self.order()[self.at :]:  # what it passes over draws nothing
+            self.at += 1
+            yield self.drawn(number)
 
     def state_dict(self) -> dict[str, Any]:
         return {"at": self.at, "of": [torch.tensor(self.at)]}
