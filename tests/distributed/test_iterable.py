@@ -225,6 +225,10 @@ def test_a_shared_stream_goes_on_at_another_world_size_and_shards_do_not(over: A
     with pytest.raises(RequestError, match=r"was 2 rank\(s\) that read a shard each .*resume\.strict=false"):
         over(*common, shards, resumed, train="Sharded", world_size=3)
     over(*common, shards, resumed, "resume.strict=false", train="Sharded", world_size=3)
+    whole, _ = over(*common, train="Batches", val="Batches", world_size=2)
+    resumed = f"ckpt_path={whole['run_directory']}/checkpoints/step_00000002.pt"
+    with pytest.raises(RequestError, match=r"was 2 rank\(s\) that take a whole batch each .*resume\.strict=false"):
+        over(*common, resumed, train="Batches", val="Batches")
 
 
 @pytest.mark.parametrize(

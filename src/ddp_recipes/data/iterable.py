@@ -401,10 +401,10 @@ class IterableLoader(Loader):
 
     @property
     def _cut_as(self) -> dict[str, Any]:
-        """What another run has to have alike: shards that are read by themselves, and data workers."""
+        """What another run has to have alike: ranks that read a shard or take a whole batch each, and data workers."""
         workers = max(1, self._reader.num_workers)
         return {
-            "shards": 1 if self.dealt.shared else self.plan.num_shards,
+            "shards": 1 if self.dealt.shared and not self._cut.batched else self.plan.num_shards,
             "workers": 1 if self._asked is False else workers,
             "asked": self._asked,
         }
@@ -442,7 +442,8 @@ class IterableLoader(Loader):
             RequestError: with what to set.
         """
         if state and strict and not self._goes_on(state):
-            ranks = f"{state['shards']} rank(s) that read a shard each" if state["shards"] > 1 else "one shared stream"
+            each = "take a whole batch each" if self._cut.batched and self.dealt.shared else "read a shard each"
+            ranks = f"{state['shards']} rank(s) that {each}" if state["shards"] > 1 else "one shared stream"
             raise RequestError(
                 f"{path} is of a run whose {self.name} was {ranks} with data.num_workers={state['workers']}: this "
                 f"run's batches would be others. Use as many, or resume.strict=false to go on as nearly as can be."
