@@ -110,8 +110,8 @@ def test_resume_refuses_another_class_of_optimizer(tmp_path: Path) -> None:
 
 
 def test_an_added_key_of_data_that_does_nothing_is_refused() -> None:
-    with pytest.raises(RequestError, match=r"data\.sampler is no key of data, and nothing refers to it"):
-        make_job([*QUICK, "+data.sampler=my.Sampler"])
+    with pytest.raises(RequestError, match=r"data\.transforms is no key of data, and nothing refers to it"):
+        make_job([*QUICK, "+data.transforms=my.Transforms"])
     with pytest.raises(RequestError, match=r"Did you mean .*pin_memory"):
         make_job([*QUICK, "++data.pin_memroy=true"])
     make_job([*QUICK, "+data.size=32", "data.num_samples=${data.size}"])

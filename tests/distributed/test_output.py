@@ -287,7 +287,7 @@ OF_STRATEGIES = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but(["single", "fsdp"], OF_STRATEGIES))
+@pytest.mark.parametrize("name", slow_but(["single"], OF_STRATEGIES))
 def test_operations_are_counted_where_it_is_asked_for(name: str, run: Run) -> None:
     """They are those of the model, whatever it is run by."""
     strategy, ranks = OF_STRATEGIES[name]

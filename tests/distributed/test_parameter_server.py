@@ -46,9 +46,10 @@ LEARNING = {
 @pytest.mark.parametrize(
     ("name", "workers"),
     slow_but(
-        [("accumulation, clipping", 2), ("batch norm", 3)],
+        [("accumulation, clipping", 2)],
         [(name, w) for name in LEARNING for w in (2, 3)],
         daily=[
+            ("batch norm", 3),
             ("fewer samples than workers in the last batch", 3),
             ("dropout, sample by sample", 2),
             ("bf16-mixed", 3),

@@ -53,7 +53,7 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("model", "overrides", "world_size"),
     slow_but(
-        [("mlp", [], 2), ("checkpointed", [], 2)],
+        [("mlp", [], 2)],
         [
             ("mlp", [], 2),
             ("recurrent", [], 2),
@@ -72,6 +72,7 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
             ("encoder", ["model.split=[encoder.layers.1,encoder.layers.2]", *THREE], 3),
         ],
         [
+            ("checkpointed", [], 2),
             ("recurrent", [], 2),
             ("unet", THREE, 3),
             ("deciding", ["+model.by_inputs=true"], 2),
@@ -122,7 +123,7 @@ LEARNING = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but(["accumulation", "clipped by norm"], LEARNING))
+@pytest.mark.parametrize("name", slow_but(["accumulation"], LEARNING))
 def test_whatever_a_step_does_stages_learn_what_one_process_learns(name: str, run: Run, weights: Weights) -> None:
     common = [*MODELS["chain"], "data.global_batch_size=16", *LEARNING[name]]
     world_size = 4 if "replica" in name else 2

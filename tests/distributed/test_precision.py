@@ -131,7 +131,7 @@ PLACES: dict[str, tuple[list[str], int]] = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but(["single", "ddp_exact"], PLACES))
+@pytest.mark.parametrize("name", slow_but(["single"], PLACES))
 def test_channels_last_learns_nearly_the_same_and_resumes_exactly(
     name: str, run: Run, weights: Callable[[Summary], dict[str, Tensor]], tmp_path: Path
 ) -> None:

@@ -269,7 +269,7 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize(
     ("make", "inputs", "where", "steps"),
     [
-        (resnet18, IMAGES, ["layer2", "layer3.1"], 2),
+        pytest.param(resnet18, IMAGES, ["layer2", "layer3.1"], 2, marks=pytest.mark.slow),
         pytest.param(resnet50, IMAGES, 3, 2, marks=pytest.mark.slow),
         pytest.param(vit_b_16, IMAGES, ["encoder.layers.encoder_layer_5"], 1, marks=pytest.mark.slow),
         pytest.param(Encoder, WORDS, ["encoder.layers.1", "encoder.layers.2"], 3, marks=pytest.mark.slow),
