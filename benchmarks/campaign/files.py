@@ -21,8 +21,8 @@ def write_shards(folder: Path, rows: int = 290) -> None:
     A few rows of the latter cannot be decoded.
     """
     import numpy as np
-    import pyarrow as pa  # type: ignore[import-untyped]
-    import pyarrow.parquet as pq  # type: ignore[import-untyped]
+    import pyarrow as pa
+    import pyarrow.parquet as pq
     import zstandard
 
     numbers = np.random.default_rng(0)

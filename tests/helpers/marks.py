@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+FEW = 3  # cases, of which all are played before a change goes in
+
 
 def needs(package: str) -> pytest.MarkDecorator:
     """Return the mark of a test that is skipped where one of the peers is not installed."""
@@ -18,13 +20,15 @@ def slow_but(quick: Iterable[Any], cases: Iterable[Any], daily: Iterable[Any] | 
     So ``make test`` plays some of a test whose cases together take long.
 
     Args:
-        daily: the cases of ``make test-all``, beside the quick ones; others are marked ``nightly``. All if left out.
+        daily: the cases of ``make test-all``, beside the quick ones; others are marked ``nightly``. All if left out,
+            but of more than three each second one.
 
     Raises:
         ValueError: one of the quick or daily ones is no case.
     """
     kept, cases = list(quick), list(cases)
-    often = cases if daily is None else list(daily)
+    slow = [case for case in cases if case not in kept]
+    often = list(daily) if daily is not None else slow[::2] if len(slow) > FEW else slow
     if missing := [case for case in (*kept, *often) if case not in cases]:
         raise ValueError(f"{missing} are no cases. There are: {cases}.")
     return [case if case in kept else _marked(case, "slow" if case in often else "nightly") for case in cases]

@@ -9,13 +9,13 @@ import torch
 from numpy.typing import NDArray
 
 from ddp_recipes.build.dataloaders import Source, by_name, function_of, source_of, source_of_node
+from ddp_recipes.config.extras import extra
 from ddp_recipes.config.parallelism import BatchShards, StrategySettings
 from ddp_recipes.config.settings import DataSettings, TrainerSettings, batches
 from ddp_recipes.data.batch_plan import BatchPlan
 from ddp_recipes.data.collate import Form
 from ddp_recipes.data.loader import Loader, is_iterable, size_of
 from ddp_recipes.data.order import Bucketed, Drawn, FirstEpoch, Order, order_of
-from ddp_recipes.data.samplers import Epochs, Sampled, batched
 from ddp_recipes.errors import RequestError
 from ddp_recipes.runtime.world import World
 from ddp_recipes.training.precision import whole_dtype
@@ -156,7 +156,8 @@ class Loading:
             return replace(plan, order=FirstEpoch(plan.order)) if repeating else plan
         if self.work in ("plan", "batch_size"):
             raise RequestError("plan=true and tune=batch_size cut batches anew: leave out the batch sampler.")
-        return batched(Epochs(source.batch_sampler, source.dataset, self.seed, "The batch sampler"), plan, repeating)
+        made: BatchPlan = extra("data.batch_sampler")(source.batch_sampler, source.dataset, plan, repeating)
+        return made
 
     def _order(self, source: Source, size: int, training: bool) -> Order:
         """Return the order of a data set's samples; it may bring its own.
@@ -168,7 +169,7 @@ class Loading:
         size_of(dataset)  # refuses what has no length
         order = order_of(dataset, self.seed, training and settings.shuffle and not self.trainer.overfit_batches)
         if source.sampler is not None:
-            order = Sampled(Epochs(source.sampler, dataset, self.seed, "The sampler"))
+            order = extra("data.sampler")(source.sampler, dataset, self.seed)
         elif training and settings.weights is not None:
             if order.repeats:
                 raise RequestError(

@@ -20,6 +20,8 @@ _HOMES = BEFORE_CONFIG | {  # by what is to be done in place of training, or by 
     "predict": "ddp_recipes.tools.predict:predict",
     "model.num_devices": "ddp_recipes.build.splitting:split",
     "model.micro_batches": "ddp_recipes.model_parallel:in_micro_batches",
+    "data.sampler": "ddp_recipes.data.samplers:sampled",
+    "data.batch_sampler": "ddp_recipes.data.samplers:batched",
     "launcher.replace_ranks": "ddp_recipes.recovery.replacement:Survival",
     "recovery": "ddp_recipes.recovery.rejoin:Recovery",
     "memory of torchrun": "ddp_recipes.recovery.torchrun:TorchrunMemory",

@@ -201,12 +201,18 @@ class BatchedPlan(BatchPlan):
         return self.given(0 if self.repeating else epoch)
 
 
-def batched(epochs: Epochs, plan: BatchPlan, repeating: bool) -> BatchedPlan:
+def sampled(sampler: Iterable[Any], dataset: Any, seed: int) -> Sampled:
+    """Return the order of a sampler."""
+    return Sampled(Epochs(sampler, dataset, seed, "The sampler"))
+
+
+def batched(sampler: Iterable[Any], dataset: Any, plan: BatchPlan, repeating: bool) -> BatchedPlan:
     """Return the plan of a batch sampler, cut into shards as another one is.
 
     Raises:
         RequestError: it gives numbers, or batches without a sample.
     """
+    epochs = Epochs(sampler, dataset, plan.seed, "The batch sampler")
     first = epochs(0)
     if not all(isinstance(each, list) and each for each in first):
         raise RequestError(

@@ -3,13 +3,13 @@
 import logging
 import os
 import threading
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from torch.utils.data import Dataset
 
 from ddp_recipes.data.batch_plan import BatchPlan
@@ -89,7 +89,7 @@ class Stream(Dataset[Any]):
         self.window, self.interleave, self.on_error = window, interleave, on_error
         self.memory = round(memory_mb * 1e6)
         self._range = _rows_of(split, sum(self.index.rows), val_fraction, str(path))
-        self._ends = np.cumsum(self.index.rows)
+        self._ends = list(accumulate(self.index.rows))
         self.decoder = Decoder(inputs, targets, None if transform is None else in_order(transform), image_size)
         self.decoder.check(self.index.columns, str(path))
         self._left_out: set[str] = set()  # by this process
@@ -105,7 +105,7 @@ class Stream(Dataset[Any]):
         if not shuffle:
             return Sequential(len(self))
         first, last = self._range.start, self._range.stop
-        ends = [0, *self._ends.tolist()]
+        ends = [0, *self._ends]
         rows = [max(0, min(end, last) - max(start, first)) for start, end in pairwise(ends)]
         self._pieces = [number for number, count in enumerate(rows) if count]
         self._order = Windowed(tuple(rows[number] for number in self._pieces), seed, self.window, self.interleave)
@@ -117,20 +117,22 @@ class Stream(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         number = self._range[index]
-        shard = int(np.searchsorted(self._ends, number, side="right"))
-        first = int(self._ends[shard - 1]) if shard else 0
-        rows, path = self.index.shards[shard].rows, joined(self.index.root, self.index.shards[shard].name)
+        shard = bisect_right(self._ends, number)
+        first = self._ends[shard - 1] if shard else 0
+        rows = self._ends[shard] - first
         for other in range(min(TRIES, rows)):
             row = (number - first + other) % rows
             try:
                 return self.decoder(self._here().row(shard, row, self))
             except BadRow as error:
+                path = joined(self.index.root, self.index.shards[shard].name)
                 if self.on_error == "raise":
                     raise ValueError(
                         f"Row {row} of {path} cannot be decoded: {error}. Mend it, or leave such rows out: "
                         f"data.on_error=skip"
                     ) from error
                 self._leave_out(f"row {row} of {path}", error)
+        path = joined(self.index.root, self.index.shards[shard].name)
         raise ValueError(
             f"Row {number - first} of {path} and the {TRIES - 1} after it cannot be decoded: none takes its place "
             f"(data.on_error=skip)."

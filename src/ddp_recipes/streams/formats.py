@@ -6,9 +6,11 @@ import json
 import mmap
 import os
 import tarfile
+from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -74,26 +76,26 @@ class Groups:
 
     def __init__(self, limit: int) -> None:
         self.limit, self.size, self.read = limit, 0, 0
-        self._held: OrderedDict[tuple[int, int], Any] = OrderedDict()
+        self._held: OrderedDict[tuple[int, int], Table] = OrderedDict()
 
-    def get(self, shard: "Parquet", group: int) -> Any:
-        """Return a row group as a table."""
+    def get(self, shard: "Parquet", group: int) -> "Table":
+        """Return a row group."""
         name = (id(shard), group)
-        if name in self._held:
+        if (held := self._held.get(name)) is not None:
             self._held.move_to_end(name)
-            return self._held[name]
+            return held
         table = shard.read_group(group)
         self._held[name] = table
-        self.size += table.nbytes
-        self.read += table.nbytes
+        self.size += table.bytes
+        self.read += table.bytes
         while self.size > self.limit and len(self._held) > 1:
-            self.size -= self._held.popitem(last=False)[1].nbytes
+            self.size -= self._held.popitem(last=False)[1].bytes
         return table
 
     def drop(self, shard: "Parquet") -> None:
         """Remove what is held of a shard."""
         for name in [name for name in self._held if name[0] == id(shard)]:
-            self.size -= self._held.pop(name).nbytes
+            self.size -= self._held.pop(name).bytes
 
 
 class Parquet:
@@ -107,24 +109,24 @@ class Parquet:
             raise BadShard(f"it is no parquet file: {error}") from error
         schema, metadata = self._file.schema_arrow, self._file.metadata
         self.columns = {field.name: str(field.type) for field in schema}
-        self._ends = np.cumsum([metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)])
+        rows = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
+        self._ends = list(accumulate(rows))
         sizes = [metadata.row_group(number).total_byte_size for number in range(metadata.num_row_groups)]
         self.in_memory = len(sizes), sum(sizes)
         self._only = None if only is None else [name for name in only if name in self.columns]
         self._shapes, self._groups = _shapes(schema), groups
 
     def __len__(self) -> int:
-        return int(self._ends[-1]) if len(self._ends) else 0
+        return self._ends[-1] if self._ends else 0
 
     def row(self, number: int) -> Row:
-        group = int(np.searchsorted(self._ends, number, side="right"))
-        first = int(self._ends[group - 1]) if group else 0
-        return _row_of_table(self._groups.get(self, group), number - first, self._shapes)
+        group = bisect_right(self._ends, number)
+        return self._groups.get(self, group).row(number - (self._ends[group - 1] if group else 0))
 
-    def read_group(self, group: int) -> Any:
+    def read_group(self, group: int) -> "Table":
         """Return a row group, read from the file."""
         try:
-            return self._file.read_row_group(group, columns=self._only, use_threads=False)
+            return Table(self._file.read_row_group(group, columns=self._only, use_threads=False), self._shapes)
         except (OSError, ValueError) as error:
             raise BadShard(f"row group {group} cannot be read: {error}") from error
 
@@ -142,26 +144,31 @@ class Arrow:
         try:
             self._map = arrow.memory_map(str(path))
             try:
-                self._table = arrow.ipc.open_file(self._map).read_all()
+                table = arrow.ipc.open_file(self._map).read_all()
             except arrow.ArrowInvalid:
                 self._map.seek(0)
-                self._table = arrow.ipc.open_stream(self._map).read_all()
+                table = arrow.ipc.open_stream(self._map).read_all()
         except (OSError, ValueError) as error:
             raise BadShard(f"it is no Arrow file: {error}") from error
-        self.columns = {field.name: str(field.type) for field in self._table.schema}
-        self._shapes = _shapes(self._table.schema)
+        self.columns = {field.name: str(field.type) for field in table.schema}
+        self._rows = int(table.num_rows)
+        shapes = _shapes(table.schema)
         if only is not None:
-            self._table = self._table.select([name for name in only if name in self.columns])
+            table = table.select([name for name in only if name in self.columns])
+        batches = [batch for batch in table.to_batches() if batch.num_rows]
+        self._ends = list(accumulate(batch.num_rows for batch in batches))
+        self._tables = [Table(batch, shapes) for batch in batches]
 
     def __len__(self) -> int:
-        return int(self._table.num_rows)
+        return self._rows
 
     def row(self, number: int) -> Row:
-        return _row_of_table(self._table, number, self._shapes)
+        batch = bisect_right(self._ends, number)
+        return self._tables[batch].row(number - (self._ends[batch - 1] if batch else 0))
 
     def close(self) -> None:
         """Unmap the file, once nothing refers to it."""
-        del self._table
+        del self._tables
         self._map.close()
 
 
@@ -170,18 +177,58 @@ def _shapes(schema: Any) -> dict[str, list[int]]:
     return {field.name: json.loads(field.metadata[b"shape"]) for field in schema if b"shape" in (field.metadata or {})}
 
 
-def _row_of_table(table: Any, number: int, shapes: Mapping[str, Sequence[int]]) -> Row:
-    row = {}
-    for name, column in zip(table.column_names, table.columns, strict=True):
-        value: Any = column[number]
-        elements = getattr(value, "values", None)  # of a list
-        if elements is not None and hasattr(elements, "to_numpy") and _is_numeric(elements.type):
-            value = elements.to_numpy(zero_copy_only=False)
-            value = np.array(value).reshape(shapes[name]) if name in shapes else np.array(value)  # its own memory
-        else:
-            value = value.as_py()
-        row[name] = value
-    return row
+class Table:
+    """Rows of Arrow columns in memory, or mapped.
+
+    Args:
+        table: a table, or a record batch.
+        shapes: of the tensors that columns hold flattened.
+
+    Attributes:
+        bytes: that it takes.
+    """
+
+    def __init__(self, table: Any, shapes: Mapping[str, Sequence[int]]) -> None:
+        self.bytes = table.nbytes
+        columns = zip(table.schema.names, table.columns, strict=True)
+        self._columns = [(name, _getter(column, shapes.get(name))) for name, column in columns]
+
+    def row(self, number: int) -> Row:
+        """Return a row; its arrays have memory of their own."""
+        return {name: get(number) for name, get in self._columns}
+
+
+def _getter(column: Any, shape: Sequence[int] | None) -> Callable[[int], Any]:
+    """Return what gives a column's value by its number: of lists of numbers arrays, else Python's own."""
+    if hasattr(column, "chunks"):
+        column = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+    elements = getattr(column, "values", None)
+    if elements is None or column.null_count or elements.null_count or not _is_numeric(elements.type):
+        return lambda number: _value_of(column[number], shape)
+    flat = elements.to_numpy(zero_copy_only=False)
+    if (size := getattr(column.type, "list_size", None)) is not None:
+        first = column.offset
+
+        def of_one_length(number: int) -> Any:
+            found = flat[(first + number) * size : (first + number + 1) * size].copy()
+            return found if shape is None else found.reshape(shape)
+
+        return of_one_length
+    ends = column.offsets.to_numpy()
+
+    def of_any_length(number: int) -> Any:
+        found = flat[ends[number] : ends[number + 1]].copy()
+        return found if shape is None else found.reshape(shape)
+
+    return of_any_length
+
+
+def _value_of(value: Any, shape: Sequence[int] | None) -> Any:
+    elements = getattr(value, "values", None)  # of a list
+    if elements is None or not hasattr(elements, "to_numpy") or not _is_numeric(elements.type):
+        return value.as_py()
+    found = np.array(elements.to_numpy(zero_copy_only=False))  # its own memory
+    return found if shape is None else found.reshape(shape)
 
 
 def _is_numeric(kind: Any) -> bool:
