@@ -9,7 +9,6 @@ import itertools
 import json
 import os
 import random
-import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -188,10 +187,10 @@ READERS: dict[str, tuple[Callable[[Job], Iterator[Any]], str]] = {
 # --- a process -------------------------------------------------------------------------------------------------------
 
 
-def memory() -> int:
-    """Return the memory that this process has for itself and in files that it maps, in bytes."""
+def memory(field: str = "VmRSS") -> int:
+    """Return the memory that this process has for itself and in files that it maps, in bytes; ``VmHWM``: at most."""
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(fields["VmRSS"].split()[0]) * 1024
+    return int(fields[field].split()[0]) * 1024
 
 
 def gone_on(folder: Path) -> dict[str, float]:
@@ -245,8 +244,7 @@ def main() -> None:
         next(batches)
         seen += given.batch
     seconds = time.perf_counter() - began
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    found = {"first_s": first_s, "per_second": seen / seconds, "memory": peak - before}
+    found = {"first_s": first_s, "per_second": seen / seconds, "memory": memory("VmHWM") - before}
     print(json.dumps(found), flush=True)
     sys.stdout.flush()
     os._exit(0)  # some leave threads behind

@@ -10,7 +10,7 @@ from torch.utils.data import Dataset, Subset, get_worker_info
 from ddp_recipes._compat.pytree import tree_leaves
 from ddp_recipes.data.collate import collate
 from ddp_recipes.devices import is_accelerator
-from ddp_recipes.runtime.seeding import key, rng_states, seeded
+from ddp_recipes.runtime.seeding import key, restored, rng_states, seed_cpu, seeded
 
 
 class Draw(NamedTuple):
@@ -86,7 +86,8 @@ class KeyedDataset(Dataset[Any]):
     def _batch(self, draws: Sequence[Draw]) -> Any:
         samples = self._fetched_at_once(draws) if self._at_once else None
         if samples is None:
-            samples = [self._sample(draw) for draw in draws]
+            with restored():
+                samples = [self._sample(draw) for draw in draws]
         if self.collate_fn is collate:
             return collate(samples)
         with seeded(key(self.seed, draws[0].epoch, draws[0].number, 0)):  # not what the first sample has drawn
@@ -104,16 +105,17 @@ class KeyedDataset(Dataset[Any]):
         return samples if self._at_once else None
 
     def _sample(self, draw: Draw) -> Any:
-        with seeded(key(self.seed, draw.epoch, draw.number)):
-            try:
-                return self.dataset[draw.sample]
-            except Exception as error:
-                file = file_of(self.dataset, draw.sample)
-                error.add_note(
-                    f"{type(error).__name__} of sample {draw.sample} of {self.name}, a {type(self.dataset).__name__} "
-                    f"of {len(self.dataset)}{'' if file is None else f', the file {file}'}: {error}"
-                )
-                raise
+        """Return a sample. It leaves the generators seeded: the batch puts them back once."""
+        seed_cpu(key(self.seed, draw.epoch, draw.number))
+        try:
+            return self.dataset[draw.sample]
+        except Exception as error:
+            file = file_of(self.dataset, draw.sample)
+            error.add_note(
+                f"{type(error).__name__} of sample {draw.sample} of {self.name}, a {type(self.dataset).__name__} "
+                f"of {len(self.dataset)}{'' if file is None else f', the file {file}'}: {error}"
+            )
+            raise
 
 
 def refuse_devices(batch: Any, name: str) -> None:

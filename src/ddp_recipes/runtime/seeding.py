@@ -140,7 +140,12 @@ def restored() -> Iterator[None]:
 def seeded(value: int) -> Iterator[None]:
     """Seed the CPU generators that transforms use (torch, ``random``, NumPy); the former states come back after."""
     with restored():
-        torch.default_generator.manual_seed(value)
-        random.seed(value)
-        np.random.seed(value & 0xFFFFFFFF)
+        seed_cpu(value)
         yield
+
+
+def seed_cpu(value: int) -> None:
+    """Seed the CPU generators that transforms use (torch, ``random``, NumPy)."""
+    torch.default_generator.manual_seed(value)
+    random.seed(value)
+    np.random.seed(value & 0xFFFFFFFF)

@@ -131,7 +131,8 @@ def _image(content: bytes) -> Any:
     from PIL import Image
 
     with Image.open(io.BytesIO(content)) as image:
-        return image.convert("RGB")
+        image.load()
+        return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def _tensors(value: Any) -> Any:
