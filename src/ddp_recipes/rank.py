@@ -20,6 +20,7 @@ from ddp_recipes.build.run import join, make_run, make_stop_controller
 from ddp_recipes.checkpointing.files import refuse_folders
 from ddp_recipes.checkpointing.writing import disk_failure
 from ddp_recipes.config.extras import extra
+from ddp_recipes.data.loader import skipped_of
 from ddp_recipes.devices import dump_memory, identity, is_accelerator, leaves_tensor_cores_idle
 from ddp_recipes.errors import MAKE_KEY, Left, Preempted, RecipeError, RequestError, RunFailed
 from ddp_recipes.output import Output
@@ -90,7 +91,7 @@ def _run(job: Job, world: World, messages: Messages | None, watcher: Watcher) ->
         if not world.is_main:  # all that could still hang comes before its end, and rank 0's summary after all ends
             close(recipe, output)
         others = [rank for rank in range(world.world_size) if not recipe.request.strategy.outlives(rank)]
-        note = [summary["peak_memory_bytes"], copies, skipped_of(recipe)]
+        note = [summary["peak_memory_bytes"], copies, skipped_of(recipe.loaders.values())]
         notes = [json.loads(each) for each in control.end(others, json.dumps(note))]
         if notes:
             refuse_differing([copies for _, copies, _ in notes])
@@ -341,11 +342,6 @@ def leave_memory(recipe: Recipe) -> Path | None:
     except Exception:  # what is to be shown is why memory was exhausted
         log.warning("There is no snapshot of the memory.", exc_info=True)
         return None
-
-
-def skipped_of(recipe: Recipe) -> list[str]:
-    """Return the samples that were left out of this rank's batches, for they could not be read."""
-    return sorted(set().union(*(loader.skipped for loader in recipe.loaders.values())))
 
 
 def fail(recipe: Recipe, control: Control, output: Output, error: BaseException) -> NoReturn:

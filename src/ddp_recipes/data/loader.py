@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import wait
@@ -316,6 +316,11 @@ def _whole_batch_fetch(dataset: Any) -> Any:
     if type(dataset) is TensorDataset:
         return lambda indices: tuple(tensor.index_select(0, indices.to(tensor.device)) for tensor in dataset.tensors)
     return None
+
+
+def skipped_of(loaders: Iterable[Loader]) -> list[str]:
+    """Return the names of the samples that data sets have left out of the batches that this rank used."""
+    return sorted(set[str]().union(*(loader.skipped for loader in loaders)))
 
 
 def _may_prefetch(dataset: Any) -> bool:

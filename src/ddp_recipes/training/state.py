@@ -14,7 +14,7 @@ from ddp_recipes.callbacks import Callback
 from ddp_recipes.checkpointing.files import State
 from ddp_recipes.checkpointing.manager import Checkpointer
 from ddp_recipes.config.settings import CheckpointSettings, TrainerSettings
-from ddp_recipes.data.loader import Batch, Loader
+from ddp_recipes.data.loader import Batch, Loader, skipped_of
 from ddp_recipes.errors import RequestError
 from ddp_recipes.loggers import Logger
 from ddp_recipes.reporting.progress import Progress
@@ -131,7 +131,7 @@ def _skipped(run: Run) -> State:
     loaders = [run.train, *run.val.values()]
     if not any(loader.may_skip for loader in loaders):
         return {}
-    every = run.strategy.gather(sorted(set().union(*(loader.skipped for loader in loaders))))
+    every = run.strategy.gather(skipped_of(loaders))
     return {"skipped": sorted(set().union(*(every or [])))}
 
 
