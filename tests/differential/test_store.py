@@ -4,7 +4,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -103,7 +102,7 @@ def on_rank(job: Job, port: int, name: str, in_file: bool, world: World, file: S
 
 
 @pytest.fixture
-def port() -> Iterator[int]:
+def port(python: str) -> Iterator[int]:
     """The port of a store in a process of its own: ranks are forked from this one, which is to have no threads."""
     code = """if True:
         from torch.distributed import TCPStore
@@ -111,7 +110,7 @@ def port() -> Iterator[int]:
         print(store.port, flush=True)
         input()
     """
-    command = [sys.executable, "-c", code]
+    command = [python, "-c", code]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         yield int(server.stdout.readline())

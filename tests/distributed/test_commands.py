@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ pytestmark = [pytest.mark.spawn, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
 TRAIN = str(ROOT / "train.py")
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 TINY = [
     "data=random",
     "data.num_samples=64",
@@ -101,8 +100,10 @@ def test_train_makes_one_directory(local: tuple[Path, str]) -> None:
         assert word in printed
 
 
-def test_torchrun_makes_the_run_that_the_local_launcher_makes(local: tuple[Path, str], tmp_path: Path) -> None:
-    command(*TORCHRUN, TRAIN, "strategy=ddp", "model=toy_mp", *TINY, cwd=tmp_path)
+def test_torchrun_makes_the_run_that_the_local_launcher_makes(
+    local: tuple[Path, str], tmp_path: Path, python: str
+) -> None:
+    command(python, *TORCHRUN, TRAIN, "strategy=ddp", "model=toy_mp", *TINY, cwd=tmp_path)
     (folder,) = runs_in(tmp_path)
     assert_complete(folder)
     one, other = summary_of(folder), summary_of(*runs_in(local[0]))
@@ -127,8 +128,8 @@ def test_sweep_returns_its_objectives(tmp_path: Path, python: str) -> None:
     assert len(set(objectives)) == 2
 
 
-def test_sweep_under_torchrun(tmp_path: Path) -> None:
-    command(*TORCHRUN, TRAIN, *SWEEP, cwd=tmp_path)
+def test_sweep_under_torchrun(tmp_path: Path, python: str) -> None:
+    command(python, *TORCHRUN, TRAIN, *SWEEP, cwd=tmp_path)
     assert_swept(tmp_path)
 
 

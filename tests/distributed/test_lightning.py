@@ -1,11 +1,7 @@
 """A module written for Lightning learns what the plain module learns."""
 
 import csv
-import json
-import subprocess
-import sys
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +10,7 @@ import torch
 
 from ddp_recipes import RequestError
 from ddp_recipes.errors import RunFailed
-from ddp_recipes.lightning.hooks import CALLED, REFUSED
 from ddp_recipes.reporting.run_directory import Summary
-from helpers.patience import patience
 from helpers.ranks import run_recipe
 
 Run = Callable[..., Summary]
@@ -333,33 +327,6 @@ def test_an_override_for_an_optimizer_that_the_module_brings_is_refused(run: Run
     for override in ("optimizer.lr=5", "optimizer=adam", "scheduler=cosine"):
         with pytest.raises(RequestError, match=f"{override}: Lit brings its own optimizer and scheduler"):
             run(override, *LIT)
-
-
-LIST = """
-import json
-from lightning.pytorch import LightningModule
-from lightning.pytorch.core import hooks
-own = [LightningModule, hooks.ModelHooks, hooks.DataHooks, hooks.CheckpointHooks]
-print(json.dumps([name for each in own for name in vars(each) if not name.startswith("_")]))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(find_spec("lightning") is None, reason="needs the package lightning")
-def test_every_hook_of_the_installed_lightning_is_called_or_refused() -> None:
-    """So that one that a new release adds is not ignored."""
-    listed = subprocess.run(
-        [sys.executable, "-c", LIST], check=True, capture_output=True, text=True, timeout=patience(120)
-    )
-    for_users_to_call = {
-        *("CHECKPOINT_HYPER_PARAMS_KEY", "CHECKPOINT_HYPER_PARAMS_NAME", "CHECKPOINT_HYPER_PARAMS_TYPE"),
-        *("optimizers", "lr_schedulers", "trainer", "fabric", "example_input_array", "current_epoch", "global_step"),
-        *("global_rank", "local_rank", "on_gpu", "strict_loading", "logger", "loggers", "device_mesh", "print", "log"),
-        *("log_dict", "manual_backward", "all_gather", "automatic_optimization", "toggle_optimizer"),
-        *("untoggle_optimizer", "toggled_optimizer", "freeze"),
-        *("clip_gradients", "unfreeze", "to_onnx", "to_torchscript", "to_tensorrt", "load_from_checkpoint"),
-    }
-    assert {*json.loads(listed.stdout)} - for_users_to_call <= CALLED | REFUSED.keys()
 
 
 def test_a_module_without_training_step_is_refused(run: Run) -> None:

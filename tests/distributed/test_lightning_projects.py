@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from ddp_recipes.lightning.hooks import CALLED, REFUSED
 from helpers.patience import patience
 from helpers.warm import warm_python
 
@@ -30,20 +30,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def trained(folder: Path) -> Iterator[Callable[[str], Found]]:
-    """Return metrics and weights of each project: by Lightning, or by us at so many ranks. Each is trained once."""
+def python_with_lightning() -> Iterator[str]:
     with warm_python("lightning") as python:
+        yield python
 
-        def once(who: str) -> Found:
-            file = folder / f"{who}.json"
-            if not file.exists():
-                command = [python, str(HERE / "lightning_reference.py"), who, str(folder)]
-                done = subprocess.run(command, capture_output=True, text=True, timeout=patience(300), cwd=folder)
-                assert done.returncode == 0, done.stderr[-3000:]
-            found: Found = json.loads(file.read_text())
-            return found
 
-        yield once
+@pytest.fixture(scope="module")
+def trained(folder: Path, python_with_lightning: str) -> Callable[[str], Found]:
+    """Return metrics and weights of each project: by Lightning, or by us at so many ranks. Each is trained once."""
+
+    def once(who: str) -> Found:
+        file = folder / f"{who}.json"
+        if not file.exists():
+            command = [python_with_lightning, str(HERE / "lightning_reference.py"), who, str(folder)]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=patience(300), cwd=folder)
+            assert done.returncode == 0, done.stderr[-3000:]
+        found: Found = json.loads(file.read_text())
+        return found
+
+    return once
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -90,8 +95,33 @@ def test_data_are_prepared_and_cleared_up_once_a_run(trained: Callable[[str], Fo
     assert (folder / "prepared").read_text().split() == ["once", "done"] * len(runs)
 
 
-def test_the_table_of_hooks_is_that_of_the_installed_lightning() -> None:
+def test_the_table_of_hooks_is_that_of_the_installed_lightning(python_with_lightning: str) -> None:
     """So that one that a new release adds is neither ignored nor left out of the page."""
-    command = [sys.executable, "-W", "ignore", "-m", "ddp_recipes.lightning.table"]
+    command = [python_with_lightning, "-m", "ddp_recipes.lightning.table"]
     printed = subprocess.run(command, check=True, capture_output=True, text=True, timeout=patience(120)).stdout
     assert printed in (HERE.parents[1] / "docs" / "lightning.md").read_text()
+
+
+LIST = """
+import json
+from lightning.pytorch import LightningModule
+from lightning.pytorch.core import hooks
+own = [LightningModule, hooks.ModelHooks, hooks.DataHooks, hooks.CheckpointHooks]
+print(json.dumps([name for each in own for name in vars(each) if not name.startswith("_")]))
+"""
+
+
+def test_every_hook_of_the_installed_lightning_is_called_or_refused(python_with_lightning: str) -> None:
+    """So that one that a new release adds is not ignored."""
+    listed = subprocess.run(
+        [python_with_lightning, "-c", LIST], check=True, capture_output=True, text=True, timeout=patience(120)
+    )
+    for_users_to_call = {
+        *("CHECKPOINT_HYPER_PARAMS_KEY", "CHECKPOINT_HYPER_PARAMS_NAME", "CHECKPOINT_HYPER_PARAMS_TYPE"),
+        *("optimizers", "lr_schedulers", "trainer", "fabric", "example_input_array", "current_epoch", "global_step"),
+        *("global_rank", "local_rank", "on_gpu", "strict_loading", "logger", "loggers", "device_mesh", "print", "log"),
+        *("log_dict", "manual_backward", "all_gather", "automatic_optimization", "toggle_optimizer"),
+        *("untoggle_optimizer", "toggled_optimizer", "freeze"),
+        *("clip_gradients", "unfreeze", "to_onnx", "to_torchscript", "to_tensorrt", "load_from_checkpoint"),
+    }
+    assert {*json.loads(listed.stdout)} - for_users_to_call <= CALLED | REFUSED.keys()

@@ -84,8 +84,8 @@ def test_reference_has_every_field_of_the_settings(reference: dict[str, Any]) ->
 
 @pytest.mark.slow
 @pytest.mark.spawn
-def test_every_key_of_a_summary_is_on_its_page(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "ddp_recipes", "strategy=single", "trainer.max_steps=1", "hydra.run.dir=run"]
+def test_every_key_of_a_summary_is_on_its_page(tmp_path: Path, python: str) -> None:
+    command = [python, "-m", "ddp_recipes", "strategy=single", "trainer.max_steps=1", "hydra.run.dir=run"]
     subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=patience(60))
     summary = json.loads((tmp_path / "run" / "summary.json").read_text(encoding="utf-8"))
     page = (ROOT / "docs" / "run-directory.md").read_text(encoding="utf-8").partition("\n## summary.json\n")[2]

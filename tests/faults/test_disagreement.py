@@ -75,8 +75,8 @@ def test_a_data_worker_that_is_killed_ends_the_run_and_is_named(folder: Path) ->
     ]
     with started(folder, *overrides) as run:
         until_saved(run, folder / "run")
-        until(lambda: _children(run.process.pid), START_S, "no data worker")
-        worker = _children(run.process.pid)[0]
+        until(lambda: _children(run.pid), START_S, "no data worker")
+        worker = _children(run.pid)[0]
         kill(worker, signal.SIGKILL)
         ended = run.end(GONE_S)
     assert ended.status == 1

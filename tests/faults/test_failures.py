@@ -9,6 +9,7 @@ import pytest
 from helpers.marks import at_night
 from helpers.patience import patience
 from helpers.processes import (
+    COLD,
     ENDLESS,
     FAULTY,
     GONE_S,
@@ -127,7 +128,7 @@ def test_a_rank_that_is_killed_in_training_leaves_its_checkpoints_and_no_process
 
 
 def test_no_rank_outlives_the_process_it_was_forked_from(folder: Path) -> None:
-    with started(folder, *ENDLESS, TWO) as run:
+    with started(folder, *ENDLESS, TWO, command=COLD) as run:
         until_saved(run, folder / "run")
         kill(run.fork_server, SIGKILL)
         ended = run.end(GONE_S)
@@ -137,7 +138,7 @@ def test_no_rank_outlives_the_process_it_was_forked_from(folder: Path) -> None:
 
 
 def test_a_stopped_fork_server_delays_no_end(folder: Path) -> None:
-    with started(folder, *ENDLESS, TWO) as run:
+    with started(folder, *ENDLESS, TWO, command=COLD) as run:
         until_saved(run, folder / "run")
         kill(run.fork_server, SIGSTOP)
         kill(run.rank(1), SIGKILL)
@@ -148,7 +149,7 @@ def test_a_stopped_fork_server_delays_no_end(folder: Path) -> None:
 
 @pytest.mark.parametrize("stopped", [False, True], ids=["running", "with a stopped rank"])
 def test_no_rank_outlives_its_launcher(stopped: bool, folder: Path) -> None:
-    with started(folder, *ENDLESS, TWO) as run:
+    with started(folder, *ENDLESS, TWO, command=COLD) as run:
         until_saved(run, folder / "run")
         if stopped:
             kill(run.rank(1), SIGSTOP)
@@ -209,7 +210,7 @@ main()
 @pytest.mark.parametrize("rank", [0, 1])
 def test_under_torchrun_nobody_waits_for_a_rank_that_a_signal_ended_before_they_met(rank: int, folder: Path) -> None:
     (folder / "absent.py").write_text(ABSENT)
-    with started(folder, *SMALL, command=[*TORCHRUN, "absent.py", str(rank)]) as run:
+    with started(folder, *SMALL, command=[*COLD, *TORCHRUN, "absent.py", str(rank)]) as run:
         for name in ("absent", "here"):
             until((folder / name).exists, START_S, f"not {name}")
         run.signal(SIGINT)

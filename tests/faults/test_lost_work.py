@@ -148,7 +148,7 @@ def test_a_summary_is_true_of_a_resumed_run_that_was_killed_whoever_is_left(fold
     assert (first.status, summary(directory)["status"]) == (0, "finished")
     with started(folder, *resumed, "launcher.nproc_per_node=1") as run:
         until((directory / "checkpoints" / "step_00000020.pt").exists, START_S, "no new checkpoint")
-        kill(run.process.pid, SIGKILL)  # nobody is left
+        run.signal(SIGKILL)  # nobody is left
         run.process.wait()
     assert (summary(directory)["status"], summary(directory)["world_size"]) == ("running", 1)
     with started(folder, *resumed, "checkpoint.save_top_k=-1", command=TORCHRUN) as run:

@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from ddp_recipes.checkpointing.files import load_first, named, newest_first, step_files
 from helpers.checkpoints import broken_disk
 from helpers.patience import patience
-from helpers.processes import ENDLESS, GONE_S, START_S, TWO, kill, started, until, until_saved
+from helpers.processes import COLD, ENDLESS, GONE_S, START_S, TWO, kill, started, until, until_saved
 
 PARTS = """
 import os
@@ -372,7 +372,7 @@ def test_a_disk_that_is_full_while_a_rank_is_replaced_is_named(folder: Path) -> 
 @pytest.mark.slow
 @pytest.mark.spawn
 def test_a_rank_that_is_lost_while_the_fork_server_is_stopped_does_not_hold_up_the_run(folder: Path) -> None:
-    with started(folder, *ENDLESS, TWO, "launcher.replace_ranks=2") as run:
+    with started(folder, *ENDLESS, TWO, "launcher.replace_ranks=2", command=COLD) as run:
         until_saved(run, folder / "run")
         kill(run.fork_server, SIGSTOP)
         kill(run.rank(1), SIGKILL)
@@ -396,7 +396,7 @@ def test_a_replacement_leaves_no_file_open_in_the_launcher(folder: Path) -> None
         for number in (1, 2):
             kill(run.rank(1), SIGKILL)
             until(lambda number=number: log.read_text().count("Replaced, at") == number, START_S, "it is not replaced")  # type: ignore[misc]
-            open_files.append(len(os.listdir(f"/proc/{run.process.pid}/fd")))
+            open_files.append(len(os.listdir(f"/proc/{run.pid}/fd")))
         assert open_files[0] == open_files[1]
         run.signal(SIGTERM)
         assert run.end().status == 75

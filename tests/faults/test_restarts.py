@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -53,10 +52,10 @@ OVERRIDES = [
 ]
 
 
-def call(folder: Path, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+def call(python: str, folder: Path, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
     (folder / "dying.py").write_text(MODEL)
     return subprocess.run(
-        [sys.executable, *arguments],
+        [python, *arguments],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(folder), **environ},
         capture_output=True,
@@ -65,8 +64,8 @@ def call(folder: Path, *arguments: str, **environ: str) -> subprocess.CompletedP
     )
 
 
-def local(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    return call(folder, "-m", "ddp_recipes", *OVERRIDES, "launcher.nproc_per_node=2", *overrides)
+def local(python: str, folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    return call(python, folder, "-m", "ddp_recipes", *OVERRIDES, "launcher.nproc_per_node=2", *overrides)
 
 
 def summary(directory: Path) -> Summary:
@@ -74,19 +73,19 @@ def summary(directory: Path) -> Summary:
     return values
 
 
-def test_all_ranks_start_again_from_the_last_checkpoint_and_end_as_if_undisturbed(tmp_path: Path) -> None:
-    hurt = local(tmp_path, "+model.at=30", "+model.once=true", "launcher.max_restarts=1", "hydra.run.dir=hurt")
+def test_all_ranks_start_again_from_the_last_checkpoint_and_end_as_if_undisturbed(tmp_path: Path, python: str) -> None:
+    hurt = local(python, tmp_path, "+model.at=30", "+model.once=true", "launcher.max_restarts=1", "hydra.run.dir=hurt")
     assert hurt.returncode == 0, hurt.stderr
     assert "Restart 1 of 1" in hurt.stderr
     # A restarted rank counts its steps anew, so it passes step 30 of the run without reaching its own 30th.
-    whole = local(tmp_path, "+model.at=1000", "+model.once=true", "hydra.run.dir=whole")
+    whole = local(python, tmp_path, "+model.at=1000", "+model.once=true", "hydra.run.dir=whole")
     assert whole.returncode == 0, whole.stderr
     assert summary(tmp_path / "hurt")["weights_sha256"] == summary(tmp_path / "whole")["weights_sha256"]
     assert summary(tmp_path / "hurt")["global_step"] == STEPS
 
 
-def test_it_gives_up_after_max_restarts_and_deletes_nothing(tmp_path: Path) -> None:
-    ended = local(tmp_path, "+model.at=10", "+model.once=false", "launcher.max_restarts=2", "hydra.run.dir=run")
+def test_it_gives_up_after_max_restarts_and_deletes_nothing(tmp_path: Path, python: str) -> None:
+    ended = local(python, tmp_path, "+model.at=10", "+model.once=false", "launcher.max_restarts=2", "hydra.run.dir=run")
     assert ended.returncode == 1
     assert [f"Restart {number} of 2" in ended.stderr for number in (1, 2, 3)] == [True, True, False]
     assert "exited with exit code 3" in ended.stderr
@@ -95,9 +94,9 @@ def test_it_gives_up_after_max_restarts_and_deletes_nothing(tmp_path: Path) -> N
     assert summary(tmp_path / "run")["status"] == "failed"
 
 
-def test_a_run_that_torchrun_restarts_goes_on_in_its_directory(tmp_path: Path) -> None:
+def test_a_run_that_torchrun_restarts_goes_on_in_its_directory(tmp_path: Path, python: str) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=2"]
-    ended = call(tmp_path, *torchrun, "-m", "ddp_recipes", *OVERRIDES, "+model.at=30", "+model.once=true")
+    ended = call(python, tmp_path, *torchrun, "-m", "ddp_recipes", *OVERRIDES, "+model.at=30", "+model.once=true")
     assert ended.returncode == 0, ended.stderr
     (directory,) = tmp_path.glob("outputs/*/*")
     assert (summary(directory)["status"], summary(directory)["global_step"]) == ("finished", STEPS)
@@ -106,10 +105,10 @@ def test_a_run_that_torchrun_restarts_goes_on_in_its_directory(tmp_path: Path) -
     assert not list(tmp_path.glob(".torchrun_*"))
 
 
-def test_a_rank_that_never_arrives_is_named(tmp_path: Path) -> None:
+def test_a_rank_that_never_arrives_is_named(tmp_path: Path, python: str) -> None:
     alone = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     rest = ["+model.at=1000", "+model.once=true", "launcher.timeout_s=2"]
-    ended = call(tmp_path, "-m", "ddp_recipes", *OVERRIDES, *rest, **alone, MASTER_PORT="29713")
+    ended = call(python, tmp_path, "-m", "ddp_recipes", *OVERRIDES, *rest, **alone, MASTER_PORT="29713")
     assert ended.returncode == 1
     assert "Rank 1 of 2 did not arrive within launcher.timeout_s=2 seconds" in ended.stderr
     assert not (tmp_path / "outputs").exists()

@@ -149,7 +149,7 @@ def test_a_second_ctrl_c_ends_at_once(processes: int, folder: Path) -> None:
     with started(folder, *overrides, ranks(processes)) as run:
         until(lambda: len(list(folder.glob("begun_*"))) == processes, START_S, "no first step")
         run.signal(SIGINT)
-        until(lambda: not pending(run.process.pid, SIGINT), GONE_S, "the first one is not taken")
+        until(lambda: not pending(run.pid, SIGINT), GONE_S, "the first one is not taken")
         assert run.process.poll() is None
         run.signal(SIGINT)
         ended = run.end(GONE_S)

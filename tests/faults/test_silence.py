@@ -85,7 +85,7 @@ def test_a_data_worker_that_hangs_is_named_where_there_is_one_rank(folder: Path)
     overrides = [*ENDLESS, *ONE_BY_ONE, "strategy=single", "data.num_workers=2", f"launcher.timeout_s={limit}"]
     with started(folder, *overrides) as run:
         until_saved(run, folder / "run")
-        worker = min(pid for pid in run.pids() if pid != run.process.pid)
+        worker = min(pid for pid in run.pids() if pid != run.pid)
         kill(worker, SIGSTOP)
         ended = run.end(limit + GONE_S)
     assert ended.status == 1

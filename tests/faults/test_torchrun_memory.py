@@ -11,7 +11,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from helpers.patience import patience
-from helpers.processes import ENDLESS, START_S, TORCHRUN, Ended, Run, free_port, ran, started, summary, until
+from helpers.processes import COLD, ENDLESS, START_S, TORCHRUN, Ended, Run, free_port, ran, started, summary, until
 
 pytestmark = [pytest.mark.spawn, pytest.mark.slow]
 
@@ -162,7 +162,7 @@ def keepers(run: Run) -> list[int]:
 @pytest.mark.nightly
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_what_holds_the_memory_ends_with_torchrun(number: signal.Signals, folder: Path) -> None:
-    with started(folder, *ENDLESS, KEPT, "logger=none", command=torchrun()) as endless:
+    with started(folder, *ENDLESS, KEPT, "logger=none", command=[*COLD, *torchrun()]) as endless:
         until((folder / "run" / "checkpoints" / "last.pt").exists, START_S, "no checkpoint")
         (keeper,) = keepers(endless)
         assert os.getsid(keeper) != os.getsid(endless.rank(0))

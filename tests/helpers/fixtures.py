@@ -19,7 +19,7 @@ from ddp_recipes.testing import WarmRanks, run_recipe
 from helpers.patience import patience
 from helpers.ranks import RANKS
 from helpers.recipes import QUICK
-from helpers.warm import warm_python
+from helpers.warm import STAYS, warm
 
 ROOT = Path(__file__).parents[2]
 BOUND_S = 15  # for a process that was told to end
@@ -126,15 +126,15 @@ def has_patched(monkeypatch: pytest.MonkeyPatch) -> bool:
 @pytest.fixture(scope="session", autouse=True)
 def ranks() -> Iterator[WarmRanks]:
     """The ranks that stay for all tests of this process."""
-    yield RANKS
+    with STAYS:
+        yield RANKS
     RANKS.close()
 
 
 @pytest.fixture(scope="session")
-def python() -> Iterator[str]:
+def python() -> str:
     """A program like ``python`` that has loaded torch already: for commands of which only the outcome is tested."""
-    with warm_python("torch.utils.tensorboard") as program:
-        yield program
+    return warm()
 
 
 # --- data ------------------------------------------------------------------------------------------------------------

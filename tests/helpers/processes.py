@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from helpers.patience import patience
+from helpers.warm import CLIENT_NAME, CLIENT_PID, warm
 
 OWN_MODELS = Path(__file__).with_name("own_models.py")  # to be copied to the folder that a run is started from
 TRAIN = str(Path(__file__).parents[2] / "train.py")
+COLD = [sys.executable]  # what runs ``train.py`` where it matters who is whose parent
 TORCHRUN = [str(Path(sysconfig.get_path("scripts")) / "torchrun"), "--nproc-per-node=2", "--standalone"]
 SMALL = ["data=random", "data.num_samples=400", "model=toy", "trainer.max_epochs=3", "hydra.run.dir=run"]
 FAULTY = [*SMALL, "model._target_=own_models.Faulty"]
@@ -66,20 +68,32 @@ class Run:
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the process that was started, and to it alone."""
-        self.process.send_signal(number)
+        kill(self.pid, number)
+
+    @property
+    def pid(self) -> int:
+        """The process that was started, or that which one stands in for, once it is there."""
+        stands_in = str(self.process.pid)
+        for pid, name, environ in _processes():
+            if pid == self.process.pid and name != CLIENT_NAME:
+                return pid
+            with suppress(ProcessLookupError):
+                if environ.get(CLIENT_PID) == stands_in and os.getsid(pid) == pid:
+                    return pid
+        return self.process.pid
 
     def pids(self) -> dict[int, str | None]:
         """Return the living processes of the run, with the rank of each that has one."""
         return {
             pid: name.removeprefix("rank ") if name.startswith("rank ") else environ.get("RANK")
             for pid, name, environ in _processes()
-            if environ.get(_MARK) == self.mark
+            if environ.get(_MARK) == self.mark and name != CLIENT_NAME
         }
 
     @property
     def fork_server(self) -> int:
         """The process that the ranks were forked from."""
-        (pid,) = (pid for pid, rank in self.pids().items() if rank is None and pid != self.process.pid)
+        (pid,) = (pid for pid, rank in self.pids().items() if rank is None and pid != self.pid)
         return pid
 
     def rank(self, number: int) -> int:
@@ -99,7 +113,8 @@ def started(
     """Start ``train.py`` with these overrides from ``folder``; kill what is left of it at the end.
 
     Args:
-        command: what runs ``train.py``; this Python if left out.
+        command: what runs ``train.py``; a Python that has loaded torch if left out, as for torchrun: see
+            ``helpers.warm``. Others are started as they are, COLD among them, and all that have a terminal.
         environ: added to the environment, in which rank variables are not set and no GPU is visible.
         terminal: what the run is started on, in place of files that take its output.
     """
@@ -109,11 +124,14 @@ def started(
         if terminal is not None:
             fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)  # what is typed there reaches the run as from a shell
 
+    command = command or (COLD if terminal else [])
+    if not command or command[0] == TORCHRUN[0]:
+        command = [warm(), *command]
     mark = uuid.uuid4().hex
     inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     with (folder / f"{mark}.out").open("wb") as out, (folder / f"{mark}.err").open("wb") as err:
         process = subprocess.Popen(
-            [*(command or [sys.executable]), TRAIN, *overrides],
+            [*command, TRAIN, *overrides],
             cwd=folder,
             stdin=subprocess.DEVNULL if terminal is None else terminal,
             stdout=out if terminal is None else terminal,

@@ -2,11 +2,13 @@
 
 A server loads torch once, and forks for each start, which saves two seconds of a core. What is started there has the
 arguments, environment, folder, open files and exit status of a process of its own, and so has what it starts by
-``sys.executable`` or ``multiprocessing``: the server of the local launcher, workers of torchrun. Its parent is another
-one, so it is not for tests of what becomes of processes whose parent is killed.
+``sys.executable`` or ``multiprocessing``: the server of the local launcher, workers of torchrun. ``/proc`` shows its
+environment, and ``os.getppid`` names who started it. In truth its parent is the server, and whatever is started dies
+with who started it: so it is not for tests of just that.
 """
 
 import array
+import ctypes
 import fcntl
 import gc
 import importlib
@@ -23,8 +25,9 @@ import tempfile
 import traceback
 import types
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
 from itertools import takewhile
 from pathlib import Path
 from typing import NoReturn
@@ -36,15 +39,23 @@ from ddp_recipes.testing import make_job  # noqa: F401, with all that a rank nee
 
 MAX_FDS = 64
 ABOVE = 512  # all file descriptors that a program inherits
+CLIENT_NAME = "warm client"  # what ps calls the processes that stand in for forks
+CLIENT_PID = "WARM_CLIENT"  # who stands in for a fork, in the environment that /proc shows of it
+_ROOM = "WARM_ROOM"  # a variable as long as an environment can be, in whose place a fork shows its own
 
 # What stands in the place of `python`: requests a fork, passes signals on, and ends as the fork does.
 CLIENT = """\
 #!{python} -IS
-import array, json, os, signal, socket, sys
+import array, ctypes, json, os, signal, socket, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+with open("/proc/self/comm", "w") as name:
+    name.write({name!r})
+ignored = [number for number in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(number) == signal.SIG_IGN]
 opened = [int(name) for name in os.listdir("/proc/self/fd")]
 inherited = [fd for fd in opened if os.path.exists(f"/proc/self/fd/{{fd}}") and os.get_inheritable(fd)]
 request = os.memfd_create("request")
-started = dict(argv=sys.argv, environ=dict(os.environ), folder=os.getcwd(), fds=inherited)
+started = dict(argv=sys.argv, environ=dict(os.environ), folder=os.getcwd(), fds=inherited,
+    ignored=ignored, client=os.getpid(), parent=os.getppid())
 os.write(request, json.dumps(started).encode())
 channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 channel.connect({address!r})
@@ -72,7 +83,7 @@ def warm_python(*modules: str, **environ: str) -> Iterator[str]:
     """
     with tempfile.TemporaryDirectory() as folder:
         program, address = Path(folder, "python"), f"{folder}/socket"
-        program.write_text(CLIENT.format(python=sys.executable, address=address))
+        program.write_text(CLIENT.format(python=sys.executable, address=address, name=CLIENT_NAME))
         program.chmod(0o700)
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind(address)
@@ -80,7 +91,7 @@ def warm_python(*modules: str, **environ: str) -> Iterator[str]:
             server = subprocess.Popen(
                 [sys.executable, __file__, str(listener.fileno()), *modules],
                 pass_fds=[listener.fileno()],
-                env={**os.environ, **environ},
+                env={**os.environ, **environ, _ROOM: " " * 2**16},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 process_group=0,  # Ctrl-C at the terminal is not for it
@@ -90,6 +101,15 @@ def warm_python(*modules: str, **environ: str) -> Iterator[str]:
         finally:
             server.kill()
             server.wait()
+
+
+STAYS = ExitStack()  # what is closed after all tests of this process
+
+
+@cache
+def warm() -> str:
+    """Return the path of a program like ``python`` that stays for all tests of this process."""
+    return STAYS.enter_context(warm_python("torch.utils.tensorboard"))
 
 
 def serve(listener: socket.socket) -> None:
@@ -150,6 +170,12 @@ def become(request: int, fds: list[int]) -> NoReturn:
     os.chdir(start["folder"])
     os.environ.clear()
     os.environ.update(start["environ"])
+    show_environ({**start["environ"], CLIENT_PID: str(start["client"])})
+    for number in (signal.SIGINT, signal.SIGHUP):
+        usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        signal.signal(number, signal.SIG_IGN if number in start["ignored"] else usual)
+    own, parent_of = os.getpid(), os.getppid
+    os.getppid = lambda: start["parent"] if os.getpid() == own else parent_of()
     program, *arguments = start["argv"]
     sys.executable = program
     multiprocessing.set_executable(program)
@@ -166,6 +192,16 @@ def become(request: int, fds: list[int]) -> NoReturn:
     if isinstance(status, str):
         print(status, file=sys.stderr)
     leave(status if isinstance(status, int) else int(status is not None))
+
+
+def show_environ(environ: Mapping[str, str]) -> None:
+    """Let ``/proc`` show this environment of this process, and of what it forks."""
+    begin = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[47])
+    there = Path("/proc/self/environ").read_bytes()
+    at = there.index(f"{_ROOM}=".encode())
+    room = there.index(b"\0", at) - at
+    shown = b"".join(f"{name}={value}\0".encode() for name, value in environ.items())
+    ctypes.memmove(begin + at, shown[:room].ljust(room, b"\0"), room)
 
 
 def execute(arguments: list[str]) -> None:

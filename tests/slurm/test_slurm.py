@@ -6,7 +6,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +13,8 @@ import pytest
 
 from benchmarks.cluster import Cluster
 from helpers.patience import patience
-from helpers.processes import OWN_MODELS, TRAIN, Ended, ran, started, summary, until, until_saved
+from helpers.processes import COLD, OWN_MODELS, TRAIN, Ended, ran, started, summary, until, until_saved
+from helpers.warm import warm
 
 pytestmark = [pytest.mark.slow, pytest.mark.spawn]
 pytest.importorskip("submitit", reason="launcher=slurm needs the extra 'slurm'")
@@ -38,14 +38,14 @@ RUN_DIRECTORY = {".hydra", "checkpoints", "config.yaml", "summary.json", "train.
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path: Path, python: str) -> Path:
     """An empty folder but for ``own_models.py``, which the ranks must find."""
     shutil.copy(OWN_MODELS, tmp_path)
     return tmp_path
 
 
 def srun(*options: str) -> list[str]:
-    return ["srun", "--nodes=2", "--ntasks-per-node=1", *options, sys.executable]
+    return ["srun", "--nodes=2", "--ntasks-per-node=1", *options, warm()]
 
 
 def done(ended: Ended) -> Ended:
@@ -92,7 +92,7 @@ def test_an_allocation_with_other_tasks_than_asked_for_is_refused_once(slurm: Cl
 
 
 def test_the_tasks_of_a_job_array_get_a_directory_each(slurm: Cluster, folder: Path) -> None:
-    command = shlex.join(["srun", sys.executable, TRAIN, *TINY, "hydra.run.dir=outputs/${now:%Y}"])
+    command = shlex.join(["srun", warm(), TRAIN, *TINY, "hydra.run.dir=outputs/${now:%Y}"])
     script = ["sbatch", "--parsable", "--array=0-1", f"--chdir={folder}", "--output=array_%a.log", "--wrap", command]
     job = slurm.command(*script)
     until(lambda: not slurm.command("squeue", "--noheader"), END_S, "the array does not end")
@@ -111,7 +111,7 @@ def test_a_lost_node_leaves_the_run_to_the_others_with_the_same_bits(slurm: Clus
     overrides = (*exact, *nodes, "ckpt_path=auto", "hydra.run.dir=run")
     # Both nodes are this machine, so whoever came first would hold the store: the first one does.
     waits = f"until [ $SLURM_NODEID = 0 ] || (echo > /dev/tcp/127.0.0.1/{port}) 2>/dev/null; do sleep 0.1; done"
-    run = f"{waits}; echo $$ > task_$SLURM_NODEID; exec {shlex.join([sys.executable, TRAIN, *overrides])}"
+    run = f"{waits}; echo $$ > task_$SLURM_NODEID; exec {shlex.join([warm(), TRAIN, *overrides])}"
     command = ["srun", "--no-kill", "--nodes=2", "--ntasks-per-node=1", "bash", "-c", run]
     environ = {**os.environ, **slurm.environ, "DDP_RECIPES_KEY": "a secret that these nodes have"}
     with subprocess.Popen(command, cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as job:
@@ -179,7 +179,7 @@ def test_without_waiting_the_number_is_all_that_comes_back(slurm: Cluster, folde
 
 def test_ctrl_c_leaves_the_job_and_says_how_to_end_it(slurm: Cluster, folder: Path) -> None:
     directory = folder / "run"
-    with started(folder, *LONG, *SUBMIT, "hydra.run.dir=run", environ=slurm.environ) as run:
+    with started(folder, *LONG, *SUBMIT, "hydra.run.dir=run", command=COLD, environ=slurm.environ) as run:
         until_saved(run, directory)
         run.signal(signal.SIGINT)
         assert run.process.wait(patience(10)) == 130
@@ -191,7 +191,7 @@ def test_ctrl_c_leaves_the_job_and_says_how_to_end_it(slurm: Cluster, folder: Pa
 
 
 def test_a_cancelled_job_saves_a_checkpoint_and_stays_cancelled(slurm: Cluster, folder: Path) -> None:
-    with started(folder, *LONG, *SUBMIT, "hydra.run.dir=run", environ=slurm.environ) as run:
+    with started(folder, *LONG, *SUBMIT, "hydra.run.dir=run", command=COLD, environ=slurm.environ) as run:
         until_saved(run, folder / "run")
         slurm.command("scancel", job_of(folder / "run"))
         ended = run.end()
@@ -202,7 +202,7 @@ def test_a_cancelled_job_saves_a_checkpoint_and_stays_cancelled(slurm: Cluster, 
 
 def test_a_preempted_job_goes_on_in_its_directory_and_ends_as_an_undisturbed_run(slurm: Cluster, folder: Path) -> None:
     done(ran(folder, *LONG, "hydra.run.dir=undisturbed", "launcher.nproc_per_node=2"))
-    with started(folder, *LONG, *SUBMIT, "hydra.run.dir=run", environ=slurm.environ) as run:
+    with started(folder, *LONG, *SUBMIT, "hydra.run.dir=run", command=COLD, environ=slurm.environ) as run:
         until_saved(run, folder / "run")
         job = job_of(folder / "run")
         slurm.command("scancel", "--signal=USR1", job)  # as --signal does before the end of the time

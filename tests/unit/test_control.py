@@ -1,7 +1,6 @@
 """How ranks end together."""
 
 import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from time import sleep
 from typing import Any
@@ -36,8 +35,8 @@ class Slow(Messages):
 
 
 @pytest.mark.slow
-def test_rank_0_keeps_the_store_until_a_slow_rank_has_read_that_all_have_ended() -> None:
-    with subprocess.Popen([sys.executable, "-c", RANK_0], stdout=subprocess.PIPE, text=True) as rank_0:
+def test_rank_0_keeps_the_store_until_a_slow_rank_has_read_that_all_have_ended(python: str) -> None:
+    with subprocess.Popen([python, "-c", RANK_0], stdout=subprocess.PIPE, text=True) as rank_0:
         assert rank_0.stdout is not None
         store = TCPStore("127.0.0.1", int(rank_0.stdout.readline()), 2, is_master=False)
         Control(World(1, 2), Slow(store), PATIENCE_S).end([0, 1])
