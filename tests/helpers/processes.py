@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from helpers.patience import patience
-from helpers.warm import CLIENT_NAME, CLIENT_PID, warm
+from helpers.warm import CLIENT_FLAG, CLIENT_PID, warm
 
 OWN_MODELS = Path(__file__).with_name("own_models.py")  # to be copied to the folder that a run is started from
 TRAIN = str(Path(__file__).parents[2] / "train.py")
@@ -74,9 +74,7 @@ class Run:
     def pid(self) -> int:
         """The process that was started, or that which one stands in for, once it is there."""
         stands_in = str(self.process.pid)
-        for pid, name, environ in _processes():
-            if pid == self.process.pid and name != CLIENT_NAME:
-                return pid
+        for pid, _, environ in _processes():
             with suppress(ProcessLookupError):
                 if environ.get(CLIENT_PID) == stands_in and os.getsid(pid) == pid:
                     return pid
@@ -87,7 +85,7 @@ class Run:
         return {
             pid: name.removeprefix("rank ") if name.startswith("rank ") else environ.get("RANK")
             for pid, name, environ in _processes()
-            if environ.get(_MARK) == self.mark and name != CLIENT_NAME
+            if environ.get(_MARK) == self.mark
         }
 
     @property
@@ -146,6 +144,7 @@ def started(
     finally:
         for pid in run.pids():
             kill(pid, signal.SIGKILL)
+        process.kill()
         process.wait()
 
 
@@ -195,12 +194,18 @@ def summary(directory: Path) -> dict[str, Any]:
 
 
 def _processes() -> Iterator[tuple[int, str, dict[str, str]]]:
-    """Yield id, name and environment of the processes that may be looked at; one that has ended has none."""
+    """Yield id, name and environment of the processes that may be looked at, but for those that stand in for forks.
+
+    One that has ended has no environment.
+    """
     for path in Path("/proc").iterdir():
         if path.name.isdigit():
             try:
                 text = (path / "environ").read_bytes().decode(errors="replace")
+                arguments = (path / "cmdline").read_bytes().split(b"\0")
                 name = (path / "comm").read_text().strip()
             except OSError:
+                continue
+            if CLIENT_FLAG.encode() in arguments[1:2]:
                 continue
             yield int(path.name), name, dict(pair.split("=", 1) for pair in text.split("\0") if "=" in pair)

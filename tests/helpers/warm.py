@@ -39,17 +39,15 @@ from ddp_recipes.testing import make_job  # noqa: F401, with all that a rank nee
 
 MAX_FDS = 64
 ABOVE = 512  # all file descriptors that a program inherits
-CLIENT_NAME = "warm client"  # what ps calls the processes that stand in for forks
+CLIENT_FLAG = "-IS"  # the first argument of the processes that stand in for forks
 CLIENT_PID = "WARM_CLIENT"  # who stands in for a fork, in the environment that /proc shows of it
 _ROOM = "WARM_ROOM"  # a variable as long as an environment can be, in whose place a fork shows its own
 
 # What stands in the place of `python`: requests a fork, passes signals on, and ends as the fork does.
 CLIENT = """\
-#!{python} -IS
+#!{python} {flag}
 import array, ctypes, json, os, signal, socket, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-with open("/proc/self/comm", "w") as name:
-    name.write({name!r})
 ignored = [number for number in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(number) == signal.SIG_IGN]
 opened = [int(name) for name in os.listdir("/proc/self/fd")]
 inherited = [fd for fd in opened if os.path.exists(f"/proc/self/fd/{{fd}}") and os.get_inheritable(fd)]
@@ -83,7 +81,7 @@ def warm_python(*modules: str, **environ: str) -> Iterator[str]:
     """
     with tempfile.TemporaryDirectory() as folder:
         program, address = Path(folder, "python"), f"{folder}/socket"
-        program.write_text(CLIENT.format(python=sys.executable, address=address, name=CLIENT_NAME))
+        program.write_text(CLIENT.format(python=sys.executable, address=address, flag=CLIENT_FLAG))
         program.chmod(0o700)
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind(address)

@@ -9,6 +9,7 @@ import pytest
 
 from helpers.patience import patience, timeout_s
 from helpers.processes import (
+    COLD,
     ENDLESS,
     GONE_S,
     SMALL,
@@ -35,9 +36,9 @@ def limit() -> int:
     ("rank", "command"),
     [
         pytest.param(0, None, id="0-local", marks=pytest.mark.nightly),
-        pytest.param(0, TORCHRUN, id="0-torchrun", marks=pytest.mark.nightly),
+        pytest.param(0, [*COLD, *TORCHRUN], id="0-torchrun", marks=pytest.mark.nightly),
         pytest.param(1, None, id="1-local", marks=pytest.mark.nightly),
-        pytest.param(1, TORCHRUN, id="1-torchrun"),
+        pytest.param(1, [*COLD, *TORCHRUN], id="1-torchrun"),
     ],
 )
 def test_a_rank_that_hangs_after_the_last_step_is_named(
@@ -59,7 +60,8 @@ def test_a_rank_that_hangs_after_the_last_step_is_named(
 
 
 @pytest.mark.parametrize(
-    "command", [pytest.param(None, id="local"), pytest.param(TORCHRUN, id="torchrun", marks=pytest.mark.nightly)]
+    "command",
+    [pytest.param(None, id="local"), pytest.param([*COLD, *TORCHRUN], id="torchrun", marks=pytest.mark.nightly)],
 )
 def test_a_rank_0_that_hangs_while_it_closes_is_named(command: list[str] | None, folder: Path, limit: int) -> None:
     own = [f"launcher.timeout_s={limit}", "logger=none", "logger._target_=own_models.NeverCloses"]
@@ -101,7 +103,7 @@ def test_a_rank_0_that_holds_the_store_and_is_stopped_while_the_other_one_logs_i
             for rank in ("0", "1")
         ]
         until_saved(both[0], folder / "run")
-        kill(both[0].process.pid, SIGSTOP)
+        both[0].signal(SIGSTOP)
         began = time.monotonic()
         ended = both[1].end(limit + 5 + GONE_S)
         assert time.monotonic() - began < patience(limit + 5 + GONE_S)
