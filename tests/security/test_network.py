@@ -148,8 +148,8 @@ def ranks(folder: Path, *overrides: str, of_rank: Mapping[int, Mapping[str, str]
                 started(
                     folder,
                     *SMALL,
-                    *overrides,
                     "launcher.timeout_s=10",
+                    *overrides,
                     environ={"RANK": (at := str(number % 10)), "LOCAL_RANK": at, **shared, "HOME": str(folder), **more},
                 )
             )
@@ -201,8 +201,10 @@ def test_a_rank_with_another_key_is_refused(theirs: str, folder: Path) -> None:
 def test_a_rank_of_another_run_is_refused_and_changes_nothing(folder: Path) -> None:
     """Ports of Slurm's steps are computed, and may be the same."""
     steps = {1: {"SLURM_JOB_ID": "8", "SLURM_STEP_ID": "0"}, 2: {"SLURM_JOB_ID": "9", "SLURM_STEP_ID": "0"}}
-    with ranks(folder, of_rank={11: steps[2], 0: steps[1], 1: steps[1]}) as (foreign, *own):
+    late = ["strategy._target_=own_models.JoinsLate", "launcher.timeout_s=60"]
+    with ranks(folder, *late, of_rank={11: steps[2], 0: steps[1], 1: steps[1]}) as (foreign, *own):
         ended = foreign.end()
+        (folder / "attacked").touch()
         assert [run.end().status for run in own] == [0, 0]
     assert ended.status == 2
     assert "are of another run: Slurm step 8.0, 2 ranks. This is rank 1 of Slurm step 9.0, 2 ranks." in ended.err
