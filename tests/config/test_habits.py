@@ -221,9 +221,10 @@ def test_an_application_s_own_main_runs_in_its_own_directories(here: Path, pytho
 
 @pytest.mark.slow
 @pytest.mark.spawn
-def test_a_second_run_under_torchrun_is_refused(here: Path) -> None:
+def test_a_second_run_under_torchrun_is_refused(here: Path, python: str) -> None:
     write(here / "twice.py", f"import ddp_recipes\nfor _ in range(2):\n    ddp_recipes.run({QUICK[:-3]!r})\n")
-    done = subprocess.run([*TORCHRUN, "twice.py"], cwd=here, capture_output=True, text=True, timeout=patience(120))
+    command = [python, *TORCHRUN, "twice.py"]
+    done = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=patience(120))
     assert done.returncode == 1
     assert "RequestError: This is a second run in one of 2 processes that were started together" in done.stderr
     assert len(list((here / "outputs").glob("*/*/summary.json"))) == 1
