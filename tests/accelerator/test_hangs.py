@@ -150,7 +150,7 @@ def test_over_nccl_no_thread_of_torchs_ends_a_rank_unless_the_user_has_it(accele
     assert "TORCH_NCCL_ASYNC_ERROR_HANDLING=2 has torch abort collectives without an error" in ended.err
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_group_that_cannot_be_aborted_keeps_no_rank_from_saying_what_failed(accelerator: Accelerator) -> None:
     (accelerator.folder / "nccl.py").write_text(NCCL)
     own = ["strategy._target_=nccl.Stuck", "+callbacks.own._target_=nccl.Raising", "launcher.timeout_s=300"]

@@ -60,9 +60,14 @@ channel.connect({address!r})
 fds = array.array("i", [request, *inherited])
 channel.sendmsg([b"start"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
 process = int(channel.recv(64))
+def pass_on(number, frame):
+    try:
+        os.kill(process, number)
+    except ProcessLookupError:
+        pass
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
     if signal.getsignal(number) != signal.SIG_IGN:
-        signal.signal(number, lambda number, frame: os.kill(process, number))
+        signal.signal(number, pass_on)
 status = int(channel.recv(64) or -signal.SIGKILL)
 if status < 0:
     if -status != signal.SIGKILL:
@@ -128,7 +133,9 @@ def serve(listener: socket.socket) -> None:
 def start(channel: socket.socket) -> int:
     """Fork as a program requests, and return a file descriptor of that process."""
     size = array.array("i").itemsize
-    _, messages, _, _ = channel.recvmsg(64, socket.CMSG_SPACE(MAX_FDS * size))
+    messages = []
+    with suppress(ConnectionError):
+        _, messages, _, _ = channel.recvmsg(64, socket.CMSG_SPACE(MAX_FDS * size))
     fds = array.array("i", messages[0][2] if messages else b"")
     process = os.fork()
     if process == 0:
@@ -137,7 +144,7 @@ def start(channel: socket.socket) -> int:
         become(fds[0], list(fds[1:]))
     for fd in fds:
         os.close(fd)
-    with suppress(BrokenPipeError):
+    with suppress(ConnectionError):  # the program was killed
         channel.send(str(process).encode())
     return os.pidfd_open(process)
 
@@ -148,7 +155,7 @@ def report(channel: socket.socket, process: int) -> None:
     ended = os.waitid(os.P_PIDFD, process, os.WEXITED)
     assert ended is not None
     status = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
-    with suppress(BrokenPipeError), channel:
+    with suppress(ConnectionError), channel:
         channel.send(str(status).encode())
     os.close(process)
 

@@ -220,8 +220,12 @@ class Seen(Callback):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("named", "slots"),
-    [("MIG-a, MIG-b", {"MIG-a", "MIG-b"}), ("GPU-a,GPU-beyond-the-driver's-count", {"GPU-a"})],
-    ids=["parts of a GPU", "a GPU by its UUID"],
+    [
+        pytest.param("MIG-a, MIG-b", {"MIG-a", "MIG-b"}, id="parts of a GPU"),
+        pytest.param(
+            *("GPU-a,GPU-beyond-the-driver's-count", {"GPU-a"}), id="a GPU by its UUID", marks=pytest.mark.nightly
+        ),
+    ],
 )
 def test_devices_gives_each_job_its_own_entry_of_the_visible_ones(named: str, slots: set[str], tmp_path: Path) -> None:
     """CUDA counts one part of a GPU, however many are named: a process can have no more."""
