@@ -376,6 +376,10 @@ class Frozen(Lit):
     def forward(self, inputs: Tensor) -> Tensor:
         return super().forward(self.frozen(inputs) + self.norm(inputs))
 
+    def configure_optimizers(self) -> Any:
+        self.freeze_in("configure_optimizers")
+        return super().configure_optimizers()
+
     def on_fit_start(self) -> None:
         self.freeze_in("on_fit_start")
 

@@ -177,7 +177,13 @@ def test_hydra_mode_of_a_yaml_is_a_sweep(tmp_path: Path, python: str) -> None:
 
 @pytest.mark.parametrize(
     ("override", "ours"),
-    [("trainer.devices=2", "launcher.nproc_per_node"), ("trainer.accelerator=gpu", "launcher.device")],
+    [
+        ("trainer.devices=2", "launcher.nproc_per_node"),
+        ("trainer.accelerator=gpu", "launcher.device"),
+        ("trainer.tpu_cores=8", "launcher.device"),
+        ("trainer.weights_summary=full", "callbacks=model_summary"),
+        ("trainer.progress_bar_refresh_rate=20", "trainer.progress"),
+    ],
 )
 def test_what_lightning_calls_otherwise_is_named(override: str, ours: str) -> None:
     with pytest.raises(RequestError, match=rf"What Lightning calls so is {ours} here\."):

@@ -10,6 +10,7 @@ import torch
 
 from ddp_recipes import RequestError
 from ddp_recipes.errors import RunFailed
+from ddp_recipes.lightning.callbacks import refuse_callback
 from ddp_recipes.reporting.run_directory import Summary
 from helpers.ranks import run_recipe
 
@@ -193,7 +194,10 @@ def test_an_optimizer_that_computes_gradients_several_times_gives_the_same_on_tw
         run("~optimizer", "+optimizer._target_=torch.optim.LBFGS", "+optimizer.lr=0.1")
 
 
-@pytest.mark.parametrize("hook", ["__init__", "on_fit_start", "on_train_start", "on_train_epoch_start"])
+MODE_HOOKS = ["__init__", "configure_optimizers", "on_fit_start", "on_train_start", "on_train_epoch_start"]
+
+
+@pytest.mark.parametrize("hook", MODE_HOOKS)
 def test_what_a_module_puts_in_eval_mode_stays_so(hook: str, run: Run, weights: Weights) -> None:
     found = weights(run(*part("Frozen"), f"+model.hook={hook}", "trainer.val_check_interval=0.5"))
     assert found["frozen.num_batches_tracked"] == 0
@@ -332,3 +336,19 @@ def test_an_override_for_an_optimizer_that_the_module_brings_is_refused(run: Run
 def test_a_module_without_training_step_is_refused(run: Run) -> None:
     with pytest.raises(RequestError, match="needs a module with training_step, and Toy has none"):
         run("task=lightning")
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("StochasticWeightAveraging", "callbacks=ema"),
+        ("WeightAveraging", "callbacks=ema"),
+        ("GradientAccumulationScheduler", "callbacks=gradient_accumulation"),
+        ("LearningRateFinder", "tune=lr"),
+        ("BatchSizeFinder", "tune=batch_size"),
+    ],
+)
+def test_a_callback_of_lightnings_own_loop_is_refused_with_what_there_is_instead(name: str, instead: str) -> None:
+    made = type(name, (), {"__module__": "lightning.pytorch.callbacks"})()
+    with pytest.raises(RequestError, match=f"callbacks.own is Lightning's {name}, .* Use {instead} instead"):
+        refuse_callback("own", made)

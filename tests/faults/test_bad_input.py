@@ -70,6 +70,7 @@ REFUSED_BY_A_RANK: dict[str, tuple[list[str], list[str]]] = {
         ["data=image_folder", "data.root=here", "data.out_features=3", "model=resnet18"],
         ["data.root=here", "here/train", "Set data.root"],
     ),
+    "text that is a pipe": (["data=text", "data.path=pipe", "model=gpt"], ["data.path=pipe has no file, or is none"]),
     "csv that is a pipe": (
         ["data=csv", "data.path=pipe", "data.inputs=[a]", "data.target=y", "data.out_features=2"],
         ["data.path=pipe", "no regular file"],

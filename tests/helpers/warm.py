@@ -41,7 +41,7 @@ MAX_FDS = 64
 ABOVE = 512  # all file descriptors that a program inherits
 CLIENT_FLAG = "-IS"  # the first argument of the processes that stand in for forks
 CLIENT_PID = "WARM_CLIENT"  # who stands in for a fork, in the environment that /proc shows of it
-_ROOM = "WARM_ROOM"  # a variable as long as an environment can be, in whose place a fork shows its own
+_ROOM = "WARM_ROOM"  # a variable that is longer than environments are, in whose place a fork shows its own
 
 # What stands in the place of `python`: requests a fork, passes signals on, and ends as the fork does.
 CLIENT = """\
@@ -94,7 +94,7 @@ def warm_python(*modules: str, **environ: str) -> Iterator[str]:
             server = subprocess.Popen(
                 [sys.executable, __file__, str(listener.fileno()), *modules],
                 pass_fds=[listener.fileno()],
-                env={**os.environ, **environ, _ROOM: " " * 2**16},
+                env={**os.environ, **environ, _ROOM: " " * 2**14},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 process_group=0,  # Ctrl-C at the terminal is not for it

@@ -1,6 +1,7 @@
 """Data sets: a batch is its samples bit for bit, splits are honest, and bad requests say what is wrong."""
 
 import csv
+import os
 import re
 import struct
 from collections.abc import Callable
@@ -407,6 +408,13 @@ def test_image_folder(tmp_path: Path) -> None:
     assert [val[i][1] for i in range(4)] == [1, 1, 2, 2]
     assert train[0][0].shape == (3, 32, 32)
     assert train[0][0].dtype == torch.float32
+
+
+def test_a_pipe_among_images_is_no_image_and_is_not_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "train" / "cats").mkdir(parents=True)
+    os.mkfifo(tmp_path / "train" / "cats" / "pipe.png")
+    with pytest.raises(RequestError, match=r"pipe\.png is no regular file"):
+        datasets.image_folder(tmp_path, image_size=32)[0]
 
 
 def test_image_folder_with_random_transforms(tmp_path: Path) -> None:

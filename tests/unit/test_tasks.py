@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ddp_recipes.errors import RequestError
 from ddp_recipes.models import Toy
 from ddp_recipes.runtime.digest import digest
-from ddp_recipes.tasks import Accuracy, MeanAbsoluteError, StepOutput, Task
+from ddp_recipes.tasks import Accuracy, MeanAbsoluteError, ModelLossTask, StepOutput, Task
 
 
 class Weighted(nn.Module):
@@ -110,3 +111,31 @@ def test_missing_weights_are_an_error() -> None:
     task = Task(Toy(), nn.MSELoss())
     with pytest.raises(KeyError, match="net2"):
         task.load_weights({name: value for name, value in task.weights().items() if not name.startswith("net2")})
+
+
+class BringsItsLoss(nn.Module):
+    """Takes what it learns from by position, as models for tuples of a loader do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(10, 3)
+
+    def forward(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.net(inputs)
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def test_what_a_tuple_holds_is_called_as_the_model_calls_it() -> None:
+    inputs, labels = torch.randn(4, 10), torch.tensor([0, 1, -100, 2])
+    task = ModelLossTask(BringsItsLoss(), {"accuracy": Accuracy()}, mean_over="targets")
+    by_name = {"inputs": inputs, "labels": labels}
+    found, expected = task.validation_step((inputs, labels)), task.validation_step(by_name)
+    assert torch.equal(found.metrics["accuracy"], expected.metrics["accuracy"])
+    assert torch.equal(found.loss, expected.loss)
+    assert task.amount([inputs, labels]) == task.amount(by_name) == 3
+
+
+def test_a_tuple_without_what_is_asked_for_is_refused_with_the_names_it_has() -> None:
+    task = ModelLossTask(BringsItsLoss(), {"accuracy": Accuracy()}, labels="targets")
+    with pytest.raises(RequestError, match=r"task\.labels=targets is no tensor in a batch: inputs, labels"):
+        task.validation_step((torch.randn(4, 10), torch.tensor([0, 1, 0, 2])))

@@ -60,6 +60,23 @@ _LIGHTNING = {
     "amp_backend": "trainer.precision",
     "checkpoint_callback": "checkpoint.enabled",
     "log_gpu_memory": "debug=profiler",
+    "tpu_cores": "launcher.device",
+    "ipus": "launcher.device",
+    "hpus": "launcher.device",
+    "distributed_backend": "the group strategy",
+    "weights_summary": "callbacks=model_summary",
+    "progress_bar_refresh_rate": "trainer.progress",
+    "process_position": "trainer.progress",
+    "prepare_data_per_node": "done by itself, so there is no key for it",
+    "flush_logs_every_n_steps": "trainer.log_every_n_steps",
+    "multiple_trainloader_mode": "a data set of your own",
+    "terminate_on_nan": "done by itself, so there is no key for it",
+    "truncated_bptt_steps": "a task of your own",
+    "move_metrics_to_cpu": "done by itself, so there is no key for it",
+    "reload_dataloaders_every_epoch": "a data set that follows the epoch",
+    "amp_level": "trainer.precision",
+    "val_percent_check": "trainer.limit_val_batches",
+    "train_percent_check": "trainer.limit_train_batches",
 }
 # What has an option or a key by now, under other names that one may try.
 _BY_NOW = {
@@ -179,13 +196,13 @@ def _unknown(key: str, error: Exception, hydra: Hydra, config_name: str, overrid
     advice = f" To add a key that the yaml does not have, write +{added}."
     return (
         f"{given}: there is no key {key}.{_elsewhere(key, names, hydra)}{allowed}"
-        f"{advice if may_grow and siblings and given[0] not in '+~' else ''}"
+        f"{advice if may_grow and given[0] not in '+~' else ''}"
     )
 
 
 def _elsewhere(key: str, names: Sequence[str], hydra: Hydra) -> str:
     """Return where there is what a key names: a key of a section, an option of a group, or what is written like it."""
-    others = [name for name in names if name != key]
+    others = [name for name in names if name not in (key, key.rpartition(".")[0])]
     groups = [one for one in hydra.config_loader.list_groups("") if key in hydra.config_loader.get_group_options(one)]
     sections = [name for name in others if name.rpartition(".")[2] == key and name.count(".") == 1]
     preferred = [name for name in sections if name.startswith(("optimizer.", "trainer.", "data.", "launcher."))]

@@ -1,5 +1,7 @@
 """Image data on disk, read by torchvision."""
 
+import os
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -68,7 +70,7 @@ def image_folder(
         )
     chosen = imagenet_transform(image_size) if transform is None else in_order(transform)
     try:
-        dataset = ImageFolder(str(folder), transform=chosen)
+        dataset = ImageFolder(str(folder), transform=chosen, loader=_image)
     except FileNotFoundError as error:
         raise RequestError(f"data.root={root}: {error}. Expected are images in <root>/{split}/<class>/.") from error
     _number_classes_as_in(folder.parent / "train", dataset)
@@ -76,6 +78,17 @@ def image_folder(
         found = len(dataset.class_to_idx)
         raise RequestError(f"{found} classes are in {folder.absolute()}, data.out_features={num_classes} is too small.")
     return dataset  # type: ignore[no-any-return]  # torchvision has no types
+
+
+def _image(path: str) -> Any:
+    """Return an image of PIL's, in RGB."""
+    from PIL import Image
+
+    # Without waiting: to open a pipe would take for ever.
+    with open(path, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise RequestError(f"{path} is no regular file, and so no image. Take it out of data.root.")
+        return Image.open(file).convert("RGB")
 
 
 def imagenet_transform(image_size: int) -> Transform:

@@ -1,6 +1,8 @@
 """A task around a model that brings its loss, as those of Hugging Face's ``transformers`` do."""
 
 from collections.abc import Mapping
+from functools import cached_property
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -23,7 +25,8 @@ class ModelLossTask(Task):
         model: any such module.
         metrics: as in :class:`Task`, of the two below.
         outputs: what metrics get of the model's output, by its name; it is also what is predicted.
-        labels: what metrics get of the batch, likewise.
+        labels: what metrics get of the batch, likewise. What a tuple or list holds is called as the model's ``forward``
+            calls it.
         mean_over: what the model's loss is the mean over: ``samples``; ``targets``: labels other than -100;
             ``following``: those but for the first of each row, as causal language models have it, which shift them.
             Batches, ranks and accumulated batches weigh as much as they have of these.
@@ -53,18 +56,18 @@ class ModelLossTask(Task):
         values = {}
         if self.metrics:
             outputs = _named(output, self.outputs, "task.outputs", f"the output of {type(self.model).__name__}")
-            values = self._measured(outputs, _named(batch, self.labels, "task.labels", "a batch").to(outputs.device))
+            values = self._measured(outputs, self._labels(batch).to(outputs.device))
         amount = self.amount(batch) if self.weighs else None
         return StepOutput(self._loss_in(output, batch), values, _size(batch), amount)
 
     def amount(self, batch: Any) -> Tensor:
         """Return how many labels of a batch count."""
-        labels = _named(batch, self.labels, "task.labels", "a batch")
+        labels = self._labels(batch)
         return (labels[..., 1:] if self.mean_over == "following" else labels).ne(IGNORED).sum(dtype=torch.float64)
 
     def ignored(self, batch: Any) -> str:
         """Return the key to set where a batch has labels that do not count, and weighs as much as its samples."""
-        labels = _get(batch, self.labels)
+        labels = _get(self._by_name(batch), self.labels)
         some = not self.weighs and isinstance(labels, Tensor) and bool((labels == IGNORED).any())
         return "task.mean_over=following (of a causal language model; of others targets)" if some else ""
 
@@ -73,6 +76,18 @@ class ModelLossTask(Task):
         output = self._called(batch)
         whole = isinstance(output, Tensor)
         return output if whole else _named(output, self.outputs, "task.outputs", f"{type(self.model).__name__}'s")
+
+    def _labels(self, batch: Any) -> Tensor:
+        return _named(self._by_name(batch), self.labels, "task.labels", "a batch")
+
+    def _by_name(self, batch: Any) -> Any:
+        return dict(zip(self._arguments, batch, strict=False)) if isinstance(batch, (tuple, list)) else batch
+
+    @cached_property
+    def _arguments(self) -> list[str]:
+        """The names of what the model takes by position."""
+        kinds = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+        return [name for name, each in signature(self.model.forward).parameters.items() if each.kind in kinds]
 
     def _called(self, batch: Any) -> Any:
         if isinstance(batch, Mapping):
