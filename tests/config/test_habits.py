@@ -72,8 +72,8 @@ def write(path: Path, text: str) -> None:
         ("seedy=1", "seedy=1: there is no key seedy. Did you mean 'seed'?"),
         (
             "hydra.callbacks.own=1",
-            "hydra.callbacks.own=1: there is no key hydra.callbacks.own. Did you mean 'callbacks'? To add a key that the "
-            "yaml does not have, write +hydra.callbacks.own=1.",
+            "hydra.callbacks.own=1: there is no key hydra.callbacks.own. Did you mean 'callbacks'? To add a key that "
+            "the yaml does not have, write +hydra.callbacks.own=1.",
         ),
         ("data.batch_size=${batch}", "data.batch_size follows batch, and there is no key batch."),
         (

@@ -19,7 +19,7 @@ from ddp_recipes.testing import WarmRanks, run_recipe
 from helpers.patience import patience
 from helpers.ranks import RANKS
 from helpers.recipes import QUICK
-from helpers.warm import STAYS, warm
+from helpers.warm import SERVERS, STAYS, warm
 
 ROOT = Path(__file__).parents[2]
 BOUND_S = 15  # for a process that was told to end
@@ -70,7 +70,7 @@ def leaves_nothing_behind() -> Iterator[None]:
     there, environ, folder = processes(), environment(), os.getcwd()
     yield
     deadline = time.monotonic() + patience(BOUND_S)
-    while (left := processes().keys() - there - RANKS.processes) and time.monotonic() < deadline:
+    while (left := processes().keys() - there - RANKS.processes - SERVERS) and time.monotonic() < deadline:
         time.sleep(0.05)
     names = {pid: name for pid, name in processes().items() if pid in left}
     after, folder_after = environment(), os.getcwd()

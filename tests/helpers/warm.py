@@ -99,14 +99,17 @@ def warm_python(*modules: str, **environ: str) -> Iterator[str]:
                 stdout=subprocess.DEVNULL,
                 process_group=0,  # Ctrl-C at the terminal is not for it
             )
+        SERVERS.add(server.pid)
         try:
             yield str(program)
         finally:
+            SERVERS.discard(server.pid)
             server.kill()
             server.wait()
 
 
 STAYS = ExitStack()  # what is closed after all tests of this process
+SERVERS: set[int] = set()  # that may outlive a test
 
 
 @cache

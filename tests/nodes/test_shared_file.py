@@ -39,7 +39,7 @@ for turn in range(int(times)):
 
 
 @pytest.fixture
-def folder(tmp_path: Path, python: str) -> Path:
+def folder(tmp_path: Path) -> Path:
     """Return a folder with a user's own models in it."""
     shutil.copy(OWN_MODELS, tmp_path)
     return tmp_path

@@ -10,7 +10,7 @@ from helpers.processes import OWN_MODELS
 
 
 @pytest.fixture
-def folder(tmp_path: Path, python: str) -> Path:
+def folder(tmp_path: Path) -> Path:
     """Return an empty folder but for ``own_models.py``."""
     shutil.copy(OWN_MODELS, tmp_path)
     return tmp_path

@@ -38,7 +38,7 @@ RUN_DIRECTORY = {".hydra", "checkpoints", "config.yaml", "summary.json", "train.
 
 
 @pytest.fixture
-def folder(tmp_path: Path, python: str) -> Path:
+def folder(tmp_path: Path) -> Path:
     """An empty folder but for ``own_models.py``, which the ranks must find."""
     shutil.copy(OWN_MODELS, tmp_path)
     return tmp_path
