@@ -56,7 +56,7 @@ def main(quick: Path, everything: Path) -> None:
     print("# What the tests take\n")
     print(
         f"`benchmarks/durations.py`, two cores, Python {platform.python_version()}, torch {version('torch')}.\n"
-        "Seconds by the clock, beside the tests of three other workers: about twice what a test takes alone.\n"
+        "Seconds by the clock, beside the tests of two other workers: about half as much again as a test takes alone.\n"
     )
     print("| | tests | skipped | failed | minutes |\n| --- | --- | --- | --- | --- |")
     for suite in suites:
