@@ -111,7 +111,8 @@ def test_a_rank_that_calls_for_an_exit_or_a_terminal_fails_with_a_word(
 def test_a_rank_that_is_killed_in_training_leaves_its_checkpoints_and_no_process(
     rank: int, method: str, folder: Path
 ) -> None:
-    with started(folder, *ENDLESS, TWO, f"launcher.start_method={method}") as run:
+    command = COLD if method == "spawn" else None
+    with started(folder, *ENDLESS, TWO, f"launcher.start_method={method}", command=command) as run:
         until_saved(run, folder / "run")
         pid = run.rank(rank)
         kill(pid, SIGKILL)
