@@ -111,7 +111,7 @@ def test_a_lost_node_leaves_the_run_to_the_others_with_the_same_bits(slurm: Clus
     overrides = (*exact, *nodes, "ckpt_path=auto", "hydra.run.dir=run")
     # Both nodes are this machine, so whoever came first would hold the store: the first one does.
     waits = f"until [ $SLURM_NODEID = 0 ] || (echo > /dev/tcp/127.0.0.1/{port}) 2>/dev/null; do sleep 0.1; done"
-    run = f"{waits}; echo $$ > task_$SLURM_NODEID; exec {shlex.join([warm(), TRAIN, *overrides])}"
+    run = f"{waits}; echo $$ > task_$SLURM_NODEID; exec {shlex.join([*COLD, TRAIN, *overrides])}"
     command = ["srun", "--no-kill", "--nodes=2", "--ntasks-per-node=1", "bash", "-c", run]
     environ = {**os.environ, **slurm.environ, "DDP_RECIPES_KEY": "a secret that these nodes have"}
     with subprocess.Popen(command, cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as job:
