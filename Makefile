@@ -17,7 +17,8 @@ train: $(VENV)/installed ## train on real data; ARGS="model=toy_mp trainer.max_e
 
 # Several files at a time: some tests compute while others wait. Bytecode is kept, also where the environment says
 # otherwise: tests start hundreds of processes, and each one would compile this package again.
-PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
+WORKERS := --numprocesses 3 --dist loadfile --no-loadscope-reorder
+PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest $(WORKERS)
 
 test: $(VENV)/installed-test ## run the quick tests, some of every kind; ARGS="tests/unit" adds options of pytest
 	$(PYTEST) -m "not slow and not nightly" $(ARGS)
@@ -33,7 +34,7 @@ matrix: ## quick tests and a run on each set of Python, torch and Hydra, minutes
 
 coverage: $(VENV)/installed-dev ## say which part of the package's lines the quick tests run; ARGS="tests/unit" takes some
 	$(BIN)/python -m coverage erase
-	$(BIN)/python -m coverage run -m pytest --numprocesses 4 --dist loadfile -m "not slow and not nightly" $(ARGS)
+	$(BIN)/python -m coverage run -m pytest $(WORKERS) -m "not slow and not nightly" $(ARGS)
 	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m coverage report --skip-covered --sort=cover
 

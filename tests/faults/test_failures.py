@@ -10,6 +10,7 @@ from helpers.marks import at_night
 from helpers.patience import patience
 from helpers.processes import (
     COLD,
+    COLD_TORCHRUN,
     ENDLESS,
     FAULTY,
     GONE_S,
@@ -211,7 +212,7 @@ main()
 @pytest.mark.parametrize("rank", [0, 1])
 def test_under_torchrun_nobody_waits_for_a_rank_that_a_signal_ended_before_they_met(rank: int, folder: Path) -> None:
     (folder / "absent.py").write_text(ABSENT)
-    with started(folder, *SMALL, command=[*COLD, *TORCHRUN, "absent.py", str(rank)]) as run:
+    with started(folder, *SMALL, command=[*COLD_TORCHRUN, "absent.py", str(rank)]) as run:
         for name in ("absent", "here"):
             until((folder / name).exists, START_S, f"not {name}")
         run.signal(SIGINT)

@@ -13,7 +13,7 @@ import pytest
 
 from helpers.patience import timeout_s
 from helpers.processes import (
-    COLD,
+    COLD_TORCHRUN,
     ENDLESS,
     FAULTY,
     GONE_S,
@@ -32,7 +32,6 @@ from helpers.processes import (
 )
 
 pytestmark = [pytest.mark.spawn, pytest.mark.slow]
-STOPPABLE = [*COLD, *TORCHRUN]  # ranks look for each other among the processes that their parent started
 
 
 @contextmanager
@@ -55,7 +54,7 @@ def ends(runs: list[Run], begun: list[float], seconds: float) -> list[Ended]:
 
 
 @pytest.mark.parametrize(
-    "command", [pytest.param(None, id="local"), pytest.param(STOPPABLE, id="torchrun", marks=pytest.mark.nightly)]
+    "command", [pytest.param(None, id="local"), pytest.param(COLD_TORCHRUN, id="torchrun", marks=pytest.mark.nightly)]
 )
 def test_a_stopped_rank_is_named_and_leaves_its_stack(command: list[str] | None, folder: Path) -> None:
     limit = timeout_s()

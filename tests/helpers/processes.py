@@ -24,6 +24,7 @@ OWN_MODELS = Path(__file__).with_name("own_models.py")  # to be copied to the fo
 TRAIN = str(Path(__file__).parents[2] / "train.py")
 COLD = [sys.executable]  # what runs ``train.py`` where it matters who is whose parent
 TORCHRUN = [str(Path(sysconfig.get_path("scripts")) / "torchrun"), "--nproc-per-node=2", "--standalone"]
+COLD_TORCHRUN = [*COLD, *TORCHRUN]  # its ranks look for each other among the processes that their parent started
 SMALL = ["data=random", "data.num_samples=400", "model=toy", "trainer.max_epochs=3", "hydra.run.dir=run"]
 FAULTY = [*SMALL, "model._target_=own_models.Faulty"]
 ENDLESS = [*SMALL, "model._target_=own_models.Slow", "trainer.max_epochs=100000", "checkpoint.every_n_steps=5"]
@@ -91,7 +92,8 @@ class Run:
     @property
     def fork_server(self) -> int:
         """The process that the ranks were forked from."""
-        (pid,) = (pid for pid, rank in self.pids().items() if rank is None and pid != self.pid)
+        started = self.pid
+        (pid,) = (pid for pid, rank in self.pids().items() if rank is None and pid != started)
         return pid
 
     def rank(self, number: int) -> int:
@@ -122,7 +124,7 @@ def started(
         if terminal is not None:
             fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)  # what is typed there reaches the run as from a shell
 
-    command = command or (COLD if terminal else [])
+    command = command or (COLD if terminal is not None else [])
     if not command or command[0] == TORCHRUN[0]:
         command = [warm(), *command]
     mark = uuid.uuid4().hex

@@ -9,12 +9,11 @@ import pytest
 
 from helpers.patience import patience, timeout_s
 from helpers.processes import (
-    COLD,
+    COLD_TORCHRUN,
     ENDLESS,
     GONE_S,
     SMALL,
     START_S,
-    TORCHRUN,
     TWO,
     kill,
     started,
@@ -36,9 +35,9 @@ def limit() -> int:
     ("rank", "command"),
     [
         pytest.param(0, None, id="0-local", marks=pytest.mark.nightly),
-        pytest.param(0, [*COLD, *TORCHRUN], id="0-torchrun", marks=pytest.mark.nightly),
+        pytest.param(0, COLD_TORCHRUN, id="0-torchrun", marks=pytest.mark.nightly),
         pytest.param(1, None, id="1-local", marks=pytest.mark.nightly),
-        pytest.param(1, [*COLD, *TORCHRUN], id="1-torchrun"),
+        pytest.param(1, COLD_TORCHRUN, id="1-torchrun"),
     ],
 )
 def test_a_rank_that_hangs_after_the_last_step_is_named(
@@ -61,7 +60,7 @@ def test_a_rank_that_hangs_after_the_last_step_is_named(
 
 @pytest.mark.parametrize(
     "command",
-    [pytest.param(None, id="local"), pytest.param([*COLD, *TORCHRUN], id="torchrun", marks=pytest.mark.nightly)],
+    [pytest.param(None, id="local"), pytest.param(COLD_TORCHRUN, id="torchrun", marks=pytest.mark.nightly)],
 )
 def test_a_rank_0_that_hangs_while_it_closes_is_named(command: list[str] | None, folder: Path, limit: int) -> None:
     own = [f"launcher.timeout_s={limit}", "logger=none", "logger._target_=own_models.NeverCloses"]

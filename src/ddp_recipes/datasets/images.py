@@ -70,7 +70,7 @@ def image_folder(
         )
     chosen = imagenet_transform(image_size) if transform is None else in_order(transform)
     try:
-        dataset = ImageFolder(str(folder), transform=chosen, loader=_image)
+        dataset = ImageFolder(str(folder), transform=chosen, loader=rgb_image)
     except FileNotFoundError as error:
         raise RequestError(f"data.root={root}: {error}. Expected are images in <root>/{split}/<class>/.") from error
     _number_classes_as_in(folder.parent / "train", dataset)
@@ -80,14 +80,18 @@ def image_folder(
     return dataset  # type: ignore[no-any-return]  # torchvision has no types
 
 
-def _image(path: str) -> Any:
-    """Return an image of PIL's, in RGB."""
+def rgb_image(path: str | Path) -> Any:
+    """Return an image of PIL's, in RGB.
+
+    Raises:
+        RequestError: it is no regular file.
+    """
     from PIL import Image
 
     # Without waiting: to open a pipe would take for ever.
     with open(path, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise RequestError(f"{path} is no regular file, and so no image. Take it out of data.root.")
+            raise RequestError(f"{path} is no regular file, and so no image. Take it out of the data.")
         return Image.open(file).convert("RGB")
 
 

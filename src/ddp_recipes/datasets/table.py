@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from ddp_recipes.datasets.images import imagenet_transform
+from ddp_recipes.datasets.images import imagenet_transform, rgb_image
 from ddp_recipes.datasets.memory import InMemory
 from ddp_recipes.datasets.tabular import rows_of, standardize
 from ddp_recipes.datasets.transforms import Transform, Transforms, in_order
@@ -80,10 +80,7 @@ class ImageTable(Dataset[tuple[Any, Tensor]]):
         return len(self.files)
 
     def __getitem__(self, index: int) -> tuple[Any, Tensor]:
-        from PIL import Image
-
-        with Image.open(self.files[index]) as image:
-            return self.transform(image.convert("RGB")), self.targets[index]
+        return self.transform(rgb_image(self.files[index])), self.targets[index]
 
 
 @dataclass(frozen=True)
