@@ -354,11 +354,6 @@ def fail(recipe: Recipe, control: Control, output: Output, error: BaseException)
         error.add_note(line)
     if output.opened and out_of_memory(error) and (path := leave_memory(recipe)) is not None:
         error.add_note(f"What was allocated is in {path}: drag it onto https://pytorch.org/memory_viz.")
-    if control.strangers:
-        error.add_note(
-            f"While the ranks met, user {', '.join(map(str, control.strangers))} of this machine connected to rank "
-            f"{recipe.world.rank}, and was disconnected: if that was in a rank's place, this is why. Start again."
-        )
     text = f"{error}\n" if own else "".join(traceback.format_exception(error))
     if remedy is not None:
         text = f"{text}{remedy}"
@@ -373,6 +368,13 @@ def fail(recipe: Recipe, control: Control, output: Output, error: BaseException)
             f"{control.timeout_s:g} seconds: stopped, stuck or cut off."
         )
         error = RunFailed(text, unresponsive=unresponsive)
+    for met, users in control.met_strangers().items():
+        line = (
+            f"While the ranks met, user {', '.join(map(str, users))} of this machine connected to rank {met}, and was "
+            "disconnected: if that was in a rank's place, this is why. Start again."
+        )
+        error.add_note(line)
+        cause = f"{cause}{line}\n"
     disconnect(control.connections)  # what torch keeps of the group may outlive its end, and the others wait meanwhile
     if output.opened:
         write_trace(recipe.job.directory, recipe.world.rank, text)

@@ -222,7 +222,7 @@ def test_a_preempted_job_goes_on_in_its_directory_and_ends_as_an_undisturbed_run
 @pytest.mark.nightly
 def test_without_requeue_a_preempted_job_ends_with_75(slurm: Cluster, folder: Path) -> None:
     once = "launcher.requeue=false"
-    with started(folder, *LONG, *SUBMIT, once, "hydra.run.dir=run", environ=slurm.environ) as run:
+    with started(folder, *LONG, *SUBMIT, once, "hydra.run.dir=run", command=COLD, environ=slurm.environ) as run:
         until_saved(run, folder / "run")
         slurm.command("scancel", "--signal=USR1", job_of(folder / "run"))
         ended = run.end()

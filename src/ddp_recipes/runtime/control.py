@@ -310,12 +310,20 @@ class Control:
         """Record a failure and which rank's it is; return rank and text of the first one, the cause of the others."""
         if self.messages is None:
             return culprit, text
-        self.messages.send(f"failed/{self.world.rank}")
+        self.messages.send(f"failed/{self.world.rank}", json.dumps(sorted(self.strangers)))
         try:
             rank, cause = json.loads(self.messages.first("failure", json.dumps([culprit, text])))
         except RunFailed as error:  # that somebody else writes there is no reason to lose one's own
             return culprit, f"{text}{error}\n"
         return rank, cause
+
+    def met_strangers(self) -> dict[int, list[int]]:
+        """Return, by rank, other users who connected to it while ranks met, of the ranks that have failed by now."""
+        met = {self.world.rank: sorted(self.strangers)}
+        if self.messages is not None:
+            names = {f"failed/{rank}": rank for rank in range(self.world.world_size) if rank != self.world.rank}
+            met |= {names[name]: json.loads(users) for name, users in self.messages.there(*names).items()}
+        return {rank: users for rank, users in sorted(met.items()) if users}
 
     def unresponsive_ranks(self) -> list[int]:
         """Return the ranks that have not failed a short while after this one timed out: it waited for them."""

@@ -29,19 +29,21 @@ def closed_after() -> Iterator[set[int]]:
     """
     strangers = set[int]()
     before = {door.getsockname() for door in sockets() if listens(door)}
-    yield strangers
-    ports = set()
-    for door in sockets():
-        if listens(door) and (name := door.getsockname()) not in before:
-            _drop_all(door)
-            ports.add(name[1])
-    for connection in sockets():
-        if connection.getsockname()[1] in ports and (user := _user_behind(connection)) not in (None, os.geteuid()):
-            strangers.add(user)
-            with suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-    for user in strangers:
-        log.warning("User %d of this machine connected to this rank while ranks met, and was disconnected.", user)
+    try:
+        yield strangers
+    finally:  # also where ranks did not meet: a stranger may be why
+        ports = set()
+        for door in sockets():
+            if listens(door) and (name := door.getsockname()) not in before:
+                _drop_all(door)
+                ports.add(name[1])
+        for connection in sockets():
+            if connection.getsockname()[1] in ports and (user := _user_behind(connection)) not in (None, os.geteuid()):
+                strangers.add(user)
+                with suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+        for user in strangers:
+            log.warning("User %d of this machine connected to this rank while ranks met, and was disconnected.", user)
 
 
 def _drop_all(door: socket.socket) -> None:
