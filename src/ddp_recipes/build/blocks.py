@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from ddp_recipes._compat.ddp import compile_nothing_of
 from ddp_recipes.config.settings import TrainerSettings
 from ddp_recipes.errors import RequestError
 from ddp_recipes.tasks.blocks import chosen, on_copies
@@ -58,6 +59,8 @@ def compile_model(model: nn.Module, trainer: TrainerSettings) -> None:
     Raises:
         RequestError: there is no such block.
     """
+    # Their functions run in hooks of the model.
+    compile_nothing_of("ddp_recipes._compat", "ddp_recipes.strategies", "ddp_recipes.tasks.written")
     mode = trainer.compile if isinstance(trainer.compile, str) else None
     if not trainer.compile_blocks:
         model.compile(mode=mode, dynamic=trainer.compile_dynamic)
