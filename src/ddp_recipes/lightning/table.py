@@ -1,4 +1,4 @@
-"""Prints the hooks of the installed Lightning, what becomes of each here, and the test that shows it."""
+"""Prints the hooks of the installed Lightning, and what becomes of each here."""
 
 import sys
 
@@ -17,18 +17,9 @@ OFFERED = {
     *("to_tensorrt", "load_from_checkpoint", "from_datasets", "state_key", "CHECKPOINT_HYPER_PARAMS_SPECIAL_KEY"),
 }
 
-_PROJECTS = "test_lightning_projects.py: "
-_NUMBERS, _ORDER = f"{_PROJECTS}numbers of Lightning", f"{_PROJECTS}order of Lightning"
-_SHOWN = {
-    **dict.fromkeys(("forward", "training_step", "validation_step", "test_step", "configure_optimizers"), _NUMBERS),
-    **dict.fromkeys(("train_dataloader", "val_dataloader", "test_dataloader"), _NUMBERS),
-    **dict.fromkeys(("on_save_checkpoint", "on_load_checkpoint", "state_dict", "load_state_dict"), "test_lightning.py"),
-    "on_exception": "test_lightning.py",
-}
 
-
-def rows() -> list[tuple[str, str, str, str]]:
-    """Return each hook with who may define it, what becomes of it, and the test that shows it.
+def table() -> str:
+    """Return the hooks as a table of Markdown, by the classes that may define them.
 
     Raises:
         LookupError: Lightning has one that is neither called nor refused.
@@ -43,20 +34,15 @@ def rows() -> list[tuple[str, str, str, str]]:
         for name in dict.fromkeys(name for each in classes for name in vars(each)):
             if not name.startswith("_") and name not in OFFERED:
                 found.setdefault(name, []).append(owner)
-    states = dict.fromkeys({*CALLED, "state_dict", "load_state_dict"}, "called")
-    states |= {name: f"refused: {instead}" for name, instead in REFUSED.items()}
-    if unknown := sorted(found.keys() - states.keys()):
+    called = found.keys() & {*CALLED, "state_dict", "load_state_dict"}
+    if unknown := sorted(found.keys() - called - REFUSED.keys()):
         raise LookupError(f"Neither called nor refused: {', '.join(unknown)}.")
-    return [
-        (name, ", ".join(found[name]), states[name], _SHOWN.get(name, _ORDER) if states[name] == "called" else "")
-        for name in sorted(found)
-    ]
-
-
-def table() -> str:
-    """Return them as a table of Markdown."""
-    lines = ["| hook | of | here | shown by |", "| --- | --- | --- | --- |"]
-    lines += [f"| `{name}` | {owner} | {state} | {test} |" for name, owner, state, test in rows()]
+    by_owners: dict[str, list[str]] = {}
+    for name in sorted(called):
+        by_owners.setdefault(", ".join(found[name]), []).append(f"`{name}`")
+    lines = ["| of | called here |", "| --- | --- |"]
+    lines += [f"| {who} | {', '.join(names)} |" for who, names in by_owners.items()]
+    lines += [f"| {', '.join(found[name])} | not `{name}`: {REFUSED[name]} |" for name in sorted(found.keys() - called)]
     return "\n".join(lines)
 
 
