@@ -36,7 +36,7 @@ class LightningTask(Task):
     """A task around a ``LightningModule``, or any module with those methods; Lightning itself need not be installed.
 
     What the module logs keeps its name. Each value is the mean over all samples of all ranks; a metric of torchmetrics
-    is computed at the end of the epoch. docs/lightning.md lists each hook and what becomes of it.
+    is computed at the end of the epoch. docs/lightning.md says what differs from Lightning.
 
     Args:
         model: has ``training_step(batch, batch_idx)`` giving the loss or a dict with ``loss``.

@@ -1,7 +1,4 @@
-"""The hooks of Lightning's modules, data modules and callbacks: which there are, and who calls them here.
-
-``python -m ddp_recipes.lightning.table`` prints the table of docs/lightning.md from the installed Lightning.
-"""
+"""The hooks of Lightning's modules, data modules and callbacks: which there are, and who calls them here."""
 
 from typing import Any
 
