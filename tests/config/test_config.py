@@ -215,7 +215,7 @@ def test_each_option(group: str, option: str, tmp_path: Path, monkeypatch: pytes
     assert written == {logger} - {"none"}
 
 
-# Those on streams need packed data, which README.md's commands make.
+# Those on streams need packed data, which the commands of docs/streams.md make.
 EXPERIMENTS = [each for each in options("experiment") if not each.startswith("stream_")]
 
 
