@@ -157,6 +157,7 @@ DECIDED_BY_KIND = [
         "torch.utils.data.DataLoader",
     ),
     *("torch.utils.data.get_worker_info", "torch.nn.parallel.replicate", "torch.optim.swa_utils.update_bn"),
+    "torch.nn.utils._deprecation_utils.lazy_deprecated_import",  # imports any module
     *(
         "torchvision.models._api.WeightsEnum.get_state_dict",
         "torchvision.models._api.Weights",
