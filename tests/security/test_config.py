@@ -20,7 +20,7 @@ import ddp_recipes
 from ddp_recipes import RequestError, datasets, models
 from ddp_recipes.build import instantiate
 from ddp_recipes.build.instantiate import make
-from ddp_recipes.config.kinds import FUNCTIONS, check_found, check_hydra
+from ddp_recipes.config.kinds import FUNCTIONS, check_calls, check_found, check_hydra
 from ddp_recipes.config.targets import check, is_own
 from ddp_recipes.reporting.run_directory import Summary
 from ddp_recipes.testing import make_job
@@ -277,11 +277,138 @@ def test_what_configs_call_of_packages_is_found(name: str, there: Callable[[str]
         ("scheduler", "torch.nn.Linear", "a module, and scheduler takes a scheduler"),
         ("data.val.clean", "torch.optim.SGD", "an optimizer, and data.val.clean takes a data set"),
         ("callbacks.mine", "torch.nn.Linear", "a module, and callbacks.mine takes a callback"),
+        ("data.collate_fn", "torch.utils.data.TensorDataset", "a data set, and data.collate_fn takes a collate functi"),
     ],
 )
 def test_a_section_takes_classes_of_one_kind(section: str, target: str, kind: str) -> None:
     with pytest.raises(RequestError, match=re.escape(f"{section}._target_={target} is {kind}")):
         make({"_target_": target}, section)
+
+
+SET, V1, V2 = "torch.utils.data.TensorDataset", "torchvision.transforms", "torchvision.transforms.v2"
+A_SET = {"_target_": SET}
+# Arguments by section: what each may hold, and what not.
+ARGUMENTS: list[tuple[str, str, Any, bool]] = (
+    [
+        ("task", "ddp_recipes.tasks.Task", {"metrics": {"own": node}}, allowed)
+        for node, allowed in [
+            (A_SET, False),
+            ({"_target_": "torch.nn.Linear"}, False),
+            ({"_target_": "torch.optim.SGD"}, False),
+            ({"_target_": "functools.partial", "_args_": [{**A_SET, "_partial_": True}]}, False),
+            ({"_target_": "hydra.utils.get_class", "path": SET}, False),
+            ({"_target_": "torchmetrics.MetricCollection", "metrics": {"f1": A_SET}}, False),
+            ({"_target_": "torchmetrics.MetricCollection", "_args_": [[A_SET]]}, False),
+            (
+                {"_target_": "torchmetrics.MetricCollection", "metrics": {"f1": {"_target_": "torchmetrics.F1Score"}}},
+                True,
+            ),
+            ({"_target_": "torchmetrics.ClasswiseWrapper", "metric": {"_target_": "torchmetrics.Accuracy"}}, True),
+            (
+                {"_target_": "torchmetrics.wrappers.BootStrapper", "base_metric": {"_target_": "torchmetrics.F1Score"}},
+                True,
+            ),
+            (
+                {
+                    "_target_": "torchmetrics.image.FrechetInceptionDistance",
+                    "feature": {"_target_": "torch.nn.Flatten"},
+                },
+                True,
+            ),
+            ({"_target_": "ddp_recipes.tasks.Accuracy"}, True),
+            ({"_target_": "torch.nn.CrossEntropyLoss", "reduction": "none"}, True),
+            ({"_target_": "torch.nn.CosineSimilarity"}, True),
+            ({"_target_": "timm.loss.BinaryCrossEntropy", "reduction": "none"}, True),
+            ({"_target_": "torch.nn.functional.cosine_similarity", "_partial_": True}, True),
+            ({"_target_": "own.Net", "more": A_SET}, True),
+        ]
+    ]
+    + [
+        ("data.train", "torchvision.datasets.CIFAR10", {name: node}, allowed)
+        for name, node, allowed in [
+            ("transform", A_SET, False),
+            ("target_transform", {"_target_": "torch.optim.SGD"}, False),
+            ("transforms", {"_target_": f"{V2}.Compose", "transforms": [A_SET]}, False),
+            ("transform", {"_target_": f"{V1}.Compose", "_args_": [[A_SET]]}, False),
+            ("transform", [{"_target_": f"{V1}.ToTensor"}, A_SET], False),
+            ("transform", {"_target_": "torch.utils.data.DistributedSampler"}, False),
+            ("transform", {"_target_": "torchmetrics.F1Score"}, True),  # a module, as transforms are
+            ("transform", [{"_target_": f"{V1}.ToTensor"}, {"_target_": f"{V1}.RandomHorizontalFlip"}], True),
+            (
+                "transform",
+                {
+                    "_target_": f"{V1}.Resize",
+                    "size": 8,
+                    "interpolation": {"_target_": V1 + ".InterpolationMode", "_args_": ["bilinear"]},
+                },
+                True,
+            ),
+            ("transforms", {"_target_": f"{V2}.Compose", "transforms": [{"_target_": f"{V2}.ToImage"}]}, True),
+            (
+                "transform",
+                {"_target_": "torch.nn.Sequential", "_args_": [{"_target_": f"{V1}.CenterCrop", "size": 8}]},
+                True,
+            ),
+            ("transform", {"_target_": "timm.data.create_transform", "input_size": 8}, True),
+            ("transform", {"_target_": "timm.data.random_erasing.RandomErasing"}, True),
+            ("transform", {"_target_": "ddp_recipes.datasets.transforms.ScaleAndNormalize"}, True),
+            ("transform", {"_target_": "torch.distributions.transforms.AffineTransform", "loc": 0, "scale": 2}, True),
+            ("transform", {"_target_": "transformers.ViTImageProcessor"}, True),
+            ("transform", {"_target_": "own.Net", "more": A_SET}, True),
+        ]
+    ]
+    + [
+        (
+            "data.val.clean",
+            "torch.utils.data.ConcatDataset",
+            {"datasets": [{"_target_": owner, "transform": node}]},
+            allowed,
+        )
+        for owner, node, allowed in [
+            ("torchvision.datasets.CIFAR10", A_SET, False),
+            ("torchvision.datasets.CIFAR10", {"_target_": f"{V1}.ToTensor"}, True),
+            ("ddp_recipes.datasets.cifar10", A_SET, False),
+            ("own.Net", {"_target_": "torch.distributions.Normal"}, True),  # what it means by that is the user's
+        ]
+    ]
+    + [
+        ("data.collate_fn", owner, {name: node}, allowed)
+        for owner, name, node, allowed in [
+            ("functools.partial", "_args_", [{**A_SET, "_partial_": True}], False),
+            ("transformers.DataCollatorWithPadding", "tokenizer", A_SET, False),
+            ("transformers.DataCollatorWithPadding", "tokenizer", {"_target_": "transformers.BertTokenizerFast"}, True),
+            (
+                "transformers.DataCollatorForSeq2Seq",
+                "model",
+                {"_target_": "transformers.BertModel", "config": {"_target_": "transformers.BertConfig"}},
+                True,
+            ),
+            ("timm.data.FastCollateMixup", "mixup_alpha", 0.8, True),
+            (
+                "functools.partial",
+                "_args_",
+                [{"_target_": "torch.utils.data.default_collate", "_partial_": True}],
+                True,
+            ),
+            ("own.Net", "more", A_SET, True),
+        ]
+    ]
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("section", "owner", "argument", "allowed"), ARGUMENTS, ids=str)
+def test_arguments_of_packages_take_classes_of_their_kind(
+    section: str, owner: str, argument: dict[str, Any], allowed: bool, there: Callable[[str], None]
+) -> None:
+    for name in re.findall(r"'_target_': '([\w.]+)", str({"_target_": owner, **argument})):
+        there(name)
+    node = {"_target_": owner, **argument}
+    if allowed:
+        assert owner in check_calls(node, section)
+        return
+    with pytest.raises(RequestError, match=rf"is an? .*, and {section}\..* takes a "):
+        make(node, section)
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 from torch.utils.data import (
@@ -16,7 +15,7 @@ from torch.utils.data import (
     default_convert,
 )
 
-from ddp_recipes.build.instantiate import locate, make, parameters_of
+from ddp_recipes.build.instantiate import bound, locate, make, parameters_of
 from ddp_recipes.config.parallelism import BatchShards
 from ddp_recipes.config.settings import DataSettings
 from ddp_recipes.data.loader import is_iterable
@@ -49,8 +48,7 @@ def function_of(node: str | Mapping[str, Any], key: str) -> Any:
     if isinstance(node, str):
         found = locate(node, key)
     elif node.get("_partial_"):
-        arguments = make({**node, "_target_": "collections.OrderedDict"}, key)
-        found = partial(locate(str(node.get("_target_")), key), **arguments)
+        found = bound(node, key)
     else:
         found = make(node, key)
     if not callable(found):

@@ -24,15 +24,18 @@ from ddp_recipes.runtime.calls import CALLS
 WELL_KNOWN = ("ddp_recipes.", "torch.", "torchvision.")  # whose own errors say enough without a traceback
 
 
-def locate(target: str, section: str) -> Any:
+def locate(target: str, section: str, place: str | None = None) -> Any:
     """Return what a dotted name stands for.
+
+    Args:
+        place: what decides which kind it may be of; without one the section.
 
     Raises:
         RequestError: there is no such thing, or no config may name it.
     """
     targets.check_name(target, f"{section}._target_")
     try:
-        return kinds.check_found(target, f"{section}._target_", section)
+        return kinds.check_found(target, f"{section}._target_", section if place is None else place)
     except (ImportError, AttributeError, ValueError) as error:
         if (broken := _broken_module(error.__cause__, target)) is not None:
             raise RequestError(f"{section}._target_={target} cannot be imported: {broken}") from None
@@ -77,15 +80,15 @@ def resolved(node: Mapping[str, Any], section: str) -> dict[str, Any]:
     return {str(name): value for name, value in values.items()}
 
 
-def make(node: Mapping[str, Any], section: str, *arguments: Any, without: Collection[str] = (), **runtime: Any) -> Any:
-    """Make an object of a config node; lists arrive as lists, and runtime objects untouched.
+def bound(node: Mapping[str, Any], section: str, without: Collection[str] = ()) -> "partial[Any]":
+    """Return what a config node is to call, with its arguments: lists as lists, and what nodes in it make.
 
     Args:
         section: the node's dotted name, for messages.
         without: keys that are not for the target.
 
     Raises:
-        RequestError: there is no such target, Hydra refuses it, it does not take these arguments, or refuses them.
+        RequestError: there is no such target, Hydra refuses it, or it does not take such values.
         Exception: what a user's own code raised, with its traceback.
     """
     if not isinstance(node, Mapping):
@@ -94,15 +97,14 @@ def make(node: Mapping[str, Any], section: str, *arguments: Any, without: Collec
         raise RequestError(f"{section} has no _target_, the dotted name of a class or function to call.")
     target = str(node["_target_"])
     try:
-        kept = {name: value for name, value in node.items() if name not in without}
-        whole = resolved(kept, section)
+        whole = resolved({name: value for name, value in node.items() if name not in without}, section)
         names = [*kinds.check_calls(whole, section), *_tensors(whole)]
-        made = hydra_.instantiate(whole, names, _convert_="all", _partial_=True)
+        found: partial[Any] = hydra_.instantiate(whole, names, _convert_="all", _partial_=True)
     except InstantiationException as error:
         cause = error.__cause__ or error
         if isinstance(cause, ImportError):
             for where, named, _ in targets.nodes(whole, section):
-                locate(str(named), where)  # says which one, and what is wrong in a module that is there
+                locate(str(named), where, "")  # says which one, and what is wrong in a module that is there
         if not isinstance(cause, (ImportError, InstantiationException)):  # of an object nested in this one
             if isinstance(cause, RecipeError) or reaches_own_code(cause):
                 raise cause from None
@@ -112,9 +114,25 @@ def make(node: Mapping[str, Any], section: str, *arguments: Any, without: Collec
         if not isinstance(cause, ImportError):
             message += " Name what is installed or lies in the current folder: your own function may call the rest."
         raise RequestError(message) from error
-    check_values(made.func, made.keywords, section)
+    check_values(found.func, found.keywords, section)
+    return found
+
+
+def make(node: Mapping[str, Any], section: str, *arguments: Any, without: Collection[str] = (), **runtime: Any) -> Any:
+    """Make an object of a config node; runtime objects arrive untouched.
+
+    Args:
+        section: the node's dotted name, for messages.
+        without: keys that are not for the target.
+
+    Raises:
+        RequestError: as :func:`bound`, or what is called does not take these arguments, or refuses them.
+        Exception: what a user's own code raised, with its traceback.
+    """
+    called = bound(node, section, without)
+    target = str(node["_target_"])
     try:
-        return partial(CALLS.made_of(made.func), *made.args, **made.keywords)(*arguments, **runtime)
+        return partial(CALLS.made_of(called.func), *called.args, **called.keywords)(*arguments, **runtime)
     except RecipeError:
         raise
     except Exception as error:
@@ -130,7 +148,8 @@ def make(node: Mapping[str, Any], section: str, *arguments: Any, without: Collec
             ) from error
         if not well_known:
             raise  # the traceback is what helps
-        given = ", ".join(f"{name}={value}" for name, value in kept.items() if not name.startswith("_"))
+        kept = {name: value for name, value in node.items() if name not in without and not name.startswith("_")}
+        given = ", ".join(f"{name}={value}" for name, value in kept.items())
         raise RequestError(f"{section} does not fit {target}: {_said(error)}. Check the values of {given}.") from error
 
 

@@ -20,6 +20,9 @@ from ddp_recipes.errors import RequestError
 # A class is of a kind when it, or one that it derives from, is defined there. It is made by its constructor.
 KINDS = {
     "a module": "torch.nn.modules.module.Module ddp_recipes.tasks.task.*",
+    "a metric": "torchmetrics.metric.Metric torchmetrics.collections.MetricCollection torchmetrics.wrappers.** "
+    "ddp_recipes.tasks.task.Accuracy ddp_recipes.tasks.task.MeanAbsoluteError torch.nn.modules.loss.* "
+    "torch.nn.modules.distance.* timm.loss.**",
     "a data set": "torch.utils.data.dataset.Dataset",
     "an optimizer": "torch.optim.optimizer.Optimizer",
     "a scheduler": "torch.optim.lr_scheduler.LRScheduler timm.scheduler.scheduler.Scheduler",
@@ -33,8 +36,9 @@ KINDS = {
     "a sampler": "torch.utils.data.sampler.Sampler",
     "a distribution": "torch.distributions.distribution.Distribution torch.distributions.transforms.Transform",
     "a transform": "ddp_recipes.datasets.transforms.* torchvision.transforms.transforms.* timm.data.transforms.* "
-    "timm.data.auto_augment.* timm.data.random_erasing.* timm.data.mixup.* sklearn.base.TransformerMixin",
-    "a collate function": "transformers.data.data_collator.*",
+    "timm.data.auto_augment.* timm.data.random_erasing.* timm.data.mixup.* sklearn.base.TransformerMixin "
+    "torch.distributions.transforms.Transform",
+    "a collate function": "transformers.data.data_collator.* timm.data.mixup.FastCollateMixup",
     "a configuration": "transformers.configuration_utils.PretrainedConfig peft.config.PeftConfigMixin "
     "transformers.configuration_utils.PreTrainedConfig transformers.generation.configuration_utils.GenerationConfig "
     "transformers.utils.quantization_config.QuantizationConfigMixin",
@@ -45,7 +49,7 @@ KINDS = {
     "a part of a sweep": "hydra.plugins.plugin.Plugin hydra.experimental.callback.Callback "
     "optuna.samplers._base.BaseSampler optuna.pruners._base.BasePruner",
 }
-# The kind that each section takes; within one, arguments may be of any.
+# The kind that each section takes.
 PLACES = {
     "model": "a module",
     "task": "a module",
@@ -57,7 +61,16 @@ PLACES = {
     "data.datamodule": "a data module",
     "data.sampler": "a sampler",
     "data.batch_sampler": "a sampler",
+    "data.collate_fn": "a collate function",
     **{f"data.{split}**": "a data set" for split in ("train", "val", "test", "predict")},
+}
+# The kinds that arguments take, by section and name, where it is not the user's own code that takes them; others any.
+_PARTS = "a module or a processor or a configuration or a value"
+ARGUMENTS = {
+    "task/metrics.*": "a metric",
+    "task/metrics.*.**": f"a metric or {_PARTS}",
+    "data.collate_fn/**": f"a collate function or {_PARTS}",
+    **{f"data.**/**transform{more}": f"a transform or {_PARTS}" for more in ("", "s", ".**", "s.**")},
 }
 # Functions, by the module that they are named by; ``torchvision.models`` and ``timm.models`` list their own.
 FUNCTIONS = {
@@ -127,7 +140,8 @@ def check_found(target: str, key: str, place: str = "", more: Sequence[str] = ()
     """Return what a name stands for, and see that it may be called there: ``my_models.os.remove`` is ``os.remove``.
 
     Args:
-        key: what has the name, for messages; ``place`` is its section, where that takes one kind alone.
+        key: what has the name, for messages.
+        place: its section; of an argument ``section/name``.
         more: patterns of names that may be given here, too.
 
     Raises:
@@ -172,9 +186,10 @@ def _check_class(found: type, given: str, place: str) -> None:
     kinds = [kind for kind, where in KINDS.items() if any(matches(base, where.split()) for base in bases)]
     if not kinds:
         raise RequestError(f"{given} stands for {name}, a class of no kind that a config makes. {_OR_TRUST}")
-    wanted = [kind for where, kind in PLACES.items() if matches(place, (where,))]
-    if not {*wanted} <= {*kinds}:
-        raise RequestError(f"{given} is {kinds[0]}, and {place} takes {wanted[0]}.")
+    table = ARGUMENTS if "/" in place else PLACES
+    taken = next((each for where, each in table.items() if matches(place, (where,))), None)
+    if taken is not None and not {*taken.split(" or ")} & {*kinds}:
+        raise RequestError(f"{given} is {kinds[0]}, and {place.replace('/', '.')} takes {taken}.")
 
 
 def _may_be_called(found: Any, own: bool) -> bool:
@@ -203,12 +218,13 @@ def _is_builder(found: Any) -> bool:
 
 
 def _is_trusted(name: str) -> bool:
-    """Whether something is defined in the user's own folders, in a package that is trusted, or makes values alone."""
-    return (
-        targets.is_trusted(name)
-        or matches(name, hydra_.OF_STANDARD_LIBRARY)
-        or (is_own(name.partition(".")[0]) and not is_never(name))
-    )
+    """Whether something is the user's own, or makes values alone."""
+    return _is_users(name) or matches(name, hydra_.OF_STANDARD_LIBRARY)
+
+
+def _is_users(name: str) -> bool:
+    """Whether something is defined in the user's own folders, or in a package that is trusted."""
+    return targets.is_trusted(name) or (is_own(name.partition(".")[0]) and not is_never(name))
 
 
 def check_call(target: str, found: Any, node: Mapping[str, Any], key: str) -> None:
@@ -247,13 +263,22 @@ def check_calls(resolved: Any, section: str) -> list[str]:
     Raises:
         RequestError: it names what no config may call there.
     """
-    names = []
+    names: list[str] = []
+    takers: dict[str, bool] = {}  # whether what takes arguments there is the user's own
     for where, target, node in targets.nodes(resolved, section):
         with suppress(ImportError, ValueError):  # Hydra says so
-            found = check_found(target, f"{where}._target_", where if where == section else "")
+            of_users = next((own for at, own in reversed(takers.items()) if where.startswith(f"{at}.")), False)
+            place = "" if of_users else _place_of(where, section)
+            found = check_found(target, f"{where}._target_", place)
+            takers[where] = _is_users(identity(found))
             check_call(target, found, node, where)
             names += [target, identity(found)]
             if target in targets.LOOK_UPS:
                 path = targets.path_of(node)
-                names += [path, identity(check_found(path, f"{where}.path"))]
+                names += [path, identity(check_found(path, f"{where}.path", place))]
     return names
+
+
+def _place_of(where: str, section: str) -> str:
+    """Return the place of a node in a section: that, or of an argument ``section/name``."""
+    return where if where == section else f"{section}/{where.removeprefix(f'{section}.')}"
