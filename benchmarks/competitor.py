@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import IO, Any
 
 from benchmarks.player import Seat
-from benchmarks.samples import ROOT
+from benchmarks.samples import python_path
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,7 @@ class Competitor:
         os.close(theirs)
 
     def _environs(self) -> list[dict[str, str]]:
-        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        common = {**os.environ, **self.seat.environ(), "PYTHONPATH": path, "TERM": "xterm", "COLUMNS": "120"}
+        common = {**os.environ, **self.seat.environ(), "PYTHONPATH": python_path(), "TERM": "xterm", "COLUMNS": "120"}
         common |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         if not self.joins or self.seat.ranks == 1:
             return [common]

@@ -1,7 +1,6 @@
 """A run whose ranks are killed, watched through the journals that its ranks keep."""
 
 import math
-import os
 import random
 import signal
 import statistics
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from benchmarks.campaign.processes import Start, kill
 from benchmarks.competitor import Failed
-from benchmarks.samples import ROOT
+from benchmarks.samples import python_path
 from benchmarks.turns import Entry
 
 START_S = 180.0  # for a run to get to its first checkpoint, and for one that was disturbed to get on
@@ -66,8 +65,7 @@ class Run:
     def __enter__(self) -> "Run":
         (self.folder / "journal").mkdir()
         seat = replace(self.entry.seat, directory=str(self.folder))
-        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        environ = {**seat.environ(), "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        environ = {**seat.environ(), "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         self._start = Start(self.entry.command(seat), self.folder, self.folder / "output.txt", environ)
         return self
 

@@ -18,6 +18,12 @@ DATA = "DDP_RECIPES_BENCH_DATA"  # where made-up MNIST files go if there are no 
 SEED = 42
 CONTEXT = 128  # bytes of a window of text
 
+
+def python_path() -> str:
+    """Return the ``PYTHONPATH`` of a process that finds these benchmarks, whatever folder it is started in."""
+    return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 Tensors = tuple[Tensor, Tensor]
 """Inputs ``[n, ...]``, as bytes where they are to be divided by 255, and targets ``[n, ...]``."""
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.samples import DATA, ROOT, mnist_root
+from benchmarks.samples import DATA, mnist_root, python_path
 from ddp_recipes.models import MLP
 
 STRATEGIES = {
@@ -67,7 +67,7 @@ def run(folder: Path, slowness: int, epochs: int, *strategy: str) -> tuple[float
     """Return samples a second and the accuracy on the test images."""
     overrides = [*RECIPE, *strategy, f"data.root={mnist_root()}", f"+model.slowness={slowness}"]
     command = [sys.executable, "-m", "ddp_recipes", *overrides, f"trainer.max_epochs={epochs}", "hydra.run.dir=run"]
-    environ = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    environ = os.environ | {"PYTHONPATH": python_path()}
     subprocess.run(
         [*command, "checkpoint=none"], cwd=folder, env=environ, check=True, stdout=subprocess.DEVNULL, timeout=600
     )
