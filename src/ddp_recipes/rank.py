@@ -4,7 +4,7 @@ import json
 import logging
 import os
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -344,6 +344,15 @@ def leave_memory(recipe: Recipe) -> Path | None:
         return None
 
 
+def told_of(unexpected: Mapping[int, Sequence[int]]) -> str:
+    """Return what is to be said of other users who connected to ranks, a line for each of these."""
+    return "\n".join(
+        f"While the ranks met, user {', '.join(map(str, users))} of this machine connected to rank {met}, and was "
+        "disconnected: if that was in a rank's place, this is why. Start again."
+        for met, users in unexpected.items()
+    )
+
+
 def fail(recipe: Recipe, control: Control, output: Output, error: BaseException) -> NoReturn:
     """Record a failure for the other ranks and in the run directory, and raise the error to show."""
     if not isinstance(error, RecipeError):
@@ -368,13 +377,9 @@ def fail(recipe: Recipe, control: Control, output: Output, error: BaseException)
             f"{control.timeout_s:g} seconds: stopped, stuck or cut off."
         )
         error = RunFailed(text, unresponsive=unresponsive)
-    for met, users in control.met_strangers().items():
-        line = (
-            f"While the ranks met, user {', '.join(map(str, users))} of this machine connected to rank {met}, and was "
-            "disconnected: if that was in a rank's place, this is why. Start again."
-        )
-        error.add_note(line)
-        cause = f"{cause}{line}\n"
+    if (rank == recipe.world.rank or recipe.world.is_main) and (peers := told_of(control.unexpected_peers())):
+        error.add_note(peers)
+        text, cause = f"{text}{peers}\n", f"{cause}{peers}\n"
     disconnect(control.connections)  # what torch keeps of the group may outlive its end, and the others wait meanwhile
     if output.opened:
         write_trace(recipe.job.directory, recipe.world.rank, text)

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 from contextlib import suppress
+from functools import cache
 
 from torch import nn
 
@@ -15,6 +16,7 @@ def load_what_ddp_needs() -> None:
         import torch._dynamo  # noqa: F401
 
 
+@cache
 def compile_nothing_of(*modules: str) -> None:
     """Have ``torch.compile`` leave the functions of these modules, and of packages all below, to Python.
 

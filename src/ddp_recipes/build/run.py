@@ -40,7 +40,7 @@ def join(recipe: Recipe) -> None:
     recipe.strategy.bound = bound_to(recipe.devices.backend, recipe.devices.own)
     before = connections()
     guard = extra_or("socket guard", partial(nullcontext, set()))
-    with guard() as recipe.control.strangers:
+    with guard() as recipe.control.unexpected:
         messages = recipe.control.messages
         if messages is not None:
             messages.exited = recipe.control.watcher.exited

@@ -54,7 +54,7 @@ class Control:
         self.joins = False  # whether this rank takes the place of a lost one, and the others know what was agreed on
         self._outcomes: dict[str, list[Any]] = {}  # of what one rank made for the others
         self.connections = set[int]()  # to the other ranks, by their inodes
-        self.strangers = set[int]()  # other users who connected to this rank while ranks met
+        self.unexpected = set[int]()  # other users who connected to this rank while ranks met
         self._sent = self._shared = 0
         self._read = dict.fromkeys(range(1, world.world_size), 0)  # lines of each rank's log
 
@@ -310,29 +310,33 @@ class Control:
         """Record a failure and which rank's it is; return rank and text of the first one, the cause of the others."""
         if self.messages is None:
             return culprit, text
-        self.messages.send(f"failed/{self.world.rank}", json.dumps(sorted(self.strangers)))
+        self.messages.send(f"failed/{self.world.rank}", json.dumps(sorted(self.unexpected)))
         try:
             rank, cause = json.loads(self.messages.first("failure", json.dumps([culprit, text])))
         except RunFailed as error:  # that somebody else writes there is no reason to lose one's own
             return culprit, f"{text}{error}\n"
         return rank, cause
 
-    def met_strangers(self) -> dict[int, list[int]]:
+    def unexpected_peers(self) -> dict[int, list[int]]:
         """Return, by rank, other users who connected to it while ranks met, of the ranks that have failed by now."""
-        met = {self.world.rank: sorted(self.strangers)}
+        met = {self.world.rank: sorted(self.unexpected)}
         if self.messages is not None:
-            names = {f"failed/{rank}": rank for rank in range(self.world.world_size) if rank != self.world.rank}
-            met |= {names[name]: json.loads(users) for name, users in self.messages.there(*names).items()}
+            others = self._failures()
+            met |= {others[name]: json.loads(users) for name, users in self.messages.there(*others).items()}
         return {rank: users for rank, users in sorted(met.items()) if users}
 
     def unresponsive_ranks(self) -> list[int]:
         """Return the ranks that have not failed a short while after this one timed out: it waited for them."""
         if self.messages is None:
             return []
-        others = {f"failed/{rank}": rank for rank in range(self.world.world_size) if rank != self.world.rank}
+        others = self._failures()
         if not self.messages.silent and self.messages.wait([*others], FAILURE_S):
             return []
         return self._silent({*others.values()} - {others[name] for name in self.messages.there(*others)})
+
+    def _failures(self) -> dict[str, int]:
+        """Return the other ranks, by the name under which each says that it has failed."""
+        return {f"failed/{rank}": rank for rank in range(self.world.world_size) if rank != self.world.rank}
 
     def send_log(self, line: str) -> None:
         """Send a line to rank 0's log, and wait for nothing."""

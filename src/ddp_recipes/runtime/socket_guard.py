@@ -6,7 +6,7 @@ import os
 import socket
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -24,33 +24,39 @@ def closed_after() -> Iterator[set[int]]:
     """Have ranks connect in this context; then let nobody else in, and disconnect other users, who are yielded.
 
     gloo listens for as long as a group lives, and takes whoever comes for a rank. All are connected when they leave
-    here, so the system drops what comes later. A stranger of this machine who was quicker than a rank thereby ends the
-    run, by a connection that is closed, and takes no part in it.
+    here, so the system drops what comes later. Another user of this machine who was quicker than a rank thereby ends
+    the run, by a connection that is closed, and takes no part in it.
     """
-    strangers = set[int]()
-    before = {door.getsockname() for door in sockets() if listens(door)}
+    unexpected = set[int]()
+    before = {listener.getsockname() for listener in sockets() if listens(listener)}
     try:
-        yield strangers
-    finally:  # also where ranks did not meet: a stranger may be why
-        ports = set()
-        for door in sockets():
-            if listens(door) and (name := door.getsockname()) not in before:
-                _drop_all(door)
-                ports.add(name[1])
-        for connection in sockets():
-            if connection.getsockname()[1] in ports and (user := _user_behind(connection)) not in (None, os.geteuid()):
-                strangers.add(user)
-                with suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)
-        for user in strangers:
-            log.warning("User %d of this machine connected to this rank while ranks met, and was disconnected.", user)
+        yield unexpected
+    finally:  # also where ranks did not meet: an unexpected peer may be why
+        unexpected |= _shut_since(before)
 
 
-def _drop_all(door: socket.socket) -> None:
+def _shut_since(before: Collection[object]) -> set[int]:
+    """Let nobody else in where this process listens but did not before; disconnect other users, and return them."""
+    ports, users = set(), set[int]()
+    for listener in sockets():
+        if listens(listener) and (name := listener.getsockname()) not in before:
+            _drop_all(listener)
+            ports.add(name[1])
+    for connection in sockets():
+        if connection.getsockname()[1] in ports and (user := _user_behind(connection)) not in (None, os.geteuid()):
+            users.add(user)
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+    for user in users:
+        log.warning("User %d of this machine connected to this rank while ranks met, and was disconnected.", user)
+    return users
+
+
+def _drop_all(listener: socket.socket) -> None:
     """Drop what comes to a listening socket from now on; connections that were made stay."""
     code = ctypes.create_string_buffer(_DROP)
     with suppress(OSError):  # a system without filters
-        door.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, struct.pack("HL", 1, ctypes.addressof(code)))
+        listener.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, struct.pack("HL", 1, ctypes.addressof(code)))
 
 
 def _user_behind(connection: socket.socket) -> int | None:
