@@ -23,8 +23,7 @@ from torch.distributed import Store
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.hashes import quiet
-from ddp_recipes._compat.pytree import tree_leaves
-from ddp_recipes._compat.tensors import local
+from ddp_recipes._compat.torch_ import local, tree_leaves
 from ddp_recipes.build.recipe import make_recipe
 from ddp_recipes.build.run import join, make_run, make_stop_controller
 from ddp_recipes.data import loader
@@ -35,7 +34,7 @@ from ddp_recipes.runtime.world import World
 from ddp_recipes.testing import make_job, on_ranks
 from ddp_recipes.tools.dry_run import make_plan
 from ddp_recipes.tools.dry_run.ledger import bytes_of
-from ddp_recipes.training.evaluation import evaluate
+from ddp_recipes.training.metrics import evaluate
 from ddp_recipes.training.update import clip, forward_backward
 
 QUIET = ("trainer.progress=false", "logger=none", "launcher.device=cpu", "trainer.num_sanity_val_steps=0")

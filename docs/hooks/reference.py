@@ -14,7 +14,6 @@ import yaml
 
 from ddp_recipes._lazy import published
 from ddp_recipes.config.keys import describe, shown
-from ddp_recipes.config.launcher import launcher_class
 from ddp_recipes.config.parallelism import strategy_settings
 from ddp_recipes.config.settings import (
     CheckpointSettings,
@@ -25,6 +24,7 @@ from ddp_recipes.config.settings import (
     RunSettings,
     SweepSettings,
     TrainerSettings,
+    launcher_class,
 )
 
 CONF = Path(__file__).resolve().parents[2] / "conf"

@@ -16,9 +16,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ddp_recipes.config import compose, questions
-from ddp_recipes.config.launcher import launcher_class
 from ddp_recipes.config.overrides import deleting_null
 from ddp_recipes.config.request import Request, resolve
+from ddp_recipes.config.settings import launcher_class
 from ddp_recipes.config.translate import translated
 from ddp_recipes.errors import Preempted, RecipeError, RequestError, RunFailed, printable
 from ddp_recipes.launchers import environment

@@ -14,7 +14,6 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddp_recipes._compat.memory import dump_snapshot, record_history
 from ddp_recipes.errors import RequestError
 
 if TYPE_CHECKING:
@@ -372,11 +371,15 @@ def peak_flops(device: "torch.device", precision: str) -> float | None:
 
 def dump_memory(device: "torch.device", path: Path) -> bool:
     """Write what is allocated on a type of device, for https://pytorch.org/memory_viz; return whether that can be."""
+    from ddp_recipes._compat.torch_ import dump_snapshot
+
     return is_accelerator(device) and dump_snapshot(module(device), path)
 
 
 def record_memory_history(device: "torch.device", entries: int) -> None:
     """Note where so many of the latest allocations come from, for what :func:`dump_memory` writes."""
+    from ddp_recipes._compat.torch_ import record_history
+
     if is_accelerator(device):
         record_history(module(device), entries)
 

@@ -6,12 +6,12 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from omegaconf import OmegaConf
@@ -24,7 +24,7 @@ from ddp_recipes.config.parallelism import Stage
 from ddp_recipes.config.request import Request
 from ddp_recipes.devices import peak_memory
 from ddp_recipes.loggers import Logger
-from ddp_recipes.reporting.hparams import hyper_parameters, overridden
+from ddp_recipes.loggers.base import Parameter
 from ddp_recipes.reporting.logs import FAILURE, Console, ForwardHandler, LogFile, handling
 from ddp_recipes.reporting.progress import Progress, make_progress, number, table
 from ddp_recipes.reporting.run_directory import RunDirectory, Summary, read_summary, recording, write_summary
@@ -34,7 +34,7 @@ from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies import Strategy
 from ddp_recipes.strategies.base import batch_norms
 from ddp_recipes.tasks import Task
-from ddp_recipes.tasks.modes import Modes
+from ddp_recipes.tasks.task import Modes
 from ddp_recipes.training.state import Cursor, Metrics, Run
 
 log = logging.getLogger(__name__)
@@ -304,3 +304,30 @@ class Output:
         if Path(path).is_relative_to(here) and not here.is_relative_to(self.job.directory):
             return str(Path(path).relative_to(here))
         return str(path)
+
+
+GROUPS = ("seed", "data", "model", "task", "optimizer", "scheduler", "strategy", "trainer")  # may change the outcome
+
+
+def hyper_parameters(config: Mapping[str, Any]) -> dict[str, Parameter]:
+    """Return them as one level of dotted names: ``{"model": "Toy", "optimizer.lr": 0.1, …}``."""
+    values = _flat({name: config[name] for name in GROUPS})
+    return {name: value for name, value in values.items() if not name.startswith(("data.val.", "data.test"))}
+
+
+def overridden(overrides: Sequence[str]) -> list[str]:
+    """Return the keys and groups that overrides set."""
+    return [override.split("=")[0].lstrip("+~") for override in overrides]
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Parameter]:
+    """Return a nested config as one level of dotted names; a section itself is the last name of its ``_target_``."""
+    values: dict[str, Parameter] = {}
+    for name, value in config.items():
+        if name == "_target_":
+            values[prefix.removesuffix(".")] = str(value).rpartition(".")[2]
+        elif isinstance(value, Mapping):
+            values |= _flat(value, f"{prefix}{name}.")
+        elif value is not None and name != "_partial_":
+            values[f"{prefix}{name}"] = value if isinstance(value, (bool, int, float)) else str(value)
+    return values

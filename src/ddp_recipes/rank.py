@@ -11,12 +11,11 @@ from typing import Any, NoReturn
 
 import torch
 
-from ddp_recipes._compat.collectives import recorded_collectives
 from ddp_recipes._compat.messages import out_of_memory, timed_out
+from ddp_recipes._compat.torch_ import recorded_collectives
 from ddp_recipes.build.instantiate import reaches_own_code
-from ddp_recipes.build.output import make_output
 from ddp_recipes.build.recipe import Recipe, make_recipe
-from ddp_recipes.build.run import join, make_run, make_stop_controller
+from ddp_recipes.build.run import join, make_output, make_run, make_stop_controller
 from ddp_recipes.checkpointing.files import refuse_folders
 from ddp_recipes.checkpointing.writing import disk_failure
 from ddp_recipes.config.extras import extra
@@ -28,20 +27,17 @@ from ddp_recipes.reporting.logs import own_lines
 from ddp_recipes.reporting.run_directory import RunDirectory, Summary, in_ranks, write_flight_recorder, write_trace
 from ddp_recipes.runtime.advice import advice
 from ddp_recipes.runtime.control import NOBODY, OWN, Control
-from ddp_recipes.runtime.digest import digest, without_digest
-from ddp_recipes.runtime.job import ASKS_TO_STOP, Job
-from ddp_recipes.runtime.main_module import unpack
+from ddp_recipes.runtime.job import ASKS_TO_STOP, Job, unpack
 from ddp_recipes.runtime.messages import Messages
-from ddp_recipes.runtime.process import ignore_once
-from ddp_recipes.runtime.sockets import disconnect
-from ddp_recipes.runtime.watcher import Watcher
+from ddp_recipes.runtime.process import disconnect, ignore_once
+from ddp_recipes.runtime.regroup import Watcher
+from ddp_recipes.runtime.tensors import digest, without_digest
 from ddp_recipes.runtime.world import World
 from ddp_recipes.tasks.written import refuse_differing
 from ddp_recipes.training import loop
 from ddp_recipes.training.cadence import save_meets_validation
 from ddp_recipes.training.collectives import refusing_collectives
-from ddp_recipes.training.evaluation import check_monitor, evaluate
-from ddp_recipes.training.metrics import Matrices, log_matrices
+from ddp_recipes.training.metrics import Matrices, check_monitor, evaluate, log_matrices
 from ddp_recipes.training.precision import make_precision
 from ddp_recipes.training.state import Run
 

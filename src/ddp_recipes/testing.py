@@ -29,7 +29,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch.distributed import FileStore, Store
 
 from ddp_recipes import rank
-from ddp_recipes._compat.ddp import load_what_ddp_needs
+from ddp_recipes._compat.torch_ import load_what_ddp_needs
 from ddp_recipes.config import compose
 from ddp_recipes.config.overrides import spelled_out
 from ddp_recipes.config.request import resolve

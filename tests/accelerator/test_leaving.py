@@ -10,7 +10,7 @@ import pytest
 from ddp_recipes import checkpointing
 from ddp_recipes.checkpointing.files import load, step_files
 from ddp_recipes.checkpointing.parts import put_together
-from ddp_recipes.runtime.digest import digest
+from ddp_recipes.runtime.tensors import digest
 from helpers.accelerator import HABITS, Accelerator
 from helpers.waits import COUNTING
 
@@ -136,7 +136,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddp_recipes.checkpointing import tensors_file
-from ddp_recipes.checkpointing.staging import PieceWriter
+from ddp_recipes.checkpointing.writing import PieceWriter
 from saved import Arriving
 
 long = torch.arange(3 * tensors_file.BLOCK // 4 + 5)

@@ -21,7 +21,7 @@ from ddp_recipes.checkpointing.files import load, load_first, named, newest_firs
 from ddp_recipes.checkpointing.parts import put_together
 from ddp_recipes.errors import RequestError
 from ddp_recipes.reporting.run_directory import Summary
-from ddp_recipes.runtime.digest import digest
+from ddp_recipes.runtime.tensors import digest
 from helpers.damage import OTHERS, copied
 from helpers.exact import QUIET
 

@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 from ddp_recipes import Callback, Task
 from ddp_recipes.models import Toy
-from ddp_recipes.runtime.digest import digest
+from ddp_recipes.runtime.tensors import digest
 
 
 class Numbered(TensorDataset):

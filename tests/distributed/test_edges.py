@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ddp_recipes
-from ddp_recipes.config.monitor import better
+from ddp_recipes.config.settings import better
 from ddp_recipes.errors import RequestError
 from ddp_recipes.tasks import Accuracy, Task
 from ddp_recipes.testing import make_job

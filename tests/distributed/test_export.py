@@ -12,7 +12,7 @@ from ddp_recipes.checkpointing.files import load
 from ddp_recipes.errors import RequestError
 from ddp_recipes.models import Toy
 from ddp_recipes.reporting.run_directory import Summary
-from ddp_recipes.runtime.digest import digest
+from ddp_recipes.runtime.tensors import digest
 
 Run = Callable[..., Summary]
 

@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from ddp_recipes.checkpointing.files import load
 from ddp_recipes.errors import RequestError
 from ddp_recipes.reporting.run_directory import Summary
-from ddp_recipes.runtime.digest import digest
+from ddp_recipes.runtime.tensors import digest
 from helpers.marks import slow_but
 from helpers.ranks import run_recipe
 

@@ -12,7 +12,7 @@ from ddp_recipes.checkpointing.files import load, newest_first
 from ddp_recipes.checkpointing.parts import put_together
 from ddp_recipes.errors import RequestError
 from ddp_recipes.reporting.run_directory import Summary
-from ddp_recipes.runtime.digest import digest
+from ddp_recipes.runtime.tensors import digest
 from helpers.exact import QUIET
 from helpers.marks import slow_but
 

@@ -16,7 +16,7 @@ import pytest
 from ddp_recipes.checkpointing.files import find, load, load_first, newest_first
 from ddp_recipes.checkpointing.manager import FileCheckpointer
 from ddp_recipes.errors import RecipeError
-from ddp_recipes.runtime.digest import digest
+from ddp_recipes.runtime.tensors import digest
 from helpers.checkpoints import checkpointer, mounted, plain, state_of, steps_in
 from helpers.marks import slow_but
 from helpers.pairs import pairwise

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from ddp_recipes._compat.tensors import bytes_of
-from ddp_recipes.checkpointing.tensors_file import NAMES
+from ddp_recipes._compat.torch_ import bytes_of
+from ddp_recipes.checkpointing.part_file import NAMES
 
 TEXT = st.text("ab/[]0'é ", max_size=4)  # with what names in files are put together from
 PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | TEXT

@@ -73,7 +73,7 @@ NAMES = [
         "own.os.environ.clear",
     ),
     *(
-        "ddp_recipes.runtime.main_module.unpack",
+        "ddp_recipes.runtime.job.unpack",
         "logging.FileHandler",
         "setuptools.setup",
         "test.support.run_unittest",

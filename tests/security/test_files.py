@@ -19,7 +19,7 @@ import ddp_recipes
 from ddp_recipes import RequestError
 from ddp_recipes.checkpointing.export import export
 from ddp_recipes.checkpointing.files import load
-from ddp_recipes.launchers import keys
+from ddp_recipes.launchers import environment
 from ddp_recipes.reporting.run_directory import Summary, read_summary
 from helpers import security_files
 from helpers.marks import slow_but
@@ -125,8 +125,8 @@ def test_what_is_no_file_is_no_summary_no_key_and_no_table(
     NO_FILES[kind](tmp_path / "summary.json")
     assert read_summary(tmp_path) is None
     monkeypatch.setenv("HOME", str(tmp_path))
-    NO_FILES[kind](Path(keys.FILE).expanduser())
-    assert keys.find_key({}) == b""
+    NO_FILES[kind](Path(environment.KEY_FILE).expanduser())
+    assert environment.find_key({}) == b""
     run(*QUICK, SINGLE, "logger=csv", directory=tmp_path / "run")
     (table := tmp_path / "run" / "csv" / "metrics.csv").unlink()
     NO_FILES[kind](table)

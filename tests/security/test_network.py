@@ -14,7 +14,7 @@ import pytest
 from torch.distributed import FileStore, TCPStore
 
 from ddp_recipes.errors import RequestError, RunFailed
-from ddp_recipes.launchers.keys import find_key
+from ddp_recipes.launchers.environment import find_key
 from ddp_recipes.runtime.messages import Messages
 from helpers.attacks import as_user, blame, forge, get_between, scribble, writes_into
 from helpers.marks import at_night, slow_but

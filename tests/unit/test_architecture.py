@@ -48,7 +48,7 @@ def test_a_strategy_is_known_in_its_own_folder_alone() -> None:
 
 
 # Cloudpickle, and so unpickling, for what the same user's parent hands over through an inherited descriptor alone.
-UNPICKLES = {"ddp_recipes_devices.py": 2, "main_module.py": 1}
+UNPICKLES = {"ddp_recipes_devices.py": 2, "job.py": 1}
 ABOUT_PICKLES = re.compile(r"\w_object(_list)?\(|pickle\.loads?\(|Unpickler|weights_only=False|allow_pickle=True")
 
 
@@ -153,7 +153,7 @@ def test_private_names_of_others_are_seen(code: str) -> None:
 @pytest.mark.parametrize(
     "code",
     [
-        "from ddp_recipes._compat.pytree import tree_leaves",
+        "from ddp_recipes._compat.torch_ import tree_leaves",
         "os._exit(0); cursor._replace(step=1); cursor._asdict()",
         "node._target_; loss.__class__",
         "class A:\n  def __init__(self, other): self._mine = other._mine",

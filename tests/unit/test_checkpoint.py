@@ -27,8 +27,8 @@ from ddp_recipes.checkpointing.files import (
 )
 from ddp_recipes.errors import RequestError
 from ddp_recipes.models import Toy
-from ddp_recipes.runtime.digest import digest
 from ddp_recipes.runtime.files import write_aside
+from ddp_recipes.runtime.tensors import digest
 from helpers.checkpoints import checkpointer, plain, state_of, write
 from helpers.states import nested, same, states
 

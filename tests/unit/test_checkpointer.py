@@ -10,7 +10,7 @@ import pytest
 
 from ddp_recipes.checkpointing.files import load, load_first, newest_first
 from ddp_recipes.errors import RecipeError
-from ddp_recipes.runtime.digest import digest
+from ddp_recipes.runtime.tensors import digest
 from helpers.checkpoints import checkpointer, mounted, state_of, steps_in, write
 from helpers.patience import patience
 

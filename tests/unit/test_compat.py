@@ -27,23 +27,8 @@ from torch.distributed import TCPStore
 from torch.utils.data import DataLoader
 from torch.utils.tensorboard import SummaryWriter
 
-from ddp_recipes._compat import (
-    autograd,
-    collectives,
-    data_workers,
-    ddp,
-    dispatch,
-    hydra_,
-    interpreter,
-    messages,
-    modules,
-    omegaconf_,
-    optimizers,
-    pytree,
-    tensorboard,
-    tensors,
-)
-from ddp_recipes.config import compose, kinds
+from ddp_recipes._compat import dispatch, hydra_, interpreter, messages, torch_
+from ddp_recipes.config import compose, targets
 from ddp_recipes.main import CONF
 from ddp_recipes.runtime.world import World
 from ddp_recipes.testing import on_ranks
@@ -54,10 +39,10 @@ from helpers.patience import patience
 
 def test_pytree_takes_containers_apart_and_puts_them_together() -> None:
     batch = {"a": torch.ones(2), "b": [1, (torch.zeros(3), None)]}
-    leaves, form = pytree.tree_flatten(batch)
-    assert leaves == pytree.tree_leaves(batch)
-    assert pytree.tree_unflatten(leaves, form) == batch
-    doubled: Any = pytree.tree_map_only(Tensor, lambda tensor: tensor * 2, batch)
+    leaves, form = torch_.tree_flatten(batch)
+    assert leaves == torch_.tree_leaves(batch)
+    assert torch_.tree_unflatten(leaves, form) == batch
+    doubled: Any = torch_.tree_map_only(Tensor, lambda tensor: tensor * 2, batch)
     assert doubled["b"][0] == 1
     assert doubled["a"].tolist() == [2, 2]
 
@@ -86,7 +71,7 @@ def test_fake_tensors_have_a_device_that_is_not_there() -> None:
 def test_storage_key_is_that_of_views_and_of_no_other() -> None:
     for device in ("cpu", "meta"):
         tensor, other = torch.empty(4, device=device), torch.empty(4, device=device)
-        assert tensors.storage_key(tensor) == tensors.storage_key(tensor[2:]) != tensors.storage_key(other)
+        assert torch_.storage_key(tensor) == torch_.storage_key(tensor[2:]) != torch_.storage_key(other)
 
 
 @pytest.mark.parametrize("without", [False, True], ids=["private", "public"])
@@ -95,35 +80,35 @@ def test_tensors_are_copied_and_added_each(without: bool, monkeypatch: pytest.Mo
         monkeypatch.delattr(torch, "_foreach_copy_")
         monkeypatch.delattr(torch, "_foreach_add_")
     into = [torch.zeros(2), torch.zeros(3)]
-    tensors.copy_each(into, [torch.ones(2), torch.ones(3)])
-    tensors.add_each(into, [torch.ones(2), torch.ones(3)])
+    torch_.copy_each(into, [torch.ones(2), torch.ones(3)])
+    torch_.add_each(into, [torch.ones(2), torch.ones(3)])
     assert [tensor.tolist() for tensor in into] == [[2, 2], [2, 2, 2]]
 
 
 @pytest.mark.parametrize("without", [False, True], ids=["private", "public"])
 def test_run_backward_adds_gradients(without: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if without:
-        monkeypatch.setattr(autograd, "Variable", object)  # for torch itself needs the name
+        monkeypatch.setattr(torch_, "Variable", object)  # for torch itself needs the name
     weight = torch.ones(3, requires_grad=True)
     for _ in range(2):
-        autograd.run_backward(weight.square().sum())
+        torch_.run_backward(weight.square().sum())
     assert weight.grad is not None
     assert weight.grad.tolist() == [4, 4, 4]
 
 
 def test_nodes_are_numbered_as_they_come() -> None:
-    before = autograd.next_sequence_number()
+    before = torch_.next_sequence_number()
     loss = torch.ones(2, requires_grad=True).square().sum()
     assert loss.grad_fn is not None
-    assert before < autograd.sequence_number(loss.grad_fn) + 1 == autograd.next_sequence_number()
-    assert [list(each.shape) for each in autograd.metadata_of(loss.grad_fn)] == [[]]
+    assert before < torch_.sequence_number(loss.grad_fn) + 1 == torch_.next_sequence_number()
+    assert [list(each.shape) for each in torch_.metadata_of(loss.grad_fn)] == [[]]
 
 
 def test_current_node_is_there_in_backward_alone() -> None:
     seen = []
     weight = torch.ones(2, requires_grad=True)
-    weight.register_hook(lambda gradient: seen.append(autograd.current_node()))
-    assert autograd.current_node() is None
+    weight.register_hook(lambda gradient: seen.append(torch_.current_node()))
+    assert torch_.current_node() is None
     weight.square().sum().backward()  # type: ignore[no-untyped-call]
     assert seen != [None]
 
@@ -139,18 +124,18 @@ def test_a_numbered_pass_recomputes_a_checkpoint_once() -> None:
     output: Any = torch.utils.checkpoint.checkpoint(block, weight, use_reentrant=False)
     node = output.grad_fn
     assert len(calls) == 1
-    with autograd.pass_numbered(1 << 41):
+    with torch_.pass_numbered(1 << 41):
         gradient = node(torch.ones(2))
         node.next_functions[0][0](gradient)
     assert len(calls) == 2
 
 
 def test_profiler_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not autograd.is_profiled()
+    assert not torch_.is_profiled()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True):
-        assert autograd.is_profiled()
+        assert torch_.is_profiled()
     monkeypatch.delattr(profiler, "_is_profiler_enabled")
-    assert autograd.is_profiled()
+    assert torch_.is_profiled()
 
 
 @pytest.mark.parametrize("without", [False, True], ids=["private", "public"])
@@ -158,7 +143,7 @@ def test_kinds_of_modules_are_known(without: bool, monkeypatch: pytest.MonkeyPat
     if without:
         monkeypatch.delattr(nn.modules.batchnorm, "_BatchNorm")
         monkeypatch.delattr(nn.modules.dropout, "_DropoutNd")
-    found = runpy.run_path(str(modules.__file__))
+    found = runpy.run_path(str(torch_.__file__))
     batch_norm, dropout_kinds = found["BatchNorm"], found["Dropout"]
     for norm in (nn.BatchNorm1d(2), nn.BatchNorm3d(2), nn.SyncBatchNorm(2)):
         assert isinstance(norm, batch_norm)
@@ -170,15 +155,15 @@ def test_kinds_of_modules_are_known(without: bool, monkeypatch: pytest.MonkeyPat
 
 def test_buffers_are_read_and_written() -> None:
     norm = nn.BatchNorm1d(2)
-    modules.buffers_of(norm)["running_mean"] = torch.ones(2)
+    torch_.buffers_of(norm)["running_mean"] = torch.ones(2)
     assert norm.running_mean is not None
     assert norm.running_mean.tolist() == [1, 1]
-    assert list(modules.buffers_of(norm)) == ["running_mean", "running_var", "num_batches_tracked"]
+    assert list(torch_.buffers_of(norm)) == ["running_mean", "running_var", "num_batches_tracked"]
 
 
 def test_tensors_are_shared_with_a_copy() -> None:
     one, other = nn.BatchNorm1d(2), nn.BatchNorm1d(2)
-    modules.share_tensors(one, other)
+    torch_.share_tensors(one, other)
     assert other.weight is one.weight
     assert other.running_mean is one.running_mean
 
@@ -186,7 +171,7 @@ def test_tensors_are_shared_with_a_copy() -> None:
 def test_only_a_modules_own_tensors_are_changed() -> None:
     outer = nn.Sequential(nn.Linear(2, 2))
     outer.register_parameter("own", nn.Parameter(torch.ones(2)))
-    modules.apply_to_own(outer, partial(Tensor.to, device="meta"))
+    torch_.apply_to_own(outer, partial(Tensor.to, device="meta"))
     assert [name for name, each in outer.named_parameters() if each.is_meta] == ["own"]
 
 
@@ -195,30 +180,30 @@ def test_chosen_forward_pre_hooks_are_removed() -> None:
     layer = nn.Linear(2, 2)
     layer.register_forward_pre_hook(lambda *_: called.append("kept"))
     layer.register_forward_pre_hook(first := lambda *_: called.append("removed"), with_kwargs=True)
-    modules.remove_forward_pre_hooks(layer, lambda hook: hook is first)
+    torch_.remove_forward_pre_hooks(layer, lambda hook: hook is first)
     layer(torch.ones(2))
     assert called == ["kept"]
 
 
 def test_observers_of_an_optimizer_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
-    assert not optimizers.is_observed(optimizer)
+    assert not torch_.is_observed(optimizer)
     handle = optimizer.register_step_post_hook(lambda *_: None)
-    assert optimizers.is_observed(optimizer)
+    assert torch_.is_observed(optimizer)
     handle.remove()
-    monkeypatch.delattr(optimizers.optimizers, "_global_optimizer_pre_hooks")
-    assert optimizers.is_observed(optimizer)
+    monkeypatch.delattr(torch_.optimizers, "_global_optimizer_pre_hooks")
+    assert torch_.is_observed(optimizer)
 
 
 def test_data_workers_end_at_once() -> None:
     loader = DataLoader([1, 2], num_workers=1, persistent_workers=True, multiprocessing_context="fork")
     worker = next(thread for thread in iter(loader)._workers)  # type: ignore[attr-defined]
     assert worker.is_alive()
-    data_workers.shut_down(loader)
+    torch_.shut_down(loader)
     assert not worker.is_alive()
-    data_workers.shut_down(DataLoader([1]))
-    data_workers.shut_down(None)
-    data_workers.shut_down(object())  # type: ignore[arg-type]  # as a loader without the private names
+    torch_.shut_down(DataLoader([1]))
+    torch_.shut_down(None)
+    torch_.shut_down(object())  # type: ignore[arg-type]  # as a loader without the private names
 
 
 @pytest.mark.parametrize("without", [False, True], ids=["private", "public"])
@@ -226,15 +211,15 @@ def test_file_writer_of_tensorboard(without: bool, tmp_path: Path, monkeypatch: 
     with SummaryWriter(str(tmp_path)) as writer:  # type: ignore[no-untyped-call]
         if without:
             monkeypatch.delattr(SummaryWriter, "_get_file_writer")
-        assert tensorboard.file_writer(writer).get_logdir() == str(tmp_path)
+        assert torch_.file_writer(writer).get_logdir() == str(tmp_path)
         monkeypatch.undo()
 
 
 def test_ddp_loads_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    ddp.load_what_ddp_needs()
+    torch_.load_what_ddp_needs()
     assert "torch._dynamo" in sys.modules
     monkeypatch.setitem(sys.modules, "torch._dynamo", None)  # its import fails now
-    ddp.load_what_ddp_needs()
+    torch_.load_what_ddp_needs()
 
 
 # --- Python ----------------------------------------------------------------------------------------------------------
@@ -376,7 +361,7 @@ def test_instantiate_makes_what_is_installed_or_a_users_own(
     if without:  # as with Hydra 1.3, in silence
         monkeypatch.delattr("hydra.utils.execution_whitelist", raising=False)
         warnings.filterwarnings("ignore", r"\s*hydra\.utils\.instantiate\(\) resolved _target_")
-    assert hydra_.instantiate(node, kinds.check_calls(node, "")) is not None
+    assert hydra_.instantiate(node, targets.check_calls(node, "")) is not None
 
 
 @pytest.mark.parametrize("target", ["builtins.eval", "os.remove", "shutil.rmtree", "own_module.os.system"])
@@ -396,7 +381,7 @@ def test_the_whitelist_has_the_names_that_were_looked_at_alone(target: str) -> N
 
 def test_resolvers_are_registered_and_replaced() -> None:
     for value in (1, 2):
-        omegaconf_.register_resolver("compat_test", lambda value=value: value, replace=True)
+        hydra_.register_resolver("compat_test", lambda value=value: value, replace=True)
         assert OmegaConf.create({"a": "${compat_test:}"}).a == value
     OmegaConf.clear_resolver("compat_test")
 
@@ -538,7 +523,7 @@ def test_devices_that_an_operation_mixes_are_named() -> None:
 def test_a_group_that_did_not_come_about_does_not_count() -> None:
     with pytest.raises(RuntimeError):  # nobody else comes
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=2, timeout=timedelta(seconds=0.2))
-    collectives.count_groups_anew()
+    torch_.count_groups_anew()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         assert dist.group.WORLD is not None

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from ddp_recipes.data.batch_plan import BatchPlan
-from ddp_recipes.data.collate import collate, to_device
+from ddp_recipes.data.keyed import collate, to_device
 from ddp_recipes.data.loader import Batch, Loader, is_iterable, size_of
 from ddp_recipes.data.order import Sequential, Shuffled
 from ddp_recipes.datasets import InMemory, ScaleAndNormalize, digits, fake_images

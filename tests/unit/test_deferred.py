@@ -16,7 +16,7 @@ from torch.nn.utils import parametrizations
 from ddp_recipes.build.deferred import Initial, without_memory
 from ddp_recipes.build.tape import SMALLEST
 from ddp_recipes.models.gpt import GPT
-from ddp_recipes.runtime.digest import digest
+from ddp_recipes.runtime.tensors import digest
 
 
 class Initialised(nn.Module):

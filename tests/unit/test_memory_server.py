@@ -14,7 +14,7 @@ from ddp_recipes.launchers.nodes.copies import Copies
 from ddp_recipes.recovery.kept import load_kept, pieces_of
 from ddp_recipes.recovery.memory import Kept, Places, kept_in, new_file, path_of, write_state
 from ddp_recipes.recovery.memory_server import CHUNK, FIRST_S, REQUEST, MemoryClient, MemoryServer, opener
-from ddp_recipes.runtime.rows import OwnRows, whole_of
+from ddp_recipes.runtime.tensors import OwnRows, whole_of
 from helpers.processes import until
 
 KEY, HOST = b"a key", "127.0.0.1"

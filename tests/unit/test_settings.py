@@ -16,7 +16,7 @@ from ddp_recipes.config import compose
 from ddp_recipes.config.keys import Range, parse
 from ddp_recipes.config.settings import CheckpointSettings, DataSettings, RunSettings, TrainerSettings, batches, seconds
 from ddp_recipes.errors import RequestError
-from ddp_recipes.launchers.env import AutoSettings
+from ddp_recipes.launchers.auto import AutoSettings
 from ddp_recipes.main import CONF
 
 SECTIONS: dict[str, tuple[type[Any], bool]] = {

@@ -23,8 +23,7 @@ from ddp_recipes.checkpointing.manager import Checkpointer, FileCheckpointer
 from ddp_recipes.checkpointing.parts import Stored, put_together
 from ddp_recipes.checkpointing.sharded import Writers, make_checkpointer
 from ddp_recipes.errors import RecipeError, RequestError
-from ddp_recipes.runtime.digest import digest
-from ddp_recipes.runtime.rows import OwnRows, span
+from ddp_recipes.runtime.tensors import OwnRows, digest, span
 from helpers.checkpoints import mounted, plain, state_of, steps_in
 from helpers.checkpoints import settings as saving
 from helpers.states import same, states

@@ -3,7 +3,7 @@
 import pytest
 
 from ddp_recipes.recovery.source import Candidate, Source, furthest
-from ddp_recipes.runtime.meeting import Progress
+from ddp_recipes.runtime.regroup import Progress
 
 
 @pytest.mark.parametrize(

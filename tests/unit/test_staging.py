@@ -14,9 +14,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_recipes.checkpointing import staging
-from ddp_recipes.checkpointing.staging import StagingWriter
-from ddp_recipes.checkpointing.writing import PlainWriter, Writer
+from ddp_recipes.checkpointing import writing
+from ddp_recipes.checkpointing.writing import PlainWriter, StagingWriter, Writer
 from ddp_recipes.runtime.files import write_aside
 from helpers.states import same, states
 
@@ -24,7 +23,7 @@ from helpers.states import same, states
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let files of a few kilobytes have many blocks, which records begin and end anywhere in."""
-    monkeypatch.setattr(staging, "BLOCK", 4096)
+    monkeypatch.setattr(writing, "BLOCK", 4096)
 
 
 def content(size: int) -> dict[str, Any]:
@@ -96,7 +95,7 @@ def test_whole_blocks_go_past_the_page_cache(tmp_path: Path, monkeypatch: pytest
     write = os.write
 
     def watched(descriptor: int, data: memoryview) -> int:
-        writes.append((bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & staging.DIRECT), len(data)))
+        writes.append((bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & writing.DIRECT), len(data)))
         return write(descriptor, data)
 
     monkeypatch.setattr(os, "write", watched)

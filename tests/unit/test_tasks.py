@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from ddp_recipes.errors import RequestError
 from ddp_recipes.models import Toy
-from ddp_recipes.runtime.digest import digest
+from ddp_recipes.runtime.tensors import digest
 from ddp_recipes.tasks import Accuracy, MeanAbsoluteError, ModelLossTask, StepOutput, Task
 
 

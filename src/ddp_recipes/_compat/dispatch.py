@@ -13,7 +13,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ddp_recipes._compat.pytree import tree_leaves
+from ddp_recipes._compat.torch_ import tree_leaves
 
 __all__ = ["INSTEAD", "MOVES", "DisableTorchFunction", "FakeTensorMode", "OpOverload", "TorchDispatchMode"]
 

@@ -5,16 +5,18 @@ No public way: ``hydra.compose`` runs neither jobs nor sweeps, and ``hydra.main`
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import hydra.utils
+import omegaconf
 from hydra import version
 from hydra._internal.callbacks import Callbacks
 from hydra._internal.hydra import Hydra
 from hydra._internal.utils import create_config_search_path, get_args_parser
 from hydra.core.utils import JobReturn
+from omegaconf import OmegaConf
 
 __all__ = [
     "Callbacks",
@@ -90,3 +92,15 @@ def execution_whitelist(*more: str) -> AbstractContextManager[Any]:
         [*OF_STANDARD_LIBRARY, *more, *(f"{name}.*" for name in packages if name.isidentifier())]
     )
     return listed
+
+
+def register_resolver(name: str, resolver: Callable[..., Any], *, replace: bool = False) -> None:
+    """Register a resolver: ``register_resolver`` of OmegaConf 2.4, or ``register_new_resolver``, deprecated there.
+
+    What it takes and returns is not checked against its annotations, as before 2.4.
+    """
+    if omegaconf.__version__.startswith("2.3."):  # whose register_resolver is another one, of before 2.1
+        OmegaConf.register_new_resolver(name, resolver, replace=replace)
+    else:
+        register: Any = OmegaConf.register_resolver
+        register(name, resolver, replace=replace, annotation_validation="off")

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ddp_recipes._compat.ddp import compile_nothing_of
+from ddp_recipes._compat.torch_ import compile_nothing_of
 from ddp_recipes.config.settings import TrainerSettings
 from ddp_recipes.errors import RequestError
 from ddp_recipes.tasks.blocks import chosen, on_copies

@@ -1,19 +1,19 @@
 """Loaders of the config's data sets."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ddp_recipes.build.dataloaders import Source, by_name, function_of, source_of, source_of_node
+from ddp_recipes.build.instantiate import bound, locate, make, parameters_of
 from ddp_recipes.config.extras import extra
 from ddp_recipes.config.parallelism import BatchShards, StrategySettings
 from ddp_recipes.config.settings import DataSettings, TrainerSettings, batches
 from ddp_recipes.data.batch_plan import BatchPlan
-from ddp_recipes.data.collate import Form
+from ddp_recipes.data.keyed import Form
 from ddp_recipes.data.loader import Loader, is_iterable, size_of
 from ddp_recipes.data.order import Bucketed, Drawn, FirstEpoch, Order, order_of
 from ddp_recipes.errors import RequestError
@@ -28,6 +28,27 @@ SPLITS = {
     "predict": ("predict", "test", "val"),
     "export": (),
 }
+
+
+class Source(NamedTuple):
+    """A data set, how it is cut into batches, and what makes a batch of its samples, where that is an object.
+
+    Attributes:
+        sampler, batch_sampler: of the user's own, in place of an order.
+    """
+
+    dataset: Any
+    settings: DataSettings
+    collate_fn: Callable[[list[Any]], Any] | None = None
+    batched: bool = False  # whether the set gives whole batches, which nobody else cuts
+    begin_worker: Callable[[int], None] | None = None  # in each data worker of a set that is read as a stream
+    sampler: Any = None
+    batch_sampler: Any = None
+
+    def collate(self) -> Callable[[list[Any]], Any] | None:
+        """Return what makes a batch of samples, where that is a function of the user's own."""
+        given = self.settings.collate_fn
+        return self.collate_fn if given is None else function_of(given, "data.collate_fn")
 
 
 @dataclass(frozen=True)
@@ -93,8 +114,12 @@ class Loading:
                 f"mode={mode} needs {needed}, which this data choice does not have. Give it in the data yaml, or "
                 f"choose another data or mode."
             )
-        chosen, sets = found if mode == "fit" else found[:1], _sets if own is None else by_name
-        nodes = [each for split in chosen for each in sets(split, given[split])]
+        sets: Callable[[str, Any], Sequence[tuple[str, Any]]] = _sets
+        if own is not None:
+            from ddp_recipes.build.dataloaders import by_name
+
+            sets = by_name
+        nodes = [each for split in (found if mode == "fit" else found[:1]) for each in sets(split, given[split])]
         if mode == "predict" and len(nodes) > 1:
             raise RequestError(
                 f"mode=predict writes the outputs for one data set, and {found[0]} has several: "
@@ -105,6 +130,8 @@ class Loading:
     def _source(self, name: str, node: Any, own: Mapping[str, Any] | None) -> Source:
         if own is None:
             return source_of_node(f"data.{name.replace('/', '.')}", node, self.settings, self._shards(name))
+        from ddp_recipes.build.dataloaders import source_of
+
         return source_of(name, node, self.settings, self.shards.total * self.replicas_a_shard)
 
     def _loader(self, name: str, source: Source, own: bool) -> Loader:
@@ -254,3 +281,61 @@ def _numbers(given: Any, name: str, what: str, dataset: Any) -> NDArray[np.float
     if not np.isfinite(numbers).all() or numbers.min() < 0 or not numbers.any():
         raise RequestError(f"{shown} gives {what}s from {numbers.min():g} to {numbers.max():g}. {needed}")
     return numbers
+
+
+def source_of_node(key: str, node: Mapping[str, Any], settings: DataSettings, shards: BatchShards) -> Source:
+    """Return the source of a config's set, which is told its shard as ``data.shard_arguments`` say."""
+    given = settings.shard_arguments
+    arguments = filled(given, shards) if isinstance(given, dict) and "_method_" not in given else {}
+    taken = {*parameters_of(str(node.get("_target_")), key)} if arguments else set()
+    if not {*arguments} <= taken:
+        if key == "data.train":
+            raise RequestError(
+                f"data.shard_arguments names {', '.join(arguments)}, and {node.get('_target_')} ({key}) takes "
+                f"{', '.join(sorted(taken))}. Name its own arguments, or a method of it by _method_."
+            )
+        arguments, settings = {}, replace(settings, shard_arguments=None)  # a share of the stream
+    dataset = make({**node, **arguments}, key)
+    if arguments and not is_iterable(dataset):
+        raise RequestError(
+            f"data.shard_arguments deals iterable-style sets, and {key} is a {type(dataset).__name__} with an index, "
+            f"of which each rank takes its samples anyhow. Leave it out."
+        )
+    own = {}
+    if key == "data.train" and not is_iterable(dataset):
+        nodes = {name: getattr(settings, name) for name in ("sampler", "batch_sampler")}
+        own = {name: sampler_of(given, f"data.{name}", dataset) for name, given in nodes.items() if given}
+    return Source(dataset, settings, None, bool(getattr(dataset, "batched", False)), **own)
+
+
+def sampler_of(node: Mapping[str, Any], key: str, dataset: Any) -> Any:
+    """Return the sampler that a node makes; the first argument that it needs and the node does not give is the set."""
+    needed = [
+        name
+        for name, each in parameters_of(str(node.get("_target_")), key).items()
+        if each.default is each.empty and each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
+    ]
+    missing = [name for name in needed if name not in node][:1]
+    made = make(node, key, **dict.fromkeys(missing, dataset))
+    if not hasattr(made, "__iter__"):
+        raise RequestError(f"{key} makes a {type(made).__name__}, which has no __iter__. Give a torch Sampler.")
+    return made
+
+
+def function_of(node: str | Mapping[str, Any], key: str) -> Any:
+    """Return what is to be called: named by its dotted name, made by a node, or bound to a node's arguments."""
+    if isinstance(node, str):
+        found = locate(node, key)
+    elif node.get("_partial_"):
+        found = bound(node, key)
+    else:
+        found = make(node, key)
+    if not callable(found):
+        raise RequestError(f"{key} makes a {type(found).__name__}, which cannot be called. Give a function.")
+    return found
+
+
+def filled(given: Mapping[str, str], shards: BatchShards) -> dict[str, int]:
+    """Return arguments with the numbers that ``world`` and ``rank`` stand for."""
+    numbers = {"world": shards.readers, "rank": shards.first}
+    return {name: numbers[value] for name, value in given.items() if value in numbers and name != "_method_"}

@@ -1,8 +1,8 @@
 """What a torch ``DataLoader`` that a user brings says of its data set and its batches."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.utils.data import (
     BatchSampler,
@@ -15,45 +15,10 @@ from torch.utils.data import (
     default_convert,
 )
 
-from ddp_recipes.build.instantiate import bound, locate, make, parameters_of
-from ddp_recipes.config.parallelism import BatchShards
+from ddp_recipes.build.data import Source
 from ddp_recipes.config.settings import DataSettings
 from ddp_recipes.data.loader import is_iterable
 from ddp_recipes.errors import RequestError
-
-
-class Source(NamedTuple):
-    """A data set, how it is cut into batches, and what makes a batch of its samples, where that is an object.
-
-    Attributes:
-        sampler, batch_sampler: of the user's own, in place of an order.
-    """
-
-    dataset: Any
-    settings: DataSettings
-    collate_fn: Callable[[list[Any]], Any] | None = None
-    batched: bool = False  # whether the set gives whole batches, which nobody else cuts
-    begin_worker: Callable[[int], None] | None = None  # in each data worker of a set that is read as a stream
-    sampler: Any = None
-    batch_sampler: Any = None
-
-    def collate(self) -> Callable[[list[Any]], Any] | None:
-        """Return what makes a batch of samples, where that is a function of the user's own."""
-        given = self.settings.collate_fn
-        return self.collate_fn if given is None else function_of(given, "data.collate_fn")
-
-
-def function_of(node: str | Mapping[str, Any], key: str) -> Any:
-    """Return what is to be called: named by its dotted name, made by a node, or bound to a node's arguments."""
-    if isinstance(node, str):
-        found = locate(node, key)
-    elif node.get("_partial_"):
-        found = bound(node, key)
-    else:
-        found = make(node, key)
-    if not callable(found):
-        raise RequestError(f"{key} makes a {type(found).__name__}, which cannot be called. Give a function.")
-    return found
 
 
 def by_name(split: str, made: Any) -> list[tuple[str, Any]]:
@@ -151,73 +116,3 @@ def _settings(loader: "DataLoader[Any]", settings: DataSettings, replicas: int) 
         pin_memory=loader.pin_memory,
         collate_fn=None,
     )
-
-
-def sampler_of(node: Mapping[str, Any], key: str, dataset: Any) -> Any:
-    """Return the sampler that a node makes; the first argument that it needs and the node does not give is the set."""
-    needed = [
-        name
-        for name, each in parameters_of(str(node.get("_target_")), key).items()
-        if each.default is each.empty and each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
-    ]
-    missing = [name for name in needed if name not in node][:1]
-    made = make(node, key, **dict.fromkeys(missing, dataset))
-    if not hasattr(made, "__iter__"):
-        raise RequestError(f"{key} makes a {type(made).__name__}, which has no __iter__. Give a torch Sampler.")
-    return made
-
-
-def source_of_node(key: str, node: Mapping[str, Any], settings: DataSettings, shards: BatchShards) -> Source:
-    """Return the source of a config's set, which is told its shard as ``data.shard_arguments`` say."""
-    given = settings.shard_arguments
-    arguments = _filled(given, shards) if isinstance(given, dict) and "_method_" not in given else {}
-    taken = {*parameters_of(str(node.get("_target_")), key)} if arguments else set()
-    if not {*arguments} <= taken:
-        if key == "data.train":
-            raise RequestError(
-                f"data.shard_arguments names {', '.join(arguments)}, and {node.get('_target_')} ({key}) takes "
-                f"{', '.join(sorted(taken))}. Name its own arguments, or a method of it by _method_."
-            )
-        arguments, settings = {}, replace(settings, shard_arguments=None)  # a share of the stream
-    dataset = make({**node, **arguments}, key)
-    if arguments and not is_iterable(dataset):
-        raise RequestError(
-            f"data.shard_arguments deals iterable-style sets, and {key} is a {type(dataset).__name__} with an index, "
-            f"of which each rank takes its samples anyhow. Leave it out."
-        )
-    own = {}
-    if key == "data.train" and not is_iterable(dataset):
-        nodes = {name: getattr(settings, name) for name in ("sampler", "batch_sampler")}
-        own = {name: sampler_of(given, f"data.{name}", dataset) for name, given in nodes.items() if given}
-    return Source(dataset, settings, None, bool(getattr(dataset, "batched", False)), **own)
-
-
-def dealt_by_method(key: str, source: Source, shards: BatchShards, own: bool) -> Source:
-    """Return the source of a stream as the method that ``data.shard_arguments`` names leaves it to a rank.
-
-    Raises:
-        RequestError: there is no such method, or the set is made already and arguments of its constructor are given.
-    """
-    dataset, given = source.dataset, source.settings.shard_arguments
-    if not isinstance(given, dict) or ("_method_" not in given and not own):
-        return source
-    if callable(method := getattr(dataset, given.get("_method_", ""), None)):
-        arguments = _filled(given, shards)
-        try:
-            return source._replace(dataset=method(**arguments))
-        except Exception as error:
-            named = ", ".join(f"{name}={value}" for name, value in arguments.items())
-            error.add_note(f"This came of {given['_method_']}({named}) of {key}, as data.shard_arguments has it.")
-            raise
-    if key != "data.train":
-        return source._replace(settings=replace(source.settings, shard_arguments=None))
-    raise RequestError(
-        f"data.shard_arguments={given}: {type(dataset).__name__} ({key}) has no method {given.get('_method_', '')}. "
-        f"Name one of it as _method_{', for the task makes it' if own else ''}."
-    )
-
-
-def _filled(given: Mapping[str, str], shards: BatchShards) -> dict[str, int]:
-    """Return arguments with the numbers that ``world`` and ``rank`` stand for."""
-    numbers = {"world": shards.readers, "rank": shards.first}
-    return {name: numbers[value] for name, value in given.items() if value in numbers and name != "_method_"}

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import swap_tensors
 
 from ddp_recipes._compat.dispatch import INSTEAD, DisableTorchFunction, OpOverload, TorchDispatchMode
-from ddp_recipes._compat.tensors import viewed
+from ddp_recipes._compat.torch_ import viewed
 from ddp_recipes.build.tape import Ref, Tape, Undeferrable
 from ddp_recipes.runtime.calls import CALLS
 

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddp_recipes._compat.tensors import local
+from ddp_recipes._compat.torch_ import local
 from ddp_recipes.runtime.calls import CALLS
-from ddp_recipes.runtime.rows import Source, rows_here
+from ddp_recipes.runtime.tensors import Source, rows_here
 from ddp_recipes.tasks import Task
 from ddp_recipes.tasks.task import outside
 

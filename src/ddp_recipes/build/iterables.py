@@ -2,22 +2,18 @@
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
-from ddp_recipes.build.dataloaders import Source, dealt_by_method
+from ddp_recipes.build.data import Loading, Source, filled
 from ddp_recipes.config.parallelism import BatchShards
-from ddp_recipes.data.collate import Form
 from ddp_recipes.data.iterable import Dealt, IterableLoader, nominal
+from ddp_recipes.data.keyed import Form
 from ddp_recipes.errors import RequestError
 from ddp_recipes.strategies.base import by_rank
 from ddp_recipes.training.precision import whole_dtype
 
-if TYPE_CHECKING:
-    from ddp_recipes.build.data import Loading
-
 
 def iterable_loader(
-    loading: "Loading", name: str, source: Source, shards: BatchShards, global_batch_size: int, own: bool
+    loading: Loading, name: str, source: Source, shards: BatchShards, global_batch_size: int, own: bool
 ) -> IterableLoader:
     """Return the loader of an iterable-style set.
 
@@ -60,7 +56,7 @@ def iterable_loader(
     )
 
 
-def refuse(loading: "Loading", split: str, key: str, source: Source, shards: BatchShards, own: bool) -> int | None:
+def refuse(loading: Loading, split: str, key: str, source: Source, shards: BatchShards, own: bool) -> int | None:
     """Refuse what needs an order or a length; return the most batches of an epoch, ``None`` for all.
 
     Raises:
@@ -113,3 +109,28 @@ def refuse(loading: "Loading", split: str, key: str, source: Source, shards: Bat
             f"one process reads it: leave out data.shard_arguments, and set data.num_workers to at most 1."
         )
     return None if isinstance(limit, float) else limit
+
+
+def dealt_by_method(key: str, source: Source, shards: BatchShards, own: bool) -> Source:
+    """Return the source of a stream as the method that ``data.shard_arguments`` names leaves it to a rank.
+
+    Raises:
+        RequestError: there is no such method, or the set is made already and arguments of its constructor are given.
+    """
+    dataset, given = source.dataset, source.settings.shard_arguments
+    if not isinstance(given, dict) or ("_method_" not in given and not own):
+        return source
+    if callable(method := getattr(dataset, given.get("_method_", ""), None)):
+        arguments = filled(given, shards)
+        try:
+            return source._replace(dataset=method(**arguments))
+        except Exception as error:
+            named = ", ".join(f"{name}={value}" for name, value in arguments.items())
+            error.add_note(f"This came of {given['_method_']}({named}) of {key}, as data.shard_arguments has it.")
+            raise
+    if key != "data.train":
+        return source._replace(settings=replace(source.settings, shard_arguments=None))
+    raise RequestError(
+        f"data.shard_arguments={given}: {type(dataset).__name__} ({key}) has no method {given.get('_method_', '')}. "
+        f"Name one of it as _method_{', for the task makes it' if own else ''}."
+    )

@@ -11,7 +11,6 @@ from torch import nn
 
 from ddp_recipes.build.devices import Devices
 from ddp_recipes.build.instantiate import make, parameters_of
-from ddp_recipes.build.parameters import freeze
 from ddp_recipes.config.extras import extra
 from ddp_recipes.config.parallelism import Stage, StrategySettings
 from ddp_recipes.config.settings import ModelSettings, TrainerSettings
@@ -98,6 +97,8 @@ def make_task(
     elif not built.initial:
         built.task.to(devices.own[0])
     if settings.freeze:
+        from ddp_recipes.build.parameters import freeze
+
         freeze(model, settings.freeze)
     if trainer.compile and devices.layout is None:
         from ddp_recipes.build.blocks import compile_model

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from ddp_recipes.build.instantiate import make, parameters_of
-from ddp_recipes.build.parameters import check_options, grouped
 from ddp_recipes.errors import RequestError, not_one_of
 from ddp_recipes.tasks import Schedule, Task
 from ddp_recipes.training.update import needs_closure
@@ -84,10 +83,14 @@ def _of_config(config: Mapping[str, Any], task: Task, may_fuse: bool) -> torch.o
                 f"them out, or choose an optimizer of parameters."
             )
         return make(node, "optimizer", task.model, without=without, **fused)  # type: ignore[no-any-return]
-    groups = grouped(node, task)
-    optimizer: torch.optim.Optimizer = make(node, "optimizer", groups, without=without, **fused)
-    if isinstance(groups, list):
-        check_options(optimizer.param_groups, optimizer.defaults)
+    optimizer: torch.optim.Optimizer
+    if not node.get("groups") and node.get("layer_decay") is None:
+        optimizer = make(node, "optimizer", task.parameters(), without=without, **fused)
+        return optimizer
+    from ddp_recipes.build.parameters import check_options, grouped
+
+    optimizer = make(node, "optimizer", grouped(node, task), without=without, **fused)
+    check_options(optimizer.param_groups, optimizer.defaults)
     return optimizer
 
 

@@ -26,8 +26,8 @@ def freeze(model: nn.Module, patterns: str | Sequence[str]) -> None:
         raise RequestError(f"model.freeze={patterns} leaves no parameter of the model to train. Leave some out of it.")
 
 
-def grouped(node: Mapping[str, Any], task: Task) -> Any:
-    """Return what an optimizer is made of: the task's parameters, in groups where the config's section has some.
+def grouped(node: Mapping[str, Any], task: Task) -> list[dict[str, Any]]:
+    """Return the task's parameters in the groups of the config's section.
 
     Raises:
         RequestError: a group has no parameters, or one is in two groups.
@@ -35,8 +35,6 @@ def grouped(node: Mapping[str, Any], task: Task) -> Any:
     groups, decay = node.get("groups") or {}, node.get("layer_decay")
     if not isinstance(groups, Mapping):
         raise RequestError(f"optimizer.groups={groups} is no section. Allowed: names, each with params and options.")
-    if not groups and decay is None:
-        return task.parameters()
     parameters = {outside(name): parameter for name, parameter in task.named_parameters()}
     of: dict[str, str] = {}
     for group, options in groups.items():

@@ -10,30 +10,27 @@ import torch
 from torch import Tensor
 
 from ddp_recipes._version import __version__
-from ddp_recipes.build.callbacks import make_callbacks
 from ddp_recipes.build.data import Loading, split_of
 from ddp_recipes.build.devices import Devices, available_devices, dry_run_devices, set_torch_up
 from ddp_recipes.build.instantiate import locate, make
-from ddp_recipes.build.loggers import logger_sections
 from ddp_recipes.build.model import convert, make_task
+from ddp_recipes.build.observers import logger_sections, make_callbacks
 from ddp_recipes.build.resume import load_state
 from ddp_recipes.callbacks import Callback
 from ddp_recipes.checkpointing.files import State
 from ddp_recipes.checkpointing.parts import put_together
-from ddp_recipes.checkpointing.weights import matching
-from ddp_recipes.config.monitor import check_measured, resolved
 from ddp_recipes.config.parallelism import Stage
 from ddp_recipes.config.request import Request
-from ddp_recipes.config.settings import CheckpointSettings, TrainerSettings
+from ddp_recipes.config.settings import CheckpointSettings, TrainerSettings, check_measured, resolved
 from ddp_recipes.data.loader import Loader
 from ddp_recipes.devices import fuses_alike, peak_flops, visible
 from ddp_recipes.errors import RequestError
 from ddp_recipes.loggers import Logger
 from ddp_recipes.runtime.control import Control
-from ddp_recipes.runtime.digest import digest
 from ddp_recipes.runtime.job import Job
-from ddp_recipes.runtime.meeting import Meeting
+from ddp_recipes.runtime.regroup import Meeting
 from ddp_recipes.runtime.seeding import seed_everything
+from ddp_recipes.runtime.tensors import digest
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies import Strategy
 from ddp_recipes.tasks import Surroundings, Task
@@ -361,6 +358,8 @@ def start_of(job: Job, request: Request, task: Task, loaders: Mapping[str, Loade
     path, state, warnings = load_state(request, job.directory, task.weights(), loaders.get("train"), control)
     if request.run.weights_from is None or state is not None:
         return Start(path, state, warnings=warnings)
+    from ddp_recipes.checkpointing.weights import matching
+
     weights, warnings = matching(request.run.weights_from, task.weights())
     return Start(path, weights=weights, warnings=warnings)
 

@@ -1,4 +1,4 @@
-"""What the loop works with, made once all ranks are ready."""
+"""What the loop works with, and what shows of it, made once all ranks are ready."""
 
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -6,23 +6,24 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 
-from ddp_recipes._compat.collectives import record_collectives
+from ddp_recipes._compat.torch_ import record_collectives
+from ddp_recipes.build.observers import make_logger
 from ddp_recipes.build.optimizer import make_optimizers_and_schedules
 from ddp_recipes.build.recipe import Recipe
 from ddp_recipes.config.extras import extra_or
 from ddp_recipes.config.settings import seconds
 from ddp_recipes.devices import GPU_BACKEND, HOST_BACKEND, bound_to
-from ddp_recipes.runtime.process import loading
-from ddp_recipes.runtime.reach import check_ways
+from ddp_recipes.output import Output
+from ddp_recipes.reporting.run_directory import RunDirectory
+from ddp_recipes.runtime.process import connections, disconnect, loading
 from ddp_recipes.runtime.seeding import Generators
-from ddp_recipes.runtime.sockets import connections, disconnect
 from ddp_recipes.strategies import Strategy
 from ddp_recipes.strategies.exchanges import Exchanges, leave_failures_to_us
 from ddp_recipes.tasks import Task
 from ddp_recipes.training.clock import make_clock
+from ddp_recipes.training.hooks import PythonState
 from ddp_recipes.training.non_finite import NonFiniteGuard
 from ddp_recipes.training.precision import make_precision
-from ddp_recipes.training.python_state import PythonState
 from ddp_recipes.training.state import Run, restore
 from ddp_recipes.training.stopping import StopController
 from ddp_recipes.training.update import update
@@ -32,7 +33,9 @@ def join(recipe: Recipe) -> None:
     """Join the other ranks. A collective."""
     launcher = recipe.request.launcher
     timeout = timedelta(seconds=launcher.timeout_s)
-    if recipe.devices.backend == HOST_BACKEND:
+    if recipe.devices.backend == HOST_BACKEND and recipe.world.nnodes > 1:
+        from ddp_recipes.runtime.connectivity import check_ways
+
         check_ways(recipe.control)
     replaces = launcher.replace_ranks > 0
     if recipe.devices.backend.startswith(GPU_BACKEND):
@@ -132,3 +135,35 @@ def _in_eval_mode(task: Task) -> Iterator[str]:
             f"In eval mode as training begins, and so they stay: {listed} ({len(frozen)} of the modules). If that is "
             f"not meant, call their train() in the model's __init__."
         )
+
+
+def make_output(recipe: Recipe, directory: RunDirectory | None) -> Output:
+    """Return the output of a run, which is not open yet.
+
+    Args:
+        directory: the claimed run directory on rank 0, ``None`` elsewhere.
+    """
+    request, world, strategy = recipe.request, recipe.world, recipe.strategy
+    return Output(
+        job=recipe.job,
+        request=request,
+        world=world,
+        control=recipe.control,
+        directory=directory,
+        task=recipe.task,
+        strategy=strategy,
+        stages=recipe.stages,
+        pictures=recipe.pictures,
+        replicas=recipe.replicas,
+        devices_per_replica=recipe.devices_per_replica,
+        device_name=recipe.devices.name,
+        backend=recipe.devices.backend,
+        monitor=recipe.monitor,
+        total_steps=recipe.total_steps if recipe.mode == "fit" else None,
+        state=recipe.state,
+        checkpoint_path=recipe.checkpoint_path,
+        resumes_in_place=recipe.resumes_in_place,
+        warnings=recipe.warnings,
+        make_logger=partial(make_logger, recipe.loggers, recipe.job.directory),
+        logs_graph=any(node.get("graph", False) for node in recipe.loggers.values()),
+    )

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from ddp_recipes._compat.dispatch import OpOverload, takes_device, written
-from ddp_recipes._compat.pytree import tree_flatten, tree_unflatten
-from ddp_recipes._compat.tensors import storage_key
+from ddp_recipes._compat.torch_ import storage_key, tree_flatten, tree_unflatten
 
 SMALLEST = 4096  # elements of a tensor that is made without memory
 _RECENT = 4  # memories that are kept for a while: constructors look at what they have written

@@ -11,7 +11,7 @@ from ddp_recipes.config.parallelism import StrategySettings
 from ddp_recipes.config.settings import TrainerSettings
 from ddp_recipes.data.loader import Loader
 from ddp_recipes.loggers import Logger
-from ddp_recipes.runtime.rows import OwnRows
+from ddp_recipes.runtime.tensors import OwnRows
 from ddp_recipes.runtime.world import World
 from ddp_recipes.tasks import Task
 

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 from ddp_recipes.callbacks.base import Callback
-from ddp_recipes.config.monitor import check_measured, resolved
+from ddp_recipes.config.settings import check_measured, resolved
 from ddp_recipes.errors import RequestError
 
 __all__ = ["EarlyStopping"]

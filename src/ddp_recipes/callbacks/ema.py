@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from ddp_recipes._compat.tensors import local
+from ddp_recipes._compat.torch_ import local
 from ddp_recipes.callbacks.base import Callback
 from ddp_recipes.errors import RequestError
-from ddp_recipes.runtime.rows import copied, rows_here
+from ddp_recipes.runtime.tensors import copied, rows_here
 from ddp_recipes.tasks.task import outside
 
 __all__ = ["EMA"]

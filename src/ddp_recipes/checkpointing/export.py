@@ -6,10 +6,10 @@ from pathlib import Path
 from torch import Tensor
 
 from ddp_recipes.checkpointing.files import find, load_first
-from ddp_recipes.checkpointing.tensors_file import size_in_file, stream
+from ddp_recipes.checkpointing.part_file import size_in_file, stream
 from ddp_recipes.checkpointing.writing import unwritable
 from ddp_recipes.runtime.files import write_aside
-from ddp_recipes.runtime.rows import Source
+from ddp_recipes.runtime.tensors import Source
 
 
 def export(ckpt_path: str | Path, file: str | Path = "model.safetensors") -> Path:

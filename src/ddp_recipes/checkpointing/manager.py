@@ -15,7 +15,7 @@ from typing import Any
 
 from ddp_recipes.checkpointing.files import BEST, LAST, WHOLE, State, content_of, named, step_files, twin
 from ddp_recipes.checkpointing.parts import abandoned, folder_of
-from ddp_recipes.checkpointing.staging import StagingWriter as DefaultWriter  # or PlainWriter, from writing
+from ddp_recipes.checkpointing.writing import StagingWriter as DefaultWriter  # or PlainWriter, from writing
 from ddp_recipes.checkpointing.writing import Writer, size_of, unwritable
 from ddp_recipes.config.settings import CheckpointSettings
 from ddp_recipes.runtime.files import LACKING, Save, write_aside

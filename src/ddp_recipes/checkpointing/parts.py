@@ -16,10 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_recipes.checkpointing.part_file import DamagedParts, Kind, PartFile
-from ddp_recipes.checkpointing.tensors_file import NAMES
+from ddp_recipes.checkpointing.part_file import NAMES, DamagedParts, Kind, PartFile
 from ddp_recipes.runtime.files import open_file
-from ddp_recipes.runtime.rows import OwnRows, whole_of
+from ddp_recipes.runtime.tensors import OwnRows, whole_of
 
 FORMAT = 3
 FOLDER = re.compile(r"step_\d{8,}-[0-9a-f]{8}")

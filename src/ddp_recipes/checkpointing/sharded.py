@@ -16,14 +16,13 @@ from torch import Tensor
 
 from ddp_recipes.checkpointing.files import INDEX, State
 from ddp_recipes.checkpointing.manager import Background, Checkpointer, FileCheckpointer
+from ddp_recipes.checkpointing.part_file import size_in_file
 from ddp_recipes.checkpointing.parts import Part, file_of, index, taken_apart
-from ddp_recipes.checkpointing.staging import PieceWriter
-from ddp_recipes.checkpointing.tensors_file import size_in_file
-from ddp_recipes.checkpointing.writing import unwritable
+from ddp_recipes.checkpointing.writing import PieceWriter, unwritable
 from ddp_recipes.config.settings import CheckpointSettings
 from ddp_recipes.errors import RecipeError
 from ddp_recipes.runtime.files import write_aside
-from ddp_recipes.runtime.rows import OwnRows
+from ddp_recipes.runtime.tensors import OwnRows
 
 LOOK_S = 0.01  # between looks at what other ranks have written
 STILL_S = 1.0  # without a byte more of what others write: they are gone, or nobody would wait so

@@ -26,9 +26,8 @@ from ddp_recipes._compat.hydra_ import (
 from ddp_recipes._version import __version__
 from ddp_recipes.config import kinds
 from ddp_recipes.config.keys import parse as parse_keys
-from ddp_recipes.config.monitor import better
 from ddp_recipes.config.overrides import quoted, refuse_unused, spelled_out
-from ddp_recipes.config.settings import SweepSettings
+from ddp_recipes.config.settings import SweepSettings, better
 from ddp_recipes.config.translate import comes_of_hydra, translated
 from ddp_recipes.errors import RequestError
 

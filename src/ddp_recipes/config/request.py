@@ -9,11 +9,10 @@ from omegaconf import Container, DictConfig, Node, OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 from omegaconf.resolvers import oc
 
+from ddp_recipes._compat.hydra_ import register_resolver
 from ddp_recipes._compat.messages import missing_interpolation_key
-from ddp_recipes._compat.omegaconf_ import register_resolver
 from ddp_recipes.config import targets
 from ddp_recipes.config.keys import parse
-from ddp_recipes.config.launcher import launcher_settings
 from ddp_recipes.config.parallelism import StrategySettings, strategy_settings
 from ddp_recipes.config.settings import (
     CheckpointSettings,
@@ -24,6 +23,7 @@ from ddp_recipes.config.settings import (
     ResumeSettings,
     RunSettings,
     TrainerSettings,
+    launcher_settings,
 )
 from ddp_recipes.devices import GPU, HOST, NONE, Found, missing, refuse_on_host, visible
 from ddp_recipes.errors import RequestError, nearest

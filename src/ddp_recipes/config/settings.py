@@ -1,13 +1,19 @@
-"""The recipe's own keys as frozen dataclasses, for :func:`~ddp_recipes.config.keys.parse`. Loads no torch."""
+"""The recipe's own keys as frozen dataclasses, for :func:`~ddp_recipes.config.keys.parse`. Loads no torch.
+
+Also which launcher a config leads to, and which way a metric gets better, by its name.
+"""
 
 import dataclasses
 import os
+import re
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Annotated, Any, Literal
 
-from ddp_recipes.config.keys import Count, Fraction, MicroBatches, Natural, Positive, Range, Seconds
+from ddp_recipes.config.keys import Count, Fraction, MicroBatches, Natural, Positive, Range, Seconds, parse
 from ddp_recipes.devices import HOST, refuse_on_host
-from ddp_recipes.errors import RequestError
+from ddp_recipes.errors import RequestError, nearest, not_one_of
 
 RANKS_PER_CORE = 16
 Limit = Fraction | Natural  # a float is a fraction of the batches, an int a number of them
@@ -312,3 +318,98 @@ def batches(limit: float, available: int) -> int:
 
 def _unlimited(value: int | None) -> bool:
     return value is None or value == -1
+
+
+AUTO = "ddp_recipes.launchers.AutoLauncher"
+BY_NAME = {name: f"ddp_recipes.launchers.{name.title()}Launcher" for name in ("local", "env", "slurm", "nodes")}
+
+
+def launcher_class(section: Mapping[str, Any]) -> Any:
+    """Return the class that ``launcher._target_`` names; without one, or with ``auto``'s, ``launcher.name`` chooses.
+
+    Raises:
+        RequestError: there is no such class, or it is no launcher.
+    """
+    target = section.get("_target_", AUTO)
+    if target == AUTO:
+        target = BY_NAME.get(str(section.get("name")), AUTO)
+    module, _, name = str(target).rpartition(".")
+    try:
+        found = getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise RequestError(
+            f"launcher._target_={target} cannot be imported: {error}. Allowed: the dotted path of a class, such as "
+            f"{BY_NAME['local']}, or one in a module that is installed or in the current folder."
+        ) from None
+    settings = getattr(found, "settings_class", None)
+    if not (isinstance(settings, type) and issubclass(settings, LauncherSettings)):
+        raise RequestError(
+            f"launcher._target_={target} is no launcher: its settings_class is {settings}. Allowed: a subclass of "
+            f"ddp_recipes.config.settings.LauncherSettings, whose fields are the keys of launcher.*."
+        )
+    return found
+
+
+def launcher_settings(config: Mapping[str, Any]) -> LauncherSettings:
+    """Return a config's ``launcher.*``, checked by the settings class of its launcher.
+
+    Raises:
+        RequestError: there is no such launcher, or a key or value is not allowed.
+    """
+    section = config["launcher"]
+    settings: type[LauncherSettings] = launcher_class(section).settings_class
+    return parse(settings, "launcher", {name: value for name, value in section.items() if name != "_target_"})
+
+
+Direction = Literal["min", "max"]
+
+_LOWER = re.compile("cer|entropy|err|error|fid|loss|mae|mape|mse|nll|perplexity|ppl|rmse|wer")
+_HIGHER = re.compile(
+    "acc|accuracy|ap|auc|auroc|bleu|dice|f1|iou|jaccard|map|miou|precision|psnr|r2|recall|rouge|specificity|ssim"
+)
+_WORDS = re.compile(r"[A-Z]+(?![a-z])\d*|[A-Z]?[a-z]+\d*")  # of a name such as MulticlassF1Score
+
+
+def better(metric: str) -> Direction | None:
+    """Return whether a metric is better when it is lower or higher; ``None`` where its name does not tell.
+
+    The last word that tells counts: ``val/f1_loss`` is a loss. So do the words in a class's name, ``BinaryF1Score``.
+    """
+    for name in reversed(re.split(r"[^A-Za-z0-9]+", metric)):
+        for word in (name, *reversed(_WORDS.findall(name))):
+            if _LOWER.fullmatch(word.lower()):
+                return "min"
+            if _HIGHER.fullmatch(word.lower()):
+                return "max"
+    return None
+
+
+def resolved(mode: str, metric: str, key: str) -> Direction:
+    """Return the mode, ``auto`` resolved by the metric's name.
+
+    Args:
+        key: where the mode is set, for messages.
+
+    Raises:
+        RequestError: the mode is none, or the name does not tell.
+    """
+    if mode not in ("auto", "min", "max"):
+        raise not_one_of(key, mode, ("auto", "min", "max"))
+    found: Direction | None = better(metric) if mode == "auto" else "min" if mode == "min" else "max"
+    if found is None:
+        raise RequestError(
+            f"{key}=auto, and the name {metric} does not tell whether lower or higher is better. Set {key}=min or max."
+        )
+    return found
+
+
+def check_measured(monitor: str, metrics: Collection[str], key: str = "checkpoint.monitor") -> None:
+    """Refuse a metric to monitor that nothing measures.
+
+    Raises:
+        RequestError: lists the metrics there are.
+    """
+    if monitor not in metrics:
+        raise RequestError(
+            f"{key}={monitor} is not measured. Measured are: {', '.join(sorted(metrics))}.{nearest(monitor, metrics)}"
+        )

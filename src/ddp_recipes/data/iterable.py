@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ddp_recipes.data.batch_plan import UNKNOWN, BatchPlan
-from ddp_recipes.data.collate import AS_IT_COMES, Form, collate, to_device
+from ddp_recipes.data.keyed import AS_IT_COMES, Form, collate, to_device
 from ddp_recipes.data.loader import Batch, Loader
 from ddp_recipes.data.order import Sequential
 from ddp_recipes.data.reading import Cut, Item, Kind, Saved, Start

@@ -14,11 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
-from ddp_recipes._compat.data_workers import notice_numbers
-from ddp_recipes._compat.pytree import tree_leaves
+from ddp_recipes._compat.torch_ import notice_numbers, tree_leaves
 from ddp_recipes.data.batch_plan import BatchPlan
-from ddp_recipes.data.collate import samples_in
-from ddp_recipes.data.keyed import refuse_devices
+from ddp_recipes.data.keyed import refuse_devices, samples_in
 from ddp_recipes.data.loader import follow_rank
 from ddp_recipes.runtime.seeding import key, seeded
 

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 from ddp_recipes._lazy import on_use
 
 if TYPE_CHECKING:
+    from ddp_recipes.launchers.auto import AutoLauncher as AutoLauncher
     from ddp_recipes.launchers.base import Launcher as Launcher
     from ddp_recipes.launchers.base import Resources as Resources
-    from ddp_recipes.launchers.env import AutoLauncher as AutoLauncher
     from ddp_recipes.launchers.env import EnvLauncher as EnvLauncher
     from ddp_recipes.launchers.local import LocalLauncher as LocalLauncher
     from ddp_recipes.launchers.reports import (
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     )
 
 _HOMES = {
-    "AutoLauncher": ".env",
+    "AutoLauncher": ".auto",
     "Death": ".reports",
     "EnvLauncher": ".env",
     "Launcher": ".base",

@@ -25,15 +25,15 @@ from ddp_recipes.errors import (
     did_not_end,
     exited_without_report,
 )
-from ddp_recipes.launchers.elastic import RestartNote
+from ddp_recipes.launchers.base import RestartNote
 from ddp_recipes.launchers.peers import Peers
 from ddp_recipes.launchers.reports import Death, decide
 from ddp_recipes.launchers.store import TIMEOUT, agent_holds_store, at_address
 from ddp_recipes.reporting.run_directory import Summary, leave_failure_of_rank_0
 from ddp_recipes.runtime.job import Job
 from ddp_recipes.runtime.messages import Messages
+from ddp_recipes.runtime.regroup import Watcher
 from ddp_recipes.runtime.store_client import CALL_S, LOOK_S
-from ddp_recipes.runtime.watcher import Watcher
 from ddp_recipes.runtime.world import World
 
 MEET_TO_STOP_S = 10.0  # for followers that still import torch when there is nothing to do

@@ -8,7 +8,6 @@ from ddp_recipes.config.settings import LauncherSettings
 from ddp_recipes.errors import RequestError
 from ddp_recipes.launchers import environment
 from ddp_recipes.launchers.base import Resources
-from ddp_recipes.launchers.local import LocalLauncher
 from ddp_recipes.launchers.reports import as_rank_0
 from ddp_recipes.reporting.run_directory import Summary
 from ddp_recipes.runtime.job import Job
@@ -46,24 +45,3 @@ class EnvLauncher:
         environment.refuse_other_tasks(world, self.settings, os.environ)
         with as_rank_0():
             return self.resources.channel.lead(job)
-
-
-@dataclass(frozen=True, kw_only=True)
-class AutoSettings(LauncherSettings):
-    """``launcher.*`` of ``launcher=auto``; another ``name`` chooses that launcher."""
-
-    name: Literal["auto", "local", "env", "slurm", "nodes"]
-
-
-@dataclass(frozen=True)
-class AutoLauncher:
-    """The default: ``env`` in a process that is one of several ranks, else ``local``."""
-
-    settings_class: ClassVar[type[LauncherSettings]] = AutoSettings
-    settings: LauncherSettings
-    resources: Resources
-
-    def launch(self, job: Job) -> Summary:
-        """Run a job and return rank 0's summary."""
-        chosen = LocalLauncher if self.resources.world is None else EnvLauncher
-        return chosen(self.settings, self.resources).launch(job)

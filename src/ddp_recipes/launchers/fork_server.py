@@ -175,7 +175,7 @@ def main(channel: int) -> None:
     ignore(ASKS_TO_STOP)  # a whole cgroup or job may get one: the ranks have yet to save
     with suppress(Exception), loading():  # each rank meets the same error, and reports it
         import ddp_recipes.rank  # noqa: F401
-        from ddp_recipes._compat.ddp import load_what_ddp_needs
+        from ddp_recipes._compat.torch_ import load_what_ddp_needs
 
         load_what_ddp_needs()
     gc.freeze()  # so that collections in the ranks do not copy all these pages

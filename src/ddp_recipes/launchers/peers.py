@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ddp_recipes.errors import RunFailed
-from ddp_recipes.launchers import stacks
+from ddp_recipes.launchers import reports
 from ddp_recipes.launchers.store import agent_holds_store
 from ddp_recipes.reporting.run_directory import leave_trace
 from ddp_recipes.runtime.job import ASKS_TO_STOP
@@ -29,7 +29,7 @@ class Peers:
         self._seen: set[int] = set()
         self._stacks = tempfile.TemporaryFile()  # noqa: SIM115
         if agent_holds_store():  # anything else that starts ranks may want SIGUSR2 for itself
-            stacks.write_at_death(self._stacks.fileno())
+            reports.write_at_death(self._stacks.fileno())
 
     def introduce(self, messages: Messages) -> None:
         """Publish where this rank writes its stacks."""
@@ -69,7 +69,7 @@ class Peers:
         for rank in ends:
             pid = running[rank]
             with suppress(OSError), open(f"/proc/{pid}/fd/{self._file_of(rank)}", "rb") as file:
-                text = stacks.request({pid: file})[pid]
+                text = reports.request({pid: file})[pid]
                 if directory is not None:
                     leave_trace(directory, rank, text)
             with suppress(ProcessLookupError):

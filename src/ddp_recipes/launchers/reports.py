@@ -1,16 +1,20 @@
 """What each rank reports at its end, and what became of the run: decided alike for all launchers. Loads no torch."""
 
+import faulthandler
 import json
+import os
+import signal
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Literal
+from typing import IO, Literal
 
 from ddp_recipes.errors import Left, Preempted, RecipeError, RequestError, RunFailed
 from ddp_recipes.reporting.run_directory import Summary, leave_failure
 from ddp_recipes.runtime.job import Job
+from ddp_recipes.runtime.process import is_running
 
 _EXIT_CODES = {
     "summary": 0,
@@ -195,3 +199,28 @@ def as_rank_0() -> Iterator[None]:
     except Exception as error:
         text = "".join(traceback.format_exception(error)).rstrip()
         raise RunFailed(f"Rank 0 failed:\n{text}", rank=0) from error
+
+
+ANSWER_S = 1.0
+
+
+def write_at_death(file: int) -> None:
+    """Have this process write the stacks of all its threads to a file descriptor, and die, when it gets SIGUSR2."""
+    faulthandler.register(signal.SIGUSR2, file, all_threads=True, chain=True)  # on to the default, which is to die
+
+
+def request(processes: Mapping[int, IO[bytes]]) -> dict[int, str]:
+    """End processes; return what is in the file of each once they are dead, a second later at most.
+
+    A stopped process is continued for that, since it takes no signal before, and comes to nothing else.
+    """
+    for pid in processes:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGUSR2)
+            os.kill(pid, signal.SIGCONT)
+    deadline = time.monotonic() + ANSWER_S
+    while any(map(is_running, processes)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    for file in processes.values():
+        file.seek(0)
+    return {pid: file.read().decode(errors="replace") for pid, file in processes.items()}

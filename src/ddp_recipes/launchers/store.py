@@ -2,38 +2,20 @@
 
 import os
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 
-from torch.distributed import FileStore, Store, TCPStore, rendezvous
+from torch.distributed import Store, TCPStore, rendezvous
 
 from ddp_recipes._compat.messages import address_in_use
 from ddp_recipes.errors import RequestError
-from ddp_recipes.launchers.keys import find_key
+from ddp_recipes.launchers.environment import find_key
 from ddp_recipes.runtime.messages import Messages
 from ddp_recipes.runtime.world import World
 
 TIMEOUT = timedelta(minutes=30)
 AGAIN = timedelta(seconds=2)  # for another connection
-
-
-def in_file(meeting: int) -> Messages:
-    """Return the messages of ranks that inherited this file, which has no name: nobody else comes in."""
-    return Messages(FileStore(f"/proc/self/fd/{meeting}"), private=True, holders=partial(_holders, meeting))
-
-
-def _holders(meeting: int) -> list[int]:
-    """Return the ranks of this machine that have locked a file, as each does for an instant to read or write."""
-    found = []
-    with suppress(OSError, ValueError):
-        for line in Path("/proc/locks").read_text().splitlines():
-            _, kind, _, _, process, place, *_ = line.split()  # of one that waits for a lock the kind is an arrow
-            if kind == "FLOCK" and place.endswith(f":{os.fstat(meeting).st_ino}"):
-                found.append(int(Path(f"/proc/{process}/comm").read_text().removeprefix("rank ")))
-    return found
 
 
 def agent_holds_store() -> bool:

@@ -1,17 +1,91 @@
-"""One rank of a job, in a process that was started for it."""
+"""One rank of a job, in a process that was started for it, and its side of the pipes to its launcher."""
 
+import json
 import os
 import sys
+import threading
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
-from typing import NoReturn
+from queue import SimpleQueue
+from typing import IO, TYPE_CHECKING, NoReturn
 
-from ddp_recipes.launchers.lifeline import Lifeline
-from ddp_recipes.launchers.reports import RankReport
-from ddp_recipes.launchers.stacks import write_at_death
+from ddp_recipes.launchers.reports import RankReport, write_at_death
 from ddp_recipes.runtime.job import ASKS_TO_STOP, Job
 from ddp_recipes.runtime.process import die_with_parent, ignore, ignore_broken_pipe, leave, loading, set_name
+from ddp_recipes.runtime.regroup import Leaving, Loss, Meeting, Watcher
 from ddp_recipes.runtime.world import World
+
+if TYPE_CHECKING:
+    from ddp_recipes.runtime.messages import Messages
+
+
+class Lifeline:
+    """Brings the launcher's word, a line each; its end is the launcher's end, and this process's.
+
+    Args:
+        pipe: to read from.
+        say: sends the launcher a line.
+    """
+
+    def __init__(self, pipe: IO[bytes], say: Callable[[str], None]) -> None:
+        self._pipe, self._say = pipe, say
+        self._answers: SimpleQueue[Meeting | Leaving | None] = SimpleQueue()
+        self._exited: set[int] = set()
+        self._moves = False
+        self._lost = False  # whether a rank is, since all last met
+        self._when_lost: Callable[[], None] = lambda: None
+        threading.Thread(target=self._follow, daemon=True).start()
+
+    def _follow(self) -> None:
+        """Read to the end, whatever ended the launcher."""
+        for line in self._pipe:
+            word = json.loads(line)
+            if "exited" in word:
+                self._exited, self._lost = {*word["exited"]}, True
+                self._when_lost()  # what it aborts has ended before the next word is read
+            elif "move" in word:
+                self._moves = True
+            elif "leave" in word:
+                self._answers.put(Leaving(word["leave"]))
+            else:
+                self._exited, self._lost = set(), False
+                self._answers.put(None if word["meeting"] is None else Meeting.of(word["meeting"]))
+        os._exit(1)
+
+    @property
+    def watcher(self) -> Watcher:
+        """The functions that the rank calls to watch the others and to report to the launcher."""
+        return Watcher(self.exited, self.joined, self.reported, self.ask, self.when_lost, lambda: self._moves)
+
+    def joined(self) -> None:
+        """Tell the launcher that this rank has joined the others."""
+        self._say(json.dumps({"joined": True}))
+
+    def reported(self, losses: int) -> None:
+        """Report to the launcher how many losses are reported to the user."""
+        self._say(json.dumps({"reported": losses}))
+
+    def exited(self) -> set[int]:
+        """Return the ranks that have exited since all last met."""
+        return self._exited
+
+    def when_lost(self, call: Callable[[], None]) -> None:
+        """Have another thread call this once a rank is lost; one that is already is no exception."""
+        self._when_lost = call
+        if self._lost:
+            call()
+
+    def ask(self, loss: Loss) -> "tuple[Meeting, Messages] | Leaving | None":
+        """Tell the launcher of a loss, and wait for its word: where ranks meet again, or that they do not."""
+        from ddp_recipes.runtime.messages import in_file
+
+        self._say(loss.to_json())
+        meeting = self._answers.get()
+        if isinstance(meeting, Meeting):
+            return meeting, in_file(os.open(meeting.file, os.O_RDWR))
+        return meeting
+
 
 FIRSTS = "DDP_RECIPES_FIRST_RANKS"  # of each node, where they may hold unequal numbers
 MEET = timedelta(minutes=5)  # for rank 0 to load torch
@@ -55,7 +129,10 @@ def run(job: Job, world: World, meeting: int | None, lifeline: Lifeline | None =
     try:
         with loading():  # the first import of torch: errors in it are reported, too
             from ddp_recipes import rank
-            from ddp_recipes.launchers.store import at_address, in_file
+            from ddp_recipes.runtime.messages import in_file
+
+            if meeting is None:
+                from ddp_recipes.launchers.store import at_address
 
         messages = at_address(world, os.environ, MEET) if meeting is None else in_file(meeting)
         if lifeline is None:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddp_recipes._compat.torchmetrics_ import put_back, updates_of
+from ddp_recipes._compat.torch_ import put_back, updates_of
 from ddp_recipes.callbacks import Callback
-from ddp_recipes.data.collate import samples_in
+from ddp_recipes.data.keyed import samples_in
 from ddp_recipes.data.loader import Batch
 from ddp_recipes.errors import RequestError
 from ddp_recipes.lightning import checkpoint, optimizers, update
@@ -24,7 +24,7 @@ from ddp_recipes.lightning.services import Services
 from ddp_recipes.lightning.trainer import Trainer
 from ddp_recipes.lightning.update import Summed
 from ddp_recipes.tasks import OwnOptimizers, StepOutput, Surroundings, Task
-from ddp_recipes.tasks.modes import Modes
+from ddp_recipes.tasks.task import Modes
 from ddp_recipes.training.state import Run, Update
 from ddp_recipes.training.update import MicroBatch
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ddp_recipes._compat.torchmetrics_ import is_updated, load_state, state_of
+from ddp_recipes._compat.torch_ import is_updated, load_state, state_of
 from ddp_recipes.callbacks import Callback
 from ddp_recipes.errors import RunFailed
 from ddp_recipes.lightning.log import Values

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ddp_recipes.data.collate import samples_in
+from ddp_recipes.data.keyed import samples_in
 from ddp_recipes.errors import RequestError
 from ddp_recipes.lightning.hooks import LOGGING, OF_EVALUATION, OF_STEP
 from ddp_recipes.lightning.update import backward

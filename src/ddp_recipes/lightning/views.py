@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ddp_recipes._compat.pytree import tree_map_only
+from ddp_recipes._compat.torch_ import tree_map_only
 from ddp_recipes.checkpointing.files import BEST, INDEX, LAST, WHOLE
 from ddp_recipes.data.batch_plan import UNKNOWN
 from ddp_recipes.data.loader import Loader

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ddp_recipes._compat.tensorboard import file_writer
+from ddp_recipes._compat.torch_ import file_writer
 from ddp_recipes.devices import random_kept
 from ddp_recipes.loggers.base import Logger, Parameter
 

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_recipes._compat.autograd import current_node
-from ddp_recipes._compat.pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from ddp_recipes._compat.torch_ import current_node, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from ddp_recipes.model_parallel.placement import Conflict, blocks_of, has_state, is_cut, stages_of
 from ddp_recipes.tasks import Task
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddp_recipes._compat.pytree import tree_flatten, tree_unflatten
+from ddp_recipes._compat.torch_ import tree_flatten, tree_unflatten
 from ddp_recipes.errors import RequestError
 from ddp_recipes.tasks.written import Watch
 

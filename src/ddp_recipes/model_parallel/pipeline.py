@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ddp_recipes._compat.modules import buffers_of, share_tensors
-from ddp_recipes._compat.pytree import tree_leaves
+from ddp_recipes._compat.torch_ import buffers_of, share_tensors, tree_leaves
 from ddp_recipes.devices import random_kept
 from ddp_recipes.errors import RecipeError, chain
 from ddp_recipes.model_parallel.cut import SAME_WAY, Crossing, Cut, Given

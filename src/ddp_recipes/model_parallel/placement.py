@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from ddp_recipes._compat.modules import apply_to_own, remove_forward_pre_hooks
+from ddp_recipes._compat.torch_ import apply_to_own, remove_forward_pre_hooks
 
 Stages = dict[nn.Module, int]
 

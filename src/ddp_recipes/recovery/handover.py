@@ -9,14 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddp_recipes._compat.modules import buffers_of
-from ddp_recipes._compat.tensors import copy_each
+from ddp_recipes._compat.torch_ import buffers_of, copy_each
 from ddp_recipes.checkpointing.files import State
 from ddp_recipes.recovery.kept import pieces_of
 from ddp_recipes.recovery.memory import HEADER, Kept, least, write_state
 from ddp_recipes.recovery.points import Points
 from ddp_recipes.runtime.calls import CALLS
-from ddp_recipes.runtime.meeting import Meeting, Progress
+from ddp_recipes.runtime.regroup import Meeting, Progress
 from ddp_recipes.strategies.collectives import pieces, unpack
 from ddp_recipes.training.state import Run, load_part, local_state, restore, saved_state
 from ddp_recipes.training.stopping import Pace

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ddp_recipes.checkpointing.files import State
-from ddp_recipes.checkpointing.part_file import PartFile
+from ddp_recipes.checkpointing.part_file import NAMES, PartFile, stream
 from ddp_recipes.checkpointing.parts import dealt, restored, taken_apart
-from ddp_recipes.checkpointing.tensors_file import NAMES, stream
 from ddp_recipes.recovery.memory import HEADER
 
 _LENGTH = 8  # bytes that hold the length of the JSON

@@ -11,7 +11,7 @@ from pathlib import Path
 from torch import nn
 
 from ddp_recipes._compat.messages import lost_a_rank
-from ddp_recipes._compat.pytree import tree_leaves
+from ddp_recipes._compat.torch_ import tree_leaves
 from ddp_recipes.build.recipe import Recipe
 from ddp_recipes.build.resume import fit_cursor
 from ddp_recipes.build.run import cut_off, join
@@ -32,7 +32,7 @@ from ddp_recipes.recovery.handover import (
 from ddp_recipes.recovery.kept import load_kept
 from ddp_recipes.recovery.memory_server import opener
 from ddp_recipes.recovery.points import Points
-from ddp_recipes.runtime.meeting import Leaving, Loss, Meeting
+from ddp_recipes.runtime.regroup import Leaving, Loss, Meeting
 from ddp_recipes.strategies.base import batch_norms
 from ddp_recipes.strategies.collectives import broadcast
 from ddp_recipes.training import loop

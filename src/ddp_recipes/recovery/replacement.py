@@ -17,7 +17,7 @@ from ddp_recipes.launchers.local.ranks import Rank, Starter
 from ddp_recipes.recovery.memory import Places
 from ddp_recipes.recovery.source import Candidate, Source, furthest
 from ddp_recipes.runtime.job import Job
-from ddp_recipes.runtime.meeting import Meeting, Progress
+from ddp_recipes.runtime.regroup import Meeting, Progress
 
 ANSWER_S = 5.0  # for a rank to notice the loss of another one, once a collective has timed out
 BY_CHANCE = 2  # times at most that a rank hangs at one step

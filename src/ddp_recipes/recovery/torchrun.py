@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from ddp_recipes.config.parallelism import strategy_settings
-from ddp_recipes.launchers.elastic import RestartNote
+from ddp_recipes.launchers.base import RestartNote
 from ddp_recipes.recovery.keeper import Keeper
 from ddp_recipes.recovery.memory import Places
 from ddp_recipes.recovery.source import Candidate, furthest
 from ddp_recipes.reporting.run_directory import write_text
 from ddp_recipes.runtime.job import Job
-from ddp_recipes.runtime.meeting import Meeting
 from ddp_recipes.runtime.messages import Messages
+from ddp_recipes.runtime.regroup import Meeting
 from ddp_recipes.runtime.world import World
 
 WHY = "torchrun started all ranks again."  # it says itself which rank it lost

@@ -14,9 +14,8 @@ from ddp_recipes.errors import (
     exited_without_report,
     store_is_silent,
 )
-from ddp_recipes.runtime.meeting import Leaving, Loss, Meeting
 from ddp_recipes.runtime.messages import Messages
-from ddp_recipes.runtime.watcher import Watcher
+from ddp_recipes.runtime.regroup import Leaving, Loss, Meeting, Watcher
 from ddp_recipes.runtime.world import World
 
 T = TypeVar("T")

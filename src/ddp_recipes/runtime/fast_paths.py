@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.autograd import graph
 from torch.optim import Optimizer
 
-from ddp_recipes._compat.autograd import run_backward
-from ddp_recipes._compat.optimizers import is_observed
+from ddp_recipes._compat.torch_ import is_observed, run_backward
 from ddp_recipes.runtime.calls import CALLS
 
 T = TypeVar("T")

@@ -1,16 +1,19 @@
 """Messages over a store that strangers may reach too: each carries a keyed digest, and every wait has a bound."""
 
 import hmac
+import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from copy import copy
 from datetime import timedelta
 from functools import partial
 from hashlib import blake2b
+from pathlib import Path
 from typing import TypeVar
 
-from torch.distributed import PrefixStore, Store
+from torch.distributed import FileStore, PrefixStore, Store
 
 from ddp_recipes._compat.messages import timed_out
 from ddp_recipes.errors import RunFailed
@@ -263,3 +266,19 @@ class SignedStore(Store):
         if exited := sorted(self._messages.exited()):
             raise RuntimeError(f"Rank {', '.join(map(str, exited))} has exited: no {key} in the store.")
         raise RuntimeError(f"Timed out after {timeout.total_seconds():g} seconds: no {key} in the store.")
+
+
+def in_file(meeting: int) -> Messages:
+    """Return the messages of ranks that inherited this file, which has no name: nobody else comes in."""
+    return Messages(FileStore(f"/proc/self/fd/{meeting}"), private=True, holders=partial(_holders, meeting))
+
+
+def _holders(meeting: int) -> list[int]:
+    """Return the ranks of this machine that have locked a file, as each does for an instant to read or write."""
+    found = []
+    with suppress(OSError, ValueError):
+        for line in Path("/proc/locks").read_text().splitlines():
+            _, kind, _, _, process, place, *_ = line.split()  # of one that waits for a lock the kind is an arrow
+            if kind == "FLOCK" and place.endswith(f":{os.fstat(meeting).st_ino}"):
+                found.append(int(Path(f"/proc/{process}/comm").read_text().removeprefix("rank ")))
+    return found

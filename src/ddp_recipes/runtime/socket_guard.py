@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ddp_recipes.runtime.sockets import listens, sockets
+from ddp_recipes.runtime.process import listens, sockets
 
 log = logging.getLogger(__name__)
 

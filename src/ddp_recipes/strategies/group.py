@@ -9,12 +9,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store
 
-from ddp_recipes._compat.collectives import all_gather_single, count_groups_anew, every_group
+from ddp_recipes._compat.torch_ import all_gather_single, count_groups_anew, every_group
 from ddp_recipes.config.parallelism import StrategySettings
 from ddp_recipes.devices import HOST_BACKEND
 from ddp_recipes.errors import RequestError
-from ddp_recipes.runtime.digest import digest
 from ddp_recipes.runtime.messages import Messages, SignedStore
+from ddp_recipes.runtime.tensors import digest
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import Exchange, Plain
 from ddp_recipes.strategies.collectives import gather

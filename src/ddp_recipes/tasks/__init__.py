@@ -7,14 +7,14 @@ from ddp_recipes._lazy import on_use
 if TYPE_CHECKING:
     from ddp_recipes.tasks.language_modeling import LanguageModelingTask as LanguageModelingTask
     from ddp_recipes.tasks.model_loss import ModelLossTask as ModelLossTask
-    from ddp_recipes.tasks.schedule import OwnOptimizers as OwnOptimizers
-    from ddp_recipes.tasks.schedule import Schedule as Schedule
     from ddp_recipes.tasks.task import (
         Accuracy as Accuracy,
     )
     from ddp_recipes.tasks.task import (
         MeanAbsoluteError as MeanAbsoluteError,
     )
+    from ddp_recipes.tasks.task import OwnOptimizers as OwnOptimizers
+    from ddp_recipes.tasks.task import Schedule as Schedule
     from ddp_recipes.tasks.task import (
         StepOutput as StepOutput,
     )
@@ -30,8 +30,8 @@ _HOMES = {
     "LanguageModelingTask": ".language_modeling",
     "MeanAbsoluteError": ".task",
     "ModelLossTask": ".model_loss",
-    "OwnOptimizers": ".schedule",
-    "Schedule": ".schedule",
+    "OwnOptimizers": ".task",
+    "Schedule": ".task",
     "StepOutput": ".task",
     "Surroundings": ".task",
     "Task": ".task",

@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from ddp_recipes._compat.modules import buffers_of
+from ddp_recipes._compat.torch_ import buffers_of
 from ddp_recipes.errors import RequestError, nearest
 
 LISTS = (nn.Sequential, nn.ModuleList)  # whose elements are layers

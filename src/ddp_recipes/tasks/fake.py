@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ddp_recipes._compat.dispatch import FakeTensorMode
-from ddp_recipes._compat.pytree import tree_map_only
+from ddp_recipes._compat.torch_ import tree_map_only
 from ddp_recipes.devices import HOST
 from ddp_recipes.tasks.task import Task
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from ddp_recipes._compat.tensors import bytes_of, storage_key, writes
+from ddp_recipes._compat.torch_ import bytes_of, storage_key, writes
 from ddp_recipes.errors import RunFailed
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}

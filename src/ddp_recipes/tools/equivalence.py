@@ -11,14 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_recipes._compat.modules import Dropout
-from ddp_recipes._compat.tensors import local, whole
+from ddp_recipes._compat.torch_ import Dropout, local, whole
 from ddp_recipes.build.recipe import Recipe, make_recipe
 from ddp_recipes.build.run import make_run, make_stop_controller
 from ddp_recipes.errors import RequestError, RunFailed
 from ddp_recipes.output import Output
 from ddp_recipes.runtime.control import Control
-from ddp_recipes.runtime.rows import rows_here
+from ddp_recipes.runtime.tensors import rows_here
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import batch_norms
 from ddp_recipes.tools.counters import Counters

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_recipes._compat.pytree import tree_flatten, tree_unflatten
+from ddp_recipes._compat.torch_ import tree_flatten, tree_unflatten
 from ddp_recipes.build.recipe import Recipe
 from ddp_recipes.errors import RunFailed
 from ddp_recipes.output import Output
 from ddp_recipes.runtime.files import write_aside
-from ddp_recipes.training.evaluation import evaluated
+from ddp_recipes.training.metrics import evaluated
 from ddp_recipes.training.precision import make_precision
 
 

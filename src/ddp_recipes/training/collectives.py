@@ -9,7 +9,7 @@ from functools import partial
 
 from torch import Tensor
 
-from ddp_recipes._compat.collectives import OnCollective
+from ddp_recipes._compat.torch_ import OnCollective
 from ddp_recipes.data.loader import Batch, Loader
 from ddp_recipes.errors import RequestError, RunFailed
 from ddp_recipes.strategies import Strategy

@@ -1,8 +1,12 @@
-"""What is added to a run around its steps."""
+"""What is added to a run around its steps, and the one that every run has: it warns of state that no checkpoint has."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
+
+from torch import nn
 
 if TYPE_CHECKING:
     from ddp_recipes.training.state import Run
@@ -28,3 +32,49 @@ class RunHooks:
 
     def on_fit_end(self, run: Run, reason: str) -> None:
         """Called after the last step, before the last checkpoint is saved; ``reason`` is why it was the last."""
+
+
+LOOKS = 3  # after as many steps: what changes from each to the next is no cache
+
+log = logging.getLogger(__name__)
+
+
+class PythonState(RunHooks):
+    """Warns of numbers in attributes of modules that each of the first steps changes, such as counts of passes.
+
+    A run that resumes begins with them anew, and how often a model is called depends on the ranks, shards and
+    micro-batches: on one device, in one go, they make no difference that a model's author would see.
+    Rank 0 alone has it, which logs.
+    """
+
+    def __init__(self) -> None:
+        self._seen: list[dict[str, float]] = []  # numbers by name, after each step
+
+    def on_update(self, run: Run) -> None:
+        """Look at the numbers after each of the first steps, and at nothing any more."""
+        self._seen.append(dict(_numbers(run.task)))
+        if len(self._seen) < LOOKS:
+            return
+        run.hooks = [hook for hook in run.hooks if hook is not self]
+        first, *others = self._seen
+        always = [name for name in first if len({each.get(name) for each in self._seen}) == LOOKS]
+        if not always:
+            return
+        shown = [f"{name} ({first[name]} → {others[-1][name]})" for name in always[:3]]
+        log.warning(
+            "Steps change what the model keeps in Python attributes: %s%s. No checkpoint has them, so a run that "
+            "resumes begins with them anew; and where they count passes, other ranks or shards count otherwise. Keep "
+            "them in buffers (register_buffer), or have the module save them (get_extra_state, set_extra_state).",
+            ", ".join(shown),
+            f", … ({len(always)} in all)" if len(always) > len(shown) else "",
+        )
+
+
+def _numbers(task: nn.Module) -> Iterator[tuple[str, float]]:
+    """Yield the numbers in attributes of the model's modules that do not save anything more themselves."""
+    for name, module in task.named_modules():
+        saves = type(module).get_extra_state is not nn.Module.get_extra_state
+        if not name.startswith("model") or saves or hasattr(module, "on_save_checkpoint"):  # which Lightning calls
+            continue
+        inside = f"{name.removeprefix('model.')}." if name != "model" else "model."
+        yield from ((inside + key, each) for key, each in vars(module).items() if type(each) in (int, float))

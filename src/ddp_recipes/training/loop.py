@@ -3,14 +3,12 @@
 import torch
 from torch import Tensor
 
-from ddp_recipes.runtime.phases import phase
+from ddp_recipes.runtime.calls import phase
 from ddp_recipes.runtime.seeding import key, seed_step
 from ddp_recipes.training.cadence import reason_to_stop, save_due, validation_due
 from ddp_recipes.training.clock import Rate
-from ddp_recipes.training.evaluation import validate
-from ddp_recipes.training.metrics import mean_loss
-from ddp_recipes.training.saving import await_writer, save
-from ddp_recipes.training.state import Cursor, Run, Update
+from ddp_recipes.training.metrics import mean_loss, validate
+from ddp_recipes.training.state import Cursor, Run, Update, await_writer, save
 
 
 def fit(run: Run) -> str:  # noqa: C901 - the loop reads top to bottom, on one page

@@ -9,7 +9,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
-from ddp_recipes._compat.tensors import local
+from ddp_recipes._compat.torch_ import local
 from ddp_recipes.errors import RunFailed
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import by_rank

@@ -1,4 +1,4 @@
-"""What the loop works with, and what of it a checkpoint holds."""
+"""What the loop works with, what of it a checkpoint holds, and how that is saved and restored."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ddp_recipes._compat.tensors import laid_out_as, local
+from ddp_recipes._compat.torch_ import laid_out_as, local
 from ddp_recipes.callbacks import Callback
 from ddp_recipes.checkpointing.files import State
 from ddp_recipes.checkpointing.manager import Checkpointer
-from ddp_recipes.config.settings import CheckpointSettings, TrainerSettings
+from ddp_recipes.config.settings import CheckpointSettings, TrainerSettings, check_measured
 from ddp_recipes.data.loader import Batch, Loader, skipped_of
 from ddp_recipes.errors import RequestError
 from ddp_recipes.loggers import Logger
@@ -25,7 +25,7 @@ from ddp_recipes.strategies.base import Wrapped, by_rank
 from ddp_recipes.tasks import Schedule, Task
 from ddp_recipes.training.clock import Clock, Flops
 from ddp_recipes.training.hooks import RunHooks
-from ddp_recipes.training.non_finite import Losses, NonFiniteGuard
+from ddp_recipes.training.non_finite import Losses, NonFiniteGuard, non_finite_weights
 from ddp_recipes.training.precision import Precision
 from ddp_recipes.training.stopping import StopController
 
@@ -299,3 +299,51 @@ def _replaced(groups: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, 
             for name, (mine, its) in changed.items()
         ]
     return found
+
+
+HEARTBEAT_S = 0.25  # less than the least launcher.timeout_s
+
+
+def save(run: Run, measured: bool) -> None:
+    """Save a checkpoint; ``measured`` says that the monitored metric belongs to this very step.
+
+    Non-finite weights end the run instead, so the newest checkpoint is always a good one.
+    """
+    run.logger.flush()  # or a kill would take points with it that do not come again
+    if measured and run.task.names_metrics and not run.monitor.startswith("train/"):
+        check_measured(run.monitor, run.metrics)
+    fresh = measured or not run.val or run.monitor.startswith("train/")
+    value = run.metrics.get(run.monitor) if fresh else None
+    if value is not None:
+        run.values[str(run.cursor.step)] = value
+    bad = non_finite_weights(run.task)  # those that are trained, whatever callbacks put in their place
+    for callback in run.callbacks.values():
+        callback.on_save_start(run.cursor.step)
+    await_writer(run, bad)
+    state = gather_state(run)
+    run.strategy.exchanges.settle()
+    run.checkpointer.save(state, run.cursor.step, value)
+    if not run.checkpoint.async_save:
+        await_writer(run, bad)
+    run.saved_step = run.cursor.step
+    if run.checkpoint.enabled and not run.trainer.fast_dev_run:
+        run.good_step = run.saved_step
+    for callback in run.callbacks.values():
+        callback.on_save(run.cursor.step)
+
+
+def await_writer(run: Run, bad: Mapping[str, bool]) -> None:
+    """Wait on all ranks until all have written, however long it takes: they join a collective now and then meanwhile.
+
+    So none times out because of a slow disk, and one does if another is dead or stopped. All learn at the same time
+    whether some rank has non-finite weights.
+    """
+    writing = 1
+    while writing:
+        mine = [[int(run.checkpointer.busy(HEARTBEAT_S)), sum(bad.values())]]
+        busy = mine[0][0]
+        writing, bad_anywhere = run.strategy.sum(torch.tensor(mine, device=run.devices[0])).tolist()
+        if writing == busy == 1:
+            run.checkpointer.others_are_done()
+        if bad_anywhere:
+            run.guard.fail_for_weights(run.cursor.step, bad, run.good_step)

@@ -11,7 +11,7 @@ from hydra.core.config_search_path import ConfigSearchPath
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 
-from ddp_recipes._compat.omegaconf_ import register_resolver
+from ddp_recipes._compat.hydra_ import register_resolver
 from ddp_recipes.config.classes import column_classes, folder_classes, num_outputs
 
 CONF = "pkg://ddp_recipes.conf"

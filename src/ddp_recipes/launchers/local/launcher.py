@@ -16,7 +16,7 @@ from ddp_recipes.config.request import Request
 from ddp_recipes.config.settings import LauncherSettings
 from ddp_recipes.devices import visible
 from ddp_recipes.errors import RunFailed
-from ddp_recipes.launchers import stacks
+from ddp_recipes.launchers import reports
 from ddp_recipes.launchers.base import Resources
 from ddp_recipes.launchers.local.ranks import Rank, Starter, incoming
 from ddp_recipes.launchers.reports import Death, Outcome, as_rank_0, decide
@@ -172,7 +172,7 @@ def _deaths(ranks: Sequence[Rank], outlives: Callable[[int], bool]) -> list[Deat
 def end_with_stacks(job: Job, stuck: Sequence[Rank]) -> None:
     """End ranks that hang, and write their stacks to ``ranks/``."""
     by_process = {rank.process.pid: rank for rank in stuck if rank.process.pid is not None}
-    for pid, text in stacks.request({pid: rank.stacks for pid, rank in by_process.items()}).items():
+    for pid, text in reports.request({pid: rank.stacks for pid, rank in by_process.items()}).items():
         leave_trace(job.directory, by_process[pid].number, text)
 
 

@@ -24,7 +24,7 @@ from ddp_recipes.recovery.memory import Places
 from ddp_recipes.recovery.replacement import BY_CHANCE
 from ddp_recipes.reporting.run_directory import Summary, read_summary
 from ddp_recipes.runtime.job import Job
-from ddp_recipes.runtime.meeting import Meeting
+from ddp_recipes.runtime.regroup import Meeting
 
 if TYPE_CHECKING:
     from ddp_recipes.launchers.nodes.rendezvous import Rendezvous

@@ -19,7 +19,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, Rend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
 from ddp_recipes.errors import MAKE_KEY, RequestError, RunFailed
-from ddp_recipes.launchers.keys import find_key
+from ddp_recipes.launchers.environment import find_key
 from ddp_recipes.launchers.nodes.alive import Alive
 from ddp_recipes.launchers.nodes.backend import signed_backend
 from ddp_recipes.launchers.nodes.shared_file import SharedFile

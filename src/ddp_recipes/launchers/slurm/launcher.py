@@ -22,7 +22,7 @@ from ddp_recipes.config.request import Request
 from ddp_recipes.config.settings import LauncherSettings
 from ddp_recipes.devices import HOST
 from ddp_recipes.errors import RequestError
-from ddp_recipes.launchers import keys
+from ddp_recipes.launchers import environment
 from ddp_recipes.launchers.base import Resources
 from ddp_recipes.launchers.reports import Death, Outcome, decide
 from ddp_recipes.launchers.slurm.settings import SlurmSettings
@@ -176,7 +176,9 @@ def _sbatch(job: Job, settings: SlurmSettings, tasks_per_node: int, folder: Path
             additional_parameters=options,
         )
         task = Task(job, settings.requeue, tuple(os.path.abspath(path) for path in sys.path))
-        os.environ.setdefault(keys.VARIABLE, secrets.token_hex(32))  # Slurm hands it down to the ranks, to nobody else
+        os.environ.setdefault(
+            environment.KEY_VARIABLE, secrets.token_hex(32)
+        )  # Slurm hands it down to the ranks, to nobody else
         with redirect_stderr(io.StringIO()):  # submitit prints what it raises, too
             submitted = executor.submit(task)
     except (submitit.core.utils.FailedJobError, submitit.core.utils.FailedSubmissionError) as error:

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_recipes._compat.ddp import ignored_by_ddp
 from ddp_recipes._compat.messages import without_gradient
+from ddp_recipes._compat.torch_ import ignored_by_ddp
 from ddp_recipes.errors import RequestError, nearest
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import Collective, Exchange, Passes, Whole, Wrapped, batch_norms
-from ddp_recipes.strategies.buckets import broadcast_each
+from ddp_recipes.strategies.collectives import broadcast_each
 from ddp_recipes.strategies.ddp.settings import DDPSettings
 from ddp_recipes.strategies.ddp.shared_memory import SharedMemory, join
 from ddp_recipes.strategies.group import Group

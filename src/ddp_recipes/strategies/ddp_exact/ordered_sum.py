@@ -16,9 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_recipes._compat.collectives import all_gather_single
-from ddp_recipes._compat.modules import buffers_of
-from ddp_recipes._compat.tensors import add_each, copy_each
+from ddp_recipes._compat.torch_ import add_each, all_gather_single, buffers_of, copy_each
 from ddp_recipes.errors import RunFailed
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import Collective, Exchange

@@ -8,10 +8,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from ddp_recipes._compat.autograd import in_backward
 from ddp_recipes._compat.fsdp import reduce_now
-from ddp_recipes._compat.pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
-from ddp_recipes._compat.tensors import storage_key, viewed
+from ddp_recipes._compat.torch_ import (
+    in_backward,
+    storage_key,
+    tree_flatten,
+    tree_leaves,
+    tree_map_only,
+    tree_unflatten,
+    viewed,
+)
 from ddp_recipes.tasks.written import Watch
 
 

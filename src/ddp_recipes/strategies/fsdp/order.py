@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_recipes._compat.collectives import all_gather_single, reduce_scatter_single
+from ddp_recipes._compat.torch_ import all_gather_single, reduce_scatter_single
 from ddp_recipes.errors import RunFailed
 
 _LOOK_S = 1e-3

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_recipes._compat.collectives import all_gather_single
+from ddp_recipes._compat.torch_ import all_gather_single
 from ddp_recipes.errors import RunFailed
 from ddp_recipes.strategies.fsdp.order import Order, ReduceScatter
 

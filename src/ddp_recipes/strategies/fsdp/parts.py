@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_recipes._compat.tensors import local
-from ddp_recipes.runtime.rows import OwnRows, span
+from ddp_recipes._compat.torch_ import local
+from ddp_recipes.runtime.tensors import OwnRows, span
 
 
 @dataclass

@@ -13,15 +13,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
 from ddp_recipes._compat.fsdp import LEAVES, keep_assigned_data, leave, meet
-from ddp_recipes._compat.modules import gradient_hooks
-from ddp_recipes._compat.tensors import local
+from ddp_recipes._compat.torch_ import gradient_hooks, local
 from ddp_recipes.devices import beside_host, is_accelerator
-from ddp_recipes.runtime.digest import digest
 from ddp_recipes.runtime.messages import Messages
-from ddp_recipes.runtime.rows import OwnRows, Source, rows_here
+from ddp_recipes.runtime.tensors import OwnRows, Source, digest, rows_here
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import Exchange, Passes, T, Whole, Wrapped, in_place
-from ddp_recipes.strategies.buckets import broadcast_each
+from ddp_recipes.strategies.collectives import broadcast_each
 from ddp_recipes.strategies.ddp_exact.ordered_sum import OrderedSum
 from ddp_recipes.strategies.fsdp.blocks import blocks_of, refuse_optimizers, refuse_parameters
 from ddp_recipes.strategies.fsdp.calls import Calls

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import Parameter
 
-from ddp_recipes._compat.pytree import tree_leaves, tree_map_only
+from ddp_recipes._compat.torch_ import tree_leaves, tree_map_only
 
 
 class Block:

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ddp_recipes._compat.dispatch import OpOverload, TorchDispatchMode
-from ddp_recipes._compat.pytree import tree_leaves
-from ddp_recipes._compat.tensors import storage_key
+from ddp_recipes._compat.torch_ import storage_key, tree_leaves
 
 Bytes = Counter[torch.device]
 

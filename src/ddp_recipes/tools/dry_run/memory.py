@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ddp_recipes._compat.dispatch import FakeTensorMode
-from ddp_recipes._compat.pytree import tree_leaves
+from ddp_recipes._compat.torch_ import tree_leaves
 from ddp_recipes.devices import is_accelerator
 from ddp_recipes.errors import RequestError
 from ddp_recipes.model_parallel.placement import connect, disconnect, stages_of

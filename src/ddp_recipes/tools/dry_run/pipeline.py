@@ -14,7 +14,7 @@ from ddp_recipes.model_parallel.pipeline import joined
 from ddp_recipes.model_parallel.placement import stages_of
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import Exchange
-from ddp_recipes.strategies.buckets import in_buckets
+from ddp_recipes.strategies.collectives import in_buckets
 from ddp_recipes.tasks import Task
 from ddp_recipes.tasks.fake import new_mode, without_data
 from ddp_recipes.tools.dry_run.memory import Batches, DeviceMemory, Step

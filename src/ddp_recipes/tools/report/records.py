@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from ddp_recipes.config.monitor import better
+from ddp_recipes.config.settings import better
 from ddp_recipes.reporting.run_directory import Summary, read_summary
 from ddp_recipes.runtime.files import open_file
 from ddp_recipes.tools.report.curves import Curves, read_curves

@@ -1,9 +1,12 @@
-"""A rank is lost while others train: what they say of it, and where they meet again. Loads no torch."""
+"""What a rank and whoever started it report to each other, and where ranks regroup after a loss. Loads no torch."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from ddp_recipes.runtime.messages import Messages
 
 
 class Progress(NamedTuple):
@@ -75,3 +78,24 @@ class Meeting:
         """Return the meeting whose fields came as JSON."""
         made: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in values.items()}
         return cls(**made)
+
+
+@dataclass(frozen=True)
+class Watcher:
+    """By default, nobody watches.
+
+    Attributes:
+        exited: returns the ranks whose process is known to have exited, which need not be waited for.
+        joined: called once this rank has joined the others, and has the state that they have.
+        reported: called with how many losses are reported to the user.
+        ask: tells of a loss, and waits; returns where ranks meet again, that all leave, or that the run ends: ``None``.
+        when_lost: takes what another thread calls once a rank is lost.
+        moves: returns whether all are to leave after a step, for others to go on.
+    """
+
+    exited: Callable[[], Iterable[int]] = tuple
+    joined: Callable[[], None] = lambda: None
+    reported: Callable[[int], None] = lambda number: None
+    ask: Callable[[Loss], "tuple[Meeting, Messages] | Leaving | None"] = lambda loss: None
+    when_lost: Callable[[Callable[[], None]], None] = lambda call: None
+    moves: Callable[[], bool] = lambda: False

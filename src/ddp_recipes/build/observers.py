@@ -1,4 +1,4 @@
-"""The logger of a run, which may be several."""
+"""The loggers and callbacks of a run, from their sections of the config."""
 
 import inspect
 from collections.abc import Mapping
@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from ddp_recipes.build.instantiate import check_values, locate, make, parameters_of, resolved
+from ddp_recipes.callbacks import Callback
 from ddp_recipes.errors import RequestError, nearest
 from ddp_recipes.loggers import Logger, Loggers, folder_name
+from ddp_recipes.tasks import Task
 
 
 def logger_sections(config: Mapping[str, Any], *, check: bool) -> dict[str, Mapping[str, Any]]:
@@ -83,3 +85,23 @@ def _check(node: Mapping[str, Any], section: str) -> None:
     found = locate(target, section)
     if isinstance(found, type) and issubclass(found, Logger):
         found.check(section, {name: values[name] for name in allowed if name in values})
+
+
+def make_callbacks(nodes: Mapping[str, Any], task: Task) -> dict[str, Callback]:
+    """Return the callbacks of the config's section, by name; the task may know others than ours.
+
+    Raises:
+        RequestError: one cannot be made, or is no callback.
+    """
+    callbacks = {}
+    for name, node in nodes.items():
+        made = make(node, f"callbacks.{name}")
+        callback = made if isinstance(made, Callback) else task.callback(name, made)
+        if callback is None:
+            raise RequestError(
+                f"callbacks.{name} makes a {type(made).__name__}, which is no ddp_recipes.Callback. Derive its "
+                f"class from ddp_recipes.Callback and override the events that it needs. Callbacks of Lightning go "
+                f"with task=lightning."
+            )
+        callbacks[name] = callback
+    return callbacks

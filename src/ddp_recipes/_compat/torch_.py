@@ -1,0 +1,491 @@
+"""What torch keeps private: of autograd, groups, data workers, modules, optimizers and tensors.
+
+What sees each operation, and tensors without data, is in :mod:`ddp_recipes._compat.dispatch`.
+"""
+
+import json
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from copy import deepcopy
+from functools import cache, partial
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C import _distributed_c10d
+from torch.autograd import Variable, profiler
+from torch.distributed import ProcessGroup, distributed_c10d
+from torch.optim import SGD, Optimizer
+from torch.optim import optimizer as optimizers
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map_only as tree_map_only
+from torch.utils._pytree import tree_unflatten as tree_unflatten
+from torch.utils.data import DataLoader
+from torch.utils.data._utils import worker
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+
+def run_backward(loss: Tensor) -> None:
+    """Add a scalar loss's gradients to those that are there: ``Variable._execution_engine``, or ``Tensor.backward``."""
+    engine = getattr(Variable, "_execution_engine", None)
+    if engine is None:
+        loss.backward()  # type: ignore[no-untyped-call]
+        return
+    gradient = torch.ones_like(loss)
+    engine.run_backward((loss,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def current_node() -> Any:
+    """Return the node whose backward runs, or ``None``: ``torch._C._current_autograd_node``. No public way."""
+    return torch._C._current_autograd_node()
+
+
+def in_backward() -> bool:
+    """Whether the engine runs a backward pass: ``torch._C._current_graph_task_id``. No public way."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def next_sequence_number() -> int:
+    """Return the number that the next node gets: ``torch._C._autograd._get_sequence_nr``. No public way."""
+    return torch._C._autograd._get_sequence_nr()
+
+
+def sequence_number(node: Any) -> int:
+    """Return a node's number, which grows in the order of the forward pass: ``Node._sequence_nr``. No public way."""
+    number: int = node._sequence_nr()
+    return number
+
+
+def metadata_of(node: Any) -> Any:
+    """Return the shape and dtype of each of the outputs that a node is of: ``Node._input_metadata``. No public way."""
+    return node._input_metadata
+
+
+@contextmanager
+def pass_numbered(number: int) -> Iterator[None]:
+    """Give a backward pass that the engine does not run a number, as the engine does.
+
+    ``torch.utils.checkpoint`` gets it from ``torch._C._current_graph_task_id``. No public way.
+    """
+    module: Any = torch._C
+    original = module._current_graph_task_id
+    module._current_graph_task_id = lambda: number
+    try:
+        yield
+    finally:
+        module._current_graph_task_id = original
+
+
+def is_profiled() -> bool:
+    """Whether a profiler is at work: ``torch.autograd.profiler._is_profiler_enabled``; without it, yes."""
+    return bool(getattr(profiler, "_is_profiler_enabled", True))
+
+
+class OnCollective(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Calls ``found`` with the name and the tensors of each collective of ``torch.distributed`` before it runs."""
+
+    def __init__(self, found: Callable[[str, Sequence[Tensor]], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found = found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self.found(func.name(), [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)])
+        return func(*args, **(kwargs or {}))
+
+
+def all_gather_single(into: Tensor, mine: Tensor, group: ProcessGroup | None = None) -> None:
+    """Gather a tensor of each rank into one; torch 2.14 gave this its name, and warns of the one before."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(into, mine, group=group)
+
+
+def reduce_scatter_single(into: Tensor, all_: Tensor, group: ProcessGroup, op: Any) -> None:
+    """Reduce a tensor of each rank, and leave each its part; torch 2.14 gave this its name."""
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    scatter(into, all_, group=group, op=op)
+
+
+def count_groups_anew() -> None:
+    """Have the next process group be named as the first, which it is to a process that was started meanwhile."""
+    distributed_c10d._world.group_count = 0
+
+
+def every_group() -> list[ProcessGroup]:
+    """Return all process groups of this process."""
+    return list(distributed_c10d._world.pg_names)
+
+
+def record_collectives() -> list[object]:
+    """Have the flight recorder note the collectives of all groups, as long as what this returns is kept.
+
+    gloo and the earlier NCCL do by themselves; the one that torch has by default from 2.15 on does not.
+    """
+    hook = getattr(_distributed_c10d, "FlightRecorderHook", None)
+    return [] if hook is None else [hook.attach(group) for group in every_group()]
+
+
+def recorded_collectives() -> bytes:
+    """Return what the flight recorder has of this process's last collectives, as JSON; nothing where there is none.
+
+    The earlier NCCL has a recorder of its own.
+    """
+    names = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
+    found = [getattr(_distributed_c10d, name)() for name in names if hasattr(_distributed_c10d, name)]
+    return max((each for each in found if json.loads(each).get("entries")), key=len, default=b"")
+
+
+def shut_down(loader: "DataLoader[Any] | None") -> None:
+    """End the persistent data workers of a loader now, if it has any.
+
+    Their iterator's ``_shutdown_workers``. Without them they end with the loader, which is the public
+    way, and takes up to five seconds each at the interpreter's end.
+    """
+    end = getattr(persistent(loader), "_shutdown_workers", None)
+    if end is not None:
+        end()
+
+
+def workers_of(iterator: Any) -> tuple[list[BaseProcess], int]:
+    """Return the data workers of a loader's iterator, and the number of that from which the next batch is to come.
+
+    Its ``_workers``, ``_task_info`` and ``_rcvd_idx``.
+    """
+    return list(getattr(iterator, "_workers", ())), iterator._task_info.get(iterator._rcvd_idx, (0,))[0]
+
+
+def persistent(loader: "DataLoader[Any] | None") -> Any:
+    """Return the iterator that a loader with persistent workers keeps, ``DataLoader._iterator``, or ``None``."""
+    return getattr(loader, "_iterator", None)
+
+
+class _Noticing:
+    """Stands for torch's ``WorkerInfo`` in a data worker, and notices who asks for its number."""
+
+    def __init__(self, info: Any, dataset: Any) -> None:
+        self._info, self.dataset, self.asked = info, dataset, False
+
+    @property
+    def id(self) -> int:
+        self.asked = True
+        return int(self._info.id)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._info, name)
+
+
+def notice_numbers(dataset: Any) -> Callable[[], bool]:
+    """Return in a data worker whether a data set has asked which worker it is in: then it gives a part of itself.
+
+    ``get_worker_info()`` returns what is in ``torch.utils.data._utils.worker._worker_info``; its ``dataset`` is this.
+    """
+    noticing = _Noticing(worker._worker_info, dataset)
+    worker._worker_info = noticing  # type: ignore[assignment]
+    return lambda: noticing.asked
+
+
+def load_what_ddp_needs() -> None:
+    """Load ``torch._dynamo``, which takes a second: once before ranks are forked. Without it each rank loads its own.
+
+    The public name, ``torch.compiler``, does not load it.
+    """
+    with suppress(ModuleNotFoundError):
+        import torch._dynamo  # noqa: F401
+
+
+@cache
+def compile_nothing_of(*modules: str) -> None:
+    """Have ``torch.compile`` leave the functions of these modules, and of packages all below, to Python.
+
+    It looks at all that runs while a compiled model does, hooks too, and warns of what it cannot trace in them.
+    """
+    from torch._dynamo import trace_rules
+
+    for name in modules:
+        trace_rules.add(name)
+
+
+def ignored_by_ddp(module: nn.Module) -> Collection[str]:
+    """Return the names of the parameters and buffers that its user has told DDP to leave to each rank."""
+    names: Collection[str] = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    return names
+
+
+# ``nn.modules.batchnorm._BatchNorm``, or the public classes that are made of it.
+BatchNorm: Any = getattr(
+    nn.modules.batchnorm, "_BatchNorm", (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+)
+
+# ``nn.modules.batchnorm._NormBase``: what keeps running statistics, those and instance norms.
+NormBase: Any = getattr(
+    nn.modules.batchnorm, "_NormBase", (BatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+)
+
+# ``nn.modules.dropout._DropoutNd``, or the public classes that are made of it.
+Dropout: Any = getattr(
+    nn.modules.dropout,
+    "_DropoutNd",
+    (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout),
+)
+
+
+def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """Return where a module keeps its own buffers, to read and to write: ``Module._buffers``.
+
+    ``named_buffers(recurse=False)`` is no way around it: it leaves out what is ``None``, and cannot be written to.
+    """
+    return module._buffers
+
+
+def gradient_hooks(tensor: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
+    """Return what ``Tensor.register_hook`` was given: ``Tensor._backward_hooks``. No public way."""
+    return list((tensor._backward_hooks or {}).values())
+
+
+def share_tensors(module: nn.Module, copied: nn.Module) -> None:
+    """Give a copy of a module the very parameters and buffers of its own: ``Module._parameters``, ``_buffers``.
+
+    Attributes are no way around it: to set one that a user's module makes a property of calls that.
+    """
+    copied._parameters.update(module._parameters)
+    copied._buffers.update(module._buffers)
+
+
+def apply_to_own(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+    """Change a module's own parameters and buffers, and not those of the modules in it: ``Module._apply``.
+
+    Modules override it that keep more than these (``nn.LSTM``). There is no public way: ``Module.to``, which is made of
+    it, goes into the modules inside.
+    """
+    module._apply(change, recurse=False)  # type: ignore[no-untyped-call]
+
+
+def move_own(module: nn.Module, device: torch.device) -> None:
+    """Put a module's own parameters and buffers on a device of any kind; parameters stay the same objects.
+
+    ``swap_tensors`` alone refuses weights to which there are weak references, which ``nn.LSTM`` has. Its ``_apply``
+    lets go of them for as long as that takes.
+    """
+    swaps = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        apply_to_own(module, partial(Tensor.to, device=device))
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(swaps)
+
+
+def remove_forward_pre_hooks(module: nn.Module, chosen: Callable[[Any], bool]) -> None:
+    """Remove some hooks: ``Module._forward_pre_hooks``. In public, only who has kept a hook's handle can."""
+    for number, hook in list(module._forward_pre_hooks.items()):
+        if chosen(hook):
+            del module._forward_pre_hooks[number]
+            module._forward_pre_hooks_with_kwargs.pop(number, None)
+
+
+def is_observed(optimizer: Optimizer) -> bool:
+    """Whether something observes an optimizer's steps: its own hooks, those of all optimizers, a profiler.
+
+    ``_optimizer_step_…_hooks`` and ``_global_optimizer_…_hooks``. One that another version does not have counts as yes:
+    then ``Optimizer.profile_hook_step`` decides.
+    """
+    return bool(
+        getattr(optimizer, "_optimizer_step_pre_hooks", True)
+        or getattr(optimizer, "_optimizer_step_post_hooks", True)
+        or getattr(optimizers, "_global_optimizer_pre_hooks", True)
+        or getattr(optimizers, "_global_optimizer_post_hooks", True)
+        or is_profiled()
+    )
+
+
+def note_step(optimizer: Optimizer) -> None:
+    """Have schedulers know that a step was due, though a loss scaler may have skipped it: ``Optimizer._opt_called``.
+
+    Else torch warns of a step that was forgotten where the first one overflows.
+    """
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def ready_for_late_gradients(optimizer: Optimizer) -> None:
+    """Let a fused optimizer take gradients that came later than others, or that are sparse.
+
+    torch's fused SGD takes momentum of all parameters or of none; without any it would begin with the gradient, which
+    is what comes of zeros, too. No fused one takes sparse gradients; momentum of theirs is dense then, which can be
+    saved. Any other optimizer is left as it is.
+    """
+    state, groups = optimizer.state, optimizer.param_groups
+    if len(state) == sum(len(group["params"]) for group in groups):
+        return
+    for group in groups:
+        trained = [parameter for parameter in group["params"] if parameter.grad is not None]
+        late = [parameter for parameter in trained if parameter not in state]
+        sparse = [parameter for parameter in late if parameter.grad.is_sparse]
+        if group.get("fused") and sparse:
+            group["fused"] = False
+        if not isinstance(optimizer, SGD) or not group["momentum"] or group["dampening"]:
+            continue
+        for parameter in late if group["fused"] and len(late) < len(trained) else sparse:
+            state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+
+def file_writer(writer: "SummaryWriter") -> Any:
+    """Return the writer of events with times of their own: ``_get_file_writer()``, or the public ``file_writer``."""
+    get = getattr(writer, "_get_file_writer", None)
+    return writer.file_writer if get is None else get()
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Return a number of the memory that a tensor lies in, the same for all its views: ``UntypedStorage._cdata``.
+
+    A storage's public ``data_ptr()`` is no way around it: without data, on ``meta`` or fake, it is the same for all.
+    """
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+def writes(tensor: Tensor) -> int:
+    """Return how often a tensor has been written to in place: ``Tensor._version``; 0 where nobody counts."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def viewed(tensor: Tensor) -> Tensor | None:
+    """Return the tensor that another one is a view of, which it keeps: ``Tensor._base``."""
+    return tensor._base
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """Return a tensor's bytes, uint8 [bytes], in its own memory if they lie there in order.
+
+    One with a single number is contiguous whatever its strides are, which ``view`` still refuses.
+    """
+    whole = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
+
+
+def laid_out_as(value: Tensor, like: Tensor) -> Tensor:
+    """Return a tensor that lies in memory as another one of its shape does: itself, or a copy.
+
+    Fused optimizers go through a parameter, its gradient and its state as they lie there, and take no other notice.
+    """
+    if value.stride() == like.stride():
+        return value
+    return torch.empty_like(like, dtype=value.dtype, device=value.device).copy_(value)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a ``DTensor``, as it lies in memory; any other tensor is whole. Loads no DTensor."""
+    return tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[attr-defined]
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return a ``DTensor`` put together, on every rank; any other tensor is whole. A collective."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def copy_each(into: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Copy tensors into others, in one kernel where there is ``torch._foreach_copy_``."""
+    if hasattr(torch, "_foreach_copy_"):
+        torch._foreach_copy_(list(into), list(values))
+        return
+    with torch.no_grad():
+        for tensor, value in zip(into, values, strict=True):
+            tensor.copy_(value)
+
+
+def add_each(into: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Add tensors to others in place, in one kernel where there is ``torch._foreach_add_``."""
+    if hasattr(torch, "_foreach_add_"):
+        torch._foreach_add_(list(into), list(values))
+        return
+    with torch.no_grad():
+        for tensor, value in zip(into, values, strict=True):
+            tensor.add_(value)
+
+
+def norm_of_each(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the norms of tensors on one device, in one kernel where there is ``torch._foreach_norm``."""
+    if hasattr(torch, "_foreach_norm"):
+        return list(torch._foreach_norm(list(tensors)))
+    return [torch.linalg.vector_norm(tensor) for tensor in tensors]
+
+
+def dump_snapshot(device_module: Any, path: Path) -> bool:
+    """Write what is allocated, for https://pytorch.org/memory_viz; return whether the type of device can."""
+    dump = getattr(getattr(device_module, "memory", None), "_dump_snapshot", None)
+    if dump is not None:
+        dump(str(path))
+    return dump is not None
+
+
+def record_history(device_module: Any, entries: int | None) -> None:
+    """Note where so many of the latest allocations come from, for the snapshot; ``None``: no longer."""
+    record = getattr(getattr(device_module, "memory", None), "_record_memory_history", None)
+    if record is not None:
+        record(enabled=None) if entries is None else record(max_entries=entries)
+
+
+def batch_value(metric: Any) -> Tensor | None:
+    """Return the value that a call of the metric gave, or ``None`` where it was only updated.
+
+    ``Metric._forward_cache``.
+    """
+    value = getattr(metric, "_forward_cache", None)
+    return value if isinstance(value, Tensor) else None
+
+
+def is_updated(metric: Any) -> bool:
+    """Whether something is a metric of torchmetrics that has taken in a batch since it was reset: ``_update_count``."""
+    return getattr(metric, "_update_count", 0) > 0 and hasattr(metric, "metric_state")
+
+
+def updates_of(metric: Any) -> int:
+    """Return how many batches a metric has taken in since it was reset: ``_update_count``."""
+    return int(metric._update_count)
+
+
+def put_back(metric: Any, updates: int, state: Mapping[str, Any]) -> None:
+    """Leave a metric as it was, of which its state is known."""
+    for name, value in state.items():
+        setattr(metric, name, value)
+    metric._update_count, metric._computed = updates, None
+
+
+def state_of(metric: Any) -> dict[str, Any]:
+    """Return the state of a metric over all ranks. A collective where there are several."""
+    with metric.sync_context():
+        states = {name: deepcopy(value) for name, value in metric.metric_state.items()}
+    return {"updates": metric._update_count, "states": states}
+
+
+def load_state(metric: Any, state: Mapping[str, Any], first: bool) -> None:
+    """Restore it over all ranks: sums and lists on the ``first`` rank alone, for they will be added up again.
+
+    ``Metric._reductions`` and ``_update_count``.
+    """
+    from torchmetrics.utilities import dim_zero_cat, dim_zero_sum  # loaded where there is a metric anyhow
+
+    for name, value in state["states"].items():
+        added_up = isinstance(value, list) or metric._reductions[name] in (dim_zero_sum, dim_zero_cat)
+        if first or not added_up:
+            setattr(metric, name, deepcopy(value))
+    metric._update_count = state["updates"]
+
+
+def list_states(metrics: Iterable[Any]) -> list[tuple[Any, str]]:
+    """Return each list that metrics, and those in them, keep of what they saw, as its owner and name: ``_reductions``.
+
+    Where several ranks compute one they concatenate what all have, which must be alike but for its length.
+    """
+    owners = {id(owner): owner for metric in metrics for owner in metric.modules()}.values()
+    return [
+        (owner, name)
+        for owner in owners
+        for name in getattr(owner, "_reductions", ())
+        if isinstance(getattr(owner, name), list)
+    ]
