@@ -351,7 +351,7 @@ ARGUMENTS: list[tuple[str, str, Any, bool]] = (
             ),
             ("transform", {"_target_": "timm.data.create_transform", "input_size": 8}, True),
             ("transform", {"_target_": "timm.data.random_erasing.RandomErasing"}, True),
-            ("transform", {"_target_": "ddp_recipes.datasets.transforms.ScaleAndNormalize"}, True),
+            ("transform", {"_target_": "ddp_recipes.datasets.memory.ScaleAndNormalize"}, True),
             ("transform", {"_target_": "torch.distributions.transforms.AffineTransform", "loc": 0, "scale": 2}, True),
             ("transform", {"_target_": "transformers.ViTImageProcessor"}, True),
             ("transform", {"_target_": "own.Net", "more": A_SET}, True),

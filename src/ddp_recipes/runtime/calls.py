@@ -1,13 +1,12 @@
-"""What a step calls that something else may take the place of: torch's functions, and ranges in a profiler's trace."""
+"""What a run asks of torch again and again; ``trainer.fast_paths`` puts shorter ways to the same in its place."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.profiler import record_function
 
 
 def _backward(loss: Tensor) -> None:
@@ -40,25 +39,3 @@ class Calls:
 
 
 CALLS = Calls()
-
-
-ALL_REDUCE = "all-reduce"
-
-_NOT_RECORDED = nullcontext()
-_recording = False
-
-
-def phase(name: str) -> AbstractContextManager[Any]:
-    """Return the context in which a phase runs. It does nothing, at hardly any cost, outside of :func:`recording`."""
-    return record_function(name) if _recording else _NOT_RECORDED
-
-
-@contextmanager
-def recording() -> Iterator[None]:
-    """Record the phases of this process."""
-    global _recording
-    _recording = True
-    try:
-        yield
-    finally:
-        _recording = False

@@ -14,8 +14,8 @@ from ddp_recipes._compat.messages import of_sparse
 from ddp_recipes._compat.torch_ import BatchNorm, norm_of_each
 from ddp_recipes.checkpointing.parts import put_together
 from ddp_recipes.config.parallelism import StrategySettings
-from ddp_recipes.runtime.calls import phase
 from ddp_recipes.runtime.messages import Messages
+from ddp_recipes.runtime.phases import phase
 from ddp_recipes.runtime.tensors import OwnRows, digest
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.exchanges import Exchanges

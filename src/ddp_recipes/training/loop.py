@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ddp_recipes.runtime.calls import phase
+from ddp_recipes.runtime.phases import phase
 from ddp_recipes.runtime.seeding import key, seed_step
 from ddp_recipes.training.cadence import reason_to_stop, save_due, validation_due
 from ddp_recipes.training.clock import Rate

@@ -17,7 +17,7 @@ from ddp_recipes.config.settings import check_measured
 from ddp_recipes.data.loader import Batch, Loader
 from ddp_recipes.errors import RequestError, RunFailed
 from ddp_recipes.loggers import Logger
-from ddp_recipes.runtime.calls import phase
+from ddp_recipes.runtime.phases import phase
 from ddp_recipes.runtime.seeding import key, seed_step
 from ddp_recipes.strategies import Strategy
 from ddp_recipes.strategies.collectives import broadcast, gather

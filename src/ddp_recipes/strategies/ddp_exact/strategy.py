@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ddp_recipes.errors import RequestError
-from ddp_recipes.runtime.calls import ALL_REDUCE, phase
 from ddp_recipes.runtime.messages import Messages
+from ddp_recipes.runtime.phases import ALL_REDUCE, phase
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import Exchange, Whole, Wrapped
 from ddp_recipes.strategies.ddp_exact.ordered_sum import OrderedSum

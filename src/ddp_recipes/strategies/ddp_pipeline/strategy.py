@@ -12,8 +12,8 @@ from ddp_recipes.checkpointing.parts import put_together
 from ddp_recipes.errors import RequestError
 from ddp_recipes.model_parallel.layout import Layout
 from ddp_recipes.model_parallel.pipeline import Pipeline, joined
-from ddp_recipes.runtime.calls import phase
 from ddp_recipes.runtime.messages import Messages
+from ddp_recipes.runtime.phases import phase
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import Passes, Wrapped
 from ddp_recipes.strategies.collectives import broadcast, broadcast_each, gather, in_buckets

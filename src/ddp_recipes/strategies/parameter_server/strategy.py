@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from ddp_recipes._compat.messages import timed_out
 from ddp_recipes._compat.torch_ import laid_out_as
 from ddp_recipes.errors import RequestError
-from ddp_recipes.runtime.calls import ALL_REDUCE, phase
 from ddp_recipes.runtime.messages import Messages
+from ddp_recipes.runtime.phases import ALL_REDUCE, phase
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import Passes, Whole, Wrapped
 from ddp_recipes.strategies.collectives import gather

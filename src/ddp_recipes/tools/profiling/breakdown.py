@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch.autograd.profiler_util import FunctionEvent
 
-from ddp_recipes.runtime.calls import ALL_REDUCE
+from ddp_recipes.runtime.phases import ALL_REDUCE
 from ddp_recipes.tools.profiling.intervals import Interval, common, length, minus
 
 BETWEEN_STEPS = "validated or saved"  # a mark in a trace: what came before it belongs to no step
