@@ -73,7 +73,7 @@ NAMES = [
         "own.os.environ.clear",
     ),
     *(
-        "ddp_recipes.runtime.job.unpack",
+        "ddp_recipes.runtime.main_module.unpack",
         "logging.FileHandler",
         "setuptools.setup",
         "test.support.run_unittest",
@@ -351,7 +351,7 @@ ARGUMENTS: list[tuple[str, str, Any, bool]] = (
             ),
             ("transform", {"_target_": "timm.data.create_transform", "input_size": 8}, True),
             ("transform", {"_target_": "timm.data.random_erasing.RandomErasing"}, True),
-            ("transform", {"_target_": "ddp_recipes.datasets.memory.ScaleAndNormalize"}, True),
+            ("transform", {"_target_": "ddp_recipes.datasets.transforms.ScaleAndNormalize"}, True),
             ("transform", {"_target_": "torch.distributions.transforms.AffineTransform", "loc": 0, "scale": 2}, True),
             ("transform", {"_target_": "transformers.ViTImageProcessor"}, True),
             ("transform", {"_target_": "own.Net", "more": A_SET}, True),

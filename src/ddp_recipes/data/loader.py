@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from ddp_recipes._compat.torch_ import persistent, shut_down, workers_of
 from ddp_recipes.data.batch_plan import BatchPlan
 from ddp_recipes.data.keyed import AS_IT_COMES, Draw, Fetched, Form, KeyedDataset, collate, may_skip, to_device
-from ddp_recipes.datasets.memory import InMemory, is_known
+from ddp_recipes.datasets.memory import InMemory
+from ddp_recipes.datasets.transforms import is_known
 from ddp_recipes.devices import is_accelerator, locks_pages
 from ddp_recipes.errors import RequestError, RunFailed
 from ddp_recipes.runtime.job import ASKS_TO_STOP

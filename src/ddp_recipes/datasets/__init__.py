@@ -20,9 +20,7 @@ if TYPE_CHECKING:
     from ddp_recipes.datasets.images import (
         mnist as mnist,
     )
-    from ddp_recipes.datasets.memory import Chain as Chain
     from ddp_recipes.datasets.memory import InMemory as InMemory
-    from ddp_recipes.datasets.memory import ScaleAndNormalize as ScaleAndNormalize
     from ddp_recipes.datasets.memory import balanced as balanced
     from ddp_recipes.datasets.synthetic import fake_images as fake_images
     from ddp_recipes.datasets.synthetic import random_regression as random_regression
@@ -30,16 +28,18 @@ if TYPE_CHECKING:
     from ddp_recipes.datasets.table import csv_table as csv_table
     from ddp_recipes.datasets.tabular import breast_cancer as breast_cancer
     from ddp_recipes.datasets.tabular import digits as digits
+    from ddp_recipes.datasets.transforms import Chain as Chain
+    from ddp_recipes.datasets.transforms import ScaleAndNormalize as ScaleAndNormalize
     from ddp_recipes.datasets.windows import Prompts as Prompts
     from ddp_recipes.datasets.windows import Windows as Windows
     from ddp_recipes.datasets.windows import text as text
 
 _HOMES = {
-    "Chain": ".memory",
+    "Chain": ".transforms",
     "ImageTable": ".table",
     "InMemory": ".memory",
     "Prompts": ".windows",
-    "ScaleAndNormalize": ".memory",
+    "ScaleAndNormalize": ".transforms",
     "Windows": ".windows",
     "balanced": ".memory",
     "breast_cancer": ".tabular",

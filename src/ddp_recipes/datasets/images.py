@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from ddp_recipes.datasets.memory import InMemory, ScaleAndNormalize, Transform, Transforms, for_tensors, in_order
+from ddp_recipes.datasets.memory import InMemory
+from ddp_recipes.datasets.transforms import ScaleAndNormalize, Transform, Transforms, for_tensors, in_order
 from ddp_recipes.errors import RequestError, nearest, not_one_of
 
 

@@ -5,7 +5,8 @@ import math
 
 import torch
 
-from ddp_recipes.datasets.memory import InMemory, ScaleAndNormalize, Transforms, for_tensors
+from ddp_recipes.datasets.memory import InMemory
+from ddp_recipes.datasets.transforms import ScaleAndNormalize, Transforms, for_tensors
 from ddp_recipes.errors import RequestError, not_one_of
 
 _SPLITS = ("train", "val", "test")

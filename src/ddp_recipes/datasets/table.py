@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ddp_recipes.datasets.images import imagenet_transform, rgb_image
-from ddp_recipes.datasets.memory import InMemory, Transform, Transforms, in_order
+from ddp_recipes.datasets.memory import InMemory
 from ddp_recipes.datasets.tabular import rows_of, standardize
+from ddp_recipes.datasets.transforms import Transform, Transforms, in_order
 from ddp_recipes.errors import RequestError, nearest
 
 
