@@ -5,8 +5,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from torch.distributed import HashStore
 
-from ddp_recipes.launchers.nodes.backend import SignedBackend
+from ddp_recipes.launchers.nodes.backend import SignedBackend, signed_backend
 from helpers.patience import patience
 
 KEY = {"DDP_RECIPES_KEY": "a secret that these nodes have"}
@@ -73,7 +74,7 @@ class Kept:
 
 def test_a_state_of_the_rendezvous_that_was_written_without_the_key_is_never_unpickled() -> None:
     kept = Kept()
-    signed, other = (SignedBackend(kept, key, "run") for key in (b"a key", b"another"))  # type: ignore[arg-type]
+    signed, other = (SignedBackend(kept, key, b"run") for key in (b"a key", b"another"))  # type: ignore[arg-type]
     assert signed.get_state() is None
     assert signed.set_state(b"the state") == (b"the state", len(kept.state), True)
     assert signed.get_state() == (b"the state", len(kept.state))
@@ -84,3 +85,14 @@ def test_a_state_of_the_rendezvous_that_was_written_without_the_key_is_never_unp
     signed.set_state(b"the state")
     with pytest.raises(Exception, match="was not written with this node's key"):
         other.get_state()
+
+
+def test_a_state_of_the_rendezvous_that_an_earlier_run_left_is_taken_by_none_with_its_name_and_key() -> None:
+    earlier, later = HashStore(), HashStore()
+    first, second = (signed_backend(store, b"a key", "run") for store in (earlier, later))
+    first.set_state(b"who is there")
+    assert signed_backend(earlier, b"a key", "run").get_state() == first.get_state(), "of this run it is"
+    (name,) = (each for each in ("torch.rendezvous.run", "torch_rendezvous.run") if earlier.check([each]))
+    later.set(name, earlier.get(name))
+    with pytest.raises(Exception, match="was not written with this node's key for this run"):
+        second.get_state()

@@ -70,6 +70,13 @@ class StoppedAtEnd(Callback):
             os.kill(os.getpid(), SIGSTOP)
 
 
+class SetBack(Callback):
+    def on_step(self, step):
+        if step == 3:
+            date = time.time
+            time.time = lambda: date() - 3600
+
+
 class HeldIfNew(nn.Linear):
     def __init__(self, in_features, out_features, **unused):
         super().__init__(in_features, out_features)
@@ -196,6 +203,17 @@ def test_a_lost_rank_is_replaced_and_the_run_ends_as_if_undisturbed(
         assert "in disturb" in trace.read_text()
     if how == "stop":
         assert "training/loop.py" in trace.read_text()  # where it was stopped, or an instant later: it was continued
+
+
+@pytest.mark.slow
+def test_a_date_that_is_set_before_a_rank_is_lost_moves_neither_the_end_nor_the_time_of_the_run(
+    tmp_path: Path, undisturbed: Path, python: str
+) -> None:
+    limit = ["+callbacks.set._target_=parts.SetBack", "trainer.max_time=1800"]
+    ended = ran(python, tmp_path, EXACT, *limit, *disturbed(0, "[5]"))
+    assert ended.returncode == 0, ended.stderr
+    see_same(tmp_path, undisturbed)
+    assert 0 < summary(tmp_path)["seconds_lost"] < summary(tmp_path)["wall_time_s"] < 1800
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -114,6 +114,35 @@ def test_what_nodes_cannot_meet_in_is_refused_in_time(what: str, message: str, t
             path.write_bytes({"half": begun + b'{"key": "va', "list": begun + b"[1]", "other": b"a diary"}[what])
         with pytest.raises(RequestError, match=message):
             open_store(f"file://{path}", "127.0.0.1", 60)
+
+
+@pytest.mark.spawn
+@pytest.mark.slow
+def test_a_signal_ends_a_node_that_waits_for_the_file(folder: Path) -> None:
+    """Another process has it locked: the node waits for longer than this test does."""
+    alone = [
+        "launcher.local_addr=127.0.0.1",
+        "launcher.nproc_per_node=1",
+        "launcher.min_nodes=2",
+        f"launcher.rdzv_endpoint=file://{folder}/meet",
+    ]
+    key, lock = {"DDP_RECIPES_KEY": "a secret that these nodes have"}, folder / "meet.lock"
+
+    def opened(pid: int) -> bool:
+        found = set[str]()
+        for each in os.listdir(f"/proc/{pid}/fd"):
+            with suppress(OSError):  # it was closed since
+                found.add(os.readlink(f"/proc/{pid}/fd/{each}"))
+        return str(lock) in found
+
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with started(folder, *SMALL, "launcher=nodes", *alone, environ=key) as run:
+            until(lambda: opened(run.pid), START_S, "it does not open the file")
+            run.signal(signal.SIGTERM)
+            ended = run.end()
+    assert ended.status == 130
+    assert "locked" not in ended.err
 
 
 @pytest.mark.spawn

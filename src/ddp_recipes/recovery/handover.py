@@ -2,7 +2,6 @@
 
 import io
 import os
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from ddp_recipes.recovery.kept import pieces_of
 from ddp_recipes.recovery.memory import HEADER, Kept, least, write_state
 from ddp_recipes.recovery.points import Points
 from ddp_recipes.runtime.calls import CALLS
-from ddp_recipes.runtime.regroup import Meeting, Progress
+from ddp_recipes.runtime.regroup import Meeting, Progress, ahead_s
 from ddp_recipes.strategies.collectives import pieces, unpack
 from ddp_recipes.training.state import Run, load_part, local_state, restore, saved_state
 from ddp_recipes.training.stopping import Pace
@@ -68,7 +67,7 @@ def handed_over(run: Run, losses: int) -> State:
 
 
 def _beyond(run: Run, losses: int) -> dict[str, Any]:
-    ahead = time.time() - time.monotonic()
+    ahead = ahead_s()
     return {
         "after": progress_of(run).after,
         "values": dict(run.values),
@@ -88,7 +87,7 @@ def _beyond(run: Run, losses: int) -> dict[str, Any]:
 
 
 def _on_clock(seconds: float | None, ahead: float) -> float | None:
-    """Return a time by a clock that is so much ahead: machines share only the one since the epoch."""
+    """Return a time by a clock that is so many seconds ahead."""
     return None if seconds is None else seconds + ahead
 
 
@@ -145,8 +144,8 @@ def go_on(run: Run, state: State, meeting: Meeting) -> None:
     for name in (*kept, "replaced", "seconds_lost"):
         setattr(run, name, own[name])
     run.clock.train_seconds = own["train_seconds"]
-    ahead = time.monotonic() - time.time()
-    run.stop_controller.deadline, run.began = _on_clock(own["deadline"], ahead), own["began"] + ahead
+    ahead = ahead_s()
+    run.stop_controller.deadline, run.began = _on_clock(own["deadline"], -ahead), own["began"] - ahead
     if min(meeting.lost, default=run.world.world_size) < max(
         1, run.strategy.settings.layout(run.world.world_size).writers
     ):

@@ -29,7 +29,8 @@ class Keeper:
         born: when it started; by now another process may have the id.
         paths: of each part of the model two files.
         ranks: pipe for the ids of ranks to watch.
-        loss: file with the time at which the first of these ended, in seconds since the epoch.
+        loss: file with the time at which the first of these ended.
+        ahead: how many seconds its clock, that of the run, is ahead of the machine's own.
     """
 
     process: int
@@ -37,6 +38,7 @@ class Keeper:
     paths: tuple[tuple[str, str], ...]
     ranks: str
     loss: str
+    ahead: float
 
     @classmethod
     def started(cls, parts: int) -> "Keeper":
@@ -72,8 +74,8 @@ class Keeper:
 
     @property
     def lost_at(self) -> float:
-        """When the first of the ranks that it watched ended."""
-        return float(Path(self.loss).read_text() or time.time())
+        """The :func:`moment` at which the first of the ranks that it watched ended."""
+        return float(Path(self.loss).read_text() or time.monotonic() + self.ahead)
 
     def watch(self) -> None:
         """Have it note when this process ends."""
@@ -100,7 +102,8 @@ def hold(torchrun: int, parts: int) -> None:
         loss = stack.enter_context(os.fdopen(os.memfd_create("ddp_recipes"), "wb", buffering=0))
         reader, writer = os.pipe()
         own, files = os.getpid(), f"/proc/{os.getpid()}/fd"
-        fields = {"process": own, "born": started_at(own), "paths": places.paths}
+        ahead = time.time() - time.monotonic()
+        fields = {"process": own, "born": started_at(own), "paths": places.paths, "ahead": ahead}
         print(json.dumps({**fields, "ranks": f"{files}/{writer}", "loss": f"{files}/{loss.fileno()}"}), flush=True)
         null = os.open(os.devnull, os.O_RDWR)
         for stream in range(3):
@@ -121,4 +124,4 @@ def hold(torchrun: int, parts: int) -> None:
                     poll.unregister(fd)
                     os.close(fd)
                     if not loss.tell():
-                        loss.write(str(time.time()).encode())
+                        loss.write(str(time.monotonic() + ahead).encode())

@@ -3,7 +3,6 @@
 import gc
 import io
 import logging
-import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +31,7 @@ from ddp_recipes.recovery.handover import (
 from ddp_recipes.recovery.kept import load_kept
 from ddp_recipes.recovery.memory_server import opener
 from ddp_recipes.recovery.points import Points
-from ddp_recipes.runtime.regroup import Leaving, Loss, Meeting
+from ddp_recipes.runtime.regroup import Leaving, Loss, Meeting, moment
 from ddp_recipes.strategies.base import batch_norms
 from ddp_recipes.strategies.collectives import broadcast
 from ddp_recipes.training import loop
@@ -147,7 +146,7 @@ class Recovery(RunHooks):
         if self.met is None:
             return
         run, meeting, self.met = self.run, self.met, None
-        unreported, now = meeting.why[meeting.reported :], time.time()
+        unreported, now = meeting.why[meeting.reported :], moment()
         if self.losses < len(meeting.why):
             run.seconds_lost += now - meeting.since[self.losses]
         run.replaced += len(meeting.why) - self.losses

@@ -17,7 +17,7 @@ from ddp_recipes.launchers.local.ranks import Rank, Starter
 from ddp_recipes.recovery.memory import Places
 from ddp_recipes.recovery.source import Candidate, Source, furthest
 from ddp_recipes.runtime.job import Job
-from ddp_recipes.runtime.regroup import Meeting, Progress
+from ddp_recipes.runtime.regroup import Meeting, Progress, ahead_s, moment
 
 ANSWER_S = 5.0  # for a rank to notice the loss of another one, once a collective has timed out
 BY_CHANCE = 2  # times at most that a rank hangs at one step
@@ -80,7 +80,7 @@ class Survival(local.Survival):
         if newest is None or newest.point <= saved:
             self._known.clear()  # what they came to is in summary.json
             return self._origin.resumed(), "the last checkpoint" if saved >= 0 else "step 0"
-        self._known.append((error.splitlines()[0], time.time()))
+        self._known.append((error.splitlines()[0], moment()))
         why, since = zip(*self._known, strict=True)
         parts, ranks = tuple(range(len(newest.places))), tuple(range(self.processes))
         meeting = Meeting("", parts, ranks, why, since, self._reported, newest.places)
@@ -192,8 +192,7 @@ class Replacement:
         # A new rank that fails because of another one is no loss of its own.
         died = any(rank.death is not None for rank in lost)
         by_itself = [r for r in lost if r.joined or r.report is None or not (died or r.report.unresponsive)]
-        since = time.time() - (time.monotonic() - self._since)
-        self.known += [(rank.why, since) for rank in by_itself]
+        self.known += [(rank.why, self._since + ahead_s()) for rank in by_itself]
         file, source = self.starter.meeting(), self._source(waiting)
         assert source is not None
         meeting = asdict(

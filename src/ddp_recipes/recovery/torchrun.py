@@ -1,6 +1,7 @@
 """States of ranks that are kept for torchrun's next start, and the newest of them. Loads no torch."""
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from ddp_recipes.recovery.source import Candidate, furthest
 from ddp_recipes.reporting.run_directory import write_text
 from ddp_recipes.runtime.job import Job
 from ddp_recipes.runtime.messages import Messages
-from ddp_recipes.runtime.regroup import Meeting
+from ddp_recipes.runtime.regroup import CLOCK_AHEAD, Meeting
 from ddp_recipes.runtime.world import World
 
 WHY = "torchrun started all ranks again."  # it says itself which rank it lost
@@ -28,8 +29,8 @@ class Found:
         directory: of the run whose states are in memory.
         states: of each part of the model the steps, and where the state is.
         step: of the newest that was there before the last start.
-        since: when each loss before was noticed, in seconds since the epoch.
-        lost_at: when this one was.
+        since: the :func:`moment` at which each loss before was noticed.
+        lost_at: at which this one was.
     """
 
     directory: str = ""
@@ -89,6 +90,7 @@ class TorchrunMemory:
         if (text := messages.get(name, float(job.config["launcher"]["timeout_s"]))) is None:
             return ()
         keeper = Keeper.of(json.loads(text))
+        os.environ[CLOCK_AHEAD] = str(keeper.ahead)  # of this start and those after it
         keeper.watch()
         return keeper.paths[world.rank % parts]
 

@@ -1,12 +1,41 @@
 """What a rank and whoever started it report to each other, and where ranks regroup after a loss. Loads no torch."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from ddp_recipes.runtime.messages import Messages
+
+
+CLOCK_AHEAD = "DDP_RECIPES_CLOCK_AHEAD_S"  # what a run's clock shows more than this machine's own
+
+
+def moment() -> float:
+    """Return the seconds by the clock that all processes of a run share, which setting the date does not move.
+
+    It is the machine's own, which counts from its start, and so starts elsewhere on each: see :func:`clock_of_nodes`.
+    """
+    return time.monotonic() + ahead_s()
+
+
+def ahead_s() -> float:
+    """Return how many seconds :func:`moment` is ahead of the machine's own clock."""
+    return float(os.environ.get(CLOCK_AHEAD, 0.0))
+
+
+@contextmanager
+def clock_of_nodes() -> Iterator[None]:
+    """Have this process, and those that it starts, take the time from the date that it is now, which nodes share."""
+    os.environ[CLOCK_AHEAD] = str(time.time() - time.monotonic())
+    try:
+        yield
+    finally:
+        del os.environ[CLOCK_AHEAD]
 
 
 class Progress(NamedTuple):
@@ -60,7 +89,7 @@ class Meeting:
         sources: of each part of the model the rank whose state all go on with that hold it.
         lost: ranks that are replaced.
         why: how each rank was lost that is replaced in this run, a line each: these, and those before them.
-        since: when each loss was noticed, in seconds since the epoch.
+        since: the :func:`moment` at which each loss was noticed.
         reported: how many of these losses are reported to the user.
         states: of each part of the model where its state is in memory, on this node or another, if all ranks are new.
     """

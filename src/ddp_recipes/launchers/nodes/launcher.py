@@ -16,6 +16,7 @@ from ddp_recipes.launchers.nodes.node import Node
 from ddp_recipes.reporting.run_directory import Summary, read_summary
 from ddp_recipes.runtime.job import Job
 from ddp_recipes.runtime.process import loading
+from ddp_recipes.runtime.regroup import clock_of_nodes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +77,7 @@ class NodesLauncher:
             from ddp_recipes.launchers.nodes.rendezvous import Rendezvous
         server = self.resources.server if settings.start_method == "forkserver" else None
         with signals_caught(job.last) as signals, ExitStack() as stack:
-            rendezvous = Rendezvous(settings)
+            stack.enter_context(clock_of_nodes())
+            rendezvous = Rendezvous(settings, signals)
             stack.callback(rendezvous.leave)
             return Node(job, request, ranks, server, rendezvous, signals, stack).run(before)

@@ -24,7 +24,7 @@ from ddp_recipes.recovery.memory import Places
 from ddp_recipes.recovery.replacement import BY_CHANCE
 from ddp_recipes.reporting.run_directory import Summary, read_summary
 from ddp_recipes.runtime.job import Job
-from ddp_recipes.runtime.regroup import Meeting
+from ddp_recipes.runtime.regroup import CLOCK_AHEAD, Meeting, ahead_s
 
 if TYPE_CHECKING:
     from ddp_recipes.launchers.nodes.rendezvous import Rendezvous
@@ -86,7 +86,7 @@ class Node:
     def _meet(self) -> Start:
         """Return the next start of the ranks, once the nodes that there are have met."""
         held = () if self._request.strategy.kind == "replicated" else self._copies.held()
-        start = self._rendezvous.meet(replace(self._offer, held=held), self._signals)
+        start = self._rendezvous.meet(replace(self._offer, held=held))
         losses, reported = start.losses, start.reported
         if losses and not start.states:
             losses, reported = (), 0  # what the run counts, it counts from there on
@@ -126,6 +126,7 @@ class Node:
             "TORCHELASTIC_RUN_ID": start.name,
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "GROUP_RANK": str(start.node),
+            CLOCK_AHEAD: str(ahead_s()),
             FIRSTS: " ".join(
                 str(ranks.start) for ranks in map(start.ranks_of, range(nodes)) if ranks and ranks.start < world
             ),

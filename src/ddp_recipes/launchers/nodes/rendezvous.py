@@ -43,9 +43,17 @@ class _NoAnswer(Exception):
 
 
 class Rendezvous:
-    """Where nodes meet."""
+    """Where nodes meet.
 
-    def __init__(self, settings: "NodesSettings") -> None:
+    Args:
+        signals: names of those that this process gets, also while it waits.
+
+    Raises:
+        KeyboardInterrupt: it got one.
+        RequestError: they cannot meet there.
+    """
+
+    def __init__(self, settings: "NodesSettings", signals: Sequence[str]) -> None:
         self.key = find_key(os.environ)
         if not self.key:
             raise RequestError(f"launcher=nodes: others could write to this run as if they were its nodes. {MAKE_KEY}")
@@ -54,12 +62,9 @@ class Rendezvous:
         # Else a node that comes later gets no address, for which torch has all nodes wait: nobody uses it here.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
-        store = open_store(self.endpoint, self.address, silent_s=2 * self.lost_after_s)
-        self._store, self._settings, self._came = store, settings, False
-        try:
-            self.handler = self._handler()
-        except RendezvousError as error:
-            raise self._failed(error) from error
+        self._settings, self._signals, self._came = settings, signals, False
+        self._store = self._answer(lambda: open_store(self.endpoint, self.address, silent_s=2 * self.lost_after_s))
+        self.handler = self._answer(self._handler)
 
     def _handler(self) -> RendezvousHandler:
         settings, store = self._settings, self._store
@@ -76,43 +81,43 @@ class Rendezvous:
         )
         return create_handler(store, signed_backend(store, self.key, settings.rdzv_id), parameters)
 
-    def meet(self, offer: Offer, signals: Sequence[str]) -> Start:
+    def _answer(self, call: Callable[[], T]) -> T:
+        """Call what asks the store, and return what it says, unless a signal comes before that."""
+        found = _in_thread(call, lambda: bool(self._signals))
+        if not found.done():
+            raise KeyboardInterrupt
+        try:
+            return found.result()
+        except RendezvousError as error:
+            raise self._failed(error) from error
+
+    def meet(self, offer: Offer) -> Start:
         """Wait for the others, and agree on who brings what.
 
-        Args:
-            signals: names of those that this process gets, also while it waits.
-
         Raises:
-            KeyboardInterrupt: it got one. Where ranks are to go on from what is in memory they start all the same, to
-                save that, if the others come soon.
+            KeyboardInterrupt: this process got a signal. Where ranks are to go on from what is in memory they start all
+                the same, to save that, if the others come soon.
             RunFailed: the run has ended, or too few nodes have come.
         """
-        self._come(signals)
-        stops = _Stops(signals, 2 * self.lost_after_s if offer.step >= 0 or offer.held else 0.0)
+        self._come()
+        stops = _Stops(self._signals, 2 * self.lost_after_s if offer.step >= 0 or offer.held else 0.0)
         for _ in range(MEETINGS):
             found = self._met(stops)
             with suppress(_NoAnswer):  # a node was lost as all met: without it they meet again
                 return self._agreed(found, offer)
         raise RunFailed(f"Nodes that meet at {self.endpoint} do not answer, {MEETINGS} times in a row.")
 
-    def _come(self, signals: Sequence[str]) -> None:
+    def _come(self) -> None:
         """Wait until all nodes of a run that has ended in the same file have exited: this is another run."""
         if self._came or not isinstance(self._store, SharedFile):
             return
         too_late = _after(4 * self.lost_after_s)
-        try:
-            while self.handler.is_closed():
-                if signals:
-                    raise KeyboardInterrupt
-                if too_late():
-                    raise RunFailed(
-                        f"A run has ended in {self.endpoint}, but others write there. Give each its own file."
-                    )
-                time.sleep(LOOK_S)
-                self._store.begin()
-                self.handler = self._handler()
-        except RendezvousError as error:
-            raise self._failed(error) from error
+        while self._answer(self.handler.is_closed):
+            if too_late():
+                raise RunFailed(f"A run has ended in {self.endpoint}, but others write there. Give each its own file.")
+            time.sleep(LOOK_S)
+            self._answer(self._store.begin)
+            self.handler = self._answer(self._handler)
         self._came = True
 
     def _met(self, stops: Callable[[], bool]) -> RendezvousInfo:

@@ -32,10 +32,10 @@ class Offer:
         held: states of parts of the model, also of other nodes' ranks.
         saved_step: of the newest checkpoint that it knows of.
         began: whether it has trained in this run.
-        losses: of ranks and nodes in this run, until now: why, and when in seconds since the epoch.
+        losses: of ranks and nodes in this run, until now: why, and at which :func:`moment`.
         reported: how many of those are reported to the user.
         former: names of the nodes of the start before that it does not know to be lost, and what to say if they are.
-        left: when it left that, in seconds since the epoch.
+        left: the :func:`moment` at which it left that.
     """
 
     ranks: int

@@ -16,6 +16,7 @@ from ddp_recipes.recovery.memory import Kept, Places
 from ddp_recipes.recovery.replacement import ANSWER_S, progress
 from ddp_recipes.reporting.run_directory import read_summary
 from ddp_recipes.runtime.job import Job
+from ddp_recipes.runtime.regroup import ahead_s, moment
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Ended:
     Attributes:
         outcome: of the run; without one, ranks start again on all nodes that are left.
         why: lines on the ranks and nodes that were lost, as far as this node knows.
-        since: when that was noticed, in seconds since the epoch.
+        since: the :func:`moment` at which that was noticed.
         error: the last line of what a rank raised.
         hung: whether a rank of this node hung.
         began: whether ranks have trained.
@@ -51,7 +52,7 @@ class Ended:
         losses = (*before.losses, *((each.splitlines()[0], self.since) for each in self.why))
         former = tuple(each for each in before.former if each[1] not in self.why)
         saved_step = max(before.saved_step, self.saved_step)
-        before = replace(before, former=former, left=time.time(), saved_step=saved_step)
+        before = replace(before, former=former, left=moment(), saved_step=saved_step)
         (step, *_), path = max(places.each(), default=(Kept(-1), ""))
         if step < self.saved_step or not self.whole:
             step, path = -1, ""
@@ -210,7 +211,7 @@ class Supervision:
         raised = [] if died else [report.message.strip().splitlines()[-1] for _, report in own]
         return Ended(
             why=tuple(why),
-            since=time.time() - (0.0 if self._since is None else time.monotonic() - self._since),
+            since=moment() if self._since is None else self._since + ahead_s(),
             error=raised[0] if raised else None,
             hung=any(rank.hung for rank in deaths),
             began=any(rank.joined for rank in self.ranks),
