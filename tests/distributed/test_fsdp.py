@@ -261,6 +261,15 @@ def test_blocks_of_all_kinds_give_the_bits_of_ddp_exact(name: str, level: int, r
     assert fsdp["metrics"]["val/loss"] == exact["metrics"]["val/loss"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("wrap", [30, 64, 150])
+def test_a_transformer_that_is_cut_at_a_number_of_parameters_gives_them_too(wrap: int, run: Run) -> None:
+    """Into its projections, its attention and the rest of a layer, or its layers."""
+    model = [*QUIET, *SMALL, "model._target_=differential.architectures.VisionTransformer", "strategy.shards=6"]
+    fsdp = run(*model, "strategy=fsdp", f"strategy.wrap={wrap}", world_size=2)
+    assert fsdp["weights_sha256"] == run(*model, "strategy=ddp_exact")["weights_sha256"]
+
+
 @pytest.mark.parametrize("name", slow_but(["Highest"], AWKWARD))
 def test_awkward_models_give_them_too(name: str, run: Run) -> None:
     model = [*QUIET, *SMALL, f"model._target_=differential.architectures.{name}", "strategy.shards=6"]

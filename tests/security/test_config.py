@@ -277,6 +277,7 @@ def test_what_configs_call_of_packages_is_found(name: str, there: Callable[[str]
         ("scheduler", "torch.nn.Linear", "a module, and scheduler takes a scheduler"),
         ("data.val.clean", "torch.optim.SGD", "an optimizer, and data.val.clean takes a data set"),
         ("callbacks.mine", "torch.nn.Linear", "a module, and callbacks.mine takes a callback"),
+        ("data.weights", "torch.nn.Linear", "a module, and data.weights takes a value"),
         ("data.collate_fn", "torch.utils.data.TensorDataset", "a data set, and data.collate_fn takes a collate functi"),
     ],
 )

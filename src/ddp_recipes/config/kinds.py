@@ -62,6 +62,8 @@ PLACES = {
     "data.sampler": "a sampler",
     "data.batch_sampler": "a sampler",
     "data.collate_fn": "a collate function",
+    "data.weights": "a value",
+    "data.group_by_length": "a value",
     **{f"data.{split}**": "a data set" for split in ("train", "val", "test", "predict")},
 }
 # The kinds that arguments take, by section and name, where it is not the user's own code that takes them; others any.
