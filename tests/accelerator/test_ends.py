@@ -84,8 +84,7 @@ def test_an_error_of_a_device_that_comes_again_with_every_call_is_shown(ranks: i
     assert ended.summary["status"] == "failed"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", slow_but([], STRATEGIES, ["ddp_exact", "fsdp"]))
 def test_a_run_that_is_told_to_stop_saves_and_goes_on(name: str, accelerator: Accelerator) -> None:
     own = [*STRATEGIES[name], SAMPLES, LIMIT, "ckpt_path=auto"]
     stopped = accelerator.run(*own, disturbed(accelerator.folder, int(SIGTERM), rank=0), ranks=2, habits=HABITS["all"])

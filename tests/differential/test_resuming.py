@@ -16,7 +16,7 @@ from ddp_recipes.reporting.run_directory import Summary
 Run = Callable[..., Summary]
 
 SEED = int(os.environ.get("DDP_RECIPES_TEST_SEED", "11"))  # the same every day; others by night, by hand
-FEW, MANY = 12, 200
+FEW, MANY = 8, 200
 OFTEN = 0.4  # how likely it is that a recipe has something other than the first of several
 ALWAYS = (
     "data.num_samples=61",

@@ -10,10 +10,11 @@ import pytest
 from ddp_recipes.errors import RequestError, RunFailed
 from ddp_recipes.reporting.run_directory import Summary
 from ddp_recipes.testing import run_recipe
-from helpers.marks import needs, slow_but
+from helpers.marks import at_night, needs, slow_but
 
 Run = Callable[..., Summary]
 STRATEGIES = {"ddp": [], "fsdp": ["strategy=fsdp", "strategy.wrap=[net1,net2]"]}
+BY_METHOD = ["data.shard_arguments={_method_: shard, num_shards: world, index: rank}"]
 Seen = dict[str, list[list[int]]]  # by rank the samples of each training step
 
 
@@ -350,8 +351,7 @@ def test_streams_of_lightning_that_deal_themselves(lightning: Callable[..., Summ
 
 @pytest.mark.slow
 @needs("datasets")
-@pytest.mark.parametrize("keys", [[], ["data.shard_arguments={_method_: shard, num_shards: world, index: rank}"]])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("keys", "workers"), [([], 0), (BY_METHOD, 2), *at_night(([], 2)), *at_night((BY_METHOD, 0))])
 def test_hugging_face_streams(keys: list[str], workers: int, over: Any, tmp_path: Path) -> None:
     for number in range(4):
         rows = [{"number": 10 * number + row, "target": [0.5] * 5} for row in range(5 + number)]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from ddp_recipes.lightning.hooks import CALLED, REFUSED
+from helpers.marks import slow_but
 from helpers.patience import patience
 from helpers.warm import warm_python
 
@@ -51,7 +52,7 @@ def trained(folder: Path, python_with_lightning: str) -> Callable[[str], Found]:
     return once
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_but([], CASES, ["Classifier", "Adversaries", "FineTuned", "Two"]))
 def test_a_project_gives_the_numbers_of_lightning(name: str, trained: Callable[[str], Found]) -> None:
     theirs, ours = trained("lightning")[name], trained("1")[name]
     own = {key: value for key, value in ours["metrics"].items() if key in theirs["metrics"]}

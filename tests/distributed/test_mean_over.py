@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ddp_recipes.errors import RequestError
 from ddp_recipes.reporting.run_directory import Summary
+from helpers.marks import slow_but
 
 Run = Callable[..., Summary]
 
@@ -52,9 +53,13 @@ def trained(run: Run, weights: Callable[[Any], dict[str, Any]]) -> Callable[...,
     return train
 
 
-@pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize(
-    "way", ["ddp", *(pytest.param(each, marks=pytest.mark.slow) for each in WAYS if each != "ddp")]
+    ("loss", "way"),
+    slow_but(
+        [(loss, "ddp") for loss in LOSSES],
+        [(loss, way) for way in WAYS for loss in LOSSES],
+        [("ignored", way) for way in WAYS if way != "ddp"],
+    ),
 )
 def test_ranks_and_batches_weigh_as_much_as_their_targets(
     loss: str, way: str, trained: Callable[..., tuple[dict[str, Any], Summary]]

@@ -58,9 +58,9 @@ with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
     server.terminate()
 sys.exit(not serves)
 """
-# For every change all of what a newcomer comes by first, and of other pages each fourth block; all of them at night.
+# For every change all of what a newcomer comes by first, and of other pages each fifth block; all of them at night.
 FIRST = ("README.md", "CONTRIBUTING.md", "first-steps.md")
-EACH = 4
+EACH = 5
 # Nor is this for every change: a language model is trained for as long as 40 other blocks together; a ResNet-18 is
 # profiled for 12 steps, and the real MNIST takes an epoch, each as long as 10. `make test-nightly` runs them.
 NIGHTLY = ("experiment=gpt", "debug=profiler", "experiment=mnist", "logger=[wandb,mlflow]")

@@ -612,17 +612,13 @@ class Dying(Callback):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "strategy",
     [
         pytest.param(["strategy=ddp"], id="ddp"),
-        pytest.param(
-            ["strategy=fsdp", "strategy.shards=4", "strategy.wrap=[net1,net2]", *UNSAVED],
-            id="fsdp",
-            marks=pytest.mark.nightly,
-        ),
-        pytest.param(["strategy=ddp_pipeline", *UNSAVED], id="ddp_pipeline", marks=pytest.mark.nightly),
+        pytest.param(["strategy=fsdp", "strategy.shards=4", "strategy.wrap=[net1,net2]", *UNSAVED], id="fsdp"),
+        pytest.param(["strategy=ddp_pipeline", *UNSAVED], id="ddp_pipeline"),
     ],
 )
 def test_ranks_of_two_nodes_die_at_once_and_all_go_on_with_the_same_bits(

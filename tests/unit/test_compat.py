@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader
 from torch.utils.tensorboard import SummaryWriter
 
 from ddp_recipes._compat import dispatch, hydra_, interpreter, messages, torch_
-from ddp_recipes.config import compose, targets
+from ddp_recipes.config import compose, kinds
 from ddp_recipes.main import CONF
 from ddp_recipes.runtime.world import World
 from ddp_recipes.testing import on_ranks
@@ -361,7 +361,7 @@ def test_instantiate_makes_what_is_installed_or_a_users_own(
     if without:  # as with Hydra 1.3, in silence
         monkeypatch.delattr("hydra.utils.execution_whitelist", raising=False)
         warnings.filterwarnings("ignore", r"\s*hydra\.utils\.instantiate\(\) resolved _target_")
-    assert hydra_.instantiate(node, targets.check_calls(node, "")) is not None
+    assert hydra_.instantiate(node, kinds.check_calls(node, "")) is not None
 
 
 @pytest.mark.parametrize("target", ["builtins.eval", "os.remove", "shutil.rmtree", "own_module.os.system"])
