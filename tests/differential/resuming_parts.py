@@ -1,7 +1,9 @@
-"""What recipes of ``test_resuming.py`` name."""
+"""What recipes of ``test_resuming.py`` and ``test_replacing.py`` name."""
 
 import os
 import signal
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,6 +20,29 @@ class Stopping(Callback):
             if how == "raise":
                 raise ArithmeticError("stopped here")
             os.kill(os.getpid(), getattr(signal, how))
+
+
+class Losing(Callback):
+    """Ends the processes of ranks, each once, at the first such event from a step on.
+
+    ``LOSES="<step> <rank> <event> <how>; …"``: by ``raise``, or the name of a signal.
+    """
+
+    def __init__(self) -> None:
+        for number, loss in enumerate(os.environ.get("LOSES", "").split(";")):
+            at, rank, event, how = loss.split() or ("-1", "-1", "on_step", "raise")
+            if rank == os.environ["RANK"] and not Path(f"lost_{number}").exists():
+                setattr(self, event, self._lost(Path(f"lost_{number}"), int(at), how))
+
+    def _lost(self, mark: Path, at: int, how: str) -> Any:
+        def lose(*_: Any) -> None:
+            if self.run.cursor.step >= at and not mark.exists():
+                mark.touch()
+                if how == "raise":
+                    raise ArithmeticError("stopped here")
+                os.kill(os.getpid(), getattr(signal, how))
+
+        return lose
 
 
 class Deep(nn.Sequential):

@@ -1,14 +1,13 @@
 """Recipes drawn from what goes together, stopped at a random step and gone on with: as if nothing had stopped them."""
 
-import csv
 import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import pytest
+from differential.recipes import ALWAYS, REFUSED, drawn, left_by
 
 from ddp_recipes.errors import RequestError
 from ddp_recipes.reporting.run_directory import Summary
@@ -17,93 +16,7 @@ Run = Callable[..., Summary]
 
 SEED = int(os.environ.get("DDP_RECIPES_TEST_SEED", "11"))  # the same every day; others by night, by hand
 FEW, MANY = 8, 200
-OFTEN = 0.4  # how likely it is that a recipe has something other than the first of several
-ALWAYS = (
-    "data.num_samples=61",
-    "trainer.max_epochs=3",
-    "logger=csv",
-    "trainer.log_every_n_steps=1",
-    "checkpoint.save_top_k=-1",
-    "+callbacks.stopping._target_=resuming_parts.Stopping",
-)
-MODEL = "model._target_=resuming_parts.Deep model.hidden_features=16"
-STRATEGIES = (
-    "strategy=single",
-    "strategy=ddp",
-    "strategy=ddp strategy.shared_memory=false",
-    "strategy=ddp +strategy.comm_hook=bf16",
-    "strategy=ddp_exact strategy.shards=4",
-    "strategy=fsdp strategy.wrap=[0,1,2,3,4]",
-    "strategy=fsdp strategy.wrap=[0,1,2,3,4] strategy.shards=4 strategy.level=2",
-    "strategy=ddp_pipeline model.split=[2]",
-    "strategy=parameter_server",
-)
-CHOICES: tuple[tuple[str, ...], ...] = (
-    (
-        MODEL,
-        f"{MODEL} +model.norm=batch",
-        "model._target_=resuming_parts.Teacher model.hidden_features=16",
-        "model._target_=resuming_parts.Counted model.hidden_features=16",
-    ),
-    (
-        "optimizer=sgd",
-        "optimizer=adamw",
-        "optimizer=adamw +optimizer.amsgrad=true",
-        "optimizer._target_=torch.optim.RAdam optimizer.nesterov=null optimizer.momentum=null",
-        "optimizer=adam +optimizer.foreach=true",
-    ),
-    (
-        "scheduler=constant",
-        "scheduler=cosine",
-        "scheduler=one_cycle",
-        "scheduler=step scheduler.step_size=1",
-    ),
-    ("trainer.accumulate_grad_batches=1", "trainer.accumulate_grad_batches=2", "callbacks=gradient_accumulation"),
-    (
-        "",
-        "trainer.gradient_clip_val=0.05",
-        "trainer.gradient_clip_val=0.01 trainer.gradient_clip_algorithm=value",
-    ),
-    ("trainer.precision=32-true", "trainer.precision=bf16-mixed", "trainer.precision=16-mixed"),
-    ("", "callbacks=ema", "callbacks=early_stopping callbacks.early_stopping.patience=2"),
-    ("trainer.val_check_interval=1.0", "trainer.val_check_interval=2", "trainer.check_val_every_n_epoch=2"),
-    ("checkpoint.every_n_steps=1", "checkpoint.every_n_steps=3", "checkpoint.every_n_epochs=1"),
-    ("", "checkpoint.async_save=true"),
-    ("data.shuffle=true", "data.shuffle=false", "data.weights=[{}]".format(",".join(["1", "3"] * 30 + ["2"]))),
-    ("data.drop_last=false", "data.drop_last=true"),
-    ("data.shard=contiguous", "data.shard=strided"),
-    ("", "data.train._target_=own_parts.OneByOne data.num_workers=2", "data.train._target_=own_parts.OneByOne"),
-    ("", "model.activation_checkpointing=true"),
-    ("", "model.micro_batches=2"),
-    ("trainer.limit_train_batches=1.0", "trainer.limit_train_batches=0.7"),
-    ("trainer.fast_paths=true", "trainer.fast_paths=false"),
-)
-REFUSED = ("writes to ", "Expected more than 1 value per channel")  # ours in a step, and torch's batch norm
-RATES = ("samples_per_second",)  # what no two runs have alike
-
-
-def drawn(random: Random) -> tuple[list[str], int, int | None]:
-    """Return overrides, the number of ranks, and another one to go on with where that changes no bits."""
-    strategy = random.choice(STRATEGIES)
-    chosen = [random.choice(each[1:]) if random.random() < OFTEN else each[0] for each in CHOICES]
-    ranks = 1 if "single" in strategy else 2 if "pipeline" in strategy else random.choice((2, 3))
-    other = None
-    if "shards=4" in strategy:
-        ranks, other = random.sample((1, 2, 4), 2)
-    return f"{strategy} {' '.join(chosen)}".split(), ranks, other
-
-
-def left_by(directory: Path, summary: Summary) -> dict[str, Any]:
-    """Return what a run came to: everything but times and paths."""
-    with (directory / "csv" / "metrics.csv").open() as file:
-        rows = [
-            {key: value for key, value in row.items() if value and not key.endswith(RATES)}
-            for row in csv.DictReader(file)
-        ]
-    metrics = {key: value for key, value in summary["metrics"].items() if not key.endswith(RATES)}
-    best = summary["best_checkpoint"] and Path(summary["best_checkpoint"]).resolve().name
-    own = {key: summary[key] for key in ("weights_sha256", "samples_seen", "status", "step") if key in summary}
-    return {**own, "metrics": metrics, "rows": [row for row in rows if len(row) > 1], "best": best}
+STOPPING = [*ALWAYS, "+callbacks.stopping._target_=resuming_parts.Stopping"]
 
 
 @pytest.fixture(autouse=True)
@@ -119,7 +32,7 @@ def went_on(run: Run, random: Random, folder: Path, monkeypatch: pytest.MonkeyPa
     overrides, ranks, other = drawn(random)
     where = random.random(), random.randrange(ranks), random.choice(("raise", "SIGTERM"))
     try:
-        summary = run(*ALWAYS, *overrides, world_size=ranks, directory=folder / "whole")
+        summary = run(*STOPPING, *overrides, world_size=ranks, directory=folder / "whole")
     except Exception as error:
         if isinstance(error, RequestError) or any(words in str(error) for words in REFUSED):
             return "refused"
@@ -130,7 +43,7 @@ def went_on(run: Run, random: Random, folder: Path, monkeypatch: pytest.MonkeyPa
     script = f"{' '.join(overrides)}; {ranks} ranks, {stop} {where[1]} {where[2]}, then {other or ranks}"
     monkeypatch.setenv("STOPS", f"{stop} {where[1]} {where[2]}")
     try:
-        summary = run(*ALWAYS, *overrides, world_size=ranks, directory=folder / "parts")
+        summary = run(*STOPPING, *overrides, world_size=ranks, directory=folder / "parts")
         assert where[2] == "SIGTERM", script  # of which ranks tell each other once a second
     except Exception as error:
         if not any(words in str(error) for words in ("stopped here", "Stopped by SIGTERM")):
@@ -139,7 +52,7 @@ def went_on(run: Run, random: Random, folder: Path, monkeypatch: pytest.MonkeyPa
         again = ["ckpt_path=auto"] if list((folder / "parts" / "checkpoints").glob("step_*")) else []
         if not again:  # it had come to none
             (folder / "parts" / "config.yaml").unlink()
-        summary = run(*ALWAYS, *overrides, *again, world_size=other or ranks, directory=folder / "parts")
+        summary = run(*STOPPING, *overrides, *again, world_size=other or ranks, directory=folder / "parts")
     found = left_by(folder / "parts", summary)
     different = {key: (whole[key], found[key]) for key in whole if whole[key] != found[key]}
     assert not different, f"{script}\n{json.dumps(different, indent=1)[:3000]}"
