@@ -115,18 +115,21 @@ def by_lightning(cases: Sequence[str], folder: Path) -> list[Outcome]:
     return list(on_ranks(train, 1, timeout_s=patience(60 + 2 * len(cases)))[0])
 
 
-def by_us(case: str, world_size: int, file: Path, directory: Path) -> Outcome:
-    """Train one by so many ranks."""
-    plan = idioms().plan_of(case)
-    options = {"max_epochs": 3, "log_every_n_steps": 1, **plan.trainer}
-    overrides = [
+def overrides_of(case: str, file: Path) -> list[str]:
+    """Return the overrides with which we train it."""
+    options = {"max_epochs": 3, "log_every_n_steps": 1, **idioms().plan_of(case).trainer}
+    return [
         *("task=lightning", "data=lightning", "data.global_batch_size=8", "model=toy", "logger=csv"),
         *("~model", "+model._target_=lightning_idioms.make", f"+model.idioms='{case}'", f"+model.file={file}"),
-        *("trainer.progress=false", "launcher.device=cpu", "checkpoint=none"),
+        *("trainer.progress=false", "launcher.device=cpu"),
         *(f"trainer.{key}={value}" for key, value in options.items()),
     ]
+
+
+def by_us(case: str, world_size: int, file: Path, directory: Path) -> Outcome:
+    """Train one by so many ranks."""
     try:
-        run_recipe(overrides, world_size, directory, timeout_s=patience(60))
+        run_recipe([*overrides_of(case, file), "checkpoint=none"], world_size, directory, timeout_s=patience(60))
     except RecipeError as error:
         return {"refused": str(error)}
     except BaseException as error:

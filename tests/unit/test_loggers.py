@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ddp_recipes.build.instantiate import make
 from ddp_recipes.loggers import CSVLogger, Logger, Loggers, TensorBoardLogger
+from ddp_recipes.recovery.points import Points
 from helpers.marks import needs
 from helpers.trackers import QUIET, wandb_exit_code, wandb_points, wandb_records, wandb_rows
 
@@ -403,3 +404,34 @@ def test_folder_is_that_of_the_class() -> None:
 
     assert [each.folder for each in (LinesLogger, OwnBoard, Elsewhere)] == ["lines", "tensorboard", "numbers"]
     assert LinesLogger().see_with("run") is None
+
+
+@pytest.mark.parametrize("kind", [CSVLogger, TensorBoardLogger])
+@pytest.mark.parametrize("kept", [1, 5, 9], ids=lambda kept: f"{kept} batches before the checkpoint")
+def test_points_of_batches_are_there_once_after_a_resume(
+    kind: type[CSVLogger | TensorBoardLogger], kept: int, tmp_path: Path
+) -> None:
+    """A checkpoint after step 2, and so many batches; the start before it had come to step 3 and the tenth."""
+    for purge_step, steps, batches in ((None, (1, 2, 3), range(10)), (3, (3, 4), range(kept, 12))):
+        logger = kind(tmp_path, purge_step)
+        for step in steps:
+            logger.scalars({"loss": step}, step)
+        for batch in batches:
+            logger.of_batch({"val": batch / 4, "other": batch / 2}, batch, 3)
+        logger.close()
+    read_points = column if kind is CSVLogger else points
+    found = {name: sorted(read_points(tmp_path, name)) for name in ("loss", "val", "other")}
+    assert found["loss"] == [(step, step) for step in (1, 2, 3, 4)]
+    assert found["val"] == [(batch, batch / 4) for batch in range(12)]
+    assert found["other"] == [(batch, batch / 2) for batch in range(12)]
+
+
+def test_where_ranks_are_replaced_points_of_batches_hide_none_of_steps(tmp_path: Path) -> None:
+    logger = Points(CSVLogger(tmp_path))
+    logger.scalars({"loss": 1.0}, 1)
+    for batch in (0, 1, 2, 1, 2):  # a validation that a loss cut off is done again
+        logger.of_batch({"val": float(batch)}, batch, 1)
+    logger.scalars({"loss": 2.0}, 2)
+    logger.close()
+    assert column(tmp_path, "loss") == [(1, 1.0), (2, 2.0)]
+    assert column(tmp_path, "val") == [(0, 0.0), (1, 1.0), (2, 2.0)]

@@ -88,7 +88,8 @@ class LightningTask(Task):
         refuse_surroundings(self.model, hooks.own, self.manual, surroundings)
         made = hooks.of_module("configure_callbacks")
         for each in [] if made is None else made if isinstance(made, Sequence) else [made]:
-            name = f"{type(each).__name__} of the module"
+            kind, several = type(each).__name__, sum(type(other) is type(each) for other in self.hooks.callbacks)
+            name = f"{kind} of the module" + (f", {several + 1}" if several else "")
             if (wrapped := self.callback(name, each)) is None:
                 raise RequestError(
                     f"{type(self.model).__name__}.configure_callbacks returns a {type(each).__name__}, which is no "
@@ -295,8 +296,9 @@ class LightningTask(Task):
         for name, number, value in points:
             if name not in self.unlogged:
                 batches.setdefault(number, {})[name] = value
+        step = 0 if self.trainer.run is None else self.trainer.run.cursor.step
         for number, values in sorted(batches.items()):
-            self.logger.scalars(values, before + number)
+            self.logger.of_batch(values, before + number, step)
         self.seen[of_set] = before + len(loader)
 
     @contextmanager

@@ -97,6 +97,16 @@ class Logger:
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         """Record numbers by name at the optimizer step ``step``."""
 
+    def of_batch(self, values: Mapping[str, float], batch: int, step: int) -> None:
+        """Record numbers of one batch of an evaluation, at its number among those of all evaluations.
+
+        A run that is gone on with counts on from its checkpoint: what has smaller numbers does not come again.
+
+        Args:
+            step: how many optimizer steps are done.
+        """
+        self.scalars(values, batch)
+
     def text(self, tag: str, text: str) -> None:
         """Record a text, read as Markdown."""
 
@@ -145,6 +155,9 @@ class Loggers(Logger):
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         self._each("scalars", values, step)
+
+    def of_batch(self, values: Mapping[str, float], batch: int, step: int) -> None:
+        self._each("of_batch", values, batch, step)
 
     def text(self, tag: str, text: str) -> None:
         self._each("text", tag, text)

@@ -39,15 +39,30 @@ class CSVLogger(Logger):
         self._rows: dict[int, dict[str, float | str]] = {}
         self._file: BinaryIO | None = None
         self._begin = self._end = 0  # of the rows in the file, without the last one
+        self._removed: list[tuple[int, dict[str, str]]] = []  # rows of an earlier start
+        self._there: dict[str, set[int]] = {}  # numbers of batches by name, of an earlier start
         if self._path.exists():
             self._take_over(purge_step)
 
-    def scalars(self, values: Mapping[str, float], step: int) -> None:
+    def scalars(self, values: Mapping[str, float | str], step: int) -> None:
         if step not in self._rows:
             if len(self._rows) >= HELD_ROWS or time.monotonic() - self._flushed > self._flush_secs:
                 self.flush()
             self._rows[step] = {}
         self._rows[step].update(values)
+
+    def of_batch(self, values: Mapping[str, float], batch: int, step: int) -> None:
+        if new := [name for name in values if name not in self._there]:
+            self.flush()
+            points = [*self.points()]
+            self._there |= {name: {number for number, found in points if name in found} for name in new}
+            for number, cells in self._removed:
+                kept = {name: cells[name] for name in new if name in cells} if number < batch else {}
+                if kept:
+                    self.scalars(kept, number)
+        fresh = {name: value for name, value in values.items() if batch not in self._there[name]}
+        if fresh:
+            self.scalars(fresh, batch)
 
     def flush(self) -> None:
         self._flushed = time.monotonic()
@@ -103,6 +118,9 @@ class CSVLogger(Logger):
             whole = row.endswith("\n") and step.isdecimal() and len(cells) == len(columns)
             if whole and (purge_step is None or int(step) < purge_step):
                 rows.append(row)
+            elif whole:
+                found = {name: cell for name, cell in zip(columns, cells, strict=True) if cell}
+                self._removed.append((int(step), found))
         if rows:
             step, *cells = rows.pop().rstrip("\n").split(",")
             self._rows[int(step)] = {name: cell for name, cell in zip(columns, cells, strict=True) if cell}

@@ -56,9 +56,11 @@ class TensorBoardLogger(Logger):
         self._writer = SummaryWriter(log_dir=str(directory), purge_step=purge_step, flush_secs=flush_secs)
         self._file = file_writer(self._writer)
         self._graph = graph
-        self._step = purge_step or 0
+        self._step = self._first = purge_step or 0
         self._resumed = (purge_step or 1) > 1  # at 1 there is nothing from before
         self._latest: dict[str, float] = {}
+        self._directory = str(directory)
+        self._there: dict[str, set[int]] = {}  # numbers of batches by tag, of an earlier start
         self._held: list[tuple[float, int, Mapping[str, float]]] = []  # points of the last second: time, step, values
 
     @property
@@ -67,11 +69,34 @@ class TensorBoardLogger(Logger):
         return self._writer
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
-        now = time.time()
-        self._held.append((now, step, dict(values)))
         self._step = step
+        self._hold(time.time(), step, values)
+
+    def of_batch(self, values: Mapping[str, float], batch: int, step: int) -> None:
+        if new := [tag for tag in values if tag not in self._there]:
+            self._take_over(new, batch)
+        self._hold(time.time(), batch, {tag: value for tag, value in values.items() if batch not in self._there[tag]})
+
+    def _take_over(self, tags: Collection[str], batch: int) -> None:
+        """Record points of an earlier start once more that this start has hidden, and that come from no later batch."""
+        self._there |= {tag: set() for tag in tags}
+        if not self._resumed:
+            return
+        from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
+
+        every = EventAccumulator(self._directory, size_guidance={SCALARS: 0}, purge_orphaned_data=False)
+        every.Reload()
+        for tag in {*tags} & {*every.Tags()[SCALARS]}:
+            points = {point.step: point for point in every.Scalars(tag)}
+            self._there[tag] = {number for number in points if number < self._first}
+            for number, point in points.items():
+                if self._first <= number < batch:
+                    self._hold(point.wall_time, number, {tag: point.value})
+
+    def _hold(self, when: float, number: int, values: Mapping[str, float]) -> None:
+        self._held.append((when, number, dict(values)))
         self._latest.update(values)
-        if now - self._held[0][0] > HELD_S:
+        if time.time() - self._held[0][0] > HELD_S:
             self._send()
 
     def _send(self) -> None:

@@ -122,6 +122,9 @@ class WandbLogger(Logger):
     def parameters(self, params: Mapping[str, Parameter]) -> None:
         self.run.config.update(dict(params), allow_val_change=True)
 
+    def of_batch(self, values: Mapping[str, float], batch: int, step: int) -> None:
+        self.scalars(values, step)  # W&B takes no step after a later one: of an evaluation it has the last batch
+
     @property
     def experiment(self) -> Any:
         """W&B's run."""

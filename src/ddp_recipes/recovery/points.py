@@ -20,6 +20,7 @@ class Points(Loggers):
         super().__init__([logger])
         self._step = -1
         self._values: dict[str, float] = {}
+        self._batches: dict[str, int] = {}  # the last one of an evaluation, by name
 
     @property
     def latest(self) -> tuple[int, dict[str, float]]:
@@ -35,4 +36,11 @@ class Points(Loggers):
         self._values |= fresh
         if fresh:
             super().scalars(fresh, step)
+            self.flush()
+
+    def of_batch(self, values: Mapping[str, float], batch: int, step: int) -> None:
+        fresh = {name: value for name, value in values.items() if batch > self._batches.get(name, -1)}
+        if fresh:
+            self._batches |= dict.fromkeys(fresh, batch)
+            super().of_batch(fresh, batch, step)
             self.flush()

@@ -1,0 +1,94 @@
+"""Lightning modules of idioms at random, stopped at a random step and gone on with: as if nothing had stopped them."""
+
+import json
+import os
+import re
+from contextlib import suppress
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from differential import test_lightning
+from differential.recipes import left_by
+from differential.test_lightning import drawn, overrides_of, own_parts
+
+from helpers.patience import patience
+from helpers.ranks import run_recipe
+
+pytestmark = [test_lightning.pytestmark, pytest.mark.usefixtures(own_parts.__name__), pytest.mark.slow]
+
+SEED = int(os.environ.get("DDP_RECIPES_TEST_SEED", "11"))  # the same every day; others by night, by hand
+FEW, MANY = 4, 150
+# What hooks log that are called again as a run goes on, with the weights that there are by then; what the module itself
+# counts, in no state of its own.
+OF_BEFORE = "in_on_train_start|in_on_train_epoch_start|val_sometimes"
+UNKNOWN = {"mode.net_in_train_start", "mode.norms_in_on_train_start"}  # ways that are the module's at its start
+ALWAYS = [
+    *("checkpoint=default", "checkpoint.every_n_steps=1", "checkpoint.save_top_k=-1"),
+    "+callbacks.stopping._target_=resuming_parts.Stopping",
+]
+
+
+def series(left: dict[str, Any]) -> dict[str, list[tuple[int, float]]]:
+    """Return the points of each name, in the order of their steps."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for row in sorted(left["rows"], key=lambda row: int(row["step"])):
+        for name, value in row.items():
+            if name != "step" and not re.match(OF_BEFORE, name):
+                found.setdefault(name, []).append((int(row["step"]), float(value)))
+    return found
+
+
+def alike(one: list[tuple[int, float]], other: list[tuple[int, float]]) -> bool:
+    """Whether points are the same, but for the rounding of sums that ranks had each a part of."""
+    return [step for step, _ in one] == [step for step, _ in other] and all(
+        test_lightning.near(value, new) for (_, value), (_, new) in zip(one, other, strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    "number", [*range(FEW), *(pytest.param(number, marks=pytest.mark.nightly) for number in range(FEW, MANY))]
+)
+def test_a_stopped_module_goes_on_as_if_it_had_not_been(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random = Random(f"{SEED} {number} resumed")
+    case, ranks = drawn(random), random.choice((1, 2))
+    where = random.random(), random.randrange(ranks), random.choice(("raise", "SIGTERM"))
+    file = {name: tmp_path / f"{name}.pt" for name in ("whole", "parts")}
+
+    def train(name: str, *more: str) -> None:
+        own = [*overrides_of(case, file[name]), *ALWAYS, *more]
+        run_recipe(own, ranks, tmp_path / name, timeout_s=patience(60))
+
+    try:
+        train("whole")
+    except Exception as error:  # what is refused, and what a module raises, the machine beside this one looks at
+        return print("refused:", case, str(error)[:200])
+    whole = left_by(tmp_path / "whole", json.loads((tmp_path / "whole" / "summary.json").read_text()))
+    steps = json.loads((tmp_path / "whole" / "summary.json").read_text())["global_step"]
+    if steps < 2 or not UNKNOWN.isdisjoint(case.split("+")):
+        return print("nothing to go on with:", case)
+    stop = 1 + int(where[0] * (steps - 1))
+    script = f"{case}; {ranks} ranks, {stop} {where[1]} {where[2]}"
+    monkeypatch.setenv("STOPS", f"{stop} {where[1]} {where[2]}")
+    with suppress(Exception):
+        train("parts")
+    status = json.loads((tmp_path / "parts" / "summary.json").read_text())
+    assert status["status"] == ("failed" if where[2] == "raise" else "preempted"), f"{script}\n{status['error']}"
+    monkeypatch.delenv("STOPS")
+    try:
+        train("parts", "ckpt_path=auto")
+    except Exception as error:
+        raise AssertionError(script) from error
+    found = left_by(tmp_path / "parts", json.loads((tmp_path / "parts" / "summary.json").read_text()))
+    for key in ("weights_sha256", "samples_seen", "status"):
+        assert found[key] == whole[key], f"{script}\n{key}"
+    ours, expected = series(found), series(whole)
+    different = [name for name in {**ours, **expected} if not alike(ours.get(name, []), expected.get(name, []))]
+    assert not different, f"{script}\n{[(name, expected.get(name), ours.get(name)) for name in different]}"
+    one, other = (torch.load(each)["state"] for each in file.values())
+    assert all(torch.equal(value, other[name]) for name, value in one.items()), script
+    print("same:", script)
