@@ -120,6 +120,14 @@ def test_a_key_whose_value_is_null_can_be_deleted(capsys: pytest.CaptureFixture[
     assert ddp_recipes.run([*QUICK, "~optimizer.fused"])["status"] == "finished"
 
 
+def test_what_is_deleted_may_be_added_anew(capsys: pytest.CaptureFixture[str]) -> None:
+    ddp_recipes.run(["~model", "+model._target_=ddp_recipes.models.MLP", "+model.in_features=64", "--cfg", "job"])
+    config = OmegaConf.create(capsys.readouterr().out)
+    assert isinstance(config, DictConfig)
+    assert (config.model._target_, config.model.in_features) == ("ddp_recipes.models.MLP", 64)
+    assert "hidden_features" not in config.model
+
+
 # --- flags -----------------------------------------------------------------------------------------------------------
 
 

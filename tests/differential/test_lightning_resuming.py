@@ -1,8 +1,10 @@
-"""Lightning modules of idioms at random, stopped at a random step and gone on with: as if nothing had stopped them."""
+"""Lightning modules of idioms at random, stopped and gone on with, or with ranks lost: as if nothing had happened."""
 
 import json
 import os
 import re
+import subprocess
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from random import Random
@@ -13,14 +15,17 @@ import torch
 from differential import test_lightning
 from differential.recipes import left_by
 from differential.test_lightning import drawn, overrides_of, own_parts
+from differential.test_replacing import ended, losses_of
 
 from helpers.patience import patience
 from helpers.ranks import run_recipe
+from helpers.warm import warm_python
 
 pytestmark = [test_lightning.pytestmark, pytest.mark.usefixtures(own_parts.__name__), pytest.mark.slow]
 
 SEED = int(os.environ.get("DDP_RECIPES_TEST_SEED", "11"))  # the same every day; others by night, by hand
 FEW, MANY = 4, 150
+FEW_LOST, MANY_LOST = 2, 80
 # What hooks log that are called again as a run goes on, with the weights that there are by then; what the module itself
 # counts, in no state of its own.
 OF_BEFORE = "in_on_train_start|in_on_train_epoch_start|val_sometimes"
@@ -44,8 +49,17 @@ def series(left: dict[str, Any]) -> dict[str, list[tuple[int, float]]]:
 def alike(one: list[tuple[int, float]], other: list[tuple[int, float]]) -> bool:
     """Whether points are the same, but for the rounding of sums that ranks had each a part of."""
     return [step for step, _ in one] == [step for step, _ in other] and all(
-        test_lightning.near(value, new) for (_, value), (_, new) in zip(one, other, strict=True)
+        value == new or test_lightning.near(value, new) for (_, value), (_, new) in zip(one, other, strict=True)
     )
+
+
+def see_alike(whole: dict[str, Any], found: dict[str, Any], script: str) -> None:
+    """Fail unless two runs have left the same."""
+    for key in ("weights_sha256", "samples_seen", "status"):
+        assert found[key] == whole[key], f"{script}\n{key}"
+    ours, expected = series(found), series(whole)
+    different = [name for name in {**ours, **expected} if not alike(ours.get(name, []), expected.get(name, []))]
+    assert not different, f"{script}\n{[(name, expected.get(name), ours.get(name)) for name in different]}"
 
 
 @pytest.mark.parametrize(
@@ -84,11 +98,44 @@ def test_a_stopped_module_goes_on_as_if_it_had_not_been(
     except Exception as error:
         raise AssertionError(script) from error
     found = left_by(tmp_path / "parts", json.loads((tmp_path / "parts" / "summary.json").read_text()))
-    for key in ("weights_sha256", "samples_seen", "status"):
-        assert found[key] == whole[key], f"{script}\n{key}"
-    ours, expected = series(found), series(whole)
-    different = [name for name in {**ours, **expected} if not alike(ours.get(name, []), expected.get(name, []))]
-    assert not different, f"{script}\n{[(name, expected.get(name), ours.get(name)) for name in different]}"
+    see_alike(whole, found, script)
     one, other = (torch.load(each)["state"] for each in file.values())
     assert all(torch.equal(value, other[name]) for name, value in one.items()), script
     print("same:", script)
+
+
+@pytest.fixture(scope="module")
+def python_with_lightning() -> Iterator[str]:
+    with warm_python("lightning") as python:
+        yield python
+
+
+@pytest.mark.spawn
+@pytest.mark.parametrize(
+    "number",
+    [*range(FEW_LOST), *(pytest.param(number, marks=pytest.mark.nightly) for number in range(FEW_LOST, MANY_LOST))],
+)
+def test_a_module_that_loses_ranks_ends_as_if_it_had_not(
+    number: int, tmp_path: Path, python_with_lightning: str
+) -> None:
+    random = Random(f"{SEED} {number} lost")
+    case, own = drawn(random), ["launcher.nproc_per_node=2", "+callbacks.losing._target_=resuming_parts.Losing"]
+
+    def train(name: str, *more: str, **environ: str) -> subprocess.CompletedProcess[str]:
+        overrides = [*overrides_of(case, tmp_path / f"{name}.pt"), *own, *more, "checkpoint.every_n_steps=2"]
+        return ended(python_with_lightning, tmp_path / name, *overrides, **environ)
+
+    whole = train("whole")
+    if whole.returncode or not (UNKNOWN | {"callback.stops"}).isdisjoint(case.split("+")):
+        return print("refused:", case, whole.stderr[-300:])
+    summary = json.loads((tmp_path / "whole/run/summary.json").read_text())
+    losses = losses_of(random, summary["global_step"], ranks=2)
+    script = f"{case}; lost at {losses}"
+    found = train("parts", f"launcher.replace_ranks={1 + losses.count(';')}", LOSES=losses)
+    if found.returncode == 2:
+        return print("refused:", case, found.stderr[-300:])
+    assert found.returncode == 0, f"{script}\n{found.stderr}"
+    expected = left_by(tmp_path / "whole/run", summary)
+    left = left_by(tmp_path / "parts/run", json.loads((tmp_path / "parts/run/summary.json").read_text()))
+    see_alike(expected, left, f"{script}\n{found.stderr}")
+    print(f"same: {script}\n{found.stderr}")

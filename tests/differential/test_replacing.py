@@ -28,12 +28,21 @@ def ended(python: str, folder: Path, *overrides: str, **environ: str) -> subproc
     folder.mkdir()
     paths = os.pathsep.join(map(str, (HERE, HERE.parent / "distributed", HERE.parent)))
     return subprocess.run(
-        [python, "-m", "ddp_recipes", *QUICK, *ALWAYS, *overrides, "hydra.run.dir=run"],
+        [python, "-m", "ddp_recipes", *overrides, "hydra.run.dir=run"],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([paths, os.environ.get("PYTHONPATH", "")]), **environ},
         capture_output=True,
         text=True,
         timeout=patience(180),
+    )
+
+
+def losses_of(random: Random, steps: int, ranks: int) -> str:
+    """Return one loss or two, as ``resuming_parts.Losing`` takes them."""
+    return ";".join(
+        f"{random.randrange(steps + 1)} {random.randrange(ranks)} {random.choice(EVENTS)} "
+        f"{random.choice(('raise', 'SIGKILL', 'SIGKILL'))}"
+        for _ in range(random.choice((1, 1, 2)))
     )
 
 
@@ -46,21 +55,23 @@ def test_a_run_that_loses_ranks_ends_as_if_it_had_not(number: int, tmp_path: Pat
     random = Random(f"{SEED} {number} replaced")
     overrides, ranks, _ = drawn(random, [each for each in STRATEGIES if "single" not in each])
     ranks = max(2, ranks)
-    own = [*overrides, f"launcher.nproc_per_node={ranks}", "+callbacks.losing._target_=resuming_parts.Losing"]
+    own = [
+        *QUICK,
+        *ALWAYS,
+        *overrides,
+        f"launcher.nproc_per_node={ranks}",
+        "+callbacks.losing._target_=resuming_parts.Losing",
+    ]
     whole = ended(python, tmp_path / "whole", *own)
     if whole.returncode == 2 or any(words in whole.stderr for words in REFUSED):
         return print("refused")
     assert whole.returncode == 0, whole.stderr
     expected = left_by(tmp_path / "whole/run", json.loads((tmp_path / "whole/run/summary.json").read_text()))
     steps = len({row["step"] for row in expected["rows"] if "train/loss" in row})
-    losses = [
-        f"{random.randrange(steps + 1)} {random.randrange(ranks)} {random.choice(EVENTS)} "
-        f"{random.choice(('raise', 'SIGKILL', 'SIGKILL'))}"
-        for _ in range(random.choice((1, 1, 2)))
-    ]
-    more = [f"launcher.replace_ranks={len(losses)}", *random.choice(WAYS).split()]
-    script = f"{' '.join(overrides)}; {ranks} ranks, lost at {'; '.join(losses)}; {' '.join(more)}"
-    found = ended(python, tmp_path / "parts", *own, *more, LOSES=";".join(losses))
+    losses = losses_of(random, steps, ranks)
+    more = [f"launcher.replace_ranks={1 + losses.count(';')}", *random.choice(WAYS).split()]
+    script = f"{' '.join(overrides)}; {ranks} ranks, lost at {losses}; {' '.join(more)}"
+    found = ended(python, tmp_path / "parts", *own, *more, LOSES=losses)
     if found.returncode == 2:  # a state in memory that nobody would read, say
         return print("refused:", more)
     assert found.returncode == 0, f"{script}\n{found.stderr}"

@@ -42,7 +42,8 @@ def deleting_null(hydra: Hydra, config_name: str, overrides: Sequence[str]) -> l
     deleted = {one: one[1:].partition("=")[0] for one in overrides if re.fullmatch(r"~[^=@/]+(=null)?", one)}
     if not deleted:
         return list(overrides)
-    others = [one for one in overrides if one not in deleted]
+    # Nor what is added, in the place of what is deleted, maybe.
+    others = [one for one in overrides if one not in deleted and not re.match(r"\+[\w.]+\.\w+=", one)]
     config = hydra.compose_config(config_name, others, RunMode.MULTIRUN, validate_sweep_overrides=False)
     null = {key for key in deleted.values() if OmegaConf.select(config, key, default=0) is None}
     return [

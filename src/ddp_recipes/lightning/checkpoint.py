@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 # The format of these keys, so that LightningModule.load_from_checkpoint reads our files.
 _KEYS_OF = "2.5.0"
-_DATAMODULE = "datamodule"
+_DATAMODULE, _GRADIENTS = "datamodule", "gradients"
 # What a checkpoint of the weights alone has of all this.
 WEIGHTS_ONLY = {"state_dict", "hyper_parameters", "epoch", "global_step", "pytorch-lightning_version"}
 
@@ -42,6 +42,9 @@ def entries(task: LightningTask, state: Mapping[str, Any]) -> dict[str, Any]:
     if (datamodule := task.trainer.datamodule) is not None:
         task.data_hooks.of_module("on_save_checkpoint", checkpoint)
         checkpoint[_DATAMODULE] = dict(getattr(datamodule, "state_dict", dict)())
+    pending = {name: p.grad for name, p in task.named_parameters() if p in task.summed.pending and p.grad is not None}
+    if pending:
+        checkpoint[_GRADIENTS] = pending  # which a module that accumulates by itself has not stepped with yet
     owner = type(module).__name__
     if taken := sorted(checkpoint.keys() & state.keys()):
         raise RequestError(f"{owner}.on_save_checkpoint adds {', '.join(taken)}, which is a key of ours. Rename it.")
@@ -56,6 +59,11 @@ def entries(task: LightningTask, state: Mapping[str, Any]) -> dict[str, Any]:
 def restore(task: LightningTask, state: Mapping[str, Any]) -> None:
     """Give a checkpoint to the hooks that read it."""
     state = put_together(state)
+    pending = state.get(_GRADIENTS, {})
+    for name, parameter in task.named_parameters() if pending else ():
+        if name in pending:
+            parameter.grad = pending[name].to(parameter.device, copy=True)
+            task.summed.pending.add(parameter)
     task.hooks("on_load_checkpoint", state)
     if (datamodule := task.trainer.datamodule) is not None and _DATAMODULE in state:
         task.data_hooks.of_module("on_load_checkpoint", state)

@@ -45,8 +45,8 @@ class Events(Callback):
         self.task.hooks("on_fit_start")
 
     def _watch(self) -> None:
-        """Notice backward passes that leave the gradients of one rank."""
-        if self.task.manual and self.run.world.world_size > 1:
+        """Notice backward passes that leave the gradients of one rank, and gradients without a step."""
+        if self.task.manual:
             self.task.summed.watch(self.task)
 
     def on_start(self, directory: Path | None, task: torch.nn.Module) -> None:

@@ -226,10 +226,12 @@ class Summed:
 
     Attributes:
         inside: whether the backward pass under way is one of ``self.manual_backward``.
+        pending: parameters with gradients that their optimizer has not stepped with yet.
     """
 
     def __init__(self) -> None:
         self.inside = False
+        self.pending: set[nn.Parameter] = set()
         self._complete = True
         self._hooked: set[nn.Parameter] = set()
 
@@ -240,8 +242,14 @@ class Summed:
                 self._hooked.add(parameter)
                 parameter.register_post_accumulate_grad_hook(self._note)  # type: ignore[no-untyped-call]
 
-    def _note(self, parameter: Tensor) -> None:
+    def _note(self, parameter: nn.Parameter) -> None:
         self._complete &= self.inside
+        self.pending.add(parameter)
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """Know that an optimizer has stepped."""
+        for group in optimizer.param_groups:
+            self.pending.difference_update(group["params"])
 
     def check(self, owner: str) -> None:
         """Refuse a step with gradients of one rank.
@@ -299,6 +307,7 @@ class SteppedOptimizer:
             with phase("optimizer"):
                 result = self._step(gradients, options)
         self._task.trainer.steps += self._task.manual
+        self._task.summed.stepped(self.optimizer)
         return result
 
     @property
@@ -313,7 +322,7 @@ class SteppedOptimizer:
 
     def _prepare(self) -> None:
         task, run = self._task, self._run
-        if task.manual:
+        if task.manual and run.world.world_size > 1:
             task.summed.check(f"{type(task.model).__name__}.training_step")
         else:
             run.precision.unscale(self.optimizer)
