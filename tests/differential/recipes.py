@@ -1,13 +1,17 @@
-"""Recipes drawn from what goes together, and what their runs leave."""
+"""Recipes drawn from what goes together, ranks that they lose, and what their runs leave."""
 
 import csv
+import os
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from ddp_recipes.reporting.run_directory import Summary
+from helpers.patience import patience
 
+HERE = Path(__file__).parent
 OFTEN = 0.4  # how likely it is that a recipe has something other than the first of several
 ALWAYS = (
     "data.num_samples=61",
@@ -68,6 +72,10 @@ CHOICES: tuple[tuple[str, ...], ...] = (
     ("trainer.limit_train_batches=1.0", "trainer.limit_train_batches=0.7"),
     ("trainer.fast_paths=true", "trainer.fast_paths=false"),
 )
+EVENTS = (
+    *("on_start", "on_epoch_start", "on_step", "on_epoch_end", "on_validation_start", "on_validation"),
+    *("on_validation_end", "on_save_start", "on_save", "on_end"),
+)
 REFUSED = ("writes to ", "Expected more than 1 value per channel")  # ours in a step, and torch's batch norm
 RATES = ("samples_per_second",)  # what no two runs have alike
 
@@ -94,3 +102,26 @@ def left_by(directory: Path, summary: Summary) -> dict[str, Any]:
     best = summary["best_checkpoint"] and Path(summary["best_checkpoint"]).resolve().name
     own = {key: summary[key] for key in ("weights_sha256", "samples_seen", "status", "step") if key in summary}
     return {**own, "metrics": metrics, "rows": [row for row in rows if len(row) > 1], "best": best}
+
+
+def ended(python: str, folder: Path, *overrides: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run a recipe in a folder."""
+    folder.mkdir()
+    paths = os.pathsep.join(map(str, (HERE, HERE.parent / "distributed", HERE.parent)))
+    return subprocess.run(
+        [python, "-m", "ddp_recipes", *overrides, "hydra.run.dir=run"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([paths, os.environ.get("PYTHONPATH", "")]), **environ},
+        capture_output=True,
+        text=True,
+        timeout=patience(180),
+    )
+
+
+def losses_of(random: Random, steps: int, ranks: int) -> str:
+    """Return one loss or two, as ``resuming_parts.Losing`` takes them."""
+    return ";".join(
+        f"{random.randrange(steps + 1)} {random.randrange(ranks)} {random.choice(EVENTS)} "
+        f"{random.choice(('raise', 'SIGKILL', 'SIGKILL'))}"
+        for _ in range(random.choice((1, 1, 2)))
+    )

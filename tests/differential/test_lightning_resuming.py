@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 import torch
 from differential import test_lightning
-from differential.recipes import left_by
+from differential.recipes import ended, left_by, losses_of
 from differential.test_lightning import drawn, overrides_of, own_parts
-from differential.test_replacing import ended, losses_of
 
 from helpers.patience import patience
 from helpers.ranks import run_recipe

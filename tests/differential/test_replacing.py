@@ -2,48 +2,18 @@
 
 import json
 import os
-import subprocess
 from pathlib import Path
 from random import Random
 
 import pytest
-from differential.recipes import ALWAYS, REFUSED, STRATEGIES, drawn, left_by
+from differential.recipes import ALWAYS, REFUSED, STRATEGIES, drawn, ended, left_by, losses_of
 
-from helpers.patience import patience
 from helpers.recipes import QUICK
 
 SEED = int(os.environ.get("DDP_RECIPES_TEST_SEED", "11"))  # the same every day; others by night, by hand
 FEW, MANY = 3, 100
-HERE = Path(__file__).parent
-EVENTS = (
-    *("on_start", "on_epoch_start", "on_step", "on_epoch_end", "on_validation_start", "on_validation"),
-    *("on_validation_end", "on_save_start", "on_save", "on_end"),
-)
 # Of a state that is kept in memory all start again where no rank has what the lost one had.
 WAYS = ("", "", "checkpoint.in_memory_every_n_steps=1")
-
-
-def ended(python: str, folder: Path, *overrides: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Run a recipe in a folder."""
-    folder.mkdir()
-    paths = os.pathsep.join(map(str, (HERE, HERE.parent / "distributed", HERE.parent)))
-    return subprocess.run(
-        [python, "-m", "ddp_recipes", *overrides, "hydra.run.dir=run"],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([paths, os.environ.get("PYTHONPATH", "")]), **environ},
-        capture_output=True,
-        text=True,
-        timeout=patience(180),
-    )
-
-
-def losses_of(random: Random, steps: int, ranks: int) -> str:
-    """Return one loss or two, as ``resuming_parts.Losing`` takes them."""
-    return ";".join(
-        f"{random.randrange(steps + 1)} {random.randrange(ranks)} {random.choice(EVENTS)} "
-        f"{random.choice(('raise', 'SIGKILL', 'SIGKILL'))}"
-        for _ in range(random.choice((1, 1, 2)))
-    )
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from ddp_recipes.build.instantiate import make
 from ddp_recipes.loggers import CSVLogger, Logger, Loggers, TensorBoardLogger
-from ddp_recipes.recovery.points import Points
 from helpers.marks import needs
 from helpers.trackers import QUIET, wandb_exit_code, wandb_points, wandb_records, wandb_rows
 
@@ -424,14 +423,3 @@ def test_points_of_batches_are_there_once_after_a_resume(
     assert found["loss"] == [(step, step) for step in (1, 2, 3, 4)]
     assert found["val"] == [(batch, batch / 4) for batch in range(12)]
     assert found["other"] == [(batch, batch / 2) for batch in range(12)]
-
-
-def test_where_ranks_are_replaced_points_of_batches_hide_none_of_steps(tmp_path: Path) -> None:
-    logger = Points(CSVLogger(tmp_path))
-    logger.scalars({"loss": 1.0}, 1)
-    for batch in (0, 1, 2, 1, 2):  # a validation that a loss cut off is done again
-        logger.of_batch({"val": float(batch)}, batch, 1)
-    logger.scalars({"loss": 2.0}, 2)
-    logger.close()
-    assert column(tmp_path, "loss") == [(1, 1.0), (2, 2.0)]
-    assert column(tmp_path, "val") == [(0, 0.0), (1, 1.0), (2, 2.0)]
