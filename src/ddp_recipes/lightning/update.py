@@ -251,13 +251,13 @@ class Summed:
         for group in optimizer.param_groups:
             self.pending.difference_update(group["params"])
 
-    def check(self, owner: str) -> None:
-        """Refuse a step with gradients of one rank.
+    def check(self, owner: str, ranks: int) -> None:
+        """Refuse a step with gradients of one rank, of several.
 
         Raises:
             RunFailed: a backward pass was run by itself.
         """
-        if not self._complete:
+        if ranks > 1 and not self._complete:
             raise RunFailed(
                 f"{owner} calls loss.backward() by itself, so ranks would step with gradients of their own. Call "
                 f"self.manual_backward(loss), as Lightning asks for."
@@ -322,8 +322,8 @@ class SteppedOptimizer:
 
     def _prepare(self) -> None:
         task, run = self._task, self._run
-        if task.manual and run.world.world_size > 1:
-            task.summed.check(f"{type(task.model).__name__}.training_step")
+        if task.manual:
+            task.summed.check(f"{type(task.model).__name__}.training_step", run.world.world_size)
         else:
             run.precision.unscale(self.optimizer)
         task.hooks("on_before_optimizer_step", self.optimizer)
