@@ -24,6 +24,7 @@ def test_what_differs_is_named_on_every_rank() -> None:
     assert "digest of the config" not in said[0]
 
 
+@pytest.mark.slow
 def test_what_one_rank_was_refused_all_are() -> None:
     def agree(world: World, store: Store | None) -> str:
         error = RequestError("no such folder") if world.rank == 1 else None

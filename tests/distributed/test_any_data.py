@@ -42,6 +42,7 @@ def test_several_validation_sets_are_measured_by_name(run: Run) -> None:
     assert several["metrics"] == pytest.approx(val_metrics(one))
 
 
+@pytest.mark.slow
 def test_a_task_is_told_which_set_comes(run: Run, tmp_path: Path) -> None:
     task = ("task._target_=data_parts.Announced", f"+task.folder={tmp_path}")
     run(*task, *SEVERAL, "trainer.max_epochs=1", "trainer.num_sanity_val_steps=0")

@@ -72,6 +72,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shape",
     slow_but(["ddp"], SHAPES, daily=["single", "fsdp", "batch norm, from step 4, every second"]),

@@ -96,6 +96,7 @@ def test_the_tolerance_is_the_users(run: Run, tmp_path: Path) -> None:
     assert run(*CHECK, lossy, "check_tolerance=0.1", "check_steps=2", world_size=2)["status"] == "finished"
 
 
+@pytest.mark.slow
 def test_a_check_from_a_checkpoint_compares_the_steps_after_it(run: Run) -> None:
     trained = run("data.num_samples=61", "trainer.max_steps=3", "optimizer=adamw", world_size=2)["last_checkpoint"]
     assert run(*CHECK, "optimizer=adamw", f"ckpt_path={trained}", world_size=2)["global_step"] == 3

@@ -36,6 +36,7 @@ def trained(run: Run) -> str:
     return str(summary["last_checkpoint"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("samples", slow_but([1], [21, 1]))
 def test_metrics_do_not_depend_on_the_number_of_ranks(samples: int, trained: str, run: Run) -> None:
     import torchmetrics.classification  # noqa: F401  # once here, not in each forked rank

@@ -131,6 +131,7 @@ def test_streams_that_differ_by_chance_are_refused(over: Any) -> None:
         over("strategy=ddp_pipeline", "data.batch_size=4", train="Drawn", world_size=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", slow_but([2], [1, 2]))
 def test_data_workers_that_deal_a_stream_lose_and_repeat_nothing(workers: int, over: Any) -> None:
     summary, seen = over(f"data.num_workers={workers}", "trainer.max_epochs=1", train="ByWorker", world_size=2)

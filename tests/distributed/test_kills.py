@@ -136,6 +136,7 @@ def test_the_points_of_a_killed_run_are_those_that_it_logged(run: Run) -> None:
 SIGNALLED = ["data.num_samples=61", "data.global_batch_size=8", "trainer.max_epochs=400", "optimizer.lr=0.001"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("where", "rank", "times"),
     slow_but([("step", 0, 2)], [("step", 0, 2), ("validation", 1, 1), ("validation", 0, 2), ("saving", 1, 2)]),

@@ -149,6 +149,7 @@ def test_text_is_shown_after_a_validation_and_training_is_not_changed(
     assert b"The " in events.Tensors(tags[0])[0].tensor_proto.string_val[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

@@ -68,6 +68,7 @@ def exact(tmp_path_factory: pytest.TempPathFactory) -> Summary:
         return run_recipe([*SMALL, *EXACT], 1, tmp_path_factory.mktemp("exact"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("own", "size"),
     [

@@ -121,6 +121,7 @@ def test_csv_has_each_step_once_after_a_kill(where: str, run: Run, tmp_path: Pat
     assert killed == whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_own_logger_by_command_alone_or_with_ours(world_size: int, own: Path, python: str) -> None:
     single = command(python, own, "logger=lines", "logger.prefix=alone", f"launcher.nproc_per_node={world_size}")

@@ -105,6 +105,7 @@ RESUMES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(["ps"], RESUMES))
 def test_resume_with_any_strategy_ends_with_the_same_bits(name: str, run: Run) -> None:
     first, world_size, second, other = RESUMES[name]

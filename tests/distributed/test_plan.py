@@ -134,6 +134,7 @@ def bytes_in(state: Any) -> int:
     return sum(map(bytes_in, state.values())) if isinstance(state, dict) else 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [

@@ -57,6 +57,7 @@ def test_they_hold_the_same(both: tuple[str, str]) -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(["ddp_exact"], OTHERS))
 def test_all_go_on_from_one_as_from_the_other_and_back(name: str, both: tuple[str, str], run: Run) -> None:
     own, size = OTHERS[name]

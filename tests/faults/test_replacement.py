@@ -275,6 +275,7 @@ def test_more_losses_than_may_be_replaced_end_the_run(launcher: str, tmp_path: P
 BOTH = "logger=[tensorboard,csv]"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_where_all_start_again_from_step_0_each_point_is_there_once(
     lost: int, tmp_path: Path, undisturbed: Path, python: str
@@ -431,6 +432,7 @@ def test_where_rank_0_alone_had_what_is_saved_all_start_again(tmp_path: Path, py
     see_same(hurt, whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
     [

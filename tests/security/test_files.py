@@ -261,6 +261,7 @@ def test_hostile_names_stay_in_the_folder_and_off_the_terminal(tmp_path: Path) -
     assert all(name.isprintable() for name in pictures)
 
 
+@pytest.mark.slow
 def test_a_job_of_a_sweep_does_not_leave_its_folder(tmp_path: Path) -> None:
     (tmp_path / "er").mkdir()
     sweep = ["-m", "hydra.sweep.dir=sweep", "hydra.sweep.subdir=${hydra.job.override_dirname}", "seed=1"]
@@ -317,6 +318,7 @@ def test_config_and_summary_are_durable(tmp_path: Path) -> None:
         assert any("fsync" in line and "/run>" in line for line in lines[renamed:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("content", slow_but([""], ["", '{"status": "finished", "overrides": 3}']))
 def test_an_unreadable_summary_counts_as_not_finished(content: str, tmp_path: Path) -> None:
     request = [*QUICK, SINGLE, "-m", f"hydra.sweep.dir={tmp_path / 'sweep'}", "seed=1"]

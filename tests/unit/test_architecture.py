@@ -207,6 +207,7 @@ Request.of(resolve(OmegaConf.masked_copy(config, [name for name in config if nam
     assert not loaded_by(code, tmp_path) & {"torch", "torchvision", "torchmetrics", "tensorboard", "sklearn"}
 
 
+@pytest.mark.slow
 @pytest.mark.spawn
 def test_a_run_loads_only_what_it_uses(tmp_path: Path) -> None:
     code = """

@@ -57,6 +57,7 @@ def without_id(content: bytes) -> bytes:
         return content.replace(archive.read(record), b"").replace(pack("<I", record.CRC), b"")
 
 
+@pytest.mark.slow
 @given(st.sampled_from([StagingWriter, PlainWriter]), st.lists(states(20), min_size=1, max_size=3))
 def test_a_snapshot_is_written_as_it_was_with_the_right_checksums(
     held: Path, make: type[Writer], states: list[dict[str, Any]]
