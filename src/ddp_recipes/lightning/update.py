@@ -246,8 +246,8 @@ class Summed:
         self._complete &= self.inside
         self.pending.add(parameter)
 
-    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """Know that an optimizer has stepped."""
+    def settle(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take the gradients with which an optimizer has stepped from those that are pending."""
         for group in optimizer.param_groups:
             self.pending.difference_update(group["params"])
 
@@ -307,7 +307,7 @@ class SteppedOptimizer:
             with phase("optimizer"):
                 result = self._step(gradients, options)
         self._task.trainer.steps += self._task.manual
-        self._task.summed.stepped(self.optimizer)
+        self._task.summed.settle(self.optimizer)
         return result
 
     @property

@@ -40,7 +40,7 @@ class CSVLogger(Logger):
         self._file: BinaryIO | None = None
         self._begin = self._end = 0  # of the rows in the file, without the last one
         self._removed: list[tuple[int, dict[str, str]]] = []  # rows of an earlier start
-        self._there: dict[str, set[int]] = {}  # numbers of batches by name, of an earlier start
+        self._earlier: dict[str, set[int]] = {}  # numbers of batches by name, of an earlier start
         if self._path.exists():
             self._take_over(purge_step)
 
@@ -52,15 +52,15 @@ class CSVLogger(Logger):
         self._rows[step].update(values)
 
     def of_batch(self, values: Mapping[str, float], batch: int, step: int) -> None:
-        if new := [name for name in values if name not in self._there]:
+        if new := [name for name in values if name not in self._earlier]:
             self.flush()
             points = [*self.points()]
-            self._there |= {name: {number for number, found in points if name in found} for name in new}
+            self._earlier |= {name: {number for number, found in points if name in found} for name in new}
             for number, cells in self._removed:
                 kept = {name: cells[name] for name in new if name in cells} if number < batch else {}
                 if kept:
                     self.scalars(kept, number)
-        fresh = {name: value for name, value in values.items() if batch not in self._there[name]}
+        fresh = {name: value for name, value in values.items() if batch not in self._earlier[name]}
         if fresh:
             self.scalars(fresh, batch)
 

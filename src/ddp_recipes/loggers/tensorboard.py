@@ -60,7 +60,7 @@ class TensorBoardLogger(Logger):
         self._resumed = (purge_step or 1) > 1  # at 1 there is nothing from before
         self._latest: dict[str, float] = {}
         self._directory = str(directory)
-        self._there: dict[str, set[int]] = {}  # numbers of batches by tag, of an earlier start
+        self._earlier: dict[str, set[int]] = {}  # numbers of batches by tag, of an earlier start
         self._held: list[tuple[float, int, Mapping[str, float]]] = []  # points of the last second: time, step, values
 
     @property
@@ -73,13 +73,13 @@ class TensorBoardLogger(Logger):
         self._hold(time.time(), step, values)
 
     def of_batch(self, values: Mapping[str, float], batch: int, step: int) -> None:
-        if new := [tag for tag in values if tag not in self._there]:
+        if new := [tag for tag in values if tag not in self._earlier]:
             self._take_over(new, batch)
-        self._hold(time.time(), batch, {tag: value for tag, value in values.items() if batch not in self._there[tag]})
+        self._hold(time.time(), batch, {tag: value for tag, value in values.items() if batch not in self._earlier[tag]})
 
     def _take_over(self, tags: Collection[str], batch: int) -> None:
         """Record points of an earlier start once more that this start has hidden, and that come from no later batch."""
-        self._there |= {tag: set() for tag in tags}
+        self._earlier |= {tag: set() for tag in tags}
         if not self._resumed:
             return
         from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
@@ -88,7 +88,7 @@ class TensorBoardLogger(Logger):
         every.Reload()
         for tag in {*tags} & {*every.Tags()[SCALARS]}:
             points = {point.step: point for point in every.Scalars(tag)}
-            self._there[tag] = {number for number in points if number < self._first}
+            self._earlier[tag] = {number for number in points if number < self._first}
             for number, point in points.items():
                 if self._first <= number < batch:
                     self._hold(point.wall_time, number, {tag: point.value})
