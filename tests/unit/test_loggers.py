@@ -323,6 +323,22 @@ def test_wandb_goes_on_from_an_older_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("quiet")
 @needs("wandb")
 @pytest.mark.slow
+def test_wandb_has_every_step_though_a_validation_has_more_batches(tmp_path: Path) -> None:
+    from ddp_recipes.loggers.wandb import WandbLogger
+
+    logger = WandbLogger(tmp_path / "wandb", mode="offline", project="ours")
+    for step in (1, 2, 3):
+        logger.scalars({"loss": step / 4}, step)
+        for batch in range(10):
+            logger.of_batch({"val": step + batch / 16}, 10 * step + batch, step)
+    logger.close()
+    assert wandb_points(tmp_path, "loss") == [(1, 0.25), (2, 0.5), (3, 0.75)]
+    assert wandb_points(tmp_path, "val") == [(step, step + 9 / 16) for step in (1, 2, 3)]
+
+
+@pytest.mark.usefixtures("quiet")
+@needs("wandb")
+@pytest.mark.slow
 def test_wandb_records_of_one_second_replace_each_other(tmp_path: Path) -> None:
     from ddp_recipes.loggers.wandb import WandbLogger
 
