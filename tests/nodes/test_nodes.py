@@ -450,7 +450,7 @@ from types import SimpleNamespace
 from ddp_recipes.launchers.nodes.rendezvous import Rendezvous
 
 two = {"local_addr": None, "min_nodes": 2, "nnodes": 2, "lost_after_s": 5, "more_after_s": 2}
-Rendezvous(SimpleNamespace(rdzv_endpoint="10.77.0.1:29400", rdzv_id="ddp_recipes", **two)).handler.next_rendezvous()
+Rendezvous(SimpleNamespace(rdzv_endpoint="10.77.0.1:29400", rdzv_id="ddp_recipes", **two), []).handler.next_rendezvous()
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
