@@ -1,6 +1,7 @@
 """Recipes drawn from what goes together, ranks that they lose, and what their runs leave."""
 
 import csv
+import json
 import os
 import subprocess
 from collections.abc import Sequence
@@ -91,8 +92,9 @@ def drawn(random: Random, strategies: Sequence[str] = STRATEGIES) -> tuple[list[
     return f"{strategy} {' '.join(chosen)}".split(), ranks, other
 
 
-def left_by(directory: Path, summary: Summary) -> dict[str, Any]:
+def left_by(directory: Path) -> dict[str, Any]:
     """Return what a run came to: everything but times and paths."""
+    summary: Summary = json.loads((directory / "summary.json").read_text())
     with (directory / "csv" / "metrics.csv").open() as file:
         rows = [
             {key: value for key, value in row.items() if value and not key.endswith(RATES)}
@@ -102,6 +104,12 @@ def left_by(directory: Path, summary: Summary) -> dict[str, Any]:
     best = summary["best_checkpoint"] and Path(summary["best_checkpoint"]).resolve().name
     own = {key: summary[key] for key in ("weights_sha256", "samples_seen", "status", "step") if key in summary}
     return {**own, "metrics": metrics, "rows": [row for row in rows if len(row) > 1], "best": best}
+
+
+def see_same(whole: dict[str, Any], found: dict[str, Any], script: str) -> None:
+    """Fail unless two runs have left the same."""
+    different = {key: (whole[key], found[key]) for key in whole if whole[key] != found[key]}
+    assert not different, f"{script}\n{json.dumps(different, indent=1)[:3000]}"
 
 
 def ended(python: str, folder: Path, *overrides: str, **environ: str) -> subprocess.CompletedProcess[str]:

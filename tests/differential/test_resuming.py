@@ -1,13 +1,12 @@
 """Recipes drawn from what goes together, stopped at a random step and gone on with: as if nothing had stopped them."""
 
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
 import pytest
-from differential.recipes import ALWAYS, REFUSED, drawn, left_by
+from differential.recipes import ALWAYS, REFUSED, drawn, left_by, see_same
 
 from ddp_recipes.errors import RequestError
 from ddp_recipes.reporting.run_directory import Summary
@@ -32,18 +31,18 @@ def went_on(run: Run, random: Random, folder: Path, monkeypatch: pytest.MonkeyPa
     overrides, ranks, other = drawn(random)
     where = random.random(), random.randrange(ranks), random.choice(("raise", "SIGTERM"))
     try:
-        summary = run(*STOPPING, *overrides, world_size=ranks, directory=folder / "whole")
+        run(*STOPPING, *overrides, world_size=ranks, directory=folder / "whole")
     except Exception as error:
         if isinstance(error, RequestError) or any(words in str(error) for words in REFUSED):
             return "refused"
         raise
-    whole = left_by(folder / "whole", summary)
+    whole = left_by(folder / "whole")
     steps = len({row["step"] for row in whole["rows"] if "train/loss" in row})
     stop = 1 + int(where[0] * max(1, steps - 1))
     script = f"{' '.join(overrides)}; {ranks} ranks, {stop} {where[1]} {where[2]}, then {other or ranks}"
     monkeypatch.setenv("STOPS", f"{stop} {where[1]} {where[2]}")
     try:
-        summary = run(*STOPPING, *overrides, world_size=ranks, directory=folder / "parts")
+        run(*STOPPING, *overrides, world_size=ranks, directory=folder / "parts")
         assert where[2] == "SIGTERM", script  # of which ranks tell each other once a second
     except Exception as error:
         if not any(words in str(error) for words in ("stopped here", "Stopped by SIGTERM")):
@@ -52,10 +51,8 @@ def went_on(run: Run, random: Random, folder: Path, monkeypatch: pytest.MonkeyPa
         again = ["ckpt_path=auto"] if list((folder / "parts" / "checkpoints").glob("step_*")) else []
         if not again:  # it had come to none
             (folder / "parts" / "config.yaml").unlink()
-        summary = run(*STOPPING, *overrides, *again, world_size=other or ranks, directory=folder / "parts")
-    found = left_by(folder / "parts", summary)
-    different = {key: (whole[key], found[key]) for key in whole if whole[key] != found[key]}
-    assert not different, f"{script}\n{json.dumps(different, indent=1)[:3000]}"
+        run(*STOPPING, *overrides, *again, world_size=other or ranks, directory=folder / "parts")
+    see_same(whole, left_by(folder / "parts"), script)
     return "same"
 
 

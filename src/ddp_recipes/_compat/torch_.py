@@ -271,7 +271,7 @@ def move_own(module: nn.Module, device: torch.device) -> None:
     """Put a module's own parameters and buffers on a device of any kind; parameters stay the same objects.
 
     ``swap_tensors`` alone refuses weights to which there are weak references, which ``nn.LSTM`` has. Its ``_apply``
-    lets go of them for as long as that takes.
+    frees these for as long as that takes.
     """
     swaps = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
@@ -390,22 +390,21 @@ def whole(tensor: Tensor) -> Tensor:
 
 def copy_each(into: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     """Copy tensors into others, in one kernel where there is ``torch._foreach_copy_``."""
-    if hasattr(torch, "_foreach_copy_"):
-        torch._foreach_copy_(list(into), list(values))
-        return
-    with torch.no_grad():
-        for tensor, value in zip(into, values, strict=True):
-            tensor.copy_(value)
+    _in_place("copy_", into, values)
 
 
 def add_each(into: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     """Add tensors to others in place, in one kernel where there is ``torch._foreach_add_``."""
-    if hasattr(torch, "_foreach_add_"):
-        torch._foreach_add_(list(into), list(values))
+    _in_place("add_", into, values)
+
+
+def _in_place(method: str, into: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    if (kernel := getattr(torch, f"_foreach_{method}", None)) is not None:
+        kernel(list(into), list(values))
         return
     with torch.no_grad():
         for tensor, value in zip(into, values, strict=True):
-            tensor.add_(value)
+            getattr(tensor, method)(value)
 
 
 def norm_of_each(tensors: Sequence[Tensor]) -> list[Tensor]:

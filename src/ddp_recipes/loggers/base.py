@@ -100,7 +100,7 @@ class Logger:
     def of_batch(self, values: Mapping[str, float], batch: int, step: int) -> None:
         """Record numbers of one batch of an evaluation, at its number among those of all evaluations.
 
-        A run that is gone on with counts on from its checkpoint: what has smaller numbers does not come again.
+        A resumed run counts on from its checkpoint: what has smaller numbers does not come again.
 
         Args:
             step: how many optimizer steps are done.

@@ -9,6 +9,7 @@ import struct
 import time
 import warnings
 from collections.abc import Collection, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -82,16 +83,19 @@ class TensorBoardLogger(Logger):
         self._earlier |= {tag: set() for tag in tags}
         if not self._resumed:
             return
-        from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
-
-        every = EventAccumulator(self._directory, size_guidance={SCALARS: 0}, purge_orphaned_data=False)
-        every.Reload()
-        for tag in {*tags} & {*every.Tags()[SCALARS]}:
-            points = {point.step: point for point in every.Scalars(tag)}
+        for tag in {*tags} & {*self._every.Tags()["scalars"]}:
+            points = {point.step: point for point in self._every.Scalars(tag)}
             self._earlier[tag] = {number for number in points if number < self._first}
             for number, point in points.items():
                 if self._first <= number < batch:
                     self._hold(point.wall_time, number, {tag: point.value})
+
+    @cached_property
+    def _every(self) -> Any:
+        """All points of the run, those as well that a start has hidden: read once, for validation sets come in turn."""
+        from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
+
+        return EventAccumulator(self._directory, size_guidance={SCALARS: 0}, purge_orphaned_data=False).Reload()
 
     def _hold(self, when: float, number: int, values: Mapping[str, float]) -> None:
         self._held.append((when, number, dict(values)))

@@ -16,6 +16,7 @@ from typing import Any
 from ddp_recipes.launchers.fork_server import python_path
 from ddp_recipes.recovery.memory import Places
 from ddp_recipes.runtime.process import is_running, started_at
+from ddp_recipes.runtime.regroup import ahead_s, clock_of_nodes, moment
 
 RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE")  # a keeper is none, though a rank starts it
 
@@ -102,8 +103,8 @@ def hold(torchrun: int, parts: int) -> None:
         loss = stack.enter_context(os.fdopen(os.memfd_create("ddp_recipes"), "wb", buffering=0))
         reader, writer = os.pipe()
         own, files = os.getpid(), f"/proc/{os.getpid()}/fd"
-        ahead = time.time() - time.monotonic()
-        fields = {"process": own, "born": started_at(own), "paths": places.paths, "ahead": ahead}
+        stack.enter_context(clock_of_nodes())
+        fields = {"process": own, "born": started_at(own), "paths": places.paths, "ahead": ahead_s()}
         print(json.dumps({**fields, "ranks": f"{files}/{writer}", "loss": f"{files}/{loss.fileno()}"}), flush=True)
         null = os.open(os.devnull, os.O_RDWR)
         for stream in range(3):
@@ -124,4 +125,4 @@ def hold(torchrun: int, parts: int) -> None:
                     poll.unregister(fd)
                     os.close(fd)
                     if not loss.tell():
-                        loss.write(str(time.monotonic() + ahead).encode())
+                        loss.write(str(moment()).encode())

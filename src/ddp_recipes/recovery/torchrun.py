@@ -90,7 +90,7 @@ class TorchrunMemory:
         if (text := messages.get(name, float(job.config["launcher"]["timeout_s"]))) is None:
             return ()
         keeper = Keeper.of(json.loads(text))
-        os.environ[CLOCK_AHEAD] = str(keeper.ahead)  # of this start and those after it
+        os.environ[CLOCK_AHEAD] = str(keeper.ahead)  # of the next starts, too
         keeper.watch()
         return keeper.paths[world.rank % parts]
 
