@@ -29,7 +29,7 @@ STRATEGIES = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but(["ddp", "fsdp"], STRATEGIES))
+@pytest.mark.parametrize("name", slow_but(["fsdp"], STRATEGIES))
 def test_a_run_ends_with_the_bits_of_the_cpu(name: str, accelerator: Accelerator, run: Run) -> None:
     overrides, ranks = STRATEGIES[name]
     ended = accelerator.run(*overrides, ranks=ranks, habits=HABITS["all"])

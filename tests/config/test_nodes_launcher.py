@@ -8,6 +8,7 @@ import pytest
 from torch.distributed import HashStore
 
 from ddp_recipes.launchers.nodes.backend import SignedBackend, signed_backend
+from helpers.marks import quick_each
 from helpers.patience import patience
 
 KEY = {"DDP_RECIPES_KEY": "a secret that these nodes have"}
@@ -32,18 +33,29 @@ def test_a_file_that_is_no_meeting_place_is_left_as_it_is(tmp_path: Path, python
 
 @pytest.mark.parametrize(
     ("overrides", "environ", "message"),
-    [
-        (["strategy=ddp_exact"], KEY, "launcher=nodes needs launcher.rdzv_endpoint: host:port of one of the nodes"),
-        (["strategy=ddp_exact", ENDPOINT], {}, "DDP_RECIPES_KEY to the same secret for every rank"),
-        (["strategy=ddp", ENDPOINT], KEY, "with ddp the result depends on how many there are"),
-        (["strategy=ddp_exact", ENDPOINT, "launcher.min_nodes=3"], KEY, "launcher.min_nodes=3 is more than"),
-        (["strategy=ddp_exact", ENDPOINT, "launcher.max_restarts=1"], KEY, "launcher.max_restarts=1 is not taken"),
-        (["strategy=ddp_exact", "launcher.rdzv_endpoint=no-such-host.invalid"], KEY, "has no address here"),
-        (["strategy=ddp_exact", "launcher.rdzv_endpoint=no.invalid", LOCAL], KEY, "no.invalid has no address here"),
-        (["strategy=ddp_exact", "launcher.rdzv_endpoint=node1:"], KEY, "launcher.rdzv_endpoint=node1: is not allowed"),
-        (["strategy=ddp_exact", "launcher.rdzv_endpoint=file://here"], KEY, "file:///an/absolute/path that all nodes"),
-        (["strategy=ddp_exact", "launcher.rdzv_endpoint=file:///proc/no"], KEY, "Give a file on a file system"),
-    ],
+    quick_each(
+        3,
+        [
+            (["strategy=ddp_exact"], KEY, "launcher=nodes needs launcher.rdzv_endpoint: host:port of one of the nodes"),
+            (["strategy=ddp_exact", ENDPOINT], {}, "DDP_RECIPES_KEY to the same secret for every rank"),
+            (["strategy=ddp", ENDPOINT], KEY, "with ddp the result depends on how many there are"),
+            (["strategy=ddp_exact", ENDPOINT, "launcher.min_nodes=3"], KEY, "launcher.min_nodes=3 is more than"),
+            (["strategy=ddp_exact", ENDPOINT, "launcher.max_restarts=1"], KEY, "launcher.max_restarts=1 is not taken"),
+            (["strategy=ddp_exact", "launcher.rdzv_endpoint=no-such-host.invalid"], KEY, "has no address here"),
+            (["strategy=ddp_exact", "launcher.rdzv_endpoint=no.invalid", LOCAL], KEY, "no.invalid has no address here"),
+            (
+                ["strategy=ddp_exact", "launcher.rdzv_endpoint=node1:"],
+                KEY,
+                "launcher.rdzv_endpoint=node1: is not allowed",
+            ),
+            (
+                ["strategy=ddp_exact", "launcher.rdzv_endpoint=file://here"],
+                KEY,
+                "file:///an/absolute/path that all nodes",
+            ),
+            (["strategy=ddp_exact", "launcher.rdzv_endpoint=file:///proc/no"], KEY, "Give a file on a file system"),
+        ],
+    ),
 )
 def test_it_refuses(overrides: list[str], environ: dict[str, str], message: str, tmp_path: Path, python: str) -> None:
     # Without a home folder there is no key in it.

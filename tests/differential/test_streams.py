@@ -324,6 +324,15 @@ TASKS = {
 }
 
 
+def overrides_of(case: Case, folder: Path) -> list[str]:
+    """Return what a run of a case is given, which notes in a folder what it sees."""
+    overrides = [*case.data.overrides, *COMMON, *case.trainer, *case.strategy, *case.workers]
+    if case.data.lightning:
+        return [*overrides, f"model.folder={folder}"]
+    own = [f"+model={{_target_: {PARTS}.{case.data.model}}}", "data.in_features=2", "data.out_features=1"]
+    return [*overrides, *TASKS[case.data.model], f"+task.folder={folder}", "model=toy", "~model", *own]
+
+
 class Outcome:
     """What came of a run: a summary and what was seen, or why it was refused."""
 
@@ -349,14 +358,7 @@ class Runs:
         return begun if begun.refused else self._start(case, folder, folder / "run", "ckpt_path=auto")
 
     def _start(self, case: Case, folder: Path, directory: Path, *more: str) -> Outcome:
-        overrides = [*case.data.overrides, *COMMON, *case.trainer, *case.strategy, *case.workers]
-        if case.data.lightning:
-            overrides.append(f"model.folder={folder}")
-        else:
-            overrides += [*TASKS[case.data.model], f"+task.folder={folder}", "model=toy", "~model"]
-            overrides.append(f"+model={{_target_: {PARTS}.{case.data.model}}}")
-            overrides += ["data.in_features=2", "data.out_features=1"]
-        overrides += more
+        overrides = [*overrides_of(case, folder), *more]
         try:
             summary = run_recipe(overrides, case.ranks, directory, timeout_s=patience(LONGEST_S))
         except RequestError as error:

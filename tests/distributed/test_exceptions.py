@@ -45,7 +45,7 @@ CASES = [(name, place, rank) for name, (ranks, _) in STRATEGIES.items() for plac
         [("ddp_pipeline", "forward", 1), ("ddp", "save", 0)],
         CASES,
         daily=[
-            case for number, case in enumerate(CASES) if number % 21 == 0 or case[:2] == ("ddp_pipeline", "backward")
+            case for number, case in enumerate(CASES) if number % 42 == 0 or case[:2] == ("ddp_pipeline", "backward")
         ],
     ),
 )

@@ -4,6 +4,7 @@ import pytest
 
 from benchmarks.extras import part_of
 from benchmarks.modules import loaded
+from helpers.marks import at_night
 
 # Those that it names: fast paths by default, and guards of the sockets between ranks.
 NAMED = {"core", "fast_paths", "socket_guards", "shared memory", "models, data sets, tasks"}
@@ -15,8 +16,9 @@ QUICK = ["launcher.nproc_per_node=2", "launcher.device=cpu", "trainer.max_steps=
     ("overrides", "named"),
     [
         ("strategy=ddp", set()),
-        ("strategy=fsdp", {"fsdp", "ddp_exact", "deferred models", "sharded checkpoints"}),  # it adds up in that order
         ("strategy=ddp callbacks=early_stopping launcher.replace_ranks=1", {"callbacks", "recovery"}),
+        # It adds up in the order of ddp_exact.
+        *at_night(("strategy=fsdp", {"fsdp", "ddp_exact", "deferred models", "sharded checkpoints"})),
     ],
 )
 def test_a_run_loads_no_extra_that_it_does_not_name(overrides: str, named: set[str]) -> None:

@@ -10,6 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from ddp_recipes.errors import RequestError, RunFailed
 from ddp_recipes.reporting.run_directory import Summary
+from helpers.marks import quick_each
 
 Run = Callable[..., Summary]
 
@@ -150,7 +151,7 @@ def test_picture_of_a_matrix_is_a_png() -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "ranks"), [("ddp", 3), ("ddp_exact", 3), ("ddp_pipeline", 2)], ids=lambda value: str(value)
+    ("strategy", "ranks"), quick_each(2, [("ddp", 3), ("ddp_exact", 3), ("ddp_pipeline", 2)]), ids=str
 )
 def test_a_metric_that_keeps_lists_is_that_of_all_samples(strategy: str, ranks: int, run: Run) -> None:
     """Of fewer samples than ranks, and of a pipeline, whose last stage alone has outputs."""

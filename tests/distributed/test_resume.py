@@ -83,7 +83,6 @@ def stops(checkpoints: Path) -> Iterator[Path]:
         daily=[
             ("numpy, random, workers", 2),
             ("adamw, cosine", 1),
-            ("one_cycle", 2),
             ("16-mixed", 2),
             ("batch norm", 3),
             ("all together", 3),

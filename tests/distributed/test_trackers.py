@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from ddp_recipes.errors import Preempted, RequestError
 from ddp_recipes.reporting.run_directory import Summary
-from helpers.marks import slow_but
+from helpers.marks import quick_each, slow_but
 from helpers.processes import ran, started
 from helpers.trackers import (
     QUIET,
@@ -150,14 +150,17 @@ def test_tasks_reach_the_loggers(run: Run, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
-    [
-        (["logger=wandb", "logger.mode=onlin"], "Did you mean 'online'"),
-        (["logger=wandb", "logger.mode=online"], "needs an API key"),
-        (["logger=[csv,wandb]", "logger.wandb.mode=disabled"], "logger.wandb.mode=disabled is not known"),
-        (["logger=wandb", "+logger.projekt=x"], "Did you mean 'project'"),
-        (["logger=mlflow", "logger.tracking_uri=mlruns"], "is a folder"),
-        (["logger=mlflow", "logger.tracking_uri=bogus://here"], "does not answer"),
-    ],
+    quick_each(
+        2,
+        [
+            (["logger=wandb", "logger.mode=onlin"], "Did you mean 'online'"),
+            (["logger=wandb", "logger.mode=online"], "needs an API key"),
+            (["logger=[csv,wandb]", "logger.wandb.mode=disabled"], "logger.wandb.mode=disabled is not known"),
+            (["logger=wandb", "+logger.projekt=x"], "Did you mean 'project'"),
+            (["logger=mlflow", "logger.tracking_uri=mlruns"], "is a folder"),
+            (["logger=mlflow", "logger.tracking_uri=bogus://here"], "does not answer"),
+        ],
+    ),
 )
 def test_wrong_tracker_is_refused_before_anything_is_written(
     overrides: list[str], message: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

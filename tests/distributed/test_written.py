@@ -7,7 +7,7 @@ import pytest
 
 from ddp_recipes.errors import RequestError
 from ddp_recipes.reporting.run_directory import Summary
-from helpers.marks import slow_but
+from helpers.marks import quick_each, slow_but
 
 Run = Callable[..., Summary]
 
@@ -26,15 +26,18 @@ def test_ranks_that_write_alike_are_as_one_process(model: str, run: Run) -> None
 
 @pytest.mark.parametrize(
     ("strategy", "model", "name"),
-    [
-        ("strategy=ddp_exact strategy.shards=4", COUNTED, "1.mean"),
-        ("strategy=ddp_exact strategy.shards=4", TEACHER, "teacher.weight"),
-        ("strategy=ddp_pipeline", COUNTED, "1.mean"),
-        ("strategy=ddp model.num_devices=2 model.micro_batches=3", COUNTED, "1.mean"),
-        ("strategy=parameter_server", FOLLOWED, "seen"),
-        ("strategy=fsdp", COUNTED, "mean"),
-        ("strategy=fsdp strategy.shards=4 strategy.wrap=[student,teacher]", TEACHER, "teacher.weight"),
-    ],
+    quick_each(
+        2,
+        [
+            ("strategy=ddp_exact strategy.shards=4", COUNTED, "1.mean"),
+            ("strategy=ddp_exact strategy.shards=4", TEACHER, "teacher.weight"),
+            ("strategy=ddp_pipeline", COUNTED, "1.mean"),
+            ("strategy=ddp model.num_devices=2 model.micro_batches=3", COUNTED, "1.mean"),
+            ("strategy=parameter_server", FOLLOWED, "seen"),
+            ("strategy=fsdp", COUNTED, "mean"),
+            ("strategy=fsdp strategy.shards=4 strategy.wrap=[student,teacher]", TEACHER, "teacher.weight"),
+        ],
+    ),
 )
 def test_what_would_be_lost_or_done_twice_is_refused(strategy: str, model: str, name: str, run: Run) -> None:
     with pytest.raises(Exception, match=f"writes to the parameter {name}"):

@@ -198,7 +198,7 @@ def files_in(folder: Path) -> dict[Path, bytes | None]:
 
 
 @pytest.mark.spawn
-@pytest.mark.parametrize("case", slow_but([*REFUSED_BEFORE_ANY_RANK][::3], REFUSED_BEFORE_ANY_RANK))
+@pytest.mark.parametrize("case", slow_but([*REFUSED_BEFORE_ANY_RANK][::5], REFUSED_BEFORE_ANY_RANK))
 def test_a_wrong_request_is_refused_before_any_rank_starts(case: str, folder: Path, python: str) -> None:
     overrides, parts = REFUSED_BEFORE_ANY_RANK[case]
     refused(python, folder, *overrides, parts=parts)

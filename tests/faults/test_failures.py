@@ -209,7 +209,7 @@ main()
 """
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, *at_night(1)])
 def test_under_torchrun_nobody_waits_for_a_rank_that_a_signal_ended_before_they_met(rank: int, folder: Path) -> None:
     (folder / "absent.py").write_text(ABSENT)
     with started(folder, *SMALL, command=[*COLD_TORCHRUN, "absent.py", str(rank)]) as run:

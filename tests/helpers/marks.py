@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-FEW = 3  # cases, of which all are played before a change goes in
+FEW = 2  # cases, of which all are played before a change goes in
 
 
 def needs(package: str) -> pytest.MarkDecorator:
@@ -21,17 +21,23 @@ def slow_but(quick: Iterable[Any], cases: Iterable[Any], daily: Iterable[Any] | 
 
     Args:
         daily: the cases of ``make test-all``, beside the quick ones; others are marked ``nightly``. All if left out,
-            but of more than three each third one.
+            but of more than three each fourth one.
 
     Raises:
         ValueError: one of the quick or daily ones is no case.
     """
     kept, cases = list(quick), list(cases)
     slow = [case for case in cases if case not in kept]
-    often = list(daily) if daily is not None else slow[::3] if len(slow) > FEW else slow
+    often = list(daily) if daily is not None else slow[::4] if len(slow) > FEW else slow
     if missing := [case for case in (*kept, *often) if case not in cases]:
         raise ValueError(f"{missing} are no cases. There are: {cases}.")
     return [case if case in kept else _marked(case, "slow" if case in often else "nightly") for case in cases]
+
+
+def quick_each(step: int, cases: Iterable[Any]) -> list[Any]:
+    """Return the cases of a parametrized test, marked ``slow`` but for the first of each so many."""
+    cases = list(cases)
+    return slow_but(cases[::step], cases, daily=cases)
 
 
 def at_night(*cases: Any) -> list[Any]:

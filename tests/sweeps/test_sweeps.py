@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from ddp_recipes.reporting.run_directory import Summary
+from helpers.marks import quick_each
 from helpers.patience import patience
 from helpers.plugins import plugin
 
@@ -142,7 +143,7 @@ def test_a_value_of_a_sweep_may_list_several_loggers(tmp_path: Path, sweep: Call
     assert [folder & {"csv", "tensorboard"} for folder in folders] == [{"csv"}, {"csv", "tensorboard"}]
 
 
-@pytest.mark.parametrize("kind", [["-m", "optimizer.lr=0.1,0.2"], []], ids=["sweep", "run"])
+@pytest.mark.parametrize("kind", quick_each(2, [["-m", "optimizer.lr=0.1,0.2"], []]), ids=["sweep", "run"])
 def test_a_wrong_key_of_sweep_is_refused_before_anything_starts(kind: list[str], tmp_path: Path, python: str) -> None:
     for wrong, message in (("sweep.on_failure=stopp", "Did you mean 'stop'?"), ("+sweep.on_fail=stop", "is not a key")):
         command = [python, "-m", "ddp_recipes", *kind, *ALONE, wrong]

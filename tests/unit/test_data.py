@@ -24,6 +24,7 @@ from ddp_recipes.data.loader import Batch, Loader, is_iterable, size_of
 from ddp_recipes.data.order import Sequential, Shuffled
 from ddp_recipes.datasets import InMemory, ScaleAndNormalize, digits, fake_images
 from ddp_recipes.errors import RequestError, RunFailed
+from helpers.marks import at_night
 
 CPU = torch.device("cpu")
 
@@ -355,7 +356,7 @@ def test_a_sample_that_fails_is_named(dataset: Any, workers: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("epochs", [0, 1], ids=["in an epoch", "before an epoch"])
+@pytest.mark.parametrize("epochs", [*at_night(0), 1])  # while they are in an epoch, and before they begin one
 def test_data_workers_may_be_slow_and_may_not_hang(epochs: int) -> None:
     """Longer than the looks at the time in between, not as long as the timeout; also while they begin a new epoch."""
     found = Loader(OneByOne(digits("val")), BatchPlan(Sequential(60), 2), CPU, num_workers=1, timeout_s=4.0)

@@ -17,6 +17,7 @@ from ddp_recipes.build.deferred import Initial, without_memory
 from ddp_recipes.build.tape import SMALLEST
 from ddp_recipes.models.gpt import GPT
 from ddp_recipes.runtime.tensors import digest
+from helpers.marks import quick_each
 
 
 class Initialised(nn.Module):
@@ -150,7 +151,7 @@ def drawn() -> tuple[Any, ...]:
 
 
 @pytest.mark.filterwarnings("ignore")  # of these libraries
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", quick_each(2, MODELS))
 def test_values_are_those_of_the_plain_constructor(name: str) -> None:
     seed()
     plain, after = MODELS[name](), drawn()

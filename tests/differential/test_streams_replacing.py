@@ -1,0 +1,50 @@
+"""Data of every kind, as ``test_streams.py`` draws it, under ranks that are lost and replaced: as if none had been."""
+
+import os
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from differential import test_streams
+from differential.recipes import ended, left_by, losses_of, see_same
+from differential.test_streams import available, drawn, overrides_of
+
+pytest.importorskip("pyarrow")
+pytestmark = [pytest.mark.slow, pytest.mark.spawn]
+
+SEED = int(os.environ.get("DDP_RECIPES_TEST_SEED", "17"))  # the same every day; others by night, by hand
+FEW, MANY = 2, 90
+
+
+def counts(left: dict[str, Any]) -> int:
+    return len({row["step"] for row in left["rows"] if "train/loss" in row})
+
+
+@pytest.mark.parametrize(
+    "number", [*range(FEW), *(pytest.param(number, marks=pytest.mark.nightly) for number in range(FEW, MANY))]
+)
+def test_a_run_that_loses_ranks_sees_what_one_does_that_does_not(number: int, tmp_path: Path, python: str) -> None:
+    random = Random(f"{SEED} {number} streams")
+    kinds = available()
+    case = drawn(random, tmp_path, kinds[number % len(kinds)])
+    while case.ranks < 2:
+        case = drawn(random, tmp_path, kinds[number % len(kinds)])
+
+    def train(name: str, *more: str, **environ: str) -> Any:
+        overrides = [*overrides_of(case, tmp_path), *more, f"launcher.nproc_per_node={case.ranks}", "logger=csv"]
+        return ended(python, tmp_path / name, *overrides, "+callbacks.losing._target_=resuming_parts.Losing", **environ)
+
+    whole = train("whole")
+    if whole.returncode == 2 or any(words in whole.stderr for words in test_streams.ON_THE_WAY):
+        return print("refused:", case, whole.stderr[-300:])
+    assert whole.returncode == 0, f"{case}\n{whole.stderr}"
+    expected = left_by(tmp_path / "whole/run")
+    losses = losses_of(random, counts(expected), case.ranks)
+    script = f"{case}; lost at {losses}"
+    found = train("parts", f"launcher.replace_ranks={1 + losses.count(';')}", LOSES=losses)
+    if found.returncode == 2:
+        return print("refused:", case, found.stderr[-300:])
+    assert found.returncode == 0, f"{script}\n{found.stderr}"
+    see_same(expected, left_by(tmp_path / "parts/run"), f"{script}\n{found.stderr}")
+    print(f"same: {script}\n{found.stderr}")
