@@ -48,44 +48,47 @@ def write(path: Path, text: str) -> None:
 # --- overrides -------------------------------------------------------------------------------------------------------
 
 
+EXPLAINED = [
+    ("hydra.job.num=abc", "hydra.job.num=abc: Value 'abc' of type 'str' could not be converted to Integer."),
+    ("hydra.mode='${seed}'", "hydra.mode: While dereferencing interpolation '${seed}': Invalid value '42'"),
+    ("hydra.runtime='${no_such}'", "hydra.runtime: Interpolation key 'no_such' not found"),
+    ("hydra.job.env_set='${seed}'", " is no section. Allowed: variables, with their values."),
+    ("++checkpoint={1: 2}", "checkpoint.1 is not a key."),
+    ("launcher.timeout_s='${oc.env:NO_SUCH}'", "launcher.timeout_s=${oc.env:NO_SUCH} is not allowed."),
+    ("hydra.run.dri=x", "hydra.run.dri=x: there is no key hydra.run.dri. Did you mean 'hydra.run.dir'?"),
+    ("model=[", "model=[: Hydra cannot read this override ("),
+    ("seed", "seed: Hydra cannot read this override ("),
+    ("optimizer=5", "optimizer=5: there is no such option. Options of optimizer: "),
+    ("+optimizer.lr=5", "optimizer.lr is there already, so there is nothing to add. Write optimizer.lr=5."),
+    ("+optimizer=adam", "optimizer is there already, so there is nothing to add. Write optimizer=adam."),
+    ("~optimizer.lrr", "~optimizer.lrr: there is no key optimizer.lrr. Did you mean 'optimizer.lr'?"),
+    ("~model", "model has no _target_, the dotted name of a class or function to call."),
+    (
+        "model={hidden_feature: 3}",
+        "model={hidden_feature: 3}: there is no key model.hidden_feature. Did you mean 'model.hidden_features'?",
+    ),
+    ("model={more: 3}", "To add a key that the yaml does not have, write +model.more=…."),
+    ("seedy=1", "seedy=1: there is no key seedy. Did you mean 'seed'?"),
+    (
+        "hydra.callbacks.own=1",
+        "hydra.callbacks.own=1: there is no key hydra.callbacks.own. Did you mean 'callbacks'? To add a key that "
+        "the yaml does not have, write +hydra.callbacks.own=1.",
+    ),
+    ("data.batch_size=${batch}", "data.batch_size follows batch, and there is no key batch."),
+    (
+        "--config-name=trian",
+        "--config-name trian: there is none. There are: train. Did you mean 'train'?",
+    ),
+    ("--experimental-rerun=x", "ddp_recipes.run(OmegaConf.load("),
+    ("hydra.run.dir=/dev/null/x", "/dev/null/x cannot be the run directory: Not a directory."),
+]
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     quick_each(
         2,
-        [
-            ("hydra.job.num=abc", "hydra.job.num=abc: Value 'abc' of type 'str' could not be converted to Integer."),
-            ("hydra.mode='${seed}'", "hydra.mode: While dereferencing interpolation '${seed}': Invalid value '42'"),
-            ("hydra.runtime='${no_such}'", "hydra.runtime: Interpolation key 'no_such' not found"),
-            ("hydra.job.env_set='${seed}'", " is no section. Allowed: variables, with their values."),
-            ("++checkpoint={1: 2}", "checkpoint.1 is not a key."),
-            ("launcher.timeout_s='${oc.env:NO_SUCH}'", "launcher.timeout_s=${oc.env:NO_SUCH} is not allowed."),
-            ("hydra.run.dri=x", "hydra.run.dri=x: there is no key hydra.run.dri. Did you mean 'hydra.run.dir'?"),
-            ("model=[", "model=[: Hydra cannot read this override ("),
-            ("seed", "seed: Hydra cannot read this override ("),
-            ("optimizer=5", "optimizer=5: there is no such option. Options of optimizer: "),
-            ("+optimizer.lr=5", "optimizer.lr is there already, so there is nothing to add. Write optimizer.lr=5."),
-            ("+optimizer=adam", "optimizer is there already, so there is nothing to add. Write optimizer=adam."),
-            ("~optimizer.lrr", "~optimizer.lrr: there is no key optimizer.lrr. Did you mean 'optimizer.lr'?"),
-            ("~model", "model has no _target_, the dotted name of a class or function to call."),
-            (
-                "model={hidden_feature: 3}",
-                "model={hidden_feature: 3}: there is no key model.hidden_feature. Did you mean 'model.hidden_features'?",
-            ),
-            ("model={more: 3}", "To add a key that the yaml does not have, write +model.more=…."),
-            ("seedy=1", "seedy=1: there is no key seedy. Did you mean 'seed'?"),
-            (
-                "hydra.callbacks.own=1",
-                "hydra.callbacks.own=1: there is no key hydra.callbacks.own. Did you mean 'callbacks'? To add a key that "
-                "the yaml does not have, write +hydra.callbacks.own=1.",
-            ),
-            ("data.batch_size=${batch}", "data.batch_size follows batch, and there is no key batch."),
-            (
-                "--config-name=trian",
-                "--config-name trian: there is none. There are: train. Did you mean 'train'?",
-            ),
-            ("--experimental-rerun=x", "ddp_recipes.run(OmegaConf.load("),
-            ("hydra.run.dir=/dev/null/x", "/dev/null/x cannot be the run directory: Not a directory."),
-        ],
+        EXPLAINED,
     ),
 )
 def test_an_override_that_hydra_refuses_is_explained(override: str, message: str, here: Path) -> None:

@@ -1,6 +1,8 @@
 """Data of every kind, as ``test_streams.py`` draws it, under ranks that are lost and replaced: as if none had been."""
 
 import os
+from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -8,7 +10,7 @@ from typing import Any
 import pytest
 from differential import test_streams
 from differential.recipes import ended, left_by, losses_of, see_same
-from differential.test_streams import available, drawn, overrides_of
+from differential.test_streams import Case, available, drawn, overrides_of
 
 pytest.importorskip("pyarrow")
 pytestmark = [pytest.mark.slow, pytest.mark.spawn]
@@ -17,8 +19,10 @@ SEED = int(os.environ.get("DDP_RECIPES_TEST_SEED", "17"))  # the same every day;
 FEW, MANY = 2, 90
 
 
-def counts(left: dict[str, Any]) -> int:
-    return len({row["step"] for row in left["rows"] if "train/loss" in row})
+def _drawn(random: Random, folder: Path, kind: str) -> Iterator[Case]:
+    for number in count():
+        (own := folder / f"data_{number}").mkdir()
+        yield drawn(random, own, kind)
 
 
 @pytest.mark.parametrize(
@@ -27,9 +31,7 @@ def counts(left: dict[str, Any]) -> int:
 def test_a_run_that_loses_ranks_sees_what_one_does_that_does_not(number: int, tmp_path: Path, python: str) -> None:
     random = Random(f"{SEED} {number} streams")
     kinds = available()
-    case = drawn(random, tmp_path, kinds[number % len(kinds)])
-    while case.ranks < 2:
-        case = drawn(random, tmp_path, kinds[number % len(kinds)])
+    case = next(case for case in _drawn(random, tmp_path, kinds[number % len(kinds)]) if case.ranks > 1)
 
     def train(name: str, *more: str, **environ: str) -> Any:
         overrides = [*overrides_of(case, tmp_path), *more, f"launcher.nproc_per_node={case.ranks}", "logger=csv"]
@@ -40,7 +42,8 @@ def test_a_run_that_loses_ranks_sees_what_one_does_that_does_not(number: int, tm
         return print("refused:", case, whole.stderr[-300:])
     assert whole.returncode == 0, f"{case}\n{whole.stderr}"
     expected = left_by(tmp_path / "whole/run")
-    losses = losses_of(random, counts(expected), case.ranks)
+    steps = len({row["step"] for row in expected["rows"] if "train/loss" in row})
+    losses = losses_of(random, steps, case.ranks)
     script = f"{case}; lost at {losses}"
     found = train("parts", f"launcher.replace_ranks={1 + losses.count(';')}", LOSES=losses)
     if found.returncode == 2:

@@ -101,44 +101,47 @@ def test_sizes_that_do_not_fit_end_with_what_to_change(
     assert advice in str(raised.value).strip().splitlines()[-1]
 
 
+OF_GPUS = [
+    ("CUDA error: device-side assert triggered", "CUDA_LAUNCH_BLOCKING=1"),
+    ("CUDA error: invalid device ordinal", "CUDA_VISIBLE_DEVICES, from 0 on"),
+    ("CUDA error: no kernel image is available for execution on the device", "torch.cuda.get_arch_list()"),
+    (
+        "unable to allocate shared memory(shm) for file </torch_1_2>: Resource temporarily unavailable (11)",
+        "--shm",
+    ),
+    ("unable to write to file </torch_1_2>: No space left on device (28)", "--shm-size=8g, or --ipc=host"),
+    (
+        "unhandled cuda error, NCCL version 2.27.3\nncclUnhandledCudaError: Call to CUDA function failed.\nLast "
+        "error:\nCuda failure 217 'peer access is not supported between these two devices'",
+        "NCCL_P2P_DISABLE=1",
+    ),
+    (
+        "unhandled system error (run with NCCL_DEBUG=INFO for details), NCCL version 2.27.3\nLast error:\nError "
+        "while creating shared memory segment /dev/shm/nccl-NzwJ7O (size 9637888)",
+        "--shm-size=8g",
+    ),
+    (
+        "NCCL all_reduce failed: unhandled system error (run with NCCL_DEBUG=INFO for details)",
+        "NCCL_SOCKET_IFNAME",
+    ),
+    (
+        "ncclInternalError: Internal check failed.\nLast error:\nBootstrap : no socket interface found",
+        "NCCL_DEBUG=INFO",
+    ),
+    (
+        "ncclInvalidUsage: \nLast error:\nDuplicate GPU detected : rank 1 and rank 0 both on CUDA device 1b0",
+        "Two ranks",
+    ),
+    ("ncclRemoteError: A call failed possibly due to a network error", "has ended, or the network"),
+    ("ncclUnhandledCudaError: Call to CUDA function failed.", "older than this torch's CUDA"),
+]
+
+
 @pytest.mark.parametrize(
     ("error", "advice"),
     quick_each(
         3,
-        [
-            ("CUDA error: device-side assert triggered", "CUDA_LAUNCH_BLOCKING=1"),
-            ("CUDA error: invalid device ordinal", "CUDA_VISIBLE_DEVICES, from 0 on"),
-            ("CUDA error: no kernel image is available for execution on the device", "torch.cuda.get_arch_list()"),
-            (
-                "unable to allocate shared memory(shm) for file </torch_1_2>: Resource temporarily unavailable (11)",
-                "--shm",
-            ),
-            ("unable to write to file </torch_1_2>: No space left on device (28)", "--shm-size=8g, or --ipc=host"),
-            (
-                "unhandled cuda error, NCCL version 2.27.3\nncclUnhandledCudaError: Call to CUDA function failed.\nLast "
-                "error:\nCuda failure 217 'peer access is not supported between these two devices'",
-                "NCCL_P2P_DISABLE=1",
-            ),
-            (
-                "unhandled system error (run with NCCL_DEBUG=INFO for details), NCCL version 2.27.3\nLast error:\nError "
-                "while creating shared memory segment /dev/shm/nccl-NzwJ7O (size 9637888)",
-                "--shm-size=8g",
-            ),
-            (
-                "NCCL all_reduce failed: unhandled system error (run with NCCL_DEBUG=INFO for details)",
-                "NCCL_SOCKET_IFNAME",
-            ),
-            (
-                "ncclInternalError: Internal check failed.\nLast error:\nBootstrap : no socket interface found",
-                "NCCL_DEBUG=INFO",
-            ),
-            (
-                "ncclInvalidUsage: \nLast error:\nDuplicate GPU detected : rank 1 and rank 0 both on CUDA device 1b0",
-                "Two ranks",
-            ),
-            ("ncclRemoteError: A call failed possibly due to a network error", "has ended, or the network"),
-            ("ncclUnhandledCudaError: Call to CUDA function failed.", "older than this torch's CUDA"),
-        ],
+        OF_GPUS,
     ),
 )
 def test_an_error_of_a_gpu_ends_with_what_to_change(
