@@ -117,6 +117,7 @@ def test_a_sweep_called_again_runs_only_what_did_not_finish(tmp_path: Path, swee
     sweep(*ALONE, *first, status=1)
     before = summary(tmp_path, 0)
     (tmp_path / "noted.py").write_text(MODEL.replace("if lr == fail_at", "if False"))
+    sweep(*ALONE, *first, "ckpt_path=auto")  # as a run that was stopped says
     sweep(*ALONE, *first)
     assert [row["status"] for row in table(tmp_path)] == ["finished", "finished"]
     assert summary(tmp_path, 0) == before

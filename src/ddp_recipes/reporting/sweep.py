@@ -10,11 +10,14 @@ from ddp_recipes.errors import RequestError
 from ddp_recipes.reporting.progress import table
 from ddp_recipes.reporting.run_directory import Summary, read_summary
 
+RESUMES = "ckpt_path=auto"
 RECORDS = (("summary.json",), ("config.yaml", "train.log"))  # of which a run has one or both
 
 
 def finished_before(directory: Path, overrides: Sequence[str]) -> Summary | None:
     """Return the summary of this very job if an earlier call of the sweep finished it.
+
+    With ``ckpt_path=auto`` it is the same one: that is how a run goes on which a signal has stopped.
 
     Raises:
         RequestError: the directory holds a job with other overrides: it is another sweep's.
@@ -22,9 +25,10 @@ def finished_before(directory: Path, overrides: Sequence[str]) -> Summary | None
     summary = read_summary(directory)
     if summary is None:
         return None
-    if summary.get("overrides", list(overrides)) != list(overrides):
+    before = summary.get("overrides", overrides)
+    if [each for each in before if each != RESUMES] != [each for each in overrides if each != RESUMES]:
         raise RequestError(
-            f"{directory} holds a job of another sweep: {' '.join(summary['overrides'])}. This one is: "
+            f"{directory} holds a job of another sweep: {' '.join(before)}. This one is: "
             f"{' '.join(overrides)}. Use another hydra.sweep.dir."
         )
     return summary if summary["status"] == "finished" else None
