@@ -76,6 +76,8 @@ class Running(Protocol):
 class Callback:
     """Override what you need. Whatever an event decides must be the same on every rank; metrics are.
 
+    Events are those of a training, ``mode=fit``: other modes make callbacks and call none.
+
     An error in a callback ends the run like an error in a step.
     """
 
