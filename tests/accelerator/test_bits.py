@@ -39,6 +39,34 @@ def test_a_run_ends_with_the_bits_of_the_cpu(name: str, accelerator: Accelerator
     assert ended.summary["peak_memory_bytes"] > 0
 
 
+TIED = """
+from torch import nn
+
+
+class Tied(nn.Sequential):
+    def __init__(self, in_features, hidden_features, out_features):
+        tied = nn.Linear(in_features, in_features), nn.Linear(in_features, in_features)
+        super().__init__(tied[0], nn.Tanh(), tied[1], nn.Linear(in_features, out_features))
+        tied[1].weight = tied[0].weight
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "own",
+    ["strategy=single", "strategy=single model.num_devices=2 model.split=['3']", "strategy=fsdp strategy.wrap=[3]"],
+)
+def test_weights_that_are_one_stay_one_on_the_device(own: str, accelerator: Accelerator) -> None:
+    (accelerator.folder / "tied.py").write_text(TIED)
+    overrides = [*own.split(), "model._target_=tied.Tied"]
+    ended, cpu = (
+        accelerator.run(*overrides, *more, ranks=2 if "fsdp" in own else 1, name=name)
+        for name, more in (("device", []), ("cpu", ["launcher.device=cpu"]))
+    )
+    assert (ended.status, cpu.status) == (0, 0), f"{ended.err}\n{cpu.err}"
+    assert ended.summary["weights_sha256"] == cpu.summary["weights_sha256"]
+
+
 @pytest.mark.slow
 def test_replicas_of_two_devices_need_a_backend_that_takes_both(accelerator: Accelerator, run: Run) -> None:
     own = ["strategy=ddp", "model=toy_mp"]

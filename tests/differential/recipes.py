@@ -21,6 +21,10 @@ ALWAYS = (
     "trainer.log_every_n_steps=1",
     "checkpoint.save_top_k=-1",
 )
+GROWING = (
+    "+callbacks.growing._target_=ddp_recipes.callbacks.accumulation.GradientAccumulation"
+    " +callbacks.growing.schedule={1:2}"
+)
 MODEL = "model._target_=resuming_parts.Deep model.hidden_features=16"
 STRATEGIES = (
     "strategy=single",
@@ -53,7 +57,7 @@ CHOICES: tuple[tuple[str, ...], ...] = (
         "scheduler=one_cycle",
         "scheduler=step scheduler.step_size=1",
     ),
-    ("trainer.accumulate_grad_batches=1", "trainer.accumulate_grad_batches=2", "callbacks=gradient_accumulation"),
+    ("trainer.accumulate_grad_batches=1", "trainer.accumulate_grad_batches=2", GROWING),
     (
         "",
         "trainer.gradient_clip_val=0.05",

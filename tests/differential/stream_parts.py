@@ -250,7 +250,7 @@ class Tokens(nn.Sequential):
 
 def noted(folder: Path, rank: int, step: int, targets: Tensor) -> None:
     """Append a line: the step, and a checksum of each sample's targets."""
-    found = [zlib.crc32(each.detach().contiguous().numpy().tobytes()) for each in targets]
+    found = [zlib.crc32(each.detach().cpu().contiguous().numpy().tobytes()) for each in targets]
     with (folder / f"seen_{rank}").open("a") as file:
         file.write(f"{step} {' '.join(map(str, found))}\n")
 

@@ -17,6 +17,7 @@ from ddp_recipes.config.settings import ModelSettings, TrainerSettings
 from ddp_recipes.data.loader import Loader
 from ddp_recipes.errors import RequestError
 from ddp_recipes.loggers import Logger
+from ddp_recipes.runtime.tensors import keeping_ties
 from ddp_recipes.tasks import Task
 from ddp_recipes.tasks.task import outside
 from ddp_recipes.training.precision import make_precision, whole_dtype
@@ -95,7 +96,8 @@ def make_task(
         precision = make_precision(trainer.precision, devices.own[0].type)
         extra("model.num_devices")(built, settings, strategy, devices, loader, step, precision, times)
     elif not built.initial:
-        built.task.to(devices.own[0])
+        with keeping_ties(built.task):
+            built.task.to(devices.own[0])
     if settings.freeze:
         from ddp_recipes.build.parameters import freeze
 

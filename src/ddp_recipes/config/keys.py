@@ -63,6 +63,7 @@ def parse(cls: type[T], section: str, values: Mapping[str, Any], *, others: bool
             raise RequestError(
                 f"{prefix}{name} is not a key. Keys of {section}: {', '.join(sorted(fields))}.{nearest(name, fields)}"
             )
+    values = {name: _as_names(value, hints[name]) if name in fields else value for name, value in values.items()}
     for name, field in fields.items():
         allowed = f"Allowed: {describe(hints[name])}."
         if name in values and not fits(value := values[name], hints[name]):
@@ -71,6 +72,13 @@ def parse(cls: type[T], section: str, values: Mapping[str, Any], *, others: bool
         if name not in values and field.default is dataclasses.MISSING:
             raise RequestError(f"{prefix}{name} is missing from the config. {allowed}")
     return cls(**{name: values[name] for name in fields if name in values})
+
+
+def _as_names(value: Any, hint: Any) -> Any:
+    """Return a list of names as texts: modules in a list have numbers for names, and yaml reads them as such."""
+    if isinstance(value, list) and list[str] in _arms(hint):
+        return [str(each) if type(each) is int else each for each in value]
+    return value
 
 
 def _arms(hint: Any) -> tuple[Any, ...]:

@@ -23,6 +23,7 @@ from ddp_recipes.lightning.refusals import refuse_cadence, refuse_rows, refuse_s
 from ddp_recipes.lightning.services import Services
 from ddp_recipes.lightning.trainer import Trainer
 from ddp_recipes.lightning.update import Summed
+from ddp_recipes.runtime.tensors import keeping_ties
 from ddp_recipes.tasks import OwnOptimizers, StepOutput, Surroundings, Task
 from ddp_recipes.tasks.task import Modes
 from ddp_recipes.training.state import Run, Update
@@ -99,7 +100,8 @@ class LightningTask(Task):
         self._attach_data(surroundings)
         hooks("setup", surroundings.mode)
         hooks("configure_model")
-        self.model.to(surroundings.devices[0])
+        with keeping_ties(self.model):
+            self.model.to(surroundings.devices[0])
 
     def _attach_data(self, surroundings: Surroundings) -> None:
         trainer, datamodule = self.trainer, surroundings.datamodule

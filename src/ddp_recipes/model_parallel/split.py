@@ -21,6 +21,7 @@ from ddp_recipes.model_parallel.placement import (
     stages_of,
     ties,
 )
+from ddp_recipes.runtime.tensors import keeping_ties
 from ddp_recipes.tasks import Task
 
 
@@ -33,11 +34,12 @@ def split_model(
     """
     model = task.model
     starts, costs = _chosen(model, len(devices), names, dry_run, dry_run.run, "model.num_devices")
-    put(task, devices[-1])
-    for child in task.children():
-        if child is not model:
-            child.to(devices[-1])
-    place(model, starts, devices)
+    with keeping_ties(task):
+        put(task, devices[-1])
+        for child in task.children():
+            if child is not model:
+                child.to(devices[-1])
+        place(model, starts, devices)
     connect(model, starts, devices)
     return _described(model, starts, costs)
 

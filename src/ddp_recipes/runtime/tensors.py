@@ -2,13 +2,31 @@
 
 import ctypes  # a tensor that was once NumPy's never changes its size again, as observers' buffers do
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ddp_recipes._compat.torch_ import bytes_of
+
+
+@contextmanager
+def keeping_ties(module: nn.Module) -> Iterator[None]:
+    """Keep parameters of a module one that are one, while it is moved to a device.
+
+    ``nn.Module.to`` makes them apart where torch cannot put tensors of the device into the place of the CPU's.
+    """
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    yield
+    for first, *others in names.values():
+        for name in others:
+            owner, _, own = name.rpartition(".")
+            setattr(module.get_submodule(owner), own, module.get_parameter(first))
 
 
 def without_digest(content: Any, name: str = "") -> str | None:
