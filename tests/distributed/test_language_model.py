@@ -121,9 +121,11 @@ def test_every_strategy_learns_the_same(
 
 
 @pytest.mark.slow
-def test_it_goes_on_from_a_prompt(learn: Callable[..., Summary], tmp_path: Path) -> None:
+@pytest.mark.parametrize("temperature", [0, 0.8])
+def test_it_goes_on_from_a_prompt(temperature: float, learn: Callable[..., Summary], tmp_path: Path) -> None:
     trained = learn("strategy=single", "optimizer.lr=0.01", "trainer.max_steps=120", "trainer.max_epochs=null")
-    predicts = ["mode=predict", f"ckpt_path={trained['run_directory']}", "data.prompt='to be'", "task.temperature=0"]
+    predicts = ["mode=predict", f"ckpt_path={trained['run_directory']}", "data.prompt='to be'"]
+    predicts.append(f"task.temperature={temperature}")
     written = [learn(*predicts, "task.new_tokens=20", world_size=size) for size in (1, 2)]
     for directory in (Path(each["run_directory"]) for each in written):
         predictions: Tensor = torch.load(directory / "predictions.pt")
@@ -132,6 +134,7 @@ def test_it_goes_on_from_a_prompt(learn: Callable[..., Summary], tmp_path: Path)
         assert (directory / "predictions.txt").read_text().count("to be") >= 4
     one, two = (torch.load(Path(each["run_directory"]) / "predictions.pt") for each in written)
     assert torch.equal(one, two)
+    assert (len(one.unique(dim=0)) > 1) == (temperature > 0)  # of one prompt, four times
 
 
 @pytest.mark.parametrize("strategy", slow_but([], ["ddp", "fsdp"]))

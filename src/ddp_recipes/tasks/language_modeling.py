@@ -1,13 +1,14 @@
 """The task of a language model: which token follows."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ddp_recipes.datasets.windows import VOCABULARY, decode
+from ddp_recipes.runtime.seeding import key
 from ddp_recipes.tasks.task import Task
 
 
@@ -53,8 +54,13 @@ class LanguageModelingTask(Task):
         return metrics | {f"{name.removesuffix('loss')}perplexity": math.exp(min(x, 700)) for name, x in losses.items()}
 
     def predict_step(self, batch: Any) -> Tensor:
-        """Return the prompts with what the model adds to them, int64 [n, length + new_tokens]."""
-        return self.generate(batch[0] if isinstance(batch, (tuple, list)) else batch, self.new_tokens)
+        """Return the prompts with what the model adds to them, int64 [n, length + new_tokens].
+
+        What is drawn for a sample follows from its number in the data set, so that ranks change nothing of it.
+        """
+        prompts = batch[0] if isinstance(batch, (tuple, list)) else batch
+        seeds = [key(self.position.seed, number) for number in self.position.indices().tolist()]
+        return self.generate(prompts, self.new_tokens, seeds)
 
     def in_words(self, predictions: Tensor) -> str | None:
         """Return a line of dashes and a text for each prediction, where tokens are bytes."""
@@ -62,14 +68,33 @@ class LanguageModelingTask(Task):
             return None
         return "".join(f"{'-' * 80}\n{decode(tokens)}\n" for tokens in predictions)
 
-    def generate(self, tokens: Tensor, count: int) -> Tensor:
-        """Return tokens ``[n, length]`` with ``count`` more, each drawn by what the model says of those before it."""
+    def generate(self, tokens: Tensor, count: int, seeds: Sequence[int] = ()) -> Tensor:
+        """Return tokens ``[n, length]`` with ``count`` more, each drawn by what the model says of those before it.
+
+        Args:
+            seeds: of what is drawn for each of the first rows; torch's own generator for all if there are none.
+        """
         context = getattr(self.model, "context", None) or tokens.shape[1] + count
-        for _ in range(count):
+        points = _points(seeds, len(tokens), count)
+        for number in range(count):
             logits = self.chosen(self.model(tokens[:, -context:]))[:, -1].float()
-            if self.temperature:
-                following = torch.multinomial((logits / self.temperature).softmax(dim=1), 1)
-            else:
+            if not self.temperature:
                 following = logits.argmax(dim=1, keepdim=True)
+            elif seeds:
+                following = _at(points[:, number, None].to(logits.device), (logits / self.temperature).softmax(dim=1))
+            else:
+                following = torch.multinomial((logits / self.temperature).softmax(dim=1), 1)
             tokens = torch.cat([tokens, following.to(tokens.device)], dim=1)
         return tokens
+
+
+def _points(seeds: Sequence[int], rows: int, count: int) -> Tensor:
+    """Return uniform numbers from 0 to 1 for each row from a seed of its own, float32 [rows, count]; 0 without one."""
+    drawn = [torch.rand(count, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
+    return torch.stack([*drawn, *(torch.zeros(count) for _ in range(rows - len(drawn)))])
+
+
+def _at(points: Tensor, probabilities: Tensor) -> Tensor:
+    """Return what is drawn, int64 [n, 1]: the first of probabilities ``[n, vocab_size]`` that add up to a point [n, 1]."""
+    sums = probabilities.cumsum(dim=1)
+    return (sums <= points * sums[:, -1:]).sum(dim=1, keepdim=True).clamp(max=probabilities.shape[1] - 1)

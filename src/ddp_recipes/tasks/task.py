@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -80,12 +81,15 @@ class Position:
     Attributes:
         step: the optimizer step that is being taken, or was taken last.
         batch, shard: the numbers of the batch that is being evaluated, in its data set, and of the part of it.
-        indices: gives the numbers of its samples.
+        indices: gives the numbers of its samples, int64 [n]; none where nothing is evaluated.
+        seed: what is drawn for them follows from.
     """
 
     step = 0
-    batch = shard = 0
-    indices: Callable[[], Tensor]
+    batch = shard = seed = 0
+
+    def __init__(self) -> None:
+        self.indices: Callable[[], Tensor] = partial(torch.empty, 0, dtype=torch.int64)
 
 
 class Task(nn.Module):

@@ -271,7 +271,7 @@ def evaluated(task: Task, loader: Loader) -> Iterator[Batch]:
     devices = {parameter.device for parameter in task.parameters()}
     for batch in loader.batches(epoch=0):
         seed_step(key(loader.plan.seed, 0, batch.number, batch.shard), devices)
-        task.position.batch, task.position.shard = batch.number, batch.shard
+        task.position.batch, task.position.shard, task.position.seed = batch.number, batch.shard, loader.plan.seed
         task.position.indices = partial(loader.plan.indices, 0, batch.number, batch.shard)
         yield batch
 
