@@ -156,7 +156,7 @@ class Events(Callback):
         """
         around = self.task.trainer.surroundings
         metrics = self._metrics()
-        updated = torch.tensor([[float(is_updated(metric)) for metric in metrics.values()]])
+        updated = torch.tensor([[float(is_updated(each)) for each in metrics.values()]], device=around.devices[0])
         anywhere = around.sum(updated).tolist() if metrics else []
         return {
             "steps": self.task.trainer.steps,

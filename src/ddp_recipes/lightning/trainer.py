@@ -211,7 +211,8 @@ class Trainer:
 
     def _decide(self, decision: Any, all: bool = True) -> bool:
         """Return whether all ranks say so, or any of them. A collective."""
-        said: float = self.surroundings.sum(torch.tensor([[float(bool(decision))]])).item()
+        own = torch.tensor([[float(bool(decision))]], device=self.surroundings.devices[0])
+        said: float = self.surroundings.sum(own).item()
         return said == self.world_size if all else said > 0
 
     @property

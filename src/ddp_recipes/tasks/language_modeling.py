@@ -95,6 +95,6 @@ def _points(seeds: Sequence[int], rows: int, count: int) -> Tensor:
 
 
 def _at(points: Tensor, probabilities: Tensor) -> Tensor:
-    """Return what is drawn, int64 [n, 1]: the first of probabilities ``[n, vocab_size]`` that add up to a point [n, 1]."""
+    """Return what points [n, 1] draw, int64 [n, 1]: the first of ``[n, vocab_size]`` that add up to the point."""
     sums = probabilities.cumsum(dim=1)
     return (sums <= points * sums[:, -1:]).sum(dim=1, keepdim=True).clamp(max=probabilities.shape[1] - 1)
