@@ -864,7 +864,7 @@ def best_so_far(plan: Plan) -> None:
     plan.on("__init__", lambda self: setattr(self, "best", MaxMetric()))
 
     def log(self: Base) -> None:
-        self.best(self.net(torch.ones(1, 4)).sum())
+        self.best(self.net(torch.ones(1, 4, device=self.device)).sum())
         self.log("best", self.best.compute())
 
     plan.on("on_validation_epoch_end", log)

@@ -100,7 +100,7 @@ def test_a_recipe_leaves_what_it_leaves_on_the_cpu(number: int, pythons: dict[st
 def test_a_lightning_module_does(number: int, pythons: dict[str, str], tmp_path: Path) -> None:
     random = Random(f"{SEED} {number} module")
     case, ranks = test_lightning.drawn(random), random.choice((1, 2))
-    if not {"net.batch_norm", "net.conv"}.isdisjoint(case.split("+")):
+    if any(each.startswith(("net.batch_norm", "net.conv")) for each in case.split("+")):
         return print("OpenReg has no such operation:", case)
 
     def overrides_in(name: str) -> list[str]:

@@ -19,8 +19,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.spawn]
 SEED = int(os.environ.get("DDP_RECIPES_TEST_SEED", "23"))  # the same every day; others by night, by hand
 FEW, MANY = 2, 80
 NUMBERS = [*range(FEW), *(pytest.param(number, marks=pytest.mark.nightly) for number in range(FEW, MANY))]
-EVALUATED = ("strategy=single", "strategy=ddp", "strategy=ddp_exact strategy.shards=4", "strategy=fsdp")
-CHANGED = ("strategy", "model.split", "checkpoint.", "+strategy")  # keys that are another run's own
+EVALUATED = (
+    "strategy=single",
+    "strategy=ddp",
+    "strategy=ddp_exact strategy.shards=12",
+    "strategy=fsdp strategy.wrap=1",
+)
+CHANGED = ("strategy", "model.split", "+model.split", "checkpoint.", "+strategy")  # keys that are another run's own
 
 
 def check(python: str, folder: Path, own: Sequence[str], ranks: int, random: Random) -> None:
@@ -33,7 +38,7 @@ def check(python: str, folder: Path, own: Sequence[str], ranks: int, random: Ran
     summary = json.loads((folder / "fit/run/summary.json").read_text())
     last = [row for row in left["rows"] if int(row["step"]) == summary["global_step"] and "val/loss" in row]
     strategy = random.choice(EVALUATED)
-    more = [f"ckpt_path={folder / 'fit/run/checkpoints/last.pt'}", *strategy.split(), "logger=csv"]
+    more = [f"ckpt_path={folder / 'fit/run'}", *strategy.split(), "logger=csv"]
     more.append(f"launcher.nproc_per_node={1 if 'single' in strategy else random.choice((1, 2, 3))}")
     kept = [each for each in own if not each.startswith(CHANGED)]
     script = f"{script}; {' '.join(more)}"
