@@ -46,7 +46,7 @@ COMMON = [
     *("~model.in_features", "~model.out_features", "~model.hidden_features", "model._target_=dying.Layers"),
     *("optimizer=adamw", "scheduler=cosine", "trainer.max_epochs=3", "trainer.log_every_n_steps=1"),
     *("trainer.gradient_clip_val=0.5", "trainer.progress=false", "logger=none", "launcher.device=cpu"),
-    *("checkpoint.every_n_steps=4", "launcher.timeout_s=60"),
+    "checkpoint.every_n_steps=4",
 ]
 STRATEGIES = {
     "ddp": ["strategy=ddp"],
@@ -63,6 +63,7 @@ def train(python: str, folder: Path, name: str, ranks: int, *overrides: str) -> 
     folder.mkdir(exist_ok=True)
     (folder / "dying.py").write_text(MODEL)
     own = [*COMMON, *STRATEGIES[name], f"launcher.nproc_per_node={ranks}", "hydra.run.dir=run", *overrides]
+    own.append(f"launcher.timeout_s={round(patience(60))}")
     ended = subprocess.run(
         [python, "-m", "ddp_recipes", *own],
         cwd=folder,

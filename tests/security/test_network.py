@@ -18,6 +18,7 @@ from ddp_recipes.launchers.environment import find_key
 from ddp_recipes.runtime.messages import Messages
 from helpers.attacks import as_user, blame, forge, get_between, scribble, writes_into
 from helpers.marks import at_night, slow_but
+from helpers.patience import patience
 from helpers.processes import ENDLESS, SMALL, START_S, TORCHRUN, TWO, Run, ran, started, summary, until, until_saved
 
 KEY = "a secret of sixteen characters and more"
@@ -95,7 +96,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize("phase", slow_but([], PHASES, daily=["the start"]))
 def test_a_stranger_changes_nothing_in(phase: str, stranger: int, folder: Path, undisturbed: str) -> None:
     held, forged, refused = PHASES[phase]
-    with started(folder, *SMALL, *held, "launcher.timeout_s=20", command=TORCHRUN) as run:
+    with started(folder, *SMALL, *held, f"launcher.timeout_s={round(patience(20))}", command=TORCHRUN) as run:
         until(lambda: (folder / "held").exists() or run.process.poll() is not None, START_S, "it does not begin")
         port = port_of(run.rank(1))
         forgery = partial(scribble, f"{folder}/elsewhere", forged, refused is None)
@@ -120,7 +121,7 @@ def test_a_stranger_changes_nothing_in(phase: str, stranger: int, folder: Path, 
 @pytest.mark.slow
 @pytest.mark.spawn
 def test_ranks_take_no_address_from_a_stranger(stranger: int, folder: Path) -> None:
-    joins = ["strategy._target_=own_models.JoinsLate", "launcher.timeout_s=60"]
+    joins = ["strategy._target_=own_models.JoinsLate", f"launcher.timeout_s={round(patience(60))}"]
     with started(folder, *SMALL, *joins, command=TORCHRUN) as run:
         until(lambda: "1" in run.pids().values(), START_S, "no rank 1")
         port = port_of(run.rank(1))
@@ -201,7 +202,7 @@ def test_a_rank_with_another_key_is_refused(theirs: str, folder: Path) -> None:
 def test_a_rank_of_another_run_is_refused_and_changes_nothing(folder: Path) -> None:
     """Ports of Slurm's steps are computed, and may be the same."""
     steps = {1: {"SLURM_JOB_ID": "8", "SLURM_STEP_ID": "0"}, 2: {"SLURM_JOB_ID": "9", "SLURM_STEP_ID": "0"}}
-    late = ["strategy._target_=own_models.JoinsLate", "launcher.timeout_s=60"]
+    late = ["strategy._target_=own_models.JoinsLate", f"launcher.timeout_s={round(patience(60))}"]
     with ranks(folder, *late, of_rank={11: steps[2], 0: steps[1], 1: steps[1]}) as (foreign, *own):
         ended = foreign.end()
         (folder / "attacked").touch()

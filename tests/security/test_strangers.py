@@ -17,7 +17,11 @@ pytestmark = [pytest.mark.spawn, pytest.mark.alone, pytest.mark.slow]
 @pytest.mark.nightly
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_strangers_at_every_port_change_nothing(ranks: int, stranger: int, folder: Path) -> None:
-    own = [f"launcher.nproc_per_node={ranks}", "launcher.timeout_s=20", "strategy.shared_memory=false"]
+    own = [
+        f"launcher.nproc_per_node={ranks}",
+        f"launcher.timeout_s={round(patience(20))}",
+        "strategy.shared_memory=false",
+    ]
     undisturbed = ran(folder, *SMALL, *own, "hydra.run.dir=undisturbed")
     assert undisturbed.status == 0, undisturbed.err
     expected = summary(folder / "undisturbed")["weights_sha256"]
