@@ -33,7 +33,7 @@ from ddp_recipes.runtime.seeding import seed_everything
 from ddp_recipes.runtime.tensors import digest
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies import Strategy
-from ddp_recipes.tasks import Surroundings, Task
+from ddp_recipes.tasks import RunContext, Task
 from ddp_recipes.training.cadence import Length
 from ddp_recipes.training.clock import Flops
 from ddp_recipes.training.precision import whole_dtype
@@ -320,7 +320,7 @@ def attach(
     trainer = request.trainer.effective()
     node = job.config["data"].get("datamodule") or {}
     task.attach(
-        Surroundings(
+        RunContext(
             mode=request.run.mode,
             world=devices.world,
             trainer=trainer,
