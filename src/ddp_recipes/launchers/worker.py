@@ -13,7 +13,7 @@ from typing import IO, TYPE_CHECKING, NoReturn
 from ddp_recipes.launchers.reports import RankReport, write_at_death
 from ddp_recipes.runtime.job import ASKS_TO_STOP, Job
 from ddp_recipes.runtime.process import die_with_parent, ignore, ignore_broken_pipe, leave, loading, set_name
-from ddp_recipes.runtime.regroup import Leaving, Loss, Meeting, Watcher
+from ddp_recipes.runtime.regroup import ExitRequest, Loss, Regroup, Watcher
 from ddp_recipes.runtime.world import World
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class Lifeline:
 
     def __init__(self, pipe: IO[bytes], say: Callable[[str], None]) -> None:
         self._pipe, self._say = pipe, say
-        self._answers: SimpleQueue[Meeting | Leaving | None] = SimpleQueue()
+        self._answers: SimpleQueue[Regroup | ExitRequest | None] = SimpleQueue()
         self._exited: set[int] = set()
         self._moves = False
         self._lost = False  # whether a rank is, since all last met
@@ -47,10 +47,10 @@ class Lifeline:
             elif "move" in word:
                 self._moves = True
             elif "leave" in word:
-                self._answers.put(Leaving(word["leave"]))
+                self._answers.put(ExitRequest(word["leave"]))
             else:
                 self._exited, self._lost = set(), False
-                self._answers.put(None if word["meeting"] is None else Meeting.of(word["meeting"]))
+                self._answers.put(None if word["regroup"] is None else Regroup.of(word["regroup"]))
         os._exit(1)
 
     @property
@@ -76,29 +76,29 @@ class Lifeline:
         if self._lost:
             call()
 
-    def ask(self, loss: Loss) -> "tuple[Meeting, Messages] | Leaving | None":
-        """Tell the launcher of a loss, and wait for its word: where ranks meet again, or that they do not."""
+    def ask(self, loss: Loss) -> "tuple[Regroup, Messages] | ExitRequest | None":
+        """Report a loss to the launcher, and wait for its message: where ranks regroup, or that they do not."""
         from ddp_recipes.runtime.messages import in_file
 
         self._say(loss.to_json())
-        meeting = self._answers.get()
-        if isinstance(meeting, Meeting):
-            return meeting, in_file(os.open(meeting.file, os.O_RDWR))
-        return meeting
+        regroup = self._answers.get()
+        if isinstance(regroup, Regroup):
+            return regroup, in_file(os.open(regroup.file, os.O_RDWR))
+        return regroup
 
 
 FIRSTS = "DDP_RECIPES_FIRST_RANKS"  # of each node, where they may hold unequal numbers
-MEET = timedelta(minutes=5)  # for rank 0 to load torch
+STORE_TIMEOUT = timedelta(minutes=5)  # for rank 0 to load torch
 
 
-def work(lifeline: int, reports: int, stacks: int, meeting: int | None = None) -> NoReturn:
+def work(lifeline: int, reports: int, stacks: int, store_file: int | None = None) -> NoReturn:
     """Read a job, run it as a local rank, report how it ended, and exit.
 
     Args:
         lifeline: pipe that brings the job, one line, then what the launcher says; its end is the launcher's end.
         reports: pipe for what the rank says, and for the report, a line each.
         stacks: file for the Python stacks when SIGUSR2 ends it.
-        meeting: file that the ranks' store is in; without one they are on several nodes.
+        store_file: file that the ranks' store is in; without one they are on several nodes.
     """
     die_with_parent()
     ignore_broken_pipe()
@@ -110,7 +110,7 @@ def work(lifeline: int, reports: int, stacks: int, meeting: int | None = None) -
     pipe = os.fdopen(lifeline, "rb")
     job = replace(Job.from_json(pipe.readline().decode()), last=True)
     with os.fdopen(reports, "w", buffering=1) as file:
-        report = run(job, world, meeting, Lifeline(pipe, lambda line: print(line, file=file)))
+        report = run(job, world, store_file, Lifeline(pipe, lambda line: print(line, file=file)))
         ignore(ASKS_TO_STOP)  # the run has ended
         sys.stdout.flush()
         sys.stderr.flush()
@@ -118,11 +118,11 @@ def work(lifeline: int, reports: int, stacks: int, meeting: int | None = None) -
     leave(report.exit_status)
 
 
-def run(job: Job, world: World, meeting: int | None, lifeline: Lifeline | None = None) -> RankReport:
+def run(job: Job, world: World, store_file: int | None, lifeline: Lifeline | None = None) -> RankReport:
     """Run the job as one of its ranks; return how it ended.
 
     Args:
-        meeting: file, of no name, that the ranks have in common and meet in; without one they meet at
+        store_file: file, of no name, that the ranks have in common and meet in; without one they meet at
             ``MASTER_ADDR:MASTER_PORT``, and a key proves who they are.
         lifeline: to the launcher, where that is this process's parent.
     """
@@ -131,10 +131,10 @@ def run(job: Job, world: World, meeting: int | None, lifeline: Lifeline | None =
             from ddp_recipes import rank
             from ddp_recipes.runtime.messages import in_file
 
-            if meeting is None:
+            if store_file is None:
                 from ddp_recipes.launchers.store import at_address
 
-        messages = at_address(world, os.environ, MEET) if meeting is None else in_file(meeting)
+        messages = at_address(world, os.environ, STORE_TIMEOUT) if store_file is None else in_file(store_file)
         if lifeline is None:
             return RankReport.of_summary(world.rank, rank.run(job, world, messages))
         return RankReport.of_summary(world.rank, rank.run(job, world, messages, lifeline.watcher))

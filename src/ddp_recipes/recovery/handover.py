@@ -14,7 +14,7 @@ from ddp_recipes.recovery.kept import pieces_of
 from ddp_recipes.recovery.memory import HEADER, Kept, least, write_state
 from ddp_recipes.recovery.points import Points
 from ddp_recipes.runtime.calls import CALLS
-from ddp_recipes.runtime.regroup import Meeting, Progress, ahead_s
+from ddp_recipes.runtime.regroup import Progress, Regroup, ahead_s
 from ddp_recipes.strategies.collectives import pieces, unpack
 from ddp_recipes.training.state import Run, load_part, local_state, restore, saved_state
 from ddp_recipes.training.stopping import Pace
@@ -137,7 +137,7 @@ def sync_to(run: Run, state: State) -> None:
         restore(run, state)
 
 
-def go_on(run: Run, state: State, meeting: Meeting) -> None:
+def go_on(run: Run, state: State, regroup: Regroup) -> None:
     """Go on from a state that this rank has now."""
     own: dict[str, Any] = state["run"]
     kept = ("values", "unsaved", "measured", "saved_step", "good_step", "samples_before")
@@ -146,7 +146,7 @@ def go_on(run: Run, state: State, meeting: Meeting) -> None:
     run.clock.train_seconds = own["train_seconds"]
     ahead = ahead_s()
     run.stop_controller.deadline, run.began = _on_clock(own["deadline"], -ahead), own["began"] - ahead
-    if min(meeting.lost, default=run.world.world_size) < max(
+    if min(regroup.lost, default=run.world.world_size) < max(
         1, run.strategy.settings.layout(run.world.world_size).writers
     ):
         run.checkpointer.others_are_lost()

@@ -15,7 +15,7 @@ from ddp_recipes.recovery.source import Candidate, furthest
 from ddp_recipes.reporting.run_directory import write_text
 from ddp_recipes.runtime.job import Job
 from ddp_recipes.runtime.messages import Messages
-from ddp_recipes.runtime.regroup import CLOCK_AHEAD, Meeting
+from ddp_recipes.runtime.regroup import CLOCK_AHEAD, Regroup
 from ddp_recipes.runtime.world import World
 
 WHY = "torchrun started all ranks again."  # it says itself which rank it lost
@@ -103,7 +103,7 @@ class TorchrunMemory:
             self.forget()
             keeper = Keeper.started(parts)
         step = max((kept.step for kept, _ in Places(keeper.paths).each()), default=-1)
-        since = [] if job.meeting is None else job.meeting["since"]
+        since = [] if job.regroup is None else job.regroup["since"]
         note = {"keeper": asdict(keeper), "directory": str(job.directory), "step": step, "since": since}
         write_text(folder / "memory", json.dumps(note), durable=False)
         return keeper
@@ -139,4 +139,4 @@ def _gone_on(job: Job, parts: int, found: Sequence[Found]) -> Job:
     again = bool(source.since) and source.step == newest.point  # nothing was gained since the loss before
     since = (*source.since, source.since[-1] if again else source.lost_at)
     why, lost = (WHY,) * len(since), tuple(range(len(found)))
-    return replace(job, meeting=asdict(Meeting("", sources, lost, why, since, len(since) - 1, states)))
+    return replace(job, regroup=asdict(Regroup("", sources, lost, why, since, len(since) - 1, states)))

@@ -116,26 +116,26 @@ class Starter:
     world_size: int | None = None
     environ: Mapping[str, str] = field(default_factory=dict)
     memory: Sequence[Sequence[str]] = ()
-    _meeting: IO[bytes] | None = None  # the last
+    _store_file: IO[bytes] | None = None  # the last
 
-    def meeting(self) -> IO[bytes]:
+    def new_store(self) -> IO[bytes]:
         """Return a file for a store: no port, no path; ranks inherit it, or open it until there is another one."""
-        if self._meeting is not None:
-            self._meeting.close()
-        self._meeting = self.stack.enter_context(os.fdopen(os.memfd_create("ddp_recipes"), "rb"))
-        return self._meeting
+        if self._store_file is not None:
+            self._store_file.close()
+        self._store_file = self.stack.enter_context(os.fdopen(os.memfd_create("ddp_recipes"), "rb"))
+        return self._store_file
 
     def all(self) -> list[Rank]:
         """Start all ranks."""
-        meeting = self.meeting() if self.world_size is None else None
-        ranks = [self._process(number, meeting) for number in range(self.first, self.first + self.processes)]
+        store_file = self.new_store() if self.world_size is None else None
+        ranks = [self._process(number, store_file) for number in range(self.first, self.first + self.processes)]
         for rank in ranks:
             rank.say(self._of(rank.number, self.job).to_json())
         return ranks
 
-    def one(self, number: int, meeting: IO[bytes], job: Job) -> Rank:
+    def one(self, number: int, store_file: IO[bytes], job: Job) -> Rank:
         """Start one in the place of a lost one."""
-        rank = self._process(number, meeting)
+        rank = self._process(number, store_file)
         rank.say(self._of(number, job).to_json())
         return rank
 
@@ -144,9 +144,9 @@ class Starter:
         own = self.memory[number - self.first :][:1]
         return replace(job, memory=own[0]) if own else job
 
-    def _process(self, number: int, meeting: IO[bytes] | None) -> Rank:
+    def _process(self, number: int, store_file: IO[bytes] | None) -> Rank:
         threads = max(1, len(os.sched_getaffinity(0)) // self.processes)
-        here = {} if meeting is None else {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+        here = {} if store_file is None else {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
         environ = {
             "OMP_NUM_THREADS": str(threads),
             **here,
@@ -162,7 +162,7 @@ class Starter:
         life, lifeline = os.pipe()
         reports, report = os.pipe()
         stacks = self.stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
-        fds = [life, report, stacks.fileno(), *([] if meeting is None else [meeting.fileno()])]
+        fds = [life, report, stacks.fileno(), *([] if store_file is None else [store_file.fileno()])]
         process = _start_process(fds, environ) if self.server is None else self.server.fork(fds, environ)
         os.close(life)
         os.close(report)

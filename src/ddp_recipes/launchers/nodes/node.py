@@ -24,7 +24,7 @@ from ddp_recipes.recovery.memory import Places
 from ddp_recipes.recovery.replacement import BY_CHANCE
 from ddp_recipes.reporting.run_directory import Summary, read_summary
 from ddp_recipes.runtime.job import Job
-from ddp_recipes.runtime.regroup import CLOCK_AHEAD, Meeting, ahead_s
+from ddp_recipes.runtime.regroup import CLOCK_AHEAD, Regroup, ahead_s
 
 if TYPE_CHECKING:
     from ddp_recipes.launchers.nodes.rendezvous import Rendezvous
@@ -74,7 +74,7 @@ class Node:
         """
         while True:
             try:
-                start = self._meet()
+                start = self._join()
             except RunFailed:  # it may have come to its end meanwhile
                 found = read_summary(self._directory)
                 if found is None or found == before or found["status"] != "finished":
@@ -83,10 +83,10 @@ class Node:
             if (summary := self._run(start)) is not None:
                 return summary
 
-    def _meet(self) -> Start:
+    def _join(self) -> Start:
         """Return the next start of the ranks, once the nodes that there are have met."""
         held = () if self._request.strategy.kind == "replicated" else self._copies.held()
-        start = self._rendezvous.meet(replace(self._offer, held=held))
+        start = self._rendezvous.join(replace(self._offer, held=held))
         losses, reported = start.losses, start.reported
         if losses and not start.states:
             losses, reported = (), 0  # what the run counts, it counts from there on
@@ -182,4 +182,4 @@ def _job(job: Job, start: Start, world: int) -> Job:
         return job.resumed(main=start.node == 0) if source.began else job
     why, since = tuple(text for text, _ in start.losses), tuple(when for _, when in start.losses)
     sources = tuple(range(len(states)))
-    return replace(job, meeting=asdict(Meeting("", sources, tuple(range(world)), why, since, start.reported, states)))
+    return replace(job, regroup=asdict(Regroup("", sources, tuple(range(world)), why, since, start.reported, states)))
