@@ -151,7 +151,7 @@ class Replacement:
             self._announced = numbers | (self._announced or set())
             for rank in ranks:
                 if rank not in lost:
-                    rank.say(json.dumps({"exited": sorted(self._announced)}))
+                    rank.send(json.dumps({"exited": sorted(self._announced)}))
 
     def _can(self, lost: Sequence[Rank], waiting: Sequence[Rank], others: Sequence[Rank]) -> bool:
         """Whether what is known so far leaves a way on."""
@@ -212,7 +212,7 @@ class Replacement:
             ranks[rank.number] = self.starter.one(rank.number, file, replace(self.starter.job, regroup=regroup))
         for rank in waiting:
             rank.loss, rank.joined = None, False
-            rank.say(json.dumps({"regroup": regroup}))
+            rank.send(json.dumps({"regroup": regroup}))
         self._since, self._announced = None, None
 
     def _end(self, waiting: Sequence[Rank]) -> None:
@@ -220,7 +220,7 @@ class Replacement:
         self._over = True
         for rank in waiting:
             rank.loss = None
-            rank.say(json.dumps({"regroup": None}))
+            rank.send(json.dumps({"regroup": None}))
 
 
 def _may_notice(lost: Sequence[Rank], others: Sequence[Rank]) -> bool:

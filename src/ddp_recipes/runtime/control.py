@@ -62,7 +62,7 @@ class Control:
 
         New ranks find there what all agreed on before.
         """
-        if not isinstance(found := self.watcher.ask(loss), tuple):
+        if not isinstance(found := self.watcher.request(loss), tuple):
             return found
         regroup, self.messages = found
         self._sent = self._shared = 0

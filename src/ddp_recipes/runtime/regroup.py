@@ -117,7 +117,7 @@ class Watcher:
         exited: returns the ranks whose process is known to have exited, which need not be waited for.
         joined: called once this rank has joined the others, and has the state that they have.
         reported: called with how many losses are reported to the user.
-        ask: reports a loss, and waits; returns where ranks regroup, that all exit, or that the run ends: ``None``.
+        request: reports a loss, and waits; returns where ranks regroup, that all exit, or that the run ends: ``None``.
         when_lost: takes what another thread calls once a rank is lost.
         moves: returns whether all are to leave after a step, for others to go on.
     """
@@ -125,6 +125,6 @@ class Watcher:
     exited: Callable[[], Iterable[int]] = tuple
     joined: Callable[[], None] = lambda: None
     reported: Callable[[int], None] = lambda number: None
-    ask: Callable[[Loss], "tuple[Regroup, Messages] | ExitRequest | None"] = lambda loss: None
+    request: Callable[[Loss], "tuple[Regroup, Messages] | ExitRequest | None"] = lambda loss: None
     when_lost: Callable[[Callable[[], None]], None] = lambda call: None
     moves: Callable[[], bool] = lambda: False

@@ -113,7 +113,7 @@ class Supervision:
             if alive.waiting and not self._moved and all(rank.joined for rank in self.ranks):
                 self._moved = True
                 if self.ranks and self.ranks[0].number == 0:
-                    self.ranks[0].say(json.dumps({"move": True}))
+                    self.ranks[0].send(json.dumps({"move": True}))
         raise AssertionError("there is always more")
 
     def _pass_on_signals(self) -> None:
@@ -146,7 +146,7 @@ class Supervision:
         if numbers - self._known:
             self._known = numbers
             for rank in there:
-                rank.say(json.dumps({"exited": sorted(numbers)}))
+                rank.send(json.dumps({"exited": sorted(numbers)}))
         others = [rank for rank in there if rank.loss is None and rank.number not in self._leaving]
         waited_s = time.monotonic() - self._since - ANSWER_S
         if not others and waiting:
@@ -190,7 +190,7 @@ class Supervision:
                 self._after = progress(rank).after
             rank.loss = None
             self._leaving.add(rank.number)
-            rank.say(json.dumps({"leave": rank is keeps}))
+            rank.send(json.dumps({"leave": rank is keeps}))
 
     def _knows_why(self) -> bool:
         """Whether this node need not wait to know which other one was lost."""
