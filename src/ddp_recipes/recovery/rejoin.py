@@ -28,9 +28,9 @@ from ddp_recipes.recovery.handover import (
     rewind,
     sync_to,
 )
-from ddp_recipes.recovery.kept import load_kept
 from ddp_recipes.recovery.memory_server import opener
 from ddp_recipes.recovery.points import Points
+from ddp_recipes.recovery.sharded_snapshot import load_snapshot
 from ddp_recipes.runtime.regroup import ExitRequest, Loss, Regroup, moment
 from ddp_recipes.strategies.base import batch_norms
 from ddp_recipes.strategies.collectives import broadcast
@@ -64,7 +64,7 @@ class Recovery(RunHooks):
         """Return the state with which this rank takes the place of a lost one. A collective."""
         recipe = self.recipe
         in_rows = regroup.states and recipe.strategy.settings.kind == "sharded"
-        state = load_kept(regroup.states, _opener(recipe)) if in_rows else _of_source(recipe, regroup)
+        state = load_snapshot(regroup.states, _opener(recipe)) if in_rows else _of_source(recipe, regroup)
         if regroup.states:  # all ranks are new, and may be fewer or more
             recipe.warnings[:] = fit_cursor("The state in memory", state, recipe.request, recipe.loaders["train"])
         step, _ = state["run"]["points"]
@@ -272,9 +272,9 @@ def make_memory(recipe: Recipe, run: Run) -> Memory | None:
 
 def memory_of(recipe: Recipe) -> Memory | None:
     """Return where this rank can leave its state, if there is a place and it is of use to another one."""
-    places, parts, alone = recipe.job.memory, _parts(recipe), _alone(recipe)
+    slots, parts, alone = recipe.job.memory, _parts(recipe), _alone(recipe)
     useful = parts and (not alone or recipe.world.rank in alone)
-    return Memory(places, parts, recipe.job.start) if places and useful else None
+    return Memory(slots, parts, recipe.job.start) if slots and useful else None
 
 
 def _layout(recipe: Recipe) -> ModelLayout:

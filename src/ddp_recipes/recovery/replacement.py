@@ -14,7 +14,7 @@ from ddp_recipes.config.parallelism import strategy_settings
 from ddp_recipes.config.settings import LauncherSettings
 from ddp_recipes.launchers.local import launcher as local
 from ddp_recipes.launchers.local.ranks import Rank, Starter
-from ddp_recipes.recovery.memory import Places
+from ddp_recipes.recovery.memory import SnapshotSlots
 from ddp_recipes.recovery.source import Candidate, Source, furthest
 from ddp_recipes.runtime.job import Job
 from ddp_recipes.runtime.regroup import Progress, Regroup, ahead_s, moment
@@ -36,15 +36,15 @@ class Survival(local.Survival):
         self._spare = settings.replace_ranks
         self._parts = strategy_settings(job.config["strategy"]).layout(processes).parts
         keeps = job.config["checkpoint"].get("in_memory_every_n_steps")
-        self._places = Places.made(self._parts, memory) if keeps else None
+        self._slots = SnapshotSlots.made(self._parts, memory) if keeps else None
         self._seen: set[str] = set()  # failures, which come again if they are not by chance
         self._known: list[tuple[str, float]] = []  # why ranks were lost, and when
         self._reported = 0  # of those, to the user
 
     def start(self, starter: Starter) -> list[Rank]:
         """Start all ranks, which keep their states in memory if they are to."""
-        if self._places is not None:
-            starter.memory = self._places.paths
+        if self._slots is not None:
+            starter.memory = self._slots.paths
         hung = partial(local.end_with_stacks, self.job)
         timeout_s = self.settings.timeout_s
         self._replacement = Replacement(starter, self._spare, self._parts, timeout_s, hung, self._known, self._reported)
@@ -76,7 +76,7 @@ class Survival(local.Survival):
 
     def _again(self, error: str) -> tuple[Job, str]:
         """Return the job as all ranks start it again, and from what: a checkpoint, or what is in memory if newer."""
-        newest, saved = None if self._places is None else self._places.newest(), self._origin.saved_step
+        newest, saved = None if self._slots is None else self._slots.newest(), self._origin.saved_step
         if newest is None or newest.point <= saved:
             self._known.clear()  # what they came to is in summary.json
             return self._origin.resumed(), "the last checkpoint" if saved >= 0 else "step 0"

@@ -20,7 +20,7 @@ from ddp_recipes.launchers.nodes.start import Offer, Start
 from ddp_recipes.launchers.nodes.supervision import Ended, Supervision
 from ddp_recipes.launchers.reports import Outcome
 from ddp_recipes.launchers.worker import FIRSTS
-from ddp_recipes.recovery.memory import Places
+from ddp_recipes.recovery.memory import SnapshotSlots
 from ddp_recipes.recovery.replacement import BY_CHANCE
 from ddp_recipes.reporting.run_directory import Summary, read_summary
 from ddp_recipes.runtime.job import Job
@@ -58,8 +58,8 @@ class Node:
         self._job = replace(job, config={**job.config, "launcher": launcher})
         self._directory = job.directory  # of the run, as the first node has it
         self._request, self._server, self._rendezvous, self._signals = request, server, rendezvous, signals
-        self._places = Places.made(ranks, stack)
-        self._copies = Copies(self._places, rendezvous.address, rendezvous.key, stack)
+        self._slots = SnapshotSlots.made(ranks, stack)
+        self._copies = Copies(self._slots, rendezvous.address, rendezvous.key, stack)
         offer = Offer(ranks, str(job.directory), digest(self._job), os.urandom(8).hex())
         self._offer = replace(offer, port=self._copies.port, own=self._copies.own)
         self._losses = 0
@@ -113,7 +113,7 @@ class Node:
                 self._rendezvous.close()
                 return summary
             self._count(ended, job, start.step)
-            self._offer = ended.offer(self._offer, self._places)
+            self._offer = ended.offer(self._offer, self._slots)
             return None
 
     def _starter(self, job: Job, start: Start, world: int, stack: ExitStack) -> Starter:
@@ -132,7 +132,7 @@ class Node:
             ),
         }
         count = min(start.offers[start.node].ranks, world - first)
-        return Starter(job, count, self._server, stack, first, world, environ, self._places.paths)
+        return Starter(job, count, self._server, stack, first, world, environ, self._slots.paths)
 
     def _count(self, ended: Ended, job: Job, step: int) -> None:
         """Count a loss, and tell it; end the run for all nodes if there were too many, or it is not by chance.

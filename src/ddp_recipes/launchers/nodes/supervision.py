@@ -12,7 +12,7 @@ from ddp_recipes.launchers.local.launcher import AFTER_INTERRUPT_S, AFTER_TERM_S
 from ddp_recipes.launchers.local.ranks import Rank, Starter, incoming
 from ddp_recipes.launchers.nodes.start import Offer, Start
 from ddp_recipes.launchers.reports import Outcome, decide
-from ddp_recipes.recovery.memory import Kept, Places
+from ddp_recipes.recovery.memory import SnapshotId, SnapshotSlots
 from ddp_recipes.recovery.replacement import ANSWER_S, progress
 from ddp_recipes.reporting.run_directory import read_summary
 from ddp_recipes.runtime.job import Job
@@ -47,13 +47,13 @@ class Ended:
     whole: bool = True
     reported: int = 0
 
-    def offer(self, before: Offer, places: Places) -> Offer:
+    def offer(self, before: Offer, slots: SnapshotSlots) -> Offer:
         """Return what this node brings to the next start: its newest state, unless a checkpoint is newer."""
         losses = (*before.losses, *((each.splitlines()[0], self.since) for each in self.why))
         former = tuple(each for each in before.former if each[1] not in self.why)
         saved_step = max(before.saved_step, self.saved_step)
         before = replace(before, former=former, left=moment(), saved_step=saved_step)
-        (step, *_), path = max(places.each(), default=(Kept(-1), ""))
+        (step, *_), path = max(slots.each(), default=(SnapshotId(-1), ""))
         if step < self.saved_step or not self.whole:
             step, path = -1, ""
         began, reported = before.began or self.began, max(before.reported, self.reported)
