@@ -61,7 +61,7 @@ def rewind(run: Run, buffers: Buffers | None) -> None:
     run.stop_controller.steps, run.stop_controller.batches = Pace(), Pace()
 
 
-def handed_over(run: Run, losses: int) -> State:
+def transferred_state(run: Run, losses: int) -> State:
     """Return the state of this rank, and what of a run no checkpoint has: ``losses`` that it has counted, among it."""
     return {**local_state(run), "run": _beyond(run, losses)}
 
@@ -112,7 +112,7 @@ class Memory:
         if run.strategy.settings.kind == "sharded":
             content = pieces_of({**saved_state(run), "run": _beyond(run, losses)}, snapshot.part)
         else:
-            content = (piece.numpy().data for piece in pieces(handed_over(run, losses)))
+            content = (piece.numpy().data for piece in pieces(transferred_state(run, losses)))
         with open(least(self._slots, snapshot), "r+b") as file:
             write_state(file, snapshot, content)
 
@@ -137,7 +137,7 @@ def sync_to(run: Run, state: State) -> None:
         restore(run, state)
 
 
-def go_on(run: Run, state: State, regroup: Regroup) -> None:
+def resume_from(run: Run, state: State, regroup: Regroup) -> None:
     """Go on from a state that this rank has now."""
     own: dict[str, Any] = state["run"]
     kept = ("values", "unsaved", "measured", "saved_step", "good_step", "samples_before")

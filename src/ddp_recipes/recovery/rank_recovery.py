@@ -18,19 +18,19 @@ from ddp_recipes.callbacks import Callback
 from ddp_recipes.checkpointing.files import State
 from ddp_recipes.config.parallelism import ModelLayout
 from ddp_recipes.errors import Left, RequestError, RunFailed, chain
-from ddp_recipes.recovery.handover import (
-    Buffers,
-    Memory,
-    go_on,
-    handed_over,
-    in_memory,
-    progress_of,
-    rewind,
-    sync_to,
-)
 from ddp_recipes.recovery.memory_server import opener
 from ddp_recipes.recovery.points import Points
 from ddp_recipes.recovery.sharded_snapshot import load_snapshot
+from ddp_recipes.recovery.state_transfer import (
+    Buffers,
+    Memory,
+    in_memory,
+    progress_of,
+    resume_from,
+    rewind,
+    sync_to,
+    transferred_state,
+)
 from ddp_recipes.runtime.regroup import ExitRequest, Loss, Regroup, moment
 from ddp_recipes.strategies.base import batch_norms
 from ddp_recipes.strategies.collectives import broadcast
@@ -68,7 +68,7 @@ class Recovery(RunHooks):
         if regroup.states:  # all ranks are new, and may be fewer or more
             recipe.warnings[:] = fit_cursor("The state in memory", state, recipe.request, recipe.loaders["train"])
         step, _ = state["run"]["points"]
-        purge_step = step if step >= 0 else state["cursor"]["step"] + 1  # its points come again, from ``go_on``
+        purge_step = step if step >= 0 else state["cursor"]["step"] + 1  # its points come again, from ``resume_from``
         return {**state, "checkpointer": {"values": state["run"]["values"]}, "purge_step": purge_step}
 
     def begin(self, run: Run) -> None:
@@ -88,7 +88,7 @@ class Recovery(RunHooks):
         elif recipe.world.restarts and recipe.checkpoint.in_memory_every_n_steps:
             run.logger = Points(run.logger)  # the state may be another node's, and rank 0 be lost before it wrote them
         if recipe.regroup is not None and recipe.state is not None:
-            self.go_on(recipe.state, recipe.regroup)
+            self.resume_from(recipe.state, recipe.regroup)
             if recipe.control.joins:
                 recipe.control.watcher.joined()
             if self.memory is not None and recipe.regroup.states and _parts(recipe) > 1:
@@ -133,10 +133,10 @@ class Recovery(RunHooks):
         if (memory := memory_of(self.recipe)) is not None:
             memory.keep(self.run, self.losses)
 
-    def go_on(self, state: State, regroup: Regroup) -> None:
+    def resume_from(self, state: State, regroup: Regroup) -> None:
         """Go on from a state that this rank has now."""
         self.losses, self.regrouped = state["run"]["losses"], regroup
-        go_on(self.run, state, regroup)
+        resume_from(self.run, state, regroup)
 
     def _tell(self) -> None:
         """Tell what losses came to, once the next step is done: also those of ranks lost while others met again.
@@ -183,9 +183,9 @@ class Recovery(RunHooks):
                 recipe.control.agree(None, recipe.facts)
                 join(recipe)
                 recipe.control.watcher.joined()
-                state = _of_source(recipe, regroup, lambda: handed_over(run, self.losses))
+                state = _of_source(recipe, regroup, lambda: transferred_state(run, self.losses))
                 sync_to(run, state)
-                self.go_on(state, regroup)
+                self.resume_from(state, regroup)
                 run.module = run.strategy.wrap(run.task, run.devices)
                 return
             except RequestError:
@@ -299,7 +299,7 @@ def _of_source(recipe: Recipe, regroup: Regroup, own: Callable[[], State] | None
     if mine is not None and parts == recipe.world.world_size:  # nobody else has it
         return mine
     state: State = broadcast(mine, source // parts, recipe.strategy.peers)
-    recipe.strategy.exchanges.settle()
+    recipe.strategy.exchanges.synchronize()
     return state
 
 
