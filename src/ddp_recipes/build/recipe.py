@@ -188,9 +188,9 @@ class Recipe:
         if strategy is not None:
             strategy.shard(self.task, self.devices.own)
         if self.initial:
-            from ddp_recipes.build.filling import fill
+            from ddp_recipes.build.materialize import materialize
 
-            fill(self.task, self.initial, weights, self.device)
+            materialize(self.task, self.initial, weights, self.device)
         elif not in_rows:
             load_part(self.task, weights)
         self.initial, self.weights = {}, {}  # some are large
