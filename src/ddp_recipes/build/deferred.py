@@ -144,10 +144,10 @@ def without_memory(make: Callable[[], M]) -> tuple[M, dict[str, Initial], list[s
 
 def _give_memory(recorder: InitRecorder, without: set[int]) -> None:
     """Give all tensors that are there memory and values, but for some."""
-    if _alive(recorder, without):
+    if _referenced(recorder, without):
         gc.collect()
     storages: dict[int, UntypedStorage] = {}
-    while found := _alive(recorder, without):
+    while found := _referenced(recorder, without):
         found = [each for each in found if viewed(each) is not None] or found  # what they view may be theirs alone
         storages |= recorder.replay({recorder.ref(each).number for each in found} - storages.keys())
         for each in found:
@@ -158,6 +158,6 @@ def _give_memory(recorder: InitRecorder, without: set[int]) -> None:
         del found, each, real
 
 
-def _alive(recorder: InitRecorder, without: set[int]) -> list[Tensor]:
+def _referenced(recorder: InitRecorder, without: set[int]) -> list[Tensor]:
     kinds = (each for each in gc.get_objects() if issubclass(type(each), Tensor))
     return [each for each in kinds if id(each) not in without and recorder.has(each)]

@@ -99,7 +99,7 @@ class Node:
         """Run the ranks in a start; return the summary if the run has come to its end."""
         with ExitStack() as stack:
             last = False
-            stack.callback(lambda: start.alive.end(last))
+            stack.callback(lambda: start.heartbeats.end(last))
             world = _ranks_of(self._request, start)
             job, parts = _job(self._job, start, world), self._request.strategy.layout(world).parts
             self._directory, other = job.directory, start.offers[start.node - 1]

@@ -20,8 +20,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 
 from ddp_recipes.errors import MAKE_KEY, RequestError, RunFailed
 from ddp_recipes.launchers.environment import find_key
-from ddp_recipes.launchers.nodes.alive import Alive
 from ddp_recipes.launchers.nodes.backend import signed_backend
+from ddp_recipes.launchers.nodes.heartbeat import Heartbeats
 from ddp_recipes.launchers.nodes.shared_file import SharedFile
 from ddp_recipes.launchers.nodes.start import Offer, Start
 from ddp_recipes.launchers.nodes.stores import normalized, open_store, own_address
@@ -159,9 +159,9 @@ class Rendezvous:
             messages.set("port", str(store.port))
         port = int(self._said(messages, "port"))
         place = order.index(own)
-        alive = Alive(messages, self._num_nodes_waiting, self.lost_after_s, place, len(order))
+        heartbeats = Heartbeats(messages, self._num_nodes_waiting, self.lost_after_s, place, len(order))
         ordered = [offers[node] for node in order]
-        return Start(messages.name, place, ordered, ordered[0].address, port, store, alive, self.endpoint)
+        return Start(messages.name, place, ordered, ordered[0].address, port, store, heartbeats, self.endpoint)
 
     def _of_this_round(self, found: RendezvousInfo) -> Messages:
         """Return the messages of nodes that have met: none that were written in another round, or run, are of these.

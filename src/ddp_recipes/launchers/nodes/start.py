@@ -13,7 +13,7 @@ from ddp_recipes.recovery.source import Candidate, furthest
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
-    from ddp_recipes.launchers.nodes.alive import Alive
+    from ddp_recipes.launchers.nodes.heartbeat import Heartbeats
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Start:
         offers: by node; the first has the state to go on with, if any has one.
         address, port: of the store in which ranks meet.
         store: which this process has, if it is the first node's.
-        alive: who is still there.
+        heartbeats: of the other nodes.
     """
 
     name: str
@@ -90,7 +90,7 @@ class Start:
     address: str
     port: int
     store: "TCPStore | None"
-    alive: "Alive"
+    heartbeats: "Heartbeats"
     endpoint: str
 
     @property
