@@ -93,9 +93,9 @@ class Output:
         self._stack.callback(self.progress.stop)
         self.hold(handling(LogFile(self.directory.path, self.control)))
         self.hold(handling(Console(self.progress)))
-        if self.job.meeting is None:  # else the rank that is replaced has shown it
+        if self.job.regroup is None:  # else the rank that is replaced has shown it
             table("ddp_recipes " + __version__, self._start_rows(), sys.stdout)
-        if self.job.meeting is None or self.job.meeting["states"]:
+        if self.job.regroup is None or self.job.regroup["states"]:
             for warning in self.warnings:
                 log.warning("%s", warning)
         if not quick:
@@ -126,7 +126,7 @@ class Output:
 
     def _losses(self) -> tuple[int, float]:
         """Return how many ranks were replaced in this directory before, and the seconds that it took; on every rank."""
-        if self.job.meeting is not None and self.state is not None:
+        if self.job.regroup is not None and self.state is not None:
             return self.state["run"]["replaced"], self.state["run"]["seconds_lost"]
 
         def written() -> tuple[int, float]:
@@ -152,7 +152,7 @@ class Output:
 
             start = self.control.of_main("name of this start", partial(begin, folder))
             writers = Writers(self.world.rank, ranks, start)
-            if self.job.meeting is None:  # else the others have seen it
+            if self.job.regroup is None:  # else the others have seen it
                 writers.check(folder)
             run.checkpointer = make_checkpointer(folder, run.checkpoint, writers)
         elif self.world.is_main:

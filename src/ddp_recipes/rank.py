@@ -69,7 +69,7 @@ def run(job: Job, world: World, messages: Messages | None, watcher: Watcher = NO
 
 def _run(job: Job, world: World, messages: Messages | None, watcher: Watcher) -> Summary:
     control = Control(world, messages, float(job.config["launcher"]["timeout_s"]), watcher)
-    control.joins = job.meeting is not None and not job.meeting["states"]
+    control.joins = job.regroup is not None and not job.regroup["states"]
     recipe, directory = prepare(job, world, control)
     output = make_output(recipe, directory)
     try:
@@ -185,7 +185,7 @@ def prepare(job: Job, world: World, control: Control) -> tuple[Recipe, RunDirect
         raise
     state = recipe.state
     facts = recipe.facts
-    if recipe.meeting is None:
+    if recipe.regroup is None:
         facts |= {
             "checkpoint": "none" if state is None else f"step {state['cursor']['step']}, checksum {state['checksum']}",
             "version of torch": torch.__version__,
@@ -200,11 +200,11 @@ def prepare(job: Job, world: World, control: Control) -> tuple[Recipe, RunDirect
 def fit(recipe: Recipe, output: Output) -> None:
     """Train, from the start or from a checkpoint."""
     recovery = extra("recovery")(recipe, output.note) if recovers(recipe) else None
-    if recovery is not None and recipe.meeting is not None:
-        recipe.state = output.state = recovery.receive(recipe.meeting)
+    if recovery is not None and recipe.regroup is not None:
+        recipe.state = output.state = recovery.receive(recipe.regroup)
     # Held to the very end: the second of two signals, the launcher's or one to every process, must not cut it short.
     run = make_run(recipe, output.hold(make_stop_controller(recipe)))
-    if recipe.meeting is None:
+    if recipe.regroup is None:
         check_validation(run, recipe)
         recipe.warnings.extend(foreseen(run, recipe))
     for callback in run.callbacks.values():
@@ -233,7 +233,7 @@ def recovers(recipe: Recipe) -> bool:
     """Whether ranks are to go on beyond the loss of others; else a loss ends them all."""
     job, launcher = recipe.job, recipe.request.launcher
     kept = launcher.replace_ranks or recipe.checkpoint.in_memory_every_n_steps
-    return bool(kept or job.meeting is not None or job.memory or job.start)
+    return bool(kept or job.regroup is not None or job.memory or job.start)
 
 
 def check_validation(run: Run, recipe: Recipe) -> None:

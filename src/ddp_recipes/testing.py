@@ -143,12 +143,12 @@ def on_ranks(function: Callable[[World, Store | None], Any], world_size: int, *,
         TimeoutError: a rank did not end in time; all are killed.
     """
     fork = multiprocessing.get_context("fork")
-    with os.fdopen(os.memfd_create("ddp_recipes")) as meeting:
+    with os.fdopen(os.memfd_create("ddp_recipes")) as store_file:
         pipes = [fork.Pipe(duplex=False) for _ in range(world_size)]
         processes = [
             fork.Process(
                 target=_on_rank,
-                args=(function, World(number, world_size, number, world_size), meeting.fileno(), pipe),
+                args=(function, World(number, world_size, number, world_size), store_file.fileno(), pipe),
             )
             for number, (_, pipe) in enumerate(pipes)
         ]
@@ -169,11 +169,11 @@ def on_ranks(function: Callable[[World, Store | None], Any], world_size: int, *,
 def _on_rank(
     function: Callable[[World, Store | None], Any],
     world: World,
-    meeting: int,
+    store_file: int,
     pipe: Connection,
 ) -> None:
     _begin()
-    pipe.send(_attempt(function, world, meeting))
+    pipe.send(_attempt(function, world, store_file))
     pipe.close()
     os._exit(0)
 
@@ -187,10 +187,10 @@ def _begin() -> None:
     torch.set_num_threads(torch.get_num_threads())
 
 
-def _attempt(function: Callable[[World, Store | None], Any], world: World, meeting: int) -> tuple[str, Any]:
+def _attempt(function: Callable[[World, Store | None], Any], world: World, store_file: int) -> tuple[str, Any]:
     """Call a function as a rank; return whether it ``returned`` or ``raised``, and what."""
     try:
-        store = FileStore(f"/proc/self/fd/{meeting}") if world.world_size > 1 else None
+        store = FileStore(f"/proc/self/fd/{store_file}") if world.world_size > 1 else None
         return "returned", function(world, store)
     except RecipeError as error:
         return "raised", error
@@ -266,10 +266,10 @@ class WarmRanks:
         os.umask(umask := os.umask(0))
         here = (dict(os.environ), os.getcwd(), list(sys.path), umask, filters)
         try:
-            with os.fdopen(os.memfd_create("ddp_recipes")) as meeting:
+            with os.fdopen(os.memfd_create("ddp_recipes")) as store_file:
                 for number in numbers:
                     warm = self._ranks[number]
-                    socket.send_fds(warm.channel, [b"x"], [1, 2, meeting.fileno()])
+                    socket.send_fds(warm.channel, [b"x"], [1, 2, store_file.fileno()])
                     warm.connection.send(_Order(job, World(number, world_size, number, world_size), *here))
                 return self._summary(numbers, timeout_s)
         except RequestError:

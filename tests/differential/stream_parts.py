@@ -260,9 +260,9 @@ class Noting(Task):
 
     folder: Path
 
-    def attach(self, surroundings: Any) -> None:
-        super().attach(surroundings)
-        self.rank = surroundings.world.rank
+    def attach(self, context: Any) -> None:
+        super().attach(context)
+        self.rank = context.world.rank
 
     def training_step(self, batch: Any) -> StepOutput:
         noted(self.folder, self.rank, self.position.step, batch[1])

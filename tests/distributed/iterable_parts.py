@@ -152,9 +152,9 @@ class Seen(Task):
         super().__init__(**parts)
         self.folder = Path(folder)
 
-    def attach(self, surroundings: Any) -> None:
-        super().attach(surroundings)
-        self.rank = surroundings.world.rank
+    def attach(self, context: Any) -> None:
+        super().attach(context)
+        self.rank = context.world.rank
 
     def note(self, split: str, inputs: Tensor) -> None:
         with (self.folder / f"seen_{self.rank}").open("a") as file:

@@ -155,7 +155,7 @@ def test_a_job_of_a_sweep_goes_on_from_its_own(tmp_path: Path) -> None:
 
 def keepers(run: Run) -> list[int]:
     """Return the processes that hold memory."""
-    command = b"ddp_recipes.recovery.keeper"
+    command = b"ddp_recipes.recovery.snapshot_holder"
     return [pid for pid in run.pids() if command in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 

@@ -245,7 +245,7 @@ def test_a_group_of_nccl_is_aborted_from_another_thread_and_joined_anew() -> Non
         thread.start()
         thread.join()
         with pytest.raises(dist.DistBackendError, match="A rank was lost"):
-            exchanges.settle()
+            exchanges.synchronize()
         for group in (None, other):
             with pytest.raises(RuntimeError) as raised:
                 dist.all_reduce(values, group=group)
@@ -259,10 +259,10 @@ def test_what_the_device_does_not_finish_in_time_is_not_used() -> None:
     exchanges = Exchanges([torch.device("cuda", 0)], 0.1, lambda: None)
     torch.cuda._sleep(4 * 10**9)  # cycles, which are seconds
     with pytest.raises(dist.DistBackendError, match=r"Timed out waiting 0\.1 s") as raised:
-        exchanges.settle()
+        exchanges.synchronize()
     assert lost_a_rank(raised.value)
     torch.cuda.synchronize()
-    exchanges.settle()
+    exchanges.synchronize()
 
 
 class Greedy(Callback):

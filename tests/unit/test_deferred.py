@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
 from ddp_recipes.build.deferred import Initial, without_memory
-from ddp_recipes.build.tape import SMALLEST
+from ddp_recipes.build.init_recorder import SMALLEST
 from ddp_recipes.models.gpt import GPT
 from ddp_recipes.runtime.tensors import digest
 from helpers.marks import quick_each
@@ -230,6 +230,6 @@ def test_origin_tells_initialisations_apart() -> None:
 
 def test_one_whole_tensor_is_in_memory_at_a_time() -> None:
     _, initial, _ = without_memory(lambda: nn.Sequential(*(nn.Linear(100, 100) for _ in range(20))))
-    tape = next(iter(initial.values())).tape
-    assert not tape.recent
-    assert all(isinstance(each, Initial) and len(tape.needed({each.ref.number})) == 1 for each in initial.values())
+    recorder = next(iter(initial.values())).recorder
+    assert not recorder.recent
+    assert all(isinstance(each, Initial) and len(recorder.needed({each.ref.number})) == 1 for each in initial.values())

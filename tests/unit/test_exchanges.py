@@ -14,11 +14,11 @@ from ddp_recipes.strategies.exchanges import HANDLING, SETTINGS, Exchanges, leav
 def test_what_was_aborted_is_reported_as_a_lost_rank() -> None:
     aborted: list[str] = []
     exchanges = Exchanges([torch.device("cpu")], 1.0, lambda: aborted.append("all"))
-    exchanges.settle()
+    exchanges.synchronize()
     exchanges.end()
     assert (exchanges.lost, aborted) == (True, ["all"])
     with pytest.raises(dist.DistBackendError, match="aborted") as raised:
-        exchanges.settle()
+        exchanges.synchronize()
     assert lost_a_rank(raised.value)
 
 
@@ -39,7 +39,7 @@ def test_errors_after_an_abort_are_told_from_ones_own(text: str, lost: bool) -> 
 def test_where_collectives_raise_by_themselves_nothing_is_aborted() -> None:
     exchanges = Exchanges()
     exchanges.end()
-    exchanges.settle()
+    exchanges.synchronize()
     assert not exchanges.lost
 
 

@@ -18,16 +18,16 @@ def joined() -> Iterator[Callable[[int, bool], Rank]]:
     with ExitStack() as stack:
 
         def made(number: int, no_more: bool) -> Rank:
-            life, lifeline = os.pipe()
+            read_end, connection = os.pipe()
             reports, report = os.pipe()
-            os.close(life)
+            os.close(read_end)
             os.write(report, b'{"joined": true}\n')
             if no_more:
                 os.close(report)
             else:
                 stack.callback(os.close, report)
             process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-            pipes = os.fdopen(lifeline, "wb", buffering=0), os.fdopen(reports, "rb", buffering=0)
+            pipes = os.fdopen(connection, "wb", buffering=0), os.fdopen(reports, "rb", buffering=0)
             rank = Rank(number, process, *pipes, stack.enter_context(tempfile.TemporaryFile()))
             stack.callback(rank.end)
             return rank

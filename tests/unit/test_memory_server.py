@@ -11,9 +11,9 @@ import torch
 
 from ddp_recipes.errors import RunFailed
 from ddp_recipes.launchers.nodes.copies import Copies
-from ddp_recipes.recovery.kept import load_kept, pieces_of
-from ddp_recipes.recovery.memory import Kept, Places, kept_in, new_file, path_of, write_state
+from ddp_recipes.recovery.memory import SnapshotId, SnapshotSlots, new_file, path_of, snapshot_in, write_state
 from ddp_recipes.recovery.memory_server import CHUNK, FIRST_S, REQUEST, MemoryClient, MemoryServer, opener
+from ddp_recipes.recovery.sharded_snapshot import load_snapshot, pieces_of
 from ddp_recipes.runtime.tensors import OwnRows, whole_of
 from helpers.processes import until
 
@@ -136,48 +136,48 @@ def relay(port: int, through: Callable[[bool, bytes], bytes | None]) -> Iterator
         yield listening.getsockname()[1]
 
 
-def keep(path: str, kept: Kept, content: bytes) -> None:
+def keep(path: str, snapshot: SnapshotId, content: bytes) -> None:
     with open(path, "r+b") as file:
-        write_state(file, kept, [content])
+        write_state(file, snapshot, [content])
 
 
 def test_the_newest_states_of_another_node_are_copied_as_they_come(stack: ExitStack) -> None:
-    theirs, mine = Places.made(2, stack), Places.made(1, stack)
+    theirs, mine = SnapshotSlots.made(2, stack), SnapshotSlots.made(1, stack)
     other, own = Copies(theirs, HOST, KEY, stack), Copies(mine, HOST, KEY, stack)
     (first, second), (third, _) = theirs.paths
-    keep(first, Kept(5, 0, 3, "b"), b"x" * 2 * CHUNK)
-    keep(mine.paths[0][0], Kept(5, 2, 3, "b"), b"my own")
+    keep(first, SnapshotId(5, 0, 3, "b"), b"x" * 2 * CHUNK)
+    keep(mine.paths[0][0], SnapshotId(5, 2, 3, "b"), b"my own")
     with own.following(HOST, other.port, other.own, "b"):
-        until(lambda: {held.kept.part for held in own.held()} == {0, 2}, ENDS_S, "nothing was copied")
-        keep(second, Kept(10, 0, 3, "b"), b"of one rank alone")
-        keep(third, Kept(10, 1, 3, "b"), b"of the other")
-        new = {Kept(10, 0, 3, "b"), Kept(10, 1, 3, "b")}
-        until(lambda: new <= {held.kept for held in own.held()}, ENDS_S, "the next step was not copied")
-    contents = {held.kept: os.pread(held.file, 1 << 30, 0) for held in own.held()}
-    assert contents[Kept(5, 0, 3, "b")].endswith(b"x" * 2 * CHUNK)
-    assert contents[Kept(10, 0, 3, "b")].endswith(b"of one rank alone")
-    assert contents[Kept(10, 1, 3, "b")].endswith(b"of the other")
-    keep(first, Kept(15, 0, 3, "b"), b"later")
-    assert {held.kept.step for held in own.held()} == {5, 10}
+        until(lambda: {held.snapshot.part for held in own.held()} == {0, 2}, ENDS_S, "nothing was copied")
+        keep(second, SnapshotId(10, 0, 3, "b"), b"of one rank alone")
+        keep(third, SnapshotId(10, 1, 3, "b"), b"of the other")
+        new = {SnapshotId(10, 0, 3, "b"), SnapshotId(10, 1, 3, "b")}
+        until(lambda: new <= {held.snapshot for held in own.held()}, ENDS_S, "the next step was not copied")
+    contents = {held.snapshot: os.pread(held.file, 1 << 30, 0) for held in own.held()}
+    assert contents[SnapshotId(5, 0, 3, "b")].endswith(b"x" * 2 * CHUNK)
+    assert contents[SnapshotId(10, 0, 3, "b")].endswith(b"of one rank alone")
+    assert contents[SnapshotId(10, 1, 3, "b")].endswith(b"of the other")
+    keep(first, SnapshotId(15, 0, 3, "b"), b"later")
+    assert {held.snapshot.step for held in own.held()} == {5, 10}
 
 
 def test_what_this_node_has_itself_or_another_start_wrote_is_not_copied(stack: ExitStack) -> None:
-    theirs, mine = Places.made(2, stack), Places.made(1, stack)
+    theirs, mine = SnapshotSlots.made(2, stack), SnapshotSlots.made(1, stack)
     other, own = Copies(theirs, HOST, KEY, stack), Copies(mine, HOST, KEY, stack)
     (first, second), (third, _) = theirs.paths
-    keep(mine.paths[0][0], Kept(5, 0, 2, "b"), b"a replica's rows")
-    keep(second, Kept(9, 0, 2, "a"), b"of another start")
-    keep(first, Kept(5, 0, 2, "b"), b"a replica's rows")
-    keep(third, Kept(5, 1, 2, "b"), b"other rows")
+    keep(mine.paths[0][0], SnapshotId(5, 0, 2, "b"), b"a replica's rows")
+    keep(second, SnapshotId(9, 0, 2, "a"), b"of another start")
+    keep(first, SnapshotId(5, 0, 2, "b"), b"a replica's rows")
+    keep(third, SnapshotId(5, 1, 2, "b"), b"other rows")
     with own.following(HOST, other.port, other.own, "b"):
         until(lambda: len(own.held()) == 2, ENDS_S, "nothing was copied")
-    assert {held.kept for held in own.held()} == {Kept(5, 0, 2, "b"), Kept(5, 1, 2, "b")}
+    assert {held.snapshot for held in own.held()} == {SnapshotId(5, 0, 2, "b"), SnapshotId(5, 1, 2, "b")}
 
 
 def test_a_copy_whose_source_is_lost_counts_as_nothing(stack: ExitStack) -> None:
-    theirs, own = Places.made(1, stack), Copies(Places.made(1, stack), HOST, KEY, stack)
+    theirs, own = SnapshotSlots.made(1, stack), Copies(SnapshotSlots.made(1, stack), HOST, KEY, stack)
     ((path, _),) = theirs.paths
-    keep(path, Kept(5, 0, 2, "b"), b"x" * 3 * CHUNK)
+    keep(path, SnapshotId(5, 0, 2, "b"), b"x" * 3 * CHUNK)
     seen = 0
 
     def stop_halfway(from_client: bool, data: bytes) -> None:
@@ -196,7 +196,7 @@ def test_a_source_that_gives_nothing_is_told_of_once(
     stack: ExitStack, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("ddp_recipes.launchers.nodes.copies.WARN_S", 0.1)
-    own, asked = Copies(Places.made(1, stack), HOST, KEY, stack), 0
+    own, asked = Copies(SnapshotSlots.made(1, stack), HOST, KEY, stack), 0
     listening = stack.enter_context(socket.create_server((HOST, 0)))
 
     def hang_up() -> None:
@@ -220,15 +220,15 @@ def test_a_server_that_is_closed_serves_no_more() -> None:
 
 def test_rows_of_parts_are_read_by_any_number_of_ranks(stack: ExitStack) -> None:
     whole = torch.randn(10, 3)
-    places = Places.made(3, stack)
-    copies = Copies(places, HOST, KEY, stack)
+    slots = SnapshotSlots.made(3, stack)
+    copies = Copies(slots, HOST, KEY, stack)
     for part, (start, stop) in enumerate([(0, 4), (4, 8), (8, 10)]):
         state = {"weight": OwnRows(whole[start:stop], start, whole.shape), "count": torch.tensor(part), "drawn": [part]}
-        with open(places.paths[part][0], "r+b") as file:
-            write_state(file, Kept(5, part, 3, "b"), pieces_of(state, part))
-    assert kept_in(places.paths[2][0]) == Kept(5, 2, 3, "b")
+        with open(slots.paths[part][0], "r+b") as file:
+            write_state(file, SnapshotId(5, part, 3, "b"), pieces_of(state, part))
+    assert snapshot_in(slots.paths[2][0]) == SnapshotId(5, 2, 3, "b")
     elsewhere = f"{HOST}:{copies.port}/{copies.own[2]}"
-    state = load_kept([places.paths[0][0], elsewhere, places.paths[2][0]], opener(KEY))
+    state = load_snapshot([slots.paths[0][0], elsewhere, slots.paths[2][0]], opener(KEY))
     assert torch.equal(whole_of(state["weight"]), whole)
     assert torch.equal(state["weight"].rows(3, 9), whole[3:9])
     assert (int(state["count"]), state["drawn"]) == (0, [0, 1, 2])

@@ -26,7 +26,7 @@ def leave(blocks: Sequence[FSDPModule], mesh: DeviceMesh) -> None:
     cast(Any, mesh)._pg_registry.clear()
 
 
-def meet(blocks: Sequence[FSDPModule], mesh: DeviceMesh, other: DeviceMesh) -> None:
+def set_groups(blocks: Sequence[FSDPModule], mesh: DeviceMesh, other: DeviceMesh) -> None:
     """Put the groups of another mesh of the same ranks in the places of those that the blocks were dealt to."""
     vars(mesh).update(vars(other))  # tensors refer to it
     for group in _groups(blocks):

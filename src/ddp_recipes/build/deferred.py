@@ -14,7 +14,7 @@ from torch.utils import swap_tensors
 
 from ddp_recipes._compat.dispatch import INSTEAD, DisableTorchFunction, OpOverload, TorchDispatchMode
 from ddp_recipes._compat.torch_ import viewed
-from ddp_recipes.build.tape import Ref, Tape, Undeferrable
+from ddp_recipes.build.init_recorder import InitRecorder, Ref, Undeferrable
 from ddp_recipes.runtime.calls import CALLS
 
 M = TypeVar("M", bound=nn.Module)
@@ -33,50 +33,50 @@ _REFUSED = {
 
 
 class _Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Has a tape do what is dispatched."""
+    """Has a recorder do what is dispatched."""
 
-    def __init__(self, tape: Tape) -> None:
+    def __init__(self, recorder: InitRecorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.tape = tape
+        self.recorder = recorder
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         with DisableTorchFunction():
-            return self.tape.apply(func, args, kwargs or {})
+            return self.recorder.apply(func, args, kwargs or {})
 
 
 class _Called(TorchFunctionMode):
     """Shows tensors without memory as if they had it."""
 
-    def __init__(self, tape: Tape) -> None:
+    def __init__(self, recorder: InitRecorder) -> None:
         super().__init__()
-        self.tape = tape
+        self.recorder = recorder
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         devices = (each for each in (*args, *kwargs.values()) if isinstance(each, (str, torch.device)))
         wished = any(str(each) == "meta" for each in devices)
-        if args and isinstance(args[0], Tensor) and self.tape.has(args[0]):
+        if args and isinstance(args[0], Tensor) and self.recorder.has(args[0]):
             if func in _SHOWN:
                 return _SHOWN[func]
-            if func in _REFUSED and not any(isinstance(each, Tensor) and self.tape.has(each) for each in args[1:]):
-                raise self.tape.refuse(_REFUSED[func])
+            if func in _REFUSED and not any(isinstance(each, Tensor) and self.recorder.has(each) for each in args[1:]):
+                raise self.recorder.refuse(_REFUSED[func])
             if func is Tensor.cpu:
                 return args[0]
             if func is Tensor.to and wished:
-                raise self.tape.refuse("Tensor.to('meta')")
+                raise self.recorder.refuse("Tensor.to('meta')")
             if func is Tensor.to:  # in C++, which sees where it is
                 args = [_to_here(each) for each in args]
                 kwargs = {name: _to_here(each) for name, each in kwargs.items()}
                 return func(*args, **kwargs)
         func = INSTEAD.get(func, func)
-        before = self.tape.uses_meta
-        self.tape.uses_meta = before or wished
+        before = self.recorder.uses_meta
+        self.recorder.uses_meta = before or wished
         try:
             return func(*args, **kwargs)
         finally:
-            self.tape.uses_meta = before
+            self.recorder.uses_meta = before
 
 
 def _to_here(value: Any) -> Any:
@@ -88,7 +88,7 @@ def _to_here(value: Any) -> Any:
 class Initial:
     """The values that a constructor gives a tensor, a ``Source``."""
 
-    tape: Tape
+    recorder: InitRecorder
     ref: Ref
 
     @property
@@ -103,11 +103,11 @@ class Initial:
 
     def rows(self, start: int, stop: int) -> Tensor:
         """Return rows of it; the whole is there for a moment."""
-        return self.ref.on(self.tape.replay({self.ref.number})[self.ref.number])[start:stop].clone()
+        return self.ref.on(self.recorder.replay({self.ref.number})[self.ref.number])[start:stop].clone()
 
     def origin(self) -> list[Any]:
         """Return what its values depend on, as plain data."""
-        return [list(self.ref.size), list(self.ref.stride), self.ref.offset, *self.tape.origin(self.ref.number)]
+        return [list(self.ref.size), list(self.ref.stride), self.ref.offset, *self.recorder.origin(self.ref.number)]
 
 
 def without_memory(make: Callable[[], M]) -> tuple[M, dict[str, Initial], list[str]]:
@@ -117,20 +117,24 @@ def without_memory(make: Callable[[], M]) -> tuple[M, dict[str, Initial], list[s
     wait, all is made as it is.
     """
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    tape = Tape()
+    recorder = InitRecorder()
     try:
-        with CALLS.with_large_memory(), _Called(tape), _Dispatched(tape):
+        with CALLS.with_large_memory(), _Called(recorder), _Dispatched(recorder):
             made = make()
-        tape.recent.clear()
-        if tape.refused is not None:
-            raise Undeferrable(tape.refused)
+        recorder.recent.clear()
+        if recorder.refused is not None:
+            raise Undeferrable(recorder.refused)
         named = [*made.named_parameters(remove_duplicate=False), *made.named_buffers(remove_duplicate=False)]
-        if any(tensor.is_meta and not tape.has(tensor) for _, tensor in named):
+        if any(tensor.is_meta and not recorder.has(tensor) for _, tensor in named):
             raise Undeferrable("some are on meta by its own wish")
-        _give_memory(tape, {id(each) for _, tensor in named for each in (tensor, viewed(tensor))})
-        return made, {name: Initial(tape, tape.ref(tensor)) for name, tensor in named if tape.has(tensor)}, []
+        _give_memory(recorder, {id(each) for _, tensor in named for each in (tensor, viewed(tensor))})
+        return (
+            made,
+            {name: Initial(recorder, recorder.ref(tensor)) for name, tensor in named if recorder.has(tensor)},
+            [],
+        )
     except Exception as error:  # noqa: BLE001 - any of torch's own that comes of a tensor without memory
-        reason = tape.refused or f"{type(error).__name__}: {error}"
+        reason = recorder.refused or f"{type(error).__name__}: {error}"
     torch.set_rng_state(states[0])
     random.setstate(states[1])
     np.random.set_state(states[2])
@@ -138,22 +142,22 @@ def without_memory(make: Callable[[], M]) -> tuple[M, dict[str, Initial], list[s
     return make(), {}, [warning]
 
 
-def _give_memory(tape: Tape, without: set[int]) -> None:
+def _give_memory(recorder: InitRecorder, without: set[int]) -> None:
     """Give all tensors that are there memory and values, but for some."""
-    if _alive(tape, without):
+    if _referenced(recorder, without):
         gc.collect()
     storages: dict[int, UntypedStorage] = {}
-    while found := _alive(tape, without):
+    while found := _referenced(recorder, without):
         found = [each for each in found if viewed(each) is not None] or found  # what they view may be theirs alone
-        storages |= tape.replay({tape.ref(each).number for each in found} - storages.keys())
+        storages |= recorder.replay({recorder.ref(each).number for each in found} - storages.keys())
         for each in found:
-            real = tape.ref(each).on(storages[tape.ref(each).number]).requires_grad_(each.requires_grad)
+            real = recorder.ref(each).on(storages[recorder.ref(each).number]).requires_grad_(each.requires_grad)
             swap_tensors(  # type: ignore[no-untyped-call]
                 each, nn.Parameter(real, each.requires_grad) if type(each) is nn.Parameter else real
             )
         del found, each, real
 
 
-def _alive(tape: Tape, without: set[int]) -> list[Tensor]:
+def _referenced(recorder: InitRecorder, without: set[int]) -> list[Tensor]:
     kinds = (each for each in gc.get_objects() if issubclass(type(each), Tensor))
-    return [each for each in kinds if id(each) not in without and tape.has(each)]
+    return [each for each in kinds if id(each) not in without and recorder.has(each)]

@@ -136,12 +136,12 @@ def _places_itself(node: Mapping[str, Any], settings: ModelSettings, strategy: S
 def _deferred(made: Callable[[], Task]) -> BuiltTask:
     """Return the task whose large tensors have no memory yet."""
     from ddp_recipes.build.deferred import without_memory
-    from ddp_recipes.build.filling import fill
+    from ddp_recipes.build.materialize import materialize
 
     task, found, warnings = without_memory(made)
     initial = {outside(name): value for name, value in found.items()}
     if initial and type(task).attach is not Task.attach:  # which may look at weights
-        fill(task, initial, {}, torch.device("cpu"))
+        materialize(task, initial, {}, torch.device("cpu"))
         initial = {}
     task.deferred = bool(initial)
     return BuiltTask(task, initial=initial, warnings=warnings, made_whole="".join(warnings) or "no")

@@ -28,12 +28,12 @@ from ddp_recipes.errors import RequestError
 from ddp_recipes.loggers import Logger
 from ddp_recipes.runtime.control import Control
 from ddp_recipes.runtime.job import Job
-from ddp_recipes.runtime.regroup import Meeting
+from ddp_recipes.runtime.regroup import Regroup
 from ddp_recipes.runtime.seeding import seed_everything
 from ddp_recipes.runtime.tensors import digest
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies import Strategy
-from ddp_recipes.tasks import Surroundings, Task
+from ddp_recipes.tasks import RunContext, Task
 from ddp_recipes.training.cadence import Length
 from ddp_recipes.training.clock import Flops
 from ddp_recipes.training.precision import whole_dtype
@@ -165,7 +165,7 @@ class Recipe:
         path = self.request.run.ckpt_path
         return self.mode == "fit" and (
             path == "auto"
-            or self.job.meeting is not None
+            or self.job.regroup is not None
             or (self.checkpoint_path is not None and self.checkpoint_path.is_relative_to(self.job.directory))
         )
 
@@ -175,22 +175,22 @@ class Recipe:
         return {**self.task.weights(), **origins, **self.weights}
 
     @property
-    def meeting(self) -> Meeting | None:
-        """The meeting of ranks that this one joins, if it takes the place of a lost one."""
-        return None if self.job.meeting is None else Meeting.of(self.job.meeting)
+    def regroup(self) -> Regroup | None:
+        """The regroup that this rank joins, if it takes the place of a lost one."""
+        return None if self.job.regroup is None else Regroup.of(self.job.regroup)
 
     def load_weights(self, strategy: Strategy | None = None) -> int:
         """Load the weights to start from, and have the strategy leave this rank its part; return their step."""
         weights = self.weights if self.state is None else self.state["model"]
-        in_rows = self.meeting is None or (self.meeting.states and self.strategy.settings.kind == "sharded")
+        in_rows = self.regroup is None or (self.regroup.states and self.strategy.settings.kind == "sharded")
         if weights and not self.initial and in_rows:
             self.task.load_weights({**self.task.weights(), **put_together(weights)})
         if strategy is not None:
             strategy.shard(self.task, self.devices.own)
         if self.initial:
-            from ddp_recipes.build.filling import fill
+            from ddp_recipes.build.materialize import materialize
 
-            fill(self.task, self.initial, weights, self.device)
+            materialize(self.task, self.initial, weights, self.device)
         elif not in_rows:
             load_part(self.task, weights)
         self.initial, self.weights = {}, {}  # some are large
@@ -320,7 +320,7 @@ def attach(
     trainer = request.trainer.effective()
     node = job.config["data"].get("datamodule") or {}
     task.attach(
-        Surroundings(
+        RunContext(
             mode=request.run.mode,
             world=devices.world,
             trainer=trainer,
@@ -353,7 +353,7 @@ def start_of(job: Job, request: Request, task: Task, loaders: Mapping[str, Loade
     Raises:
         RequestError: a file that is named cannot be read, or is of another run.
     """
-    if job.meeting is not None:
+    if job.regroup is not None:
         return Start()
     path, state, warnings = load_state(request, job.directory, task.weights(), loaders.get("train"), control)
     if request.run.weights_from is None or state is not None:

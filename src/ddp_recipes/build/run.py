@@ -54,7 +54,7 @@ def join(recipe: Recipe) -> None:
         recipe.strategy.exchanges = Exchanges(own, launcher.timeout_s, abort, settles=replaces)
         recipe.strategy.exchanges.recorders = record_collectives()
     recipe.control.watcher.when_lost(partial(cut_off, recipe))  # else they may be waited for
-    recipe.strategy.exchanges.settle()
+    recipe.strategy.exchanges.synchronize()
 
 
 def cut_off(recipe: Recipe) -> None:

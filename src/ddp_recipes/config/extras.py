@@ -23,7 +23,7 @@ _HOMES = BEFORE_CONFIG | {  # by what is to be done in place of training, or by 
     "data.sampler": "ddp_recipes.data.samplers:sampled",
     "data.batch_sampler": "ddp_recipes.data.samplers:batched",
     "launcher.replace_ranks": "ddp_recipes.recovery.replacement:Survival",
-    "recovery": "ddp_recipes.recovery.rejoin:Recovery",
+    "recovery": "ddp_recipes.recovery.rank_recovery:Recovery",
     "memory of torchrun": "ddp_recipes.recovery.torchrun:TorchrunMemory",
     "trainer.fast_paths": "ddp_recipes.runtime.fast_paths:set_up",
     "socket guard": "ddp_recipes.runtime.socket_guard:closed_after",

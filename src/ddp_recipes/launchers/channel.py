@@ -225,7 +225,7 @@ class Channel:
     def _run(self, job: Job, number: int) -> Summary:
         messages = self.messages.under(f"run/{number}")
         if self._keeps(job):
-            job = replace(job, memory=self._memory().places(job, self.world, messages))
+            job = replace(job, memory=self._memory().slots(job, self.world, messages))
         others = messages if self.world.world_size > 1 else None
         summary = rank.run(job, self.world, others, Watcher(self._peers.exited, partial(self._begun, job)))
         if self.world.local_rank == 0 and self._note.text("memory"):

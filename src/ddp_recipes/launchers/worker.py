@@ -13,24 +13,24 @@ from typing import IO, TYPE_CHECKING, NoReturn
 from ddp_recipes.launchers.reports import RankReport, write_at_death
 from ddp_recipes.runtime.job import ASKS_TO_STOP, Job
 from ddp_recipes.runtime.process import die_with_parent, ignore, ignore_broken_pipe, leave, loading, set_name
-from ddp_recipes.runtime.regroup import Leaving, Loss, Meeting, Watcher
+from ddp_recipes.runtime.regroup import ExitRequest, Loss, Regroup, Watcher
 from ddp_recipes.runtime.world import World
 
 if TYPE_CHECKING:
     from ddp_recipes.runtime.messages import Messages
 
 
-class Lifeline:
-    """Brings the launcher's word, a line each; its end is the launcher's end, and this process's.
+class LauncherConnection:
+    """Receives the launcher's messages, a line each; its end is the launcher's end, and this process's.
 
     Args:
         pipe: to read from.
-        say: sends the launcher a line.
+        send: sends the launcher a line.
     """
 
-    def __init__(self, pipe: IO[bytes], say: Callable[[str], None]) -> None:
-        self._pipe, self._say = pipe, say
-        self._answers: SimpleQueue[Meeting | Leaving | None] = SimpleQueue()
+    def __init__(self, pipe: IO[bytes], send: Callable[[str], None]) -> None:
+        self._pipe, self._send = pipe, send
+        self._answers: SimpleQueue[Regroup | ExitRequest | None] = SimpleQueue()
         self._exited: set[int] = set()
         self._moves = False
         self._lost = False  # whether a rank is, since all last met
@@ -40,31 +40,31 @@ class Lifeline:
     def _follow(self) -> None:
         """Read to the end, whatever ended the launcher."""
         for line in self._pipe:
-            word = json.loads(line)
-            if "exited" in word:
-                self._exited, self._lost = {*word["exited"]}, True
-                self._when_lost()  # what it aborts has ended before the next word is read
-            elif "move" in word:
+            message = json.loads(line)
+            if "exited" in message:
+                self._exited, self._lost = {*message["exited"]}, True
+                self._when_lost()  # what it aborts has ended before the next message is read
+            elif "move" in message:
                 self._moves = True
-            elif "leave" in word:
-                self._answers.put(Leaving(word["leave"]))
+            elif "leave" in message:
+                self._answers.put(ExitRequest(message["leave"]))
             else:
                 self._exited, self._lost = set(), False
-                self._answers.put(None if word["meeting"] is None else Meeting.of(word["meeting"]))
+                self._answers.put(None if message["regroup"] is None else Regroup.of(message["regroup"]))
         os._exit(1)
 
     @property
     def watcher(self) -> Watcher:
         """The functions that the rank calls to watch the others and to report to the launcher."""
-        return Watcher(self.exited, self.joined, self.reported, self.ask, self.when_lost, lambda: self._moves)
+        return Watcher(self.exited, self.joined, self.reported, self.request, self.when_lost, lambda: self._moves)
 
     def joined(self) -> None:
         """Tell the launcher that this rank has joined the others."""
-        self._say(json.dumps({"joined": True}))
+        self._send(json.dumps({"joined": True}))
 
     def reported(self, losses: int) -> None:
         """Report to the launcher how many losses are reported to the user."""
-        self._say(json.dumps({"reported": losses}))
+        self._send(json.dumps({"reported": losses}))
 
     def exited(self) -> set[int]:
         """Return the ranks that have exited since all last met."""
@@ -76,29 +76,29 @@ class Lifeline:
         if self._lost:
             call()
 
-    def ask(self, loss: Loss) -> "tuple[Meeting, Messages] | Leaving | None":
-        """Tell the launcher of a loss, and wait for its word: where ranks meet again, or that they do not."""
+    def request(self, loss: Loss) -> "tuple[Regroup, Messages] | ExitRequest | None":
+        """Report a loss to the launcher, and wait for its message: where ranks regroup, or that they do not."""
         from ddp_recipes.runtime.messages import in_file
 
-        self._say(loss.to_json())
-        meeting = self._answers.get()
-        if isinstance(meeting, Meeting):
-            return meeting, in_file(os.open(meeting.file, os.O_RDWR))
-        return meeting
+        self._send(loss.to_json())
+        regroup = self._answers.get()
+        if isinstance(regroup, Regroup):
+            return regroup, in_file(os.open(regroup.file, os.O_RDWR))
+        return regroup
 
 
 FIRSTS = "DDP_RECIPES_FIRST_RANKS"  # of each node, where they may hold unequal numbers
-MEET = timedelta(minutes=5)  # for rank 0 to load torch
+STORE_TIMEOUT = timedelta(minutes=5)  # for rank 0 to load torch
 
 
-def work(lifeline: int, reports: int, stacks: int, meeting: int | None = None) -> NoReturn:
+def work(connection: int, reports: int, stacks: int, store_file: int | None = None) -> NoReturn:
     """Read a job, run it as a local rank, report how it ended, and exit.
 
     Args:
-        lifeline: pipe that brings the job, one line, then what the launcher says; its end is the launcher's end.
+        connection: pipe that brings the job, one line, then the launcher's messages; its end is the launcher's end.
         reports: pipe for what the rank says, and for the report, a line each.
         stacks: file for the Python stacks when SIGUSR2 ends it.
-        meeting: file that the ranks' store is in; without one they are on several nodes.
+        store_file: file that the ranks' store is in; without one they are on several nodes.
     """
     die_with_parent()
     ignore_broken_pipe()
@@ -107,10 +107,10 @@ def work(lifeline: int, reports: int, stacks: int, meeting: int | None = None) -
     world = World(rank, size, local_rank, local_size, node, tuple(map(int, os.environ.get(FIRSTS, "").split())))
     set_name(f"rank {world.rank}")
     write_at_death(stacks)
-    pipe = os.fdopen(lifeline, "rb")
+    pipe = os.fdopen(connection, "rb")
     job = replace(Job.from_json(pipe.readline().decode()), last=True)
     with os.fdopen(reports, "w", buffering=1) as file:
-        report = run(job, world, meeting, Lifeline(pipe, lambda line: print(line, file=file)))
+        report = run(job, world, store_file, LauncherConnection(pipe, lambda line: print(line, file=file)))
         ignore(ASKS_TO_STOP)  # the run has ended
         sys.stdout.flush()
         sys.stderr.flush()
@@ -118,25 +118,25 @@ def work(lifeline: int, reports: int, stacks: int, meeting: int | None = None) -
     leave(report.exit_status)
 
 
-def run(job: Job, world: World, meeting: int | None, lifeline: Lifeline | None = None) -> RankReport:
+def run(job: Job, world: World, store_file: int | None, connection: LauncherConnection | None = None) -> RankReport:
     """Run the job as one of its ranks; return how it ended.
 
     Args:
-        meeting: file, of no name, that the ranks have in common and meet in; without one they meet at
+        store_file: file, of no name, that the ranks have in common and meet in; without one they meet at
             ``MASTER_ADDR:MASTER_PORT``, and a key proves who they are.
-        lifeline: to the launcher, where that is this process's parent.
+        connection: to the launcher, where that is this process's parent.
     """
     try:
         with loading():  # the first import of torch: errors in it are reported, too
             from ddp_recipes import rank
             from ddp_recipes.runtime.messages import in_file
 
-            if meeting is None:
+            if store_file is None:
                 from ddp_recipes.launchers.store import at_address
 
-        messages = at_address(world, os.environ, MEET) if meeting is None else in_file(meeting)
-        if lifeline is None:
+        messages = at_address(world, os.environ, STORE_TIMEOUT) if store_file is None else in_file(store_file)
+        if connection is None:
             return RankReport.of_summary(world.rank, rank.run(job, world, messages))
-        return RankReport.of_summary(world.rank, rank.run(job, world, messages, lifeline.watcher))
+        return RankReport.of_summary(world.rank, rank.run(job, world, messages, connection.watcher))
     except BaseException as error:  # noqa: BLE001 - whatever ends a rank is reported
         return RankReport.of_error(world.rank, error)

@@ -19,12 +19,12 @@ from ddp_recipes.lightning.callbacks import Wrapped, refuse_callback
 from ddp_recipes.lightning.events import Events
 from ddp_recipes.lightning.hooks import Hooks, refuse_data_hooks, refuse_hooks
 from ddp_recipes.lightning.log import Log, everywhere
-from ddp_recipes.lightning.refusals import refuse_cadence, refuse_rows, refuse_surroundings
+from ddp_recipes.lightning.refusals import refuse_cadence, refuse_context, refuse_rows
 from ddp_recipes.lightning.services import Services
 from ddp_recipes.lightning.trainer import Trainer
 from ddp_recipes.lightning.update import Summed
 from ddp_recipes.runtime.tensors import keeping_ties
-from ddp_recipes.tasks import OwnOptimizers, StepOutput, Surroundings, Task
+from ddp_recipes.tasks import OwnOptimizers, RunContext, StepOutput, Task
 from ddp_recipes.tasks.task import Modes
 from ddp_recipes.training.state import Run, Update
 from ddp_recipes.training.update import MicroBatch
@@ -82,11 +82,11 @@ class LightningTask(Task):
 
     # What the run asks for.
 
-    def attach(self, surroundings: Surroundings) -> None:
+    def attach(self, context: RunContext) -> None:
         """Tell module and callbacks what run they are in, and have them set up."""
         trainer, hooks = self.trainer, self.hooks
-        trainer.surroundings = surroundings
-        refuse_surroundings(self.model, hooks.own, self.manual, surroundings)
+        trainer.run_context = context
+        refuse_context(self.model, hooks.own, self.manual, context)
         made = hooks.of_module("configure_callbacks")
         for each in [] if made is None else made if isinstance(made, Sequence) else [made]:
             kind, several = type(each).__name__, sum(type(other) is type(each) for other in self.hooks.callbacks)
@@ -97,14 +97,14 @@ class LightningTask(Task):
                     f"callback of Lightning."
                 )
             self.configured[name] = wrapped
-        self._attach_data(surroundings)
-        hooks("setup", surroundings.mode)
+        self._attach_data(context)
+        hooks("setup", context.mode)
         hooks("configure_model")
         with keeping_ties(self.model):
-            self.model.to(surroundings.devices[0])
+            self.model.to(context.devices[0])
 
-    def _attach_data(self, surroundings: Surroundings) -> None:
-        trainer, datamodule = self.trainer, surroundings.datamodule
+    def _attach_data(self, context: RunContext) -> None:
+        trainer, datamodule = self.trainer, context.datamodule
         self.data_hooks = Hooks(self.model if datamodule is None else datamodule, trainer)
         trainer.datamodule = datamodule
         if datamodule is not None:
@@ -115,12 +115,12 @@ class LightningTask(Task):
         if preparing:
 
             def prepare() -> None:
-                for each in preparing if surroundings.world.local_rank == 0 else []:
+                for each in preparing if context.world.local_rank == 0 else []:
                     each.of_module("prepare_data")
 
-            surroundings.first_on_node(prepare)
+            context.first_on_node(prepare)
         if datamodule is not None:
-            self.data_hooks.of_module("setup", surroundings.mode)
+            self.data_hooks.of_module("setup", context.mode)
 
     def dataloaders(self, mode: str) -> dict[str, Any]:
         """Return the loaders of the data module, or of the module itself."""
@@ -160,9 +160,9 @@ class LightningTask(Task):
 
     def configure_optimizers(self) -> OwnOptimizers | None:
         """Return what the module configures; ``None`` without that."""
-        if "train" in self.trainer.surroundings.loaders:
-            refuse_cadence(type(self.model).__name__, self.trainer.surroundings)
-        refuse_rows(type(self.model).__name__, self.hooks.callbacks, self.trainer.surroundings)
+        if "train" in self.trainer.run_context.loaders:
+            refuse_cadence(type(self.model).__name__, self.trainer.run_context)
+        refuse_rows(type(self.model).__name__, self.hooks.callbacks, self.trainer.run_context)
         return optimizers.of_module(self)
 
     @property
@@ -224,7 +224,7 @@ class LightningTask(Task):
 
     def everywhere(self, names: Sequence[str]) -> Sequence[str]:
         """Return the names that were logged on any rank. A collective."""
-        return everywhere(names, self.trainer.surroundings)
+        return everywhere(names, self.trainer.run_context)
 
     def enter_training(self) -> None:
         """Leave modes to the module, as Lightning does."""
@@ -232,8 +232,8 @@ class LightningTask(Task):
     def enter_evaluation(self, split: str) -> None:
         """Put all in eval mode, or have the module do so."""
         self._stage = _STAGES[split]
-        refuse_rows(type(self.model).__name__, self.hooks.callbacks, self.trainer.surroundings)
-        sanity = split == "val" and self.trainer.surroundings.mode == "fit" and not self.events.started
+        refuse_rows(type(self.model).__name__, self.hooks.callbacks, self.trainer.run_context)
+        sanity = split == "val" and self.trainer.run_context.mode == "fit" and not self.events.started
         self.trainer.stage = "sanity_check" if sanity else {"val": "validate"}.get(split, split)
         if sanity:
             self.events.begin()
@@ -265,7 +265,7 @@ class LightningTask(Task):
         self.hooks(f"on_{stage}_epoch_end")
         self._measure()
         metrics, self._evaluated_to = metrics | self._evaluated_to, {}
-        if self.trainer.stage != "validate" or self.trainer.surroundings.mode != "fit":
+        if self.trainer.stage != "validate" or self.trainer.run_context.mode != "fit":
             self.hooks(f"on_{stage}_end")
             self.hooks(f"on_{stage}_model_train")
         self.evaluation_log.close()
@@ -273,17 +273,17 @@ class LightningTask(Task):
             self.hooks("on_sanity_check_end")
             self.trainer.stage = "train"
             self.trainer.forget()
-        if self.trainer.surroundings.mode != "fit":
+        if self.trainer.run_context.mode != "fit":
             self.tear_down()
         return metrics
 
     def _measure(self) -> None:
         """Take what was logged so far, for callbacks and the module may ask for it. A collective."""
-        around = self.trainer.surroundings
+        context = self.trainer.run_context
         if self.trainer.stage == "predict":
             return
-        points = self.evaluation_log.points(around)
-        values = self.evaluation_log.epoch(around).measured
+        points = self.evaluation_log.points(context)
+        values = self.evaluation_log.epoch(context).measured
         self._evaluated_to |= values
         self.trainer.measured(values)
         if points and not self.trainer.sanity_checking:
@@ -291,7 +291,7 @@ class LightningTask(Task):
 
     def _log_points(self, points: list[tuple[str, int, float]]) -> None:
         """Log what was logged with ``on_step=True``: over the batches of the data set, counted from the first one."""
-        evaluated = [(name, each) for name, each in self.trainer.surroundings.loaders.items() if name != "train"]
+        evaluated = [(name, each) for name, each in self.trainer.run_context.loaders.items() if name != "train"]
         of_set, loader = evaluated[self.dataloader_idx]
         before = self.seen.get(of_set, 0)
         batches: dict[int, dict[str, float]] = {}
@@ -318,8 +318,8 @@ class LightningTask(Task):
     def tear_down(self) -> None:
         """Have data module, callbacks and module clear up."""
         if self.trainer.datamodule is not None:
-            self.data_hooks.of_module("teardown", self.trainer.surroundings.mode)
-        self.hooks("teardown", self.trainer.surroundings.mode)
+            self.data_hooks.of_module("teardown", self.trainer.run_context.mode)
+        self.hooks("teardown", self.trainer.run_context.mode)
 
     def validation_step(self, batch: Any) -> StepOutput:
         """Return the loss of the module's own step, and what it logged as metrics."""
@@ -393,7 +393,7 @@ class LightningTask(Task):
         for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"):
             hooks = self.data_hooks if name in self.data_hooks.own else self.hooks
             if name in hooks.own:
-                device = [self.trainer.surroundings.devices[0]] if name.startswith("transfer") else []
+                device = [self.trainer.run_context.devices[0]] if name.startswith("transfer") else []
                 batch = hooks.of_module(name, batch, *device, self.dataloader_idx)
         return batch
 

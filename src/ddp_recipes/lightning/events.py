@@ -82,13 +82,13 @@ class Events(Callback):
 
     def on_step(self, step: int) -> None:
         """End a batch, and log what its step logged."""
-        task, run, around = self.task, self.run, self.task.trainer.surroundings
+        task, run, context = self.task, self.run, self.task.trainer.run_context
         due, over = step % run.trainer.log_every_n_steps == 0, run.cursor.batch == 0
         logged = self.follow()
         task.end_batch()
         due |= self.stop  # the last one is logged as well
         if due or over or self._is_followed:  # else it is not read, but for this rank's by trainer.callback_metrics
-            logged |= self._measured(task.training_log.steps(around))
+            logged |= self._measured(task.training_log.steps(context))
         if due:
             self._log(logged)
 
@@ -96,7 +96,7 @@ class Events(Callback):
         """Take what a batch has logged, if something looks at it in each step; return it. A collective then."""
         if not self._is_followed:
             return {}
-        return self._measured(self.task.training_log.steps(self.task.trainer.surroundings))
+        return self._measured(self.task.training_log.steps(self.task.trainer.run_context))
 
     @cached_property
     def _is_followed(self) -> bool:
@@ -118,12 +118,12 @@ class Events(Callback):
 
     def on_epoch_end(self, epoch: int) -> None:
         """End an epoch, and log what it came to."""
-        hooks, log, around = self.task.hooks, self.task.training_log, self.task.trainer.surroundings
-        logged = self._measured(log.epoch(around))
+        hooks, log, context = self.task.hooks, self.task.training_log, self.task.trainer.run_context
+        logged = self._measured(log.epoch(context))
         hooks("on_train_epoch_end")
-        logged |= self._measured(log.epoch(around))
+        logged |= self._measured(log.epoch(context))
         hooks.of_followers("on_train_epoch_end")
-        logged |= self._measured(log.epoch(around))
+        logged |= self._measured(log.epoch(context))
         log.close()
         self._log(logged)
 
@@ -154,15 +154,15 @@ class Events(Callback):
 
         Optimizer steps that it took, parameters that are not trained by now, and what the epoch came to so far.
         """
-        around = self.task.trainer.surroundings
+        context = self.task.trainer.run_context
         metrics = self._metrics()
-        updated = torch.tensor([[float(is_updated(each)) for each in metrics.values()]], device=around.devices[0])
-        anywhere = around.sum(updated).tolist() if metrics else []
+        updated = torch.tensor([[float(is_updated(each)) for each in metrics.values()]], device=context.devices[0])
+        anywhere = context.sum(updated).tolist() if metrics else []
         return {
             "steps": self.task.trainer.steps,
             "seen": dict(self.task.seen),
             "frozen": self._frozen(),
-            "log": self.task.training_log.state(around),
+            "log": self.task.training_log.state(context),
             "metrics": {name: state_of(metrics[name]) for name, at in zip(metrics, anywhere, strict=True) if at},
         }
 
@@ -173,7 +173,7 @@ class Events(Callback):
         """Restore it."""
         self.task.trainer.steps = state["steps"]
         self.task.seen = dict(state.get("seen", {}))
-        first = self.task.trainer.surroundings.world.is_main
+        first = self.task.trainer.run_context.world.is_main
         self.task.training_log.load_state(state["log"], first)
         metrics = self._metrics()
         for name in metrics.keys() & state["metrics"].keys():

@@ -13,7 +13,7 @@ from torch import Tensor
 from ddp_recipes._compat.torch_ import batch_value
 from ddp_recipes.errors import RequestError, RunFailed
 from ddp_recipes.strategies.base import by_rank
-from ddp_recipes.tasks import Surroundings
+from ddp_recipes.tasks import RunContext
 from ddp_recipes.tasks.task import is_stateful
 from ddp_recipes.training.metrics import agree_on_lists
 
@@ -121,7 +121,7 @@ class Entry:
         return total
 
 
-def reduced(totals: Iterable[Total], around: Surroundings) -> list[Total]:
+def reduced(totals: Iterable[Total], context: RunContext) -> list[Total]:
     """Return them over all ranks, which have the same totals in the same order. A collective; it waits once.
 
     A rank without a value does not count.
@@ -129,13 +129,13 @@ def reduced(totals: Iterable[Total], around: Surroundings) -> list[Total]:
     totals = list(totals)
     if not totals:
         return []
-    world, device = around.world, around.devices[-1]
+    world, device = context.world, context.devices[-1]
     zero = torch.zeros((), dtype=torch.float64, device=device)
     mine = [torch.stack([zero if t.value is None else t.value.to(device), zero + t.weight]) for t in totals]
     every = torch.zeros(1, world.world_size, len(mine), 2, dtype=torch.float64, device=device)
     every[0, world.rank] = torch.stack(mine)  # each rank has a place of its own, so the sum is what all have
     found = []
-    for each, pairs in zip(totals, around.sum(every).transpose(0, 1).cpu(), strict=True):
+    for each, pairs in zip(totals, context.sum(every).transpose(0, 1).cpu(), strict=True):
         total = Total(each.reduction)
         for value, weight in pairs:
             if weight > 0:
@@ -144,21 +144,21 @@ def reduced(totals: Iterable[Total], around: Surroundings) -> list[Total]:
     return found
 
 
-def everywhere(mine: Sequence[Any], around: Surroundings) -> list[Any]:
+def everywhere(mine: Sequence[Any], context: RunContext) -> list[Any]:
     """Return what any rank has, in one order: plain data, as JSON gives it back. A collective, or two of them.
 
     A module may log on some ranks alone: ``if self.global_rank == 0: self.log(…)``.
     """
-    if around.world.world_size == 1:
+    if context.world.world_size == 1:
         return list(mine)
     text = json.dumps(list(mine)).encode()
-    device = around.devices[0]
-    told = by_rank(torch.tensor([len(text), zlib.crc32(text)], device=device), around.world, around.sum).cpu()
+    device = context.devices[0]
+    told = by_rank(torch.tensor([len(text), zlib.crc32(text)], device=device), context.world, context.sum).cpu()
     if bool((told == told[0]).all()):
         return list(mine)
     letters = torch.zeros(int(told[:, 0].max()), dtype=torch.int64, device=device)
     letters[: len(text)] = torch.tensor(list(text), device=device)
-    texts = by_rank(letters, around.world, around.sum).tolist()
+    texts = by_rank(letters, context.world, context.sum).tolist()
     found = [json.loads(bytes(row[: int(size)])) for row, size in zip(texts, told[:, 0], strict=True)]
     each = {json.dumps(one): one for rows in found for one in rows}
     return list(each.values())
@@ -243,30 +243,30 @@ class Log:
                 found |= {key.plain: value, name: value}
         return found
 
-    def steps(self, around: Surroundings) -> Values:
+    def steps(self, context: RunContext) -> Values:
         """Return and forget the values of the latest steps. A collective."""
-        entries = self._chosen(lambda key: key.on_step, around)
-        found = self._values([(key, key.of_step, entry.of_step()) for key, entry in entries], around)
+        entries = self._chosen(lambda key: key.on_step, context)
+        found = self._values([(key, key.of_step, entry.of_step()) for key, entry in entries], context)
         self.forget_steps()
         return found
 
-    def points(self, around: Surroundings) -> list[tuple[str, int, float]]:
+    def points(self, context: RunContext) -> list[tuple[str, int, float]]:
         """Return and forget the same for each step by itself: name, number of the step and value. A collective."""
         mine = [
             [*key, number]
             for key, entry in self.entries.items()
             for number in dict.fromkeys(step[0] for step in entry.steps)
         ]
-        rows = [(Key(*row[:-1]), row[-1]) for row in everywhere(mine, around)]
+        rows = [(Key(*row[:-1]), row[-1]) for row in everywhere(mine, context)]
         totals = [self._entry(key).of_step(number) for key, number in rows]
         self.forget_steps()
-        found = zip(rows, reduced(totals, around), strict=True)
+        found = zip(rows, reduced(totals, context), strict=True)
         return [(key.of_step, number, value) for (key, number), total in found if (value := total.result()) is not None]
 
-    def epoch(self, around: Surroundings) -> Values:
+    def epoch(self, context: RunContext) -> Values:
         """Return the values of the epoch that were not read yet. A collective."""
-        entries = self._chosen(lambda key: key.on_epoch, around)
-        found = self._values([(k, k.of_epoch, e.of_epoch) for k, e in entries if not k.is_metric], around)
+        entries = self._chosen(lambda key: key.on_epoch, context)
+        found = self._values([(k, k.of_epoch, e.of_epoch) for k, e in entries if not k.is_metric], context)
         metrics = [(key, self._on_all_ranks(key, entry.metric)) for key, entry in entries if key.is_metric]
         agree_on_lists(metric for _, metric in metrics)
         for key, metric in metrics:
@@ -291,11 +291,11 @@ class Log:
         for entry in self.entries.values():
             entry.steps = {}
 
-    def state(self, around: Surroundings) -> list[Any]:
+    def state(self, context: RunContext) -> list[Any]:
         """Return what the epoch came to so far, over all ranks. A collective."""
-        entries = self._chosen(lambda key: key.on_epoch and not key.alone, around)
+        entries = self._chosen(lambda key: key.on_epoch and not key.alone, context)
         entries = [(key, entry) for key, entry in entries if not key.is_metric]
-        totals = reduced([entry.of_epoch for _, entry in entries], around)
+        totals = reduced([entry.of_epoch for _, entry in entries], context)
         return [
             [*key, key.plain not in self.unlogged, total.value, total.weight]
             for (key, _), total in zip(entries, totals, strict=True)
@@ -317,13 +317,13 @@ class Log:
     def _entry(self, key: Key) -> Entry:
         return self.entries.get(key) or Entry(key, Total(key.reduction))
 
-    def _chosen(self, wanted: Any, around: Surroundings) -> list[tuple[Key, Entry]]:
+    def _chosen(self, wanted: Any, context: RunContext) -> list[tuple[Key, Entry]]:
         """Return the entries of that kind that any rank has, in one order. A collective."""
-        keys = everywhere([key for key in self.entries if wanted(key)], around)
+        keys = everywhere([key for key in self.entries if wanted(key)], context)
         return [(key, self._entry(key)) for key in (Key(*each) for each in keys)]
 
-    def _values(self, rows: Sequence[tuple[Key, str, Total]], around: Surroundings) -> Values:
-        over_ranks = iter(reduced([total for key, _, total in rows if not key.alone], around))
+    def _values(self, rows: Sequence[tuple[Key, str, Total]], context: RunContext) -> Values:
+        over_ranks = iter(reduced([total for key, _, total in rows if not key.alone], context))
         found = Values({}, {})
         for key, name, mine in rows:
             value = (mine if key.alone else next(over_ranks)).result()

@@ -33,20 +33,20 @@ def of_module(task: LightningTask) -> OwnOptimizers | None:
             f"{owner} returns {len(optimizers)} optimizers. Several are stepped by the module itself: set "
             f"self.automatic_optimization=False in its __init__, as Lightning asks for."
         )
-    around = task.trainer.surroundings
+    context = task.trainer.run_context
     if any(map(needs_closure, optimizers)) and not task.manual:
         name = type(optimizers[0]).__name__
-        if around.trainer.precision == "16-mixed" or around.parallelism.kind != "replicated":
+        if context.trainer.precision == "16-mixed" or context.parallelism.kind != "replicated":
             raise RequestError(
                 f"{owner} returns {name}, which computes the gradients of a step several times and looks at all of "
-                f"them. That does not go with strategy={around.parallelism.name} and "
-                f"trainer.precision={around.trainer.precision}: choose 32-true, and a strategy whose ranks have all of "
-                f"the weights."
+                f"them. That does not go with strategy={context.parallelism.name} and "
+                f"trainer.precision={context.trainer.precision}: choose 32-true, and a strategy whose ranks have all "
+                f"of the weights."
             )
-        if around.trainer.accumulate_grad_batches > 1:
+        if context.trainer.accumulate_grad_batches > 1:
             raise RequestError(
                 f"{owner} returns {name}, which computes the gradients of a step several times, and with "
-                f"trainer.accumulate_grad_batches={around.trainer.accumulate_grad_batches} each time but the first "
+                f"trainer.accumulate_grad_batches={context.trainer.accumulate_grad_batches} each time but the first "
                 f"would be of the last batch alone. Set trainer.accumulate_grad_batches=1."
             )
     return OwnOptimizers(optimizers, [_schedule(task, each, owner) for each in schedulers])

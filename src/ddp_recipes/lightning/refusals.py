@@ -6,7 +6,7 @@ from dataclasses import replace
 from ddp_recipes.data.batch_plan import UNKNOWN
 from ddp_recipes.errors import RequestError
 from ddp_recipes.lightning.hooks import REMOVED
-from ddp_recipes.tasks import Surroundings
+from ddp_recipes.tasks import RunContext
 
 _STEPS = {"validate": "validation_step", "test": "test_step"}
 _OF_ALL = {  # hooks that are given gradients or weights, or an optimizer
@@ -15,7 +15,7 @@ _OF_ALL = {  # hooks that are given gradients or weights, or an optimizer
 }
 
 
-def refuse_surroundings(module: object, own: Collection[str], manual: bool, around: Surroundings) -> None:
+def refuse_context(module: object, own: Collection[str], manual: bool, context: RunContext) -> None:
     """Refuse a run that would not do what the module asks for.
 
     Args:
@@ -27,20 +27,20 @@ def refuse_surroundings(module: object, own: Collection[str], manual: bool, arou
     """
     owner = type(module).__name__
     for name, (instead, modes) in REMOVED.items():
-        if around.mode in modes and callable(getattr(module, name, None)):
+        if context.mode in modes and callable(getattr(module, name, None)):
             raise RequestError(
                 f"{owner} has {name}, which Lightning 2 does not call and refuses. Use {instead}; outputs of the steps "
                 f"are kept as attributes of the module."
             )
-    step, trainer, strategy = _STEPS.get(around.mode, "training_step"), around.trainer, around.parallelism
+    step, trainer, strategy = _STEPS.get(context.mode, "training_step"), context.trainer, context.parallelism
     if step not in own and not (step == "test_step" and "validation_step" in own):
-        raise RequestError(f"mode={around.mode} runs {step}, which {owner} does not define.")
-    if loaders := [] if around.brings_data else sorted(name for name in own if name.endswith("_dataloader")):
+        raise RequestError(f"mode={context.mode} runs {step}, which {owner} does not define.")
+    if loaders := [] if context.brings_data else sorted(name for name in own if name.endswith("_dataloader")):
         raise RequestError(
             f"{owner} brings {', '.join(loaders)}, and data is another data set. Choose data=lightning, which takes "
             f"the loaders of the module, or leave them out of it."
         )
-    world = around.world
+    world = context.world
     shards = [strategy.batch_shards(replace(world, rank=rank)) for rank in range(world.world_size)]
     if strategy.pipeline is not None or any(each.first >= each.total for each in shards):
         raise RequestError(
@@ -71,7 +71,7 @@ def refuse_surroundings(module: object, own: Collection[str], manual: bool, arou
         )
 
 
-def refuse_rows(owner: str, callbacks: Collection[object], around: Surroundings) -> None:
+def refuse_rows(owner: str, callbacks: Collection[object], context: RunContext) -> None:
     """Refuse callbacks of Lightning and uneven data where a rank has rows of the weights; once both are known.
 
     Ranks then run the module together, also a shard without a sample, which it would count.
@@ -79,33 +79,33 @@ def refuse_rows(owner: str, callbacks: Collection[object], around: Surroundings)
     Raises:
         RequestError: names them.
     """
-    if around.parallelism.kind == "replicated":
+    if context.parallelism.kind == "replicated":
         return
     for callback in callbacks:
         raise RequestError(
             f"{type(callback).__name__} is written for Lightning and may look at all weights, of which a rank has some "
-            f"rows with strategy={around.parallelism.name}. Use one of ours (callbacks=…), or another strategy."
+            f"rows with strategy={context.parallelism.name}. Use one of ours (callbacks=…), or another strategy."
         )
-    for name, loader in around.loaders.items():
+    for name, loader in context.loaders.items():
         if not loader.is_even:
             raise RequestError(
-                f"With strategy={around.parallelism.name} all ranks run {owner} together, which logs and counts what "
+                f"With strategy={context.parallelism.name} all ranks run {owner} together, which logs and counts what "
                 f"it is given, and the last batch of {name} has too few samples for its shards "
                 f"({loader.in_words}). Choose data.global_batch_size or "
                 f"data.val_batch_size so that each has one, or data.drop_last=true."
             )
 
 
-def refuse_cadence(owner: str, around: Surroundings) -> None:
+def refuse_cadence(owner: str, context: RunContext) -> None:
     """Refuse validations in the middle of a step, as Lightning has them between batches that are accumulated.
 
     Raises:
         RequestError: says which interval there may be.
     """
-    trainer, batches = around.trainer, len(around.loaders["train"])
+    trainer, batches = context.trainer, len(context.loaders["train"])
     interval, step = trainer.val_check_interval, trainer.accumulate_grad_batches
     every = interval if isinstance(interval, int) else max(1, int(interval * batches))
-    if not any(name != "train" for name in around.loaders):
+    if not any(name != "train" for name in context.loaders):
         return
     if isinstance(interval, int) and interval > batches:
         raise RequestError(

@@ -109,7 +109,7 @@ class Services:
         gradient_clip_algorithm: str | None = None,
     ) -> None:
         """Clip the gradients of an optimizer's parameters, as ``trainer.gradient_clip_*`` say where nothing else is."""
-        settings = self.task.trainer.surroundings.trainer
+        settings = self.task.trainer.run_context.trainer
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if gradient_clip_val is None:
             gradient_clip_val = settings.gradient_clip_val
@@ -126,12 +126,12 @@ class Services:
             return {name: self.all_gather(value) for name, value in data.items()}
         if isinstance(data, (list, tuple)):
             return type(data)(self.all_gather(value) for value in data)
-        around = self.task.trainer.surroundings
-        value = torch.as_tensor(data, device=around.devices[0])
-        if around.world.world_size == 1:
+        context = self.task.trainer.run_context
+        value = torch.as_tensor(data, device=context.devices[0])
+        if context.world.world_size == 1:
             return value
         if self.task.hooks.current in ("validation_step", "test_step"):
-            uneven = [name for name, loader in around.loaders.items() if name != "train" and not loader.is_even]
+            uneven = [name for name, loader in context.loaders.items() if name != "train" and not loader.is_even]
             if uneven:
-                raise refused_collective("self.all_gather", uneven[0], around.loaders[uneven[0]])
-        return by_rank(value, around.world, around.sum)
+                raise refused_collective("self.all_gather", uneven[0], context.loaders[uneven[0]])
+        return by_rank(value, context.world, context.sum)

@@ -19,7 +19,7 @@ from ddp_recipes.lightning.hooks import OF_EVALUATION, OF_STEP
 from ddp_recipes.lightning.logger import ModuleLogger
 from ddp_recipes.lightning.views import Checkpoints, LoaderView, PredictLoop
 from ddp_recipes.runtime.files import write_aside
-from ddp_recipes.tasks import Surroundings
+from ddp_recipes.tasks import RunContext
 from ddp_recipes.training.state import Run, gather_state
 
 
@@ -28,7 +28,7 @@ class Trainer:
 
     Attributes:
         run: what is being trained, once it is.
-        surroundings: what the run is made of; set before any hook is called.
+        run_context: what the run is made of; set before any hook is called.
         epoch: whose batches are being trained on, or were last.
         steps: optimizer steps that the module took itself, by manual optimization.
         stage: ``train``, ``sanity_check``, ``validate``, ``test`` or ``predict``.
@@ -41,7 +41,7 @@ class Trainer:
     reload_dataloaders_every_n_epochs = 0
     num_sanity_val_steps = 0
 
-    surroundings: Surroundings
+    run_context: RunContext
 
     def __init__(self, task: Any) -> None:
         self.lightning_module = self.model = task.model
@@ -61,7 +61,7 @@ class Trainer:
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith(("limit_", "gradient_", "log_every", "check_val", "val_check", "overfit", "fast_dev")):
-            return getattr(self.surroundings.trainer, name)
+            return getattr(self.run_context.trainer, name)
         raise AttributeError(
             f"trainer.{name} is not there under task=lightning. There are: "
             f"{', '.join(each for each in dir(self) if not each.startswith('_'))}."
@@ -91,42 +91,42 @@ class Trainer:
     @property
     def max_epochs(self) -> int | None:
         """``trainer.max_epochs``; -1 without that limit."""
-        return -1 if self.surroundings.trainer.max_epochs is None else self.surroundings.trainer.max_epochs
+        return -1 if self.run_context.trainer.max_epochs is None else self.run_context.trainer.max_epochs
 
     @property
     def max_steps(self) -> int:
         """``trainer.max_steps``; -1 without that limit."""
-        return -1 if self.surroundings.trainer.max_steps is None else self.surroundings.trainer.max_steps
+        return -1 if self.run_context.trainer.max_steps is None else self.run_context.trainer.max_steps
 
     @property
     def accumulate_grad_batches(self) -> int:
         """Batches of an optimizer step."""
-        return self.surroundings.trainer.accumulate_grad_batches
+        return self.run_context.trainer.accumulate_grad_batches
 
     @property
     def precision(self) -> str:
         """``trainer.precision``."""
-        return self.surroundings.trainer.precision
+        return self.run_context.trainer.precision
 
     @property
     def estimated_stepping_batches(self) -> float:
         """Optimizer steps of the whole run; infinite if only time limits it."""
-        return math.inf if self.surroundings.total_steps is None else self.surroundings.total_steps
+        return math.inf if self.run_context.total_steps is None else self.run_context.total_steps
 
     @property
     def num_training_batches(self) -> float:
         """Batches of an epoch, the same on each rank."""
-        return _batches(self.surroundings.loaders["train"]) if "train" in self.surroundings.loaders else math.inf
+        return _batches(self.run_context.loaders["train"]) if "train" in self.run_context.loaders else math.inf
 
     @property
     def num_val_batches(self) -> list[float]:
         """Batches of an epoch of each validation set, on this rank."""
-        return [_batches(loader) for name, loader in self.surroundings.loaders.items() if name.startswith("val")]
+        return [_batches(loader) for name, loader in self.run_context.loaders.items() if name.startswith("val")]
 
     @property
     def evaluates_several(self) -> bool:
         """Whether several data sets are evaluated one after the other."""
-        return sum(name != "train" for name in self.surroundings.loaders) > 1
+        return sum(name != "train" for name in self.run_context.loaders) > 1
 
     @property
     def train_dataloader(self) -> "LoaderView | None":
@@ -150,8 +150,8 @@ class Trainer:
         return self._loaders("predict")
 
     def _loaders(self, split: str) -> Any:
-        loaders = self.surroundings.loaders
-        if split == "predict" and self.surroundings.mode == "predict":
+        loaders = self.run_context.loaders
+        if split == "predict" and self.run_context.mode == "predict":
             return next((LoaderView(loader) for loader in loaders.values()), None)
         found = {
             name.partition("/")[2]: LoaderView(each)
@@ -196,7 +196,7 @@ class Trainer:
     @property
     def default_root_dir(self) -> str:
         """The run directory."""
-        return str(self.surroundings.directory)
+        return str(self.run_context.directory)
 
     log_dir = default_root_dir
 
@@ -204,21 +204,21 @@ class Trainer:
     def strategy(self) -> Any:
         """The attributes of Lightning's strategy that callbacks read."""
         return SimpleNamespace(
-            root_device=self.surroundings.devices[0],
+            root_device=self.run_context.devices[0],
             barrier=lambda *_, **__: self._decide(True),
             reduce_boolean_decision=self._decide,
         )
 
     def _decide(self, decision: Any, all: bool = True) -> bool:
         """Return whether all ranks say so, or any of them. A collective."""
-        own = torch.tensor([[float(bool(decision))]], device=self.surroundings.devices[0])
-        said: float = self.surroundings.sum(own).item()
+        own = torch.tensor([[float(bool(decision))]], device=self.run_context.devices[0])
+        said: float = self.run_context.sum(own).item()
         return said == self.world_size if all else said > 0
 
     @property
     def _logger_connector(self) -> Any:
         """The object that callbacks ask whether this step is logged."""
-        every = self.surroundings.trainer.log_every_n_steps
+        every = self.run_context.trainer.log_every_n_steps
         return SimpleNamespace(should_update_logs=(self._step + 1) % every == 0)
 
     @property
@@ -247,7 +247,7 @@ class Trainer:
     @property
     def checkpoint_callback(self) -> "Checkpoints | None":
         """The object that has the paths of the run's checkpoints; ``None`` where it saves none."""
-        return Checkpoints(self.run, self.surroundings) if self.run and self.run.checkpoint.enabled else None
+        return Checkpoints(self.run, self.run_context) if self.run and self.run.checkpoint.enabled else None
 
     @property
     def checkpoint_callbacks(self) -> "list[Checkpoints]":
@@ -262,8 +262,8 @@ class Trainer:
         """
         if self.run is None or self.run.strategy.settings.kind == "sharded":
             raise RequestError(
-                f"trainer.save_checkpoint saves what is trained, on one rank; this is mode={self.surroundings.mode} "
-                f"with strategy={self.surroundings.parallelism.name}. Use checkpoint.every_n_steps or every_n_epochs."
+                f"trainer.save_checkpoint saves what is trained, on one rank; this is mode={self.run_context.mode} "
+                f"with strategy={self.run_context.parallelism.name}. Use checkpoint.every_n_steps or every_n_epochs."
             )
         state = gather_state(self.run)
         if self.is_global_zero:
@@ -277,36 +277,36 @@ class Trainer:
     @property
     def global_rank(self) -> int:
         """The number of this process."""
-        return self.surroundings.world.rank
+        return self.run_context.world.rank
 
     @property
     def local_rank(self) -> int:
         """The number of this rank on its node."""
-        return self.surroundings.world.local_rank
+        return self.run_context.world.local_rank
 
     @property
     def world_size(self) -> int:
         """Processes of the run."""
-        return self.surroundings.world.world_size
+        return self.run_context.world.world_size
 
     num_devices = world_size
 
     @property
     def num_nodes(self) -> int:
         """Machines of the run."""
-        return self.surroundings.world.nnodes
+        return self.run_context.world.nnodes
 
     @property
     def is_global_zero(self) -> bool:
         """Whether this is rank 0, which writes."""
-        return self.surroundings.world.is_main
+        return self.run_context.world.is_main
 
     # What it is doing.
 
     @property
     def state(self) -> Any:
         """The stage of the run (fit, validate, …), and the one that is under way."""
-        return SimpleNamespace(fn=self.surroundings.mode, stage=self.stage, status="running", finished=False)
+        return SimpleNamespace(fn=self.run_context.mode, stage=self.stage, status="running", finished=False)
 
     @property
     def training(self) -> bool:

@@ -14,7 +14,7 @@ from ddp_recipes._compat.torch_ import tree_map_only
 from ddp_recipes.checkpointing.files import BEST, INDEX, LAST, WHOLE
 from ddp_recipes.data.batch_plan import UNKNOWN
 from ddp_recipes.data.loader import Loader
-from ddp_recipes.tasks import Surroundings
+from ddp_recipes.tasks import RunContext
 from ddp_recipes.training.state import Run
 
 if TYPE_CHECKING:
@@ -42,9 +42,9 @@ class LoaderView:
 class Checkpoints:
     """The run's checkpoints by the names of Lightning's ``ModelCheckpoint``."""
 
-    def __init__(self, run: Run, around: Surroundings) -> None:
+    def __init__(self, run: Run, context: RunContext) -> None:
         self.monitor, self.mode, self.save_top_k = run.monitor, run.checkpoint.mode, run.checkpoint.save_top_k
-        self.dirpath = str(around.directory / "checkpoints")
+        self.dirpath = str(context.directory / "checkpoints")
         suffix = INDEX if run.strategy.settings.kind == "sharded" else WHOLE
         values = [value for value in run.values.values() if not math.isnan(value)]
         best = (max if self.mode == "max" else min)(values, default=None)

@@ -70,7 +70,7 @@ class Pipeline:
         self.shapes_cut = Cut(self.shapes, layout.starts, META)
         self._prepared: dict[Any, _Prepared] = {}
 
-    def meet(self, group: dist.ProcessGroup | None) -> None:
+    def set_group(self, group: dist.ProcessGroup | None) -> None:
         """Go on among the processes of another group, from the buffers that the task has."""
         self.group = group
         self._prepared.clear()

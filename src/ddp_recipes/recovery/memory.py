@@ -16,7 +16,7 @@ from ddp_recipes.recovery.source import Candidate, Source, furthest
 HEADER = struct.Struct("<QQII16s")  # step, bytes that follow, part, parts, start
 
 
-class Kept(NamedTuple):
+class SnapshotId(NamedTuple):
     """The identity of a state that is kept in memory: its step, and which part of the model.
 
     Attributes:
@@ -32,14 +32,14 @@ class Kept(NamedTuple):
     start: str = ""
 
     @classmethod
-    def of(cls, header: bytes) -> "Kept | None":
+    def of(cls, header: bytes) -> "SnapshotId | None":
         """Return what a header says, ``None`` without a whole state behind it."""
         step, length, part, parts, start = HEADER.unpack(header)
         return cls(step, part, parts, start.rstrip(b"\0").decode()) if length else None
 
 
 @dataclass(frozen=True)
-class Places:
+class SnapshotSlots:
     """Where states of a run are kept: of each part of the model two files, so that one is whole while one is written.
 
     Attributes:
@@ -49,22 +49,22 @@ class Places:
     paths: tuple[tuple[str, str], ...]
 
     @classmethod
-    def made(cls, parts: int, stack: ExitStack) -> "Places":
-        """Return places in this process's memory, until the stack ends."""
+    def made(cls, parts: int, stack: ExitStack) -> "SnapshotSlots":
+        """Return slots in this process's memory, until the stack ends."""
         paths = [path_of(new_file(stack)) for _ in range(2 * parts)]
         return cls(tuple(zip(paths[::2], paths[1::2], strict=True)))
 
-    def each(self) -> list[tuple[Kept, str]]:
+    def each(self) -> list[tuple[SnapshotId, str]]:
         """Return what each state is, and its place."""
-        return [(kept, path) for pair in self.paths for path in pair if (kept := kept_in(path)) is not None]
+        return [(snapshot, path) for pair in self.paths for path in pair if (snapshot := snapshot_in(path)) is not None]
 
     def newest(self) -> Source[int, str] | None:
         """Return the last step at which every part was kept, and where."""
         return furthest(
-            Candidate(kept.step, part, len(self.paths), path)
+            Candidate(snapshot.step, part, len(self.paths), path)
             for part, pair in enumerate(self.paths)
             for path in pair
-            if (kept := kept_in(path)) is not None
+            if (snapshot := snapshot_in(path)) is not None
         )
 
 
@@ -80,31 +80,31 @@ def path_of(file: int) -> str:
     return f"/proc/{os.getpid()}/fd/{file}"
 
 
-def kept_in(path: str) -> Kept | None:
+def snapshot_in(path: str) -> SnapshotId | None:
     """Return what the state in a file is, ``None`` without a whole one."""
     with open(path, "rb") as file:
-        return Kept.of(file.read(HEADER.size))
+        return SnapshotId.of(file.read(HEADER.size))
 
 
-def least(paths: Iterable[str], new: Kept) -> str:
+def least(paths: Iterable[str], new: SnapshotId) -> str:
     """Return the place to write a new state over: ranks may be reading the newest of the steps before it.
 
     What is of a later step was cut off before all parts were there.
     """
 
     def worth(path: str) -> tuple[object, ...]:
-        kept = kept_in(path)
-        return (0,) if kept is None else (1, kept.step <= new.step, kept.step, kept.start == new.start)
+        snapshot = snapshot_in(path)
+        return (0,) if snapshot is None else (1, snapshot.step <= new.step, snapshot.step, snapshot.start == new.start)
 
     return min(paths, key=worth)
 
 
-def write_state(file: BinaryIO, kept: Kept, pieces: Iterable[bytes | memoryview]) -> None:
+def write_state(file: BinaryIO, snapshot: SnapshotId, pieces: Iterable[bytes | memoryview]) -> None:
     """Write a state over what the file holds."""
     file.write(bytes(HEADER.size))
     file.flush()
     length = sum(map(file.write, pieces))
     file.truncate()
     file.seek(0)
-    file.write(HEADER.pack(kept.step, length, kept.part, kept.parts, kept.start.encode()))
+    file.write(HEADER.pack(snapshot.step, length, snapshot.part, snapshot.parts, snapshot.start.encode()))
     file.flush()

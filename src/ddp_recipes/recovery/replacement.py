@@ -1,4 +1,4 @@
-"""Replaces lost ranks while the others keep their processes: who is lost, who has the state, where all meet again."""
+"""Replaces lost ranks while the others keep their processes: who is lost, who has the state, where all regroup."""
 
 import json
 import os
@@ -14,10 +14,10 @@ from ddp_recipes.config.parallelism import strategy_settings
 from ddp_recipes.config.settings import LauncherSettings
 from ddp_recipes.launchers.local import launcher as local
 from ddp_recipes.launchers.local.ranks import Rank, Starter
-from ddp_recipes.recovery.memory import Places
+from ddp_recipes.recovery.memory import SnapshotSlots
 from ddp_recipes.recovery.source import Candidate, Source, furthest
 from ddp_recipes.runtime.job import Job
-from ddp_recipes.runtime.regroup import Meeting, Progress, ahead_s, moment
+from ddp_recipes.runtime.regroup import Progress, Regroup, ahead_s, moment
 
 ANSWER_S = 5.0  # for a rank to notice the loss of another one, once a collective has timed out
 BY_CHANCE = 2  # times at most that a rank hangs at one step
@@ -36,15 +36,15 @@ class Survival(local.Survival):
         self._spare = settings.replace_ranks
         self._parts = strategy_settings(job.config["strategy"]).layout(processes).parts
         keeps = job.config["checkpoint"].get("in_memory_every_n_steps")
-        self._places = Places.made(self._parts, memory) if keeps else None
+        self._slots = SnapshotSlots.made(self._parts, memory) if keeps else None
         self._seen: set[str] = set()  # failures, which come again if they are not by chance
         self._known: list[tuple[str, float]] = []  # why ranks were lost, and when
         self._reported = 0  # of those, to the user
 
     def start(self, starter: Starter) -> list[Rank]:
         """Start all ranks, which keep their states in memory if they are to."""
-        if self._places is not None:
-            starter.memory = self._places.paths
+        if self._slots is not None:
+            starter.memory = self._slots.paths
         hung = partial(local.end_with_stacks, self.job)
         timeout_s = self.settings.timeout_s
         self._replacement = Replacement(starter, self._spare, self._parts, timeout_s, hung, self._known, self._reported)
@@ -76,15 +76,15 @@ class Survival(local.Survival):
 
     def _again(self, error: str) -> tuple[Job, str]:
         """Return the job as all ranks start it again, and from what: a checkpoint, or what is in memory if newer."""
-        newest, saved = None if self._places is None else self._places.newest(), self._origin.saved_step
+        newest, saved = None if self._slots is None else self._slots.newest(), self._origin.saved_step
         if newest is None or newest.point <= saved:
             self._known.clear()  # what they came to is in summary.json
             return self._origin.resumed(), "the last checkpoint" if saved >= 0 else "step 0"
         self._known.append((error.splitlines()[0], moment()))
         why, since = zip(*self._known, strict=True)
         parts, ranks = tuple(range(len(newest.places))), tuple(range(self.processes))
-        meeting = Meeting("", parts, ranks, why, since, self._reported, newest.places)
-        return replace(self._origin, meeting=asdict(meeting)), f"step {newest.point}, which is in memory"
+        regroup = Regroup("", parts, ranks, why, since, self._reported, newest.places)
+        return replace(self._origin, regroup=asdict(regroup)), f"step {newest.point}, which is in memory"
 
 
 @dataclass
@@ -137,7 +137,7 @@ class Replacement:
             self._end(waiting)
             return False
         if not others:
-            self._meet(ranks, lost, waiting)
+            self._regroup(ranks, lost, waiting)
         elif time.monotonic() > self._since + ANSWER_S + (self.timeout_s if _may_notice(lost, others) else 0):
             for rank in others:
                 rank.hung = True
@@ -151,7 +151,7 @@ class Replacement:
             self._announced = numbers | (self._announced or set())
             for rank in ranks:
                 if rank not in lost:
-                    rank.say(json.dumps({"exited": sorted(self._announced)}))
+                    rank.send(json.dumps({"exited": sorted(self._announced)}))
 
     def _can(self, lost: Sequence[Rank], waiting: Sequence[Rank], others: Sequence[Rank]) -> bool:
         """Whether what is known so far leaves a way on."""
@@ -185,18 +185,18 @@ class Replacement:
             Candidate(progress(rank), rank.number % self.parts, self.parts, rank.number) for rank in waiting
         )
 
-    def _meet(self, ranks: list[Rank], lost: Sequence[Rank], waiting: Sequence[Rank]) -> None:
-        """Start new ranks, and tell all where they meet."""
+    def _regroup(self, ranks: list[Rank], lost: Sequence[Rank], waiting: Sequence[Rank]) -> None:
+        """Start new ranks, and send all where they regroup."""
         assert self._since is not None
         self.number += max(1, len(lost))
         # A new rank that fails because of another one is no loss of its own.
         died = any(rank.death is not None for rank in lost)
         by_itself = [r for r in lost if r.joined or r.report is None or not (died or r.report.unresponsive)]
         self.known += [(rank.why, self._since + ahead_s()) for rank in by_itself]
-        file, source = self.starter.meeting(), self._source(waiting)
+        file, source = self.starter.new_store(), self._source(waiting)
         assert source is not None
-        meeting = asdict(
-            Meeting(
+        regroup = asdict(
+            Regroup(
                 file=f"/proc/{os.getpid()}/fd/{file.fileno()}",
                 sources=source.places,
                 lost=tuple(rank.number for rank in lost),
@@ -209,10 +209,10 @@ class Replacement:
             if rank.report is not None:
                 print(f"Rank {rank.number} failed:\n{rank.report.message.rstrip()}", file=sys.stderr, flush=True)
             rank.end()
-            ranks[rank.number] = self.starter.one(rank.number, file, replace(self.starter.job, meeting=meeting))
+            ranks[rank.number] = self.starter.one(rank.number, file, replace(self.starter.job, regroup=regroup))
         for rank in waiting:
             rank.loss, rank.joined = None, False
-            rank.say(json.dumps({"meeting": meeting}))
+            rank.send(json.dumps({"regroup": regroup}))
         self._since, self._announced = None, None
 
     def _end(self, waiting: Sequence[Rank]) -> None:
@@ -220,7 +220,7 @@ class Replacement:
         self._over = True
         for rank in waiting:
             rank.loss = None
-            rank.say(json.dumps({"meeting": None}))
+            rank.send(json.dumps({"regroup": None}))
 
 
 def _may_notice(lost: Sequence[Rank], others: Sequence[Rank]) -> bool:

@@ -9,13 +9,13 @@ from typing import Any
 
 from ddp_recipes.config.parallelism import strategy_settings
 from ddp_recipes.launchers.base import RestartNote
-from ddp_recipes.recovery.keeper import Keeper
-from ddp_recipes.recovery.memory import Places
+from ddp_recipes.recovery.memory import SnapshotSlots
+from ddp_recipes.recovery.snapshot_holder import SnapshotHolder
 from ddp_recipes.recovery.source import Candidate, furthest
 from ddp_recipes.reporting.run_directory import write_text
 from ddp_recipes.runtime.job import Job
 from ddp_recipes.runtime.messages import Messages
-from ddp_recipes.runtime.regroup import CLOCK_AHEAD, Meeting
+from ddp_recipes.runtime.regroup import CLOCK_AHEAD, Regroup
 from ddp_recipes.runtime.world import World
 
 WHY = "torchrun started all ranks again."  # it says itself which rank it lost
@@ -56,21 +56,21 @@ class TorchrunMemory:
     def __init__(self, note: RestartNote) -> None:
         self._note = note
 
-    def _kept(self) -> tuple[Keeper, Found] | None:
+    def _held(self) -> tuple[SnapshotHolder, Found] | None:
         """Return what keeps states in memory, if it is still there, and of which run."""
         if not (text := self._note.text("memory")):
             return None
         values = json.loads(text)
-        keeper = Keeper.of(values["keeper"])
-        return (keeper, Found.of(values)) if keeper.lives else None
+        holder = SnapshotHolder.of(values["keeper"])
+        return (holder, Found.of(values)) if holder.lives else None
 
     def found(self) -> Mapping[str, Any]:
         """Return what earlier starts left on this node, as JSON has it."""
-        if (kept := self._kept()) is None:
+        if (held := self._held()) is None:
             return {}
-        keeper, found = kept
-        states = [[(kept.step, path) for kept, path in Places((pair,)).each()] for pair in keeper.paths]
-        return asdict(replace(found, states=states, lost_at=keeper.lost_at))
+        holder, found = held
+        states = [[(snapshot.step, path) for snapshot, path in SnapshotSlots((pair,)).each()] for pair in holder.paths]
+        return asdict(replace(found, states=states, lost_at=holder.lost_at))
 
     def gone_on(self, job: Job, world: World, found: Sequence[Mapping[str, Any]]) -> Job:
         """Return the job as all ranks go on with it: from the newest state in memory, unless a checkpoint is as new.
@@ -80,38 +80,38 @@ class TorchrunMemory:
         """
         return _gone_on(job, _parts(job, world), [Found.of(each) for each in found])
 
-    def places(self, job: Job, world: World, messages: Messages) -> Sequence[str]:
+    def slots(self, job: Job, world: World, messages: Messages) -> Sequence[str]:
         """Return where this rank keeps its state, if it does; the first one of each node sees to what holds it."""
-        parts, name = _parts(job, world), f"keeper/{world.node_rank}"
+        parts, name = _parts(job, world), f"snapshot_holder/{world.node_rank}"
         if not parts or self._note.folder is None:
             return ()
         if world.local_rank == 0:
-            messages.set(name, json.dumps(asdict(self._keeper(self._note.folder, job, parts))))
+            messages.set(name, json.dumps(asdict(self._holder(self._note.folder, job, parts))))
         if (text := messages.get(name, float(job.config["launcher"]["timeout_s"]))) is None:
             return ()
-        keeper = Keeper.of(json.loads(text))
-        os.environ[CLOCK_AHEAD] = str(keeper.ahead)  # of the next starts, too
-        keeper.watch()
-        return keeper.paths[world.rank % parts]
+        holder = SnapshotHolder.of(json.loads(text))
+        os.environ[CLOCK_AHEAD] = str(holder.ahead)  # of the next starts, too
+        holder.watch()
+        return holder.paths[world.rank % parts]
 
-    def _keeper(self, folder: Path, job: Job, parts: int) -> Keeper:
+    def _holder(self, folder: Path, job: Job, parts: int) -> SnapshotHolder:
         """Return what keeps the run's states in memory, as many parts: what does so already, or a new one."""
-        kept = self._kept()
-        if kept is not None and kept[1].directory == str(job.directory) and len(kept[0].paths) == parts:
-            keeper = kept[0]
+        held = self._held()
+        if held is not None and held[1].directory == str(job.directory) and len(held[0].paths) == parts:
+            holder = held[0]
         else:
             self.forget()
-            keeper = Keeper.started(parts)
-        step = max((kept.step for kept, _ in Places(keeper.paths).each()), default=-1)
-        since = [] if job.meeting is None else job.meeting["since"]
-        note = {"keeper": asdict(keeper), "directory": str(job.directory), "step": step, "since": since}
+            holder = SnapshotHolder.started(parts)
+        step = max((snapshot.step for snapshot, _ in SnapshotSlots(holder.paths).each()), default=-1)
+        since = [] if job.regroup is None else job.regroup["since"]
+        note = {"keeper": asdict(holder), "directory": str(job.directory), "step": step, "since": since}
         write_text(folder / "memory", json.dumps(note), durable=False)
-        return keeper
+        return holder
 
     def forget(self) -> None:
         """Keep nothing in memory any more."""
-        if (kept := self._kept()) is not None:
-            kept[0].end()
+        if (held := self._held()) is not None:
+            held[0].end()
 
 
 def _parts(job: Job, world: World) -> int:
@@ -139,4 +139,4 @@ def _gone_on(job: Job, parts: int, found: Sequence[Found]) -> Job:
     again = bool(source.since) and source.step == newest.point  # nothing was gained since the loss before
     since = (*source.since, source.since[-1] if again else source.lost_at)
     why, lost = (WHY,) * len(since), tuple(range(len(found)))
-    return replace(job, meeting=asdict(Meeting("", sources, lost, why, since, len(since) - 1, states)))
+    return replace(job, regroup=asdict(Regroup("", sources, lost, why, since, len(since) - 1, states)))

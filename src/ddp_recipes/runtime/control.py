@@ -15,7 +15,7 @@ from ddp_recipes.errors import (
     store_is_silent,
 )
 from ddp_recipes.runtime.messages import Messages
-from ddp_recipes.runtime.regroup import Leaving, Loss, Meeting, Watcher
+from ddp_recipes.runtime.regroup import ExitRequest, Loss, Regroup, Watcher
 from ddp_recipes.runtime.world import World
 
 T = TypeVar("T")
@@ -57,19 +57,19 @@ class Control:
         self._sent = self._shared = 0
         self._read = dict.fromkeys(range(1, world.world_size), 0)  # lines of each rank's log
 
-    def meet_again(self, loss: Loss) -> Meeting | Leaving | None:
-        """Tell the launcher that another rank is lost, and wait; return where the ranks meet, unless they do not.
+    def await_regroup(self, loss: Loss) -> Regroup | ExitRequest | None:
+        """Report to the launcher that another rank is lost, and wait; return where the ranks regroup, if they do.
 
         New ranks find there what all agreed on before.
         """
-        if not isinstance(found := self.watcher.ask(loss), tuple):
+        if not isinstance(found := self.watcher.request(loss), tuple):
             return found
-        meeting, self.messages = found
+        regroup, self.messages = found
         self._sent = self._shared = 0
         self._read = dict.fromkeys(self._read, 0)
         for name, outcome in self._outcomes.items():
             self.messages.set(name, json.dumps(outcome))
-        return meeting
+        return regroup
 
     def agree(self, error: Exception | None, facts: Mapping[str, str]) -> None:
         """Start together or not at all: every rank reports whether it is ready and with what; rank 0 compares.

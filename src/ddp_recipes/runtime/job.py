@@ -30,7 +30,7 @@ class Job:
         last: whether the processes that run it exit with it: then they ignore the signals that request that, once each.
         main: what the config names of the ``__main__`` that it comes from, where that is another process's.
         base: the directory that was made for it, or for the sweep that it is of.
-        meeting: where a rank that takes the place of a lost one meets the others, as JSON.
+        regroup: where a rank that takes the place of a lost one joins the others, as JSON.
         memory: files in which a rank keeps its state, in turn.
         start: name of this start of the ranks, where there are several.
     """
@@ -42,7 +42,7 @@ class Job:
     last: bool = False
     main: str = ""
     base: str = ""
-    meeting: Mapping[str, Any] | None = None
+    regroup: Mapping[str, Any] | None = None
     memory: Sequence[str] = ()
     start: str = ""
 
@@ -76,6 +76,8 @@ class Job:
     def from_json(cls, text: str) -> "Job":
         """Return the job that :meth:`to_json` wrote."""
         values = json.loads(text)
+        if "meeting" in values:  # of an earlier version, which has submitted it
+            values["regroup"] = values.pop("meeting")
         return cls(**{**values, "directory": Path(values["directory"])})
 
 

@@ -268,17 +268,17 @@ class SignedStore(Store):
         raise RuntimeError(f"Timed out after {timeout.total_seconds():g} seconds: no {key} in the store.")
 
 
-def in_file(meeting: int) -> Messages:
+def in_file(store_file: int) -> Messages:
     """Return the messages of ranks that inherited this file, which has no name: nobody else comes in."""
-    return Messages(FileStore(f"/proc/self/fd/{meeting}"), private=True, holders=partial(_holders, meeting))
+    return Messages(FileStore(f"/proc/self/fd/{store_file}"), private=True, holders=partial(_holders, store_file))
 
 
-def _holders(meeting: int) -> list[int]:
+def _holders(store_file: int) -> list[int]:
     """Return the ranks of this machine that have locked a file, as each does for an instant to read or write."""
     found = []
     with suppress(OSError, ValueError):
         for line in Path("/proc/locks").read_text().splitlines():
             _, kind, _, _, process, place, *_ = line.split()  # of one that waits for a lock the kind is an arrow
-            if kind == "FLOCK" and place.endswith(f":{os.fstat(meeting).st_ino}"):
+            if kind == "FLOCK" and place.endswith(f":{os.fstat(store_file).st_ino}"):
                 found.append(int(Path(f"/proc/{process}/comm").read_text().removeprefix("rank ")))
     return found

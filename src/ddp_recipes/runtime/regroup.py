@@ -70,8 +70,8 @@ class Loss:
 
 
 @dataclass(frozen=True)
-class Leaving:
-    """The message that ranks do not form the group again: all end, and others go on.
+class ExitRequest:
+    """The message that ranks do not regroup: all exit, and others go on.
 
     Attributes:
         keep: whether this rank leaves its state in memory.
@@ -81,7 +81,7 @@ class Leaving:
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Regroup:
     """The address where ranks form a new group, and the ranks whose state they go on with.
 
     Attributes:
@@ -103,8 +103,8 @@ class Meeting:
     states: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> "Meeting":
-        """Return the meeting whose fields came as JSON."""
+    def of(cls, values: Mapping[str, Any]) -> "Regroup":
+        """Return the one whose fields came as JSON."""
         made: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in values.items()}
         return cls(**made)
 
@@ -117,7 +117,7 @@ class Watcher:
         exited: returns the ranks whose process is known to have exited, which need not be waited for.
         joined: called once this rank has joined the others, and has the state that they have.
         reported: called with how many losses are reported to the user.
-        ask: tells of a loss, and waits; returns where ranks meet again, that all leave, or that the run ends: ``None``.
+        request: reports a loss, and waits; returns where ranks regroup, that all exit, or that the run ends: ``None``.
         when_lost: takes what another thread calls once a rank is lost.
         moves: returns whether all are to leave after a step, for others to go on.
     """
@@ -125,6 +125,6 @@ class Watcher:
     exited: Callable[[], Iterable[int]] = tuple
     joined: Callable[[], None] = lambda: None
     reported: Callable[[int], None] = lambda number: None
-    ask: Callable[[Loss], "tuple[Meeting, Messages] | Leaving | None"] = lambda loss: None
+    request: Callable[[Loss], "tuple[Regroup, Messages] | ExitRequest | None"] = lambda loss: None
     when_lost: Callable[[Callable[[], None]], None] = lambda call: None
     moves: Callable[[], bool] = lambda: False

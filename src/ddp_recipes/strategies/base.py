@@ -94,7 +94,7 @@ class Strategy(Protocol):
     shares_memory: bool  # ranks exchange gradients in memory, not by the backend; known once the task is wrapped
     bound: torch.device | None  # the one accelerator of a replica, which the group is for; set before setup
     silent: bool  # whether collectives raise nothing once a rank is lost, but wait until :meth:`abort`; set by setup
-    exchanges: Exchanges  # by these; each method that returns what was exchanged settles it before
+    exchanges: Exchanges  # by these; each method that returns what was exchanged synchronizes before
 
     def replicas(self, device_type: str) -> int:
         """Return how many replicas share a shard of a batch; ``data.batch_size`` is for each of them."""

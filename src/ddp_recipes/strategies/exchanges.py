@@ -89,7 +89,7 @@ class Exchanges:
         self._over.set()
         self.recorders = []
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait, where this process goes on after a loss, until the devices have all that was exchanged.
 
         Called before it is used.
@@ -115,7 +115,7 @@ class Exchanges:
     def _watch(self) -> None:
         """Abort what the devices wait for, as this process may, without an end: in any code that needs a value.
 
-        They are asked nothing as long as the process comes by :meth:`settle`.
+        They are asked nothing as long as the process comes by :meth:`synchronize`.
         """
         patience = self._timeout_s / 2
         with suppress(RuntimeError):  # an error of a device, which the process gets as well

@@ -61,7 +61,7 @@ class Group(Plain):
         values = values.sum(dim=0)
         if self.world.world_size > 1:
             dist.all_reduce(values)
-        self.exchanges.settle()
+        self.exchanges.synchronize()
         return values
 
     def sum_in_turns(self, values: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ class Group(Plain):
             rows = values.new_empty(self.world.world_size * len(values), *values.shape[1:])
             all_gather_single(rows, values.contiguous())
             values = rows.view(self.world.world_size, *values.shape).transpose(0, 1).flatten(0, 1)
-        self.exchanges.settle()
+        self.exchanges.synchronize()
         return values.sum(dim=0)
 
     def digest(self, task: Task) -> str | None:
@@ -81,7 +81,7 @@ class Group(Plain):
     def gather(self, value: Any) -> list[Any] | None:
         """Gather values on rank 0."""
         values = gather(value)
-        self.exchanges.settle()
+        self.exchanges.synchronize()
         return values
 
     def exchange(self, task: Task, world: World) -> Exchange:

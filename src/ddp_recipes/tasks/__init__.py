@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         MeanAbsoluteError as MeanAbsoluteError,
     )
     from ddp_recipes.tasks.task import OwnOptimizers as OwnOptimizers
+    from ddp_recipes.tasks.task import RunContext as RunContext
     from ddp_recipes.tasks.task import Schedule as Schedule
     from ddp_recipes.tasks.task import (
         StepOutput as StepOutput,
@@ -31,6 +32,7 @@ _HOMES = {
     "MeanAbsoluteError": ".task",
     "ModelLossTask": ".model_loss",
     "OwnOptimizers": ".task",
+    "RunContext": ".task",
     "Schedule": ".task",
     "StepOutput": ".task",
     "Surroundings": ".task",

@@ -25,7 +25,7 @@ _ELEMENTWISE = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class RunContext:
     """Facts of the run that a task is made for: mode, loaders, directory, collectives.
 
     Attributes:
@@ -56,6 +56,9 @@ class Surroundings:
     def total_steps(self) -> int | None:
         """Optimizer steps to the end of training; ``None`` if only time limits it, or nothing is trained."""
         return self.total_steps_of(len(self.loaders["train"])) if "train" in self.loaders else None
+
+
+Surroundings = RunContext  # its former name, which is published
 
 
 class StepOutput(NamedTuple):
@@ -356,7 +359,7 @@ class Task(nn.Module):
     # Where a task takes optimizer steps by itself: as training.update.update does.
     update: Callable[[Any, Iterator[Any], bool], Any] | None = None
 
-    def attach(self, surroundings: Surroundings) -> None:
+    def attach(self, context: RunContext) -> None:
         """Learn what run this is, once its model is made and before its weights are loaded."""
 
     def dataloaders(self, mode: str) -> Mapping[str, Any]:

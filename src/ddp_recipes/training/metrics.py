@@ -198,7 +198,7 @@ def evaluate(
         metrics |= _evaluate(task, loader, batches, strategy, prefix, precision, found, within)
         done += len(loader)
     metrics = task.end_evaluation(split, metrics)
-    strategy.exchanges.settle()  # metrics have collectives of their own
+    strategy.exchanges.synchronize()  # metrics have collectives of their own
     return metrics
 
 

@@ -321,7 +321,7 @@ def save(run: Run, measured: bool) -> None:
         callback.on_save_start(run.cursor.step)
     await_writer(run, bad)
     state = gather_state(run)
-    run.strategy.exchanges.settle()
+    run.strategy.exchanges.synchronize()
     run.checkpointer.save(state, run.cursor.step, value)
     if not run.checkpoint.async_save:
         await_writer(run, bad)

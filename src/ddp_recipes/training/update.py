@@ -31,7 +31,7 @@ def update(run: Run, batches: Iterator[Batch], measured: bool) -> Update:
         lr = run.optimizer.param_groups[0]["lr"]
         if run.together:
             run.strategy.sum(torch.zeros(1, device=run.devices[0]))  # the last collective of the step
-        run.strategy.exchanges.settle()
+        run.strategy.exchanges.synchronize()
         run.precision.step(run.optimizer)
         CALLS.zero_grad(run.optimizer)
     return Update(losses, samples, norm, lr, loss, metrics)

@@ -26,7 +26,7 @@ class Rank:
 
     number: int
     process: subprocess.Popen[bytes] | ForkedRank
-    lifeline: IO[bytes]  # brings the job; its end is the end of this process
+    connection: IO[bytes]  # brings the job; its end is the end of this process
     reports: IO[bytes]
     stacks: IO[bytes]  # where it writes its Python stacks when SIGUSR2 ends it
     joined: bool = False  # whether it has joined the others, since all last met
@@ -56,20 +56,20 @@ class Rank:
         assert self.report is not None
         return f"Rank {self.number} failed: {self.report.message.strip().splitlines()[-1]}"
 
-    def say(self, line: str) -> None:
+    def send(self, line: str) -> None:
         """Send the rank a line."""
         with suppress(BrokenPipeError, ValueError):  # it has exited already, which the launcher finds out
-            self.lifeline.write(line.encode() + b"\n")
+            self.connection.write(line.encode() + b"\n")
 
-    def hear(self, line: str) -> None:
+    def receive(self, line: str) -> None:
         """Take a line that the rank sent."""
-        word = json.loads(line)
-        if word.get("joined"):
+        message = json.loads(line)
+        if message.get("joined"):
             self.joined = self.began = True
-        elif "reported" in word:
-            self.reported = word["reported"]
-        elif "loss" in word:
-            self.loss = Loss(**{**word["loss"], "alone": tuple(word["loss"]["alone"])})
+        elif "reported" in message:
+            self.reported = message["reported"]
+        elif "loss" in message:
+            self.loss = Loss(**{**message["loss"], "alone": tuple(message["loss"]["alone"])})
         else:
             self.report = RankReport.from_json(line)
 
@@ -93,7 +93,7 @@ class Rank:
         self.process.send_signal(signal.SIGKILL)
         if self.process.wait() < 0 and self.number == 0 and sys.stdout.isatty():
             print("\n\x1b[?25h", end="", flush=True)  # the bar hides the cursor while it is there
-        for file in (self.lifeline, self.reports, self.stacks):
+        for file in (self.connection, self.reports, self.stacks):
             file.close()
 
 
@@ -116,27 +116,27 @@ class Starter:
     world_size: int | None = None
     environ: Mapping[str, str] = field(default_factory=dict)
     memory: Sequence[Sequence[str]] = ()
-    _meeting: IO[bytes] | None = None  # the last
+    _store_file: IO[bytes] | None = None  # the last
 
-    def meeting(self) -> IO[bytes]:
+    def new_store(self) -> IO[bytes]:
         """Return a file for a store: no port, no path; ranks inherit it, or open it until there is another one."""
-        if self._meeting is not None:
-            self._meeting.close()
-        self._meeting = self.stack.enter_context(os.fdopen(os.memfd_create("ddp_recipes"), "rb"))
-        return self._meeting
+        if self._store_file is not None:
+            self._store_file.close()
+        self._store_file = self.stack.enter_context(os.fdopen(os.memfd_create("ddp_recipes"), "rb"))
+        return self._store_file
 
     def all(self) -> list[Rank]:
         """Start all ranks."""
-        meeting = self.meeting() if self.world_size is None else None
-        ranks = [self._process(number, meeting) for number in range(self.first, self.first + self.processes)]
+        store_file = self.new_store() if self.world_size is None else None
+        ranks = [self._process(number, store_file) for number in range(self.first, self.first + self.processes)]
         for rank in ranks:
-            rank.say(self._of(rank.number, self.job).to_json())
+            rank.send(self._of(rank.number, self.job).to_json())
         return ranks
 
-    def one(self, number: int, meeting: IO[bytes], job: Job) -> Rank:
+    def one(self, number: int, store_file: IO[bytes], job: Job) -> Rank:
         """Start one in the place of a lost one."""
-        rank = self._process(number, meeting)
-        rank.say(self._of(number, job).to_json())
+        rank = self._process(number, store_file)
+        rank.send(self._of(number, job).to_json())
         return rank
 
     def _of(self, number: int, job: Job) -> Job:
@@ -144,9 +144,9 @@ class Starter:
         own = self.memory[number - self.first :][:1]
         return replace(job, memory=own[0]) if own else job
 
-    def _process(self, number: int, meeting: IO[bytes] | None) -> Rank:
+    def _process(self, number: int, store_file: IO[bytes] | None) -> Rank:
         threads = max(1, len(os.sched_getaffinity(0)) // self.processes)
-        here = {} if meeting is None else {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+        here = {} if store_file is None else {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
         environ = {
             "OMP_NUM_THREADS": str(threads),
             **here,
@@ -159,14 +159,14 @@ class Starter:
             "LOCAL_WORLD_SIZE": str(self.processes),
             **self.environ,
         }
-        life, lifeline = os.pipe()
+        read_end, connection = os.pipe()
         reports, report = os.pipe()
         stacks = self.stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
-        fds = [life, report, stacks.fileno(), *([] if meeting is None else [meeting.fileno()])]
+        fds = [read_end, report, stacks.fileno(), *([] if store_file is None else [store_file.fileno()])]
         process = _start_process(fds, environ) if self.server is None else self.server.fork(fds, environ)
-        os.close(life)
+        os.close(read_end)
         os.close(report)
-        pipes = os.fdopen(lifeline, "wb", buffering=0), os.fdopen(reports, "rb", buffering=0)
+        pipes = os.fdopen(connection, "wb", buffering=0), os.fdopen(reports, "rb", buffering=0)
         rank = Rank(number, process, *pipes, stacks)
         self.stack.callback(rank.end)
         return rank
@@ -210,7 +210,7 @@ def incoming(ranks: Sequence[Rank]) -> Iterator[None]:
                 text = rank.reports.read(1 << 20)
                 *lines, rank.unread = (rank.unread + text).split(b"\n")
                 for line in map(bytes.decode, lines):
-                    rank.hear(line)
+                    rank.receive(line)
                     yield
                 if not text:
                     selector.unregister(rank.reports)

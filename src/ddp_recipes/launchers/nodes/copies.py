@@ -8,7 +8,16 @@ from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
 from ddp_recipes.errors import RunFailed
-from ddp_recipes.recovery.memory import HEADER, Kept, Places, kept_in, least, new_file, path_of, write_state
+from ddp_recipes.recovery.memory import (
+    HEADER,
+    SnapshotId,
+    SnapshotSlots,
+    least,
+    new_file,
+    path_of,
+    snapshot_in,
+    write_state,
+)
 from ddp_recipes.recovery.memory_server import CHUNK, MemoryClient, MemoryServer
 
 LOOK_S = 0.1  # between looks at what is new on the other node
@@ -20,11 +29,11 @@ class Held(NamedTuple):
 
     Attributes:
         file: descriptor, in the supervisor's process.
-        kept: what it is.
+        snapshot: what it is.
     """
 
     file: int
-    kept: Kept
+    snapshot: SnapshotId
 
 
 class Overtaken(Exception):
@@ -34,9 +43,9 @@ class Overtaken(Exception):
 class Copies:
     """What a node has of the states of a run, which it serves to the others until the stack ends."""
 
-    def __init__(self, places: Places, address: str, key: bytes, stack: ExitStack) -> None:
+    def __init__(self, slots: SnapshotSlots, address: str, key: bytes, stack: ExitStack) -> None:
         self._key, self._stack = key, stack
-        self.own = tuple(int(path.rpartition("/")[2]) for pair in places.paths for path in pair)
+        self.own = tuple(int(path.rpartition("/")[2]) for pair in slots.paths for path in pair)
         self._copied: dict[int, tuple[int, int]] = {}  # files, by the other node's rank
         self.port = stack.enter_context(MemoryServer(address, key, self._files)).port
 
@@ -45,7 +54,9 @@ class Copies:
 
     def held(self) -> tuple[Held, ...]:
         """Return each whole state."""
-        return tuple(Held(file, kept) for file in self._files() if (kept := kept_in(path_of(file))) is not None)
+        return tuple(
+            Held(file, snapshot) for file in self._files() if (snapshot := snapshot_in(path_of(file))) is not None
+        )
 
     @contextmanager
     def following(self, host: str, port: int, files: tuple[int, ...], start: str) -> Iterator[None]:
@@ -86,18 +97,18 @@ class Copies:
         for rank, pair in enumerate(pairs):
             for file in pair:
                 header = _header(client, file)
-                if (kept := Kept.of(header)) is not None and kept.start == start:
-                    of_ranks.setdefault(rank, {})[kept.step] = file, header
+                if (snapshot := SnapshotId.of(header)) is not None and snapshot.start == start:
+                    of_ranks.setdefault(rank, {})[snapshot.step] = file, header
         steps = set.intersection(*map(set, of_ranks.values())) if of_ranks else set()
-        here = {held.kept for held in self.held()}
+        here = {held.snapshot for held in self.held()}
         for rank, of_rank in of_ranks.items() if steps else ():
             file, header = of_rank[max(steps)]
-            kept = Kept.of(header)
-            if kept is not None and kept not in here:
-                with open(least(self._places(rank), kept), "r+b") as place:
-                    write_state(place, kept, _content(client, file, header))
+            snapshot = SnapshotId.of(header)
+            if snapshot is not None and snapshot not in here:
+                with open(least(self._slots(rank), snapshot), "r+b") as place:
+                    write_state(place, snapshot, _content(client, file, header))
 
-    def _places(self, rank: int) -> list[str]:
+    def _slots(self, rank: int) -> list[str]:
         """Return where to copy the states of a rank of the other node."""
         if rank not in self._copied:
             self._copied[rank] = (new_file(self._stack), new_file(self._stack))

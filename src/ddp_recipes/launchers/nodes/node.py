@@ -20,11 +20,11 @@ from ddp_recipes.launchers.nodes.start import Offer, Start
 from ddp_recipes.launchers.nodes.supervision import Ended, Supervision
 from ddp_recipes.launchers.reports import Outcome
 from ddp_recipes.launchers.worker import FIRSTS
-from ddp_recipes.recovery.memory import Places
+from ddp_recipes.recovery.memory import SnapshotSlots
 from ddp_recipes.recovery.replacement import BY_CHANCE
 from ddp_recipes.reporting.run_directory import Summary, read_summary
 from ddp_recipes.runtime.job import Job
-from ddp_recipes.runtime.regroup import CLOCK_AHEAD, Meeting, ahead_s
+from ddp_recipes.runtime.regroup import CLOCK_AHEAD, Regroup, ahead_s
 
 if TYPE_CHECKING:
     from ddp_recipes.launchers.nodes.rendezvous import Rendezvous
@@ -58,8 +58,8 @@ class Node:
         self._job = replace(job, config={**job.config, "launcher": launcher})
         self._directory = job.directory  # of the run, as the first node has it
         self._request, self._server, self._rendezvous, self._signals = request, server, rendezvous, signals
-        self._places = Places.made(ranks, stack)
-        self._copies = Copies(self._places, rendezvous.address, rendezvous.key, stack)
+        self._slots = SnapshotSlots.made(ranks, stack)
+        self._copies = Copies(self._slots, rendezvous.address, rendezvous.key, stack)
         offer = Offer(ranks, str(job.directory), digest(self._job), os.urandom(8).hex())
         self._offer = replace(offer, port=self._copies.port, own=self._copies.own)
         self._losses = 0
@@ -74,7 +74,7 @@ class Node:
         """
         while True:
             try:
-                start = self._meet()
+                start = self._join()
             except RunFailed:  # it may have come to its end meanwhile
                 found = read_summary(self._directory)
                 if found is None or found == before or found["status"] != "finished":
@@ -83,10 +83,10 @@ class Node:
             if (summary := self._run(start)) is not None:
                 return summary
 
-    def _meet(self) -> Start:
+    def _join(self) -> Start:
         """Return the next start of the ranks, once the nodes that there are have met."""
         held = () if self._request.strategy.kind == "replicated" else self._copies.held()
-        start = self._rendezvous.meet(replace(self._offer, held=held))
+        start = self._rendezvous.join(replace(self._offer, held=held))
         losses, reported = start.losses, start.reported
         if losses and not start.states:
             losses, reported = (), 0  # what the run counts, it counts from there on
@@ -99,7 +99,7 @@ class Node:
         """Run the ranks in a start; return the summary if the run has come to its end."""
         with ExitStack() as stack:
             last = False
-            stack.callback(lambda: start.alive.end(last))
+            stack.callback(lambda: start.heartbeats.end(last))
             world = _ranks_of(self._request, start)
             job, parts = _job(self._job, start, world), self._request.strategy.layout(world).parts
             self._directory, other = job.directory, start.offers[start.node - 1]
@@ -113,7 +113,7 @@ class Node:
                 self._rendezvous.close()
                 return summary
             self._count(ended, job, start.step)
-            self._offer = ended.offer(self._offer, self._places)
+            self._offer = ended.offer(self._offer, self._slots)
             return None
 
     def _starter(self, job: Job, start: Start, world: int, stack: ExitStack) -> Starter:
@@ -132,7 +132,7 @@ class Node:
             ),
         }
         count = min(start.offers[start.node].ranks, world - first)
-        return Starter(job, count, self._server, stack, first, world, environ, self._places.paths)
+        return Starter(job, count, self._server, stack, first, world, environ, self._slots.paths)
 
     def _count(self, ended: Ended, job: Job, step: int) -> None:
         """Count a loss, and tell it; end the run for all nodes if there were too many, or it is not by chance.
@@ -182,4 +182,4 @@ def _job(job: Job, start: Start, world: int) -> Job:
         return job.resumed(main=start.node == 0) if source.began else job
     why, since = tuple(text for text, _ in start.losses), tuple(when for _, when in start.losses)
     sources = tuple(range(len(states)))
-    return replace(job, meeting=asdict(Meeting("", sources, tuple(range(world)), why, since, start.reported, states)))
+    return replace(job, regroup=asdict(Regroup("", sources, tuple(range(world)), why, since, start.reported, states)))

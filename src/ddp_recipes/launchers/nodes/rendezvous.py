@@ -20,8 +20,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 
 from ddp_recipes.errors import MAKE_KEY, RequestError, RunFailed
 from ddp_recipes.launchers.environment import find_key
-from ddp_recipes.launchers.nodes.alive import Alive
 from ddp_recipes.launchers.nodes.backend import signed_backend
+from ddp_recipes.launchers.nodes.heartbeat import Heartbeats
 from ddp_recipes.launchers.nodes.shared_file import SharedFile
 from ddp_recipes.launchers.nodes.start import Offer, Start
 from ddp_recipes.launchers.nodes.stores import normalized, open_store, own_address
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 LOOK_S = 0.1
 SAY_S = 2.0  # before a person is told what is waited for
-MEETINGS = 10  # in which some node does not say what it brings
+ATTEMPTS = 10  # in which some node does not say what it brings
 CLOSE_S = 3.0
 
 
@@ -91,7 +91,7 @@ class Rendezvous:
         except RendezvousError as error:
             raise self._failed(error) from error
 
-    def meet(self, offer: Offer) -> Start:
+    def join(self, offer: Offer) -> Start:
         """Wait for the others, and agree on who brings what.
 
         Raises:
@@ -101,11 +101,11 @@ class Rendezvous:
         """
         self._come()
         stops = _Stops(self._signals, 2 * self.lost_after_s if offer.step >= 0 or offer.held else 0.0)
-        for _ in range(MEETINGS):
+        for _ in range(ATTEMPTS):
             found = self._met(stops)
             with suppress(_NoAnswer):  # a node was lost as all met: without it they meet again
                 return self._agreed(found, offer)
-        raise RunFailed(f"Nodes that meet at {self.endpoint} do not answer, {MEETINGS} times in a row.")
+        raise RunFailed(f"Nodes that meet at {self.endpoint} do not answer, {ATTEMPTS} times in a row.")
 
     def _come(self) -> None:
         """Wait until all nodes of a run that has ended in the same file have exited: this is another run."""
@@ -159,9 +159,9 @@ class Rendezvous:
             messages.set("port", str(store.port))
         port = int(self._said(messages, "port"))
         place = order.index(own)
-        alive = Alive(messages, self._num_nodes_waiting, self.lost_after_s, place, len(order))
+        heartbeats = Heartbeats(messages, self._num_nodes_waiting, self.lost_after_s, place, len(order))
         ordered = [offers[node] for node in order]
-        return Start(messages.name, place, ordered, ordered[0].address, port, store, alive, self.endpoint)
+        return Start(messages.name, place, ordered, ordered[0].address, port, store, heartbeats, self.endpoint)
 
     def _of_this_round(self, found: RendezvousInfo) -> Messages:
         """Return the messages of nodes that have met: none that were written in another round, or run, are of these.

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ddp_recipes.launchers.nodes.copies import Held
-from ddp_recipes.recovery.memory import Kept, path_of
+from ddp_recipes.recovery.memory import SnapshotId, path_of
 from ddp_recipes.recovery.source import Candidate, furthest
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
-    from ddp_recipes.launchers.nodes.alive import Alive
+    from ddp_recipes.launchers.nodes.heartbeat import Heartbeats
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Offer:
         values = json.loads(text)
         losses = tuple((str(why), float(since)) for why, since in values["losses"])
         former = tuple((name, why) for name, why in values["former"])
-        held = tuple(Held(file, Kept(*kept)) for file, kept in values["held"])
+        held = tuple(Held(file, SnapshotId(*snapshot)) for file, snapshot in values["held"])
         return cls(**{**values, "losses": losses, "former": former, "own": tuple(values["own"]), "held": held})
 
     @property
@@ -81,7 +81,7 @@ class Start:
         offers: by node; the first has the state to go on with, if any has one.
         address, port: of the store in which ranks meet.
         store: which this process has, if it is the first node's.
-        alive: who is still there.
+        heartbeats: of the other nodes.
     """
 
     name: str
@@ -90,7 +90,7 @@ class Start:
     address: str
     port: int
     store: "TCPStore | None"
-    alive: "Alive"
+    heartbeats: "Heartbeats"
     endpoint: str
 
     @property
@@ -122,7 +122,9 @@ class Start:
     def step(self) -> int:
         """The furthest of which any node has a state in memory, or knows a checkpoint."""
         return max(
-            step for each in self.offers for step in (each.step, each.saved_step, *(kept.step for _, kept in each.held))
+            step
+            for each in self.offers
+            for step in (each.step, each.saved_step, *(snapshot.step for _, snapshot in each.held))
         )
 
     @property
@@ -132,9 +134,9 @@ class Start:
             return (self.offers[0].state,)
         nodes = sorted(enumerate(self.offers), key=lambda each: each[0] != self.node)  # what is here comes first
         newest = furthest(
-            Candidate((kept.step, kept.start), kept.part, kept.parts, self._place(node, file))
+            Candidate((snapshot.step, snapshot.start), snapshot.part, snapshot.parts, self._place(node, file))
             for node, offer in nodes
-            for file, kept in offer.held
+            for file, snapshot in offer.held
         )
         saved_step = max(offer.saved_step for offer in self.offers)
         return newest.places if newest is not None and newest.point[0] >= saved_step else ()

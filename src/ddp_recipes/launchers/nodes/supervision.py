@@ -12,7 +12,7 @@ from ddp_recipes.launchers.local.launcher import AFTER_INTERRUPT_S, AFTER_TERM_S
 from ddp_recipes.launchers.local.ranks import Rank, Starter, incoming
 from ddp_recipes.launchers.nodes.start import Offer, Start
 from ddp_recipes.launchers.reports import Outcome, decide
-from ddp_recipes.recovery.memory import Kept, Places
+from ddp_recipes.recovery.memory import SnapshotId, SnapshotSlots
 from ddp_recipes.recovery.replacement import ANSWER_S, progress
 from ddp_recipes.reporting.run_directory import read_summary
 from ddp_recipes.runtime.job import Job
@@ -47,13 +47,13 @@ class Ended:
     whole: bool = True
     reported: int = 0
 
-    def offer(self, before: Offer, places: Places) -> Offer:
+    def offer(self, before: Offer, slots: SnapshotSlots) -> Offer:
         """Return what this node brings to the next start: its newest state, unless a checkpoint is newer."""
         losses = (*before.losses, *((each.splitlines()[0], self.since) for each in self.why))
         former = tuple(each for each in before.former if each[1] not in self.why)
         saved_step = max(before.saved_step, self.saved_step)
         before = replace(before, former=former, left=moment(), saved_step=saved_step)
-        (step, *_), path = max(places.each(), default=(Kept(-1), ""))
+        (step, *_), path = max(slots.each(), default=(SnapshotId(-1), ""))
         if step < self.saved_step or not self.whole:
             step, path = -1, ""
         began, reported = before.began or self.began, max(before.reported, self.reported)
@@ -88,12 +88,12 @@ class Supervision:
             KeyboardInterrupt: twice.
             RunFailed: this node is cut off.
         """
-        alive = self.start.alive
+        heartbeats = self.start.heartbeats
         for _ in incoming(self.ranks):
             self._pass_on_signals()
             lost = self._lost
-            alive.say((rank.number for rank in lost), any(map(self._died, lost)), self._silent, self._reported)
-            if alive.cut_off:
+            heartbeats.update((rank.number for rank in lost), any(map(self._died, lost)), self._silent, self._reported)
+            if heartbeats.cut_off:
                 raise RunFailed(
                     f"This node is cut off from {self.start.endpoint}, where nodes meet: others go on without it."
                 )
@@ -102,18 +102,18 @@ class Supervision:
             if "refused" in kinds or "preempted" in kinds:
                 return Ended(self._decided())
             finished = kinds.count("summary") == len(self.ranks)  # as without ranks: the others are waited for
-            if finished and (self.start.node == 0 or alive.ended):  # rank 0 ends after all others
+            if finished and (self.start.node == 0 or heartbeats.ended):  # rank 0 ends after all others
                 return Ended(self._finished())
             self._look_for_losses()
             none = all(rank.lost or rank.report is not None for rank in self.ranks)
-            if none and (self._since is not None or not finished or 0 in alive.left):
-                alive.leave()
+            if none and (self._since is not None or not finished or 0 in heartbeats.left):
+                heartbeats.leave()
                 if self._knows_why():
                     return self._ended()
-            if alive.waiting and not self._moved and all(rank.joined for rank in self.ranks):
+            if heartbeats.waiting and not self._moved and all(rank.joined for rank in self.ranks):
                 self._moved = True
                 if self.ranks and self.ranks[0].number == 0:
-                    self.ranks[0].say(json.dumps({"move": True}))
+                    self.ranks[0].send(json.dumps({"move": True}))
         raise AssertionError("there is always more")
 
     def _pass_on_signals(self) -> None:
@@ -130,23 +130,23 @@ class Supervision:
             return True
         self._told = self._told or time.monotonic()
         late = time.monotonic() - self._told > AFTER_INTERRUPT_S
-        return late or max(self._reported, self.start.alive.reported) >= len(self.start.losses)
+        return late or max(self._reported, self.start.heartbeats.reported) >= len(self.start.losses)
 
     def _look_for_losses(self) -> None:
         """Have ranks that are left notice a loss, here or on another node, and leave once all have."""
-        alive = self.start.alive
-        self._nodes += [node for node in alive.lost if node not in self._nodes]
+        heartbeats = self.start.heartbeats
+        self._nodes += [node for node in heartbeats.lost if node not in self._nodes]
         waiting = [rank for rank in self.ranks if rank.loss is not None and not rank.lost]
-        if not (self._lost or waiting or self._nodes or alive.exited or alive.left):
+        if not (self._lost or waiting or self._nodes or heartbeats.exited or heartbeats.left):
             return
         self._since = self._since or time.monotonic()
-        numbers = {rank.number for rank in self._lost} | alive.exited
+        numbers = {rank.number for rank in self._lost} | heartbeats.exited
         numbers |= {number for node in self._nodes for number in self.start.ranks_of(node)}
         there = [rank for rank in self.ranks if not rank.lost and rank.report is None]
         if numbers - self._known:
             self._known = numbers
             for rank in there:
-                rank.say(json.dumps({"exited": sorted(numbers)}))
+                rank.send(json.dumps({"exited": sorted(numbers)}))
         others = [rank for rank in there if rank.loss is None and rank.number not in self._leaving]
         waited_s = time.monotonic() - self._since - ANSWER_S
         if not others and waiting:
@@ -171,7 +171,7 @@ class Supervision:
 
     def _end(self, others: Sequence[Rank], all_hang: bool) -> None:
         """End ranks that have not noticed a loss: those that are not ready yet have nothing to leave."""
-        silent = self._silent | self.start.alive.silent
+        silent = self._silent | self.start.heartbeats.silent
         hung = [rank for rank in others if rank.number in silent or (rank.joined and all_hang)]
         for rank in others:
             rank.hung = rank in hung
@@ -190,11 +190,11 @@ class Supervision:
                 self._after = progress(rank).after
             rank.loss = None
             self._leaving.add(rank.number)
-            rank.say(json.dumps({"leave": rank is keeps}))
+            rank.send(json.dumps({"leave": rank is keeps}))
 
     def _knows_why(self) -> bool:
         """Whether this node need not wait to know which other one was lost."""
-        return self._since is None or any(map(self._died, self._lost)) or self.start.alive.all_known
+        return self._since is None or any(map(self._died, self._lost)) or self.start.heartbeats.all_known
 
     def _ended(self) -> Ended:
         """Return how this start ended, for others to go on."""
@@ -203,7 +203,7 @@ class Supervision:
         why += [rank.why for rank in deaths]
         failed = [(rank, rank.report) for rank in self._lost if rank.report and rank.report.cause]
         own = [(rank, report) for rank, report in failed if not report.unresponsive]
-        died = bool(why) or self.start.alive.died  # what ranks raised may come of that
+        died = bool(why) or self.start.heartbeats.died  # what ranks raised may come of that
         counted = [] if died else own or failed[:1]
         for rank, report in own or counted:
             print(f"Rank {rank.number} failed:\n{report.message.rstrip()}", file=sys.stderr, flush=True)
@@ -218,7 +218,7 @@ class Supervision:
             after=self._after,
             saved_step=self.job.saved_step,
             whole=self.whole,
-            reported=max(self._reported, self.start.alive.reported),
+            reported=max(self._reported, self.start.heartbeats.reported),
         )
 
     def _finished(self) -> Outcome:

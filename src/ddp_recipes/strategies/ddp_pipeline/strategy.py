@@ -71,7 +71,7 @@ class DDPPipeline(Group):
         groups: Any = [dist.new_subgroups_by_enumeration(each, timeout=timeout)[0] for each in rows]
         self.peers, self.within = groups
         if self.pipeline is not None:
-            self.pipeline.meet(self.within)
+            self.pipeline.set_group(self.within)
 
     @property
     def replica(self) -> int:
@@ -194,5 +194,5 @@ class DDPPipeline(Group):
         """Drop what holds the groups as well."""
         self.within = None
         if self.pipeline is not None:
-            self.pipeline.meet(None)
+            self.pipeline.set_group(None)
         super().teardown()

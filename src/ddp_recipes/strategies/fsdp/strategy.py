@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
-from ddp_recipes._compat.fsdp import LEAVES, keep_assigned_data, leave, meet
+from ddp_recipes._compat.fsdp import LEAVES, keep_assigned_data, leave, set_groups
 from ddp_recipes._compat.torch_ import gradient_hooks, local
 from ddp_recipes.devices import beside_host, is_accelerator
 from ddp_recipes.runtime.messages import Messages
@@ -89,7 +89,7 @@ class FSDP(Whole, Group):
             ]
             self.group, self.peers = groups
         if self.blocks:
-            meet(self.blocks, self.mesh, self._mesh(self.mesh.device_type))
+            set_groups(self.blocks, self.mesh, self._mesh(self.mesh.device_type))
             self.passes, self.usage.always, self.usage.step, self.order.known = 0, None, None, {}
             self.order.begin(step=False)
             for each in self.ordered:

@@ -14,7 +14,7 @@ from ddp_recipes.tasks.task import outside
 
 
 @torch.no_grad()
-def fill(task: Task, initial: Mapping[str, Source], weights: Mapping[str, Any], device: torch.device) -> None:
+def materialize(task: Task, initial: Mapping[str, Source], weights: Mapping[str, Any], device: torch.device) -> None:
     """Give all tensors of a task memory on a device, and values, one after the other.
 
     Args:

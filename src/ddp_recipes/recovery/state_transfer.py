@@ -10,11 +10,11 @@ from torch import nn
 
 from ddp_recipes._compat.torch_ import buffers_of, copy_each
 from ddp_recipes.checkpointing.files import State
-from ddp_recipes.recovery.kept import pieces_of
-from ddp_recipes.recovery.memory import HEADER, Kept, least, write_state
+from ddp_recipes.recovery.memory import HEADER, SnapshotId, least, write_state
 from ddp_recipes.recovery.points import Points
+from ddp_recipes.recovery.sharded_snapshot import pieces_of
 from ddp_recipes.runtime.calls import CALLS
-from ddp_recipes.runtime.regroup import Meeting, Progress, ahead_s
+from ddp_recipes.runtime.regroup import Progress, Regroup, ahead_s
 from ddp_recipes.strategies.collectives import pieces, unpack
 from ddp_recipes.training.state import Run, load_part, local_state, restore, saved_state
 from ddp_recipes.training.stopping import Pace
@@ -61,7 +61,7 @@ def rewind(run: Run, buffers: Buffers | None) -> None:
     run.stop_controller.steps, run.stop_controller.batches = Pace(), Pace()
 
 
-def handed_over(run: Run, losses: int) -> State:
+def transferred_state(run: Run, losses: int) -> State:
     """Return the state of this rank, and what of a run no checkpoint has: ``losses`` that it has counted, among it."""
     return {**local_state(run), "run": _beyond(run, losses)}
 
@@ -97,24 +97,24 @@ class Memory:
     Of a model that is dealt row by row a rank keeps its part of a checkpoint, which any number of ranks can load.
 
     Args:
-        places: files, of which one is whole while another is written.
+        slots: files, of which one is whole while another is written.
         parts: in which ranks hold the model.
         start: the name of this start of the ranks.
     """
 
-    def __init__(self, places: Sequence[str], parts: int, start: str) -> None:
-        self._places, self._parts, self._start = places, parts, start
+    def __init__(self, slots: Sequence[str], parts: int, start: str) -> None:
+        self._slots, self._parts, self._start = slots, parts, start
 
     def keep(self, run: Run, losses: int) -> None:
         """Keep the state after a finished step, by which the run has counted so many losses of ranks."""
         run.logger.flush()  # or a kill would take points with it that do not come again
-        kept = Kept(run.cursor.step, run.world.rank % self._parts, self._parts, self._start)
+        snapshot = SnapshotId(run.cursor.step, run.world.rank % self._parts, self._parts, self._start)
         if run.strategy.settings.kind == "sharded":
-            content = pieces_of({**saved_state(run), "run": _beyond(run, losses)}, kept.part)
+            content = pieces_of({**saved_state(run), "run": _beyond(run, losses)}, snapshot.part)
         else:
-            content = (piece.numpy().data for piece in pieces(handed_over(run, losses)))
-        with open(least(self._places, kept), "r+b") as file:
-            write_state(file, kept, content)
+            content = (piece.numpy().data for piece in pieces(transferred_state(run, losses)))
+        with open(least(self._slots, snapshot), "r+b") as file:
+            write_state(file, snapshot, content)
 
 
 def in_memory(place: str, opened: Callable[[str], io.RawIOBase]) -> State:
@@ -137,7 +137,7 @@ def sync_to(run: Run, state: State) -> None:
         restore(run, state)
 
 
-def go_on(run: Run, state: State, meeting: Meeting) -> None:
+def resume_from(run: Run, state: State, regroup: Regroup) -> None:
     """Go on from a state that this rank has now."""
     own: dict[str, Any] = state["run"]
     kept = ("values", "unsaved", "measured", "saved_step", "good_step", "samples_before")
@@ -146,7 +146,7 @@ def go_on(run: Run, state: State, meeting: Meeting) -> None:
     run.clock.train_seconds = own["train_seconds"]
     ahead = ahead_s()
     run.stop_controller.deadline, run.began = _on_clock(own["deadline"], -ahead), own["began"] - ahead
-    if min(meeting.lost, default=run.world.world_size) < max(
+    if min(regroup.lost, default=run.world.world_size) < max(
         1, run.strategy.settings.layout(run.world.world_size).writers
     ):
         run.checkpointer.others_are_lost()

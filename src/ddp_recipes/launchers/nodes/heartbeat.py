@@ -1,4 +1,4 @@
-"""What nodes say to each other in a start: that they are there, whom they have lost, that they leave. Loads torch."""
+"""What nodes report to each other in a start: that they are there, whom they lost, that they leave. Loads torch."""
 
 import json
 import threading
@@ -9,13 +9,13 @@ from typing import Any
 
 from ddp_recipes.runtime.messages import Messages
 
-BEAT_S = 0.5
+HEARTBEAT_S = 0.5
 END_S = 30.0  # for the others to come to the end as well
 
 
 @dataclass(frozen=True)
-class Beat:
-    """What a node says.
+class Heartbeat:
+    """What a node reports to the others.
 
     Attributes:
         number: grows, for as long as it is there.
@@ -34,13 +34,13 @@ class Beat:
     left: bool = False
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> "Beat":
+    def of(cls, values: Mapping[str, Any]) -> "Heartbeat":
         """Return the one whose fields came as JSON."""
         return cls(**{**values, "exited": tuple(values["exited"]), "silent": tuple(values["silent"])})
 
 
-class Alive(threading.Thread):
-    """Says how this node is, and listens to the others: a thread, for a store may not answer.
+class Heartbeats(threading.Thread):
+    """Reports how this node is, and reads what the others report: a thread, for a store may not answer.
 
     Attributes:
         waiting: how many nodes want to join.
@@ -53,9 +53,9 @@ class Alive(threading.Thread):
         self._messages, self._num_nodes_waiting, self._node = messages, num_nodes_waiting, node
         self._lost_after_s = lost_after_s
         self._others = [other for other in range(nodes) if other != node]
-        self._beats = dict.fromkeys(self._others, Beat())
-        self._heard = dict.fromkeys(self._others, time.monotonic())
-        self._own, self._answered = Beat(), time.monotonic()
+        self._heartbeats = dict.fromkeys(self._others, Heartbeat())
+        self._received = dict.fromkeys(self._others, time.monotonic())
+        self._own, self._answered = Heartbeat(), time.monotonic()
         self._news, self._over = threading.Event(), False
         self.waiting = 0
         self.start()
@@ -65,28 +65,28 @@ class Alive(threading.Thread):
         number, over, patience = 0, False, self._lost_after_s  # a busy file server may take seconds
         names = {f"alive/{other}": other for other in self._others}
         while not over:
-            self._news.wait(BEAT_S)
+            self._news.wait(HEARTBEAT_S)
             self._news.clear()
             number, over = number + 1, self._over
             own = {**asdict(self._own), "number": number}
             self._messages.set(f"alive/{self._node}", json.dumps(own), patience)
             for name, text in self._messages.there(*names, patience=patience).items():
-                beat = Beat.of(json.loads(text))
-                if beat != self._beats[names[name]]:
-                    self._beats[names[name]], self._heard[names[name]] = beat, time.monotonic()
+                heartbeat = Heartbeat.of(json.loads(text))
+                if heartbeat != self._heartbeats[names[name]]:
+                    self._heartbeats[names[name]], self._received[names[name]] = heartbeat, time.monotonic()
             if (waiting := self._messages.call(self._num_nodes_waiting, patience)) is not None:
                 self.waiting, self._answered = waiting, time.monotonic()
 
-    def say(self, exited: Iterable[int], died: bool, silent: Iterable[int], reported: int) -> None:
+    def update(self, exited: Iterable[int], died: bool, silent: Iterable[int], reported: int) -> None:
         """Have the others know soon how this node is."""
         lists = tuple(sorted(exited)), tuple(sorted(silent))
-        self._say(replace(self._own, exited=lists[0], died=died, silent=lists[1], reported=reported))
+        self._publish(replace(self._own, exited=lists[0], died=died, silent=lists[1], reported=reported))
 
     def leave(self) -> None:
         """Have the others know that none of this node's ranks is in this start any more."""
-        self._say(replace(self._own, left=True))
+        self._publish(replace(self._own, left=True))
 
-    def _say(self, own: Beat) -> None:
+    def _publish(self, own: Heartbeat) -> None:
         if own != self._own:
             self._own = own
             self._news.set()
@@ -98,35 +98,35 @@ class Alive(threading.Thread):
 
     @property
     def lost(self) -> list[int]:
-        """Nodes that have not been heard for too long."""
+        """Nodes that have not reported for too long."""
         latest = time.monotonic() - self._lost_after_s
         there = () if self.cut_off else {*self._others} - {*self.left}
-        return [node for node in there if self._heard[node] < latest]
+        return [node for node in there if self._received[node] < latest]
 
     @property
     def exited(self) -> set[int]:
         """Ranks that have exited on other nodes, by what those report."""
-        return {rank for beat in self._beats.values() for rank in beat.exited}
+        return {rank for heartbeat in self._heartbeats.values() for rank in heartbeat.exited}
 
     @property
     def died(self) -> bool:
         """Whether one of those did not raise an error."""
-        return any(beat.died for beat in self._beats.values())
+        return any(heartbeat.died for heartbeat in self._heartbeats.values())
 
     @property
     def silent(self) -> set[int]:
         """Ranks that did not respond to ranks of other nodes before a timeout."""
-        return {rank for beat in self._beats.values() for rank in beat.silent}
+        return {rank for heartbeat in self._heartbeats.values() for rank in heartbeat.silent}
 
     @property
     def reported(self) -> int:
         """How many losses ranks of other nodes have reported to the user."""
-        return max((beat.reported for beat in self._beats.values()), default=0)
+        return max((heartbeat.reported for heartbeat in self._heartbeats.values()), default=0)
 
     @property
     def left(self) -> list[int]:
         """Nodes whose ranks have left this start."""
-        return [node for node in self._others if self._beats[node].left]
+        return [node for node in self._others if self._heartbeats[node].left]
 
     @property
     def all_known(self) -> bool:

@@ -92,7 +92,7 @@ class _Entry:
         return {each.number for each in (*self.leaves, *self.outputs) if isinstance(each, Ref)}
 
 
-class Tape:
+class InitRecorder:
     """What was done to tensors without memory."""
 
     def __init__(self) -> None:

@@ -32,11 +32,11 @@ def pieces_of(state: State, part: int) -> Iterator[bytes | memoryview]:
     yield from stream({**(tensors if part == 0 else {}), **held})
 
 
-def load_kept(places: Sequence[str], opened: Callable[[str], io.RawIOBase]) -> State:
-    """Return the state whose parts are in these places: what is dealt is read where it is asked for."""
+def load_snapshot(slots: Sequence[str], opened: Callable[[str], io.RawIOBase]) -> State:
+    """Return the state whose parts are in these slots: what is dealt is read where it is asked for."""
     notes: list[dict[str, Any]] = []
     files: list[PartFile] = []
-    for part, place in enumerate(places):
+    for part, place in enumerate(slots):
         with opened(place) as file:
             _, content, *_ = HEADER.unpack(file.read(HEADER.size) or b"")
             size = int.from_bytes(file.read(_LENGTH) or b"", "little")

@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from ddp_recipes.launchers.fork_server import python_path
-from ddp_recipes.recovery.memory import Places
+from ddp_recipes.recovery.memory import SnapshotSlots
 from ddp_recipes.runtime.process import is_running, started_at
 from ddp_recipes.runtime.regroup import ahead_s, clock_of_nodes, moment
 
-RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE")  # a keeper is none, though a rank starts it
+RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE")  # a holder is none, though a rank starts it
 
 
 @dataclass(frozen=True)
-class Keeper:
+class SnapshotHolder:
     """A process that holds memory, which the ranks write and read, until torchrun ends.
 
     Attributes:
@@ -42,12 +42,12 @@ class Keeper:
     ahead: float
 
     @classmethod
-    def started(cls, parts: int) -> "Keeper":
+    def started(cls, parts: int) -> "SnapshotHolder":
         """Start one that ends with this process's parent, which is torchrun."""
         environ = {name: value for name, value in os.environ.items() if name not in RANK}
         torchrun = os.pidfd_open(os.getppid())
         try:
-            code = f"from ddp_recipes.recovery.keeper import hold; hold({torchrun}, {parts})"
+            code = f"from ddp_recipes.recovery.snapshot_holder import hold; hold({torchrun}, {parts})"
             found = subprocess.run(
                 [sys.executable, "-P", "-c", code],
                 stdin=subprocess.DEVNULL,
@@ -62,8 +62,8 @@ class Keeper:
         return cls.of(json.loads(found.stdout))
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> "Keeper":
-        """Return the keeper whose fields came as JSON."""
+    def of(cls, values: Mapping[str, Any]) -> "SnapshotHolder":
+        """Return the holder whose fields came as JSON."""
         return cls(**{**values, "paths": tuple(map(tuple, values["paths"]))})
 
     @property
@@ -90,7 +90,7 @@ class Keeper:
 
 
 def hold(torchrun: int, parts: int) -> None:
-    """Be a keeper: leave the process that started this one, print the fields as JSON, and wait for torchrun's end.
+    """Be a holder: leave the process that started this one, print the fields as JSON, and wait for torchrun's end.
 
     Args:
         torchrun: file descriptor of the process.
@@ -99,12 +99,12 @@ def hold(torchrun: int, parts: int) -> None:
     if os.fork():
         return
     with ExitStack() as stack:
-        places = Places.made(parts, stack)
+        slots = SnapshotSlots.made(parts, stack)
         loss = stack.enter_context(os.fdopen(os.memfd_create("ddp_recipes"), "wb", buffering=0))
         reader, writer = os.pipe()
         own, files = os.getpid(), f"/proc/{os.getpid()}/fd"
         stack.enter_context(clock_of_nodes())
-        fields = {"process": own, "born": started_at(own), "paths": places.paths, "ahead": ahead_s()}
+        fields = {"process": own, "born": started_at(own), "paths": slots.paths, "ahead": ahead_s()}
         print(json.dumps({**fields, "ranks": f"{files}/{writer}", "loss": f"{files}/{loss.fileno()}"}), flush=True)
         null = os.open(os.devnull, os.O_RDWR)
         for stream in range(3):

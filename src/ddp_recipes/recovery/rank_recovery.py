@@ -1,4 +1,4 @@
-"""A rank is lost in the midst of training: the others meet again, with a new one that gets the state of one of them."""
+"""A rank is lost in the midst of training: the others regroup, with a new one that gets the state of one of them."""
 
 import gc
 import io
@@ -18,20 +18,20 @@ from ddp_recipes.callbacks import Callback
 from ddp_recipes.checkpointing.files import State
 from ddp_recipes.config.parallelism import ModelLayout
 from ddp_recipes.errors import Left, RequestError, RunFailed, chain
-from ddp_recipes.recovery.handover import (
-    Buffers,
-    Memory,
-    go_on,
-    handed_over,
-    in_memory,
-    progress_of,
-    rewind,
-    sync_to,
-)
-from ddp_recipes.recovery.kept import load_kept
 from ddp_recipes.recovery.memory_server import opener
 from ddp_recipes.recovery.points import Points
-from ddp_recipes.runtime.regroup import Leaving, Loss, Meeting, moment
+from ddp_recipes.recovery.sharded_snapshot import load_snapshot
+from ddp_recipes.recovery.state_transfer import (
+    Buffers,
+    Memory,
+    in_memory,
+    progress_of,
+    resume_from,
+    rewind,
+    sync_to,
+    transferred_state,
+)
+from ddp_recipes.runtime.regroup import ExitRequest, Loss, Regroup, moment
 from ddp_recipes.strategies.base import batch_norms
 from ddp_recipes.strategies.collectives import broadcast
 from ddp_recipes.training import loop
@@ -58,17 +58,17 @@ class Recovery(RunHooks):
         self.memory: Memory | None = None
         self.buffers: Buffers | None = None  # as they were before a step, where lost ranks are replaced
         self.losses = 0  # that the launcher knows of, and this run has counted
-        self.met: Meeting | None = None  # after the loss of ranks, until the step that it cut off is done
+        self.regrouped: Regroup | None = None  # after the loss of ranks, until the step that it cut off is done
 
-    def receive(self, meeting: Meeting) -> State:
+    def receive(self, regroup: Regroup) -> State:
         """Return the state with which this rank takes the place of a lost one. A collective."""
         recipe = self.recipe
-        in_rows = meeting.states and recipe.strategy.settings.kind == "sharded"
-        state = load_kept(meeting.states, _opener(recipe)) if in_rows else _of_source(recipe, meeting)
-        if meeting.states:  # all ranks are new, and may be fewer or more
+        in_rows = regroup.states and recipe.strategy.settings.kind == "sharded"
+        state = load_snapshot(regroup.states, _opener(recipe)) if in_rows else _of_source(recipe, regroup)
+        if regroup.states:  # all ranks are new, and may be fewer or more
             recipe.warnings[:] = fit_cursor("The state in memory", state, recipe.request, recipe.loaders["train"])
         step, _ = state["run"]["points"]
-        purge_step = step if step >= 0 else state["cursor"]["step"] + 1  # its points come again, from ``go_on``
+        purge_step = step if step >= 0 else state["cursor"]["step"] + 1  # its points come again, from ``resume_from``
         return {**state, "checkpointer": {"values": state["run"]["values"]}, "purge_step": purge_step}
 
     def begin(self, run: Run) -> None:
@@ -87,11 +87,11 @@ class Recovery(RunHooks):
             self.buffers, run.logger, run.together = Buffers(run.task), Points(run.logger), _parts(recipe) > 1
         elif recipe.world.restarts and recipe.checkpoint.in_memory_every_n_steps:
             run.logger = Points(run.logger)  # the state may be another node's, and rank 0 be lost before it wrote them
-        if recipe.meeting is not None and recipe.state is not None:
-            self.go_on(recipe.state, recipe.meeting)
+        if recipe.regroup is not None and recipe.state is not None:
+            self.resume_from(recipe.state, recipe.regroup)
             if recipe.control.joins:
                 recipe.control.watcher.joined()
-            if self.memory is not None and recipe.meeting.states and _parts(recipe) > 1:
+            if self.memory is not None and recipe.regroup.states and _parts(recipe) > 1:
                 self.memory.keep(run, self.losses)  # where parts lie now: another loss may come before the next is due
         if self.buffers is None and not recipe.job.start:  # else others go on, though not this rank
             return loop.fit(run)
@@ -102,7 +102,7 @@ class Recovery(RunHooks):
                 if not (lost_a_rank(error) or run.strategy.exchanges.lost):
                     raise
                 cause = error
-            self.meet_again(cause)
+            self.regroup(cause)
 
     def on_step_start(self, run: Run) -> None:
         """Keep the buffers: what a step that is cut off leaves in them does not count."""
@@ -133,26 +133,26 @@ class Recovery(RunHooks):
         if (memory := memory_of(self.recipe)) is not None:
             memory.keep(self.run, self.losses)
 
-    def go_on(self, state: State, meeting: Meeting) -> None:
+    def resume_from(self, state: State, regroup: Regroup) -> None:
         """Go on from a state that this rank has now."""
-        self.losses, self.met = state["run"]["losses"], meeting
-        go_on(self.run, state, meeting)
+        self.losses, self.regrouped = state["run"]["losses"], regroup
+        resume_from(self.run, state, regroup)
 
     def _tell(self) -> None:
         """Tell what losses came to, once the next step is done: also those of ranks lost while others met again.
 
         A rank 0 that is lost in that step may have reported nothing, though the step counts.
         """
-        if self.met is None:
+        if self.regrouped is None:
             return
-        run, meeting, self.met = self.run, self.met, None
-        unreported, now = meeting.why[meeting.reported :], moment()
-        if self.losses < len(meeting.why):
-            run.seconds_lost += now - meeting.since[self.losses]
-        run.replaced += len(meeting.why) - self.losses
-        self.losses = len(meeting.why)
-        seconds = now - meeting.since[meeting.reported] if unreported else 0.0
-        how = "All started again from memory" if meeting.states else "Replaced"
+        run, regroup, self.regrouped = self.run, self.regrouped, None
+        unreported, now = regroup.why[regroup.reported :], moment()
+        if self.losses < len(regroup.why):
+            run.seconds_lost += now - regroup.since[self.losses]
+        run.replaced += len(regroup.why) - self.losses
+        self.losses = len(regroup.why)
+        seconds = now - regroup.since[regroup.reported] if unreported else 0.0
+        how = "All started again from memory" if regroup.states else "Replaced"
         for why in unreported:
             line = f"{why} {how}, at the cost of {seconds:.1f} s until step {run.cursor.step} was done."
             if run.world.is_main:
@@ -160,9 +160,9 @@ class Recovery(RunHooks):
             run.logger.text("ranks replaced", line)
         if run.world.is_main:
             self._note()
-            self.recipe.control.watcher.reported(len(meeting.why))
+            self.recipe.control.watcher.reported(len(regroup.why))
 
-    def meet_again(self, error: Exception) -> None:
+    def regroup(self, error: Exception) -> None:
         """Wait for the launcher's word, and go on with the others; raise the error where the run ends.
 
         A rank that is lost meanwhile ends this attempt, and begins the next.
@@ -172,10 +172,10 @@ class Recovery(RunHooks):
             self._leave_group(error)
             alone = _alone(recipe, run if self.buffers is not None else None)
             loss = Loss(*progress_of(run), text="".join(traceback.format_exception(error)), alone=alone)
-            if (meeting := recipe.control.meet_again(loss)) is None:
+            if (regroup := recipe.control.await_regroup(loss)) is None:
                 raise error
-            if isinstance(meeting, Leaving):
-                if meeting.keep:
+            if isinstance(regroup, ExitRequest):
+                if regroup.keep:
                     self.leave()
                 raise Left
             gc.collect()  # what holds the group refers to itself; it takes a second, in which new ranks start
@@ -183,9 +183,9 @@ class Recovery(RunHooks):
                 recipe.control.agree(None, recipe.facts)
                 join(recipe)
                 recipe.control.watcher.joined()
-                state = _of_source(recipe, meeting, lambda: handed_over(run, self.losses))
+                state = _of_source(recipe, regroup, lambda: transferred_state(run, self.losses))
                 sync_to(run, state)
-                self.go_on(state, meeting)
+                self.resume_from(state, regroup)
                 run.module = run.strategy.wrap(run.task, run.devices)
                 return
             except RequestError:
@@ -272,9 +272,9 @@ def make_memory(recipe: Recipe, run: Run) -> Memory | None:
 
 def memory_of(recipe: Recipe) -> Memory | None:
     """Return where this rank can leave its state, if there is a place and it is of use to another one."""
-    places, parts, alone = recipe.job.memory, _parts(recipe), _alone(recipe)
+    slots, parts, alone = recipe.job.memory, _parts(recipe), _alone(recipe)
     useful = parts and (not alone or recipe.world.rank in alone)
-    return Memory(places, parts, recipe.job.start) if places and useful else None
+    return Memory(slots, parts, recipe.job.start) if slots and useful else None
 
 
 def _layout(recipe: Recipe) -> ModelLayout:
@@ -285,21 +285,21 @@ def _parts(recipe: Recipe) -> int:
     return _layout(recipe).parts
 
 
-def _of_source(recipe: Recipe, meeting: Meeting, own: Callable[[], State] | None = None) -> State:
+def _of_source(recipe: Recipe, regroup: Regroup, own: Callable[[], State] | None = None) -> State:
     """Return the state of the rank that hands over the same part of the model as this one's. A collective.
 
     Args:
         own: what this rank hands over, should it be the one; ``None``: what was left in memory.
     """
-    parts, rank = len(meeting.sources), recipe.world.rank
-    source = meeting.sources[rank % parts]
+    parts, rank = len(regroup.sources), recipe.world.rank
+    source = regroup.sources[rank % parts]
     mine = None
     if rank == source:
-        mine = own() if own is not None else in_memory(meeting.states[rank % parts], _opener(recipe))
+        mine = own() if own is not None else in_memory(regroup.states[rank % parts], _opener(recipe))
     if mine is not None and parts == recipe.world.world_size:  # nobody else has it
         return mine
     state: State = broadcast(mine, source // parts, recipe.strategy.peers)
-    recipe.strategy.exchanges.settle()
+    recipe.strategy.exchanges.synchronize()
     return state
 
 
