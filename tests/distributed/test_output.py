@@ -155,7 +155,11 @@ def test_lines_come_from_rank_0_and_warnings_from_all(run: Run, capfd: pytest.Ca
     terminal = capfd.readouterr()
     assert log.count("WARNING the cat looks") == log.count("rank 1: the cat looks") == 8
     assert terminal.err.count("the cat looks at the keyboard") == 8, "told also where no progress is shown"
-    assert "val/loss" not in terminal.out.partition("finished in")[0]
+    began, _, ended = terminal.out.partition("finished in")
+    assert "val/loss" not in began
+    shown = [{line[2:].partition("  ")[0] for line in table.splitlines()} for table in (began, ended)]
+    assert {"model", "strategy", "replicas x devices", "data", "global batch", "steps", "run directory"} <= shown[0]
+    assert {"val/loss", "train/lr", "median step"} <= shown[1]
     assert log.count("epoch 1  step 4  val/loss") == 1
     assert log.count("epoch 2  step 8  val/loss") == 1
 
