@@ -23,7 +23,7 @@ from ddp_recipes.runtime.messages import Messages
 from ddp_recipes.runtime.world import World
 from ddp_recipes.testing import make_job, on_ranks
 from ddp_recipes.tools.dry_run.backward import backward, roots_of
-from ddp_recipes.tools.dry_run.ledger import Ledger
+from ddp_recipes.tools.dry_run.memory_tracker import MemoryTracker
 from ddp_recipes.training.metrics import evaluate
 from ddp_recipes.training.state import Run as TrainingRun
 from ddp_recipes.training.update import forward_backward
@@ -239,15 +239,15 @@ def test_a_step_takes_what_a_real_one_takes(overrides: list[str], plan: Plan, on
 
     def real(world: World, __: Store | None) -> int:
         recipe = make_recipe(make_job([*QUICK, *overrides]), world, Control(world, None, 60))
-        run, ledger = make_run(recipe, make_stop_controller(recipe)), Ledger(rounded=1)
-        ledger.add((*run.task.parameters(), *run.task.buffers()))
+        run, tracker = make_run(recipe, make_stop_controller(recipe)), MemoryTracker(rounded=1)
+        tracker.add((*run.task.parameters(), *run.task.buffers()))
         batches = run.train.batches(0)
-        with ledger:
+        with tracker:
             for _ in range(2):
                 forward_backward(run, batches)
                 run.optimizer.step()
                 run.optimizer.zero_grad()
-        return ledger.peak[torch.device("cpu")]
+        return tracker.peak[torch.device("cpu")]
 
     assert memory["training"] == pytest.approx(on_ranks(real, 1)[0], rel=0.02)
 
@@ -328,17 +328,17 @@ def test_a_step_of_a_pipeline_takes_what_a_real_one_takes(
     def real(world: World, store: Store | None) -> dict[str, int]:
         recipe = make_recipe(make_job([*QUICK, *overrides]), world, Control(world, Messages(store), 60))
         join(recipe)
-        run, ledger, cpu = make_run(recipe, make_stop_controller(recipe)), Ledger(rounded=1), torch.device("cpu")
-        ledger.add((*run.task.parameters(), *run.task.buffers()))
+        run, tracker, cpu = make_run(recipe, make_stop_controller(recipe)), MemoryTracker(rounded=1), torch.device("cpu")
+        tracker.add((*run.task.parameters(), *run.task.buffers()))
         batches = run.train.batches(0, 0, run.trainer.accumulate_grad_batches)
-        with ledger:
+        with tracker:
             for _ in range(2):
                 forward_backward(run, batches)
                 run.optimizer.step()
                 free_gradients(run)
-            training, ledger.peak = ledger.peak[cpu], ledger.there.copy()
+            training, tracker.peak = tracker.peak[cpu], tracker.allocated.copy()
             evaluate(run.task, run.val, run.strategy, run.precision)
-        return {"training": training, "validation": ledger.peak[cpu]}
+        return {"training": training, "validation": tracker.peak[cpu]}
 
     for number, taken in enumerate(on_ranks(real, world_size)):
         memory = planned[number % len(planned)]

@@ -139,12 +139,12 @@ class MemoryClient:
         try:
             return self._exchange(file, offset, into)
         except RunFailed:
-            self._hang_up()
+            self._disconnect()
             raise
         except OSError:
             if self._closed:
                 raise
-        self._hang_up()
+        self._disconnect()
         self._exchange(file, offset, into)
 
     def _exchange(self, file: int, offset: int, into: memoryview) -> None:
@@ -176,7 +176,7 @@ class MemoryClient:
     def __str__(self) -> str:
         return f"{self.host}:{self.port}"
 
-    def _hang_up(self) -> None:
+    def _disconnect(self) -> None:
         if (connection := self._connection) is not None:
             self._connection = None
             with suppress(OSError):  # it has ended
@@ -186,10 +186,10 @@ class MemoryClient:
     def close(self) -> None:
         """End it, from any thread."""
         self._closed = True
-        self._hang_up()
+        self._disconnect()
 
     def __del__(self) -> None:
-        self._hang_up()  # whoever has a tensor of its files may read on, for as long
+        self._disconnect()  # whoever has a tensor of its files may read on, for as long
 
 
 class RemoteFile(io.RawIOBase):

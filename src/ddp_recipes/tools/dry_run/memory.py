@@ -1,7 +1,7 @@
 """What a training step takes of each device, found in one that is run on devices that are not there.
 
 Tensors have shapes and devices but no data (torch's ``FakeTensorMode``): forward, backward and optimizer run as they
-would, and a ledger follows what they allocate and free. Allocations count as torch's CUDA allocator rounds them.
+would, and a tracker follows what they allocate and free. Allocations count as torch's CUDA allocator rounds them.
 Not in it: what libraries take beside it (cuBLAS, cuDNN and NCCL workspaces, the CUDA context), and fragmentation.
 """
 
@@ -26,8 +26,8 @@ from ddp_recipes.strategies.base import Exchange, in_place
 from ddp_recipes.tasks import Task
 from ddp_recipes.tasks.fake import fake_batch, new_mode, without_data
 from ddp_recipes.tools.dry_run.backward import backward, roots_of
-from ddp_recipes.tools.dry_run.ledger import Bytes, Ledger, Saved, bytes_of, storages
-from ddp_recipes.tools.dry_run.stand_ins import as_on, forward
+from ddp_recipes.tools.dry_run.memory_tracker import Bytes, MemoryTracker, Saved, bytes_of, storages
+from ddp_recipes.tools.dry_run.shims import as_on, forward
 
 ROUNDED = 512  # bytes: allocations on accelerators are multiples of it
 
@@ -124,9 +124,9 @@ class Step:
         self.weights = [*(exchange.parts.get(each, each) for each in task.parameters()), *task.buffers()]
         self.own = set(storages((*task.parameters(), *task.buffers())))
         self.known: set[int] = set()  # those and a batch: what is no activation
-        self.ledger = Ledger(ROUNDED if is_accelerator(devices[0]) else 1)
-        self.ledger.add((*self.weights, *exchange.held))
-        self.ledger.leave_out(exchange.parts)
+        self.tracker = MemoryTracker(ROUNDED if is_accelerator(devices[0]) else 1)
+        self.tracker.add((*self.weights, *exchange.held))
+        self.tracker.leave_out(exchange.parts)
         with mode, torch.enable_grad(), in_place(task, exchange.parts):
             self.optimizer = make_optimizer(task)
             as_on(self.optimizer, devices[0].type)
@@ -135,7 +135,7 @@ class Step:
         """Run it, once."""
         with self.mode, torch.enable_grad():
             try:
-                with self.ledger:
+                with self.tracker:
                     self._steps(batches)
             except RequestError:
                 raise
@@ -160,24 +160,24 @@ class Step:
         self.held = bytes_of(self.exchange.held, besides=gradients)
         if is_accelerator(self.devices[0]):
             del batch  # the loader keeps what it copied there from, which on the CPU is the batch itself
-        before, peak = self.ledger.there.copy(), self.ledger.peak.copy()
+        before, peak = self.tracker.allocated.copy(), self.tracker.peak.copy()
         self.optimizer.step()
-        state = self.ledger.there - before  # which is there from the second step on
+        state = self.tracker.allocated - before  # which is there from the second step on
         self.optimizer.step()
         self.optimizer.zero_grad()
         del gradients
         following = fake_batch(*batches.train, self.devices[0])  # before the last one goes
-        self.training = peak + state | self.ledger.peak  # the larger one
+        self.training = peak + state | self.tracker.peak  # the larger one
         del following
         if batches.val:
-            self.ledger.peak = self.ledger.there.copy()
+            self.tracker.peak = self.tracker.allocated.copy()
             self.task.eval()
             with torch.no_grad():
                 for val in batches.val:
                     measured = fake_batch(*val, self.devices[0])
                     self._validate(measured)
                     fake_batch(*val, self.devices[0])
-            self.validation = self.ledger.peak
+            self.validation = self.tracker.peak
 
     def _step_without_running(self) -> None:
         """Have the optimizer make its state."""

@@ -18,7 +18,7 @@ from ddp_recipes.strategies.collectives import in_buckets
 from ddp_recipes.tasks import Task
 from ddp_recipes.tasks.fake import new_mode, without_data
 from ddp_recipes.tools.dry_run.memory import Batches, DeviceMemory, Step
-from ddp_recipes.tools.dry_run.walk import WalkedPipeline
+from ddp_recipes.tools.dry_run.simulation import SimulatedPipeline
 
 
 class Process(Step):
@@ -40,7 +40,7 @@ class Process(Step):
         super().__init__(copied, [device], mode, Exchange(), make_optimizer, precision)
         self.replicas, self.reduced = replicas, 0
         with mode:
-            self.pipeline = WalkedPipeline(
+            self.pipeline = SimulatedPipeline(
                 copied, layout, settings, device, self.precision, self.known, partial(self._take, False)
             )
 

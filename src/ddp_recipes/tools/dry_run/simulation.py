@@ -17,8 +17,8 @@ from ddp_recipes.model_parallel.pipeline import Pipeline
 from ddp_recipes.model_parallel.timeline import BACKWARD, FORWARD, Work, order, requested
 from ddp_recipes.tasks import Task
 from ddp_recipes.tools.dry_run.backward import backward
-from ddp_recipes.tools.dry_run.ledger import Bytes, Saved
-from ddp_recipes.tools.dry_run.stand_ins import forward
+from ddp_recipes.tools.dry_run.memory_tracker import Bytes, Saved
+from ddp_recipes.tools.dry_run.shims import forward
 
 Key = tuple[int, int]  # a stage, and the number of a micro-batch
 
@@ -37,7 +37,7 @@ class _Passed:
     kept: Bytes
 
 
-class WalkedPipeline(Pipeline):
+class SimulatedPipeline(Pipeline):
     """The pipeline of one process, without the others.
 
     Args:
@@ -96,10 +96,10 @@ class WalkedPipeline(Pipeline):
             for cut, tensors in crossing.items():
                 back = sum(each.nbytes for each in tensors if each.requires_grad)
                 self.sent[cut] = (sum(each.nbytes for each in tensors) * self.micro_batches, back * self.micro_batches)
-        return lambda: _Walk(self, crossing).run()
+        return lambda: _Simulation(self, crossing).run()
 
 
-class _Walk:
+class _Simulation:
     """One batch by the schedule, with what torch keeps at each time.
 
     A process keeps what it sends until it waits for it to have arrived: with ``gpipe`` after all forward passes, and
@@ -107,7 +107,7 @@ class _Walk:
     pass of the same micro-batch, and at the end. What it received it keeps until the backward pass is done.
     """
 
-    def __init__(self, pipeline: WalkedPipeline, crossing: Mapping[int, Sequence[Tensor]]) -> None:
+    def __init__(self, pipeline: SimulatedPipeline, crossing: Mapping[int, Sequence[Tensor]]) -> None:
         self.pipeline, self.crossing, self.schedule = pipeline, crossing, pipeline.schedule
         self.received: dict[Work, list[Tensor]] = {}
         self.passed: dict[Key, _Passed] = {}

@@ -10,12 +10,12 @@ from ddp_recipes.config.translate import translated
 from ddp_recipes.errors import RequestError
 
 
-def is_question(args: Namespace) -> bool:
+def is_requested(args: Namespace) -> bool:
     """Whether the command line asks Hydra something (``--help``, ``--cfg job``, …) instead of running."""
     return bool(args.help or args.hydra_help or args.cfg or args.info or args.shell_completion)
 
 
-def answer(parser: ArgumentParser, args: Namespace, config_path: str, config_name: str) -> None:
+def show(parser: ArgumentParser, args: Namespace, config_path: str, config_name: str) -> None:
     """Print the answer.
 
     Raises:

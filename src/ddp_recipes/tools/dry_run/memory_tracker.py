@@ -15,13 +15,13 @@ from ddp_recipes._compat.torch_ import storage_key, tree_leaves
 Bytes = Counter[torch.device]
 
 
-class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows the memory of tensors: what there is on each device, and the most there was."""
 
     def __init__(self, rounded: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.rounded = rounded
-        self.there: Bytes = Counter()
+        self.allocated: Bytes = Counter()
         self.peak: Bytes = Counter()
         self._known: dict[int, weakref.ref[Any]] = {}
 
@@ -38,11 +38,11 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
             def freed(_: Any, key: int = key, device: torch.device = device, size: int = size) -> None:
                 del self._known[key]
-                self.there[device] -= size
+                self.allocated[device] -= size
 
             self._known[key] = weakref.ref(storage, freed)
-            self.there[device] += size
-            self.peak[device] = max(self.peak[device], self.there[device])
+            self.allocated[device] += size
+            self.peak[device] = max(self.peak[device], self.allocated[device])
 
     def leave_out(self, tensors: Iterable[Tensor]) -> None:
         """Count no memory for tensors: they stand for others, which are not there all the time."""
