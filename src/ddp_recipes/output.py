@@ -178,7 +178,7 @@ class Output:
     def wait_for_save(self) -> None:
         """Wait for a checkpoint that is still being written."""
         if self.run is not None:
-            self.run.checkpointer.busy(None)
+            self.run.checkpointer.wait(None)
 
     def hold(self, context: AbstractContextManager[T]) -> T:
         """Enter a context that lasts until :meth:`close`."""

@@ -328,7 +328,11 @@ def test_a_step_of_a_pipeline_takes_what_a_real_one_takes(
     def real(world: World, store: Store | None) -> dict[str, int]:
         recipe = make_recipe(make_job([*QUICK, *overrides]), world, Control(world, Messages(store), 60))
         join(recipe)
-        run, tracker, cpu = make_run(recipe, make_stop_controller(recipe)), MemoryTracker(rounded=1), torch.device("cpu")
+        run, tracker, cpu = (
+            make_run(recipe, make_stop_controller(recipe)),
+            MemoryTracker(rounded=1),
+            torch.device("cpu"),
+        )
         tracker.add((*run.task.parameters(), *run.task.buffers()))
         batches = run.train.batches(0, 0, run.trainer.accumulate_grad_batches)
         with tracker:

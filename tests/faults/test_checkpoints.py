@@ -172,7 +172,7 @@ def test_an_input_output_error_at_any_call_of_a_save_is_named_and_harms_nothing(
             keeper.save(state_of(3, ROWS), 3, 0.3)
         except RecipeError as error:
             message = str(error)
-            keeper.busy(None)
+            keeper.wait(None)
             return message
         return "saved"
 

@@ -126,7 +126,7 @@ def test_any_program_can_verify_a_checkpoint(tmp_path: Path) -> None:
     for folder, wanted in (("plain", False), ("async", True)):
         saver = checkpointer(tmp_path / folder, async_save=wanted)
         saver.save(state_of(3), 3, None)
-        saver.busy(None)
+        saver.wait(None)
         with zipfile.ZipFile(tmp_path / folder / "last.pt") as archive:
             assert archive.testzip() is None
 

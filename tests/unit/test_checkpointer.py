@@ -189,7 +189,7 @@ def test_async_save_writes_the_state_as_it_was_when_asked(tmp_path: Path) -> Non
     saver.save(state, 3, 0.5)
     for tensor in state["model"].values():
         tensor.zero_()  # training goes on
-    saver.busy(None)
+    saver.wait(None)
     written = load(tmp_path / "last.pt")
     assert digest({name: written[name] for name in state}) == expected
     assert (saver.last, saver.best) == (tmp_path / "last.pt", tmp_path / "best.pt")
@@ -203,8 +203,8 @@ def test_a_copy_is_written_once_the_loop_has_taken_another_step(
     for step in (1, 2):
         saver.save(state_of(step), step, 0.5)
         assert step not in steps_in(tmp_path)
-        saver.busy(0)
-        while saver.busy(0.1):
+        saver.wait(0)
+        while saver.wait(0.1):
             pass
         assert step in steps_in(tmp_path)
 
@@ -223,15 +223,15 @@ def test_async_saves_leave_what_others_leave(tmp_path: Path) -> None:
         saver = checkpointer(folder, async_save=wanted)
         for step, value in ((1, 0.5), (2, 0.3), (3, 0.4)):
             saver.save(state_of(step), step, value)
-        saver.busy(None)
+        saver.wait(None)
     assert steps_in(tmp_path / "async") == steps_in(tmp_path / "plain") == [2, 3]
 
 
 def test_a_failed_async_save_raises_when_it_is_next_asked_for(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("a file where the folder should be")
-    for ask in (lambda saver: saver.busy(None), lambda saver: saver.save(state_of(2), 2, 0.5)):
+    for ask in (lambda saver: saver.wait(None), lambda saver: saver.save(state_of(2), 2, 0.5)):
         saver = checkpointer(tmp_path / "checkpoints", async_save=True)
         saver.save(state_of(1), 1, 0.5)
         with pytest.raises(RecipeError, match=r"step_00000001\.pt could not be written: File exists"):
             ask(saver)
-        assert not saver.busy(None), "it is reported once"
+        assert not saver.wait(None), "it is reported once"

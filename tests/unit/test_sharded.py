@@ -69,13 +69,13 @@ class Team:
     def busy(self) -> bool:
         """Whether some rank still is, once what they do by themselves is done."""
         for checkpointer in self.each[1:]:
-            checkpointer.busy(None)
-        return self.each[0].busy(None)
+            checkpointer.wait(None)
+        return self.each[0].wait(None)
 
     def save(self, state: dict[str, Any], value: float | None = None) -> None:
         """Save on all ranks."""
         self.begin(state, value)
-        while self.busy():
+        while self.wait():
             pass
 
 
@@ -311,7 +311,7 @@ def test_to_wait_for_a_save_is_to_wait_for_all_parts(tmp_path: Path) -> None:
     team.begin(state, without=(1, 2))
     others = threading.Thread(target=lambda: [team.begin(state, without=(0, rank)) for rank in (2, 1)])
     others.start()
-    assert not team.each[0].busy(None)
+    assert not team.each[0].wait(None)
     others.join()
     assert load(tmp_path / "last.json")["cursor"]["step"] == 1
 
@@ -319,7 +319,7 @@ def test_to_wait_for_a_save_is_to_wait_for_all_parts(tmp_path: Path) -> None:
 def test_parts_that_do_not_come_are_not_waited_for(tmp_path: Path) -> None:
     team = saved(tmp_path, 1)
     team.begin(state_of(2, size=7), without=(1,))
-    assert not team.each[0].busy(None)
+    assert not team.each[0].wait(None)
     assert steps_in(tmp_path) == [1]
     team.save(state_of(3, size=7))
     assert steps_in(tmp_path) == [1, 3]

@@ -61,7 +61,7 @@ def test_after_a_late_answer_all_is_as_before(store: Watched) -> None:
     assert 0 < messages.silent_s < time.monotonic() - began
     store.open.set()
     assert messages.get("name", patience=60) == "text"
-    assert (messages.silent_s, messages.gone) == (0.0, False)
+    assert (messages.silent_s, messages.closed) == (0.0, False)
 
 
 @pytest.mark.slow

@@ -38,8 +38,8 @@ class Checkpointer:
     def save(self, state: State, step: int, value: float | None) -> None:
         """Begin to write a checkpoint; ``value`` is the monitored metric if it was measured at this step."""
 
-    def busy(self, seconds: float | None) -> bool:
-        """Wait so long for a save that is under way (``None``: to its end); return whether it still is.
+    def wait(self, timeout: float | None) -> bool:
+        """Wait so many seconds for a save that is under way (``None``: to its end); return whether it still is.
 
         The loop calls it at the end of each step.
 
@@ -84,12 +84,12 @@ class Background(Checkpointer):
             self._polled.wait(MAX_WAIT_S)
         write()
 
-    def busy(self, seconds: float | None) -> bool:
-        """Wait so long for a save that is under way; return whether it still is."""
+    def wait(self, timeout: float | None) -> bool:
+        """Wait so many seconds for a save that is under way; return whether it still is."""
         if self._pending is None:
             return False
         self._polled.set()
-        if wait_for([self._pending], seconds).not_done:
+        if wait_for([self._pending], timeout).not_done:
             return True
         done, self._pending = self._pending, None
         done.result()
@@ -122,7 +122,7 @@ class FileCheckpointer(Background):
         Raises:
             RecipeError: this save, or the one before, failed; names the path and the bytes needed.
         """
-        self.busy(None)
+        self.wait(None)
         kept = self._kept(step, value)
         content = content_of({**state, "checkpointer": self.state()})
         staged = self._writer.stage(content, snapshot=self.settings.async_save)

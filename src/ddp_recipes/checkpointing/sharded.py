@@ -143,7 +143,7 @@ class PartCheckpointer(Background):
 
     def save(self, state: State, step: int, value: float | None) -> None:
         """Begin to write this rank's rows."""
-        self.busy(None)
+        self.wait(None)
         _, _, rows = taken_apart(state)
         self._begin(self._part.stage(step, {}, rows, self.settings.async_save))
 
@@ -162,18 +162,18 @@ class ShardedCheckpointer(FileCheckpointer):
 
     def save(self, state: State, step: int, value: float | None) -> None:
         """Begin to write this rank's rows and what is not dealt."""
-        self.busy(None)
+        self.wait(None)
         kept = self._kept(step, value)
         tree, tensors, rows = taken_apart({**state, "checkpointer": self.state()})
         self._begin(self._part.stage(step, tensors, rows, self.settings.async_save))
         self._awaited, self._alone_since = self._writers.files(self.directory, step), None
         self._publish = partial(self._publish_all, self._awaited, tree, rows, step, kept)
 
-    def busy(self, seconds: float | None) -> bool:
-        """Wait so long for this rank's part, or for the index; the others' parts are only looked at."""
-        if super().busy(seconds):
+    def wait(self, timeout: float | None) -> bool:
+        """Wait so many seconds for this rank's part, or for the index; the others' parts are only looked at."""
+        if super().wait(timeout):
             return True
-        if seconds is None:
+        if timeout is None:
             self._wait_for_parts()
         if not self._awaited:
             return False
@@ -182,11 +182,11 @@ class ShardedCheckpointer(FileCheckpointer):
                 raise RecipeError(
                     f"Rank 0 does not see what other ranks have written: {', '.join(map(str, missing[:4]))}."
                 )
-            Event().wait(min(seconds or 0.0, LOOK_S))
+            Event().wait(min(timeout or 0.0, LOOK_S))
             return True
         self._awaited = ()
         self._begin(self._publish)
-        return super().busy(seconds)
+        return super().wait(timeout)
 
     def _missing(self) -> list[Path]:
         """Return the parts that are not there yet."""

@@ -76,9 +76,8 @@ def parse(cls: type[T], section: str, values: Mapping[str, Any], *, others: bool
 
 def _as_names(value: Any, hint: Any) -> Any:
     """Return a list of names as texts: modules in a list have numbers for names, and yaml reads them as such."""
-    if isinstance(value, list) and list[str] in _arms(hint):
-        return [str(each) if type(each) is int else each for each in value]
-    return value
+    numbered = isinstance(value, list) and list[str] in _arms(hint) and any(type(each) is int for each in value)
+    return [str(each) if type(each) is int else each for each in value] if numbered else value
 
 
 def _arms(hint: Any) -> tuple[Any, ...]:

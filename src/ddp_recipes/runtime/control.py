@@ -154,7 +154,7 @@ class Control:
             there = self.messages.wait([*waited], left, exited, strict)
             if there and len(waited) == len(names):
                 return set()
-            if there or self.messages.gone or time.monotonic() > deadline:
+            if there or self.messages.closed or time.monotonic() > deadline:
                 break
         return {*names.values()} - {names[name] for name in self.messages.there(*names)}
 

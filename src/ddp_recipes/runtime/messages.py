@@ -74,9 +74,9 @@ class Messages:
         return PrefixStore(self._scope, self._client.store) if self._scope else self._client.store
 
     @property
-    def gone(self) -> bool:
+    def closed(self) -> bool:
         """Whether the store has ended, as far as this process can know."""
-        return self._client.gone
+        return self._client.closed
 
     @property
     def silent_s(self) -> float:

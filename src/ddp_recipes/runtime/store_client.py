@@ -45,12 +45,12 @@ class StoreClient:
         connect: opens another connection, for where one is closed, or so long silent that it may be dead.
 
     Attributes:
-        gone: whether the store has closed the connection and takes no other one.
+        closed: whether the store has closed the connection and takes no other one.
     """
 
     def __init__(self, store: Store, connect: Callable[[], Store] | None = None) -> None:
         self.store, self._connect = store, connect
-        self.gone = False
+        self.closed = False
         self._requests: SimpleQueue[_Request | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -62,7 +62,7 @@ class StoreClient:
     @property
     def silent_s(self) -> float:
         """For how long an answer has been overdue."""
-        if self.gone:
+        if self.closed:
             return float("inf")
         return 0.0 if self._asked is None else max(0.0, time.monotonic() - self._due)
 
@@ -140,13 +140,13 @@ class StoreClient:
             answer = call(self.store)
         except RuntimeError:
             now = time.monotonic()
-            if self._connect is None or (self.gone and now < self._next_try):
-                self.gone = True
+            if self._connect is None or (self.closed and now < self._next_try):
+                self.closed = True
                 raise
-            self.gone, self._next_try = True, now + AGAIN_S
+            self.closed, self._next_try = True, now + AGAIN_S
             self.store = self._connect()
             answer = call(self.store)
-        self.gone = False
+        self.closed = False
         return answer
 
 

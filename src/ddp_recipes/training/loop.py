@@ -51,7 +51,7 @@ def fit(run: Run) -> str:  # noqa: C901 - the loop reads top to bottom, on one p
                     write_log(run, update, rate)
             for callback in run.callbacks.values():
                 callback.on_step(run.cursor.step)
-            run.checkpointer.busy(0)  # an async_save that failed ends the run here
+            run.checkpointer.wait(0)  # an async_save that failed ends the run here
             end_step(run, before)
         if reason is not None:
             break

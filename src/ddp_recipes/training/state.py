@@ -340,7 +340,7 @@ def await_writer(run: Run, bad: Mapping[str, bool]) -> None:
     """
     writing = 1
     while writing:
-        mine = [[int(run.checkpointer.busy(HEARTBEAT_S)), sum(bad.values())]]
+        mine = [[int(run.checkpointer.wait(HEARTBEAT_S)), sum(bad.values())]]
         busy = mine[0][0]
         writing, bad_anywhere = run.strategy.sum(torch.tensor(mine, device=run.devices[0])).tolist()
         if writing == busy == 1:
