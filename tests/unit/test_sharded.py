@@ -75,7 +75,7 @@ class Team:
     def save(self, state: dict[str, Any], value: float | None = None) -> None:
         """Save on all ranks."""
         self.begin(state, value)
-        while self.wait():
+        while self.busy():
             pass
 
 
