@@ -70,7 +70,8 @@ def test_a_recipe_is_measured_as_it_was(number: int, tmp_path: Path, python: str
     check(python, tmp_path, [*QUICK, *recipes.ALWAYS, *overrides], ranks, random)
 
 
-@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.nightly
+@pytest.mark.parametrize("number", range(MANY))
 def test_any_data_are(number: int, tmp_path: Path, python: str) -> None:
     random, kinds = Random(f"{SEED} {number} data"), test_streams.available()
     case = test_streams.drawn(random, tmp_path, kinds[number % len(kinds)])
