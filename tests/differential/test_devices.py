@@ -1,6 +1,5 @@
 """Recipes, Lightning modules and data at random on a simulated accelerator: what they come to on the CPU."""
 
-import json
 import os
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -15,6 +14,7 @@ from differential.test_lightning import own_parts
 from differential.test_lightning_resuming import series
 
 from helpers.accelerator import DEVICE, HABITS, MISSING
+from helpers.processes import summary
 from helpers.recipes import QUICK
 from helpers.warm import warm_python
 
@@ -53,8 +53,8 @@ def see_near(cpu: Path, device: Path, script: str) -> None:
         steps, values = zip(*points, strict=True)
         assert [step for step, _ in found[name]] == [*steps], f"{script}\n{name}"
         assert [value for _, value in found[name]] == pytest.approx(values, **NEAR), f"{script}\n{name}"
-    one, two = (test_streams.weights(json.loads((each / "summary.json").read_text())) for each in (cpu, device))
-    torch.testing.assert_close(two, one, rtol=1e-3, atol=1e-4, msg=lambda text: f"{script}\n{text}")
+    one, two = (test_streams.weights(summary(each)) for each in (cpu, device))
+    torch.testing.assert_close(two, one, rtol=NEAR["rel"], atol=NEAR["abs"], msg=lambda text: f"{script}\n{text}")
 
 
 def compare(pythons: dict[str, str], folder: Path, random: Random, overrides_in: Callable[[str], list[str]]) -> None:

@@ -1,6 +1,5 @@
 """What is learned, evaluated and predicted with by other ranks: the numbers of the run's own validation."""
 
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ import torch
 from differential import recipes, test_streams
 from differential.recipes import ended, left_by
 
+from helpers.processes import summary
 from helpers.recipes import QUICK
 
 pytest.importorskip("pyarrow")
@@ -35,8 +35,8 @@ def check(python: str, folder: Path, own: Sequence[str], ranks: int, random: Ran
     if trained.returncode:
         return print("refused:", script, trained.stderr[-300:])
     left = left_by(folder / "fit/run")
-    summary = json.loads((folder / "fit/run/summary.json").read_text())
-    last = [row for row in left["rows"] if int(row["step"]) == summary["global_step"] and "val/loss" in row]
+    end = summary(folder / "fit/run")["global_step"]
+    last = [row for row in left["rows"] if int(row["step"]) == end and "val/loss" in row]
     strategy = random.choice(EVALUATED)
     more = [f"ckpt_path={folder / 'fit/run'}", *strategy.split(), "logger=csv"]
     more.append(f"launcher.nproc_per_node={1 if 'single' in strategy else random.choice((1, 2, 3))}")

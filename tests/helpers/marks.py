@@ -21,7 +21,7 @@ def slow_but(quick: Iterable[Any], cases: Iterable[Any], daily: Iterable[Any] | 
 
     Args:
         daily: the cases of ``make test-all``, beside the quick ones; others are marked ``nightly``. All if left out,
-            but of more than three each fourth one.
+            but of more than two each fourth one.
 
     Raises:
         ValueError: one of the quick or daily ones is no case.

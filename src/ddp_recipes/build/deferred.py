@@ -128,11 +128,8 @@ def without_memory(make: Callable[[], M]) -> tuple[M, dict[str, Initial], list[s
         if any(tensor.is_meta and not recorder.has(tensor) for _, tensor in named):
             raise Undeferrable("some are on meta by its own wish")
         _give_memory(recorder, {id(each) for _, tensor in named for each in (tensor, viewed(tensor))})
-        return (
-            made,
-            {name: Initial(recorder, recorder.ref(tensor)) for name, tensor in named if recorder.has(tensor)},
-            [],
-        )
+        initial = {name: Initial(recorder, recorder.ref(tensor)) for name, tensor in named if recorder.has(tensor)}
+        return made, initial, []
     except Exception as error:  # noqa: BLE001 - any of torch's own that comes of a tensor without memory
         reason = recorder.refused or f"{type(error).__name__}: {error}"
     torch.set_rng_state(states[0])

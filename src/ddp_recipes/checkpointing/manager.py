@@ -71,7 +71,7 @@ class Background(Checkpointer):
     def __init__(self, directory: Path, settings: CheckpointSettings) -> None:
         self.directory, self.settings = directory, settings
         self._thread = ThreadPoolExecutor(1, "checkpoint", _lower_priority if settings.async_save else None)
-        self._polled = threading.Event()  # whether :meth:`busy` was called since the snapshot
+        self._polled = threading.Event()  # whether :meth:`wait` was called since the snapshot
         self._pending: Future[None] | None = None
 
     def _begin(self, write: Callable[[], None]) -> None:

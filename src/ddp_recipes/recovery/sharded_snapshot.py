@@ -33,7 +33,7 @@ def pieces_of(state: State, part: int) -> Iterator[bytes | memoryview]:
 
 
 def load_snapshot(slots: Sequence[str], opened: Callable[[str], io.RawIOBase]) -> State:
-    """Return the state whose parts are in these slots: what is dealt is read where it is asked for."""
+    """Return the state whose parts are in these slots: what is sharded is read once it is requested."""
     notes: list[dict[str, Any]] = []
     files: list[PartFile] = []
     for part, place in enumerate(slots):

@@ -61,7 +61,7 @@ class TorchrunMemory:
         if not (text := self._note.text("memory")):
             return None
         values = json.loads(text)
-        holder = SnapshotHolder.of(values["keeper"])
+        holder = SnapshotHolder.of(values["snapshot_holder"])
         return (holder, Found.of(values)) if holder.lives else None
 
     def found(self) -> Mapping[str, Any]:
@@ -104,7 +104,7 @@ class TorchrunMemory:
             holder = SnapshotHolder.started(parts)
         step = max((snapshot.step for snapshot, _ in SnapshotSlots(holder.paths).each()), default=-1)
         since = [] if job.regroup is None else job.regroup["since"]
-        note = {"keeper": asdict(holder), "directory": str(job.directory), "step": step, "since": since}
+        note = {"snapshot_holder": asdict(holder), "directory": str(job.directory), "step": step, "since": since}
         write_text(folder / "memory", json.dumps(note), durable=False)
         return holder
 

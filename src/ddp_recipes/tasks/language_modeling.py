@@ -75,15 +75,14 @@ class LanguageModelingTask(Task):
             seeds: of what is drawn for each of the first rows; torch's own generator for all if there are none.
         """
         context = getattr(self.model, "context", None) or tokens.shape[1] + count
-        points = _points(seeds, len(tokens), count)
+        points = _points(seeds, len(tokens), count).to(tokens.device) if seeds else None
         for number in range(count):
             logits = self.chosen(self.model(tokens[:, -context:]))[:, -1].float()
             if not self.temperature:
                 following = logits.argmax(dim=1, keepdim=True)
-            elif seeds:
-                following = _at(points[:, number, None].to(logits.device), (logits / self.temperature).softmax(dim=1))
             else:
-                following = torch.multinomial((logits / self.temperature).softmax(dim=1), 1)
+                point = None if points is None else points[:, number, None]
+                following = _drawn((logits / self.temperature).softmax(dim=1), point)
             tokens = torch.cat([tokens, following.to(tokens.device)], dim=1)
         return tokens
 
@@ -94,7 +93,14 @@ def _points(seeds: Sequence[int], rows: int, count: int) -> Tensor:
     return torch.stack([*drawn, *(torch.zeros(count) for _ in range(rows - len(drawn)))])
 
 
-def _at(points: Tensor, probabilities: Tensor) -> Tensor:
-    """Return what points [n, 1] draw, int64 [n, 1]: the first of ``[n, vocab_size]`` that add up to the point."""
+def _drawn(probabilities: Tensor, points: Tensor | None) -> Tensor:
+    """Return what is drawn of ``probabilities`` [n, vocab_size], int64 [n, 1].
+
+    Args:
+        points: of each row where in the sum of its probabilities, [n, 1]; torch's own generator where there are none.
+    """
+    if points is None:
+        return torch.multinomial(probabilities, 1)
     sums = probabilities.cumsum(dim=1)
-    return (sums <= points * sums[:, -1:]).sum(dim=1, keepdim=True).clamp(max=probabilities.shape[1] - 1)
+    below = sums <= points.to(sums.device) * sums[:, -1:]
+    return below.sum(dim=1, keepdim=True).clamp(max=probabilities.shape[1] - 1)
