@@ -137,7 +137,7 @@ def test_a_submitted_run_ends_as_a_local_one_does(slurm: Cluster, folder: Path) 
     run = summary(folder / "run")
     assert (run["status"], run["world_size"], run["nnodes"]) == ("finished", 2, 2)
     assert files(folder / "run") == RUN_DIRECTORY | {"slurm"}
-    assert f"Slurm job {job_of(folder / 'run')}: running" in ended.out
+    assert f"Slurm job {job_of(folder / 'run')}: completed" in ended.out  # a short one may never be seen running
     assert "there is no key" not in (folder / "run" / "train.log").read_text()  # the launcher made one
     assert "val/loss" in ended.out  # what rank 0 prints is shown here
     assert "submitit" not in ended.out
