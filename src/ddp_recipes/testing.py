@@ -4,10 +4,12 @@ Ranks are forked from the process of the tests. Torch must not have run on sever
 survive: call ``torch.set_num_threads(1)`` in ``conftest.py``.
 """
 
+import faulthandler
 import gc
 import multiprocessing
 import os
 import re
+import select
 import signal
 import socket
 import sys
@@ -68,6 +70,7 @@ def make_job(
 
 
 # A new value for a key that is there, which chooses no option of a group.
+STACKS_S = 5.0  # a rank that is aborted has to write its stacks
 OTHERS_S = 5.0  # what else went wrong is waited for so long, once a rank has failed
 _VALUE = re.compile(r"(\w+(?:\.\w+)+|seed|mode|ckpt_path|weights_from)=(?!.*[,{\[$])(.*)", re.DOTALL)
 
@@ -140,7 +143,7 @@ def on_ranks(function: Callable[[World, Store | None], Any], world_size: int, *,
 
     Raises:
         Exception: what the first rank raised.
-        TimeoutError: a rank did not end in time; all are killed.
+        TimeoutError: a rank did not end in time; all are killed, and write their stacks to stderr.
     """
     fork = multiprocessing.get_context("fork")
     with os.fdopen(os.memfd_create("ddp_recipes")) as store_file:
@@ -158,6 +161,9 @@ def on_ranks(function: Callable[[World, Store | None], Any], world_size: int, *,
         pipe.close()
     try:
         return [_outcome(number, receiver, timeout_s) for number, (receiver, _) in enumerate(pipes)]
+    except TimeoutError:
+        _abort(process.pid for process in processes if process.pid is not None)
+        raise
     finally:
         for process in processes:
             process.join(5)
@@ -182,6 +188,7 @@ def _begin() -> None:
     """Make a rank of this fork."""
     # A store that the parent left to collect would wait, in its destructor, for a thread that only the parent has.
     gc.freeze()
+    faulthandler.enable(2)  # shows where a rank is that is aborted because it did not end
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     # A fork's first use of torch's thread pool replaces it, which two threads at once (autograd's) do not survive.
     torch.set_num_threads(torch.get_num_threads())
@@ -196,6 +203,16 @@ def _attempt(function: Callable[[World, Store | None], Any], world: World, store
         return "raised", error
     except BaseException:  # noqa: BLE001 - raised again in the process that asked
         return "raised", RuntimeError(f"Rank {world.rank} failed:\n{traceback.format_exc()}")
+
+
+def _abort(processes: Iterable[int]) -> None:
+    """End ranks, each with the stacks of its threads on stderr."""
+    for process in processes:
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGABRT)
+            end = os.pidfd_open(process)
+            select.select([end], [], [], STACKS_S)
+            os.close(end)
 
 
 def _outcome(number: int, receiver: Connection, timeout_s: float) -> Any:
@@ -257,7 +274,7 @@ class WarmRanks:
 
         Raises:
             Exception: what the first rank raised, rank 0 first.
-            TimeoutError: a rank did not end in time.
+            TimeoutError: a rank did not end in time; all write their stacks to stderr.
         """
         numbers, filters = range(world_size), [_plain(each) for each in warnings.filters]
         for number in numbers:
@@ -274,7 +291,9 @@ class WarmRanks:
                 return self._summary(numbers, timeout_s)
         except RequestError:
             raise
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, TimeoutError):
+                _abort(self._ranks[number].process for number in numbers)
             self._end(numbers)
             raise
 

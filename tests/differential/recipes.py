@@ -117,11 +117,12 @@ def see_same(whole: dict[str, Any], found: dict[str, Any], script: str) -> None:
 
 
 def ended(python: str, folder: Path, *overrides: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Run a recipe in a folder."""
+    """Run a recipe in a folder. A rank that does not respond is named, with its stack, before the test gives up."""
     folder.mkdir()
+    bound = f"launcher.timeout_s={round(patience(60))}"
     paths = os.pathsep.join(map(str, (HERE, HERE.parent / "distributed", HERE.parent)))
     return subprocess.run(
-        [python, "-m", "ddp_recipes", *overrides, "hydra.run.dir=run"],
+        [python, "-m", "ddp_recipes", bound, *overrides, "hydra.run.dir=run"],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([paths, os.environ.get("PYTHONPATH", "")]), **environ},
         capture_output=True,
