@@ -87,7 +87,8 @@ class Output:
             return
         again = self.resumes_in_place or read_summary(self.directory.path) is not None  # all may start from step 0
         quick = bool(self.request.trainer.fast_dev_run)
-        self.directory.record(self.job.config, self.job.hydra)
+        config = OmegaConf.to_yaml(OmegaConf.create(dict(self.job.config)))
+        self.directory.record(config, self.job.hydra)
         write_summary(self.directory.path, self.facts(None))  # "running", whatever an earlier start came to
         self.progress = make_progress(self.request.trainer.progress, sys.stdout)
         self._stack.callback(self.progress.stop)
@@ -105,7 +106,6 @@ class Output:
             self._stack.callback(self.logger.close)
             self.task.logger = self.logger
             self.logger.parameters(hyper_parameters(self.job.config) | {"world_size": self.world.world_size})
-            config = OmegaConf.to_yaml(OmegaConf.create(dict(self.job.config)))
             fence = "`" * max(3, 1 + max(map(len, re.findall("`+", config)), default=0))  # which no value ends
             self.logger.text("config", f"{fence}yaml\n{config}\n{fence}")
             self._draw()

@@ -239,9 +239,9 @@ def check_call(target: str, found: Any, node: Mapping[str, Any], key: str) -> No
     given = node.get("_args_") or []
     if target == "functools.partial" and len(given) > 1:
         raise RequestError(f"{key}: arguments of functools.partial are given by name, not by position.")
-    with suppress(TypeError, ValueError):  # it has no signature, or does not take them, which the call says
-        bound = inspect.signature(found).bind_partial(*given)
-        arguments |= bound.arguments
+    if given:
+        with suppress(TypeError, ValueError):  # it has no signature, or does not take them, which the call says
+            arguments |= inspect.signature(found).bind_partial(*given).arguments
     targets.check_arguments((target, identity(found)), arguments, key)
 
 

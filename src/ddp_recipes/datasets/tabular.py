@@ -4,6 +4,7 @@ scikit-learn is not imported: it would load SciPy in every rank.
 """
 
 import math
+from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -79,8 +80,14 @@ def _table(name: str, header: int, split: str, seed: int, val_fraction: float) -
     path = Path(str(spec.origin if spec else None)).parent / "datasets" / "data" / name
     if not path.is_file():
         raise RequestError(f"This data ships with scikit-learn, and {path} is not there: pip install scikit-learn.")
-    rows = torch.from_numpy(np.loadtxt(path, delimiter=",", skiprows=header))
+    rows = _rows(path, header)
     columns, targets = rows[:, :-1], rows[:, -1].to(torch.int64)
     training = rows_of("train", len(targets), val_fraction=val_fraction, seed=seed)
     chosen = rows_of(split, len(targets), val_fraction=val_fraction, seed=seed)
     return InMemory(standardize(columns, training)[chosen], targets[chosen])
+
+
+@lru_cache(1)
+def _rows(path: Path, header: int) -> Tensor:
+    """Return a table (float64), which is not to be changed: it is read once for all splits."""
+    return torch.from_numpy(np.loadtxt(path, delimiter=",", skiprows=header))

@@ -14,8 +14,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from ddp_recipes.errors import RequestError
 from ddp_recipes.runtime.files import LACKING, planted, read_text, write_aside
 
@@ -43,11 +41,11 @@ class RunDirectory:
         self._lock = _lock(path)
         shutil.rmtree(path / "ranks", ignore_errors=True)  # of an earlier start that failed
 
-    def record(self, config: Mapping[str, Any], hydra: Mapping[str, str]) -> None:
-        """Write ``config.yaml``, what every rank runs with, and Hydra's own record."""
+    def record(self, config: str, hydra: Mapping[str, str]) -> None:
+        """Write ``config.yaml``, what every rank runs with, and Hydra's own record, by file names."""
         for name, text in hydra.items():
             write_text(self.path / ".hydra" / name, text, durable=False)
-        write_text(self.path / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(dict(config))))
+        write_text(self.path / "config.yaml", config)
 
     def close(self) -> None:
         """Release the lock."""
