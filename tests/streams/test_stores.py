@@ -20,6 +20,8 @@ from ddp_recipes.streams.commands import index
 from ddp_recipes.streams.formats import BadShard
 from ddp_recipes.streams.index import make
 from helpers.checkpoints import mounted
+from helpers.patience import patience
+from helpers.processes import until
 from helpers.shards import ROWS
 
 pytest.importorskip("pyarrow")
@@ -38,6 +40,7 @@ class Store(ThreadingHTTPServer):
         self.faults: dict[str, list[str]] = {}
         self.asked: Counter[str] = Counter()
         self.over = threading.Event()
+        self.go = threading.Event()
 
     @property
     def address(self) -> str:
@@ -56,6 +59,9 @@ class Answer(SimpleHTTPRequestHandler):
         fault = planned.pop(0) if len(planned) > 1 or (planned and not planned[0].startswith("always ")) else None
         fault = planned[0].removeprefix("always ") if fault is None and planned else fault
         if fault is None:
+            super().do_GET()
+        elif fault == "held":
+            self.server.go.wait(60)
             super().do_GET()
         elif fault == "hangs":
             self.server.over.wait(60)
@@ -117,6 +123,25 @@ def test_processes_that_need_a_shard_fetch_it_once(store: Store, tmp_path: Path)
         worker.join(60)
     assert [worker.exitcode for worker in workers] == [0, 0, 0]
     assert store.asked["part-3.parquet"] == 1
+
+
+def test_data_workers_forked_while_a_shard_is_fetched_keep_nobody_from_it(store: Store, tmp_path: Path) -> None:
+    store.faults = {f"part-{number}.parquet": ["held"] for number in range(4)}
+    stream = stream_of(store, tmp_path / "cache", ahead=0)
+    fetching = threading.Thread(target=stream.file_of, args=(1,))
+    fetching.start()
+    until(lambda: store.asked["part-1.parquet"] == 1, 60, "nobody asks for the shard")
+    context = get_context("fork")
+    worker = context.Process(target=stream.file_of, args=(1,), daemon=True)
+    idle = context.Process(target=store.over.wait, args=(60,), daemon=True)  # has what its parent had open
+    worker.start()
+    idle.start()
+    store.go.set()
+    worker.join(patience(20))
+    idle.kill()
+    fetching.join()
+    assert worker.exitcode == 0
+    assert store.asked["part-1.parquet"] == 1
 
 
 @pytest.mark.slow

@@ -295,7 +295,10 @@ def _touched(file: Path) -> bool:
 def _locked(path: Path, wait: bool = True) -> Iterator[None]:
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
+        try:
+            yield
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)  # a process forked meanwhile has the file, and would have the lock
 
 
 def sha256(path: Path) -> str:

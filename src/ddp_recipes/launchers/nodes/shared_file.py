@@ -90,8 +90,11 @@ class SharedFile(Store):
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
             with os.fdopen(os.open(self._lock, flags, 0o600)) as lock:
                 self._take(lock.fileno())
-                os.utime(lock.fileno())
-                yield os.fstat(lock.fileno()).st_mtime
+                try:
+                    os.utime(lock.fileno())
+                    yield os.fstat(lock.fileno()).st_mtime
+                finally:
+                    fcntl.flock(lock, fcntl.LOCK_UN)  # a process forked meanwhile has the file, and would have the lock
         except OSError as error:
             raise RuntimeError(str(error)) from error
 
