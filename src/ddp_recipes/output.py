@@ -25,7 +25,7 @@ from ddp_recipes.config.request import Request
 from ddp_recipes.devices import peak_memory
 from ddp_recipes.loggers import Logger
 from ddp_recipes.loggers.base import Parameter
-from ddp_recipes.reporting.logs import FAILURE, Console, ForwardHandler, LogFile, handling
+from ddp_recipes.reporting.logs import FAILURE, Console, ForwardHandler, LogFile, handling, hearing_forks
 from ddp_recipes.reporting.progress import Progress, make_progress, number, table
 from ddp_recipes.reporting.run_directory import RunDirectory, Summary, read_summary, recording, write_summary
 from ddp_recipes.runtime.control import Control
@@ -84,6 +84,7 @@ class Output:
             run.replaced, run.seconds_lost = self._losses()
         if self.directory is None:
             self.hold(handling(ForwardHandler(self.control)))
+            self.hold(hearing_forks())
             return
         again = self.resumes_in_place or read_summary(self.directory.path) is not None  # all may start from step 0
         quick = bool(self.request.trainer.fast_dev_run)
@@ -94,6 +95,7 @@ class Output:
         self._stack.callback(self.progress.stop)
         self.hold(handling(LogFile(self.directory.path, self.control)))
         self.hold(handling(Console(self.progress)))
+        self.hold(hearing_forks())
         if self.job.regroup is None:  # else the rank that is replaced has shown it
             table("ddp_recipes " + __version__, self._start_rows(), sys.stdout)
         if self.job.regroup is None or self.job.regroup["states"]:

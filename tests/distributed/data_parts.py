@@ -1,6 +1,8 @@
 """Data sets and tasks that a user might bring, found by their dotted names."""
 
+import logging
 import os
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,3 +91,23 @@ def padded(samples: list[dict[str, Any]], length: int = 10, dtype: str = "float3
 def as_much_as(dataset: Ragged, target: int) -> list[float]:
     """Return weights that leave nothing but one label."""
     return [float(each == target) for each in dataset.targets]
+
+
+class Complaining(Dataset[Any]):
+    """Logs for each sample a record with a long traceback and one by ``warnings``."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        try:
+            raise ValueError(f"number {'0123456789' * 500}")
+        except ValueError:
+            logging.getLogger("cats").warning("sample %d is torn", index, exc_info=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            warnings.warn(f"sample {index} is worn out", stacklevel=1)
+        return torch.full((10,), index / self.size), torch.ones(5)

@@ -164,6 +164,18 @@ def test_lines_come_from_rank_0_and_warnings_from_all(run: Run, capfd: pytest.Ca
     assert log.count("epoch 2  step 8  val/loss") == 1
 
 
+def test_what_data_workers_log_is_in_the_log_of_the_run(run: Run) -> None:
+    data = "+data.train={_target_: data_parts.Complaining, size: 24}"
+    keys = ["data.num_workers=2", "~data.train", data, "data.val=null", "trainer.max_epochs=1", "task=regression"]
+    log = (Path(run(*keys, "data.batch_size=4", world_size=2)["run_directory"]) / "train.log").read_text()
+    for number in range(24):
+        assert log.count(f"sample {number} is torn") == 1
+        assert log.count(f"sample {number} is worn out") == 1
+    assert log.count("rank 1: sample") == 12
+    assert log.count("…") == 24
+    assert log.count("ValueError: number") == 24, "a long traceback is shortened in its middle"
+
+
 def test_what_ranks_print_has_their_number(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
     run("model._target_=own_parts.Talking", "trainer.max_epochs=1", world_size=3)
     terminal = capfd.readouterr()

@@ -1,9 +1,13 @@
-"""Where log records go: to ``train.log``, to the terminal, or from other ranks to rank 0."""
+"""Where log records go: to ``train.log``, to the terminal, from other ranks to rank 0, from data workers to ranks."""
 
+import json
 import logging
+import os
+import select
 import sys
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -113,10 +117,65 @@ def own_lines(world: World) -> Iterator[None]:
         yield
 
 
+# Nothing is forked while a record is handled: a fork would have what the listening thread has locked, a terminal, say.
+_LISTENING = threading.RLock()
+os.register_at_fork(before=_LISTENING.acquire, after_in_parent=_LISTENING.release, after_in_child=_LISTENING.release)
+
+
+class _ToParent(logging.Handler):
+    """Writes what forks of this process log to a pipe, a line of JSON each."""
+
+    def __init__(self, pipe: int) -> None:
+        super().__init__()
+        self._pipe = pipe
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = whole = self.format(record)
+        end = select.PIPE_BUF // 3
+        while len(line := json.dumps([record.name, record.levelno, text]).encode()) >= select.PIPE_BUF:
+            text = f"{whole[:end]} … {whole[-end:]}"  # what is longer may come in pieces, between those of others
+            end //= 2
+        with suppress(BrokenPipeError):  # the process does not listen any more
+            os.write(self._pipe, line + b"\n")
+
+
+@contextmanager
+def hearing_forks() -> Iterator[None]:
+    """Log here what processes log that are forked meanwhile, as data workers are.
+
+    They have the handlers of this process, but neither its threads nor its connections: what they gave to those would
+    wait for an answer, or get lost.
+    """
+    reading, writing = os.pipe()
+
+    def listen() -> None:
+        with os.fdopen(reading, "rb") as file:
+            for line in file:
+                if line == b"\n":
+                    return
+                name, level, text = json.loads(line)
+                with _LISTENING, suppress(Exception):  # of a user's handler: who writes to the pipe would wait for ever
+                    logging.getLogger(name).log(level, "%s", text)
+
+    thread = threading.Thread(target=listen, name="logs of forks", daemon=True)
+    thread.start()
+    parent, handler = os.getpid(), _ToParent(writing)
+    handler.addFilter(lambda record: os.getpid() != parent)
+    logging.getLogger().addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.getLogger().removeHandler(handler)
+        os.write(writing, b"\n")  # read after all that forks have written by now
+        thread.join()
+        os.close(writing)
+
+
 @contextmanager
 def handling(handler: logging.Handler) -> Iterator[None]:
-    """Give a handler the records of all loggers, from INFO on, and Python's warnings; close it at the end."""
-    root = logging.getLogger()
+    """Give a handler the records of all loggers of this process, from INFO on, and Python's warnings; then close it."""
+    root, own = logging.getLogger(), os.getpid()
+    handler.addFilter(lambda record: os.getpid() == own)
     level = root.level
     root.addHandler(handler)
     root.setLevel(min(level, logging.INFO) or logging.INFO)
