@@ -2,6 +2,8 @@
 
 import itertools
 import random
+import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,17 @@ class Numbers(IterableDataset[Sample]):
 
     def __iter__(self) -> Iterator[Sample]:
         return map(sample, range(self.first, self.first + self.size))
+
+
+class Spawned(Numbers):
+    """Has to be read in a process that was spawned, and waits there for ever if it has not 13 samples."""
+
+    def __iter__(self) -> Iterator[Sample]:
+        if get_worker_info() is not None:
+            assert "__mp_main__" in sys.modules, "forked"
+            if self.size != 13:
+                threading.Event().wait()
+        return super().__iter__()
 
 
 class Endless(IterableDataset[Sample]):
@@ -210,13 +223,22 @@ class Streams:
     """A data module whose loaders read streams."""
 
     def __init__(
-        self, kind: str = "Numbers", batch_size: int | None = 2, workers: int = 0, begins: bool = False
+        self,
+        kind: str = "Numbers",
+        batch_size: int | None = 2,
+        workers: int = 0,
+        begins: bool = False,
+        size: int = 13,
+        **options: Any,
     ) -> None:
-        self.kind, self.begins = kind, begins
+        self.kind, self.begins, self.size = kind, begins, size
         self.options: Any = {"batch_size": batch_size, "num_workers": workers, "drop_last": batch_size is not None}
+        self.options |= options
 
     def train_dataloader(self) -> Any:
-        return DataLoader(globals()[self.kind](), worker_init_fn=half if self.begins else None, **self.options)
+        dataset = globals()[self.kind]()
+        dataset.size = self.size
+        return DataLoader(dataset, worker_init_fn=half if self.begins else None, **self.options)
 
     def val_dataloader(self) -> Any:
         kind = ByRank if self.kind == "ByRank" else Numbers

@@ -10,8 +10,9 @@ from PIL import Image
 
 from ddp_recipes.errors import RequestError, RunFailed
 from ddp_recipes.reporting.run_directory import Summary
-from ddp_recipes.testing import make_job
+from ddp_recipes.testing import make_job, run_recipe
 from helpers.marks import slow_but
+from helpers.recipes import QUICK
 
 Run = Callable[..., Summary]
 
@@ -74,11 +75,13 @@ RAGGED = (
 
 
 @pytest.mark.slow
-def test_ragged_samples_drawn_by_weight_are_the_same_at_any_world_size(run: Run) -> None:
+def test_ragged_samples_drawn_by_weight_are_the_same_at_any_world_size(run: Run, tmp_path: Path) -> None:
     overrides = [*RAGGED, f"data.collate_fn={PADDED}"]
     weighted = [*overrides, "data.weights=rare"]
     one, workers = run(*weighted), run(*weighted, "data.num_workers=1", "data.prefetch_factor=3")
     assert one["weights_sha256"] == workers["weights_sha256"] != run(*overrides)["weights_sha256"]
+    spawned = [*QUICK, *weighted, "data.num_workers=1", "data.multiprocessing_context=spawn", "data.timeout=100"]
+    assert run_recipe(spawned, 1, tmp_path / "spawned")["weights_sha256"] == one["weights_sha256"]
     two = run(*weighted, world_size=2)
     assert two["metrics"]["val/loss"] == pytest.approx(one["metrics"]["val/loss"], rel=1e-6)
     alone = run(*overrides, "data.weights={_target_: data_parts.as_much_as, _partial_: true, target: 3}")
@@ -105,6 +108,8 @@ def test_keys_that_would_do_nothing_are_refused(run: Run) -> None:
     for key, message in {
         "data.prefetch_factor=2": r"data.prefetch_factor=2 is for worker processes, but data.num_workers=0",
         "data.persistent_workers=true": r"data.persistent_workers=true is for worker processes",
+        "data.multiprocessing_context=spawn": r"data.multiprocessing_context=spawn is for worker processes",
+        "data.timeout=3": r"data.timeout=3 is for worker processes",
         "data.weights=[1,2]": r"data.weights=\[1, 2\] gives weights of the shape \[2\].*: one for each of 40 samples",
         "data.weights=weight": r"data.weights=weight, but data.train, a Ragged, has no attribute weight",
         "data.weights=data_parts.weight": r"data.weights._target_=data_parts.weight cannot be found",
@@ -150,7 +155,7 @@ def test_a_dict_for_a_task_of_pairs_is_refused(run: Run) -> None:
     [
         ("batchsize: 4", "batch_size"),
         ("samplers: {_target_: torch.utils.data.RandomSampler}", "sampler"),
-        ("timeout: 3", ""),
+        ("generator: 3", ""),
         ("validation: {_target_: ddp_recipes.datasets.digits}", "val"),
     ],
 )

@@ -336,6 +336,15 @@ def test_loaders_of_a_lightning_data_module(strategy: str, lightning: Callable[.
 
 
 @pytest.mark.slow
+def test_a_loader_says_how_its_workers_begin_and_how_long_they_may_take(lightning: Callable[..., Summary]) -> None:
+    spawned = ("+data.datamodule.kind=Spawned", "+data.datamodule.multiprocessing_context=spawn")
+    spawned += ("+data.datamodule.workers=1", "trainer.max_epochs=1")
+    assert lightning(*spawned)["samples_seen"] == 12
+    with pytest.raises(RuntimeError, match="DataLoader timed out after 9 seconds"):
+        lightning(*spawned, "+data.datamodule.timeout=9", "+data.datamodule.size=12")
+
+
+@pytest.mark.slow
 def test_streams_of_lightning_that_deal_themselves(lightning: Callable[..., Summary]) -> None:
     once = "trainer.max_epochs=1"
     with pytest.raises(RunFailed, match=r"ByRank, gives other samples on rank 1"):

@@ -162,6 +162,8 @@ class Loading:
             collate_fn=source.collate(),
             persistent_workers=settings.persistent_workers,
             prefetch_factor=settings.prefetch_factor,
+            multiprocessing_context=settings.multiprocessing_context,
+            timeout=settings.timeout or 0.0,
             timeout_s=self.timeout_s,
             form=Form(whole_dtype(trainer.precision), trainer.channels_last),
             name=f"data.{name.replace('/', '.')}",

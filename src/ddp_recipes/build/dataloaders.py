@@ -104,7 +104,7 @@ def _of_stream(loader: "DataLoader[Any]", settings: DataSettings, replicas: int)
 
 def _settings(loader: "DataLoader[Any]", settings: DataSettings, replicas: int) -> DataSettings:
     """Return the settings that are the loader's own."""
-    size = loader.batch_size or 1
+    size, context = loader.batch_size or 1, loader.multiprocessing_context
     return replace(
         settings,
         batch_size=size,
@@ -113,6 +113,8 @@ def _settings(loader: "DataLoader[Any]", settings: DataSettings, replicas: int) 
         num_workers=loader.num_workers,
         persistent_workers=loader.persistent_workers or None,
         prefetch_factor=loader.prefetch_factor if loader.num_workers else None,
+        multiprocessing_context=None if context is None else context.get_start_method(),
+        timeout=loader.timeout if loader.num_workers and loader.timeout else None,
         pin_memory=loader.pin_memory,
         collate_fn=None,
     )

@@ -48,6 +48,8 @@ def iterable_loader(
         pin_memory=settings.pin_memory,
         collate_fn=source.collate(),
         prefetch_factor=settings.prefetch_factor,
+        multiprocessing_context=settings.multiprocessing_context,
+        timeout=settings.timeout or 0.0,
         begin_worker=source.begin_worker,
         replays=settings.replay,
         timeout_s=loading.timeout_s,

@@ -60,7 +60,7 @@ def quoted(text: str) -> str:
 
 OUTSIDE_GROUPS = ("experiment", "debug")  # whose options are merged into all of the config
 _OF_DATA = ("root", "download", "datamodule", "in_features", "out_features", "train", "val", "test", "predict")
-_OF_DATA_LOADER = ("sampler", "batch_sampler", "timeout", "worker_init_fn", "generator", "multiprocessing_context")
+_OF_DATA_LOADER = ("worker_init_fn", "generator")
 
 
 def refuse_unused(config: DictConfig, overrides: Sequence[str]) -> None:

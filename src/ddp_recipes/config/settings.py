@@ -192,6 +192,8 @@ class DataSettings:
     weights: str | dict[str, Any] | list[Annotated[float, Range(0)]] | None = None
     persistent_workers: bool | None = None
     prefetch_factor: Count | None = None
+    multiprocessing_context: Literal["fork", "spawn", "forkserver"] | None = None
+    timeout: Positive | None = None
     shard_arguments: str | dict[str, str] | None = None
     replay: bool = False
     sampler: dict[str, Any] | None = None
@@ -199,7 +201,7 @@ class DataSettings:
     group_by_length: bool | str | dict[str, Any] | list[Annotated[float, Range(0)]] = False
 
     def __post_init__(self) -> None:
-        for name in ("persistent_workers", "prefetch_factor"):
+        for name in ("persistent_workers", "prefetch_factor", "multiprocessing_context", "timeout"):
             if getattr(self, name) and not self.num_workers:
                 raise RequestError(
                     f"data.{name}={str(getattr(self, name)).lower()} is for worker processes, but data.num_workers=0. "

@@ -137,6 +137,8 @@ class IterableLoader(Loader):
         pin_memory: bool = True,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         prefetch_factor: int | None = None,
+        multiprocessing_context: str | None = None,
+        timeout: float = 0.0,
         begin_worker: Callable[[int], None] | None = None,
         replays: bool = False,
         timeout_s: float = 1800.0,
@@ -178,6 +180,8 @@ class IterableLoader(Loader):
             pin_memory=self.pin_memory and num_workers > 0,
             collate_fn=_as_it_is,
             prefetch_factor=prefetch_factor,
+            multiprocessing_context=multiprocessing_context,
+            timeout=timeout,
             worker_init_fn=begin_cut,
         )
         self._resumes: tuple[int, int, Start] | None = None

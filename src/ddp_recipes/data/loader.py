@@ -136,6 +136,8 @@ class Loader:
         collate_fn: Callable[[list[Any]], Any] | None = None,
         persistent_workers: bool | None = None,
         prefetch_factor: int | None = None,
+        multiprocessing_context: str | None = None,
+        timeout: float = 0.0,
         timeout_s: float = 1800.0,
         form: Form = AS_IT_COMES,
         name: str = "data",
@@ -153,6 +155,8 @@ class Loader:
             "num_workers": num_workers,
             "persistent_workers": persistent_workers,
             "prefetch_factor": prefetch_factor,
+            "multiprocessing_context": multiprocessing_context,
+            "timeout": timeout,
             "timeout_s": timeout_s,
         }
         self.skipped: set[str] = set()
@@ -176,6 +180,8 @@ class Loader:
                 collate_fn=_as_it_is,
                 persistent_workers=num_workers > 0 if persistent_workers is None else persistent_workers,
                 prefetch_factor=prefetch_factor,
+                multiprocessing_context=multiprocessing_context,
+                timeout=timeout,
                 worker_init_fn=follow_rank,
             )
 
