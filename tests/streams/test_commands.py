@@ -1,12 +1,15 @@
 """``ddp-recipes pack`` and ``ddp-recipes index``."""
 
+import json
 import subprocess
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
+from streams.pack_parts import Ten
 
 from ddp_recipes.datasets import digits, image_folder
 from ddp_recipes.errors import RequestError
@@ -52,6 +55,55 @@ def test_an_interrupted_pack_goes_on(tmp_path: Path) -> None:
     assert not (folder / "pack.json").exists()
     with pytest.raises(RequestError, match=r"is not empty. It is packed already. Give a new folder"):
         pack(arguments)
+
+
+@pytest.mark.parametrize("megabytes", ["0.00004", "100"])
+def test_samples_of_any_length_keep_shape_and_type(megabytes: str, tmp_path: Path) -> None:
+    pack(["streams.pack_parts.Ten", str(tmp_path / "set"), f"--shard-mb={megabytes}", "--workers=1"])
+    stream = Stream(str(tmp_path / "set"))
+    assert len(stream.index.shards) == (10 if megabytes != "100" else 1)
+    for number in range(10):
+        found, expected = stream[number], Ten()[number]
+        torch.testing.assert_close(found["tokens"], expected["tokens"], rtol=0, atol=0)
+        torch.testing.assert_close(found["points"], torch.from_numpy(expected["points"]), rtol=0, atol=0)
+        assert found["label"] == expected["label"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Missing", "Sample 7 has x, and sample 0 x, label: each is a column, which all samples have to have."),
+        (
+            "OtherShapes",
+            r"inputs of sample . is \[3, ., 5\], and others are \[-1, 1, 5\] \(-1: any\): the first size may",
+        ),
+        ("LateShape", r"inputs of sample 50 is \[4\], and others are \[3\]"),
+        ("LateKind", r"targets of samples .* is no column: .*fifty"),
+        ("Bfloat", r"inputs of samples 0 to 9 is no column: .*bfloat16"),
+    ],
+)
+def test_samples_that_are_no_table_are_refused_by_name(name: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=message):
+        pack([f"streams.pack_parts.{name}", str(tmp_path / "set"), "--shard-mb=0.0001", "--workers=1"])
+
+
+def test_files_and_a_set_of_hugging_face_are_packed(tmp_path: Path) -> None:
+    rows = [{"text": f"line {number}", "label": number % 3, "score": number / 2} for number in range(20)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "rows.csv").write_text(
+        "text,label,score\n" + "".join("{text},{label},{score}\n".format(**r) for r in rows)
+    )
+    sources = ["rows.jsonl", "rows.csv"]
+    if find_spec("datasets") is not None:
+        from datasets import Dataset
+
+        Dataset.from_list(rows).save_to_disk(str(tmp_path / "hugging_face"))
+        sources.append("hugging_face")
+    for source in sources:
+        pack([str(tmp_path / source), str(tmp_path / f"set_{source}"), "--shard-mb=0.0002", "--workers=1"])
+        stream = Stream(str(tmp_path / f"set_{source}"))
+        assert len(stream.index.shards) > 1, source
+        assert [stream[number] for number in range(20)] == rows, source
 
 
 def test_images_are_packed_as_they_are(tmp_path: Path) -> None:

@@ -5,7 +5,8 @@ import io
 import json
 import os
 import tarfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +24,7 @@ from ddp_recipes.streams.formats import needed
 from ddp_recipes.streams.index import NAME, Columns, Index, Shard, assembled, described, in_parallel, write
 
 PLAN = "pack.json"  # what is being packed, as long as it is
-LOOKED_AT = 32  # samples from which the size of others is estimated
+LOOKED_AT = 32  # samples that say how large others are, and of which type
 GROUP = 1 << 20  # bytes of a row group
 
 
@@ -87,8 +88,7 @@ class Packing:
         if self.dest.exists() and any(self.dest.iterdir()):
             done = " It is packed already." if (self.dest / NAME).exists() else ""
             raise RequestError(f"{self.dest} is there and is not empty.{done} Give a new folder.")
-        looked_at = np.linspace(0, rows - 1, min(rows, LOOKED_AT)).astype(int).tolist()
-        size = max(1.0, float(np.mean([self.samples.size(number) for number in looked_at])))
+        size = max(1.0, float(np.mean([self.samples.size(number) for number in looked_at(rows)])))
         each = max(1, round(self.bytes_a_shard / size))
         cuts = [*range(0, rows, each), rows]
         write_aside(plan, lambda file: file.write(json.dumps({**what, "cuts": cuts}).encode()))
@@ -210,21 +210,51 @@ class _Made:
         """Return about the bytes that a sample takes."""
         return sum(_size(value) for value in self.row(number).values())
 
-    def write(self, numbers: list[int], file: Any) -> None:
-        """Write samples as a parquet file, each of whose columns has one type and shape."""
-        arrow, parquet = needed("pyarrow"), needed("pyarrow.parquet")
+    @cached_property
+    def columns(self) -> "dict[str, _Column]":
+        """The columns of all shards, as some samples from all over the set have them."""
+        numbers = looked_at(len(self))
+        return {name: _Column.of(name, values, numbers) for name, values in self._values(numbers).items()}
+
+    def _values(self, numbers: Sequence[int]) -> dict[str, list[Any]]:
+        """Return samples by column.
+
+        Raises:
+            RequestError: they have not the same keys.
+        """
         rows = [self.row(number) for number in numbers]
-        fields, columns = [], []
-        for name in rows[0]:
-            try:
-                field, column = _column(name, [row[name] for row in rows], arrow)
-            except (arrow.ArrowInvalid, arrow.ArrowTypeError, KeyError, TypeError) as error:
-                raise RequestError(f"{name} of samples {numbers[0]} to {numbers[-1]} is no column: {error}") from error
-            fields.append(field)
-            columns.append(column)
-        table = arrow.Table.from_arrays(columns, schema=arrow.schema(fields))
-        group = max(1, round(GROUP * len(rows) / max(1, table.nbytes)))
+        for number, row in zip(numbers, rows, strict=True):
+            if row.keys() != rows[0].keys():
+                raise RequestError(
+                    f"Sample {number} has {', '.join(row)}, and sample {numbers[0]} {', '.join(rows[0])}: each is a "
+                    f"column, which all samples have to have."
+                )
+        return {name: [_plain(row[name]) for row in rows] for name in rows[0]}
+
+    def write(self, numbers: list[int], file: Any) -> None:
+        """Write samples as a parquet file.
+
+        Raises:
+            RequestError: one does not fit the columns that others have.
+        """
+        arrow, parquet = needed("pyarrow"), needed("pyarrow.parquet")
+        values = self._values(numbers)
+        columns = [self.columns[name].array(values[name], numbers) for name in self.columns if name in values]
+        if values.keys() != self.columns.keys():
+            raise RequestError(
+                f"Sample {numbers[0]} has {', '.join(values)}, and others {', '.join(self.columns)}: each is a column, "
+                f"which all samples have to have."
+            )
+        schema = arrow.schema([column.field for column in self.columns.values()])
+        table = arrow.Table.from_arrays(columns, schema=schema)
+        group = max(1, round(GROUP * len(numbers) / max(1, table.nbytes)))
         parquet.write_table(table, file, row_group_size=group, compression="zstd")
+
+
+def looked_at(rows: int) -> list[int]:
+    """Return the numbers of the samples that say what a set is like."""
+    found: list[int] = np.linspace(0, rows - 1, min(rows, LOOKED_AT)).astype(int).tolist()
+    return found
 
 
 def _size(value: Any) -> int:
@@ -235,23 +265,84 @@ def _size(value: Any) -> int:
     return int(np.asarray(value.convert("RGB")).size // 8) if hasattr(value, "convert") else 8
 
 
-def _column(name: str, values: list[Any], arrow: Any) -> tuple[Any, Any]:
-    """Return a column and its field; tensors of one shape become lists of fixed length."""
-    first = values[0]
-    if isinstance(first, torch.Tensor):
-        values = [value.numpy() for value in values]
-        first = values[0]
-    if isinstance(first, np.ndarray) and first.ndim and all(value.shape == first.shape for value in values):
-        flat = arrow.array(np.stack(values).reshape(-1))
-        kind = arrow.list_(flat.type, first.size)
-        column = arrow.FixedSizeListArray.from_arrays(flat, first.size)
-        return arrow.field(name, kind, metadata={"shape": json.dumps(first.shape)}), column
-    if isinstance(first, (np.ndarray, np.generic)):
-        values = [value.item() if not value.ndim else value.ravel() for value in values]
-    if hasattr(first, "convert"):  # a PIL image
-        values = [_png(value) for value in values]
-    column = arrow.array(values)
-    return arrow.field(name, column.type), column
+def _plain(value: Any) -> Any:
+    """Return a value as an array, or as what Arrow takes: images as their bytes."""
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu()
+        value = value.numpy() if value.dtype != torch.bfloat16 else value  # which NumPy has not: refused by its type
+    if isinstance(value, (np.ndarray, np.generic)) and not value.ndim:
+        return value.item()
+    return _png(value) if hasattr(value, "convert") else value
+
+
+@dataclass(frozen=True)
+class _Column:
+    """A column of one type in all shards.
+
+    Attributes:
+        field: of Arrow.
+        shape: of arrays, the first size -1 where samples differ in it; None: it holds none.
+    """
+
+    name: str
+    field: Any
+    shape: tuple[int, ...] | None
+
+    @classmethod
+    def of(cls, name: str, values: Sequence[Any], numbers: Sequence[int]) -> "_Column":
+        """Return the column that has these values of these samples.
+
+        Raises:
+            RequestError: no column has.
+        """
+        arrow = needed("pyarrow")
+        with _as_request(name, numbers):
+            if not all(isinstance(value, np.ndarray) for value in values):
+                return cls(name, arrow.field(name, arrow.array(values).type), None)
+            shapes = sorted({value.shape for value in values})
+            shape = shapes[0] if len(shapes) == 1 else (-1, *shapes[0][1:])
+            element, size = arrow.array(values[0].reshape(-1)).type, int(np.prod(shape))
+            kind = arrow.list_(element, size) if len(shapes) == 1 else arrow.list_(element)
+            metadata = {"shape": json.dumps(shape)} if len(shape) > 1 or len(shapes) == 1 else None
+            return cls(name, arrow.field(name, kind, metadata=metadata), shape)
+
+    def array(self, values: Sequence[Any], numbers: Sequence[int]) -> Any:
+        """Return values of samples as an array of Arrow.
+
+        Raises:
+            RequestError: they are of another type or shape.
+        """
+        arrow = needed("pyarrow")
+        with _as_request(self.name, numbers):
+            if self.shape is None:
+                return arrow.array(values, type=self.field.type)
+            for number, value in zip(numbers, values, strict=True):
+                if not isinstance(value, np.ndarray) or not self._takes(value.shape):
+                    shown = list(value.shape) if isinstance(value, np.ndarray) else type(value).__name__
+                    raise RequestError(
+                        f"{self.name} of sample {number} is {shown}, and others are {list(self.shape)} (-1: any): the "
+                        f"first size may differ where it does among the {LOOKED_AT} samples from all over the set that "
+                        f"are looked at first. Give all one shape, or images as PIL's."
+                    )
+            flat = arrow.array(np.concatenate([value.reshape(-1) for value in values]), type=self.field.type.value_type)
+            if self.shape[0] != -1:
+                return arrow.FixedSizeListArray.from_arrays(flat, self.field.type.list_size)
+            return arrow.ListArray.from_arrays(np.cumsum([0, *(value.size for value in values)], dtype=np.int32), flat)
+
+    def _takes(self, shape: tuple[int, ...]) -> bool:
+        assert self.shape is not None
+        return len(shape) == len(self.shape) and all(
+            own in (-1, size) for own, size in zip(self.shape, shape, strict=True)
+        )
+
+
+@contextmanager
+def _as_request(name: str, numbers: Sequence[int]) -> Iterator[None]:
+    """Raise what Arrow and NumPy raise as a request that cannot be met."""
+    try:
+        yield
+    except (needed("pyarrow").ArrowException, TypeError, ValueError) as error:
+        raise RequestError(f"{name} of samples {numbers[0]} to {numbers[-1]} is no column: {error}") from error
 
 
 def _png(image: Any) -> bytes:

@@ -1,0 +1,56 @@
+"""Map-style data sets of ten samples each, that a user might pack."""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+
+class Ten:
+    """Samples of two kinds of arrays and a number, of different lengths."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> Any:
+        tokens = torch.arange(index + 1, dtype=torch.int16)
+        points = np.arange(3.0 * (index + 1)).reshape(index + 1, 3)
+        return {"tokens": tokens, "points": points, "label": index if index < 5 else index + 0.5}
+
+
+class Missing(Ten):
+    """The last ones have no label."""
+
+    def __getitem__(self, index: int) -> Any:
+        return {"x": index, **({"label": 1.0} if index < 7 else {})}
+
+
+class OtherShapes(Ten):
+    """Pictures as arrays, each of its own size."""
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.zeros(3, index + 1, 5), index
+
+
+class LateShape(Ten):
+    """Has a hundred samples, of which one, that nobody looks at first, is longer."""
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.zeros(4 if index == 50 else 3), index
+
+
+class LateKind(LateShape):
+    """Has a text in the place of a number."""
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.zeros(3), "fifty" if index == 50 else index
+
+
+class Bfloat(Ten):
+    """Has numbers that NumPy has not."""
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.zeros(3, dtype=torch.bfloat16), index
