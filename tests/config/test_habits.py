@@ -58,6 +58,8 @@ EXPLAINED = [
     ("hydra.run.dri=x", "hydra.run.dri=x: there is no key hydra.run.dri. Did you mean 'hydra.run.dir'?"),
     ("model=[", "model=[: Hydra cannot read this override ("),
     ("seed", "seed: Hydra cannot read this override ("),
+    ("train", " Did you mean 'mode=fit'?"),
+    ("repot", " Commands: index, init, pack, report. Did you mean 'report'?"),
     ("optimizer=5", "optimizer=5: there is no such option. Options of optimizer: "),
     ("+optimizer.lr=5", "optimizer.lr is there already, so there is nothing to add. Write optimizer.lr=5."),
     ("+optimizer=adam", "optimizer is there already, so there is nothing to add. Write optimizer=adam."),

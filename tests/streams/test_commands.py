@@ -140,7 +140,7 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
         (["nowhere.at_all", str(tmp_path / "x")], "nowhere.at_all is no path, and no dotted name"),
         (["ddp_recipes.datasets.balanced", str(tmp_path / "x"), "dataset=3"], "has no targets"),
         ([str(tmp_path), str(tmp_path / "x")], "has no images in folders of classes"),
-        ([DIGITS], "the following arguments are required: dest"),
+        ([DIGITS], "the following arguments are required: dest. usage:"),
     ):
         with pytest.raises(RequestError, match=message):
             pack(arguments)

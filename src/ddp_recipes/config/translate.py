@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from traceback import walk_tb
-from typing import Any
+from typing import Any, get_args
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.types import RunMode
@@ -20,6 +20,8 @@ from ddp_recipes._compat.messages import (
     unknown_override,
     without_search_path,
 )
+from ddp_recipes.config.extras import BEFORE_CONFIG
+from ddp_recipes.config.settings import Mode
 from ddp_recipes.errors import RequestError, nearest
 
 OPEN = ("model", "task", "optimizer", "scheduler", "logger", "callbacks", "hydra")  # sections that may get more keys
@@ -116,6 +118,14 @@ def comes_of_hydra(error: BaseException) -> bool:
     )
 
 
+def _of_word(word: str) -> str:
+    """Return what a word alone may stand for: a mode, or a command, which comes first."""
+    mode = {"train": "fit"}.get(word, word)
+    if mode in get_args(Mode):
+        return f" Did you mean 'mode={mode}'?"
+    return f" Commands: {', '.join(BEFORE_CONFIG)}.{nearest(word, BEFORE_CONFIG)}" if word.isidentifier() else ""
+
+
 def _message(error: Exception, hydra: Hydra, config_name: str, overrides: Sequence[str]) -> str:
     """Return what is wrong, and the nearest name there is."""
     if isinstance(error, MarkedYAMLError):
@@ -124,7 +134,7 @@ def _message(error: Exception, hydra: Hydra, config_name: str, overrides: Sequen
         reason = next(line for line in error.message.splitlines() if not line.startswith("Error parsing"))
         return (
             f"{error.override}: Hydra cannot read this override ({reason}). It reads key=value, +key=value, ~key, and "
-            f"-m key=1,2; quote a value with special characters twice: 'key=\"a, b\"'."
+            f"-m key=1,2; quote a value with special characters twice: 'key=\"a, b\"'.{_of_word(str(error.override))}"
         )
     if is_about_a_choice(error):
         return _wrong_choice(error, hydra, overrides)

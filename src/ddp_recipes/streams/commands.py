@@ -69,7 +69,7 @@ def pack(arguments: Sequence[str]) -> None:
     )
     parser.add_argument("source", help=source)
     parser.add_argument("dest", help="new folder, or one in which an earlier pack of the same was interrupted")
-    parser.add_argument("arguments", nargs="*", metavar="key=value", help="of the function or class")
+    parser.add_argument("arguments", nargs="*", default=[], metavar="key=value", help="of the function or class")
     parser.add_argument("--shard-mb", type=float, default=64.0, help="about so much a shard")
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes that write")
     parser.add_argument("--shuffle", type=int, metavar="SEED", help="write samples in a shuffled order")
