@@ -48,7 +48,7 @@ CHOICES: tuple[tuple[str, ...], ...] = (
         "optimizer=sgd",
         "optimizer=adamw",
         "optimizer=adamw +optimizer.amsgrad=true",
-        "optimizer._target_=torch.optim.RAdam optimizer.nesterov=null optimizer.momentum=null",
+        "optimizer._target_=torch.optim.RAdam ~optimizer.nesterov ~optimizer.momentum ~optimizer.fused",
         "optimizer=adam +optimizer.foreach=true",
     ),
     (

@@ -33,6 +33,7 @@ RIGHT = [
     (["trainer.precision=64-true", "strategy=fsdp", "strategy.wrap=[net1,net2]", "trainer.gradient_clip_val=0.1"], 2),
     ([*EXACT, "model._target_=own_parts.Spare", "optimizer.weight_decay=0.1"], 2),
     (["strategy=single"], 1),
+    (["strategy=ddp", "+strategy.comm_hook=bf16"], 2),
 ]
 
 
@@ -45,7 +46,8 @@ def test_what_is_right_passes(overrides: list[str], world_size: int, run: Run) -
     summary = run(*CHECK, *overrides, world_size=world_size)
     assert summary["status"] == "finished"
     assert set(summary["metrics"]) == {"check/gradient", "check/parameter", "check/buffer"}
-    name = next((one.partition("=")[2] for one in overrides if "precision" in one), "32-true")
+    usual = "bf16-mixed" if "+strategy.comm_hook=bf16" in overrides else "32-true"
+    name = next((one.partition("=")[2] for one in overrides if "precision" in one), usual)
     assert all(value < TOLERANCE[name] for value in summary["metrics"].values())
 
 
@@ -91,9 +93,8 @@ def test_a_difference_that_comes_later_is_found_at_its_step(run: Run, tmp_path: 
 
 @pytest.mark.slow
 def test_the_tolerance_is_the_users(run: Run, tmp_path: Path) -> None:
-    lossy = "strategy.comm_hook=bf16"
-    assert "check_tolerance 1e-05" in found(run, tmp_path, lossy)
-    assert run(*CHECK, lossy, "check_tolerance=0.1", "check_steps=2", world_size=2)["status"] == "finished"
+    assert "check_tolerance 1e-05" in found(run, tmp_path, "strategy.comm_hook=bf16", "check_tolerance=1e-5")
+    assert run(*CHECK, "check_tolerance=0.1", "check_steps=2", world_size=2)["status"] == "finished"
 
 
 @pytest.mark.slow
@@ -107,6 +108,8 @@ def test_a_check_from_a_checkpoint_compares_the_steps_after_it(run: Run) -> None
 def test_only_training_is_compared(run: Run) -> None:
     with pytest.raises(RequestError, match="check=equivalence compares training, but mode=validate is none"):
         run(*CHECK, "mode=validate")
+    with pytest.raises(RequestError, match=r"compares gradients, and strategy.comm_hook=powersgd exchanges approximat"):
+        run(*CHECK, "strategy=ddp", "+strategy.comm_hook=powersgd")
 
 
 COUNTS = [

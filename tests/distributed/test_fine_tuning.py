@@ -365,3 +365,5 @@ def test_a_batch_size_is_not_tuned_where_a_module_steps_itself(run: Run) -> None
 def test_a_batch_size_is_not_tuned_where_micro_batches_cut_it(run: Run) -> None:
     with pytest.raises(RequestError, match=r"cuts a pass into micro-batches"):
         run("tune=batch_size", "strategy=ddp_pipeline", "model=mlp", world_size=2)
+    with pytest.raises(RequestError, match=r"tune=batch_size does not go with strategy=parameter_server"):
+        run("tune=batch_size", "strategy=parameter_server", world_size=2)

@@ -288,6 +288,11 @@ class StrategySettings:
         """Whether batch norm takes its statistics from all replicas."""
         return False
 
+    @property
+    def rounds_gradients(self) -> bool:
+        """Whether ranks exchange gradients in 16 bits."""
+        return False
+
     def batch_norm_remedy(self, device_type: str) -> str:
         """Return what to set so that batch norm takes its statistics from all replicas; empty if nothing does."""
         return ""

@@ -65,7 +65,8 @@ def equivalence(recipe: Recipe, output: Output) -> None:
         log.info("Dropout is off for the check, in %s: its masks differ from rank to rank.", ", ".join(without))
     tolerance = settings.check_tolerance
     if tolerance is None:
-        tolerance = TOLERANCE[recipe.trainer.precision]
+        rounds = recipe.request.strategy.rounds_gradients
+        tolerance = max(TOLERANCE[recipe.trainer.precision], TOLERANCE["bf16-mixed"] if rounds else 0.0)
     comparison = Comparison(recipe.world.rank, tolerance)
     counters = [Counters(run.task) for run in pair]
     ours, its = (train(run) for run in pair)

@@ -55,8 +55,18 @@ class DDPSettings(StrategySettings):
         """Whether batch norm takes its statistics from all ranks."""
         return self.sync_batchnorm
 
+    @property
+    def rounds_gradients(self) -> bool:
+        """Whether ranks exchange gradients in 16 bits."""
+        return self.comm_hook in ("fp16", "bf16")
+
     def check(self, request: "Request") -> None:
-        """Refuse micro-batches whose statistics would be exchanged."""
+        """Refuse micro-batches whose statistics would be exchanged, and to compare gradients that are not exchanged."""
+        if request.run.check is not None and self.comm_hook == "powersgd":
+            raise RequestError(
+                f"check={request.run.check} compares gradients, and strategy.comm_hook=powersgd exchanges "
+                f"approximations in their place. Leave out one of them."
+            )
         if request.model.micro_batches > 1 and self.sync_batchnorm:
             raise RequestError(
                 f"model.micro_batches={request.model.micro_batches} and strategy.sync_batchnorm=true do not go "

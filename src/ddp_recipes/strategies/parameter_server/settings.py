@@ -80,6 +80,11 @@ class ParameterServerSettings(StrategySettings):
                 f"check={request.run.check} does not go with strategy=parameter_server: no worker has the gradients of "
                 f"the whole step. Leave it out."
             )
+        if request.run.tune == "batch_size":
+            raise RequestError(
+                "tune=batch_size does not go with strategy=parameter_server: its trials are steps of ranks alone, and "
+                "the first ones serve. Use strategy=ddp."
+            )
 
     def check_dry_run(self, device_type: str, gpus: int) -> None:
         """Refuse: what falls to a rank is not known beforehand."""
