@@ -79,6 +79,15 @@ def message(planned: dict[str, Any], kind: str) -> str:
 # --- what a run says after -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("strategy", "weights"), [(["strategy=ddp"], 660), (["strategy=fsdp", "strategy.wrap=[net1,net2]"], 352)]
+)
+def test_a_lightning_module_is_planned_without_its_data(strategy: list[str], weights: int, plan: Plan) -> None:
+    planned = plan("model._target_=own_parts.Lit", "task=lightning", "launcher.nproc_per_node=2", *strategy)
+    assert (planned["steps"], planned["samples_seen"], planned["checkpoint_bytes"]) == (8, 122, 7487)
+    assert [each["weights"] for each in planned["memory"]] == [weights]
+
+
 COUNTED = [
     (["strategy=single"], 1),
     (["strategy=ddp"], 2),

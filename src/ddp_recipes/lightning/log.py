@@ -159,7 +159,8 @@ def everywhere(mine: Sequence[Any], context: RunContext) -> list[Any]:
     letters = torch.zeros(int(told[:, 0].max()), dtype=torch.int64, device=device)
     letters[: len(text)] = torch.tensor(list(text), device=device)
     texts = by_rank(letters, context.world, context.sum).tolist()
-    found = [json.loads(bytes(row[: int(size)])) for row, size in zip(texts, told[:, 0], strict=True)]
+    sizes = told[:, 0].tolist()  # 0 of those that a dry run has not
+    found = [json.loads(bytes(row[:size])) for row, size in zip(texts, sizes, strict=True) if size]
     each = {json.dumps(one): one for rows in found for one in rows}
     return list(each.values())
 

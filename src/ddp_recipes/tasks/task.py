@@ -52,6 +52,10 @@ class RunContext:
     datamodule: Any = None
     brings_data: bool = False
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "RunContext":
+        """Return the context itself: a copy of a task is tried out in the same run, whose data are not copied."""
+        return self
+
     @property
     def total_steps(self) -> int | None:
         """Optimizer steps to the end of training; ``None`` if only time limits it, or nothing is trained."""
