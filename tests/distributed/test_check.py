@@ -108,6 +108,8 @@ def test_a_check_from_a_checkpoint_compares_the_steps_after_it(run: Run) -> None
 def test_only_training_is_compared(run: Run) -> None:
     with pytest.raises(RequestError, match="check=equivalence compares training, but mode=validate is none"):
         run(*CHECK, "mode=validate")
+    with pytest.raises(RequestError, match=r"Manual takes its optimizer steps itself .automatic_optimization=False"):
+        run(*CHECK, "model._target_=lightning_parts.Manual", "task=lightning")
     with pytest.raises(RequestError, match=r"compares gradients, and strategy.comm_hook=powersgd exchanges approximat"):
         run(*CHECK, "strategy=ddp", "+strategy.comm_hook=powersgd")
 

@@ -52,7 +52,7 @@ class RunContext:
     datamodule: Any = None
     brings_data: bool = False
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "RunContext":
+    def __deepcopy__(self, memo: dict[int, Any]) -> RunContext:
         """Return the context itself: a copy of a task is tried out in the same run, whose data are not copied."""
         return self
 

@@ -48,9 +48,14 @@ def equivalence(recipe: Recipe, output: Output) -> None:
     not count what one of both does more often, as forward passes.
 
     Raises:
-        RequestError: no step is left to compare.
+        RequestError: no step is left to compare, or a module takes its steps itself.
         RunFailed: something differs by more than ``check_tolerance``; the same on every rank.
     """
+    if not recipe.task.accumulates:
+        raise RequestError(
+            f"check=equivalence compares gradients before the optimizer's step, and {type(recipe.task.model).__name__} "
+            f"takes its optimizer steps itself (automatic_optimization=False). Leave check out."
+        )
     settings, reference = recipe.request.run, alone(recipe)
     pair = [make_run(each, make_stop_controller(each)) for each in (recipe, reference)]
     start, end = pair[0].cursor.step, recipe.total_steps
