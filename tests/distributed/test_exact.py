@@ -64,6 +64,18 @@ def test_any_number_of_ranks_gives_the_same_bits(name: str, summaries: dict[str,
             assert summary[count] == alone[count]
 
 
+def test_what_no_shard_uses_has_no_gradient_on_any_number_of_ranks(run: Run, weights: Weights) -> None:
+    spare = ("strategy=ddp_exact", "model._target_=own_parts.Spare", "trainer.max_epochs=1", "optimizer.weight_decay=")
+    one, two, without = (
+        weights(run(*spare[:-1], f"{spare[-1]}{decay}", world_size=size))
+        for size, decay in ((1, 0.1), (2, 0.1), (1, 0.0))
+    )
+    for name in ("spare.weight", "spare.bias"):
+        assert torch.equal(one[name], without[name])
+        assert torch.equal(two[name], without[name]), "it has decayed, as with a gradient of 0"
+    assert not torch.equal(one["net1.weight"], without["net1.weight"])
+
+
 @pytest.mark.slow
 def test_recipes_are_what_they_say(summaries: dict[str, dict[int, Summary]]) -> None:
     """Otherwise equal bits would prove nothing."""
