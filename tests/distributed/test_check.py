@@ -110,6 +110,8 @@ def test_only_training_is_compared(run: Run) -> None:
         run(*CHECK, "mode=validate")
     with pytest.raises(RequestError, match=r"Manual takes its optimizer steps itself .automatic_optimization=False"):
         run(*CHECK, "model._target_=lightning_parts.Manual", "task=lightning")
+    with pytest.raises(RequestError, match=r"of one backward pass a batch, and LBFGS takes several, by a closure"):
+        run(*CHECK, "model._target_=lightning_parts.Memory", "task=lightning")
     with pytest.raises(RequestError, match=r"compares gradients, and strategy.comm_hook=powersgd exchanges approximat"):
         run(*CHECK, "strategy=ddp", "+strategy.comm_hook=powersgd")
 

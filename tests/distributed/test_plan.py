@@ -550,6 +550,7 @@ def test_thousands_of_ranks(plan: Plan) -> None:
     ("overrides", "said"),
     [
         (["mode=test"], "plan=true plans training, but mode=test is none"),
+        (["model._target_=lightning_parts.Memory", "task=lightning"], "and LBFGS takes several, by a closure"),
         (["ckpt_path=auto"], "leave out ckpt_path=auto"),
         (["check=equivalence"], "leave out check=equivalence"),
         (["plan.gpu_memory_gb=-1"], "cluster.gpu_memory_gb=-1 is not allowed. Allowed: a number at least 1e-06"),

@@ -23,7 +23,7 @@ from ddp_recipes.strategies.base import batch_norms
 from ddp_recipes.tools.counters import Counters
 from ddp_recipes.training.loop import advance
 from ddp_recipes.training.state import Run
-from ddp_recipes.training.update import clip, forward_backward
+from ddp_recipes.training.update import clip, forward_backward, needs_closure
 
 log = logging.getLogger(__name__)
 
@@ -51,13 +51,9 @@ def equivalence(recipe: Recipe, output: Output) -> None:
         RequestError: no step is left to compare, or a module takes its steps itself.
         RunFailed: something differs by more than ``check_tolerance``; the same on every rank.
     """
-    if not recipe.task.accumulates:
-        raise RequestError(
-            f"check=equivalence compares gradients before the optimizer's step, and {type(recipe.task.model).__name__} "
-            f"takes its optimizer steps itself (automatic_optimization=False). Leave check out."
-        )
     settings, reference = recipe.request.run, alone(recipe)
     pair = [make_run(each, make_stop_controller(each)) for each in (recipe, reference)]
+    refuse_own_steps(pair[0])
     start, end = pair[0].cursor.step, recipe.total_steps
     steps = settings.check_steps if end is None else min(settings.check_steps, end - start)
     if steps < 1:
@@ -101,6 +97,24 @@ def equivalence(recipe: Recipe, output: Output) -> None:
         raise RunFailed(describe_counters(recipe, steps, counted), rank=0)
     name = recipe.request.strategy.name
     log.info("strategy=%s does what strategy=single does: %d steps, check_tolerance %g.", name, steps, tolerance)
+
+
+def refuse_own_steps(run: Run) -> None:
+    """Refuse steps whose gradients nobody else sees.
+
+    Raises:
+        RequestError: the module takes its steps itself, or the optimizer takes several backward passes.
+    """
+    if not run.task.accumulates:
+        raise RequestError(
+            f"check=equivalence compares gradients before the optimizer's step, and {type(run.task.model).__name__} "
+            f"takes its optimizer steps itself (automatic_optimization=False). Leave check out."
+        )
+    if needs_closure(run.optimizer):
+        raise RequestError(
+            f"check=equivalence compares the gradients of one backward pass a batch, and "
+            f"{type(run.optimizer).__name__} takes several, by a closure. Leave check out."
+        )
 
 
 def alone(recipe: Recipe) -> Recipe:

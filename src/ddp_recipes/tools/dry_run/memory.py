@@ -28,6 +28,7 @@ from ddp_recipes.tasks.fake import fake_batch, new_mode, without_data
 from ddp_recipes.tools.dry_run.backward import backward, roots_of
 from ddp_recipes.tools.dry_run.memory_tracker import Bytes, MemoryTracker, Saved, bytes_of, storages
 from ddp_recipes.tools.dry_run.shims import as_on, forward
+from ddp_recipes.training.update import needs_closure
 
 ROUNDED = 512  # bytes: allocations on accelerators are multiples of it
 
@@ -129,6 +130,11 @@ class Step:
         self.tracker.leave_out(exchange.parts)
         with mode, torch.enable_grad(), in_place(task, exchange.parts):
             self.optimizer = make_optimizer(task)
+            if needs_closure(self.optimizer):
+                raise RequestError(
+                    f"plan=true takes a step by one backward pass a batch, and {type(self.optimizer).__name__} takes "
+                    f"several, by a closure. Leave plan out."
+                )
             as_on(self.optimizer, devices[0].type)
 
     def run(self, batches: Batches) -> None:
