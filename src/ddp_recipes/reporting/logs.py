@@ -130,9 +130,9 @@ class _ToParent(logging.Handler):
         self._pipe = pipe
 
     def emit(self, record: logging.LogRecord) -> None:
-        text = whole = self.format(record)
+        name, text = record.name[:256], (whole := self.format(record))
         end = select.PIPE_BUF // 3
-        while len(line := json.dumps([record.name, record.levelno, text]).encode()) >= select.PIPE_BUF:
+        while len(line := json.dumps([name, record.levelno, text]).encode()) >= select.PIPE_BUF:
             text = f"{whole[:end]} … {whole[-end:]}"  # what is longer may come in pieces, between those of others
             end //= 2
         with suppress(BrokenPipeError):  # the process does not listen any more
