@@ -69,9 +69,9 @@ def make_job(
     )
 
 
-# A new value for a key that is there, which chooses no option of a group.
 STACKS_S = 5.0  # a rank that is aborted has to write its stacks
 OTHERS_S = 5.0  # what else went wrong is waited for so long, once a rank has failed
+# A new value for a key that is there, which chooses no option of a group.
 _VALUE = re.compile(r"(\w+(?:\.\w+)+|seed|mode|ckpt_path|weights_from)=(?!.*[,{\[$])(.*)", re.DOTALL)
 
 

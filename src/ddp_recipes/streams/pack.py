@@ -214,22 +214,26 @@ class _Made:
     def columns(self) -> "dict[str, _Column]":
         """The columns of all shards, as some samples from all over the set have them."""
         numbers = looked_at(len(self))
-        return {name: _Column.of(name, values, numbers) for name, values in self._values(numbers).items()}
+        values = self._values(numbers, self.row(0))
+        return {name: _Column.of(name, each, numbers) for name, each in values.items()}
 
-    def _values(self, numbers: Sequence[int]) -> dict[str, list[Any]]:
+    def _values(self, numbers: Sequence[int], names: Mapping[str, Any]) -> dict[str, list[Any]]:
         """Return samples by column.
 
+        Args:
+            names: has the columns, which are those of sample 0, as its keys.
+
         Raises:
-            RequestError: they have not the same keys.
+            RequestError: a sample has others.
         """
         rows = [self.row(number) for number in numbers]
         for number, row in zip(numbers, rows, strict=True):
-            if row.keys() != rows[0].keys():
+            if row.keys() != names.keys():
                 raise RequestError(
-                    f"Sample {number} has {', '.join(row)}, and sample {numbers[0]} {', '.join(rows[0])}: each is a "
-                    f"column, which all samples have to have."
+                    f"Sample {number} has {', '.join(row)}, and sample 0 {', '.join(names)}: each is a column, which "
+                    f"all samples have to have."
                 )
-        return {name: [_plain(row[name]) for row in rows] for name in rows[0]}
+        return {name: [_plain(row[name]) for row in rows] for name in names}
 
     def write(self, numbers: list[int], file: Any) -> None:
         """Write samples as a parquet file.
@@ -238,13 +242,8 @@ class _Made:
             RequestError: one does not fit the columns that others have.
         """
         arrow, parquet = needed("pyarrow"), needed("pyarrow.parquet")
-        values = self._values(numbers)
-        columns = [self.columns[name].array(values[name], numbers) for name in self.columns if name in values]
-        if values.keys() != self.columns.keys():
-            raise RequestError(
-                f"Sample {numbers[0]} has {', '.join(values)}, and others {', '.join(self.columns)}: each is a column, "
-                f"which all samples have to have."
-            )
+        values = self._values(numbers, self.columns)
+        columns = [column.array(values[name], numbers) for name, column in self.columns.items()]
         schema = arrow.schema([column.field for column in self.columns.values()])
         table = arrow.Table.from_arrays(columns, schema=schema)
         group = max(1, round(GROUP * len(numbers) / max(1, table.nbytes)))
