@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, Subset, default_collate, get_worker_info
 
 from ddp_recipes._compat.torch_ import tree_leaves
 from ddp_recipes.devices import is_accelerator
-from ddp_recipes.runtime.seeding import key, restored, rng_states, seed_cpu, seeded
+from ddp_recipes.runtime.seeding import are_rng_states, key, restored, rng_states, seed_cpu, seeded, set_rng_states
 
 
 def collate(samples: list[Any]) -> Any:
@@ -199,15 +199,16 @@ class KeyedDataset(Dataset[Any]):
             return self.collate_fn(samples)
 
     def _fetched_at_once(self, draws: Sequence[Draw]) -> list[Any] | None:
-        with seeded(key(self.seed, *draws[0][1:])):
-            before = rng_states()
-            try:
-                samples: list[Any] = self.dataset.__getitems__([draw.sample for draw in draws])
-            except Exception:  # noqa: BLE001 - one by one it is raised again, and by which sample is known then
-                self._at_once = False
-                return None
-            self._at_once = rng_states() == before
-        return samples if self._at_once else None
+        before = rng_states()
+        try:
+            samples: list[Any] = self.dataset.__getitems__([draw.sample for draw in draws])
+            self._at_once = are_rng_states(before)
+        except Exception:  # noqa: BLE001 - one by one it is raised again, and by which sample is known then
+            self._at_once = False
+        if self._at_once:
+            return samples
+        set_rng_states(before)
+        return None
 
     def _sample(self, draw: Draw) -> Any:
         """Return a sample. It leaves the generators seeded: the batch puts them back once."""

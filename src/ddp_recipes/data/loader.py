@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from itertools import repeat
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
@@ -171,8 +172,9 @@ class Loader:
                 f"batches. Leave it out and do the same in the model or the task, or give a data set without `batched`."
             )
         if self.fetch is None:
+            self._keyed = KeyedDataset(dataset, plan.seed, name, self.collate_fn)
             self._one_by_one = DataLoader(
-                KeyedDataset(dataset, plan.seed, name, self.collate_fn),
+                self._keyed,
                 batch_sampler=self._sampler,
                 generator=torch.Generator(),  # its iterators draw from it, which must not shift what a step draws from
                 num_workers=num_workers,
@@ -242,7 +244,7 @@ class Loader:
         """Yield what is in each batch, in the sampler's order."""
         if self._one_by_one is not None:
             one_by_one = self._one_by_one
-            return self._in_time(one_by_one) if one_by_one.num_workers else iter(one_by_one)
+            return self._in_time(one_by_one) if one_by_one.num_workers else map(self._keyed.__getitems__, self._sampler)
         if self._prefetcher is not None and len(self.shards) == 1:
             return self._prefetched(self._prefetcher, epoch, start)
         return map(self.fetch, (self._sampler.indices(epoch, number, shard) for number, shard in self._sampler.turns()))
@@ -431,7 +433,7 @@ class _PlanSampler:
             indices = self.indices(epoch, batch, shard).tolist()
             repeats = self.plan.order.repeats
             numbers = _not_empty(self.plan.positions(batch, shard)).tolist() if repeats else indices
-            yield [Draw(index, epoch, number) for index, number in zip(indices, numbers, strict=True)]
+            yield list(map(Draw, indices, repeat(epoch), numbers))
 
 
 def _not_empty(indices: torch.Tensor) -> torch.Tensor:

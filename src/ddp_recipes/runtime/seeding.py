@@ -118,22 +118,41 @@ def seed_everything(value: int) -> None:
     np.random.seed(value & 0xFFFFFFFF)
 
 
-def rng_states() -> tuple[object, ...]:
-    """Return the states of the CPU generators that transforms use, to compare."""
-    of_numpy: Any = np.random.get_state()
-    return torch.get_rng_state().numpy().tobytes(), random.getstate(), of_numpy[1].tobytes(), *of_numpy[2:]
+_States = tuple[torch.Tensor, tuple[Any, ...], Any]
+
+
+def rng_states() -> _States:
+    """Return the states of the CPU generators that transforms use: torch's, those of ``random`` and of NumPy."""
+    return torch.get_rng_state(), random.getstate(), np.random.get_state()
+
+
+def set_rng_states(states: _States) -> None:
+    """Set the CPU generators to these states."""
+    torch.set_rng_state(states[0])
+    random.setstate(states[1])
+    np.random.set_state(states[2])
+
+
+def are_rng_states(states: _States) -> bool:
+    """Whether nothing was drawn from the CPU generators since they were in these states."""
+    now: Any = np.random.get_state()
+    then = states[2]
+    return (
+        torch.equal(torch.get_rng_state(), states[0])
+        and random.getstate() == states[1]
+        and now[2:] == then[2:]
+        and np.array_equal(now[1], then[1])
+    )
 
 
 @contextmanager
 def restored() -> Iterator[None]:
     """Leave the CPU generators (torch, ``random``, NumPy) in the states in which they were."""
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    states = rng_states()
     try:
         yield
     finally:
-        torch.set_rng_state(states[0])
-        random.setstate(states[1])
-        np.random.set_state(states[2])
+        set_rng_states(states)
 
 
 @contextmanager

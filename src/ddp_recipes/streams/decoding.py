@@ -82,13 +82,16 @@ def _listed(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 def _found(row: Row, name: str) -> Any:
-    if name not in row:
-        raise BadRow(f"it has no '{name}', but {', '.join(row)}")
-    return row[name]
+    try:
+        return row[name]
+    except KeyError:
+        raise BadRow(f"it has no '{name}', but {', '.join(row)}") from None
 
 
 def _value(name: str, value: Any) -> Any:
     """Return what a column holds as a model takes it: images of PIL's, lists of numbers as tensors."""
+    if isinstance(value, (str, int, float)):
+        return value
     if isinstance(value, Mapping) and isinstance(value.get("bytes"), bytes):  # an image of Hugging Face's datasets
         value = value["bytes"]
     if isinstance(value, bytes):
