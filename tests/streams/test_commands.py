@@ -141,11 +141,14 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
         (["ddp_recipes.datasets.balanced", str(tmp_path / "x"), "dataset=3"], "has no targets"),
         ([str(tmp_path), str(tmp_path / "x")], "has no images in folders of classes"),
         ([DIGITS], "the following arguments are required: dest. usage:"),
+        ([DIGITS, str(tmp_path / "x"), "train"], "'train' is no argument. Allowed: key=value"),
     ):
         with pytest.raises(RequestError, match=message):
             pack(arguments)
     with pytest.raises(RequestError, match="there is no folder"):
         index([str(tmp_path / "nowhere")])
+    with pytest.raises(RequestError, match="'anon' is no argument. Allowed: key=value"):
+        index([str(tmp_path), "anon"])
 
 
 @pytest.mark.slow

@@ -244,22 +244,22 @@ def test_a_set_in_s3_is_that_on_disk(
 ) -> None:
     pytest.importorskip("s3fs")
     server = pytest.importorskip("moto.server").ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, "of_nobody")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     server.start()
     try:
         host, port = server.get_host_and_port()
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-        store = pytest.importorskip("fsspec").filesystem("s3")
+        options = {"endpoint_url": f"http://{host}:{port}", "key": "of_nobody", "secret": "of_nobody"}
+        store = pytest.importorskip("fsspec").filesystem("s3", **options)
         store.mkdir("bucket")
         store.put(str(shards(".parquet")), "bucket/set", recursive=True)
-        index(["s3://bucket/set", "--workers=1", f"--cache={tmp_path / 'cache'}"])
-        stream = Stream("s3://bucket/set", inputs="a", cache={"folder": str(tmp_path / "cache")})
+        given = [f"{key}={value}" for key, value in options.items()]
+        index(["s3://bucket/set", *given, "--workers=1", f"--cache={tmp_path / 'cache'}"])
+        stream = Stream("s3://bucket/set", inputs="a", cache={"folder": str(tmp_path / "cache")}, options=options)
         assert [stream[number] for number in range(61)] == [row["a"] for row in ROWS]
         assert all(shard.sha256 for shard in stream.index.shards)
         store.rm("bucket/set/part-2.parquet")
-        gone = Stream("s3://bucket/set", inputs="a", cache={"folder": str(tmp_path / "other"), "retries": 0})
+        elsewhere = {"folder": str(tmp_path / "other"), "retries": 0}
+        gone = Stream("s3://bucket/set", inputs="a", cache=elsewhere, options=options)
         assert gone[0] == 0
         with pytest.raises(RuntimeError, match=r"set/part-2.parquet cannot be read: it is missing"):
             gone[30]

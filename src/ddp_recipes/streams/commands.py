@@ -12,7 +12,7 @@ from ddp_recipes.errors import RequestError
 from ddp_recipes.streams.dataset import cache_of
 from ddp_recipes.streams.index import Index, make
 from ddp_recipes.streams.order import Windowed, cost, quality
-from ddp_recipes.streams.pack import Packing
+from ddp_recipes.streams.pack import Packing, by_name
 
 
 class _Parser(argparse.ArgumentParser):
@@ -28,11 +28,12 @@ def index(arguments: Sequence[str]) -> None:
     """
     parser = _Parser("ddp-recipes index", description="Index a set in shards: data=stream data.path=PATH.")
     parser.add_argument("path", help="folder of shards, or its address in a store")
+    parser.add_argument("options", nargs="*", metavar="key=value", help="of the store, as data.options has them")
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes that read")
     parser.add_argument("--cache", help="folder for shards from stores and compressed ones")
     parser.add_argument("--batch", type=int, default=256, help="samples of a global batch, for the table")
-    given = parser.parse_args(arguments)
-    cache, _ = cache_of({"folder": given.cache}, {})
+    given = parser.parse_intermixed_args(arguments)
+    cache, _ = cache_of({"folder": given.cache}, by_name(given.options))
     made = make(given.path.rstrip("/"), cache, max(1, given.workers), Shown("shards"))
     print(facts(made))
     for line in windows(made, given.batch):

@@ -125,11 +125,22 @@ def made(name: str, arguments: tuple[str, ...]) -> Any:
             f"{name} is no path, and no dotted name of a function or class: {error}. Give a folder of images, a file, "
             f"or a name such as ddp_recipes.datasets.digits, with its arguments as key=value."
         ) from error
-    pairs = [argument.partition("=") for argument in arguments]
-    found = make(**{key: _parsed(value) for key, _, value in pairs})
+    found = make(**by_name(arguments))
     if not (hasattr(found, "__len__") and hasattr(found, "__getitem__")):
         raise RequestError(f"{name} makes a {type(found).__name__}, which is no map-style data set.")
     return found
+
+
+def by_name(arguments: Sequence[str]) -> dict[str, Any]:
+    """Return arguments of a command, each ``key=value``, by their keys; values as JSON has them, else as texts.
+
+    Raises:
+        RequestError: one has no key.
+    """
+    pairs = [argument.partition("=") for argument in arguments]
+    if wrong := [argument for argument, (key, equals, _) in zip(arguments, pairs, strict=True) if not (key and equals)]:
+        raise RequestError(f"'{wrong[0]}' is no argument. Allowed: key=value, such as anon=true.")
+    return {key: _parsed(value) for key, _, value in pairs}
 
 
 def _parsed(text: str) -> Any:
