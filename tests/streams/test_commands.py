@@ -147,7 +147,7 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
             pack(arguments)
     with pytest.raises(RequestError, match="there is no folder"):
         index([str(tmp_path / "nowhere")])
-    with pytest.raises(RequestError, match="'anon' is no argument. Allowed: key=value"):
+    with pytest.raises(RequestError, match="'anon' is no argument"):
         index([str(tmp_path), "anon"])
 
 
