@@ -136,6 +136,18 @@ def test_tensorboard_has_each_step_once_after_a_resume(world_size: int, run: Run
     assert steps_of(folder, "val/loss") == [8, 16]
 
 
+@pytest.mark.parametrize("named", [True, False], ids=["mappings", "pairs"])
+def test_the_graph_of_a_model_is_written_or_said_not_to_be(named: bool, run: Run) -> None:
+    data = ["data.train._target_=own_parts.Ignoring", "data.val._target_=own_parts.Ignoring", "task=classification"]
+    if named:
+        data += ["+data.train.named=true", "+data.val.named=true", "task=model_loss"]
+        data += ["model._target_=own_parts.Ignorant"]
+    summary = run(*data, "model.out_features=2", "logger=tensorboard", "logger.graph=true", "trainer.max_steps=2")
+    assert events(Path(summary["run_directory"])).Tags()["graph"] == (not named)
+    log = (Path(summary["run_directory"]) / "train.log").read_text()
+    assert ("The graph is not written: a batch is a dict, not inputs and targets." in log) == named
+
+
 def test_logged_numbers_are_the_same_at_any_world_size(run: Run) -> None:
     overrides = [
         "logger=tensorboard",
