@@ -1,15 +1,17 @@
 """Modules in the shape of Lightning's, for tests."""
 
+from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from own_parts import Lit
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-from torchmetrics import MeanAbsoluteError
+from torchmetrics import MeanAbsoluteError, MeanSquaredError
 
 Batch = tuple[Tensor, Tensor]
 
@@ -251,11 +253,37 @@ class Keeper(Lit):
         self.epochs = checkpoint["epochs"]
 
 
+class MetricAsLoss(Lit):
+    """Has a metric of torchmetrics give the loss, as forecasting libraries do."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.criterion = MeanSquaredError()
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
+        return {"loss": self.criterion(self(batch[0]).flatten(), batch[1].flatten())}
+
+
 class Unsafe(Lit):
-    """Puts into a checkpoint what could only be loaded by running code."""
+    """Puts into a checkpoint what could only be loaded by running code, and what looks so.
+
+    Args:
+        needs: a key that it takes from a checkpoint.
+    """
+
+    def __init__(self, *arguments: Any, needs: str = "averaged", **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.needs = needs
+        self.averaged = [deepcopy(self.net1)]  # no submodule
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["self"] = object()
+        checkpoint["averaged"] = self.averaged[0].state_dict()
+        checkpoint["best"] = np.float64(0.5)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.averaged[0].load_state_dict(checkpoint["averaged"])
+        _ = checkpoint[self.needs]
 
 
 class Taken(Lit):

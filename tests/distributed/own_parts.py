@@ -497,6 +497,13 @@ class KilledCosine(torch.optim.lr_scheduler.CosineAnnealingLR):
         return {name: value for name, value in super().state_dict().items() if name not in ("kill_at", "rank")}
 
 
+class NumpyCosine(torch.optim.lr_scheduler.LambdaLR):
+    """Gives rates as NumPy computes them, in its own kind of number."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, steps: int) -> None:
+        super().__init__(optimizer, lambda step: np.cos(np.float64(step) / steps) ** 2)
+
+
 class Notes(Callback):
     """Writes what each rank saw to ``folder/rank_<number>.json``."""
 

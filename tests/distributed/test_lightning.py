@@ -303,6 +303,12 @@ def test_what_module_and_callbacks_keep_is_there_after_a_resume(tmp_path: Path, 
     assert kept["state_dict"].keys() == kept["model"].keys()
 
 
+def test_a_metric_may_be_the_loss(run: Run) -> None:
+    """What it counts is no state of the model's."""
+    found = run(*part("MetricAsLoss"))
+    assert "Python attributes" not in (Path(found["run_directory"]) / "train.log").read_text()
+
+
 def test_callbacks_are_told_of_a_failure(tmp_path: Path, run: Run) -> None:
     counter = ["+callbacks.counter._target_=lightning_parts.Counter", f"+callbacks.counter.file={tmp_path}/counted"]
     with pytest.raises(RuntimeError, match="told to"):
@@ -311,8 +317,16 @@ def test_callbacks_are_told_of_a_failure(tmp_path: Path, run: Run) -> None:
 
 
 def test_a_checkpoint_takes_plain_data_under_names_of_its_own(run: Run) -> None:
-    with pytest.raises(RequestError, match=r"Unsafe\.on_save_checkpoint adds self, which could only be loaded"):
-        run(*part("Unsafe"))
+    own = [*part("Unsafe"), "trainer.max_epochs=1"]
+    found = run(*own)
+    log = (Path(found["run_directory"]) / "train.log").read_text()
+    assert log.count("Unsafe adds 'self' to checkpoints, which only running code could load.") == 1
+    saved = torch.load(found["last_checkpoint"], weights_only=True)
+    assert (saved["best"], "averaged" in saved, "self" in saved) == (0.5, True, False)
+    whole, path = run(*own, "trainer.max_epochs=2"), f"ckpt_path={found['last_checkpoint']}"
+    assert run(*own, "trainer.max_epochs=2", path)["weights_sha256"] == whole["weights_sha256"]
+    with pytest.raises(RequestError, match=r"fails with KeyError: 'self'\. The checkpoint never had self, for"):
+        run(*own, "+model.needs=self", path)
     with pytest.raises(RequestError, match=r"Taken\.on_save_checkpoint adds optimizer, which is a key of ours"):
         run(*part("Taken"))
 

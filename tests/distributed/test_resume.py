@@ -35,6 +35,7 @@ TRAINING = {
     "sgd with momentum": [],
     "adamw, cosine": ["optimizer=adamw", "scheduler=cosine"],
     "one_cycle": ["scheduler=one_cycle"],
+    "rates of NumPy": ["~scheduler", "+scheduler={_target_: own_parts.NumpyCosine, _partial_: true, steps: 40}"],
     "dropout": ["model._target_=own_parts.Dropout"],
     "dropout, accumulation, clipping": [
         "model._target_=own_parts.Dropout",
@@ -77,6 +78,7 @@ def stops(checkpoints: Path) -> Iterator[Path]:
         [
             ("dropout, accumulation, clipping", 2),
             ("async_save", 1),
+            ("rates of NumPy", 1),
             ("numpy and random in the model from the third step on", 1),
         ],
         [*((name, size) for name in TRAINING for size in (1, 2)), ("all together", 3), ("batch norm", 3)],

@@ -1,14 +1,17 @@
 """A checkpoint file is complete or absent, verified when read, and found by what is there."""
 
+import json
 import os
 import pickle
 import shutil
 import zipfile
+from collections import OrderedDict, defaultdict
 from contextlib import suppress
 from dataclasses import dataclass
+from enum import IntEnum, StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import pytest
@@ -25,6 +28,7 @@ from ddp_recipes.checkpointing.files import (
     load_first,
     newest_first,
 )
+from ddp_recipes.checkpointing.parts import taken_apart
 from ddp_recipes.errors import RequestError
 from ddp_recipes.models import Toy
 from ddp_recipes.runtime.files import write_aside
@@ -57,6 +61,37 @@ def test_any_state_is_read_as_it_was_to_the_bit(folder: Path, state: dict[str, A
     assert same(plain(load(folder / "step_00000001.pt")), state)
 
 
+class Kind(StrEnum):
+    BEST = "best"
+
+
+class Pair(NamedTuple):
+    first: int
+    second: float
+
+
+def test_numbers_texts_and_containers_of_other_kinds_are_saved_as_plain_ones(tmp_path: Path) -> None:
+    """As they are they could be written, and not be read without running code."""
+    state = {
+        "numbers": [np.float64(0.1), np.float32(0.5), np.int64(3), np.bool_(True), IntEnum("Level", {"HIGH": 4}).HIGH],
+        "texts": {np.str_("a"): Kind.BEST},
+        "pair": Pair(1, np.float64(2.0)),
+        "counts": defaultdict(int, a=1),
+        "state": OrderedDict(weight=torch.ones(2)),
+    }
+    expected = {
+        "numbers": [0.1, 0.5, 3, True, 4],
+        "texts": {"a": "best"},
+        "pair": (1, 2.0),
+        "counts": {"a": 1},
+        "state": {"weight": torch.ones(2)},
+    }
+    write(tmp_path / "step_00000001.pt", state)
+    found = torch.load(tmp_path / "step_00000001.pt", weights_only=True)
+    assert same({key: found[key] for key in state}, expected)
+    assert json.dumps(taken_apart(state)[0]) == json.dumps(taken_apart(expected)[0]), "in parts, and in memory"
+
+
 def test_writing_again_replaces(tmp_path: Path) -> None:
     path = tmp_path / "step_00000003.pt"
     write(path, state_of(3))
@@ -73,7 +108,7 @@ def test_what_cannot_be_written_leaves_what_was_there(tmp_path: Path) -> None:
     path = tmp_path / "step_00000003.pt"
     write(path, state_of(3))
     before = path.read_bytes()
-    with pytest.raises(TypeError, match="object cannot be in a checkpoint"):
+    with pytest.raises(TypeError, match="anything: object cannot be in a checkpoint"):
         write(path, {**state_of(3), "anything": object()})
     with pytest.raises(ZeroDivisionError):
         write_aside(path, _half)

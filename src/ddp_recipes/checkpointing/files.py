@@ -31,9 +31,12 @@ _KINDS: dict[str, type] = {
 
 
 def content_of(state: State) -> State:
-    """Return what a file holds of a state; refuse what is neither tensor nor plain data, as it could not be read."""
-    parts.taken_apart(state)
-    return {"format": FORMAT, **state}
+    """Return what a file holds of a state: as plain data, for nothing else would be read.
+
+    Raises:
+        TypeError: names what is neither tensor nor plain data.
+    """
+    return {"format": FORMAT, **parts.plain(state)}
 
 
 class DamagedCheckpoint(RequestError):

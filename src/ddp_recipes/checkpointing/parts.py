@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,6 +31,34 @@ def file_of(rank: int, ranks: int) -> str:
     return f"rank_{rank}_of_{ranks}.safetensors"
 
 
+def plain(value: Any, name: str = "") -> Any:
+    """Return a state of nothing but the types that a checkpoint is read back as, without running any code.
+
+    Of other kinds of dicts, lists, tuples, numbers and texts, as NumPy's and those of enumerations, it has the values.
+
+    Raises:
+        TypeError: names what is neither tensor nor plain data.
+    """
+    if value is None or type(value) in (bool, int, float, str) or isinstance(value, (Tensor, OwnRows)):
+        return value
+    if isinstance(value, dict):
+        return {plain(key, name): plain(inside, _below(name, key)) for key, inside in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = (plain(inside, _below(name, number)) for number, inside in enumerate(value))
+        return list(items) if isinstance(value, list) else tuple(items)
+    if isinstance(value, np.generic):
+        return plain(value.item(), name)
+    for kind in (int, float):
+        if isinstance(value, kind):
+            return kind(value)
+    if isinstance(value, str):
+        return str.__str__(value)
+    raise TypeError(
+        f"{name}: {type(value).__name__} cannot be in a checkpoint. Allowed: tensors, numbers, texts, and lists and "
+        f"dicts of them."
+    )
+
+
 def taken_apart(state: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor], dict[str, OwnRows]]:
     """Return a state as JSON, the tensors that it names, and the rows.
 
@@ -40,7 +69,7 @@ def taken_apart(state: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor], dict[
     rows: dict[str, OwnRows] = {}
     known: dict[tuple[object, ...], str] = {}  # a tied weight is written once
 
-    def plain(value: Any, name: str) -> Any:
+    def part(value: Any, name: str) -> Any:
         if isinstance(value, OwnRows):
             held = value.values
             lies = held.data_ptr(), held.dtype, held.stride(), value.shape  # a square and its transpose begin alike
@@ -51,17 +80,13 @@ def taken_apart(state: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor], dict[
             tensors[name] = value
             return {"tensor": name}
         if isinstance(value, dict):
-            return {"dict": [[plain(key, name), plain(inside, _below(name, key))] for key, inside in value.items()]}
+            return {"dict": [[part(key, name), part(inside, _below(name, key))] for key, inside in value.items()]}
         if isinstance(value, (list, tuple)):
-            items = [plain(inside, _below(name, number)) for number, inside in enumerate(value)]
+            items = [part(inside, _below(name, number)) for number, inside in enumerate(value)]
             return items if isinstance(value, list) else {"tuple": items}
-        if value is None or isinstance(value, (bool, int, float, str)):
-            return value
-        raise TypeError(
-            f"{type(value).__name__} cannot be in a checkpoint: use tensors, numbers, text, lists and dicts."
-        )
+        return value
 
-    return plain(dict(state), ""), tensors, rows
+    return part(plain(dict(state)), ""), tensors, rows
 
 
 def _below(name: str, key: object) -> str:

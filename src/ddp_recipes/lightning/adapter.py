@@ -76,6 +76,7 @@ class LightningTask(Task):
         self.of_step: dict[str, list[Tensor]] = {}  # logged in the latest evaluation step, each [samples]
         self._taken: dict[str, int] = {}  # arguments of each step
         self.configured: dict[str, Callback] = {}  # by the module itself
+        self.left_out: set[str] = set()  # of checkpoints, which was said
         self._evaluated_to: dict[str, float] = {}  # in the evaluation under way
         self._stage = ""
         self.services = Services(self)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ddp_recipes.checkpointing.parts import put_together
+from ddp_recipes.checkpointing.parts import plain, put_together
 from ddp_recipes.errors import RequestError
 
 if TYPE_CHECKING:
@@ -19,15 +19,16 @@ log = logging.getLogger(__name__)
 # The format of these keys, so that LightningModule.load_from_checkpoint reads our files.
 _KEYS_OF = "2.5.0"
 _DATAMODULE, _GRADIENTS = "datamodule", "gradients"
+_LEFT_OUT = "left_out"  # keys that hooks have added, and that no checkpoint can hold
 # What a checkpoint of the weights alone has of all this.
 WEIGHTS_ONLY = {"state_dict", "hyper_parameters", "epoch", "global_step", "pytorch-lightning_version"}
 
 
 def entries(task: LightningTask, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what goes into a checkpoint beside ``state``.
+    """Return what goes into a checkpoint beside ``state``; of what hooks add only what is loaded without running code.
 
     Raises:
-        RequestError: a hook adds what could only be loaded by running code, or takes a key of ours.
+        RequestError: a hook takes a key of ours.
     """
     module: Any = task.model
     whole = all(isinstance(each, Tensor) for each in state["model"].values())  # else no rank has what Lightning reads
@@ -48,39 +49,68 @@ def entries(task: LightningTask, state: Mapping[str, Any]) -> dict[str, Any]:
     owner = type(module).__name__
     if taken := sorted(checkpoint.keys() & state.keys()):
         raise RequestError(f"{owner}.on_save_checkpoint adds {', '.join(taken)}, which is a key of ours. Rename it.")
-    if bad := sorted(key for key, value in checkpoint.items() if not _is_plain(value)):
-        raise RequestError(
-            f"{owner}.on_save_checkpoint adds {', '.join(bad)}, which could only be loaded by running code. Allowed: "
-            f"tensors, numbers, texts, and lists and dicts of them."
-        )
-    return checkpoint
+    checkpoint["hyper_parameters"] = _plain_only(checkpoint["hyper_parameters"])  # the hook may have added some
+    found = {}
+    for key, value in checkpoint.items():
+        try:
+            found[key] = plain(value, key)
+        except TypeError as error:
+            found.setdefault(_LEFT_OUT, []).append(key)
+            if key not in task.left_out:
+                log.warning(
+                    "%s adds '%s' to checkpoints, which only running code could load. They are written without it, so "
+                    "a hook that needs it fails in a resume. %s",
+                    owner,
+                    key,
+                    error,
+                )
+                task.left_out.add(key)
+    return found
 
 
 def restore(task: LightningTask, state: Mapping[str, Any]) -> None:
-    """Give a checkpoint to the hooks that read it."""
+    """Give a checkpoint to the hooks that read it.
+
+    Raises:
+        RequestError: they need what the checkpoint could not hold.
+    """
     state = put_together(state)
     pending = state.get(_GRADIENTS, {})
     for name, parameter in task.named_parameters() if pending else ():
         if name in pending:
             parameter.grad = pending[name].to(parameter.device, copy=True)
             task.summed.pending.add(parameter)
-    task.hooks("on_load_checkpoint", state)
-    if (datamodule := task.trainer.datamodule) is not None and _DATAMODULE in state:
-        task.data_hooks.of_module("on_load_checkpoint", state)
+    datamodule = task.trainer.datamodule
+    try:
+        task.hooks("on_load_checkpoint", state)
+        if datamodule is not None:
+            task.data_hooks.of_module("on_load_checkpoint", state)
+    except Exception as error:
+        if (missing := state.get(_LEFT_OUT)) is None:
+            raise
+        raise RequestError(
+            f"on_load_checkpoint fails with {type(error).__name__}: {error}. {_never_had(missing)}"
+        ) from error
+    if datamodule is not None and _DATAMODULE in state.get(_LEFT_OUT, ()):
+        raise RequestError(f"{type(datamodule).__name__} cannot go on. {_never_had([_DATAMODULE])}")
+    if datamodule is not None and _DATAMODULE in state:
         datamodule.load_state_dict(state[_DATAMODULE])
+
+
+def _never_had(keys: Sequence[str]) -> str:
+    return (
+        f"The checkpoint never had {', '.join(keys)}, for only running code could have loaded that. Have "
+        f"on_save_checkpoint add tensors, numbers, texts, lists and dicts, or load what is there: "
+        f"weights_from=CHECKPOINT."
+    )
 
 
 def _plain_only(params: Mapping[str, Any]) -> dict[str, Any]:
     """Return the hyper-parameters that are plain data."""
-    left_out = [name for name, value in params.items() if not _is_plain(value)]
-    if left_out:
-        log.debug("Not in checkpoints, for they are no plain data: the hyper-parameters %s.", ", ".join(left_out))
-    return {name: value for name, value in params.items() if name not in left_out}
-
-
-def _is_plain(value: Any) -> bool:
-    if type(value) is dict:
-        return all(isinstance(key, (str, int)) and _is_plain(each) for key, each in value.items())
-    if type(value) in (list, tuple):
-        return all(map(_is_plain, value))
-    return value is None or type(value) in (bool, int, float, str) or isinstance(value, Tensor)
+    found = {}
+    for name, value in params.items():
+        try:
+            found[name] = plain(value, name)
+        except TypeError as error:
+            log.debug("No checkpoint has the hyper-parameter %s.", error)
+    return found

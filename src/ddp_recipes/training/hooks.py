@@ -74,7 +74,8 @@ def _numbers(task: nn.Module) -> Iterator[tuple[str, float]]:
     """Yield the numbers in attributes of the model's modules that do not save anything more themselves."""
     for name, module in task.named_modules():
         saves = type(module).get_extra_state is not nn.Module.get_extra_state
-        if not name.startswith("model") or saves or hasattr(module, "on_save_checkpoint"):  # which Lightning calls
+        saves |= hasattr(module, "on_save_checkpoint")  # which Lightning calls
+        if not name.startswith("model") or saves or hasattr(type(module), "metric_state"):  # what a metric counts
             continue
         inside = f"{name.removeprefix('model.')}." if name != "model" else "model."
         yield from ((inside + key, each) for key, each in vars(module).items() if type(each) in (int, float))
