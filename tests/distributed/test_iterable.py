@@ -345,6 +345,16 @@ def test_a_loader_says_how_its_workers_begin_and_how_long_they_may_take(lightnin
 
 
 @pytest.mark.slow
+def test_a_data_worker_that_is_still_starting_as_its_rank_ends_does_not_go_on(
+    lightning: Callable[..., Summary],
+) -> None:
+    """Each test sees to it that no process is left."""
+    spawned = ("+data.datamodule.kind=Late", "+data.datamodule.multiprocessing_context=spawn")
+    with pytest.raises(RuntimeError, match="DataLoader timed out after 1 seconds"):
+        lightning(*spawned, "+data.datamodule.workers=1", "+data.datamodule.timeout=1")
+
+
+@pytest.mark.slow
 def test_streams_of_lightning_that_deal_themselves(lightning: Callable[..., Summary]) -> None:
     once = "trainer.max_epochs=1"
     with pytest.raises(RunFailed, match=r"ByRank, gives other samples on rank 1"):

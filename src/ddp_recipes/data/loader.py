@@ -1,6 +1,7 @@
 """Data sets to batches on one rank: whole batches where the set allows it, a DataLoader where it does not."""
 
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -9,7 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import repeat
 from multiprocessing.connection import wait
-from multiprocessing.process import BaseProcess
+from multiprocessing.process import BaseProcess, parent_process
 from typing import Any, NamedTuple
 
 import torch
@@ -461,4 +462,6 @@ def follow_rank(number: int) -> None:
     answer, which would fail if its worker died of it.
     """
     die_with_parent()
+    if (rank := parent_process()) is not None and not rank.is_alive():  # it ended while this one was starting
+        os._exit(1)
     ignore_once(ASKS_TO_STOP)
