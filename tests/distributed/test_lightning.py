@@ -50,6 +50,8 @@ def test_logged_metric_objects_count_each_sample_of_an_evaluation_once(world_siz
 
 def test_valid_loss_is_the_loss_of_validation(run: Run) -> None:
     assert run(*part("Valid"))["metrics"]["val/loss"] == run(*LIT)["metrics"]["val/loss"]
+    measured = run(*part("Sized"))["metrics"]
+    assert measured["val/loss"] == measured["val_loss"]
 
 
 def test_where_validation_has_no_loss_that_of_training_tells_the_best(run: Run) -> None:

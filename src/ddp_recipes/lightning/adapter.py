@@ -364,12 +364,13 @@ class LightningTask(Task):
         values = {name: torch.cat(logged) for name, logged in self.of_step.items()}
         self.of_step = {}
         loss = output.get("loss") if isinstance(output, Mapping) else output
+        logged = next((values[name] for name in values if name.partition("/dataloader_idx_")[0] in _LOSSES), None)
         if isinstance(loss, Tensor) and loss.numel() == 1:
             loss = loss.reshape(())
         else:
-            logged = next((name for name in values if name.partition("/dataloader_idx_")[0] in _LOSSES), None)
-            loss = torch.zeros(0) if logged is None else values[logged].mean()
-        return StepOutput(loss, values, samples_in(batch))
+            loss = torch.zeros(0) if logged is None else logged.mean()
+        # Of how many samples a batch is, whoever logs its loss knows best: the first tensor of a graph is its nodes.
+        return StepOutput(loss, values, samples_in(batch) if logged is None else len(logged))
 
     # Helpers.
 
