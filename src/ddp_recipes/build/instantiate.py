@@ -143,9 +143,10 @@ def make(node: Mapping[str, Any], section: str, *arguments: Any, without: Collec
             and re.search("(keyword|positional) argument", str(error))
             and (well_known or at_the_call)
         ):
-            raise RequestError(
-                f"{section} does not fit {target}: {_said(error)}. Check the keys of {section}."
-            ) from error
+            hint = f"Check the keys of {section}."
+            if "unexpected" in str(error) and "." not in section:
+                hint += f" Without those of the group's file: '~{section}' +{section}._target_={target}"
+            raise RequestError(f"{section} does not fit {target}: {_said(error)}. {hint}") from error
         if not well_known:
             raise  # the traceback is what helps
         kept = {name: value for name, value in node.items() if name not in without and not name.startswith("_")}
