@@ -80,21 +80,20 @@ def restore(task: LightningTask, state: Mapping[str, Any]) -> None:
         if name in pending:
             parameter.grad = pending[name].to(parameter.device, copy=True)
             task.summed.pending.add(parameter)
-    datamodule = task.trainer.datamodule
+    datamodule, missing = task.trainer.datamodule, state.get(_LEFT_OUT, [])
+    if datamodule is not None and _DATAMODULE in missing:
+        raise RequestError(f"{type(datamodule).__name__} cannot go on. {_never_had([_DATAMODULE])}")
     try:
         task.hooks("on_load_checkpoint", state)
-        if datamodule is not None:
+        if datamodule is not None and _DATAMODULE in state:
             task.data_hooks.of_module("on_load_checkpoint", state)
+            datamodule.load_state_dict(state[_DATAMODULE])
     except Exception as error:
-        if (missing := state.get(_LEFT_OUT)) is None:
+        if not missing:
             raise
         raise RequestError(
             f"on_load_checkpoint fails with {type(error).__name__}: {error}. {_never_had(missing)}"
         ) from error
-    if datamodule is not None and _DATAMODULE in state.get(_LEFT_OUT, ()):
-        raise RequestError(f"{type(datamodule).__name__} cannot go on. {_never_had([_DATAMODULE])}")
-    if datamodule is not None and _DATAMODULE in state:
-        datamodule.load_state_dict(state[_DATAMODULE])
 
 
 def _never_had(keys: Sequence[str]) -> str:
