@@ -21,7 +21,7 @@ from ddp_recipes.streams.cache import Cache, sha256
 from ddp_recipes.streams.decoding import Decoder
 from ddp_recipes.streams.formats import BadRow, BadShard, Formats, Groups, Row, by_part
 from ddp_recipes.streams.index import Shard, is_remote, joined, load, other_columns
-from ddp_recipes.streams.order import Windowed, cost, quality
+from ddp_recipes.streams.order import Windowed, cost, kept, quality
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class Stream(Dataset[Any]):
         image_size: without a transform images are resized, cropped to this and normalised as ImageNet's are.
         window: rows that are permuted among each other.
         interleave: parts of the set that are read side by side.
-        memory_mb: of row groups in memory, in each process that reads.
+        memory_mb: of row groups in memory, in each process that reads, at most; of a shuffled set two windows of them.
         on_error: of a row that cannot be decoded: ``raise``, or ``skip``, which takes the next one of its shard.
         cache: of shards from stores and compressed ones: ``folder``, ``limit_gb``, ``ahead`` (shards fetched before
             they are needed), ``retries``, ``timeout_s``.
@@ -170,8 +170,13 @@ class Stream(Dataset[Any]):
     def _here(self) -> "_Process":
         """Return what this process has open."""
         if self._process is None or self._process.pid != os.getpid():
-            self._process = _Process(Groups(self.memory), OPEN + self.interleave)
+            order, limit = self._order, self.memory
+            groups = Groups(limit if order is None else kept(order, self._shuffled(), limit))
+            self._process = _Process(groups, OPEN + self.interleave)
         return self._process
+
+    def _shuffled(self) -> list[Shard]:
+        return [self.index.shards[number] for number in self._pieces]
 
     def upcoming(self, shard: int) -> list[int]:
         """Return the shards that are needed next after one, in the order of the epoch."""
@@ -205,7 +210,7 @@ class Stream(Dataset[Any]):
                 f"displacement {found.displacement:.3f}, correlation of neighbours {found.correlation:.3f}, variance "
                 f"of batches {found.batch_variance:.2f} (a full shuffle: 1, 0, 1)",
             ),
-            ("reading", str(cost(order, [self.index.shards[number] for number in self._pieces], plan, self.memory))),
+            ("reading", str(cost(order, self._shuffled(), plan, self.memory))),
         ]
 
 

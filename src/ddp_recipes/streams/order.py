@@ -185,6 +185,24 @@ class Sized(Protocol):
     def memory(self) -> int: ...
 
 
+def memory_of_windows(order: Windowed, shards: Sequence[Sized]) -> int:
+    """Return the bytes of row groups that the windows of all lanes lie in; 0 where rows are read one by one."""
+    groups = sum(shard.groups for shard in shards)
+    if not groups:
+        return 0
+    spanned = 1 + -(-order.rows_of_a_window // max(1, len(order) // groups))
+    return round(min(order.lanes * spanned, groups) * sum(shard.memory for shard in shards) / groups)
+
+
+def kept(order: Windowed, shards: Sequence[Sized], limit: int) -> int:
+    """Return the bytes of row groups that a process keeps: no more than of a window that ends and of the next.
+
+    Memory that is used again is there already, while new memory has to be had page by page.
+    """
+    needed = memory_of_windows(order, shards)
+    return min(limit, 2 * needed) if needed else limit
+
+
 def cost(order: Windowed, shards: Sequence[Sized], plan: BatchPlan, limit: int) -> Cost:
     """Return what an order takes of a process that reads one shard of each batch, computed for the first batches.
 
@@ -194,14 +212,11 @@ def cost(order: Windowed, shards: Sequence[Sized], plan: BatchPlan, limit: int) 
     """
     mean = len(order) / len(order.rows)
     files = order.lanes * (1 + -(-order.rows_of_a_window // max(1, round(mean))))
-    groups = sum(shard.groups for shard in shards)
-    if not groups:
+    if not (memory := memory_of_windows(order, shards)):
         return Cost(0, limit, min(files, len(shards)), 1.0)
-    size = sum(shard.memory for shard in shards) / groups
-    spanned = 1 + -(-order.rows_of_a_window // max(1, len(order) // groups))
-    read = sum(_read(order, shards, plan, limit, shard) for shard in range(plan.num_shards))
+    held = kept(order, shards, limit)
+    read = sum(_read(order, shards, plan, held, shard) for shard in range(plan.num_shards))
     once = _read(order, shards, replace(plan, num_shards=1), 1 << 62, 0)
-    memory = round(min(order.lanes * spanned, groups) * size)
     return Cost(memory, limit, min(files, len(shards)), read / once)
 
 
