@@ -69,7 +69,7 @@ def taken_apart(state: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor], dict[
     rows: dict[str, OwnRows] = {}
     known: dict[tuple[object, ...], str] = {}  # a tied weight is written once
 
-    def part(value: Any, name: str) -> Any:
+    def apart(value: Any, name: str) -> Any:
         if isinstance(value, OwnRows):
             held = value.values
             lies = held.data_ptr(), held.dtype, held.stride(), value.shape  # a square and its transpose begin alike
@@ -80,13 +80,13 @@ def taken_apart(state: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor], dict[
             tensors[name] = value
             return {"tensor": name}
         if isinstance(value, dict):
-            return {"dict": [[part(key, name), part(inside, _below(name, key))] for key, inside in value.items()]}
+            return {"dict": [[apart(key, name), apart(inside, _below(name, key))] for key, inside in value.items()]}
         if isinstance(value, (list, tuple)):
-            items = [part(inside, _below(name, number)) for number, inside in enumerate(value)]
+            items = [apart(inside, _below(name, number)) for number, inside in enumerate(value)]
             return items if isinstance(value, list) else {"tuple": items}
         return value
 
-    return part(plain(dict(state)), ""), tensors, rows
+    return apart(plain(dict(state)), ""), tensors, rows
 
 
 def _below(name: str, key: object) -> str:

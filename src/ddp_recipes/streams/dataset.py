@@ -19,9 +19,9 @@ from ddp_recipes.datasets.transforms import Transforms, in_order
 from ddp_recipes.errors import RequestError, not_one_of
 from ddp_recipes.streams.cache import Cache, sha256
 from ddp_recipes.streams.decoding import Decoder
-from ddp_recipes.streams.formats import BadRow, BadShard, Formats, Groups, Row, by_part
+from ddp_recipes.streams.formats import BadRow, BadShard, Formats, Groups, Row, by_group
 from ddp_recipes.streams.index import Shard, is_remote, joined, load, other_columns
-from ddp_recipes.streams.order import Windowed, cost, kept, quality
+from ddp_recipes.streams.order import Windowed, cost, held_bytes, quality
 
 log = logging.getLogger(__name__)
 
@@ -143,9 +143,9 @@ class Stream(Dataset[Any]):
         samples: list[Any] = [None] * len(indices)
         here = self._here()
         try:
-            for shard, places, rows in by_part([self._range[index] for index in indices], self._ends):
-                for place, row in here.rows(shard, rows, self):
-                    samples[places[place]] = self.decoder(row)
+            for shard, positions, rows in by_group([self._range[index] for index in indices], self._ends):
+                for position, row in here.rows(shard, rows, self):
+                    samples[positions[position]] = self.decoder(row)
         except BadRow:
             return [self[index] for index in indices]  # one by one: it is named, or another one takes its place
         return samples
@@ -171,7 +171,7 @@ class Stream(Dataset[Any]):
         """Return what this process has open."""
         if self._process is None or self._process.pid != os.getpid():
             order, limit = self._order, self.memory
-            groups = Groups(limit if order is None else kept(order, self._shuffled(), limit))
+            groups = Groups(limit if order is None else held_bytes(order, self._shuffled(), limit))
             self._process = _Process(groups, OPEN + self.interleave)
         return self._process
 
@@ -223,7 +223,7 @@ class _Process:
         self._fetching: set[int] = set()
 
     def rows(self, shard: int, rows: Sequence[int], stream: Stream) -> Iterator[tuple[int, Row]]:
-        """Yield rows of a shard, each with its place among those that are asked for."""
+        """Yield rows of a shard, each with its position among those that are asked for."""
         reader = self._open.get(shard)
         if reader is None:
             reader = self._opened(shard, stream)

@@ -59,7 +59,7 @@ class Reader(Protocol):
         ...
 
     def rows(self, numbers: Sequence[int]) -> Iterator[tuple[int, Row]]:
-        """Yield rows, each with its place in ``numbers``, in the order in which they are read the quickest.
+        """Yield rows, each with its position in ``numbers``, in the order in which they are read the quickest.
 
         They are undecoded where that may fail for one alone.
 
@@ -69,20 +69,20 @@ class Reader(Protocol):
         ...
 
 
-def by_part(numbers: Sequence[int], ends: Sequence[int]) -> Iterator[tuple[int, list[int], list[int]]]:
-    """Yield the parts that rows lie in: its number, the places of its rows in ``numbers``, and their numbers in it.
+def by_group(numbers: Sequence[int], ends: Sequence[int]) -> Iterator[tuple[int, list[int], list[int]]]:
+    """Yield the shards or groups that rows lie in: its number, its rows' positions in ``numbers``, their numbers in it.
 
     Args:
-        ends: of the parts, behind the last row of each.
+        ends: of the shards or groups, behind the last row of each.
     """
     found: dict[int, tuple[list[int], list[int]]] = {}
-    for place, number in enumerate(numbers):
-        part = bisect_right(ends, number)
-        places, rows = found.setdefault(part, ([], []))
-        places.append(place)
-        rows.append(number - (ends[part - 1] if part else 0))
-    for part, (places, rows) in found.items():
-        yield part, places, rows
+    for position, number in enumerate(numbers):
+        group = bisect_right(ends, number)
+        positions, rows = found.setdefault(group, ([], []))
+        positions.append(position)
+        rows.append(number - (ends[group - 1] if group else 0))
+    for group, (positions, rows) in found.items():
+        yield group, positions, rows
 
 
 class Groups:
@@ -138,8 +138,8 @@ class Parquet:
         return self._ends[-1] if self._ends else 0
 
     def rows(self, numbers: Sequence[int]) -> Iterator[tuple[int, Row]]:
-        for group, places, rows in by_part(numbers, self._ends):
-            yield from zip(places, self._groups.get(self, group).rows(rows), strict=True)
+        for group, positions, rows in by_group(numbers, self._ends):
+            yield from zip(positions, self._groups.get(self, group).rows(rows), strict=True)
 
     def read_group(self, group: int) -> "Table":
         """Return a row group, read from the file."""
@@ -181,8 +181,8 @@ class Arrow:
         return self._rows
 
     def rows(self, numbers: Sequence[int]) -> Iterator[tuple[int, Row]]:
-        for batch, places, rows in by_part(numbers, self._ends):
-            yield from zip(places, self._tables[batch].rows(rows), strict=True)
+        for batch, positions, rows in by_group(numbers, self._ends):
+            yield from zip(positions, self._tables[batch].rows(rows), strict=True)
 
     def close(self) -> None:
         """Unmap the file, once nothing refers to it."""
@@ -295,7 +295,7 @@ class Records:
         raise NotImplementedError
 
     def rows(self, numbers: Sequence[int]) -> Iterator[tuple[int, Row]]:
-        return ((place, self.row(number)) for place, number in enumerate(numbers))
+        return ((position, self.row(number)) for position, number in enumerate(numbers))
 
     def close(self) -> None:
         """Unmap the file."""

@@ -194,7 +194,7 @@ def memory_of_windows(order: Windowed, shards: Sequence[Sized]) -> int:
     return round(min(order.lanes * spanned, groups) * sum(shard.memory for shard in shards) / groups)
 
 
-def kept(order: Windowed, shards: Sequence[Sized], limit: int) -> int:
+def held_bytes(order: Windowed, shards: Sequence[Sized], limit: int) -> int:
     """Return the bytes of row groups that a process keeps: no more than of a window that ends and of the next.
 
     Memory that is used again is there already, while new memory has to be had page by page.
@@ -214,7 +214,7 @@ def cost(order: Windowed, shards: Sequence[Sized], plan: BatchPlan, limit: int) 
     files = order.lanes * (1 + -(-order.rows_of_a_window // max(1, round(mean))))
     if not (memory := memory_of_windows(order, shards)):
         return Cost(0, limit, min(files, len(shards)), 1.0)
-    held = kept(order, shards, limit)
+    held = held_bytes(order, shards, limit)
     read = sum(_read(order, shards, plan, held, shard) for shard in range(plan.num_shards))
     once = _read(order, shards, replace(plan, num_shards=1), 1 << 62, 0)
     return Cost(memory, limit, min(files, len(shards)), read / once)
