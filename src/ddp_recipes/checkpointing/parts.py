@@ -84,9 +84,9 @@ def taken_apart(state: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor], dict[
         if isinstance(value, (list, tuple)):
             items = [apart(inside, _below(name, number)) for number, inside in enumerate(value)]
             return items if isinstance(value, list) else {"tuple": items}
-        return value
+        return plain(value, name)
 
-    return apart(plain(dict(state)), ""), tensors, rows
+    return apart(dict(state), ""), tensors, rows
 
 
 def _below(name: str, key: object) -> str:

@@ -173,9 +173,8 @@ class Loader:
                 f"batches. Leave it out and do the same in the model or the task, or give a data set without `batched`."
             )
         if self.fetch is None:
-            self._keyed = KeyedDataset(dataset, plan.seed, name, self.collate_fn)
             self._one_by_one = DataLoader(
-                self._keyed,
+                KeyedDataset(dataset, plan.seed, name, self.collate_fn),
                 batch_sampler=self._sampler,
                 generator=torch.Generator(),  # its iterators draw from it, which must not shift what a step draws from
                 num_workers=num_workers,
@@ -244,8 +243,10 @@ class Loader:
     def _loaded(self, epoch: int, start: int) -> Iterator[Any]:
         """Yield what is in each batch, in the sampler's order."""
         if self._one_by_one is not None:
-            one_by_one = self._one_by_one
-            return self._in_time(one_by_one) if one_by_one.num_workers else map(self._keyed.__getitems__, self._sampler)
+            keyed: Any = self._one_by_one.dataset
+            if self._one_by_one.num_workers:
+                return self._in_time(self._one_by_one)
+            return map(keyed.__getitems__, self._sampler)  # as torch's own iterator, which takes its time for it
         if self._prefetcher is not None and len(self.shards) == 1:
             return self._prefetched(self._prefetcher, epoch, start)
         return map(self.fetch, (self._sampler.indices(epoch, number, shard) for number, shard in self._sampler.turns()))
