@@ -13,7 +13,7 @@ import pytest
 from helpers.marks import slow_but
 from helpers.patience import patience
 
-# Layers of which one kills its process, once, in a pass of some ranks.
+# Layers of which one kills its process, once, in a pass of some ranks: forward, or as backward begins.
 MODEL = """
 import os
 import signal
@@ -23,23 +23,34 @@ from torch import nn
 
 
 class Layer(nn.Linear):
-    def __init__(self, ranks, at, sizes):
+    def __init__(self, ranks, at, backward, sizes):
         super().__init__(*sizes)
-        self.dies, self.at, self.passes = int(os.environ["RANK"]) in ranks, at, 0
+        self.dies, self.at, self.backward, self.passes = int(os.environ["RANK"]) in ranks, at, backward, 0
 
     def forward(self, inputs):
         self.passes += self.training
-        mark = Path("died_" + os.environ["RANK"])
-        if self.passes == self.at and self.dies and not mark.exists():
-            mark.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().forward(inputs)
+        dies = self.passes == self.at and self.dies and not mark().exists()
+        if dies and not self.backward:
+            die()
+        outputs = super().forward(inputs)
+        if dies:
+            outputs.register_hook(die)
+        return outputs
+
+
+def mark():
+    return Path("died_" + os.environ["RANK"])
+
+
+def die(*_):
+    mark().touch()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Layers(nn.Sequential):
-    def __init__(self, ranks, at=15):
+    def __init__(self, ranks, at=15, backward=False):
         shapes = [(10, 96), (96, 96), (96, 96), (96, 5)]  # some without memory until they are dealt
-        super().__init__(*[layer for each in shapes for layer in (Layer(ranks, at, each), nn.Tanh())][:-1])
+        super().__init__(*[layer for each in shapes for layer in (Layer(ranks, at, backward, each), nn.Tanh())][:-1])
 """
 COMMON = [
     *("data=random", "data.num_samples=80", "data.global_batch_size=16", "data.val_samples=21"),
@@ -54,6 +65,7 @@ STRATEGIES = {
     "parameter server": ["strategy=parameter_server"],
     "pipeline": ["strategy=ddp_pipeline", "strategy.micro_batches=2"],
     "fsdp": ["strategy=fsdp", "strategy.replicas=2"],
+    "fsdp with ends": ["strategy=fsdp", "strategy.replicas=2", "strategy.wrap=['2','4']"],
     "fsdp with shards": ["strategy=fsdp", "strategy.replicas=2", "strategy.shards=4"],
 }
 
@@ -168,4 +180,23 @@ def test_a_resumed_run_loses_a_rank_and_ends_with_the_same_bits(
     summary, errors = train(python, tmp_path / "hurt", name, ranks, *own, schedule)
     assert all((tmp_path / "hurt" / f"died_{rank}").exists() for rank in lost)
     assert summary["ranks_replaced"] == replaced, errors
+    see_same(summary, undisturbed(name, ranks))
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    slow_but(
+        [],
+        [("ddp", 2), ("ddp_exact", 2), ("fsdp", 4), ("fsdp with ends", 4), ("fsdp with shards", 4), ("pipeline", 4)],
+        daily=[("fsdp with ends", 4)],
+    ),
+)
+def test_what_a_backward_pass_had_come_to_does_not_count(
+    name: str, ranks: int, python: str, undisturbed: Callable[[str, int], dict[str, Any]], tmp_path: Path
+) -> None:
+    """The others have gradients of the last layer by then, of a step that is done again."""
+    own = ["+model.ranks=[1]", "+model.backward=true", "launcher.replace_ranks=2"]
+    summary, errors = train(python, tmp_path / "hurt", name, ranks, *own)
+    assert (tmp_path / "hurt" / "died_1").exists()
+    assert summary["ranks_replaced"] == 1, errors
     see_same(summary, undisturbed(name, ranks))

@@ -20,6 +20,10 @@ def leave(blocks: Sequence[FSDPModule], mesh: DeviceMesh) -> None:
     """Forget what was under way, and the groups of the mesh that the blocks, the model first, were dealt to."""
     for group in _groups(blocks):
         group._all_gather_result = None  # else it is waited for
+        for parameter in group.fsdp_params:  # what a backward pass has left, which the next one would add to
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
         group.mesh_info.shard_process_group = group.mesh_info.replicate_process_group = None
     if cast(Any, blocks[0])._get_fsdp_state()._is_root:  # it has run
         blocks[0].reset_iter_state()
