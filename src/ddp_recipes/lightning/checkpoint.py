@@ -34,7 +34,7 @@ def entries(task: LightningTask, state: Mapping[str, Any]) -> dict[str, Any]:
     whole = all(isinstance(each, Tensor) for each in state["model"].values())  # else no rank has what Lightning reads
     checkpoint: dict[str, Any] = {
         **({"state_dict": dict(state["model"])} if whole else {}),
-        "hyper_parameters": _plain_only(dict(getattr(module, "hparams", {}))),
+        "hyper_parameters": _plain_of(dict(getattr(module, "hparams", {})))[0],
         "epoch": state["cursor"]["epoch"],
         "global_step": task.trainer.global_step,
         "pytorch-lightning_version": _KEYS_OF,
@@ -49,23 +49,19 @@ def entries(task: LightningTask, state: Mapping[str, Any]) -> dict[str, Any]:
     owner = type(module).__name__
     if taken := sorted(checkpoint.keys() & state.keys()):
         raise RequestError(f"{owner}.on_save_checkpoint adds {', '.join(taken)}, which is a key of ours. Rename it.")
-    checkpoint["hyper_parameters"] = _plain_only(checkpoint["hyper_parameters"])  # the hook may have added some
-    found = {}
-    for key, value in checkpoint.items():
-        try:
-            found[key] = plain(value, key)
-        except TypeError as error:
-            found.setdefault(_LEFT_OUT, []).append(key)
-            if key not in task.left_out:
-                log.warning(
-                    "%s adds '%s' to checkpoints, which only running code could load. They are written without it, so "
-                    "a hook that needs it fails in a resume. %s",
-                    owner,
-                    key,
-                    error,
-                )
-                task.left_out.add(key)
-    return found
+    checkpoint["hyper_parameters"] = _plain_of(checkpoint["hyper_parameters"])[0]  # the hook may have added some
+    found, others = _plain_of(checkpoint)
+    for key, why in others.items():
+        if key not in task.left_out:
+            log.warning(
+                "%s adds '%s' to checkpoints, which only running code could load. They are written without it, so "
+                "a hook that needs it fails in a resume. %s",
+                owner,
+                key,
+                why,
+            )
+            task.left_out.add(key)
+    return {**found, **({_LEFT_OUT: [*others]} if others else {})}
 
 
 def restore(task: LightningTask, state: Mapping[str, Any]) -> None:
@@ -104,12 +100,12 @@ def _never_had(keys: Sequence[str]) -> str:
     )
 
 
-def _plain_only(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the hyper-parameters that are plain data."""
-    found = {}
-    for name, value in params.items():
+def _plain_of(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return those values that are plain data, and of each of the others why it is none."""
+    found, others = {}, {}
+    for name, value in values.items():
         try:
             found[name] = plain(value, name)
         except TypeError as error:
-            log.debug("No checkpoint has the hyper-parameter %s.", error)
-    return found
+            others[name] = str(error)
+    return found, others
