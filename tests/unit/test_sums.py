@@ -42,12 +42,12 @@ class Threads:
 
     def all_to_all_single(self, received: Tensor, rows: Tensor, async_op: bool) -> Any:
         received.copy_(torch.stack([given[self._rank.number] for given in self._exchange(rows)]))
-        return SimpleNamespace(wait=lambda: None)
+        return SimpleNamespace(wait=lambda timeout: None)
 
     def all_gather_single(self, into: Tensor, mine: Tensor) -> None:
         into.copy_(torch.cat(self._exchange(mine)))
 
-    def broadcast(self, tensor: Tensor, src: int) -> None:
+    def broadcast(self, tensor: Tensor, src: int, async_op: bool) -> None:
         tensor.copy_(self._exchange(tensor)[src])
 
     def of_ranks(self, work: Callable[[int], Any]) -> list[Any]:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C import _distributed_c10d
 from torch.autograd import Variable, profiler
@@ -101,16 +100,15 @@ class OnCollective(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def all_gather_single(into: Tensor, mine: Tensor, group: ProcessGroup | None = None) -> None:
-    """Gather a tensor of each rank into one; torch 2.14 gave this its name, and warns of the one before."""
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(into, mine, group=group)
+def wait_for_messages_by(wait: Callable[[Any], object]) -> None:
+    """Have the schedules of torch's pipelines wait by this for each message between their stages."""
+    from torch.distributed.pipelining import schedules
 
+    def wait_for_all(work: list[Any]) -> None:
+        for each in work:
+            wait(each)
 
-def reduce_scatter_single(into: Tensor, all_: Tensor, group: ProcessGroup, op: Any) -> None:
-    """Reduce a tensor of each rank, and leave each its part; torch 2.14 gave this its name."""
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    scatter(into, all_, group=group, op=op)
+    schedules._wait_batch_p2p = wait_for_all
 
 
 def count_groups_anew() -> None:

@@ -17,7 +17,7 @@ from ddp_recipes.output import Output
 from ddp_recipes.reporting.run_directory import RunDirectory
 from ddp_recipes.runtime.process import connections, disconnect, loading
 from ddp_recipes.runtime.seeding import Generators
-from ddp_recipes.strategies import Strategy
+from ddp_recipes.strategies import Strategy, transfers
 from ddp_recipes.strategies.exchanges import Exchanges, leave_failures_to_us
 from ddp_recipes.tasks import Task
 from ddp_recipes.training.clock import make_clock
@@ -41,6 +41,7 @@ def join(recipe: Recipe) -> None:
     if recipe.devices.backend.startswith(GPU_BACKEND):
         leave_failures_to_us()
     recipe.strategy.bound = bound_to(recipe.devices.backend, recipe.devices.own)
+    transfers.hold(set())
     before = connections()
     guard = extra_or("socket guard", partial(nullcontext, set()))
     with guard() as recipe.control.unexpected:
@@ -49,6 +50,7 @@ def join(recipe: Recipe) -> None:
             messages.exited = recipe.control.watcher.exited
         recipe.strategy.setup(recipe.world, messages, recipe.devices.backend, timeout, launcher.init_method)
     recipe.control.connections = connections() - before
+    transfers.hold(recipe.control.connections)
     if recipe.strategy.silent:
         own, abort = recipe.devices.own, recipe.strategy.abort
         recipe.strategy.exchanges = Exchanges(own, launcher.timeout_s, abort, settles=replaces)

@@ -12,6 +12,7 @@ from torch import Tensor
 from ddp_recipes._compat.torch_ import bytes_of
 from ddp_recipes.devices import of_group
 from ddp_recipes.errors import RunFailed
+from ddp_recipes.strategies.transfers import exchanged, receive, send
 
 _HEADER = 8  # bytes that hold the length of the JSON
 LARGE = 1 << 16  # bytes, of a tensor that is a message of its own
@@ -30,10 +31,10 @@ def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any] | No
     padded = mine.new_zeros(max(lengths))
     padded[: len(mine)] = mine
     parts = [torch.empty_like(padded) for _ in lengths] if dist.get_rank(group) == 0 else None
-    dist.gather(padded, parts, group=group, group_dst=0)
+    exchanged(dist.gather, padded, parts, group=group, group_dst=0)
     if parts is None:
         for tensor in large:
-            dist.send(bytes_of(tensor).to(mine.device), group=group, group_dst=0)
+            send(bytes_of(tensor).to(mine.device), group=group, group_dst=0)
         return None
     values = []
     for source, (part, length) in enumerate(zip(parts, lengths, strict=True)):
@@ -45,7 +46,7 @@ def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any] | No
                 there = bytes_of(large[number])
             else:
                 there = content if mine.is_cpu else torch.empty_like(content, device=mine.device)
-                dist.recv(there, group=group, group_src=source)
+                receive(there, group=group, group_src=source)
             if there is not content:
                 content.copy_(there)
     return values
@@ -60,15 +61,15 @@ def broadcast(value: Any, source: int, group: dist.ProcessGroup | None = None) -
     sends = dist.get_rank(group) == source
     packed = (pack(value, large) if sends else torch.empty(0, dtype=torch.uint8)).to(of_group(group))
     size = torch.tensor([len(packed)], device=packed.device)
-    dist.broadcast(size, group=group, group_src=source)
+    exchanged(dist.broadcast, size, group=group, group_src=source)
     if not sends:
         packed = packed.new_empty(int(size))
-    dist.broadcast(packed, group=group, group_src=source)
+    exchanged(dist.broadcast, packed, group=group, group_src=source)
     received = value if sends else unpack(packed.cpu(), large)
     for tensor in large:
         content = bytes_of(tensor)
         there = content.to(packed.device)
-        dist.broadcast(there, group=group, group_src=source)
+        exchanged(dist.broadcast, there, group=group, group_src=source)
         if not sends and there is not content:
             content.copy_(there)
     return received
@@ -184,7 +185,7 @@ def broadcast_each(buffers: Iterable[Tensor], group: dist.ProcessGroup | None = 
     largest_first = sorted(buffers, key=lambda each: -each.dtype.itemsize)  # so each is aligned in the bytes of all
     for bucket in _buckets(largest_first, lambda each: each.device):
         flat = torch.cat([bytes_of(each) for each in bucket])
-        dist.broadcast(flat, group=group, group_src=0)
+        exchanged(dist.broadcast, flat, group=group, group_src=0)
         if dist.get_rank(group) != 0:
             for each, content in zip(bucket, torch.split(flat, [each.nbytes for each in bucket]), strict=True):
                 each.copy_(content.view(each.dtype).view(each.shape))

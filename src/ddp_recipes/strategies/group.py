@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store
 
-from ddp_recipes._compat.torch_ import all_gather_single, count_groups_anew, every_group
+from ddp_recipes._compat.torch_ import count_groups_anew, every_group
 from ddp_recipes.config.parallelism import StrategySettings
 from ddp_recipes.devices import HOST_BACKEND
 from ddp_recipes.errors import RequestError
@@ -18,6 +18,7 @@ from ddp_recipes.runtime.tensors import digest
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import Exchange, Plain
 from ddp_recipes.strategies.collectives import gather
+from ddp_recipes.strategies.transfers import all_gather_single, exchanged
 from ddp_recipes.tasks import Task
 
 ABORT_S = 10.0  # how long to wait for groups to end
@@ -60,7 +61,7 @@ class Group(Plain):
         """All-reduce by sum."""
         values = values.sum(dim=0)
         if self.world.world_size > 1:
-            dist.all_reduce(values)
+            exchanged(dist.all_reduce, values)
         self.exchanges.synchronize()
         return values
 

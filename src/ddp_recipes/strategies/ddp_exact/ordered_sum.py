@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_recipes._compat.torch_ import add_each, all_gather_single, buffers_of, copy_each
+from ddp_recipes._compat.torch_ import add_each, buffers_of, copy_each
 from ddp_recipes.errors import RunFailed
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import Collective, Exchange
+from ddp_recipes.strategies.transfers import all_gather_single, exchanged, wait
 from ddp_recipes.tasks.written import Watch
 
 _ALIGNMENT = 64  # bytes: as torch aligns new tensors, so that kernels treat a view like one of those
@@ -250,8 +251,8 @@ class _Rows:
             row.moves.add_(moves) if add else row.moves.copy_(moves)
 
     def _wait(self) -> None:
-        for work, _ in self.sending:
-            work.wait()
+        for work, rows in self.sending:
+            wait(work, rows)
         self.sending = []
 
     def reduce(self) -> None:
@@ -306,5 +307,5 @@ class _Firsts:
     def reduce(self) -> None:
         """Put rank 0's in place."""
         if self.world.world_size > 1:
-            dist.broadcast(self.first.view(torch.uint8), src=0)
+            exchanged(dist.broadcast, self.first.view(torch.uint8), src=0)
         copy_each([buffer.tensor for buffer in self.buffers], self.firsts)

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ddp_recipes._compat.torch_ import wait_for_messages_by
 from ddp_recipes.checkpointing.parts import put_together
 from ddp_recipes.errors import RequestError
 from ddp_recipes.model_parallel.layout import Layout
@@ -19,6 +20,7 @@ from ddp_recipes.strategies.base import Passes, Wrapped
 from ddp_recipes.strategies.collectives import broadcast, broadcast_each, gather, in_buckets
 from ddp_recipes.strategies.ddp_pipeline.settings import DDPPipelineSettings
 from ddp_recipes.strategies.group import Group
+from ddp_recipes.strategies.transfers import exchanged, wait_for_message
 from ddp_recipes.tasks import StepOutput, Task
 from ddp_recipes.tasks.task import outside
 from ddp_recipes.tasks.written import Watch
@@ -70,6 +72,8 @@ class DDPPipeline(Group):
         rows = (ranks.T.tolist(), ranks.tolist())
         groups: Any = [dist.new_subgroups_by_enumeration(each, timeout=timeout)[0] for each in rows]
         self.peers, self.within = groups
+        if not self.silent:
+            wait_for_messages_by(wait_for_message)
         if self.pipeline is not None:
             self.pipeline.set_group(self.within)
 
@@ -135,20 +139,20 @@ class DDPPipeline(Group):
             return
         used = torch.tensor([each.grad is not None for each in self.trained], dtype=torch.int32)
         used = used.to(self.pipeline.device) if self.pipeline is not None else used
-        dist.all_reduce(used, group=group)
+        exchanged(dist.all_reduce, used, group=group)
         with_gradient = [each for each, count in zip(self.trained, used.tolist(), strict=True) if count]
         for parameter in with_gradient:
             if parameter.grad is None:  # this replica had no sample
                 parameter.grad = torch.zeros_like(parameter)
         gradients = [parameter.grad for parameter in with_gradient if parameter.grad is not None]
-        in_buckets(gradients, lambda flat: dist.all_reduce(flat, group=group))
+        in_buckets(gradients, lambda flat: exchanged(dist.all_reduce, flat, group=group))
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """Return the norm over all stages."""
         assert self.pipeline is not None
         mine = nn.utils.get_total_norm(gradients)
         squared = mine.to(self.pipeline.device, torch.float64).square()
-        dist.all_reduce(squared, group=self.within)
+        exchanged(dist.all_reduce, squared, group=self.within)
         return squared.sqrt().to(torch.promote_types(mine.dtype, torch.float32))
 
     def weights(self, task: Task) -> dict[str, Tensor]:

@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_recipes._compat.torch_ import all_gather_single
 from ddp_recipes.errors import RunFailed
 from ddp_recipes.strategies.fsdp.order import Order, ReduceScatter
+from ddp_recipes.strategies.transfers import all_gather_single, exchanged
 
 
 class OrderedReduceScatter(ReduceScatter):
@@ -44,7 +44,7 @@ class OrderedReduceScatter(ReduceScatter):
         if not self.counts:
             input_tensor.fill_(-0.0)
         received = torch.empty_like(input_tensor)
-        dist.all_to_all_single(received, input_tensor, group=group)
+        exchanged(dist.all_to_all_single, received, input_tensor, group=group)
         if self.replicas is not None:
             of_all = received.new_empty(self.replicas.size() * len(received))
             all_gather_single(of_all, received, group=self.replicas)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ddp_recipes._compat.torch_ import local
 from ddp_recipes.runtime.tensors import OwnRows, span
+from ddp_recipes.strategies.transfers import exchanged
 
 
 @dataclass
@@ -54,7 +55,8 @@ def joined(own: Tensor, shape: Sequence[int], group: dist.ProcessGroup) -> Tenso
     padded = own.new_zeros(each, *shape[1:])
     padded[: len(own)] = own
     whole = own.new_empty(group.size() * each, *shape[1:]) if group.rank() == 0 else None
-    dist.gather(padded, None if whole is None else list(torch.split(whole, each)), group=group, group_dst=0)
+    parts = None if whole is None else list(torch.split(whole, each))
+    exchanged(dist.gather, padded, parts, group=group, group_dst=0)
     return None if whole is None else whole[: shape[0]]
 
 
@@ -77,10 +79,9 @@ def norms(own: Sequence[Tensor], sizes: Sequence[Sequence[int]], group: dist.Pro
         rows = [stop - start for start, stop in (span(shape[0], each, ranks) for each in range(ranks))]
         of_row = torch.Size(shape[1:]).numel() * like.itemsize
         received = sent[0].new_empty(shape[0] * of_row)
-        dist.all_to_all_single(
-            received, torch.cat(sent), [each * of_row for each in rows], list(map(len, sent)), group=group
-        )
+        sizes_received, sizes_sent = [each * of_row for each in rows], list(map(len, sent))
+        exchanged(dist.all_to_all_single, received, torch.cat(sent), sizes_received, sizes_sent, group=group)
         if mine < len(own):
             found[mine] = torch.linalg.vector_norm(received.view(like.dtype).view(*shape))
-    dist.all_reduce(found, group=group)
+    exchanged(dist.all_reduce, found, group=group)
     return found[: len(own)]

@@ -1,0 +1,158 @@
+"""Collectives and messages of torch's, which end where a connection does.
+
+Gloo's own may not: of what it is sending or receiving at the very moment when the other end hangs up it tells nobody
+(``signalException`` in its transport/tcp/pair.cc, of November 2026, passes over it), and who waits for that waits for
+the whole timeout. It takes tensors of megabytes: what is smaller arrives in one piece.
+"""
+
+from collections.abc import Callable
+from datetime import timedelta
+from queue import Empty, SimpleQueue
+from threading import Thread, local
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ddp_recipes._compat.torch_ import every_group
+from ddp_recipes.runtime.process import connections
+
+LOOK_S = 0.5  # between looks at the connections, by who waits
+LARGE = 1 << 16  # bytes: a message that may arrive in parts
+
+_held = set[int]()  # the connections to the other ranks, by their inodes
+_kept: list[Any] = []  # what threads of gloo's still wait for: whoever frees it would wait for them
+
+
+def hold(inodes: set[int]) -> None:
+    """Note the connections to the other ranks, all of which there are until the ranks part."""
+    global _held
+    _held = inodes
+
+
+def exchanged(collective: Callable[..., Any], *tensors: Any, **options: Any) -> None:
+    """Call a collective of ``torch.distributed``, and wait for it.
+
+    Raises:
+        RuntimeError: it failed, as by a connection that ended.
+    """
+    if not tensors[0].is_cpu:
+        collective(*tensors, **options)
+    elif (work := collective(*tensors, async_op=True, **options)) is not None:
+        wait(work, tensors[0])
+
+
+def wait(work: dist.Work, tensor: Tensor) -> None:
+    """Wait for a collective with a tensor; an accelerator waits, where that is on one.
+
+    Raises:
+        RuntimeError: as of :func:`exchanged`.
+    """
+    if tensor.is_cpu:
+        _until(lambda: _ends_in_time(work), work)
+    else:
+        work.wait()
+
+
+def _ends_in_time(work: dist.Work) -> bool:
+    try:
+        work.wait(timedelta(seconds=LOOK_S))
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+        work.wait()  # it raises its own error, if it has one
+    return True
+
+
+def all_gather_single(into: Tensor, mine: Tensor, group: dist.ProcessGroup | None = None) -> None:
+    """Gather a tensor of each rank into one; torch 2.14 gave this its name, and warns of the one before."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    exchanged(gather, into, mine, group=group)
+
+
+def reduce_scatter_single(into: Tensor, all_: Tensor, group: dist.ProcessGroup, op: Any) -> None:
+    """Reduce a tensor of each rank, and leave each its part; torch 2.14 gave this its name."""
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    exchanged(scatter, into, all_, group=group, op=op)
+
+
+def send(tensor: Tensor, *to: Any, **options: Any) -> None:
+    """Send another rank a message, as ``torch.distributed.send``.
+
+    Raises:
+        RuntimeError: as of :func:`exchanged`.
+    """
+    _deliver(dist.isend(tensor, *to, **options), tensor)
+
+
+def receive(tensor: Tensor, *source: Any, **options: Any) -> None:
+    """Receive another rank's message, as ``torch.distributed.recv``.
+
+    Raises:
+        RuntimeError: as of :func:`exchanged`.
+    """
+    _deliver(dist.irecv(tensor, *source, **options), tensor)
+
+
+def _deliver(work: dist.Work | None, tensor: Tensor) -> None:
+    assert work is not None
+    if tensor.is_cpu and tensor.nbytes >= LARGE:
+        wait_for_message(work)
+    else:
+        work.wait()
+
+
+def wait_for_message(work: dist.Work) -> None:
+    """Wait for a message that is being sent or received between CPUs.
+
+    Raises:
+        RuntimeError: as of :func:`exchanged`.
+    """
+    waiter = _waiters.waiter = getattr(_waiters, "waiter", None) or _Waiter()
+    waiter.works.put(work)
+    try:
+        _until(waiter.has_one, work)
+    except BaseException:
+        del _waiters.waiter  # it may wait for long
+        raise
+
+
+class _Waiter:
+    """A thread that waits for messages: a wait for one that runs out of time ends all connections."""
+
+    def __init__(self) -> None:
+        self.works = SimpleQueue[dist.Work]()
+        self._ended = SimpleQueue[Exception | None]()
+        Thread(target=self._wait, daemon=True).start()
+
+    def _wait(self) -> None:
+        while True:
+            try:
+                self.works.get().wait()
+            except RuntimeError as error:
+                self._ended.put(error)
+            else:
+                self._ended.put(None)
+
+    def has_one(self) -> bool:
+        """Whether a message is through in time; raise what became of it."""
+        try:
+            error = self._ended.get(timeout=LOOK_S)
+        except Empty:
+            return False
+        if error is not None:
+            raise error
+        return True
+
+
+_waiters = local()  # of each thread
+
+
+def _until(done: Callable[[], bool], work: dist.Work) -> None:
+    """Call until something is done; not for ever once a connection has ended."""
+    ended = False
+    while not done():
+        if ended:
+            _kept.append((work, every_group()))
+            raise RuntimeError("Connection closed by another rank, in the middle of what it sent or received.")
+        ended = not _held <= connections()
