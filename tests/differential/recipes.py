@@ -34,6 +34,7 @@ STRATEGIES = (
     "strategy=ddp_exact strategy.shards=4",
     "strategy=fsdp strategy.wrap=[0,1,2,3,4]",
     "strategy=fsdp strategy.wrap=[0,1,2,3,4] strategy.shards=4 strategy.level=2",
+    "strategy=fsdp strategy.wrap=[1,3] strategy.replicas=2",
     "strategy=ddp_pipeline model.split=[2]",
     "strategy=parameter_server",
 )
@@ -79,7 +80,7 @@ CHOICES: tuple[tuple[str, ...], ...] = (
 )
 EVENTS = (
     *("on_start", "on_epoch_start", "on_step", "on_epoch_end", "on_validation_start", "on_validation"),
-    *("on_validation_end", "on_save_start", "on_save", "on_end"),
+    *("on_validation_end", "on_save_start", "on_save", "on_end", "backward"),
 )
 REFUSED = ("writes to ", "Expected more than 1 value per channel")  # ours in a step, and torch's batch norm
 RATES = ("samples_per_second",)  # what no two runs have alike
@@ -90,6 +91,7 @@ def drawn(random: Random, strategies: Sequence[str] = STRATEGIES) -> tuple[list[
     strategy = random.choice(strategies)
     chosen = [random.choice(each[1:]) if random.random() < OFTEN else each[0] for each in CHOICES]
     ranks = 1 if "single" in strategy else 2 if "pipeline" in strategy else random.choice((2, 3))
+    ranks = 4 if "replicas=2" in strategy else ranks
     other = None
     if "shards=4" in strategy:
         ranks, other = random.sample((1, 2, 4), 2)

@@ -23,7 +23,7 @@ class Stopping(Callback):
 
 
 class Losing(Callback):
-    """Ends the processes of ranks, each once, at the first such event from a step on.
+    """Ends the processes of ranks, each once, at the first such event from a step on; "backward" is one as well.
 
     ``LOSES="<step> <rank> <event> <how>; …"``: by ``raise``, or the name of a signal.
     """
@@ -33,6 +33,11 @@ class Losing(Callback):
             at, rank, event, how = loss.split() or ("-1", "-1", "on_step", "raise")
             if rank == os.environ["RANK"] and not Path(f"lost_{number}").exists():
                 setattr(self, event, self._lost(Path(f"lost_{number}"), int(at), how))
+
+    def on_start(self, directory: Path | None, task: nn.Module) -> None:
+        if backward := vars(self).get("backward"):
+            first: Any = next(iter(task.modules()))
+            first.model.register_full_backward_pre_hook(lambda *_: backward())
 
     def _lost(self, mark: Path, at: int, how: str) -> Any:
         def lose(*_: Any) -> None:
