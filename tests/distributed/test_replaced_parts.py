@@ -19,6 +19,7 @@ import os
 import signal
 from pathlib import Path
 
+import torch
 from torch import nn
 
 
@@ -51,6 +52,17 @@ class Layers(nn.Sequential):
     def __init__(self, ranks, at=15, backward=False):
         shapes = [(10, 96), (96, 96), (96, 96), (96, 5)]  # some without memory until they are dealt
         super().__init__(*[layer for each in shapes for layer in (Layer(ranks, at, backward, each), nn.Tanh())][:-1])
+
+
+class Averaging(Layers):
+    def __init__(self, ranks, at=15, backward=False):
+        super().__init__(ranks, at, backward)
+        self.mean = nn.Parameter(torch.zeros(5), requires_grad=False)
+
+    def forward(self, inputs):
+        if self.training:
+            self.mean.data.lerp_(torch.ones(5), 0.1)
+        return super().forward(inputs) - self.mean
 """
 COMMON = [
     *("data=random", "data.num_samples=80", "data.global_batch_size=16", "data.val_samples=21"),
@@ -61,6 +73,7 @@ COMMON = [
 ]
 STRATEGIES = {
     "ddp": ["strategy=ddp"],
+    "ddp with averages": ["strategy=ddp", "model._target_=dying.Averaging"],
     "ddp_exact": ["strategy=ddp_exact", "strategy.shards=4"],
     "parameter server": ["strategy=parameter_server"],
     "pipeline": ["strategy=ddp_pipeline", "strategy.micro_batches=2"],
@@ -187,14 +200,22 @@ def test_a_resumed_run_loses_a_rank_and_ends_with_the_same_bits(
     ("name", "ranks"),
     slow_but(
         [],
-        [("ddp", 2), ("ddp_exact", 2), ("fsdp", 4), ("fsdp with ends", 4), ("fsdp with shards", 4), ("pipeline", 4)],
-        daily=[("fsdp with ends", 4)],
+        [
+            ("ddp", 2),
+            ("ddp with averages", 2),
+            ("ddp_exact", 2),
+            ("fsdp", 4),
+            ("fsdp with ends", 4),
+            ("fsdp with shards", 4),
+            ("pipeline", 4),
+        ],
+        daily=[("fsdp with ends", 4), ("ddp with averages", 2)],
     ),
 )
 def test_what_a_backward_pass_had_come_to_does_not_count(
     name: str, ranks: int, python: str, undisturbed: Callable[[str, int], dict[str, Any]], tmp_path: Path
 ) -> None:
-    """The others have gradients of the last layer by then, of a step that is done again."""
+    """The others have gradients of the last layer by then, and averages, of a step that is done again."""
     own = ["+model.ranks=[1]", "+model.backward=true", "launcher.replace_ranks=2"]
     summary, errors = train(python, tmp_path / "hurt", name, ranks, *own)
     assert (tmp_path / "hurt" / "died_1").exists()

@@ -18,11 +18,11 @@ from ddp_recipes.callbacks import Callback
 from ddp_recipes.checkpointing.files import State
 from ddp_recipes.config.parallelism import ModelLayout
 from ddp_recipes.errors import Left, RequestError, RunFailed, chain
+from ddp_recipes.recovery.before_step import BeforeStep
 from ddp_recipes.recovery.memory_server import opener
 from ddp_recipes.recovery.points import Points
 from ddp_recipes.recovery.sharded_snapshot import load_snapshot
 from ddp_recipes.recovery.state_transfer import (
-    Buffers,
     Memory,
     in_memory,
     progress_of,
@@ -56,7 +56,7 @@ class Recovery(RunHooks):
     def __init__(self, recipe: Recipe, note: Callable[[], None]) -> None:
         self.recipe, self._note = recipe, note
         self.memory: Memory | None = None
-        self.buffers: Buffers | None = None  # as they were before a step, where lost ranks are replaced
+        self.before: BeforeStep | None = None  # where lost ranks are replaced
         self.losses = 0  # that the launcher knows of, and this run has counted
         self.regrouped: Regroup | None = None  # after the loss of ranks, until the step that it cut off is done
 
@@ -84,7 +84,7 @@ class Recovery(RunHooks):
         recipe, run = self.recipe, self.run
         run.hooks = [*run.hooks, self]
         if may_go_on(recipe, run):
-            self.buffers, run.logger, run.together = Buffers(run.task), Points(run.logger), _parts(recipe) > 1
+            self.before, run.logger, run.together = BeforeStep(run.task), Points(run.logger), _parts(recipe) > 1
         elif recipe.world.restarts and recipe.checkpoint.in_memory_every_n_steps:
             run.logger = Points(run.logger)  # the state may be another node's, and rank 0 be lost before it wrote them
         if recipe.regroup is not None and recipe.state is not None:
@@ -93,7 +93,7 @@ class Recovery(RunHooks):
                 recipe.control.watcher.joined()
             if self.memory is not None and recipe.regroup.states and _parts(recipe) > 1:
                 self.memory.keep(run, self.losses)  # where parts lie now: another loss may come before the next is due
-        if self.buffers is None and not recipe.job.start:  # else others go on, though not this rank
+        if self.before is None and not recipe.job.start:  # else others go on, though not this rank
             return loop.fit(run)
         while True:
             try:
@@ -105,18 +105,20 @@ class Recovery(RunHooks):
             self.regroup(cause)
 
     def on_step_start(self, run: Run) -> None:
-        """Keep the buffers: what a step that is cut off leaves in them does not count."""
-        if self.buffers is not None:
-            self.buffers.keep()
+        """Keep what passes write to: what a step that is cut off leaves there does not count."""
+        if self.before is not None:
+            self.before.begin()
 
     def on_update(self, run: Run) -> None:
-        """Keep the buffers, for what follows may be cut off as well, and tell what a loss came to."""
-        self.on_step_start(run)
+        """Keep it again, for what follows may be cut off as well, and tell what a loss came to."""
+        if self.before is not None:
+            self.before.end()
         self._tell()
 
     def on_validated(self, run: Run) -> None:
         """Keep the buffers: a validation gives ranks the same ones."""
-        self.on_step_start(run)
+        if self.before is not None:
+            self.before.keep()
 
     def on_step_end(self, run: Run) -> None:
         """Keep the state in memory, if it is due."""
@@ -170,7 +172,7 @@ class Recovery(RunHooks):
         recipe, run = self.recipe, self.run
         while True:
             self._leave_group(error)
-            alone = _alone(recipe, run if self.buffers is not None else None)
+            alone = _alone(recipe, run if self.before is not None else None)
             loss = Loss(*progress_of(run), text="".join(traceback.format_exception(error)), alone=alone)
             if (regroup := recipe.control.await_regroup(loss)) is None:
                 raise error
@@ -185,6 +187,8 @@ class Recovery(RunHooks):
                 recipe.control.watcher.joined()
                 state = _of_source(recipe, regroup, lambda: transferred_state(run, self.losses))
                 sync_to(run, state)
+                if self.before is not None:
+                    self.before.keep()
                 self.resume_from(state, regroup)
                 run.module = run.strategy.wrap(run.task, run.devices)
                 return
@@ -198,7 +202,7 @@ class Recovery(RunHooks):
         for cause in chain(error):
             traceback.clear_frames(cause.__traceback__)
         cut_off(self.recipe)
-        rewind(self.run, self.buffers)
+        rewind(self.run, self.before)
         self.recipe.strategy.teardown()
 
 

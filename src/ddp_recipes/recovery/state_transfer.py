@@ -6,10 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
-from ddp_recipes._compat.torch_ import buffers_of, copy_each
 from ddp_recipes.checkpointing.files import State
+from ddp_recipes.recovery.before_step import BeforeStep
 from ddp_recipes.recovery.memory import HEADER, SnapshotId, least, write_state
 from ddp_recipes.recovery.points import Points
 from ddp_recipes.recovery.sharded_snapshot import pieces_of
@@ -20,39 +19,19 @@ from ddp_recipes.training.state import Run, load_part, local_state, restore, sav
 from ddp_recipes.training.stopping import Pace
 
 
-class Buffers:
-    """The buffers of a module as they were before a step: what a step that is cut off leaves in them does not count."""
-
-    def __init__(self, module: nn.Module) -> None:
-        every = [buffers_of(each) for each in module.modules()]
-        self._places = [
-            (own, name) for own in every for name, tensor in own.items() if tensor is not None and not tensor.is_meta
-        ]
-        self._kept = [tensor.clone() for tensor in self._tensors()]
-
-    def _tensors(self) -> list[torch.Tensor]:
-        return [tensor.detach() for own, name in self._places if (tensor := own[name]) is not None]
-
-    def keep(self) -> None:
-        """Keep them as they are now."""
-        if self._kept:
-            copy_each(self._kept, self._tensors())
-
-    def put_back(self) -> None:
-        """Put them back as they were kept."""
-        if self._kept:
-            copy_each(self._tensors(), self._kept)
-
-
 def progress_of(run: Run) -> Progress:
     """Return how far this rank has come."""
     return Progress(run.cursor.step, 0 if run.unfinished is not None else 1 if run.unsaved else 2)
 
 
-def rewind(run: Run, buffers: Buffers | None) -> None:
-    """Leave the run as it was after its last finished step, whatever was under way."""
-    if buffers is not None:
-        buffers.put_back()
+def rewind(run: Run, before: BeforeStep | None) -> None:
+    """Leave the run as it was after its last finished step, whatever was under way.
+
+    Raises:
+        RunFailed: there is no copy of something that it had changed.
+    """
+    if before is not None:
+        before.put_back()
     for optimizer in run.optimizers:
         CALLS.zero_grad(optimizer)
     run.task.train_sums = None

@@ -71,7 +71,7 @@ class Watch:
 
     def begin(self) -> None:
         """A pass begins."""
-        self._before = [(parameter, _seen(parameter)) for parameter in self._parameters()]
+        self._before = [(parameter, seen_of(parameter)) for parameter in self._parameters()]
         if self._module.training:
             if _looked_at(self._passes):
                 there = [each for each, _ in self._before if type(each.data) is Tensor and not each.is_meta]  # no fake
@@ -84,7 +84,7 @@ class Watch:
         Raises:
             RunFailed: it has written to a parameter, which is named.
         """
-        changed = [parameter for parameter, seen in self._before if _seen(parameter) != seen]
+        changed = [parameter for parameter, seen in self._before if seen_of(parameter) != seen]
         if (there := self._sums[0]) and not changed:
             now = zip(there, self._sums[1], sums_of_bits(there), strict=True)
             changed = [parameter for parameter, before, after in now if before != after]
@@ -101,7 +101,8 @@ class Watch:
         self.end()
 
 
-def _seen(parameter: Tensor) -> tuple[int, int]:
+def seen_of(parameter: Tensor) -> tuple[int, int]:
+    """Return what changes as a parameter is written to, or gets other memory: all but what goes by its ``data``."""
     return writes(parameter), storage_key(parameter)
 
 
