@@ -727,3 +727,37 @@ class Contrast(nn.Sequential):
 
     def __init__(self, in_features: int, hidden_features: int, out_features: int) -> None:
         super().__init__(nn.Linear(in_features, hidden_features), nn.ReLU(), Gathering(hidden_features, out_features))
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """SGD whose steps start from between its average and its iterate (Defazio et al., 2024), with two modes."""
+
+    def __init__(self, params: Any, lr: float = 0.1, beta: float = 0.9) -> None:
+        super().__init__(params, {"lr": lr, "beta": beta, "training": False})
+
+    @torch.no_grad()
+    def _move(self, training: bool) -> None:
+        for group in self.param_groups:
+            share = 1 - group["beta"] if training else 1 - 1 / group["beta"]
+            for each in group["params"] if group["training"] != training else ():
+                if "iterate" in self.state[each]:
+                    each.lerp_(self.state[each]["iterate"], share)
+            group["training"] = training
+
+    def train(self) -> None:
+        self._move(True)
+
+    def eval(self) -> None:
+        self._move(False)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            assert group["training"]
+            for each in group["params"]:
+                state = self.state[each]
+                iterate = state.setdefault("iterate", each.clone())
+                state["steps"] = state.get("steps", 0) + 1
+                average = each.lerp(iterate, 1 - 1 / group["beta"])
+                iterate.sub_(each.grad, alpha=group["lr"])
+                each.copy_(average.lerp_(iterate, 1 / state["steps"]).lerp(iterate, 1 - group["beta"]))

@@ -109,6 +109,22 @@ def test_a_checkpoint_goes_on_without_a_callback_and_says_so(run: Run, tmp_path:
     assert "callbacks.ema is not in this run" in (tmp_path / "run" / "train.log").read_text()
 
 
+SCHEDULE_FREE = ["~optimizer", "+optimizer={_target_: own_parts.ScheduleFree, _partial_: true, lr: 0.1}"]
+
+
+def test_an_optimizer_with_two_modes_is_evaluated_in_the_one_and_trains_in_the_other(run: Run) -> None:
+    """Where it is validated and saved changes no bit; a checkpoint has the weights to evaluate, and goes on."""
+    seldom = ["data.num_samples=61", "trainer.max_epochs=3", "trainer.check_val_every_n_epoch=3", *SCHEDULE_FREE]
+    assert run(*seldom, "checkpoint=none")["weights_sha256"] == run(*SAVING, *SCHEDULE_FREE)["weights_sha256"]
+    whole = run(*SAVING, *SCHEDULE_FREE)
+    found = states(whole)
+    assert whole["weights_sha256"] == digest(found[max(found)]["model"])
+    validated = run("mode=validate", f"ckpt_path={whole['last_checkpoint']}")
+    assert validated["metrics"]["val/loss"] == whole["metrics"]["val/loss"]
+    path = step_files(Path(whole["run_directory"]) / "checkpoints")[3]
+    assert run(*SAVING, *SCHEDULE_FREE, f"ckpt_path={path}")["weights_sha256"] == whole["weights_sha256"]
+
+
 # --- several, and what they leave ------------------------------------------------------------------------------------
 
 
@@ -223,6 +239,7 @@ def test_a_picture_shows_images_with_prediction_and_target(strategy: str, world_
             ["callbacks=ema", "+callbacks.slow={_target_: ddp_recipes.callbacks.EMA}"],
             "callbacks.ema and callbacks.slow",
         ),
+        (["callbacks=ema", *SCHEDULE_FREE], "optimizer._target_=ScheduleFree and callbacks.ema would each be"),
         (["callbacks=gradient_accumulation", "callbacks.gradient_accumulation.schedule={a: 1}"], "is not allowed"),
         ([*ACCUMULATING, "plan=true"], "Leave that callback out"),
     ],

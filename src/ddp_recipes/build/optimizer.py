@@ -65,6 +65,11 @@ def make_optimizers_and_schedules(
     return optimizers, [_make_schedule(config, optimizers[0], steps, epochs)]
 
 
+def has_modes(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer leaves other weights in the model to evaluate than to train, as schedule-free ones do."""
+    return all(callable(getattr(optimizer, mode, None)) for mode in ("train", "eval"))
+
+
 def _of_config(config: Mapping[str, Any], task: Task, may_fuse: bool) -> torch.optim.Optimizer:
     """Return the config's optimizer, of one kernel for all parameters where it may be.
 
@@ -82,16 +87,17 @@ def _of_config(config: Mapping[str, Any], task: Task, may_fuse: bool) -> torch.o
                 f"optimizer.layer_decay nor the {len(others)} parameters that are in the task beside the model. Leave "
                 f"them out, or choose an optimizer of parameters."
             )
-        return make(node, "optimizer", task.model, without=without, **fused)  # type: ignore[no-any-return]
-    optimizer: torch.optim.Optimizer
-    if not node.get("groups") and node.get("layer_decay") is None:
+        optimizer: Any = make(node, "optimizer", task.model, without=without, **fused)
+    elif not node.get("groups") and node.get("layer_decay") is None:
         optimizer = make(node, "optimizer", task.parameters(), without=without, **fused)
-        return optimizer
-    from ddp_recipes.build.parameters import check_options, grouped
+    else:
+        from ddp_recipes.build.parameters import check_options, grouped
 
-    optimizer = make(node, "optimizer", grouped(node, task), without=without, **fused)
-    check_options(optimizer.param_groups, optimizer.defaults)
-    return optimizer
+        optimizer = make(node, "optimizer", grouped(node, task), without=without, **fused)
+        check_options(optimizer.param_groups, optimizer.defaults)
+    if has_modes(optimizer):
+        optimizer.train()
+    return optimizer  # type: ignore[no-any-return]
 
 
 def _has_fused(node: Mapping[str, Any], task: Task) -> bool:

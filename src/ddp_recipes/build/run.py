@@ -1,16 +1,19 @@
 """What the loop works with, and what shows of it, made once all ranks are ready."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 
+import torch
+
 from ddp_recipes._compat.torch_ import record_collectives
 from ddp_recipes.build.observers import make_logger
-from ddp_recipes.build.optimizer import make_optimizers_and_schedules
+from ddp_recipes.build.optimizer import has_modes, make_optimizers_and_schedules
 from ddp_recipes.build.recipe import Recipe
-from ddp_recipes.config.extras import extra_or
+from ddp_recipes.callbacks import Callback
+from ddp_recipes.config.extras import extra, extra_or
 from ddp_recipes.config.settings import seconds
 from ddp_recipes.devices import GPU_BACKEND, HOST_BACKEND, bound_to
 from ddp_recipes.output import Output
@@ -116,7 +119,7 @@ def make_run(recipe: Recipe, stop_controller: StopController, strategy: Strategy
         guard=NonFiniteGuard(recipe.world, strategy.sum, recipe.device),
         clock=make_clock(devices[-1]),
         flops=recipe.flops,
-        callbacks={**task.callbacks(), **recipe.callbacks},
+        callbacks={**task.callbacks(), **_switches(task, optimizers), **recipe.callbacks},
         hooks=[PythonState()] if recipe.world.is_main else [],
     )
     for callback in run.callbacks.values():
@@ -127,6 +130,13 @@ def make_run(recipe: Recipe, stop_controller: StopController, strategy: Strategy
     task.enter_training()
     recipe.warnings.extend(_in_eval_mode(task))
     return run
+
+
+def _switches(task: Task, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Callback]:
+    """Return what evaluates with other weights than it trains with, where the config's optimizer does so."""
+    if not has_modes(optimizers[0]) or task.configure_optimizers() is not None:
+        return {}
+    return {"optimizer_modes": extra("optimizers with an eval mode")(optimizers)}
 
 
 def _in_eval_mode(task: Task) -> Iterator[str]:

@@ -22,6 +22,7 @@ _HOMES = BEFORE_CONFIG | {  # by what is to be done in place of training, or by 
     "model.micro_batches": "ddp_recipes.model_parallel:in_micro_batches",
     "data.sampler": "ddp_recipes.data.samplers:sampled",
     "data.batch_sampler": "ddp_recipes.data.samplers:batched",
+    "optimizers with an eval mode": "ddp_recipes.callbacks.optimizer_modes:OptimizerModes",
     "launcher.replace_ranks": "ddp_recipes.recovery.replacement:Survival",
     "recovery": "ddp_recipes.recovery.rank_recovery:Recovery",
     "memory of torchrun": "ddp_recipes.recovery.torchrun:TorchrunMemory",
