@@ -104,11 +104,11 @@ def wait_for_messages_by(wait: Callable[[Any], object]) -> None:
     """Have the schedules of torch's pipelines wait by this for each message between their stages."""
     from torch.distributed.pipelining import schedules
 
-    def wait_for_all(work: list[Any]) -> None:
-        for each in work:
-            wait(each)
+    def wait_for_all(handles: Iterable[Any]) -> None:
+        for handle in handles:
+            wait(handle)
 
-    schedules._wait_batch_p2p = wait_for_all
+    schedules._wait_batch_p2p = wait_for_all  # type: ignore[assignment]
 
 
 def count_groups_anew() -> None:

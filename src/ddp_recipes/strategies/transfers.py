@@ -21,7 +21,7 @@ LOOK_S = 0.5  # between looks at the connections, by who waits
 LARGE = 1 << 16  # bytes: a message that may arrive in parts
 
 _held = set[int]()  # the connections to the other ranks, by their inodes
-_kept: list[Any] = []  # what threads of gloo's still wait for: whoever frees it would wait for them
+_stuck: list[Any] = []  # what threads of gloo's still wait for: whoever frees it would wait for them
 
 
 def hold(inodes: set[int]) -> None:
@@ -38,29 +38,29 @@ def exchanged(collective: Callable[..., Any], *tensors: Any, **options: Any) -> 
     """
     if not tensors[0].is_cpu:
         collective(*tensors, **options)
-    elif (work := collective(*tensors, async_op=True, **options)) is not None:
-        wait(work, tensors[0])
+    elif (handle := collective(*tensors, async_op=True, **options)) is not None:
+        wait(handle, tensors[0])
 
 
-def wait(work: dist.Work, tensor: Tensor) -> None:
+def wait(handle: dist.Work, tensor: Tensor) -> None:
     """Wait for a collective with a tensor; an accelerator waits, where that is on one.
 
     Raises:
         RuntimeError: as of :func:`exchanged`.
     """
     if tensor.is_cpu:
-        _until(lambda: _ends_in_time(work), work)
+        _until(lambda: _ends_in_time(handle), handle)
     else:
-        work.wait()
+        handle.wait()
 
 
-def _ends_in_time(work: dist.Work) -> bool:
+def _ends_in_time(handle: dist.Work) -> bool:
     try:
-        work.wait(timedelta(seconds=LOOK_S))
+        handle.wait(timedelta(seconds=LOOK_S))
     except RuntimeError:
-        if not work.is_completed():
+        if not handle.is_completed():
             return False
-        work.wait()  # it raises its own error, if it has one
+        handle.wait()  # it raises its own error, if it has one
     return True
 
 
@@ -94,24 +94,24 @@ def receive(tensor: Tensor, *source: Any, **options: Any) -> None:
     _deliver(dist.irecv(tensor, *source, **options), tensor)
 
 
-def _deliver(work: dist.Work | None, tensor: Tensor) -> None:
-    assert work is not None
+def _deliver(handle: dist.Work | None, tensor: Tensor) -> None:
+    assert handle is not None
     if tensor.is_cpu and tensor.nbytes >= LARGE:
-        wait_for_message(work)
+        wait_for_message(handle)
     else:
-        work.wait()
+        handle.wait()
 
 
-def wait_for_message(work: dist.Work) -> None:
+def wait_for_message(handle: dist.Work) -> None:
     """Wait for a message that is being sent or received between CPUs.
 
     Raises:
         RuntimeError: as of :func:`exchanged`.
     """
     waiter = _waiters.waiter = getattr(_waiters, "waiter", None) or _Waiter()
-    waiter.works.put(work)
+    waiter.handles.put(handle)
     try:
-        _until(waiter.has_one, work)
+        _until(waiter.has_one, handle)
     except BaseException:
         del _waiters.waiter  # it may wait for long
         raise
@@ -121,14 +121,14 @@ class _Waiter:
     """A thread that waits for messages: a wait for one that runs out of time ends all connections."""
 
     def __init__(self) -> None:
-        self.works = SimpleQueue[dist.Work]()
+        self.handles = SimpleQueue[dist.Work]()
         self._ended = SimpleQueue[Exception | None]()
         Thread(target=self._wait, daemon=True).start()
 
     def _wait(self) -> None:
         while True:
             try:
-                self.works.get().wait()
+                self.handles.get().wait()
             except RuntimeError as error:
                 self._ended.put(error)
             else:
@@ -148,11 +148,11 @@ class _Waiter:
 _waiters = local()  # of each thread
 
 
-def _until(done: Callable[[], bool], work: dist.Work) -> None:
+def _until(done: Callable[[], bool], handle: dist.Work) -> None:
     """Call until something is done; not for ever once a connection has ended."""
     ended = False
     while not done():
         if ended:
-            _kept.append((work, every_group()))
+            _stuck.append((handle, every_group()))
             raise RuntimeError("Connection closed by another rank, in the middle of what it sent or received.")
         ended = not _held <= connections()

@@ -55,8 +55,8 @@ def joined(own: Tensor, shape: Sequence[int], group: dist.ProcessGroup) -> Tenso
     padded = own.new_zeros(each, *shape[1:])
     padded[: len(own)] = own
     whole = own.new_empty(group.size() * each, *shape[1:]) if group.rank() == 0 else None
-    parts = None if whole is None else list(torch.split(whole, each))
-    exchanged(dist.gather, padded, parts, group=group, group_dst=0)
+    rows = None if whole is None else list(torch.split(whole, each))
+    exchanged(dist.gather, padded, rows, group=group, group_dst=0)
     return None if whole is None else whole[: shape[0]]
 
 
