@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ddp_recipes._compat.torch_ import buffers_of, share_tensors, tree_leaves
+from ddp_recipes._compat.torch_ import buffers_of, share_tensors, tree_leaves, wait_for_messages_by
 from ddp_recipes.devices import random_kept
 from ddp_recipes.errors import RecipeError, chain
 from ddp_recipes.model_parallel.cut import SAME_WAY, Crossing, Cut, Given
@@ -61,6 +61,7 @@ class Pipeline:
     ) -> None:
         self.task, self.layout, self.schedule, self.micro_batches = task, layout, schedule, micro_batches
         self.group, self.device = group, device
+        self.wait: Callable[[dist.Work, int], object] | None = None  # for a message of so many bytes; None: as torch
         self.shapes = without_data(task, {}, (META,), nullcontext())
         keep_own(task, layout, device)
         self._copied: list[tuple[nn.Module, nn.Module]] = []  # a module of the task, and the one that a stage runs
@@ -224,7 +225,11 @@ class Pipeline:
             scale_grads=False,
         )
 
+        longest = max((each.nbytes for tensors in crossing.values() for each in tensors), default=0)
+
         def run() -> None:
+            if (wait := self.wait) is not None:
+                wait_for_messages_by(lambda handle: wait(handle, longest))
             # Micro-batches come to the stages by their numbers: torch hands on no more than these.
             numbers = torch.arange(self.micro_batches)
             first = (numbers,) if 0 in layout.mine else ()

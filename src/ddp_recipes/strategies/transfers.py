@@ -96,18 +96,21 @@ def receive(tensor: Tensor, *source: Any, **options: Any) -> None:
 
 def _deliver(handle: dist.Work | None, tensor: Tensor) -> None:
     assert handle is not None
-    if tensor.is_cpu and tensor.nbytes >= LARGE:
-        wait_for_message(handle)
+    if tensor.is_cpu:
+        wait_for_message(handle, tensor.nbytes)
     else:
         handle.wait()
 
 
-def wait_for_message(handle: dist.Work) -> None:
-    """Wait for a message that is being sent or received between CPUs.
+def wait_for_message(handle: dist.Work, size: int) -> None:
+    """Wait for a message of so many bytes that is being sent or received between CPUs.
 
     Raises:
         RuntimeError: as of :func:`exchanged`.
     """
+    if size < LARGE:
+        handle.wait()
+        return
     waiter = _waiters.waiter = getattr(_waiters, "waiter", None) or _Waiter()
     waiter.handles.put(handle)
     try:

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_recipes._compat.torch_ import wait_for_messages_by
 from ddp_recipes.checkpointing.parts import put_together
 from ddp_recipes.errors import RequestError
 from ddp_recipes.model_parallel.layout import Layout
@@ -72,8 +71,6 @@ class DDPPipeline(Group):
         rows = (ranks.T.tolist(), ranks.tolist())
         groups: Any = [dist.new_subgroups_by_enumeration(each, timeout=timeout)[0] for each in rows]
         self.peers, self.within = groups
-        if not self.silent:
-            wait_for_messages_by(wait_for_message)
         if self.pipeline is not None:
             self.pipeline.set_group(self.within)
 
@@ -88,6 +85,7 @@ class DDPPipeline(Group):
         self.pipeline = pipeline = Pipeline(
             task, self.layout, settings.schedule, settings.micro_batches, self.within, devices[0]
         )
+        pipeline.wait = None if self.silent else wait_for_message
 
         def validation_step(batch: Any) -> StepOutput:
             return self._in_all_processes(pipeline.run("validation_step", batch))
