@@ -3,6 +3,7 @@
 import os
 import signal
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ class Stopping(Callback):
 class Losing(Callback):
     """Ends the processes of ranks, each once, at the first such event from a step on; "backward" is one as well.
 
-    ``LOSES="<step> <rank> <event> <how>; …"``: by ``raise``, or the name of a signal.
+    ``LOSES="<step> <rank> <event> <how>; …"``: by ``raise``, by a signal, or by SIGKILL so many milliseconds later.
     """
 
     def __init__(self) -> None:
@@ -45,7 +46,12 @@ class Losing(Callback):
                 mark.touch()
                 if how == "raise":
                     raise ArithmeticError("stopped here")
-                os.kill(os.getpid(), getattr(signal, how))
+                later = Timer(int(how) / 1000, os.kill, [os.getpid(), signal.SIGKILL]) if how.isdigit() else None
+                if later is None:
+                    os.kill(os.getpid(), getattr(signal, how))
+                else:
+                    later.daemon = True
+                    later.start()
 
         return lose
 

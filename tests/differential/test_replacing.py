@@ -1,5 +1,6 @@
 """Recipes drawn from what goes together, of which ranks are lost and replaced: as if nothing had happened."""
 
+import json
 import os
 from pathlib import Path
 from random import Random
@@ -7,6 +8,7 @@ from random import Random
 import pytest
 from differential.recipes import ALWAYS, REFUSED, STRATEGIES, drawn, ended, left_by, losses_of, see_same
 
+from helpers.patience import patience
 from helpers.recipes import QUICK
 
 SEED = int(os.environ.get("DDP_RECIPES_TEST_SEED", "11"))  # the same every day; others by night, by hand
@@ -46,3 +48,46 @@ def test_a_run_that_loses_ranks_ends_as_if_it_had_not(number: int, tmp_path: Pat
     assert found.returncode == 0, f"{script}\n{found.stderr}"
     see_same(expected, left_by(tmp_path / "parts/run"), f"{script}\n{found.stderr}")
     print(f"same: {script}\n{found.stderr}")
+
+
+WIDE = ("model._target_=resuming_parts.Deep", "model.hidden_features=1200")  # messages of megabytes
+OF_WIDE = {
+    "strategy=ddp": 3,
+    "strategy=ddp strategy.shared_memory=false": 3,
+    "strategy=ddp_exact strategy.shards=4": 2,
+    "strategy=fsdp strategy.wrap=[1,3] strategy.replicas=2": 4,
+    "strategy=fsdp strategy.wrap=[1,2,3] strategy.shards=4": 2,
+    "strategy=ddp_pipeline model.split=[2] data.batch_size=512": 4,
+}
+SECONDS = 20.0  # where a wait of gloo's takes a minute here
+
+
+@pytest.mark.parametrize("number", range(24))
+@pytest.mark.nightly
+@pytest.mark.spawn
+def test_a_rank_that_dies_at_any_instant_holds_nobody_up(number: int, tmp_path: Path, python: str) -> None:
+    random = Random(f"{SEED} {number} instants")
+    strategy, ranks = random.choice([*OF_WIDE.items()])
+    lost = f"{random.randrange(3)} {random.randrange(ranks)} on_step {random.randrange(600)}"
+    own = [
+        *(
+            *QUICK,
+            *ALWAYS,
+            *WIDE,
+            *strategy.split(),
+            "data.num_samples=4096",
+            "trainer.max_steps=8",
+            "checkpoint=none",
+            "optimizer.lr=1e-4",
+        ),
+        *(f"launcher.nproc_per_node={ranks}", "+callbacks.losing._target_=resuming_parts.Losing"),
+    ]
+    whole = ended(python, tmp_path / "whole", *own)
+    assert whole.returncode == 0, whole.stderr
+    more = ["launcher.replace_ranks=2", "checkpoint.in_memory_every_n_steps=1"]
+    found = ended(python, tmp_path / "parts", *own, *more, LOSES=lost)
+    assert found.returncode == 0, f"{strategy}; {lost}\n{found.stderr}"
+    see_same(left_by(tmp_path / "whole/run"), left_by(tmp_path / "parts/run"), f"{strategy}; {lost}\n{found.stderr}")
+    seconds = json.loads((tmp_path / "parts/run/summary.json").read_text())["seconds_lost"]
+    assert seconds < patience(SECONDS), f"{strategy}; {lost}"
+    print(f"{strategy}; {ranks} ranks, lost {lost}: {seconds} s")
