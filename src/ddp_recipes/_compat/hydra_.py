@@ -5,7 +5,7 @@ No public way: ``hydra.compose`` runs neither jobs nor sweeps, and ``hydra.main`
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -16,7 +16,8 @@ from hydra._internal.callbacks import Callbacks
 from hydra._internal.hydra import Hydra
 from hydra._internal.utils import create_config_search_path, get_args_parser
 from hydra.core.utils import JobReturn
-from omegaconf import OmegaConf
+from hydra.errors import InstantiationException
+from omegaconf import ListConfig, OmegaConf
 
 __all__ = [
     "Callbacks",
@@ -66,10 +67,29 @@ def use_defaults_of_1_3() -> None:
 
 
 def instantiate(node: Any, names: Sequence[str], **options: Any) -> Any:
-    """Return what ``hydra.utils.instantiate`` makes of a node in which these names are; Hydra 1.4 calls no others."""
-    whitelist = getattr(hydra.utils, "execution_whitelist", None)
-    with nullcontext() if whitelist is None else whitelist(names, reset=True):
+    """Return what ``hydra.utils.instantiate`` makes of a node in which these names are, and no others.
+
+    Hydra 1.4 would have those as its whitelist. But from 1.4.0rc3 on it asks that of a class or function as well that a
+    call returns, which nobody knows before: so it gets all that a config may name.
+
+    Raises:
+        InstantiationException: there are others, or what is made fails.
+    """
+    if others := [target for target in _targets(node) if target not in names]:
+        raise InstantiationException(f"'{others[0]}' is not in the whitelist of what was looked at.")
+    with execution_whitelist(*names):
         return hydra.utils.instantiate(node, **options)
+
+
+def _targets(node: Any) -> Iterator[Any]:
+    """Yield what a node has to call, at any depth."""
+    if isinstance(node, Mapping):
+        if node.get("_target_") is not None:
+            yield node["_target_"]
+        node = list(node.values())
+    if isinstance(node, list | tuple | ListConfig):
+        for inside in node:
+            yield from _targets(inside)
 
 
 # Of Python's standard library, a config may make values, and nothing that acts.
