@@ -137,12 +137,14 @@ def final_digest(recipe: Recipe) -> str | None:
 
 
 def leave(recipe: Recipe, control: Control) -> None:
-    """Leave the group, with all other ranks: to leave it is a collective of NCCL's. Each says first that it will.
+    """Leave the group, with all other ranks, unless some may have died. Each says first that it will.
+
+    To leave it is a collective of NCCL's; with gloo's, who leaves early is lost to those that still exchange something.
 
     Raises:
         RunFailed: one did not come so far.
     """
-    if recipe.strategy.silent:
+    if not any(map(recipe.request.strategy.outlives, range(recipe.world.world_size))):
         control.leave_together()
     recipe.strategy.teardown()
 

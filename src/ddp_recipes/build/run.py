@@ -53,7 +53,8 @@ def join(recipe: Recipe) -> None:
             messages.exited = recipe.control.watcher.exited
         recipe.strategy.setup(recipe.world, messages, recipe.devices.backend, timeout, launcher.init_method)
     recipe.control.connections = connections() - before
-    transfers.hold(recipe.control.connections)
+    if not any(map(recipe.request.strategy.outlives, range(recipe.world.world_size))):
+        transfers.hold(recipe.control.connections)
     if recipe.strategy.silent:
         own, abort = recipe.devices.own, recipe.strategy.abort
         recipe.strategy.exchanges = Exchanges(own, launcher.timeout_s, abort, settles=replaces)
