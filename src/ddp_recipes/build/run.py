@@ -54,7 +54,7 @@ def join(recipe: Recipe) -> None:
         recipe.strategy.setup(recipe.world, messages, recipe.devices.backend, timeout, launcher.init_method)
     recipe.control.connections = connections() - before
     if not any(map(recipe.request.strategy.outlives, range(recipe.world.world_size))):
-        transfers.hold(recipe.control.connections)
+        transfers.hold(recipe.control.connections, least=0 if replaces else transfers.LARGE)
     if recipe.strategy.silent:
         own, abort = recipe.devices.own, recipe.strategy.abort
         recipe.strategy.exchanges = Exchanges(own, launcher.timeout_s, abort, settles=replaces)

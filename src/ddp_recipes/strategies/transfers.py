@@ -2,7 +2,7 @@
 
 Gloo's own may not: of what it is sending or receiving at the very moment when the other end hangs up it tells nobody
 (``signalException`` in its transport/tcp/pair.cc, of November 2026, passes over it), and who waits for that waits for
-the whole timeout. It takes tensors of megabytes: what is smaller arrives in one piece.
+the whole timeout. Mostly that takes tensors of megabytes: what is smaller arrives in one piece.
 """
 
 from collections.abc import Callable
@@ -18,16 +18,21 @@ from ddp_recipes._compat.torch_ import every_group
 from ddp_recipes.runtime.process import connections
 
 LOOK_S = 0.5  # between looks at the connections, by who waits
-LARGE = 1 << 16  # bytes: a message that may arrive in parts
+LARGE = 1 << 16  # bytes: a message that often arrives in parts
 
 _held = set[int]()  # the connections to the other ranks, by their inodes
+_least = LARGE  # bytes of a message that is waited for by a thread
 _stuck: list[Any] = []  # what threads of gloo's still wait for: whoever frees it would wait for them
 
 
-def hold(inodes: set[int]) -> None:
-    """Note the connections to the other ranks, all of which there are until the ranks part."""
-    global _held
-    _held = inodes
+def hold(inodes: set[int], least: int = LARGE) -> None:
+    """Note the connections to the other ranks, all of which there are until the ranks part.
+
+    Args:
+        least: bytes of a message of which the end is to be seen, at the price of a thread in between.
+    """
+    global _held, _least
+    _held, _least = inodes, least
 
 
 def exchanged(collective: Callable[..., Any], *tensors: Any, **options: Any) -> None:
@@ -108,7 +113,7 @@ def wait_for_message(handle: dist.Work, size: int) -> None:
     Raises:
         RuntimeError: as of :func:`exchanged`.
     """
-    if size < LARGE:
+    if size < _least:
         handle.wait()
         return
     waiter = _waiters.waiter = getattr(_waiters, "waiter", None) or _Waiter()
