@@ -268,13 +268,14 @@ def check_calls(resolved: Any, section: str) -> list[str]:
     names: list[str] = []
     takers: dict[str, bool] = {}  # whether what takes arguments there is the user's own
     for where, target, node in targets.nodes(resolved, section):
+        names.append(target)
         with suppress(ImportError, ValueError):  # Hydra says so
             of_users = next((own for at, own in reversed(takers.items()) if where.startswith(f"{at}.")), False)
             place = "" if of_users else _place_of(where, section)
             found = check_found(target, f"{where}._target_", place)
             takers[where] = _is_users(identity(found))
             check_call(target, found, node, where)
-            names += [target, identity(found)]
+            names.append(identity(found))
             if target in targets.LOOK_UPS:
                 path = targets.path_of(node)
                 names += [path, identity(check_found(path, f"{where}.path", place))]
