@@ -144,7 +144,7 @@ def leave(recipe: Recipe, control: Control) -> None:
     Raises:
         RunFailed: one did not come so far.
     """
-    if not any(map(recipe.request.strategy.outlives, range(recipe.world.world_size))):
+    if recipe.request.strategy.needs_all(recipe.world.world_size):
         control.leave_together()
     recipe.strategy.teardown()
 

@@ -53,7 +53,7 @@ def join(recipe: Recipe) -> None:
             messages.exited = recipe.control.watcher.exited
         recipe.strategy.setup(recipe.world, messages, recipe.devices.backend, timeout, launcher.init_method)
     recipe.control.connections = connections() - before
-    if not any(map(recipe.request.strategy.outlives, range(recipe.world.world_size))):
+    if recipe.request.strategy.needs_all(recipe.world.world_size):
         transfers.hold(recipe.control.connections, least=0 if replaces else transfers.LARGE)
     if recipe.strategy.silent:
         own, abort = recipe.devices.own, recipe.strategy.abort

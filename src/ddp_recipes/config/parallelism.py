@@ -215,6 +215,10 @@ class StrategySettings:
         """Whether a run that has begun goes on without this rank, if its process dies."""
         return False
 
+    def needs_all(self, world_size: int) -> bool:
+        """Whether a run that has begun ends with any rank that dies."""
+        return not any(map(self.outlives, range(world_size)))
+
     # --- data
 
     def batch_shards(self, world: World) -> BatchShards:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_recipes.errors import RunFailed
-from ddp_recipes.strategies.transfers import all_gather_single, reduce_scatter_single
+from ddp_recipes.strategies.transfers import all_gather_single, reduce_scatter_single, wait
 
 _LOOK_S = 1e-3
 _PATIENCE_S = 30.0  # with others, once this rank has left the order that all had: they may not have
@@ -111,7 +111,7 @@ def ask(values: Sequence[int], device: torch.device, ordered: bool, patience_s: 
         if time.monotonic() > deadline:
             raise RuntimeError(f"Timed out after {patience_s:g} s.")
         time.sleep(_LOOK_S)
-    work.wait()
+    wait(work, every)
     found: list[list[int]] = every.tolist()
     return found
 

@@ -32,6 +32,7 @@ from ddp_recipes.strategies.fsdp.settings import FSDPSettings
 from ddp_recipes.strategies.fsdp.steps import gather_in_steps
 from ddp_recipes.strategies.fsdp.usage import Usage
 from ddp_recipes.strategies.group import Group
+from ddp_recipes.strategies.transfers import exchanged
 from ddp_recipes.tasks import Task
 from ddp_recipes.tasks.blocks import on_copies
 
@@ -227,7 +228,7 @@ class FSDP(Whole, Group):
         if self.settings.shards is None:
             mine = nn.utils.get_total_norm(gradients)
             squared = mine.double().square()
-            dist.all_reduce(squared, group=self.group)
+            exchanged(dist.all_reduce, squared, group=self.group)
             return squared.sqrt().to(torch.promote_types(mine.dtype, torch.float32))
         sizes = {id(part.own.grad): part.whole.shape for part in self.parts.values()}
         found = norms(gradients, [sizes[id(gradient)] for gradient in gradients], self.group)
