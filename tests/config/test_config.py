@@ -293,6 +293,7 @@ def test_image_models_follow_the_images() -> None:
     assert (config["model"]["in_channels"], config["model"]["num_classes"]) == (1, 10)
 
 
+@pytest.mark.slow
 def test_csv_counts_its_inputs() -> None:
     columns = ["data.path=t.csv", "data.inputs=[a,b,c]", "data.target=y", "data.out_features=1"]
     assert config_of("data=csv", *columns)["data"]["in_features"] == 3

@@ -88,10 +88,7 @@ EXPLAINED = [
 
 @pytest.mark.parametrize(
     ("override", "message"),
-    quick_each(
-        2,
-        EXPLAINED,
-    ),
+    quick_each(4, EXPLAINED),
 )
 def test_an_override_that_hydra_refuses_is_explained(override: str, message: str, here: Path) -> None:
     assert message in message_of(override)
@@ -119,6 +116,7 @@ def test_a_yaml_that_is_wrong_is_named(text: str, message: str, here: Path) -> N
     assert message in message_of("--config-dir", "conf", "model=own")
 
 
+@pytest.mark.slow
 def test_a_key_whose_value_is_null_can_be_deleted(capsys: pytest.CaptureFixture[str]) -> None:
     ddp_recipes.run(["~optimizer.fused", "~data.test=null", "--cfg", "job"])
     config = OmegaConf.create(capsys.readouterr().out)
@@ -180,6 +178,7 @@ def test_config_dir_wins_for_groups_primary_configs_and_questions(
 # --- a config that is composed already -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_composed_config_runs_as_it_is(here: Path) -> None:
     with initialize_config_module("ddp_recipes.conf", **BASE):
         config = compose("train", [*QUICK, "seed=5"])

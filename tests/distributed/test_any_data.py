@@ -11,7 +11,7 @@ from PIL import Image
 from ddp_recipes.errors import RequestError, RunFailed
 from ddp_recipes.reporting.run_directory import Summary
 from ddp_recipes.testing import make_job, run_recipe
-from helpers.marks import slow_but
+from helpers.marks import quick_each, slow_but
 from helpers.recipes import QUICK
 
 Run = Callable[..., Summary]
@@ -217,12 +217,15 @@ def test_of_several_outputs_one_is_chosen(kind: str, output: str, run: Run) -> N
 
 @pytest.mark.parametrize(
     "strategy",
-    [
-        ["strategy=ddp_exact", "strategy.shards=4"],
-        ["strategy=fsdp", "strategy.wrap=[net.net1,net.net2]"],
-        ["strategy=ddp_pipeline", "strategy.micro_batches=2"],
-        ["strategy=dp"],
-    ],
+    quick_each(
+        3,
+        [
+            ["strategy=fsdp", "strategy.wrap=[net.net1,net.net2]"],
+            ["strategy=ddp_exact", "strategy.shards=4"],
+            ["strategy=ddp_pipeline", "strategy.micro_batches=2"],
+            ["strategy=dp"],
+        ],
+    ),
     ids=lambda value: value[0],
 )
 def test_one_of_several_outputs_is_chosen_with_any_strategy(strategy: list[str], run: Run) -> None:

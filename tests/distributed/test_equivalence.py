@@ -33,7 +33,7 @@ def assert_same_weights(one: dict[str, Any], other: dict[str, Any], atol: float 
     torch.testing.assert_close(one, other, rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("name", slow_but(["uneven last batch", "toy_mp"], LEARNING))
+@pytest.mark.parametrize("name", slow_but(["uneven last batch"], LEARNING, ["toy_mp"]))
 def test_ranks_learn_what_one_process_learns(name: str, run: Run, weights: Weights) -> None:
     overrides = ["data.global_batch_size=16", *LEARNING[name]]
     one = run(*overrides)
@@ -99,6 +99,7 @@ def test_how_samples_are_read_does_not_change_what_dropout_draws(run: Run) -> No
     assert run("model._target_=own_parts.Dropout", plain)["weights_sha256"] == whole["weights_sha256"]
 
 
+@pytest.mark.slow
 def test_ranks_drop_other_units(run: Run, weights: Weights) -> None:
     """With one sample shown to both ranks, the same masks would give the gradient of one rank."""
     overrides = ["model._target_=own_parts.Dropout", "data.num_samples=1", "data.shuffle=false", "trainer.max_epochs=3"]

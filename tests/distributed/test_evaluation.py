@@ -52,6 +52,7 @@ def test_metrics_do_not_depend_on_the_number_of_ranks(samples: int, trained: str
     assert one["val/hits"] == pytest.approx(one["val/accuracy"], rel=1e-6), "two ways to count the same"
 
 
+@pytest.mark.slow
 def test_the_batch_size_does_not_matter(trained: str, run: Run) -> None:
     overrides = [*IMAGES, "data.val_samples=21", "mode=validate", f"ckpt_path={trained}"]
     found = [run(*overrides, f"data.val_batch_size={size}")["metrics"] for size in (1, 5, 256)]

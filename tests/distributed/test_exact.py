@@ -186,6 +186,7 @@ def test_traffic_is_as_promised(world_size: int) -> None:
         assert total / steps >= 12 / world_size * (world_size - 1) / world_size * gradient
 
 
+@pytest.mark.slow
 def test_large_gradients_go_one_part_at_a_time_and_give_the_same_bits(run: Run) -> None:
     overrides = [*BASE, "model=mlp", "model.hidden_features=[1100,1000]", "data.num_samples=24", "trainer.max_epochs=1"]
     assert run(*overrides)["weights_sha256"] == run(*overrides, world_size=2)["weights_sha256"]

@@ -362,6 +362,7 @@ def test_a_batch_size_is_not_tuned_where_a_module_steps_itself(run: Run) -> None
         run("tune=batch_size", "model._target_=lightning_parts.Manual", "task=lightning")
 
 
+@pytest.mark.slow
 def test_a_batch_size_is_not_tuned_where_micro_batches_cut_it(run: Run) -> None:
     with pytest.raises(RequestError, match=r"cuts a pass into micro-batches"):
         run("tune=batch_size", "strategy=ddp_pipeline", "model=mlp", world_size=2)

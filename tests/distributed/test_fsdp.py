@@ -15,7 +15,7 @@ from ddp_recipes.reporting.run_directory import Summary
 from ddp_recipes.strategies.fsdp import order
 from ddp_recipes.testing import make_job
 from helpers.exact import QUIET, RECIPES, all_on_ranks
-from helpers.marks import at_night, slow_but
+from helpers.marks import at_night, quick_each, slow_but
 from helpers.patience import patience
 from helpers.ranks import run_recipe
 
@@ -186,7 +186,7 @@ def test_predictions_and_evaluation_do_not_depend_on_the_number_of_ranks(run: Ru
     assert losses[0] == losses[1]
 
 
-@pytest.mark.parametrize("own", [[], ["strategy.shards=4"], ["trainer.accumulate_grad_batches=2"]])
+@pytest.mark.parametrize("own", quick_each(3, [[], ["strategy.shards=4"], ["trainer.accumulate_grad_batches=2"]]))
 def test_it_does_what_one_process_does(own: list[str], run: Run) -> None:
     checked = ["check=equivalence", "data.num_samples=60", "data.batch_size=4", "trainer.gradient_clip_val=0.1", *own]
     metrics = run(*QUIET, "strategy=fsdp", TOY, *checked, world_size=2)["metrics"]

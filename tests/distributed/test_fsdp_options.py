@@ -114,6 +114,7 @@ def test_a_loss_is_scaled_alike_on_all_ranks(own: list[str], run: Run) -> None:
 # --- on the CPU beside a GPU -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_offload_changes_nothing_on_the_cpu(run: Run) -> None:
     own = [*QUIET, *FSDP, TOY, "data.num_samples=24", "trainer.max_epochs=1"]
     assert len({run(*own, f"strategy.offload={on}", world_size=2)["weights_sha256"] for on in ("true", "false")}) == 1

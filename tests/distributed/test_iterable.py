@@ -106,6 +106,7 @@ def test_set_epoch_is_called(over: Any) -> None:
     assert first != second
 
 
+@pytest.mark.slow
 def test_it_is_told_the_epoch_once_however_many_read_it(over: Any, tmp_path: Path) -> None:
     """Hugging Face's sets share the number with their data workers, and change it in two steps."""
     over("data.num_workers=2", train=f"Told, told: '{tmp_path}/told'")

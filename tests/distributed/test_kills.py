@@ -125,6 +125,7 @@ def tear(folder: Path) -> None:
         file.write(start)
 
 
+@pytest.mark.slow
 def test_the_points_of_a_killed_run_are_those_that_it_logged(run: Run) -> None:
     """Otherwise the comparison above would compare nothing."""
     summary = run(*RUN)

@@ -12,6 +12,7 @@ from ddp_recipes import RequestError
 from ddp_recipes.errors import RunFailed
 from ddp_recipes.lightning.callbacks import refuse_callback
 from ddp_recipes.reporting.run_directory import Summary
+from helpers.marks import quick_each
 from helpers.ranks import run_recipe
 
 Run = Callable[..., Summary]
@@ -228,7 +229,7 @@ def test_ranks_may_log_what_others_do_not(run: Run) -> None:
     assert (metrics["val_here"], metrics["here"], metrics["there"]) == (3, 2, 5)
 
 
-@pytest.mark.parametrize("samples", [1, 9])
+@pytest.mark.parametrize("samples", quick_each(2, [9, 1]))
 def test_metrics_may_be_logged_where_the_last_batch_leaves_a_rank_without_a_sample(samples: int, run: Run) -> None:
     uneven = [*part("Metric"), f"data.val_samples={samples}", "data.global_batch_size=16"]
     one = run(*uneven, "data.val_batch_size=8")["metrics"]
@@ -249,6 +250,7 @@ def test_each_batch_of_a_validation_is_a_point_where_a_module_asks_for_it(world_
     assert found["metrics"]["val_loss_epoch"] == found["metrics"]["val_loss"] == pytest.approx(last, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_predictions_may_be_several_and_a_callback_may_write_them(tmp_path: Path, run: Run) -> None:
     predicting = ["mode=predict", "data.predict=${data.val}", "data.val_samples=21"]
     writes = [f"+callbacks.writes={{_target_: lightning_parts.Writes, folder: {tmp_path}}}"]
@@ -333,7 +335,7 @@ def test_a_checkpoint_takes_plain_data_under_names_of_its_own(run: Run) -> None:
         run(*part("Taken"))
 
 
-@pytest.mark.parametrize(("raw", "called"), [("false", "self.all_gather"), ("true", "c10d::allreduce_")])
+@pytest.mark.parametrize(("raw", "called"), quick_each(2, [("true", "c10d::allreduce_"), ("false", "self.all_gather")]))
 def test_a_collective_in_a_validation_step_is_refused_where_ranks_have_uneven_batches(
     raw: str, called: str, run: Run
 ) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ddp_recipes.reporting.run_directory import Summary
-from helpers.marks import slow_but
+from helpers.marks import quick_each, slow_but
 from helpers.patience import patience
 
 Run = Callable[..., Summary]
@@ -56,7 +56,7 @@ def test_time_stops_all_ranks_at_one_step(run: Run, notes: Notes, noting: str) -
     assert Path(summary["last_checkpoint"]).exists(), "what was learned is kept"
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", quick_each(2, [2, 1]))
 def test_early_stopping(world_size: int, run: Run, notes: Notes, noting: str) -> None:
     stopping = ["callbacks=early_stopping", "callbacks.early_stopping.patience=2", "optimizer.lr=0"]
     summary = run(*stopping, noting, "trainer.max_epochs=50", world_size=world_size)

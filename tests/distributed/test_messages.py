@@ -164,6 +164,7 @@ def test_an_environment_variable_that_is_not_set_is_named(run: Callable[..., obj
         run("optimizer.lr=${oc.env:NOT_SET_ANYWHERE}")
 
 
+@pytest.mark.slow
 def test_class_weights_are_a_list_in_a_yaml(run: Callable[..., Summary]) -> None:
     images = ["data=fake_images", "data.image_size=8", "model=mlp", "trainer.max_epochs=1", "data.out_features=3"]
     equal, others = (run(*images, f"+task.loss.weight=[{weights}]") for weights in ("1,1,1", "1,2,5"))

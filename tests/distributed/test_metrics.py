@@ -83,6 +83,7 @@ def test_collection_and_matrix_are_exact_at_any_number_of_ranks(run: Run, tmp_pa
     assert hits == pytest.approx([round(each) for each in hits])
 
 
+@pytest.mark.slow
 def test_train_metrics_change_nothing_else(run: Run, tmp_path: Path) -> None:
     overrides = [*IMAGES, "trainer.accumulate_grad_batches=2", "logger=csv", "trainer.log_every_n_steps=2"]
     without = run(*overrides, world_size=2, directory=tmp_path / "without")
@@ -151,7 +152,7 @@ def test_picture_of_a_matrix_is_a_png() -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "ranks"), quick_each(2, [("ddp", 3), ("ddp_exact", 3), ("ddp_pipeline", 2)]), ids=str
+    ("strategy", "ranks"), quick_each(3, [("ddp", 3), ("ddp_exact", 3), ("ddp_pipeline", 2)]), ids=str
 )
 def test_a_metric_that_keeps_lists_is_that_of_all_samples(strategy: str, ranks: int, run: Run) -> None:
     """Of fewer samples than ranks, and of a pipeline, whose last stage alone has outputs."""

@@ -10,7 +10,7 @@ import pytest
 from ddp_recipes.checkpointing.files import load
 from ddp_recipes.errors import RunFailed
 from ddp_recipes.reporting.run_directory import Summary
-from helpers.marks import slow_but
+from helpers.marks import quick_each, slow_but
 
 Run = Callable[..., Summary]
 
@@ -31,7 +31,7 @@ def steps(folder: Path) -> list[int]:
     return sorted(int(path.stem.removeprefix("step_")) for path in (folder / "checkpoints").glob("step_*.pt"))
 
 
-@pytest.mark.parametrize("value", ["nan", "inf"])
+@pytest.mark.parametrize("value", quick_each(2, ["nan", "inf"]))
 @pytest.mark.parametrize(("world_size", "rank"), slow_but([(2, 1)], [(1, 0), (2, 1), (3, 0)]))
 def test_a_loss_that_is_no_number_stops_all_where_it_is_logged(
     world_size: int, rank: int, value: str, run: Run, tmp_path: Path
@@ -86,6 +86,7 @@ def test_steps_that_16_mixed_skips_stop_nothing(run: Run) -> None:
     assert state["precision"]["scale"] < 65536, "otherwise no step was skipped and this test shows nothing"
 
 
+@pytest.mark.slow
 def test_without_checkpoints_it_stops_all_the_same(run: Run, tmp_path: Path) -> None:
     poison = [*POISON, "+model.rank=0", "+model.step=6", "checkpoint=none"]
     assert "there is no earlier one" in failed(run, tmp_path, *poison, world_size=2)["error"]

@@ -13,7 +13,7 @@ from ddp_recipes.checkpointing.files import load
 from ddp_recipes.errors import RequestError
 from ddp_recipes.reporting.run_directory import Summary
 from ddp_recipes.runtime.tensors import digest
-from helpers.marks import slow_but
+from helpers.marks import quick_each, slow_but
 from helpers.ranks import run_recipe
 
 Run = Callable[..., Summary]
@@ -111,6 +111,7 @@ def test_rates_are_those_of_steps_that_take_their_time(run: Run, tmp_path: Path)
         assert samples / sleep_s / 100 < rate <= samples / sleep_s
 
 
+@pytest.mark.slow
 def test_ranks_find_files_where_tests_are(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(world_size=2)  # from elsewhere, by the same warm ranks
     (tmp_path / "table.csv").write_text("a,b,kind\n" + "1,2,x\n3,4,y\n" * 20)
@@ -121,7 +122,7 @@ def test_ranks_find_files_where_tests_are(run: Run, tmp_path: Path, monkeypatch:
     assert summary["status"] == "finished"
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", quick_each(2, [2, 1]))
 def test_tensorboard_has_each_step_once_after_a_resume(world_size: int, run: Run, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     overrides = ["logger=tensorboard", "trainer.log_every_n_steps=1", "data.global_batch_size=8"]
@@ -176,6 +177,7 @@ def test_lines_come_from_rank_0_and_warnings_from_all(run: Run, capfd: pytest.Ca
     assert log.count("epoch 2  step 8  val/loss") == 1
 
 
+@pytest.mark.slow
 def test_what_data_workers_log_is_in_the_log_of_the_run(run: Run) -> None:
     data = "+data.train={_target_: data_parts.Complaining, size: 24}"
     keys = ["data.num_workers=2", "~data.train", data, "data.val=null", "trainer.max_epochs=1", "task=regression"]

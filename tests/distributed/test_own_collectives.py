@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from ddp_recipes.reporting.run_directory import Summary
+from helpers.marks import quick_each
 
 Run = Callable[..., Summary]
 
@@ -12,7 +13,7 @@ CONTRAST = ("model._target_=own_parts.Contrast", "data.global_batch_size=12", "d
 EVEN, UNEVEN = "data.val_samples=24", "data.val_samples=21"
 
 
-@pytest.mark.parametrize("strategy", ["strategy=ddp", "strategy=fsdp strategy.wrap=['2']"])
+@pytest.mark.parametrize("strategy", quick_each(2, ["strategy=ddp", "strategy=fsdp strategy.wrap=['2']"]))
 def test_ranks_with_equal_batches_gather_in_a_model(strategy: str, run: Run) -> None:
     assert run(*CONTRAST, *strategy.split(), EVEN, "data.val_batch_size=6", world_size=2)["status"] == "finished"
 
@@ -38,11 +39,14 @@ def test_rows_of_unequal_batches_are_not_gathered(strategy: str, own: list[str],
 
 @pytest.mark.parametrize(
     ("strategy", "ranks", "reason"),
-    [
-        ("strategy=ddp_exact strategy.shards=6", 2, "promises the same bits on any number of ranks"),
-        ("strategy=ddp_pipeline", 2, "has each of them run another part of the model"),
-        ("strategy=parameter_server", 3, "runs the model on 2 of 3 ranks"),
-    ],
+    quick_each(
+        2,
+        [
+            ("strategy=ddp_exact strategy.shards=6", 2, "promises the same bits on any number of ranks"),
+            ("strategy=parameter_server", 3, "runs the model on 2 of 3 ranks"),
+            ("strategy=ddp_pipeline", 2, "has each of them run another part of the model"),
+        ],
+    ),
 )
 def test_no_collective_goes_with_some_strategies(strategy: str, ranks: int, reason: str, run: Run) -> None:
     with pytest.raises(Exception, match=f"calls c10d::allgather_, in which all ranks have to take part, .* {reason}"):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ddp_recipes.reporting.run_directory import Summary
-from helpers.marks import slow_but
+from helpers.marks import quick_each, slow_but
 from helpers.patience import patience
 
 Run = Callable[..., Summary]
@@ -138,7 +138,7 @@ def test_own_logger_by_command_alone_or_with_ours(world_size: int, own: Path, py
     assert both.stdout.index("column -s, -t both/csv/metrics.csv") < both.stdout.index("cat both/lines/lines.txt")
 
 
-@pytest.mark.parametrize(("experiment", "folders"), [("table", {"csv"}), ("several", {"csv", "lines"})])
+@pytest.mark.parametrize(("experiment", "folders"), quick_each(2, [("several", {"csv", "lines"}), ("table", {"csv"})]))
 def test_loggers_of_an_experiment(experiment: str, folders: set[str], own: Path, python: str) -> None:
     done = command(python, own, f"experiment={experiment}", "strategy=single")
     assert done.returncode == 0, done.stderr

@@ -14,7 +14,7 @@ import torch
 from ddp_recipes.checkpointing.files import load
 from ddp_recipes.errors import RequestError
 from ddp_recipes.reporting.run_directory import Summary
-from helpers.marks import at_night, slow_but
+from helpers.marks import at_night, quick_each, slow_but
 from helpers.processes import ran, summary
 
 Run = Callable[..., Summary]
@@ -80,7 +80,7 @@ def test_several_servers_clip_by_the_norm_over_all(run: Run, weights: Weights) -
     assert ps["metrics"]["train/loss"] == pytest.approx(ddp["metrics"]["train/loss"], rel=1e-6)
 
 
-@pytest.mark.parametrize("staleness", [0, 2])
+@pytest.mark.parametrize("staleness", quick_each(2, [2, 0]))
 def test_ranks_evaluate_the_servers_weights_and_servers_alone_hold_optimizer_state(
     staleness: int, run: Run, tmp_path: Path
 ) -> None:
@@ -119,6 +119,7 @@ def test_resume_with_any_strategy_ends_with_the_same_bits(name: str, run: Run) -
     assert resumed["weights_sha256"] == begun["weights_sha256"] == whole["weights_sha256"]
 
 
+@pytest.mark.slow
 def test_resume_in_one_process_learns_the_same(run: Run, weights: Weights) -> None:
     overrides = ["data.num_samples=61", "data.global_batch_size=16", "checkpoint.every_n_steps=3"]
     whole = run(PS, *overrides, world_size=3)
@@ -127,7 +128,7 @@ def test_resume_in_one_process_learns_the_same(run: Run, weights: Weights) -> No
     torch.testing.assert_close(weights(resumed), weights(whole), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("strategy", [[PS], ASYNCHRONOUS], ids=str)
+@pytest.mark.parametrize("strategy", quick_each(2, [ASYNCHRONOUS, [PS]]), ids=str)
 def test_every_sample_is_evaluated_and_predicted_once(strategy: list[str], run: Run) -> None:
     path = run("strategy=ddp", world_size=2)["last_checkpoint"]
     for mode in ("validate", "predict"):

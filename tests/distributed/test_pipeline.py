@@ -206,7 +206,7 @@ def test_a_pipeline_measures_and_predicts(run: Run, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("schedule", "stages", "processes", "micro_batches"),
-    quick_each(2, [("1f1b", 3, 3, 5), ("gpipe", 2, 2, 4), ("interleaved_1f1b", 4, 2, 4), ("1f1b", 2, 2, 4)]),
+    quick_each(4, [("interleaved_1f1b", 4, 2, 4), ("1f1b", 3, 3, 5), ("gpipe", 2, 2, 4), ("1f1b", 2, 2, 4)]),
 )
 def test_processes_work_in_the_order_of_the_schedule(
     schedule: str, stages: int, processes: int, micro_batches: int, run: Run, tmp_path: Path
@@ -233,6 +233,7 @@ def test_processes_work_in_the_order_of_the_schedule(
     assert done == [[[work.kind, work.stage, work.micro_batch] for work in works] for works in planned]
 
 
+@pytest.mark.slow
 def test_the_schedule_is_drawn(run: Run, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -273,6 +274,7 @@ def test_an_error_in_a_stage_shows_the_users_own_line(run: Run) -> None:
         run("model._target_=own_chains.Chain", "~model.hidden_features", "model.in_features=7", PIPELINE, world_size=2)
 
 
+@pytest.mark.slow
 def test_a_way_through_the_blocks_that_is_drawn_ends_the_run_by_name(run: Run) -> None:
     overrides = [*MODELS["checkpointed"], "+model.shuffled=true", "model.split=[blocks.2]"]
     with pytest.raises((RecipeError, RunFailed), match=r"blocks\.\d.* Use a strategy without stages, as ddp\."):

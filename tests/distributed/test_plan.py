@@ -27,7 +27,7 @@ from ddp_recipes.tools.dry_run.memory_tracker import MemoryTracker
 from ddp_recipes.training.metrics import evaluate
 from ddp_recipes.training.state import Run as TrainingRun
 from ddp_recipes.training.update import forward_backward
-from helpers.marks import slow_but
+from helpers.marks import quick_each, slow_but
 from helpers.processes import until
 
 Run = Callable[..., Summary]
@@ -100,7 +100,7 @@ COUNTED = [
 
 @pytest.mark.parametrize(
     ("overrides", "world_size"),
-    slow_but([COUNTED[3], COUNTED[4]], COUNTED),
+    slow_but([COUNTED[4]], COUNTED, [COUNTED[3]]),
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_counts_are_those_of_the_run(overrides: list[str], world_size: int, plan: Plan, run: Run) -> None:
@@ -117,12 +117,15 @@ def test_counts_are_those_of_the_run(overrides: list[str], world_size: int, plan
 
 @pytest.mark.parametrize(
     "overrides",
-    [
-        ["optimizer=sgd"],
-        ["model=mlp", "optimizer=adamw", "trainer.precision=16-mixed"],
-        ["model=mlp", "optimizer=adamw", "trainer.precision=bf16-true"],
-        pytest.param([*IMAGES, "model=resnet18", "trainer.max_steps=1"], marks=pytest.mark.slow),
-    ],
+    quick_each(
+        4,
+        [
+            ["model=mlp", "optimizer=adamw", "trainer.precision=16-mixed"],
+            ["optimizer=sgd"],
+            ["model=mlp", "optimizer=adamw", "trainer.precision=bf16-true"],
+            [*IMAGES, "model=resnet18", "trainer.max_steps=1"],
+        ],
+    ),
     ids=lambda value: " ".join(value),
 )
 def test_weights_optimizer_and_checkpoint_are_those_of_the_run(overrides: list[str], plan: Plan, run: Run) -> None:
@@ -165,11 +168,14 @@ def test_bytes_all_reduced_are_those_of_the_run(overrides: list[str], plan: Plan
 
 @pytest.mark.parametrize(
     "overrides",
-    [
-        ["model=mlp"],
-        ["model._target_=plan_parts.Residual"],
-        pytest.param([*IMAGES, "model=resnet18", "trainer.max_steps=1"], marks=pytest.mark.slow),
-    ],
+    quick_each(
+        3,
+        [
+            ["model._target_=plan_parts.Residual"],
+            ["model=mlp"],
+            [*IMAGES, "model=resnet18", "trainer.max_steps=1"],
+        ],
+    ),
     ids=lambda value: " ".join(value),
 )
 def test_activations_are_those_that_autograd_keeps(overrides: list[str], plan: Plan, run: Run, tmp_path: Path) -> None:
@@ -232,12 +238,15 @@ def one_batch_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "overrides",
-    [
-        ["model._target_=plan_parts.Residual", "optimizer=adamw", "data.in_features=300"],
-        ["model._target_=plan_parts.Recomputed", "data.in_features=300"],
-        ["model=mlp", "trainer.precision=bf16-mixed", "data.in_features=300"],
-        pytest.param([*IMAGES, "model=resnet18"], marks=pytest.mark.slow),
-    ],
+    quick_each(
+        4,
+        [
+            ["model._target_=plan_parts.Recomputed", "data.in_features=300"],
+            ["model._target_=plan_parts.Residual", "optimizer=adamw", "data.in_features=300"],
+            ["model=mlp", "trainer.precision=bf16-mixed", "data.in_features=300"],
+            [*IMAGES, "model=resnet18"],
+        ],
+    ),
     ids=lambda value: " ".join(value),
 )
 def test_a_step_takes_what_a_real_one_takes(overrides: list[str], plan: Plan, one_batch_at_once: None) -> None:
@@ -446,6 +455,7 @@ def test_stages_hold_what_a_whole_replica_does(plan: Plan) -> None:
     assert max(each["training"] for each in split["memory"]) < whole["memory"][0]["training"]
 
 
+@pytest.mark.slow
 def test_mixed_precision_keeps_half(plan: Plan) -> None:
     precise, mixed = (
         plan(
@@ -497,7 +507,9 @@ def test_a_flow_that_depends_on_values_leaves_activations_unknown(plan: Plan) ->
     assert "A step could not be run without data" in message(planned, "not_rehearsed")
 
 
-@pytest.mark.parametrize("overrides", [[*GPUS, "model=toy_mp"], ["launcher.device=cpu", "model.num_devices=2"]])
+@pytest.mark.parametrize(
+    "overrides", quick_each(2, [[*GPUS, "model=toy_mp"], ["launcher.device=cpu", "model.num_devices=2"]])
+)
 def test_devices_that_cannot_be_told_apart_are_counted_as_one(overrides: list[str], plan: Plan) -> None:
     planned = plan(*overrides, "plan.gpu_memory_gb=1")
     assert planned["memory_of_replica"] is True

@@ -13,7 +13,7 @@ from torch import Tensor
 from ddp_recipes.checkpointing.files import load
 from ddp_recipes.errors import RequestError
 from ddp_recipes.reporting.run_directory import Summary
-from helpers.marks import slow_but
+from helpers.marks import quick_each, slow_but
 
 Run = Callable[..., Summary]
 
@@ -38,8 +38,8 @@ def tensors(state: Any) -> Iterator[Tensor]:
             yield from tensors(each)
 
 
-@pytest.mark.parametrize("precision", DTYPES)
-@pytest.mark.parametrize("name", slow_but(["single", "ddp"], STRATEGIES))
+@pytest.mark.parametrize("precision", quick_each(2, DTYPES))
+@pytest.mark.parametrize("name", slow_but(["ddp"], STRATEGIES))
 def test_one_dtype_throughout_learns_nearly_the_same(name: str, precision: str, run: Run, tmp_path: Path) -> None:
     strategy, ranks = STRATEGIES[name]
     overrides = [*strategy, "model._target_=own_parts.Making", "optimizer=adamw", "trainer.gradient_clip_val=0.5"]
@@ -131,7 +131,7 @@ PLACES: dict[str, tuple[list[str], int]] = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but(["single"], PLACES))
+@pytest.mark.parametrize("name", slow_but([], PLACES))
 def test_channels_last_learns_nearly_the_same_and_resumes_exactly(
     name: str, run: Run, weights: Callable[[Summary], dict[str, Tensor]], tmp_path: Path
 ) -> None:

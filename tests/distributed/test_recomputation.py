@@ -37,10 +37,14 @@ def train(tmp_path: Path) -> Train:
 @pytest.mark.parametrize(
     ("overrides", "world_size"),
     [
-        ([*GPT, "strategy=ddp"], 2),
+        pytest.param([*GPT, "strategy=ddp"], 2, marks=pytest.mark.slow),
         pytest.param([*GPT, "strategy=ddp_pipeline"], 2, marks=pytest.mark.slow),
         pytest.param([*GPT, "strategy=single", "model.num_devices=2"], 1, marks=pytest.mark.slow),
-        ([*GPT, "strategy=single", "trainer.precision=bf16-mixed", "trainer.accumulate_grad_batches=2"], 1),
+        pytest.param(
+            [*GPT, "strategy=single", "trainer.precision=bf16-mixed", "trainer.accumulate_grad_batches=2"],
+            1,
+            marks=pytest.mark.slow,
+        ),
         ([*NORM, "strategy=ddp_exact", "strategy.shards=4", "trainer.max_epochs=2"], 2),
     ],
     ids=["ddp", "pipeline", "split", "bf16", "batch_norm_exact"],

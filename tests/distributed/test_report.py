@@ -113,6 +113,7 @@ def test_the_page_of_a_run_has_the_numbers_of_its_files(run: Run, tmp_path: Path
         assert [(int(row[0]), float(row[at])) for row in cells if row[at]] == list(zip(steps, values, strict=True))
 
 
+@pytest.mark.slow
 def test_a_run_with_event_files_alone_goes_on_where_it_was_resumed(run: Run, tmp_path: Path) -> None:
     """What an earlier start logged after its checkpoint is hidden, as TensorBoard hides it."""
     directory = tmp_path / "resumed"

@@ -17,7 +17,7 @@ from ddp_recipes.runtime.control import Control
 from ddp_recipes.runtime.messages import Messages
 from ddp_recipes.runtime.world import World
 from ddp_recipes.testing import make_job, on_ranks
-from helpers.marks import slow_but
+from helpers.marks import quick_each, slow_but
 from helpers.recipes import QUICK
 
 Run = Callable[..., Summary]
@@ -77,8 +77,6 @@ def stops(checkpoints: Path) -> Iterator[Path]:
     slow_but(
         [
             ("dropout, accumulation, clipping", 2),
-            ("async_save", 1),
-            ("rates of NumPy", 1),
             ("numpy and random in the model from the third step on", 1),
         ],
         [*((name, size) for name in TRAINING for size in (1, 2)), ("all together", 3), ("batch norm", 3)],
@@ -88,6 +86,8 @@ def stops(checkpoints: Path) -> Iterator[Path]:
             ("16-mixed", 2),
             ("batch norm", 3),
             ("all together", 3),
+            ("async_save", 1),
+            ("rates of NumPy", 1),
         ],
     ),
 )
@@ -291,7 +291,7 @@ def test_checkpoints_hold_plain_data(run: Run) -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "world_size"),
-    [(["single"], 1), (["ddp_exact"], 2), (["fsdp", "strategy.wrap=[net1,net2]"], 2)],
+    quick_each(3, [(["fsdp", "strategy.wrap=[net1,net2]"], 2), (["ddp_exact"], 2), (["single"], 1)]),
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
 def test_a_run_that_resumes_holds_no_more_than_one_that_does_not(

@@ -106,6 +106,7 @@ def test_bits_are_those_of_one_rank_also_where_another_number_goes_on(keys: list
     assert four["weights_sha256"] == whole["weights_sha256"]
 
 
+@pytest.mark.slow
 def test_what_a_sampler_draws_follows_from_seed_and_epoch(over: Over) -> None:
     node = "data.sampler={_target_: sampler_parts.Drawing}"
     one, two = (seen_in(over(node, world_size=size)[1]) for size in (1, 2))

@@ -18,7 +18,7 @@ from ddp_recipes.strategies.ddp import shared_memory
 from ddp_recipes.strategies.ddp.shared_memory import SharedMemory, join
 from ddp_recipes.strategies.group import Group
 from ddp_recipes.testing import on_ranks
-from helpers.marks import slow_but
+from helpers.marks import quick_each, slow_but
 
 Run = Callable[..., Summary]
 
@@ -46,7 +46,7 @@ def met(world: World, store: Store | None, work: Callable[[SharedMemory], Any], 
         group.teardown()
 
 
-@pytest.mark.parametrize("model", ["model=toy", "model=mlp model.hidden_features=[900,700]"])
+@pytest.mark.parametrize("model", quick_each(2, ["model=toy", "model=mlp model.hidden_features=[900,700]"]))
 @pytest.mark.parametrize(
     "more", slow_but([""], ["", "strategy.static_graph=true", "trainer.accumulate_grad_batches=2"])
 )

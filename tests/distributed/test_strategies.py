@@ -21,7 +21,7 @@ from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies import DDP, DDPSettings
 from ddp_recipes.tasks import Task
 from ddp_recipes.testing import on_ranks
-from helpers.marks import slow_but
+from helpers.marks import quick_each, slow_but
 
 Run = Callable[..., Summary]
 Weights = Callable[[Summary], dict[str, Any]]
@@ -174,8 +174,8 @@ def test_a_rendezvous_of_ones_own(scheme: str, run: Run, tmp_path: Path) -> None
 # --- torch -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("world_size", quick_each(2, [2, 1]))
+@pytest.mark.parametrize("precision", quick_each(2, ["16-mixed", "bf16-mixed"]))
 def test_mixed_precision_learns_nearly_the_same(precision: str, world_size: int, run: Run, weights: Weights) -> None:
     overrides = ["data.global_batch_size=16", "trainer.gradient_clip_val=0.5", "trainer.log_every_n_steps=1"]
     full = run(*overrides, world_size=world_size)
@@ -187,6 +187,7 @@ def test_mixed_precision_learns_nearly_the_same(precision: str, world_size: int,
     assert mixed["metrics"]["train/grad_norm"] == pytest.approx(full["metrics"]["train/grad_norm"], rel=0.1)
 
 
+@pytest.mark.slow
 def test_determinism_is_switched_on(run: Run, notes: Callable[[], list[dict[str, Any]]], noting: str) -> None:
     for value in (True, False):
         run(f"trainer.deterministic={str(value).lower()}", noting, world_size=2)

@@ -16,6 +16,7 @@ from ddp_recipes.runtime.process import connections, disconnect
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies import transfers
 from ddp_recipes.testing import on_ranks
+from helpers.marks import slow_but
 from helpers.patience import patience
 
 SIZE = 64 << 20  # numbers: more than any socket takes at once
@@ -64,7 +65,7 @@ def cut_off(transfer: Callable[[Tensor, Tensor], None], world: World, store: Sto
     return "", time.monotonic() - began
 
 
-@pytest.mark.parametrize("name", TRANSFERS)
+@pytest.mark.parametrize("name", slow_but(["message"], TRANSFERS, TRANSFERS))
 def test_a_rank_is_told_of_a_connection_that_ends_while_it_sends_or_receives(name: str) -> None:
     for told, seconds in on_ranks(partial(cut_off, TRANSFERS[name]), 2, timeout_s=patience(120)):
         assert "onnection" in told

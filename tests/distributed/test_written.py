@@ -27,7 +27,7 @@ def test_ranks_that_write_alike_are_as_one_process(model: str, run: Run) -> None
 @pytest.mark.parametrize(
     ("strategy", "model", "name"),
     quick_each(
-        2,
+        4,
         [
             ("strategy=ddp_exact strategy.shards=4", COUNTED, "1.mean"),
             ("strategy=ddp_exact strategy.shards=4", TEACHER, "teacher.weight"),
@@ -44,8 +44,10 @@ def test_what_would_be_lost_or_done_twice_is_refused(strategy: str, model: str, 
         run(*strategy.split(), model, world_size=2)
 
 
-@pytest.mark.parametrize(("model", "name"), [(BOUNDED, "table.weight"), (FOLLOWED, "seen")])
-@pytest.mark.parametrize("own", [[], ["trainer.check_val_every_n_epoch=9"], ["strategy.shared_memory=false"]])
+@pytest.mark.parametrize(("model", "name"), quick_each(2, [(BOUNDED, "table.weight"), (FOLLOWED, "seen")]))
+@pytest.mark.parametrize(
+    "own", quick_each(3, [[], ["trainer.check_val_every_n_epoch=9"], ["strategy.shared_memory=false"]])
+)
 def test_what_each_rank_writes_otherwise_is_refused(own: list[str], model: str, name: str, run: Run) -> None:
     with pytest.raises(Exception, match=f"The parameter {name} has other values on rank 1, 2 than on rank 0"):
         run("strategy=ddp", model, *own, world_size=3)
@@ -74,7 +76,7 @@ def test_what_goes_by_data_is_seen_as_well(strategy: str, kind: str, run: Run) -
         run(*strategy.split(), *own, world_size=2)
 
 
-@pytest.mark.parametrize("model", [TEACHER, "model._target_=own_parts.Momentum"])
+@pytest.mark.parametrize("model", quick_each(2, [TEACHER, "model._target_=own_parts.Momentum"]))
 def test_fsdp_keeps_what_a_pass_writes_to_rows(model: str, run: Run) -> None:
     both = "data.global_batch_size=16", model
     wanted = run(*both, "strategy=ddp", world_size=2)

@@ -320,6 +320,7 @@ def test_rank_variables_that_make_no_rank_are_refused(
 
 
 @pytest.mark.spawn
+@pytest.mark.slow
 def test_a_sweep_with_an_unknown_option_is_refused_and_writes_nothing(folder: Path, python: str) -> None:
     refused(python, folder, "-m", "model=mlp,mpl", parts=["model=mpl", "Did you mean 'mlp'?"])
 

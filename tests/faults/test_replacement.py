@@ -462,6 +462,7 @@ def test_where_all_start_again_they_go_on_from_what_is_in_memory(
     assert summary(hurt)["ranks_replaced"] == 1
 
 
+@pytest.mark.slow
 def test_a_state_in_memory_that_nobody_would_read_is_refused(tmp_path: Path, python: str) -> None:
     ended = ran(python, tmp_path, EXACT, "checkpoint.in_memory_every_n_steps=3")
     assert ended.returncode == 2

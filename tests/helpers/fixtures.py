@@ -41,15 +41,21 @@ os.environ["DDP_RECIPES_TEST_PROCESS"] = MARK = str(os.getpid())  # processes in
 # --- what a test leaves behind ---------------------------------------------------------------------------------------
 
 
-def processes() -> dict[int, str]:
-    """Return the running processes that this one started, or that those started, by id."""
+def everyone() -> set[int]:
+    """Return the ids of all processes of the machine."""
+    return {int(name) for name in os.listdir("/proc") if name.isdigit()}
+
+
+def processes(there: set[int]) -> dict[int, str]:
+    """Return the running processes that this one started, or that those started, by id, but for those once there."""
     found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
+    for pid in everyone() - there:
+        folder = Path("/proc", str(pid))
         try:
             state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
             marked = f"\0DDP_RECIPES_TEST_PROCESS={MARK}\0".encode() in b"\0" + (folder / "environ").read_bytes()
-            if state != "Z" and (int(parent) == os.getpid() or marked) and int(folder.name) != os.getpid():
-                found[int(folder.name)] = (folder / "cmdline").read_text().replace("\0", " ").strip()
+            if state != "Z" and (int(parent) == os.getpid() or marked) and pid != os.getpid():
+                found[pid] = (folder / "cmdline").read_text().replace("\0", " ").strip()
         except OSError:
             continue  # it has ended meanwhile, or belongs to somebody else
     return found
@@ -67,18 +73,17 @@ def environment() -> dict[str, str]:
 @pytest.fixture(autouse=True)
 def leaves_nothing_behind() -> Iterator[None]:
     """Fail a test that leaves processes, or another environment or current folder."""
-    there, environ, folder = processes(), environment(), os.getcwd()
+    there, environ, folder = everyone(), environment(), os.getcwd()
     yield
     deadline = time.monotonic() + patience(BOUND_S)
-    while (left := processes().keys() - there - RANKS.processes - SERVERS) and time.monotonic() < deadline:
+    while (left := processes(there | RANKS.processes | SERVERS)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    names = {pid: name for pid, name in processes().items() if pid in left}
     after, folder_after = environment(), os.getcwd()
     os.chdir(folder)
     for name in after.keys() - environ.keys():
         del os.environ[name]
     os.environ.update(environ)
-    assert not names, f"the test left processes: {names}"
+    assert not left, f"the test left processes: {left}"
     assert after == environ, "the test changed os.environ"
     assert folder_after == folder, "the test changed the current folder"
 

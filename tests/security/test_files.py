@@ -199,6 +199,7 @@ def test_nobody_else_may_write_what_a_run_leaves(run: Run, tmp_path: Path) -> No
 
 
 @as_root
+@pytest.mark.slow
 def test_what_another_user_has_planted_is_not_written_through(run: Run, tmp_path: Path) -> None:
     """In a folder that all may write to: a run directory, a link to one, and links inside one."""
     shared, victim = tmp_path / "shared", tmp_path / "victim"

@@ -151,7 +151,7 @@ def drawn() -> tuple[Any, ...]:
 
 
 @pytest.mark.filterwarnings("ignore")  # of these libraries
-@pytest.mark.parametrize("name", quick_each(2, MODELS))
+@pytest.mark.parametrize("name", quick_each(4, MODELS))
 def test_values_are_those_of_the_plain_constructor(name: str) -> None:
     seed()
     plain, after = MODELS[name](), drawn()
@@ -228,6 +228,7 @@ def test_origin_tells_initialisations_apart() -> None:
     assert origins(1) == origins(1) != origins(2)
 
 
+@pytest.mark.slow
 def test_one_whole_tensor_is_in_memory_at_a_time() -> None:
     _, initial, _ = without_memory(lambda: nn.Sequential(*(nn.Linear(100, 100) for _ in range(20))))
     recorder = next(iter(initial.values())).recorder

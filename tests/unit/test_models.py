@@ -10,6 +10,7 @@ from torch import nn
 
 from ddp_recipes.errors import RequestError
 from ddp_recipes.models import MLP, Linear, Toy, ToyMP
+from helpers.marks import quick_each
 
 CPUS = ["cpu", "cpu"]
 
@@ -96,7 +97,7 @@ def test_toy_mp_on_two_gpus() -> None:
     torch.testing.assert_close(output.cpu(), toy(inputs))
 
 
-@pytest.mark.parametrize(("name", "in_channels"), [("resnet18", 1), ("resnet50", 3)])
+@pytest.mark.parametrize(("name", "in_channels"), quick_each(2, [("resnet18", 1), ("resnet50", 3)]))
 def test_resnet_is_torchvisions(name: str, in_channels: int) -> None:
     import torchvision
 

@@ -21,6 +21,7 @@ from ddp_recipes.errors import RequestError
 from ddp_recipes.model_parallel import DryRun, Stage, in_micro_batches, split_model, timed
 from ddp_recipes.model_parallel.placement import connect, move, place
 from ddp_recipes.tasks import Task
+from helpers.marks import quick_each
 from helpers.patience import patience
 
 CPU = torch.device("cpu")
@@ -328,7 +329,7 @@ def test_every_tensor_comes_to_the_device_of_the_block_that_uses_it(starts: list
     ("make", "inputs", "starts"),
     [
         (resnet18, IMAGES, ["layer1.1", "layer3", "avgpool", "fc"]),
-        (vit_b_16, IMAGES, ["encoder", "encoder.layers.encoder_layer_3", "heads"]),
+        pytest.param(vit_b_16, IMAGES, ["encoder", "encoder.layers.encoder_layer_3", "heads"], marks=pytest.mark.slow),
         (Encoder, WORDS, ["encoder", "encoder.layers.1", "head"]),
         (perceptron, VECTORS, ["1", "3"]),
     ],
@@ -466,6 +467,7 @@ def test_the_choice_is_the_same_each_time() -> None:
     assert split(seeded(resnet18), IMAGES, 3) == split(resnet18(), IMAGES + 1, 3)
 
 
+@pytest.mark.slow
 def test_the_batch_counts() -> None:
     """With more samples activations weigh more, and they are at the front of a convolutional net."""
     few, many = resnet18(), resnet18()
@@ -578,8 +580,8 @@ class Named(Residual):
         return {"found": (super().forward(inputs["in"] * factor), None), "factor": factor}
 
 
-@pytest.mark.parametrize("make", [Encoder, Residual, perceptron])
-@pytest.mark.parametrize("count", [2, 3, 9])
+@pytest.mark.parametrize("make", quick_each(3, [Residual, Encoder, perceptron]))
+@pytest.mark.parametrize("count", quick_each(3, [3, 2, 9]))
 def test_micro_batches_leave_the_result(make: Callable[[], nn.Module], count: int) -> None:
     """Four samples in two micro-batches, in three uneven ones, and in four, for there are no more."""
     inputs = WORDS.repeat(2, 1) if make is Encoder else VECTORS
