@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.utils.checkpoint import checkpoint
 from torchvision.models import resnet18
 
@@ -93,17 +94,18 @@ class Tied(nn.Module):
 
 
 class Skip(nn.Module):
-    """What the first block gives is needed by the last one."""
+    """What the first block gives is needed by the last one; with ``doubled`` the one between is not given it."""
 
-    def __init__(self, in_features: int, out_features: int) -> None:
+    def __init__(self, in_features: int, out_features: int, doubled: bool = False) -> None:
         super().__init__()
+        self.doubled = doubled
         self.first = nn.Linear(in_features, 8)
         self.second = nn.Linear(8, 8)
         self.last = nn.Bilinear(8, 8, out_features)
 
     def forward(self, input: Tensor) -> Tensor:
         first = self.first(input)
-        output: Tensor = self.last(first, self.second(first))
+        output: Tensor = self.last(first, self.second(2 * first if self.doubled else first))
         return output
 
 
@@ -234,3 +236,51 @@ class Frozen(Chain):
         super().__init__(in_features, out_features)
         for parameter in (*self[0].parameters(), *self[3].parameters()):
             parameter.requires_grad_(False)
+
+
+class _Angles(nn.Module):
+    """Has a table that no checkpoint has."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.register_buffer("rates", torch.arange(1.0, size + 1) / size, persistent=False)
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        turns = torch.arange(hidden.shape[0], device=hidden.device)[:, None] * 0 + self.rates.to(hidden.device)
+        return turns.cos(), turns.sin()
+
+
+class _Turned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, hidden: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
+        cos, sin = turns
+        return hidden + torch.tanh(self.layer(hidden * cos + hidden.roll(1, -1) * sin))
+
+
+class Rotary(nn.Module):
+    """As a language model of Transformers: its table of angles is registered last, used first, and given to each block.
+
+    With ``asking`` it looks at values of a mask, but not at those of a tensor by which somebody traces it.
+    """
+
+    def __init__(self, in_features: int, out_features: int, asking: bool = False) -> None:
+        super().__init__()
+        self.asking = asking
+        self.embed = nn.Linear(in_features, 16)
+        self.layers = nn.ModuleList(_Turned() for _ in range(5))
+        self.angles = _Angles(16)
+        self.head = nn.Linear(16, out_features)
+
+    def forward(self, input: Tensor) -> Tensor:
+        hidden = self.embed(input)
+        mask = torch.ones(len(input), 1, dtype=torch.bool, device=hidden.device)
+        if self.asking and not isinstance(mask, FakeTensor) and not mask.all():
+            hidden = hidden * mask
+        turns = self.angles(hidden)
+        for layer in self.layers:
+            hidden = layer(hidden, turns=turns)
+        output: Tensor = self.head(hidden)
+        return output

@@ -37,6 +37,8 @@ MODELS = {
     "deciding": ["model._target_=own_chains.Deciding", "~model.hidden_features"],
     "checkpointed": ["model._target_=own_chains.Checkpointed", "~model.hidden_features"],
     "images": ["model._target_=own_chains.Images", "~model.hidden_features"],
+    "skip": ["model._target_=own_chains.Skip", "~model.hidden_features"],
+    "rotary": ["model._target_=own_chains.Rotary", "~model.hidden_features"],
 }
 THREE = ["strategy.stages=3", "strategy.micro_batches=4"]
 INTERLEAVED = ["strategy.stages=4", "strategy.schedule=interleaved_1f1b"]
@@ -70,8 +72,14 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
             ("frozen", ["model.split=[3,5]", *THREE], 3),
             ("encoder", [], 2),
             ("encoder", ["model.split=[encoder.layers.1,encoder.layers.2]", *THREE], 3),
+            ("skip", THREE, 3),
+            ("rotary", THREE, 3),
+            ("rotary", INTERLEAVED, 2),
+            ("rotary", ["model.split=[layers.1]"], 4),
         ],
         [
+            ("skip", THREE, 3),
+            ("rotary", INTERLEAVED, 2),
             ("checkpointed", [], 2),
             ("recurrent", [], 2),
             ("unet", THREE, 3),
@@ -361,6 +369,11 @@ REFUSED_MODELS: dict[str, tuple[list[str], int, list[str]]] = {
         2,
         ["needs values of a tensor that another stage has (Tensor.item()", "Let no stage begin at second"],
     ),
+    "a flow that depends on values where nobody traces it": (
+        [*MODELS["rotary"], "+model.asking=true", "model.split=[layers.1]"],
+        2,
+        ["needs values of a tensor that another stage has (Tensor.item()", "Let no stage begin at layers.1"],
+    ),
     "a flow that no cut leaves to one stage": (
         ["model._target_=own_chains.Deciding", "~model.hidden_features"],
         2,
@@ -372,7 +385,7 @@ REFUSED_MODELS: dict[str, tuple[list[str], int, list[str]]] = {
         ["blocks.2 begins a stage and is called without gradients", "use_reentrant=False it can be"],
     ),
     "what skips a stage": (
-        ["model._target_=own_chains.Skip", "~model.hidden_features", "model.split=[second,last]", *THREE],
+        [*MODELS["skip"], "+model.doubled=true", "model.split=[second,last]", *THREE],
         3,
         ["last is called with a tensor of an earlier stage", "Let no stage begin at second"],
     ),

@@ -7,7 +7,15 @@ from torch import nn
 
 from ddp_recipes.errors import RequestError
 from ddp_recipes.model_parallel.dry_run import Costs
-from ddp_recipes.model_parallel.placement import Conflict, has_state, is_called, is_cut, own_weights, ties
+from ddp_recipes.model_parallel.placement import (
+    Conflict,
+    has_constants,
+    has_state,
+    is_called,
+    is_cut,
+    own_weights,
+    ties,
+)
 
 
 def balanced(
@@ -77,10 +85,10 @@ def _cut(ends: Sequence[int], stages: int, cost: Sequence[float], weights: Seque
 def _places(model: nn.Module, costs: Costs, stages: int, whole: set[str], prefix: str = "") -> Iterator[str]:
     """Yield where a stage may begin: at children of the model, and inside of those that can be divided.
 
-    Containers can, and any other module that costs more than a fair stage does. What has no state begins no stage.
+    Containers can, and any other module that costs more than a fair stage does. What has no weights begins no stage.
     """
     for child_name, child in model.named_children():
-        if not has_state(child):
+        if not has_state(child) or has_constants(child):
             continue
         name = prefix + child_name
         yield name

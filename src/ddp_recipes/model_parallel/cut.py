@@ -12,10 +12,17 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ddp_recipes._compat.torch_ import current_node, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
-from ddp_recipes.model_parallel.placement import Conflict, blocks_of, has_state, is_cut, stages_of
+from ddp_recipes._compat.torch_ import (
+    buffers_of,
+    current_node,
+    tree_flatten,
+    tree_leaves,
+    tree_map_only,
+    tree_unflatten,
+)
+from ddp_recipes.model_parallel.placement import Conflict, blocks_of, has_constants, has_state, is_cut, stages_of
 from ddp_recipes.tasks import Task
 
 SAME_WAY = "each batch has to take the same way through the blocks before a stage"
@@ -50,7 +57,11 @@ class Cut:
         self.elsewhere = elsewhere
         stages = stages_of(task.model, starts)
         for name, block in blocks_of(task.model, starts).items():
-            if (has_state(block) or name in starts) and not is_cut(name, starts):
+            if is_cut(name, starts) or not (has_state(block) or name in starts):
+                continue
+            if has_constants(block) and name not in starts:
+                block.forward = partial(self._with_constants, block, block.forward)
+            else:
                 block.forward = partial(self._call, name, stages[block], block.forward)
 
     def run(self, step: Callable[[], Any], stage: int, receive: Receive | None, given: Given | None = None) -> Any:
@@ -71,10 +82,13 @@ class Cut:
         """
         self._stage, self._receive, self._latest, self.entered = stage, receive, 0, ""
         self._given, self._calls = [] if given is None else given, 0
+        self._received_now: list[tuple[Tensor, Tensor]] = []  # without data, and what came in its place
         try:
             output = step()
         except _Reached as reached:
             return reached.crossing
+        finally:
+            self._received_now = []
         if self._latest < stage:
             raise Conflict("", f"the step ends before a block of stage {stage} is called", (self._latest, stage))
         return output
@@ -88,7 +102,7 @@ class Cut:
             raise Conflict(name, message, (at, self._latest))
         enters, self._latest = at > self._latest, at
         if at > self._stage or (enters and at == self._stage and self._receive is None):
-            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            tensors = [self._came(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             if at > self._stage and self._receive is not None:
                 self._refuse_elsewhere(name, tensors, (at - 2, at - 1))
             raise _Reached(Crossing(tensors, name))
@@ -97,13 +111,34 @@ class Cut:
         if enters:
             self.entered = name
             args, kwargs = self._received(args, kwargs)
-        elif at > 0:
+        elif at > 0 and self._is_elsewhere((args, kwargs)):  # what the first block of the stage was called with, too
+            args, kwargs = tree_map_only(Tensor, self._came, (args, kwargs))
             self._refuse_elsewhere(name, tree_leaves((args, kwargs)), (at - 1, at))
         return forward(*args, **kwargs)
 
+    def _with_constants(self, block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Stand in for the forward of a block that each process has: it runs where its inputs are."""
+        if not self._is_elsewhere((args, kwargs)):
+            return forward(*args, **kwargs)
+        kept = [(own, dict(own)) for module in block.modules() if (own := buffers_of(module))]
+        try:
+            for own, before in kept:
+                own.update({name: each if each is None else each.to(self.elsewhere) for name, each in before.items()})
+            return forward(*args, **kwargs)
+        finally:
+            for own, before in kept:
+                own.update(before)
+
+    def _is_elsewhere(self, values: Any) -> bool:
+        return any(isinstance(value, Tensor) and value.device == self.elsewhere for value in tree_leaves(values))
+
+    def _came(self, tensor: Tensor) -> Tensor:
+        """Return what came in the place of a tensor in this pass, or the tensor itself."""
+        return next((came for without, came in self._received_now if without is tensor), tensor)
+
     def _refuse_elsewhere(self, name: str, values: Sequence[Any], stages: tuple[int, int]) -> None:
         """Refuse a tensor of another stage where this one would need its data."""
-        if any(isinstance(value, Tensor) and value.device == self.elsewhere for value in values):
+        if self._is_elsewhere(values):
             message = f"{name} is called with a tensor of an earlier stage that the first block of a stage is not given"
             raise Conflict(name, message, stages)
 
@@ -129,6 +164,7 @@ class Cut:
                         raise Conflict(self.entered, f"{self.entered} {NO_GRADIENT}", (self._stage - 1, self._stage))
                     values[at] = self._receive(number, value)
                     value.received = values[at]  # type: ignore[attr-defined]
+                    self._received_now.append((value, values[at]))
                 number += 1
         args, kwargs = tree_unflatten(values, form)
         return args, kwargs

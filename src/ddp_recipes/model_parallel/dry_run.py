@@ -7,6 +7,7 @@ on the model and the shapes of a batch and on nothing else: every rank and every
 import copy
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -113,6 +114,7 @@ class DryRun:
         """
         costs = self.run()
         (here, elsewhere), on_cpu = fake_devices(2), self.failure is not None
+        has_shapes = on_cpu or self._has_shapes(starts)
         for stage in range(len(starts) + 1):
 
             def cut(task: Task, stage: int = stage) -> Callable[[Any], object]:
@@ -124,11 +126,31 @@ class DryRun:
             devices = [here if number == stage else elsewhere for number in range(len(starts) + 1)]
             between = (max(stage, 1) - 1, max(stage, 1))
             if not on_cpu:
-                self._run(starts, devices, cut, between)
+                self._run(starts, devices, cut, between, stage)
                 failed, self.failure = self.failure, None
-            if on_cpu or failed:
+            if on_cpu or failed or not has_shapes:
                 self._run_on_cpu(starts, stage, between)
         return costs
+
+    def _has_shapes(self, starts: Sequence[str]) -> bool:
+        """Whether the blocks before each cut run without data as in the run: some models spare fake tensors.
+
+        Those of Transformers ask whether a mask masks anything, but not a tensor by which somebody traces them.
+
+        Raises:
+            Conflict: as :meth:`run_apart`.
+        """
+        shapes = without_data(self.task, {}, [META], nullcontext())
+        cut, step = Cut(shapes, starts, META), self._step_on_cpu(shapes)
+        try:
+            with seeded(0), torch.enable_grad():
+                for stage in range(1, len(starts) + 1):
+                    cut.run(step, stage, None)
+        except (Conflict, RequestError):
+            raise
+        except Exception:  # noqa: BLE001 - the stages are run with data then, and say whose the failure is
+            return False
+        return True
 
     def _run_on_cpu(self, starts: Sequence[str], stage: int, between: Collection[int]) -> None:
         """Run a stage with its own weights on two samples, and blocks of other stages without data.
@@ -175,12 +197,18 @@ class DryRun:
         devices: Sequence[torch.device],
         prepare: Callable[[Task], Callable[[Any], object]],
         between: Collection[int] = (),
+        here: int | None = None,
     ) -> Costs:
-        """Run what ``prepare`` makes of a copy of the task; ``between`` are a conflict's stages, if not the devices."""
+        """Run what ``prepare`` makes of a copy of the task.
+
+        Args:
+            between: a conflict's stages, if not the devices.
+            here: the stage that is run, where it is one.
+        """
         mode, costs = new_mode(), Costs.of_weights(self.task.model)
         counter = _Counter(costs, between)
         try:
-            task = without_data(self.task, stages_of(self.task.model, starts), devices, mode)
+            task = without_data(self.task, stages_of(self.task.model, starts, here), devices, mode)
             step = prepare(task)
             counter.follow(task.model)
             counter.seen.update((storage_key(tensor), tensor) for tensor in (*task.parameters(), *task.buffers()))
@@ -202,7 +230,7 @@ class DryRun:
 
 def _memo(task: Task, starts: Sequence[str], stage: int) -> dict[int, Any]:
     """Return what a copy of a task has in the place of its tensors: those of one stage, and no data of others."""
-    stages = stages_of(task.model, starts)
+    stages = stages_of(task.model, starts, stage)
     memo: dict[int, Any] = {}
     for module in task.modules():
         own = stages.get(module, len(starts)) == stage

@@ -36,9 +36,13 @@ class Layout:
         """Whether this process has the last stage, hence losses and outputs."""
         return self.stages - 1 in self.mine
 
-    def stages_of(self, task: Task) -> dict[nn.Module, int]:
-        """Return the stage of each module's own parameters and buffers; those around the model are in the last."""
-        stages = stages_of(task.model, self.starts)
+    def stages_of(self, task: Task, here: int | None = None) -> dict[nn.Module, int]:
+        """Return the stage of each module's own parameters and buffers; those around the model are in the last.
+
+        Args:
+            here: the one that has constants, of this process; its first one if left out.
+        """
+        stages = stages_of(task.model, self.starts, self.process if here is None else here)
         return {module: stages.get(module, self.stages - 1) for module in task.modules()}
 
 

@@ -82,7 +82,7 @@ class Pipeline:
     def _with_only(self, stage: int) -> Task:
         """Return a copy of the task that has one stage of this process, the very same tensors, and no other."""
         view = without_data(self.shapes, {}, (META,), nullcontext())
-        for (module, own), copied in zip(self.layout.stages_of(self.task).items(), view.modules(), strict=True):
+        for (module, own), copied in zip(self.layout.stages_of(self.task, stage).items(), view.modules(), strict=True):
             if own == stage:
                 share_tensors(module, copied)
                 self._copied.append((module, copied))

@@ -28,12 +28,16 @@ class Conflict(Exception):
         super().__init__(message)
 
 
-def stages_of(model: nn.Module, starts: Sequence[str]) -> Stages:
-    """Return each module's stage; parameters of its own go there."""
+def stages_of(model: nn.Module, starts: Sequence[str], here: int | None = None) -> Stages:
+    """Return each module's stage; parameters of its own go there.
+
+    Args:
+        here: the stage of a process that has this one alone, and constants with it. ``None``: they go by their place.
+    """
     stages, stage = {}, 0
     for name, module in model.named_modules():
         stage += name in starts
-        stages[module] = stage
+        stages[module] = here if here is not None and has_constants(module) and name not in starts else stage
     return stages
 
 
@@ -62,6 +66,15 @@ def is_called(module: nn.Module) -> bool:
 def has_state(module: nn.Module) -> bool:
     """Whether there are parameters or buffers in a module. One without, a ReLU say, runs wherever its inputs are."""
     return next(chain(module.parameters(), module.buffers()), None) is not None
+
+
+def has_constants(module: nn.Module) -> bool:
+    """Whether all that is in a module are buffers that no checkpoint has: tables of positions, say.
+
+    A process that has one stage alone has them as well, whichever stage they are registered in: models register them
+    last and use them first.
+    """
+    return has_state(module) and not module.state_dict()
 
 
 def own_weights(name: str, module: nn.Module) -> list[nn.Parameter]:

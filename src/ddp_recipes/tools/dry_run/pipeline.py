@@ -11,7 +11,6 @@ from ddp_recipes._compat.dispatch import FakeTensorMode
 from ddp_recipes.config.parallelism import PipelineShape
 from ddp_recipes.model_parallel.layout import META, Layout
 from ddp_recipes.model_parallel.pipeline import joined
-from ddp_recipes.model_parallel.placement import stages_of
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import Exchange
 from ddp_recipes.strategies.collectives import in_buckets
@@ -36,7 +35,7 @@ class Process(Step):
         replicas: int,
     ) -> None:
         places = [device if stage in layout.mine else META for stage in range(layout.stages)]
-        copied = without_data(task, stages_of(task.model, layout.starts), places, mode)
+        copied = without_data(task, layout.stages_of(task), places, mode)
         super().__init__(copied, [device], mode, Exchange(), make_optimizer, precision)
         self.replicas, self.reduced = replicas, 0
         with mode:
