@@ -23,7 +23,7 @@ from helpers.warm import warm_python
 pytestmark = [test_lightning.pytestmark, pytest.mark.usefixtures(own_parts.__name__), pytest.mark.slow]
 
 SEED = int(os.environ.get("DDP_RECIPES_TEST_SEED", "11"))  # the same every day; others by night, by hand
-FEW, MANY = 4, 150
+FEW, MANY = 2, 150
 FEW_LOST, MANY_LOST = 2, 80
 # What hooks log that are called again as a run goes on, with the weights that there are by then; what the module itself
 # counts, in no state of its own.

@@ -12,7 +12,7 @@ from helpers.patience import patience
 from helpers.recipes import QUICK
 
 SEED = int(os.environ.get("DDP_RECIPES_TEST_SEED", "11"))  # the same every day; others by night, by hand
-FEW, MANY = 3, 100
+FEW, MANY = 2, 100
 # Of a state that is kept in memory all start again where no rank has what the lost one had.
 WAYS = ("", "", "checkpoint.in_memory_every_n_steps=1")
 

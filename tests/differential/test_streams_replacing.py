@@ -16,7 +16,7 @@ pytest.importorskip("pyarrow")
 pytestmark = [pytest.mark.slow, pytest.mark.spawn]
 
 SEED = int(os.environ.get("DDP_RECIPES_TEST_SEED", "17"))  # the same every day; others by night, by hand
-FEW, MANY = 2, 90
+FEW, MANY = 1, 90
 
 
 def _drawn(random: Random, folder: Path, kind: str) -> Iterator[Case]:

@@ -20,7 +20,7 @@ pytest.importorskip("pyarrow")
 pytestmark = [pytest.mark.slow, pytest.mark.spawn]
 
 SEED = int(os.environ.get("DDP_RECIPES_TEST_SEED", "31"))  # the same every day; others by night, by hand
-FEW, MANY = 2, 60
+FEW, MANY = 1, 60
 TOOLS = (
     "plan=true",
     "check=equivalence check_steps=2",

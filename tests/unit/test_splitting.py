@@ -272,7 +272,7 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
     [
         pytest.param(resnet18, IMAGES, ["layer2", "layer3.1"], 2, marks=pytest.mark.slow),
         pytest.param(resnet50, IMAGES, 3, 2, marks=pytest.mark.slow),
-        pytest.param(vit_b_16, IMAGES, ["encoder.layers.encoder_layer_5"], 1, marks=pytest.mark.slow),
+        pytest.param(vit_b_16, IMAGES, ["encoder.layers.encoder_layer_5"], 1, marks=pytest.mark.nightly),
         pytest.param(Encoder, WORDS, ["encoder.layers.1", "encoder.layers.2"], 3, marks=pytest.mark.slow),
         (Encoder, WORDS, 2, 3),
         pytest.param(Own, VECTORS, ["blocks.1", "reads"], 3, marks=pytest.mark.slow),
