@@ -16,13 +16,6 @@ class Mixed:
     """Marks a model whose outputs depend on the batch, or on random numbers."""
 
 
-class Rounded:
-    """Marks a model with a tensor that a block uses several times, and something beside the block as well.
-
-    FSDP2 adds up what comes back out of a block before it adds the rest.
-    """
-
-
 class Sizes(nn.Module):
     """What all of them are made with."""
 
@@ -345,6 +338,30 @@ class CrossAttending(Sizes):
     def between(self, hidden: Tensor) -> Tensor:
         sequence, other = hidden.view(-1, 4, 4), hidden.view(-1, 4, 4).flip(1)
         return self.layers[0](sequence, key=other, value=other)[0].flatten(1)
+
+
+class EncoderDecoder(Sizes):
+    """What the encoder gives is used twice by each block of the decoder, and beside them."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.query, self.key, self.value = (nn.Linear(4, 4) for _ in range(3))
+
+        def forward(self, sequence: Tensor, memory: Tensor) -> Tensor:
+            found = F.scaled_dot_product_attention(self.query(sequence), self.key(memory), self.value(memory))
+            return sequence + found
+
+    def make(self) -> None:
+        self.encoder = nn.ModuleList([nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True)])
+        self.decoder = nn.ModuleList(self.Block() for _ in range(3))
+
+    def between(self, hidden: Tensor) -> Tensor:
+        memory = self.encoder[0](hidden.view(-1, 4, 4))
+        sequence = memory.flip(1)
+        for block in self.decoder:
+            sequence = block(sequence, memory)
+        return (sequence + memory).flatten(1)
 
 
 class Encoder(Mixed, Sizes):
@@ -792,7 +809,7 @@ class InnerGradient(Sizes):
 # --- what blocks take and return -------------------------------------------------------------------------------------
 
 
-class Nested(Rounded, Sizes):
+class Nested(Sizes):
     """Passes dicts, tuples and keywords, and one tensor twice."""
 
     class Block(nn.Module):

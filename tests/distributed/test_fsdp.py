@@ -235,6 +235,8 @@ BLOCKS = {
     "Partly": "called twice, for another part of it each time",
     "SharedAndChecked": "called again, activations computed again",
     "Attending": "attention, whose query is its key",
+    "EncoderDecoder": "that use a tensor several times which others use, too",
+    "Nested": "blocks in blocks, with such a tensor",
     "Codebook": "that return their own parameters",
     "LateHead": "used from the fourth step on",
     "Hooked": "with a hook of a parameter's gradient",

@@ -7,12 +7,17 @@ gradients after each use of a block that gives its inputs gradients, or where th
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
+from ddp_recipes._compat.torch_ import in_backward, tree_leaves
+
 _DATA: Any = Tensor.data
+_ADD_NODE: Any = FSDPParamGroup._register_post_backward_hook
 LEAVES = hasattr(FSDPModule, "reset_iter_state")  # from torch 2.15 on: a pass that was cut off can be forgotten
 
 
@@ -44,6 +49,38 @@ def reduce_now(blocks: Sequence[FSDPModule]) -> None:
         group._training_state = type(group._training_state).IDLE
         group.finalize_backward()  # has the device wait, too
         group.comm_ctx.reduce_scatter_states.clear()
+
+
+def leave_graph_alone() -> None:
+    """Have FSDP2 notice by hooks that a block's backward pass is over, where it puts a node before the block's inputs.
+
+    At such a node the gradients of all uses of a tensor in the block would be added up, and then to those of its uses
+    elsewhere: with three uses or more (what an encoder gives, to each layer of a decoder) in another order than without
+    blocks. The engine runs what was made last first. So once it comes to what gave one of the inputs, all that was made
+    in the block has run.
+    """
+    cast(Any, FSDPParamGroup)._register_post_backward_hook = _watch_for_end
+
+
+def _watch_for_end(group: Any, args: Any, kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return args, kwargs
+    inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor) and each.requires_grad]
+    makers = {each.grad_fn for each in inputs if each.grad_fn is not None}
+    if not makers:  # nothing has made them: a checkpoint's copies, say
+        return _ADD_NODE(group, args, kwargs)
+    ended = False
+
+    def end(_: Any) -> None:
+        nonlocal ended
+        if not ended:
+            ended = True
+            group.post_backward()
+
+    if not in_backward():  # else activations are computed again, and nothing goes back through these
+        for each in makers:
+            each.register_prehook(end)
+    return args, kwargs
 
 
 def keep_assigned_data() -> None:

@@ -45,7 +45,7 @@ class Calls:
         block.register_forward_pre_hook(_together, prepend=True, with_kwargs=True)
         self.watches[block] = watch_of_gathered(block)
         block.register_forward_pre_hook(self._note)
-        block.register_forward_hook(self._apart)
+        block.register_forward_hook(self._apart, with_kwargs=True)
         dealt = deal()
         block.register_forward_pre_hook(_once, prepend=True, with_kwargs=True)
         block.register_forward_pre_hook(self._count, prepend=True)
@@ -66,9 +66,9 @@ class Calls:
     def _note(self, block: nn.Module, _: Any) -> None:
         self.watches[block].begin()
 
-    def _apart(self, block: nn.Module, _: Any, outputs: Any) -> Any:
+    def _apart(self, block: nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:
         self.watches[block].end()
-        return apart(block, outputs)
+        return apart(block, outputs, tree_leaves((args, kwargs)))
 
     def reduce(self, blocks: Sequence[FSDPModule]) -> None:
         """Reduce the gradients of those of the blocks that the pass has called several times."""
@@ -109,18 +109,20 @@ def _together(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     return tree_unflatten([leaves[leaf.number] if isinstance(leaf, _Leaf) else leaf for leaf in leaves], spec)
 
 
-def apart(block: nn.Module, outputs: Any) -> Any:
+def apart(block: nn.Module, outputs: Any, inputs: Sequence[Any] = ()) -> Any:
     """Return outputs in memory of their own.
 
-    That of a block's parameters is freed when they are given back. And of a view FSDP2 notices no gradient any more
-    once it is changed in place.
+    That of a block's parameters is freed when they are given back. Of a view FSDP2 notices no gradient any more once it
+    is changed in place, and of an input that is returned only when the block's backward pass is over.
     """
     places = {storage_key(each) for each in _whole(block)}
+    given = {id(each) for each in inputs}
 
     def shares(leaf: Any) -> bool:
         if not isinstance(leaf, Tensor) or leaf.layout != torch.strided or hasattr(leaf, "to_local"):
             return False
-        return (leaf.requires_grad and viewed(leaf) is not None) or storage_key(leaf) in places
+        missed = leaf.requires_grad and (id(leaf) in given or viewed(leaf) is not None)
+        return missed or storage_key(leaf) in places
 
     if not any(map(shares, tree_leaves(outputs))):
         return outputs

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
-from ddp_recipes._compat.fsdp import LEAVES, keep_assigned_data, leave, set_groups
+from ddp_recipes._compat.fsdp import LEAVES, keep_assigned_data, leave, leave_graph_alone, set_groups
 from ddp_recipes._compat.torch_ import gradient_hooks, local
 from ddp_recipes.devices import beside_host, is_accelerator
 from ddp_recipes.runtime.messages import Messages
@@ -108,6 +108,7 @@ class FSDP(Whole, Group):
         model, self.mesh, self.device = task.model, self._mesh(devices[0].type), devices[0]
         self.hooks = {name: gradient_hooks(parameter) for name, parameter in model.named_parameters()}
         keep_assigned_data()
+        leave_graph_alone()
         policies = policies_of(model, blocks_of(model, self.settings.wrap), self.settings.param_dtype)
         offload = CPUOffloadPolicy() if self.settings.offload and is_accelerator(devices[0]) else OffloadPolicy()
         shard = partial(fully_shard, mesh=self.mesh, offload_policy=offload)
