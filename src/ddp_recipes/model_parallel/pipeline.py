@@ -247,7 +247,14 @@ class Pipeline:
         """Return what crosses a cut for the largest micro-batch, flat and without data."""
         self.shapes.train(self.task.training)
         with seeded(0), torch.set_grad_enabled(self.training):  # so that the processes on both sides draw the same
-            found: Crossing = self.shapes_cut.run(self._call(self.shapes, self._inputs[0]), cut, None)
+            try:
+                found: Crossing = self.shapes_cut.run(self._call(self.shapes, self._inputs[0]), cut, None)
+            except Exception as error:
+                error.add_note(
+                    f"What is before stage {cut} runs without data here. Whether the model itself fails, strategy="
+                    f"single shows."
+                )
+                raise
         flat = [
             torch.empty(tensor.numel(), dtype=tensor.dtype, device=META, requires_grad=tensor.requires_grad)
             for tensor in found.tensors
