@@ -340,6 +340,19 @@ class CrossAttending(Sizes):
         return self.layers[0](sequence, key=other, value=other)[0].flatten(1)
 
 
+class Repeated(Sizes):
+    """Calls a block with what the same block gave, as Albert does."""
+
+    def make(self) -> None:
+        self.layers = nn.ModuleList([nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True), nn.Linear(4, 4)])
+
+    def between(self, hidden: Tensor) -> Tensor:
+        sequence = hidden.view(-1, 4, 4)
+        for number in (0, 0, 0, 1, 1, 0):
+            sequence = self.layers[number](sequence)
+        return sequence.flatten(1)
+
+
 class EncoderDecoder(Sizes):
     """What the encoder gives is used twice by each block of the decoder, and beside them."""
 

@@ -231,6 +231,7 @@ def test_a_layer_that_only_some_shards_use_ends_the_run_by_name(world_size: int,
 SMALL = ["data.num_samples=41", "data.global_batch_size=12"]
 BLOCKS = {
     "Shared": "called again and again",
+    "Repeated": "called with what they gave",
     "Pyramid": "one head over several levels",
     "Partly": "called twice, for another part of it each time",
     "SharedAndChecked": "called again, activations computed again",

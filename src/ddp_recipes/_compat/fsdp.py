@@ -62,8 +62,17 @@ def leave_graph_alone() -> None:
     cast(Any, FSDPParamGroup)._register_post_backward_hook = _watch_for_end
 
 
+def note_call(block: FSDPModule, again: bool) -> None:
+    """Say before a block is called whether it was in this pass: its backward pass is over when that of the first is.
+
+    What one call gives may be what the next is called with: its maker would end the one and begin the other.
+    """
+    for group in _groups([block]):
+        group.called_again = again
+
+
 def _watch_for_end(group: Any, args: Any, kwargs: Any) -> Any:
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or getattr(group, "called_again", False):
         return args, kwargs
     inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor) and each.requires_grad]
     makers = {each.grad_fn for each in inputs if each.grad_fn is not None}

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from ddp_recipes._compat.fsdp import reduce_now
+from ddp_recipes._compat.fsdp import note_call, reduce_now
 from ddp_recipes._compat.torch_ import (
     in_backward,
     storage_key,
@@ -58,6 +58,7 @@ class Calls:
     def _count(self, block: Any, _: Any) -> None:
         if not torch.is_grad_enabled() or in_backward():  # activations are computed again
             return
+        note_call(block, block in self.called)
         if block in self.called:
             self.repeated.add(block)
             block.set_requires_gradient_sync(False, recurse=False)
