@@ -251,8 +251,8 @@ class Pipeline:
                 found: Crossing = self.shapes_cut.run(self._call(self.shapes, self._inputs[0]), cut, None)
             except Exception as error:
                 error.add_note(
-                    f"What is before stage {cut} runs without data here. Whether the model itself fails, strategy="
-                    f"single shows."
+                    f"What is before stage {cut} runs without data here. Whether the model itself fails, a run without "
+                    f"stages shows."
                 )
                 raise
         flat = [

@@ -149,10 +149,9 @@ class _Passes:
         if block.buffer is not None:
             self.received = None
             self.received = block.take()
-        marked: tuple[tuple[Any, ...], dict[str, Any]] = at_gradients(
-            (args, kwargs), partial(self._after_backward, block)
-        )
-        return marked
+        if block not in self.uses:  # of several calls the first one is the last to be gone back through
+            args, kwargs = cast(Any, at_gradients((args, kwargs), partial(self._after_backward, block)))
+        return args, kwargs
 
     def _after_forward(self, block: Block, _: nn.Module, __: Any, output: Any) -> Any:
         output = in_dtype(block.policy.output_dtype, output)
