@@ -111,4 +111,8 @@ def _assign(tensor: Any, value: Any) -> None:
 
 def _groups(blocks: Sequence[FSDPModule]) -> Iterator[Any]:
     for block in blocks:
-        yield from cast(Any, block)._get_fsdp_state()._fsdp_param_groups
+        state = cast(Any, block)._get_fsdp_state()
+        if hasattr(state, "_fsdp_param_groups"):
+            yield from state._fsdp_param_groups
+        elif state._fsdp_param_group is not None:  # up to torch 2.10 there is one, where there are parameters
+            yield state._fsdp_param_group
