@@ -48,7 +48,10 @@ def reduce_now(blocks: Sequence[FSDPModule]) -> None:
         group.post_backward()
         group._training_state = type(group._training_state).IDLE
         group.finalize_backward()  # has the device wait, too
-        group.comm_ctx.reduce_scatter_states.clear()
+        if hasattr(group.comm_ctx, "reduce_scatter_states"):
+            group.comm_ctx.reduce_scatter_states.clear()
+        else:  # up to torch 2.10 there is one
+            group.comm_ctx.reduce_scatter_state = None
 
 
 def leave_graph_alone() -> None:
