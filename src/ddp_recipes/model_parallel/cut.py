@@ -133,7 +133,10 @@ class Cut:
         return any(isinstance(value, Tensor) and value.device == self.elsewhere for value in tree_leaves(values))
 
     def _came(self, tensor: Tensor) -> Tensor:
-        """Return what came in the place of a tensor in this pass, or the tensor itself."""
+        """Return what came in the place of a tensor in this pass, or the tensor itself.
+
+        Its ``received`` does not tell: a model may keep a tensor from an earlier pass, and with it what came then.
+        """
         return next((came for without, came in self._received_now if without is tensor), tensor)
 
     def _refuse_elsewhere(self, name: str, values: Sequence[Any], stages: tuple[int, int]) -> None:

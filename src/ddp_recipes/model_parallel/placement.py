@@ -74,7 +74,7 @@ def has_constants(module: nn.Module) -> bool:
     A process that has one stage alone has them as well, whichever stage they are registered in: models register them
     last and use them first.
     """
-    return has_state(module) and not module.state_dict()
+    return next(module.parameters(), None) is None and has_state(module) and not module.state_dict()
 
 
 def own_weights(name: str, module: nn.Module) -> list[nn.Parameter]:
