@@ -33,7 +33,7 @@ from benchmarks.competitors import ours  # noqa: E402
 from benchmarks.gpu_runs import try_all  # noqa: E402
 from benchmarks.player import Seat  # noqa: E402
 from benchmarks.results import Row, machine, table  # noqa: E402
-from benchmarks.samples import DATA  # noqa: E402
+from benchmarks.samples import DATA, python_path  # noqa: E402
 from benchmarks.steps import ratio, step_time  # noqa: E402
 from benchmarks.turns import Entry, session  # noqa: E402
 from ddp_recipes.callbacks import Callback  # noqa: E402
@@ -110,7 +110,7 @@ class Place:
             done = subprocess.run(
                 [sys.executable, *command],
                 cwd=self.folder,
-                env={**os.environ, "PYTHONPATH": str(ROOT)},
+                env={**os.environ, "PYTHONPATH": python_path()},
                 capture_output=True,
                 text=True,
                 timeout=max(1.0, self.until - time.monotonic()),

@@ -12,6 +12,8 @@ from pathlib import Path
 from signal import SIGKILL, SIGTERM
 from typing import Any
 
+from benchmarks.samples import python_path
+
 ROOT = Path(__file__).resolve().parents[1]
 CORES = 4  # for each run that is under way
 TINY = (
@@ -72,8 +74,8 @@ def disturbed(rank: int, how: int) -> str:
     return f"+callbacks.disturbing={{_target_: disturbing.Disturbing, rank: {rank}, how: {how}}}"
 
 
-def cases(devices: int) -> Iterator[Case]:
-    """Yield what can be tried on so many devices."""
+def cases(devices: int, *, shared: bool = False) -> Iterator[Case]:
+    """Yield what can be tried on so many devices; ``shared``: which are one, so that no replica has two."""
     yield Case("single", 1, SINGLE, same="single")
     yield Case("single, stopped and resumed", 1, (*SINGLE, disturbed(0, SIGTERM)), 75, same="single", again=True)
     yield Case("single, exception", 1, (*SINGLE, disturbed(0, 0)), 1, "the cat sat on the keyboard")
@@ -86,7 +88,8 @@ def cases(devices: int) -> Iterator[Case]:
     if devices < 2:
         yield Case("a replica of two devices", 1, ("strategy=single", "model=toy_mp"), 2, "model.num_devices")
         return
-    yield Case("split over two devices", 1, ("strategy=single", "model=toy_mp"), same="single")
+    if not shared:
+        yield Case("split over two devices", 1, ("strategy=single", "model=toy_mp"), same="single")
     for name, own in STRATEGIES.items():
         common = name if name == "ddp_exact" else f"{name} on two"
         yield Case(f"{name}, two ranks", 2, own, same=common)
@@ -99,7 +102,8 @@ def cases(devices: int) -> Iterator[Case]:
     yield Case("ddp_exact, rank 1 replaced", 2, replaced, same="ddp_exact")
     if devices < 4:
         return
-    yield Case("two ranks of two devices", 2, ("strategy=ddp", "model=toy_mp"), same="ddp on two")
+    if not shared:
+        yield Case("two ranks of two devices", 2, ("strategy=ddp", "model=toy_mp"), same="ddp on two")
     yield Case("ddp_exact, four ranks", 4, STRATEGIES["ddp_exact"], same="ddp_exact")
     yield Case("two pipelines", 4, STRATEGIES["ddp_pipeline"])
     yield Case("fsdp, two replicas", 4, (*STRATEGIES["fsdp"], "strategy.replicas=2"))
@@ -131,7 +135,7 @@ class Tried:
         return "" if found == expected else f"its weights are not those of other runs of {case.same}"
 
 
-def try_all(folder: Path, device: str, devices: int, until: float, environ: Mapping[str, str], *common: str) -> Tried:
+def try_all(folder: Path, device: str, devices: int, until: float, environ: Mapping[str, str], *common: str, shared: bool = False) -> Tried:
     """Run what can be tried on so many devices, several runs at a time where there are cores for it.
 
     Args:
@@ -158,7 +162,7 @@ def try_all(folder: Path, device: str, devices: int, until: float, environ: Mapp
             return subprocess.run(
                 [sys.executable, str(ROOT / "train.py"), *overrides, "hydra.run.dir=run", "ckpt_path=auto"],
                 cwd=own,
-                env={**os.environ, **environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "src", own)))},
+                env={**os.environ, **environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "src", own, python_path())))},
                 capture_output=True,
                 text=True,
                 timeout=max(0.1, until - time.monotonic()),
@@ -172,6 +176,6 @@ def try_all(folder: Path, device: str, devices: int, until: float, environ: Mapp
         print(f"{case.name}: {wrong or 'as expected'}, {time.monotonic() - began:.1f} s", flush=True)
 
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // CORES)) as runs:
-        for ended in [runs.submit(attempt, number, case) for number, case in enumerate(cases(devices))]:
+        for ended in [runs.submit(attempt, number, case) for number, case in enumerate(cases(devices, shared=shared))]:
             ended.result()
     return tried
