@@ -39,6 +39,7 @@ from benchmarks.turns import Entry, session  # noqa: E402
 from ddp_recipes.callbacks import Callback  # noqa: E402
 
 LIMIT_S = 570.0  # for all parts together
+SHARED = 4  # ranks on one GPU
 CLOSE = 0.1  # a dry run's memory against the real one: workspaces of libraries are not in it
 
 QUIET = ("strategy=single", "launcher.device=cuda", "logger=none", "checkpoint=none", "trainer.progress=false")
@@ -162,12 +163,22 @@ def runs(place: Place) -> Part:
     return runs_on("cuda", place, {}, "trainer.deterministic=true")  # which has the same bits again
 
 
-def runs_on(device: str, place: Place, environ: Mapping[str, str], *common: str) -> Part:
-    """Do the same on another type of device."""
-    devices = max(count for count in (1, 2, 4) if count <= torch.accelerator.device_count())
-    rows = try_all(place.folder, device, devices, place.until, environ, *common).rows
+def shared_runs(place: Place) -> Part:
+    """Try runs of two and of four ranks on one GPU, where there is no other one: see :mod:`benchmarks.one_gpu`."""
+    if torch.cuda.device_count() > 1:
+        return Part(["There are others."], {})
+    folder = ROOT / "benchmarks" / "one_gpu"
+    environ = {"ONE_GPU_RANKS": str(SHARED), "PYTHONPATH": os.pathsep.join([str(folder), python_path()])}
+    return runs_on("cuda", place, environ, "trainer.deterministic=true", shared=SHARED)
+
+
+def runs_on(device: str, place: Place, environ: Mapping[str, str], *common: str, shared: int = 0) -> Part:
+    """Do the same on another type of device, or on one that is as good as ``shared`` of them."""
+    devices = shared or max(count for count in (1, 2, 4) if count <= torch.accelerator.device_count())
+    rows = try_all(place.folder, device, devices, place.until, environ, *common, shared=shared > 0).rows
     failures = [f"{name}: {row['wrong']}" for name, row in rows.items() if row["wrong"]]
-    lines = [f"{len(rows) - len(failures)} of {len(rows)} runs on {devices} of the devices ended as they should."]
+    what = f"{shared} ranks' share of one" if shared else f"{devices} of the devices"
+    lines = [f"{len(rows) - len(failures)} of {len(rows)} runs on {what} ended as they should."]
     lines += [f"- {name}" for name, row in rows.items() if row["wrong"]]
     return Part(lines, rows, failures)
 
@@ -263,6 +274,7 @@ def bench(place: Place) -> Part:
 PARTS: dict[str, Callable[[Place], Part]] = {
     "Tests": tests,
     "Runs": runs,
+    "Runs of several ranks on one GPU": shared_runs,
     "Memory of a dry run": memory,
     "Profile": profile,
     "Pinned memory": prefetch,

@@ -135,13 +135,22 @@ class Tried:
         return "" if found == expected else f"its weights are not those of other runs of {case.same}"
 
 
-def try_all(folder: Path, device: str, devices: int, until: float, environ: Mapping[str, str], *common: str, shared: bool = False) -> Tried:
+def try_all(
+    folder: Path,
+    device: str,
+    devices: int,
+    until: float,
+    environ: Mapping[str, str],
+    *common: str,
+    shared: bool = False,
+) -> Tried:
     """Run what can be tried on so many devices, several runs at a time where there are cores for it.
 
     Args:
         device: their type.
         until: as ``time.monotonic`` has it; what is left then is not tried, and said to be.
         environ: beside the environment.
+        shared: whether they are one, which several ranks share.
         common: overrides of all runs.
     """
     tried = Tried()
@@ -150,6 +159,7 @@ def try_all(folder: Path, device: str, devices: int, until: float, environ: Mapp
         own, began = folder / str(number), time.monotonic()
         own.mkdir()
         (own / "disturbing.py").write_text(DISTURBING)
+        path = os.pathsep.join(map(str, (ROOT / "src", own, environ.get("PYTHONPATH", python_path()))))
         overrides = [
             *TINY,
             *common,
@@ -162,7 +172,7 @@ def try_all(folder: Path, device: str, devices: int, until: float, environ: Mapp
             return subprocess.run(
                 [sys.executable, str(ROOT / "train.py"), *overrides, "hydra.run.dir=run", "ckpt_path=auto"],
                 cwd=own,
-                env={**os.environ, **environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "src", own, python_path())))},
+                env={**os.environ, **environ, "PYTHONPATH": path},
                 capture_output=True,
                 text=True,
                 timeout=max(0.1, until - time.monotonic()),

@@ -1,8 +1,8 @@
 """Several ranks on one GPU, over NCCL, which takes the ranks for as many machines: for tests where no others are.
 
-With this folder on ``PYTHONPATH`` and ``ONE_GPU_RANKS=4`` in the environment a run finds four GPUs, each of which is the
-first one. NCCL refuses two ranks on one GPU of a machine, and tells machines apart by ``NCCL_HOSTID``; it then goes by
-way of sockets. What is tried so is what ranks say to each other and how they end: it says nothing about speed.
+With this folder on ``PYTHONPATH`` and ``ONE_GPU_RANKS=4`` in the environment a run finds four GPUs, each of which is
+the first one. NCCL refuses two ranks on one GPU of a machine, and tells machines apart by ``NCCL_HOSTID``; it then goes
+by way of sockets. What is tried so is what ranks say to each other and how they end: it says nothing about speed.
 """
 
 import importlib.util
@@ -40,7 +40,7 @@ class Finder:
     def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != DEVICES:
             return None
-        sys.meta_path.remove(self)  # type: ignore[arg-type]
+        sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
             loader: Any = spec.loader
@@ -55,4 +55,4 @@ class Finder:
 
 
 if RANKS:
-    sys.meta_path.insert(0, Finder())  # type: ignore[arg-type]
+    sys.meta_path.insert(0, Finder())

@@ -149,3 +149,34 @@ def test_a_rank_without_memory_leaves_a_snapshot_where_its_device_can(says: bool
     assert (f"What was allocated is in {left}" in ended.err) == says
     if says:
         assert left.read_text() == "[100000]"
+
+
+DOORS = """
+from pathlib import Path
+from socket import socket
+
+from ddp_recipes import Callback
+from ddp_recipes.runtime.process import listens, sockets
+
+
+class Knocking(Callback):
+    def on_step(self, step):
+        found = []
+        for door in [each.getsockname() for each in sockets() if listens(each)]:
+            with socket() as visitor:
+                visitor.settimeout(1)
+                found.append(visitor.connect_ex(("127.0.0.1", door[1])) == 0)
+        Path("doors").write_text(" ".join(map(str, found)))
+"""
+
+
+@pytest.mark.parametrize(("device", "opens"), [("openreg", True), ("cpu", False)])
+def test_a_group_that_connects_later_finds_its_own_sockets_open(
+    device: str, opens: bool, accelerator: Accelerator
+) -> None:
+    """NCCL connects to itself in its first collective and as it is left, gloo only while ranks meet."""
+    (accelerator.folder / "doors.py").write_text(DOORS)
+    own = ["strategy=ddp_exact", "+callbacks.doors._target_=doors.Knocking", "trainer.max_steps=1"]
+    ended = accelerator.run(*own, f"launcher.device={device}", ranks=2)
+    assert ended.status == 0, ended.err
+    assert (accelerator.folder / "doors").read_text() == str(opens)

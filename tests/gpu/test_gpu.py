@@ -265,6 +265,17 @@ def test_what_the_device_does_not_finish_in_time_is_not_used() -> None:
     exchanges.synchronize()
 
 
+def test_a_device_on_which_too_much_waits_is_found_late_as_well() -> None:
+    """The process waits in the launch of a kernel then, and with it each thread that would ask the device."""
+    exchanges = Exchanges([torch.device("cuda", 0)], 1.0, lambda: None, settles=False)
+    values = torch.zeros(1, device="cuda")
+    torch.cuda._sleep(8 * 10**9)  # cycles, which are seconds
+    for _ in range(5000):
+        values.add_(1)
+    assert exchanges.late
+    torch.cuda.synchronize()
+
+
 class Greedy(Callback):
     """Asks for more memory than there is."""
 

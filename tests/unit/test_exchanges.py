@@ -1,6 +1,7 @@
 """What keeps aborted collectives from being used, as far as no GPU is needed for it."""
 
 import os
+from threading import Event
 
 import pytest
 import torch
@@ -8,7 +9,9 @@ import torch.distributed as dist
 
 from ddp_recipes._compat.messages import lost_a_rank
 from ddp_recipes.errors import RequestError
+from ddp_recipes.strategies import exchanges as module
 from ddp_recipes.strategies.exchanges import HANDLING, SETTINGS, Exchanges, leave_failures_to_us
+from helpers.patience import patience
 
 
 def test_what_was_aborted_is_reported_as_a_lost_rank() -> None:
@@ -57,3 +60,20 @@ def test_torch_may_not_abort_collectives_unnoticed(monkeypatch: pytest.MonkeyPat
         monkeypatch.setenv(name, "2")
     with pytest.raises(RequestError, match=f"{HANDLING}=2 .* Leave the variable out"):
         leave_failures_to_us()
+
+
+def test_a_device_that_takes_no_more_work_is_one_that_comes_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a GPU on which a thousand kernels wait: the call by which it would be asked waits as well."""
+    goes_on, aborted = Event(), Event()
+
+    def waits(device: torch.device) -> None:
+        goes_on.wait()
+        raise RuntimeError("aborted")
+
+    monkeypatch.setattr(module, "record", waits)
+    exchanges = Exchanges([torch.device("cuda", 0)], 0.2, aborted.set, settles=False)
+    assert aborted.wait(patience(20))
+    assert exchanges.late
+    goes_on.set()
+    with pytest.raises(dist.DistBackendError, match=r"Timed out waiting 0\.2 s"):
+        exchanges.synchronize()

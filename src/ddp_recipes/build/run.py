@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -46,15 +47,17 @@ def join(recipe: Recipe) -> None:
     recipe.strategy.bound = bound_to(recipe.devices.backend, recipe.devices.own)
     transfers.hold(set())
     # NCCL connects to its own sockets for as long as a group lives, also to leave it: they are its alone.
-    closed = recipe.devices.backend.endswith(HOST_BACKEND)
+    connects_once = recipe.devices.backend.endswith(HOST_BACKEND)
+    guard: Any = partial(nullcontext, set())
+    if connects_once:
+        guard = extra_or("socket guard", guard)
     before = connections()
-    open_to_all = partial(nullcontext, set())
-    with (extra_or("socket guard", open_to_all) if closed else open_to_all)() as recipe.control.unexpected:
+    with guard() as recipe.control.unexpected:
         messages = recipe.control.messages
         if messages is not None:
             messages.exited = recipe.control.watcher.exited
         recipe.strategy.setup(recipe.world, messages, recipe.devices.backend, timeout, launcher.init_method)
-    recipe.control.connections = connections() - before if closed else set()
+    recipe.control.connections = connections() - before if connects_once else set()
     if recipe.request.strategy.needs_all(recipe.world.world_size):
         transfers.hold(recipe.control.connections, least=0 if replaces else transfers.LARGE)
     if recipe.strategy.silent:

@@ -61,8 +61,8 @@ _ADVICE = {
 _ADVICE |= {
     r"device-side assert": (
         "An index is out of range on the GPU: mostly a label that is not 0 to outputs - 1, or a token beyond the "
-        "vocabulary. Where it was is not said, for the device was behind: CUDA_LAUNCH_BLOCKING=1 in the environment "
-        "has the traceback end there, launcher.device=cpu says which index."
+        "vocabulary. The traceback ends where that was only with CUDA_LAUNCH_BLOCKING=1 in the environment; "
+        "launcher.device=cpu says which index."
     ),
     r"/dev/shm|shared memory|to file </torch_": (
         "The memory that processes share ran out, /dev/shm: containers have 64 MB of it. Start the container with more "

@@ -118,15 +118,27 @@ class Exchanges:
         They are asked nothing as long as the process comes by :meth:`synchronize`.
         """
         patience = self._timeout_s / 2
+        look_s = min(patience, WATCH_S)
+        while not self._over.wait(look_s):
+            if time.monotonic() < self._seen + patience:
+                continue
+            answered, asked = Event(), time.monotonic()
+            Thread(target=self._ask, args=(answered, look_s), daemon=True).start()
+            while not answered.wait(look_s):
+                if self._over.is_set():
+                    return
+                if time.monotonic() > asked + patience:
+                    self.late = True
+                    self.end()
+                    return
+
+    def _ask(self, answered: Event, look_s: float) -> None:
+        """Say once the devices have done what is enqueued until now.
+
+        On a thread of its own: a device takes no more work, an event's neither, while as much waits as it has room for.
+        """
         with suppress(RuntimeError):  # an error of a device, which the process gets as well
-            while not self._over.wait(min(patience, WATCH_S)):
-                if time.monotonic() < self._seen + patience:
-                    continue
-                marks, asked = [record(device) for device in self._devices], time.monotonic()
-                while not all(mark.query() for mark in marks):
-                    if self._over.wait(min(patience, WATCH_S)):
-                        return
-                    if time.monotonic() > asked + patience:
-                        self.late = True
-                        self.end()
-                        return
+            marks = [record(device) for device in self._devices]
+            while not all(mark.query() for mark in marks):
+                time.sleep(look_s)
+        answered.set()
