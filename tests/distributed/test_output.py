@@ -336,8 +336,28 @@ def test_operations_are_counted_where_it_is_asked_for(name: str, run: Run) -> No
     assert not {"train/mfu", "train/flops_per_second"} & {*plain["metrics"]}
 
 
+VALUES = "model._target_=own_parts.Deciding"  # whose flow depends on them
+
+
+LIGHTNING = "model._target_=own_parts.Lit task=lightning"
+
+
+@pytest.mark.parametrize(
+    ("name", "model"),
+    slow_but([("single", VALUES)], [("single", VALUES), ("fsdp", VALUES), ("ddp", LIGHTNING), ("fsdp", LIGHTNING)]),
+)
+def test_operations_of_what_needs_values_are_counted_in_the_first_step(name: str, model: str, run: Run) -> None:
+    strategy, ranks = OF_STRATEGIES[name]
+    own = [each for each in strategy if "checkpointing" not in each] + model.split()
+    own += ["data.num_samples=60", "data.global_batch_size=7", "trainer.accumulate_grad_batches=2"]
+    summary = run(*own, "trainer.peak_flops=1e9", world_size=ranks)
+    assert summary["flops_per_step"] == pytest.approx(14 * (2 * 2 * (10 * 10 + 10 * 5) + 2 * 10 * 5))
+    assert summary["weights_sha256"] == run(*own, world_size=ranks)["weights_sha256"]
+
+
 def test_operations_that_cannot_be_counted_are_named(run: Run) -> None:
-    summary = run("trainer.peak_flops=auto", "model._target_=own_parts.Deciding")
+    """The first step computes more than the model's: activations, again."""
+    summary = run("trainer.peak_flops=auto", VALUES, "model.activation_checkpointing=net1")
     assert (summary["status"], summary["flops_per_step"]) == ("finished", None)
     log = (Path(summary["run_directory"]) / "train.log").read_text()
     assert "trainer.peak_flops: the model's operations could not be counted (" in log

@@ -38,6 +38,7 @@ class BuiltTask:
         pictures: what draws the stages.
         initial: values of those of its tensors that have no memory yet, by their names in :meth:`Task.weights`.
         flops: of a sample of training, where it was asked for and could be counted.
+        counts_first_step: whether they are to be counted in the first step, for want of another way.
         warnings: for the log.
         made_whole: why it was made with the memory of all tensors, where it was to be made without.
     """
@@ -48,6 +49,7 @@ class BuiltTask:
     starts: Sequence[str] = ()
     initial: "Mapping[str, Initial]" = field(default_factory=dict)
     flops: float | None = None
+    counts_first_step: bool = False
     warnings: list[str] = field(default_factory=list)
     made_whole: str = "no"
 
@@ -83,7 +85,8 @@ def make_task(
     if trainer.channels_last:
         put_channels_last(built.task)
     if trainer.peak_flops is not None and step == "training_step":
-        _count(built, loader)
+        computes_once = not (trainer.compile or settings.activation_checkpointing or strategy.processes_per_replica > 1)
+        _count(built, loader, in_first_step=computes_once)
     if settings.activation_checkpointing:
         from ddp_recipes.build.blocks import recompute
 
@@ -147,8 +150,12 @@ def _deferred(made: Callable[[], Task]) -> BuiltTask:
     return BuiltTask(task, initial=initial, warnings=warnings, made_whole="".join(warnings) or "no")
 
 
-def _count(built: BuiltTask, loader: Loader | None) -> None:
-    """Count the operations of a sample: as the model is made, before what it is run with changes it."""
+def _count(built: BuiltTask, loader: Loader | None, in_first_step: bool) -> None:
+    """Count the operations of a sample: as the model is made, before what it is run with changes it.
+
+    Args:
+        in_first_step: whether the first step computes all that counts, and no more, in this process.
+    """
     from ddp_recipes.tasks.fake import count_flops
 
     reason = "the task brings the data, or attaches itself to the run"
@@ -159,7 +166,9 @@ def _count(built: BuiltTask, loader: Loader | None) -> None:
             return
         except Exception as error:  # noqa: BLE001 - of any kind, where the step's flow depends on values
             reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-    built.warnings.append(f"trainer.peak_flops: the model's operations could not be counted ({reason}).")
+    built.counts_first_step = in_first_step
+    if not in_first_step:
+        built.warnings.append(f"trainer.peak_flops: the model's operations could not be counted ({reason}).")
 
 
 def convert(task: Task, dtype: torch.dtype | None) -> None:

@@ -60,6 +60,7 @@ class Recipe:
         weights: to start from, but for those of a checkpoint.
         checkpoint_path: what ``state`` was read from, if the run starts from a checkpoint.
         flops_of_sample: operations of training, where they are asked for.
+        counts_first_step: whether they are to be counted in the first step.
         warnings: for the log, once there is one.
         made_whole: as of :class:`~ddp_recipes.build.model.BuiltTask`.
     """
@@ -83,6 +84,7 @@ class Recipe:
     checkpoint_path: Path | None
     state: State | None
     flops_of_sample: float | None
+    counts_first_step: bool
     warnings: list[str]
     made_whole: str
 
@@ -139,15 +141,12 @@ class Recipe:
         """How many a replica spans, in one process or several."""
         return self.request.num_devices * self.request.strategy.processes_per_replica
 
-    @property
-    def flops(self) -> Flops | None:
-        """Floating-point operations of a sample, and a second of all devices; ``None`` where they are not counted."""
-        if self.flops_of_sample is None:
-            return None
+    def flops(self, of_sample: float) -> Flops:
+        """Return floating-point operations of a sample, beside those of all devices in a second."""
         peak = self.trainer.peak_flops
         of_one = peak_flops(self.device, self.trainer.precision) if peak == "auto" else peak
         count = self.replicas * self.devices_per_replica
-        return Flops(self.flops_of_sample, None if of_one is None else float(of_one) * count)
+        return Flops(of_sample, None if of_one is None else float(of_one) * count)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -259,6 +258,7 @@ def make_recipe(job: Job, world: World, control: Control) -> Recipe:
         checkpoint_path=start.path,
         state=start.state,
         flops_of_sample=built.flops,
+        counts_first_step=built.counts_first_step,
         warnings=[*built.warnings, *foreseen(request, built.task, loaders, checkpoint), *start.warnings],
         made_whole=built.made_whole,
     )

@@ -1,6 +1,6 @@
 """What the loop works with, and what shows of it, made once all ranks are ready."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -28,7 +28,7 @@ from ddp_recipes.training.clock import make_clock
 from ddp_recipes.training.hooks import PythonState
 from ddp_recipes.training.non_finite import NonFiniteGuard
 from ddp_recipes.training.precision import make_precision
-from ddp_recipes.training.state import Run, restore
+from ddp_recipes.training.state import Run, Update, restore
 from ddp_recipes.training.stopping import StopController
 from ddp_recipes.training.update import update
 
@@ -105,7 +105,7 @@ def make_run(recipe: Recipe, stop_controller: StopController, strategy: Strategy
         world=recipe.world,
         task=task,
         module=strategy.wrap(task, devices),
-        update=task.update or update,
+        update=_update(recipe),
         strategy=strategy,
         devices=devices,
         optimizers=optimizers,
@@ -124,7 +124,7 @@ def make_run(recipe: Recipe, stop_controller: StopController, strategy: Strategy
         stop_controller=stop_controller,
         guard=NonFiniteGuard(recipe.world, strategy.sum, recipe.device),
         clock=make_clock(devices[-1]),
-        flops=recipe.flops,
+        flops=None if recipe.flops_of_sample is None else recipe.flops(recipe.flops_of_sample),
         callbacks={**task.callbacks(), **_switches(task, optimizers), **recipe.callbacks},
         hooks=[PythonState()] if recipe.world.is_main else [],
     )
@@ -136,6 +136,17 @@ def make_run(recipe: Recipe, stop_controller: StopController, strategy: Strategy
     task.enter_training()
     recipe.warnings.extend(_in_eval_mode(task))
     return run
+
+
+def _update(recipe: Recipe) -> Callable[..., Update]:
+    """Return what takes a step; rank 0's, which logs, counts its operations in the first one where that is the way."""
+    own = recipe.task.update or update
+    counts = recipe.counts_first_step and recipe.world.is_main
+    if not counts or recipe.strategy.replicas(recipe.device.type) > 1:
+        return own
+    from ddp_recipes.training.operations import counted
+
+    return counted(own, recipe.flops)
 
 
 def _switches(task: Task, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Callback]:
