@@ -3,33 +3,29 @@
 import json
 import logging
 import os
-import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
-from ddp_recipes._compat.messages import out_of_memory, timed_out
-from ddp_recipes._compat.torch_ import recorded_collectives
 from ddp_recipes.build.instantiate import reaches_own_code
 from ddp_recipes.build.recipe import Recipe, make_recipe
 from ddp_recipes.build.run import join, make_output, make_run, make_stop_controller
 from ddp_recipes.checkpointing.files import refuse_folders
-from ddp_recipes.checkpointing.writing import disk_failure
 from ddp_recipes.config.extras import extra
 from ddp_recipes.data.loader import skipped_of
-from ddp_recipes.devices import dump_memory, identity, is_accelerator, leaves_tensor_cores_idle
+from ddp_recipes.devices import identity, is_accelerator, leaves_tensor_cores_idle
 from ddp_recipes.errors import MAKE_KEY, Left, Preempted, RecipeError, RequestError, RunFailed
+from ddp_recipes.failure import fail  # not once it is needed, when a file may be one too many
 from ddp_recipes.output import Output
 from ddp_recipes.reporting.logs import own_lines
-from ddp_recipes.reporting.run_directory import RunDirectory, Summary, in_ranks, write_flight_recorder, write_trace
-from ddp_recipes.runtime.advice import advice
+from ddp_recipes.reporting.run_directory import RunDirectory, Summary
+from ddp_recipes.runtime.advice import add_advice
 from ddp_recipes.runtime.control import NOBODY, OWN, Control
 from ddp_recipes.runtime.job import ASKS_TO_STOP, Job, unpack
 from ddp_recipes.runtime.messages import Messages
-from ddp_recipes.runtime.process import disconnect, ignore_once
+from ddp_recipes.runtime.process import ignore_once
 from ddp_recipes.runtime.regroup import Watcher
 from ddp_recipes.runtime.tensors import digest, without_digest
 from ddp_recipes.runtime.world import World
@@ -179,8 +175,7 @@ def prepare(job: Job, world: World, control: Control) -> tuple[Recipe, RunDirect
         error = _as_error(raised)
         if isinstance(raised, OSError) and raised.filename is not None and not reaches_own_code(raised):
             error = RequestError(f"{os.fsdecode(raised.filename)} cannot be used: {raised.strerror}.")
-        if (line := advice(error, job.config)) is not None:
-            error.add_note(line)
+        add_advice(error, job.config)
         control.agree(error, {})
         if error is not raised:
             raise error from raised
@@ -330,67 +325,3 @@ WORK: dict[str, Callable[[Recipe, Output], None]] = {
     "test": measure,
     "export": export,
 }
-
-
-def leave_memory(recipe: Recipe) -> Path | None:
-    """Write to ``ranks/`` what is allocated on this rank's devices; return the file, if there can be one."""
-    path = in_ranks(recipe.job.directory, f"memory_{recipe.world.rank}.pickle")
-    try:
-        return path if dump_memory(recipe.device, path) else None
-    except Exception:  # what is to be shown is why memory was exhausted
-        log.warning("There is no snapshot of the memory.", exc_info=True)
-        return None
-
-
-def told_of(unexpected: Mapping[int, Sequence[int]]) -> str:
-    """Return what is to be said of other users who connected to ranks, a line for each of these."""
-    return "\n".join(
-        f"While the ranks met, user {', '.join(map(str, users))} of this machine connected to rank {met}, and was "
-        "disconnected: if that was in a rank's place, this is why. Start again."
-        for met, users in unexpected.items()
-    )
-
-
-def fail(recipe: Recipe, control: Control, output: Output, error: BaseException) -> NoReturn:
-    """Record a failure for the other ranks and in the run directory, and raise the error to show."""
-    if not isinstance(error, RecipeError):
-        error = disk_failure(error, recipe.job.directory) or error
-    own = isinstance(error, RecipeError)  # whose message is enough; anything else needs its traceback
-    remedy = None if own else recipe.strategy.explain(error, recipe.task)
-    if not own and remedy is None and (line := advice(error, recipe.job.config)) is not None:
-        error.add_note(line)
-    if output.opened and out_of_memory(error) and (path := leave_memory(recipe)) is not None:
-        error.add_note(f"What was allocated is in {path}: drag it onto https://pytorch.org/memory_viz.")
-    text = f"{error}\n" if own else "".join(traceback.format_exception(error))
-    if remedy is not None:
-        text = f"{text}{remedy}"
-        error = RunFailed(text)
-    culprit = error.rank if isinstance(error, RunFailed) else None  # of what all ranks see alike
-    rank, cause = control.fail(text, recipe.world.rank if culprit is None else culprit)
-    hung = timed_out(error) or recipe.strategy.exchanges.late
-    if rank == recipe.world.rank and hung and (unresponsive := control.unresponsive_ranks()):
-        names = ", ".join(map(str, unresponsive))
-        cause = text = (
-            f"{text}Rank {names} of {recipe.world.world_size} did not respond within launcher.timeout_s="
-            f"{control.timeout_s:g} seconds: stopped, stuck or cut off."
-        )
-        error = RunFailed(text, unresponsive=unresponsive)
-    if (rank == recipe.world.rank or recipe.world.is_main) and (peers := told_of(control.unexpected_peers())):
-        error.add_note(peers)
-        text, cause = f"{text}{peers}\n", f"{cause}{peers}\n"
-    disconnect(control.connections)  # what torch keeps of the group may outlive its end, and the others wait meanwhile
-    if output.opened:
-        write_trace(recipe.job.directory, recipe.world.rank, text)
-        if hung:
-            write_flight_recorder(recipe.job.directory, recipe.world.rank, recorded_collectives())
-    last = cause.strip().splitlines()[-1]
-    # Of a part, others would have to be asked, which may be dead.
-    known = recipe.request.strategy.kind == "replicated" and recipe.world.is_main
-    try:
-        weights_sha256 = digest(recipe.task.weights()) if known else None
-    except Exception:  # noqa: BLE001 - the error to show is the one above, which after a device-side one comes again here
-        weights_sha256 = None
-    output.finish(output.facts(weights_sha256) | {"status": "failed", "error": f"rank {rank}: {last}"}, cause)
-    if rank != recipe.world.rank:
-        raise RunFailed(f"Rank {rank} failed, so rank {recipe.world.rank} stopped: {last}", rank=rank) from error
-    raise error

@@ -100,8 +100,13 @@ _ADVICE |= {
 }
 
 
-def advice(error: BaseException, config: Mapping[str, Any]) -> str | None:
-    """Return one line on what to change, where an error is of a kind that users meet."""
+def add_advice(error: BaseException, config: Mapping[str, Any]) -> None:
+    """Add a line on what to change to an error, where it is of a kind that users meet."""
+    if (line := _advice(error, config)) is not None:
+        error.add_note(line)
+
+
+def _advice(error: BaseException, config: Mapping[str, Any]) -> str | None:
     data, trainer = config["data"], config["trainer"]
     if out_of_memory(error):
         less = f"data.val_batch_size (now {data['val_batch_size']})"
