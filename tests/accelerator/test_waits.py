@@ -30,6 +30,15 @@ WAYS = {
 FIRST, LAST = 3, 9  # steps after and until which it is counted
 
 
+def counted() -> list[str]:
+    """Return the overrides by which each rank counts where it waits."""
+    return [
+        f"+callbacks.counting={{_target_: counting.Counting, first: {FIRST}, last: {LAST}}}",
+        *("data.num_samples=4000", "trainer.log_every_n_steps=1000", f"trainer.max_steps={LAST + 1}"),
+        *("checkpoint=none", "trainer.num_sanity_val_steps=0"),
+    ]
+
+
 CASES = [(name, way) for name in STRATEGIES for way in WAYS]
 DAILY = [(name, "plain") for name in STRATEGIES] + [("ddp", way) for way in WAYS if way != "plain"]
 
@@ -38,12 +47,29 @@ DAILY = [(name, "plain") for name in STRATEGIES] + [("ddp", way) for way in WAYS
 def test_no_step_waits_for_the_device(name: str, way: str, accelerator: Accelerator) -> None:
     (accelerator.folder / "counting.py").write_text(COUNTING)
     overrides, ranks = STRATEGIES[name]
-    own = [
-        f"+callbacks.counting={{_target_: counting.Counting, first: {FIRST}, last: {LAST}}}",
-        *("data.num_samples=4000", "trainer.log_every_n_steps=1000", f"trainer.max_steps={LAST + 1}"),
-        *("checkpoint=none", "trainer.num_sanity_val_steps=0"),
-    ]
-    ended = accelerator.run(*overrides, *WAYS[way], *own, ranks=ranks, habits=HABITS["all"])
+    ended = accelerator.run(*overrides, *WAYS[way], *counted(), ranks=ranks, habits=HABITS["all"])
     assert ended.status == 0, ended.err
     waits = {path.name: path.read_text() for path in accelerator.folder.glob("waits_*")}
     assert waits == {f"waits_{rank}": "" for rank in range(ranks)}
+
+
+THERE = """
+import torch
+from torch.utils.data import TensorDataset
+
+from ddp_recipes.datasets import random_regression
+
+
+def there(num_samples):
+    made = random_regression(num_samples=num_samples)
+    return TensorDataset(*(each.to(torch.device("openreg")) for each in (made.inputs, made.targets)))
+"""
+
+
+@pytest.mark.slow
+def test_no_step_waits_for_data_that_are_on_the_device(accelerator: Accelerator) -> None:
+    (accelerator.folder / "counting.py").write_text(COUNTING + THERE)
+    own = ["strategy=single", "~data.train", "+data.train={_target_: counting.there, num_samples: 4000}"]
+    ended = accelerator.run(*own, *counted())
+    assert ended.status == 0, ended.err
+    assert (accelerator.folder / "waits_0").read_text() == ""

@@ -23,6 +23,14 @@ def is_a_copy(result, args, kwargs):
     return isinstance(result, torch.Tensor) and result.is_cpu and not (kwargs.get("non_blocking") or True in args[2:])
 
 
+def is_sent(result, args, kwargs):
+    # From memory that is not page-locked, or asked to: torch waits until the device has the copy.
+    source = args[1] if len(args) > 1 and isinstance(args[1], torch.Tensor) else args[0] if args else None
+    if not (isinstance(source, torch.Tensor) and source.is_cpu and source.dim() and on_device(result)):
+        return False
+    return not (source.is_pinned() and (kwargs.get("non_blocking") or True in args[2:]))
+
+
 class Waits(TorchDispatchMode):
     def __init__(self):
         self.places = Counter()
@@ -30,7 +38,8 @@ class Waits(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        if on_device(args) and (name in READS or is_a_copy(result, args, kwargs or {})):
+        sent = name in ("_to_copy", "copy_") and is_sent(result, args, kwargs or {})
+        if sent or on_device(args) and (name in READS or is_a_copy(result, args, kwargs or {})):
             frames = [frame for frame in traceback.extract_stack() if "_dispatch" not in frame.filename]
             if not any(frame.filename.endswith("openreg_device.py") for frame in frames):  # the group's own copies
                 if any(frame.name == "reason" and frame.filename.endswith("stopping.py") for frame in frames):

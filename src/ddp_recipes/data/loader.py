@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import repeat
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess, parent_process
@@ -387,9 +388,14 @@ def size_of(dataset: Any) -> int:
 def _whole_batch_fetch(dataset: Any) -> Any:
     if getattr(dataset, "batched", False):
         return dataset.fetch
-    if type(dataset) is TensorDataset:
-        return lambda indices: tuple(tensor.index_select(0, indices.to(tensor.device)) for tensor in dataset.tensors)
-    return None
+    return partial(_rows, dataset.tensors) if type(dataset) is TensorDataset else None
+
+
+def _rows(tensors: Rows, indices: Tensor) -> Rows:
+    """Return some rows of tensors, wherever they are: an accelerator fetches which by itself, and no step waits."""
+    places = {each.device for each in tensors}
+    there = {place: to_device(indices, place, pin=is_accelerator(place) and locks_pages()) for place in places}
+    return tuple(each.index_select(0, there[each.device]) for each in tensors)
 
 
 def skipped_of(loaders: Iterable[Loader]) -> list[str]:
