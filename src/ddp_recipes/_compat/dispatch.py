@@ -3,6 +3,7 @@
 There is no public way for any of them; torch documents ``TorchDispatchMode`` and ``FakeTensorMode`` by these names.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,10 @@ __all__ = ["INSTEAD", "MOVES", "DisableTorchFunction", "FakeTensorMode", "OpOver
 
 # What moves a tensor between devices: ``Tensor.copy_`` and, as ``Tensor.to`` is dispatched, ``aten::_to_copy``.
 MOVES = {torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default}
+
+
+# What fails without data is caught where it is tried out, and told in a line; torch logs its traceback besides.
+logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
 
 
 def takes_device(function: OpOverload) -> bool:
