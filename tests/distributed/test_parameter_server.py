@@ -221,6 +221,26 @@ def test_dead_worker_is_named_and_the_others_go_on(servers: int, folder: Path) -
 
 @pytest.mark.spawn
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["send", *at_night("recv")])
+@pytest.mark.parametrize("servers", [1, *at_night(2)])
+def test_a_worker_that_dies_in_the_middle_of_a_message_is_left_out(servers: int, name: str, folder: Path) -> None:
+    """Gloo tells nobody."""
+    own = [*ASYNCHRONOUS, f"strategy.servers={servers}", f"launcher.nproc_per_node={servers + 3}"]
+    own += [
+        "data=random",
+        "data.num_samples=96",
+        "trainer.max_steps=6",
+        "model=mlp",
+        "model.hidden_features=[4096,2048]",
+    ]
+    dies = f"{{_target_: {PARTS}.KilledInTransfer, rank: {servers + 1}, name: {name}}}"
+    ended = ran(folder, *own, "checkpoint=none", "hydra.run.dir=run", "logger=none", f"+callbacks.dies={dies}")
+    assert ended.status == 0, ended.err
+    assert f"Rank {servers + 1} died; 2 of 3 workers go on." in (folder / "run" / "train.log").read_text()
+
+
+@pytest.mark.spawn
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "rank", "processes", "message"),
     [

@@ -166,6 +166,15 @@ def connections() -> set[int]:
     return {os.fstat(each.fileno()).st_ino for each in sockets()}
 
 
+def lines() -> dict[int, tuple[int, int]]:
+    """Return this process's TCP connections: the port here and the one at the other end, by their inodes."""
+    found = {}
+    for each in sockets():
+        with suppress(OSError):  # it listens, or the other end has hung up
+            found[os.fstat(each.fileno()).st_ino] = each.getsockname()[1], each.getpeername()[1]
+    return found
+
+
 def disconnect(inodes: set[int]) -> None:
     """End connections at once; closing would not, where a data worker, a fork, holds them as well."""
     for each in sockets():

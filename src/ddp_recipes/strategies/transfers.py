@@ -7,6 +7,7 @@ the whole timeout. Mostly that takes tensors of megabytes: what is smaller arriv
 
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Thread, local
 from typing import Any
@@ -54,7 +55,7 @@ def wait(handle: dist.Work, tensor: Tensor) -> None:
         RuntimeError: as of :func:`exchanged`.
     """
     if tensor.is_cpu:
-        _until(lambda: _ends_in_time(handle), handle)
+        _until(lambda: _ends_in_time(handle), handle, _held)
     else:
         handle.wait()
 
@@ -107,19 +108,24 @@ def _deliver(handle: dist.Work | None, tensor: Tensor) -> None:
         handle.wait()
 
 
-def wait_for_message(handle: dist.Work, size: int) -> None:
+def wait_for_message(handle: dist.Work, size: int, line: int | None = None, patience: timedelta | None = None) -> None:
     """Wait for a message of so many bytes that is being sent or received between CPUs.
+
+    Args:
+        line: the connection by which it comes, an inode; ``None``: any of the other ranks' may be missed.
+        patience: how long; ``None``: as long as for any collective.
 
     Raises:
         RuntimeError: as of :func:`exchanged`.
     """
+    wait = handle.wait if patience is None else partial(handle.wait, patience)
     if size < _least:
-        handle.wait()
+        wait()
         return
     waiter = _waiters.waiter = getattr(_waiters, "waiter", None) or _Waiter()
-    waiter.handles.put(handle)
+    waiter.waits.put(wait)
     try:
-        _until(waiter.has_one, handle)
+        _until(waiter.has_one, handle, _held if line is None else {line})
     except BaseException:
         del _waiters.waiter  # it may wait for long
         raise
@@ -129,14 +135,14 @@ class _Waiter:
     """A thread that waits for messages: a wait for one that runs out of time ends all connections."""
 
     def __init__(self) -> None:
-        self.handles = SimpleQueue[dist.Work]()
+        self.waits = SimpleQueue[Callable[[], object]]()
         self._ended = SimpleQueue[Exception | None]()
         Thread(target=self._wait, daemon=True).start()
 
     def _wait(self) -> None:
         while True:
             try:
-                self.handles.get().wait()
+                self.waits.get()()
             except RuntimeError as error:
                 self._ended.put(error)
             else:
@@ -156,11 +162,11 @@ class _Waiter:
 _waiters = local()  # of each thread
 
 
-def _until(done: Callable[[], bool], handle: dist.Work) -> None:
-    """Call until something is done; not for ever once a connection has ended."""
+def _until(done: Callable[[], bool], handle: dist.Work, held: set[int]) -> None:
+    """Call until something is done; not for ever once one of the connections has ended."""
     ended = False
     while not done():
         if ended:
             _stuck.append((handle, every_group()))
             raise RuntimeError("Connection closed by another rank, in the middle of what it sent or received.")
-        ended = not _held <= connections()
+        ended = not held <= connections()

@@ -2,7 +2,7 @@
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -19,6 +19,7 @@ from ddp_recipes.runtime.control import has_failed
 from ddp_recipes.runtime.messages import Messages
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.parameter_server.messages import ANY, ASK, DEAL, GRADIENTS, WEIGHTS, Push, Served
+from ddp_recipes.strategies.transfers import wait_for_message
 
 log = logging.getLogger(__name__)
 
@@ -34,12 +35,20 @@ class Server:
     Args:
         workers: their ranks; a step has as many shards.
         messages: where ranks record failures.
+        lines: the connection to each worker, an inode; ``None`` where it is not known.
     """
 
     def __init__(
-        self, world: World, workers: range, staleness: int, messages: Messages, served: Served, timeout_s: float
+        self,
+        world: World,
+        workers: range,
+        staleness: int,
+        messages: Messages,
+        served: Served,
+        timeout_s: float,
+        lines: Mapping[int, int | None],
     ) -> None:
-        self.living = list(workers)
+        self.living, self._lines = list(workers), lines
         self._world, self._shards, self._staleness, self._timeout_s = world, len(workers), staleness, timeout_s
         self._messages, self._served = messages, served
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()  # what the main thread is to do
@@ -59,7 +68,7 @@ class Server:
         with suppress(RuntimeError, ValueError):  # its connection is closed, or this rank has left the group
             while True:
                 asked = torch.empty_like(shard)
-                _receive(asked, worker, ASK)
+                self._receive(asked, worker, ASK)
                 if int(asked) == ANY:
                     shard = torch.tensor([next(self._free)])
                     dist.send(shard, worker, tag=DEAL)
@@ -67,7 +76,7 @@ class Server:
                 shard = asked
                 self._inbox.put(partial(self._asking.__setitem__, worker, int(shard)))
                 push = Push(self._served)
-                _receive(push.message, worker, GRADIENTS)
+                self._receive(push.message, worker, GRADIENTS)
                 self._inbox.put(partial(self._finish, int(shard), push))
         with suppress(RuntimeError, ValueError):  # the first server alone knows what it had dealt
             if self._world.is_main:
@@ -75,7 +84,7 @@ class Server:
                 for server in range(1, self._world.world_size - self._shards):
                     dist.send(shard, server, tag=DEAL + worker)
             else:
-                _receive(shard, 0, DEAL + worker)
+                self._receive(shard, 0, DEAL + worker)
                 self._inbox.put(partial(self._leave_out, worker, int(shard)))
 
     def collect(self) -> list[tuple[int, Push]]:
@@ -90,7 +99,7 @@ class Server:
                 if shard // self._shards - self._first // self._shards <= self._staleness:
                     del self._asking[worker]
                     with suppress(RuntimeError):  # it died, and its thread says so
-                        dist.send(weights, worker, tag=WEIGHTS)
+                        self._send(weights, worker, WEIGHTS)
             self._wait()
         step = sorted(self._arrived.popleft() for _ in range(self._shards))
         return [(shard, push) for shard, push in step if push is not None]
@@ -145,8 +154,16 @@ class Server:
             f"1 of step {shard // self._shards + 1} since the start" if lost else "none",
         )
 
+    def _receive(self, message: Tensor, source: int, tag: int) -> None:
+        """Receive a rank's message, whenever it comes.
 
-def _receive(message: Tensor, source: int, tag: int) -> None:
-    work = dist.irecv(message, source, tag=tag)
-    assert work is not None
-    work.wait(_FOR_EVER)
+        Raises:
+            RuntimeError: the rank has died, be it in the middle of the message.
+        """
+        if (work := dist.irecv(message, source, tag=tag)) is not None:
+            wait_for_message(work, message.nbytes, self._lines.get(source), _FOR_EVER)
+
+    def _send(self, message: Tensor, worker: int, tag: int) -> None:
+        """Send a worker a message; raise what :meth:`_receive` raises."""
+        if (work := dist.isend(message, worker, tag=tag)) is not None:
+            wait_for_message(work, message.nbytes, self._lines[worker])

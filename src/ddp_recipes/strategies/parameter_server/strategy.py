@@ -1,5 +1,6 @@
 """Workers send gradients; servers hold the parameters and the optimizer's state."""
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -14,6 +15,7 @@ from ddp_recipes._compat.torch_ import laid_out_as
 from ddp_recipes.errors import RequestError
 from ddp_recipes.runtime.messages import Messages
 from ddp_recipes.runtime.phases import ALL_REDUCE, phase
+from ddp_recipes.runtime.process import lines
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import Passes, Whole, Wrapped
 from ddp_recipes.strategies.collectives import gather
@@ -93,6 +95,8 @@ class ParameterServer(Whole, Group):
         assert messages is not None  # there are several processes
         self.messages = messages
         self.servers = cast(dist.ProcessGroup, dist.new_group(list(range(self.settings.servers))))
+        if world.rank in self.workers:
+            messages.set(f"lines/{world.rank}", json.dumps([*lines().values()]))
 
     def shard(self, task: Task, devices: Sequence[torch.device]) -> None:
         """Deal the parameters to the servers."""
@@ -101,7 +105,16 @@ class ParameterServer(Whole, Group):
             self.pushes = [Push(served) for served in self.served]
             return
         served, staleness = self.served[self.world.rank], self.settings.staleness
-        self.server = Server(self.world, self.workers, staleness, self.messages, served, self.timeout_s)
+        found = {worker: self._line(worker) for worker in self.workers}
+        self.server = Server(self.world, self.workers, staleness, self.messages, served, self.timeout_s, found)
+
+    def _line(self, worker: int) -> int | None:
+        """Return the connection to a worker: its ports are those of one of the worker's, the other way around."""
+        text = self.messages.get(f"lines/{worker}", self.timeout_s, lambda: worker in self.messages.exited())
+        if text is None:
+            raise RuntimeError(f"Connection closed by rank {worker}.")
+        theirs = {(there, here) for here, there in json.loads(text)}
+        return next((line for line, ports in lines().items() if ports in theirs), None)
 
     def wrap(self, task: Task, devices: Sequence[torch.device]) -> Wrapped:
         """Return the task itself."""
