@@ -140,9 +140,9 @@ class Loading:
         split, shards = split_of(name), self._shards(name)
         training = split == "train"
         if is_iterable(dataset):
-            from ddp_recipes.build.iterables import iterable_loader
-
-            return iterable_loader(self, name, source, shards, self._global_batch(settings, shards, training), own)
+            global_batch = self._global_batch(settings, shards, training)
+            loader: Loader = extra("an IterableDataset")(self, name, source, shards, global_batch, own)
+            return loader
         if training and settings.shard_arguments is not None:
             raise RequestError(
                 f"data.shard_arguments says how a stream is dealt to ranks, and data.train is a "
