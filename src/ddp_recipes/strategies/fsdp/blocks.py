@@ -1,8 +1,11 @@
 """The blocks whose parameters are gathered together, and parameters and optimizers that cannot be dealt."""
 
 from collections import Counter
-from collections.abc import Sequence
-from inspect import unwrap
+from collections.abc import Iterator, Sequence
+from dis import Instruction, get_instructions
+from functools import cache
+from inspect import isfunction, unwrap
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,6 +17,8 @@ from ddp_recipes.tasks import Task
 from ddp_recipes.tasks.blocks import NEVER_CALLED, chosen, repeated
 
 _WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)  # use parameters of modules in them without calling those
+_NO_VALUES = ("dtype", "device", "shape", "size", "dim", "requires_grad")  # of a parameter, which every rank knows
+_AT_FIRST = ("__init__", "reset", "_reset", "init", "_init")  # how methods begin that no step calls
 # They update each element by itself; others look at whole tensors, of which no rank has one.
 _ELEMENTWISE = (
     *(torch.optim.SGD, torch.optim.ASGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam),
@@ -52,7 +57,7 @@ def _remedy(model: nn.Module) -> str:
 def _by_size(model: nn.Module, least: int) -> list[str]:
     """Return the modules that have ``least`` numbers or more in parameters that are in no block inside of them.
 
-    A parameter of several modules is in the block that has them all.
+    A parameter of several modules is in the block that has them all, one that a module reads of another in its own.
     """
     places = _places(model)
     found: list[str] = []
@@ -60,7 +65,9 @@ def _by_size(model: nn.Module, least: int) -> list[str]:
     def left_in(name: str, module: nn.Module) -> set[nn.Parameter]:
         left = {*module.parameters(recurse=isinstance(module, _WHOLE))}
         if not isinstance(module, _WHOLE):
-            left = left.union(*(left_in(f"{name}{child}.", each) for child, each in module.named_children()))
+            read = _read_by(module)
+            for child, each in module.named_children():
+                left |= {*each.parameters()} if child in read else left_in(f"{name}{child}.", each)
         own = _places(module)
         if not name or isinstance(module, NEVER_CALLED) or any(own[each] < places[each] for each in left):
             return left
@@ -79,6 +86,37 @@ def _by_size(model: nn.Module, least: int) -> list[str]:
             f"shares with no other one; {most}. Take fewer, or patterns of modules' names."
         )
     return found
+
+
+def _read_by(module: nn.Module) -> set[str]:
+    """Return the names of the modules in this one whose parameters its code reads, be they called or not."""
+    kind: Any = type(module)
+    read = _reads(kind)
+    return {
+        name
+        for name, each in module.named_children()
+        if any((name, own) in read for own, _ in each.named_parameters(recurse=False))
+    }
+
+
+@cache
+def _reads(kind: type[nn.Module]) -> frozenset[tuple[str, str]]:
+    """Return what methods of a class read of its attributes: (qkv, weight) of ``linear(x, self.qkv.weight)``."""
+    methods = (
+        unwrap(each)
+        for owner in kind.__mro__[: kind.__mro__.index(nn.Module)]
+        for name, each in vars(owner).items()
+        if isfunction(each) and not name.startswith(_AT_FIRST)
+    )
+    return frozenset(pair for each in methods for pair in _pairs([*get_instructions(each)]))
+
+
+def _pairs(steps: Sequence[Instruction]) -> Iterator[tuple[str, str]]:
+    for one, two, three, four in zip(steps, steps[1:], steps[2:], steps[3:], strict=False):
+        loads = one.argval if isinstance(one.argval, tuple) else (one.argval,)  # two at once, from Python 3.13 on
+        is_own = one.opname.startswith("LOAD_FAST") and loads[-1] == "self"
+        if is_own and two.opname == three.opname == "LOAD_ATTR" and four.argval not in _NO_VALUES:
+            yield two.argval, three.argval
 
 
 def _places(module: nn.Module) -> Counter[nn.Parameter]:
