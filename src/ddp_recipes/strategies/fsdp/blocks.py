@@ -16,7 +16,6 @@ from ddp_recipes.strategies.fsdp.dtypes import refuse_dtypes
 from ddp_recipes.tasks import Task
 from ddp_recipes.tasks.blocks import NEVER_CALLED, chosen, repeated
 
-_WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)  # use parameters of modules in them without calling those
 _NO_VALUES = ("dtype", "device", "shape", "size", "dim", "requires_grad")  # of a parameter, which every rank knows
 _AT_FIRST = ("__init__", "reset", "_reset", "init", "_init")  # how methods begin that no step calls
 # They update each element by itself; others look at whole tensors, of which no rank has one.
@@ -63,11 +62,9 @@ def _by_size(model: nn.Module, least: int) -> list[str]:
     found: list[str] = []
 
     def left_in(name: str, module: nn.Module) -> set[nn.Parameter]:
-        left = {*module.parameters(recurse=isinstance(module, _WHOLE))}
-        if not isinstance(module, _WHOLE):
-            read = _read_by(module)
-            for child, each in module.named_children():
-                left |= {*each.parameters()} if child in read else left_in(f"{name}{child}.", each)
+        left, read = {*module.parameters(recurse=False)}, _read_by(module)
+        for child, each in module.named_children():
+            left |= {*each.parameters()} if child in read else left_in(f"{name}{child}.", each)
         own = _places(module)
         if not name or isinstance(module, NEVER_CALLED) or any(own[each] < places[each] for each in left):
             return left
