@@ -82,28 +82,38 @@ def reduce_scatter_single(into: Tensor, all_: Tensor, group: dist.ProcessGroup, 
     exchanged(scatter, into, all_, group=group, op=op)
 
 
-def send(tensor: Tensor, *to: Any, **options: Any) -> None:
+def send(tensor: Tensor, *to: Any, line: int | None = None, **options: Any) -> None:
     """Send another rank a message, as ``torch.distributed.send``.
 
+    Args:
+        line: as of :func:`wait_for_message`.
+
     Raises:
         RuntimeError: as of :func:`exchanged`.
     """
-    _deliver(dist.isend(tensor, *to, **options), tensor)
+    _deliver(dist.isend(tensor, *to, **options), tensor, line)
 
 
-def receive(tensor: Tensor, *source: Any, **options: Any) -> None:
+def receive(
+    tensor: Tensor, *source: Any, line: int | None = None, patience: timedelta | None = None, **options: Any
+) -> None:
     """Receive another rank's message, as ``torch.distributed.recv``.
 
+    Args:
+        line, patience: as of :func:`wait_for_message`.
+
     Raises:
         RuntimeError: as of :func:`exchanged`.
     """
-    _deliver(dist.irecv(tensor, *source, **options), tensor)
+    _deliver(dist.irecv(tensor, *source, **options), tensor, line, patience)
 
 
-def _deliver(handle: dist.Work | None, tensor: Tensor) -> None:
+def _deliver(
+    handle: dist.Work | None, tensor: Tensor, line: int | None = None, patience: timedelta | None = None
+) -> None:
     assert handle is not None
     if tensor.is_cpu:
-        wait_for_message(handle, tensor.nbytes)
+        wait_for_message(handle, tensor.nbytes, line, patience)
     else:
         handle.wait()
 

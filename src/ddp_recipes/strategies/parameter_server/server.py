@@ -19,7 +19,7 @@ from ddp_recipes.runtime.control import has_failed
 from ddp_recipes.runtime.messages import Messages
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.parameter_server.messages import ANY, ASK, DEAL, GRADIENTS, WEIGHTS, Push, Served
-from ddp_recipes.strategies.transfers import wait_for_message
+from ddp_recipes.strategies.transfers import receive, send
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ class Server:
                 if shard // self._shards - self._first // self._shards <= self._staleness:
                     del self._asking[worker]
                     with suppress(RuntimeError):  # it died, and its thread says so
-                        self._send(weights, worker, WEIGHTS)
+                        send(weights, worker, tag=WEIGHTS, line=self._lines[worker])
             self._wait()
         step = sorted(self._arrived.popleft() for _ in range(self._shards))
         return [(shard, push) for shard, push in step if push is not None]
@@ -160,10 +160,4 @@ class Server:
         Raises:
             RuntimeError: the rank has died, be it in the middle of the message.
         """
-        if (work := dist.irecv(message, source, tag=tag)) is not None:
-            wait_for_message(work, message.nbytes, self._lines.get(source), _FOR_EVER)
-
-    def _send(self, message: Tensor, worker: int, tag: int) -> None:
-        """Send a worker a message; raise what :meth:`_receive` raises."""
-        if (work := dist.isend(message, worker, tag=tag)) is not None:
-            wait_for_message(work, message.nbytes, self._lines[worker])
+        receive(message, source, tag=tag, line=self._lines.get(source), patience=_FOR_EVER)
