@@ -102,12 +102,13 @@ def forge(touched: str, line: str, store: TCPStore) -> None:
     store.set("attacked", "")
 
 
-def scribble(elsewhere: str, forged: Mapping[str, str], over_all: bool, store: TCPStore) -> None:
+def scribble(elsewhere: str, written: str, forged: Mapping[str, str], over_all: bool, store: TCPStore) -> None:
     """Write over all that the ranks of a run have written; and what they are about to write, with a digest of theirs.
 
-    A job that is forged would touch a file, and has its run directory there.
+    A job that is forged would touch a file, and has its run directory there. It waits for what the rank has written by
+    then, which would else be written over the forgery.
     """
-    names(store, "/ready/1")  # else rank 0's own word may stand there again before rank 1 looks
+    names(store, written)
     (posted,) = names(store, "/message/0")
     signature, _, text = store.get(posted).decode().partition(":")
     job = json.loads(text)

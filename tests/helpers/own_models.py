@@ -189,6 +189,20 @@ class JoinsLateSettings(DDPSettings):
     name = "joins_late"
 
 
+class EndsLate(DDP):
+    """Waits once its ranks have exchanged all, as it leaves the group."""
+
+    def teardown(self) -> None:
+        hold()
+        super().teardown()
+
+
+class EndsLateSettings(DDPSettings):
+    """As those of DDP."""
+
+    name = "ends_late"
+
+
 class StopsWhileTraining(Callback):
     """Is stopped with the store at the end of an epoch."""
 

@@ -57,25 +57,30 @@ def test_ranks_take_neither_jobs_nor_log_lines_from_a_stranger(stranger: int, fo
     assert summary(folder / "run")["status"] == "preempted"
 
 
-# What a run is held in; what a stranger writes meanwhile; which message is refused: none if the run goes on as it was.
+# What rank 0 is held in; what rank 1 has written by then; what a stranger writes after that; which message is refused:
+# none if the run goes on as it was.
 PHASES = {
     "the start": (
         ["model._target_=own_models.HeldWhileMade"],
+        "/ready/1",
         {"run/0/ready/0": '["ready", "", {}]', "run/0/verdict": '["refused", "go away", []]'},
         "ready",
     ),
     "a save": (
         ["+callbacks.held._target_=own_models.HeldInSave", "checkpoint.every_n_steps=5"],
+        "/ready/1",
         {"run/0/log/1/1": "a forged line", "run/0/failed/1": "x", "run/0/failure": '[1, "forged"]'},
         None,
     ),
     "the end": (
-        ["+callbacks.held._target_=own_models.HeldAtEnd"],
+        ["strategy._target_=own_models.EndsLate"],
+        "/ended/1",
         {"run/0/ended/0": "x", "run/0/ended/1": "x", "run/0/left/0": "x"},
         "ended",
     ),
     "a sweep": (
-        ["+callbacks.held._target_=own_models.HeldAtEnd", "-m", "seed=42,43", "hydra.sweep.dir=."],
+        ["strategy._target_=own_models.EndsLate", "-m", "seed=42,43", "hydra.sweep.dir=."],
+        "/ended/1",
         {"message/1": ""},
         "message/1",
     ),
@@ -95,11 +100,11 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.spawn
 @pytest.mark.parametrize("phase", slow_but([], PHASES, daily=["the start"]))
 def test_a_stranger_changes_nothing_in(phase: str, stranger: int, folder: Path, undisturbed: str) -> None:
-    held, forged, refused = PHASES[phase]
+    held, written, forged, refused = PHASES[phase]
     with started(folder, *SMALL, *held, f"launcher.timeout_s={round(patience(20))}", command=TORCHRUN) as run:
         until(lambda: (folder / "held").exists() or run.process.poll() is not None, START_S, "it does not begin")
         port = port_of(run.rank(1))
-        forgery = partial(scribble, f"{folder}/elsewhere", forged, refused is None)
+        forgery = partial(scribble, f"{folder}/elsewhere", written, forged, refused is None)
         with as_user(stranger, partial(writes_into, "127.0.0.1", port, forgery)):
             until(lambda: attacked(port), START_S, "nothing was forged")
             (folder / "attacked").touch()
