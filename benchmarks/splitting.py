@@ -70,8 +70,8 @@ def costliest(name: str, devices: int) -> float:
     with torch.device("cpu" if name.startswith("regnet") else "meta"):  # a RegNet computes its sizes by tensors
         model = torchvision.models.get_model(name, **extra).to("meta")
     size = 299 if name == "inception_v3" else 224
-    sample = torch.zeros(1, 3, size, size), torch.zeros(1, dtype=torch.int64)
-    dry_run = DryRun(Task(model, nn.CrossEntropyLoss()), "training_step", sample, size=8)
+    batch = torch.zeros(8, 3, size, size), torch.zeros(8, dtype=torch.int64)
+    dry_run = DryRun(Task(model, nn.CrossEntropyLoss()), "training_step", lambda _: batch, size=8)
     stages = split_model(dry_run.task, [torch.device("meta")] * devices, None, dry_run)
     assert dry_run.failure is None
     return devices * max((stage.time or 0) + (stage.memory or 0) for stage in stages) / 2
@@ -87,7 +87,7 @@ def truly(name: str, side: int, batch: int) -> tuple[float, float]:
     found = []
     for how in ("auto", "timed"):
         model = torchvision.models.get_model(name, num_classes=10)
-        dry_run = DryRun(Task(model, nn.CrossEntropyLoss()), "training_step", (inputs[:1], targets[:1]), size=batch)
+        dry_run = DryRun(Task(model, nn.CrossEntropyLoss()), "training_step", lambda _: (inputs, targets), size=batch)
         if how == "timed":
             dry_run.times = partial(timed, dry_run, torch.device("cpu"), nullcontext)
         stages = split_model(dry_run.task, [torch.device("cpu")] * 2, None, dry_run)

@@ -8,16 +8,19 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
+from ddp_recipes._compat.torch_ import tree_leaves
 from ddp_recipes.data.batch_plan import BatchPlan
 from ddp_recipes.data.keyed import collate, to_device
 from ddp_recipes.data.loader import Batch, Loader, is_iterable, size_of
@@ -160,6 +163,7 @@ def test_random_transforms_draw_the_same_whoever_loads_a_sample() -> None:
 
 ON_FOUR_THREADS = """
 import torch
+from ddp_recipes._compat.torch_ import tree_leaves
 from ddp_recipes.data.batch_plan import BatchPlan
 from ddp_recipes.data.loader import Loader
 from ddp_recipes.data.order import Sequential
@@ -395,6 +399,31 @@ def test_a_data_worker_that_dies_as_its_batch_is_read_is_named() -> None:
     with pytest.raises(RuntimeError, match=r"DataLoader worker \(pid \d+\) (exited unexpectedly|is killed)"):
         list(found.batches(0))
     found.close()
+
+
+COLLATES: dict[str, tuple[Callable[[list[Tensor]], Any], bool]] = {  # and whether all takes the memory of one sample
+    "rows": (torch.stack, True),
+    "padded": (lambda samples: {"x": pad_sequence(samples, True), "pad": 0}, True),
+    "lists": (lambda samples: [each.clone() for each in samples], False),
+    "one after the other": (lambda samples: [torch.cat(samples), [len(each) for each in samples]], False),
+    "of its own type": (lambda samples: SimpleNamespace(x=torch.stack(samples)), False),
+    "turned": (lambda samples: torch.stack(samples, 1), False),
+}
+
+
+@pytest.mark.parametrize("form", COLLATES)
+def test_a_sample_is_a_batch_of_any_size(form: str) -> None:
+    """So that a dry run has what the run will have, whatever a collate function makes of samples."""
+    collate_fn, is_small = COLLATES[form]
+    rows = torch.randn(23, 5, 2)
+    found = Loader(OneByOne(rows), BatchPlan(Sequential(23), 4), CPU, collate_fn=collate_fn)
+    for size in (1, 2, 3, 50):
+        batch, expected = found.sample(size), collate_fn([rows[0]] * size)
+        if isinstance(batch, SimpleNamespace):
+            batch, expected = batch.x, expected.x
+        torch.testing.assert_close(batch, expected, rtol=0, atol=0)
+        if is_small:
+            assert {each.untyped_storage().nbytes() for each in tree_leaves(batch) if isinstance(each, Tensor)} == {40}
 
 
 def test_a_collate_function_is_called_or_refused() -> None:

@@ -23,17 +23,17 @@ class Attention(nn.Module):
 
 def test_products_are_counted_forward_and_backward() -> None:
     task = Task(nn.Sequential(nn.Linear(10, 20), nn.ReLU(), nn.Linear(20, 5)), nn.MSELoss())
-    sample = torch.ones(1, 10), torch.ones(1, 5)
+    batch = torch.ones(8, 10), torch.ones(8, 5)
     forward, inputs_of_the_second = 2 * (10 * 20 + 20 * 5), 2 * 20 * 5
-    assert count_flops(task, sample, 8) == 8 * (2 * forward + inputs_of_the_second)
+    assert count_flops(task, batch) == 8 * (2 * forward + inputs_of_the_second)
     assert all(each.grad is None for each in task.parameters())
 
 
 def test_attention_is_counted() -> None:
     n, length, width = 4, 6, 8
-    sample = torch.ones(1, length, width), torch.ones(1, length, width)
+    batch = torch.ones(n, length, width), torch.ones(n, length, width)
     linear, scores = 2 * length * width * width, 2 * (2 * length * length * width)
-    assert count_flops(Task(Attention(width), nn.MSELoss()), sample, n) == n * (2 * linear + 3 * scores)
+    assert count_flops(Task(Attention(width), nn.MSELoss()), batch) == n * (2 * linear + 3 * scores)
 
 
 @pytest.mark.parametrize(

@@ -234,8 +234,10 @@ def seeded(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def dry_run_of(model: nn.Module, inputs: Tensor, size: int | None = None) -> DryRun:
-    sample = inputs[:1], torch.zeros(1, dtype=torch.int64)
-    return DryRun(Task(model, nn.CrossEntropyLoss()), "training_step", sample, size or len(inputs))
+    def batch_of(count: int) -> tuple[Tensor, Tensor]:
+        return inputs[:1].expand(count, *inputs.shape[1:]), torch.zeros(count, dtype=torch.int64)
+
+    return DryRun(Task(model, nn.CrossEntropyLoss()), "training_step", batch_of, size or len(inputs))
 
 
 def split(model: nn.Module, inputs: Tensor, where: int | Sequence[str]) -> list[Stage]:
@@ -386,7 +388,7 @@ def learn():
     nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward()
 
 task = Task(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.MSELoss())
-dry_run = DryRun(task, "training_step", (torch.ones(1, 2), torch.ones(1, 2)), size=4)
+dry_run = DryRun(task, "training_step", lambda size: (torch.ones(size, 2), torch.ones(size, 2)), size=4)
 dry_run.run(["1"])
 assert dry_run.failure is None
 learn()

@@ -162,7 +162,7 @@ def _count(built: BuiltTask, loader: Loader | None, in_first_step: bool) -> None
     if loader is not None and type(built.task).attach is Task.attach:
         size = max(1, loader.plan.size(0, 0))
         try:
-            built.flops = count_flops(built.task, loader.sample(), size) / size
+            built.flops = count_flops(built.task, loader.sample(size)) / size
             return
         except Exception as error:  # noqa: BLE001 - of any kind, where the step's flow depends on values
             reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

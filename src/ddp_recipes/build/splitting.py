@@ -35,7 +35,7 @@ def split(
     Raises:
         RequestError: the model cannot be cut so.
     """
-    dry_run = DryRun(built.task, step, loader.sample(), loader.plan.size(0, 0))
+    dry_run = DryRun(built.task, step, loader.sample, loader.plan.size(0, 0))
     names = [str(name) for name in settings.split] if isinstance(settings.split, list) else None
     if settings.split == "timed" and devices.layout is None:
         dry_run.times = partial(times, partial(timed, dry_run, devices.own[0], precision.forward))

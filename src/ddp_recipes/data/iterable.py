@@ -5,6 +5,7 @@ each rank, and whether there are any, ranks tell each other before they use them
 step, however unevenly the stream is dealt.
 """
 
+import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -266,7 +267,7 @@ class IterableLoader(Loader):
             self._track(item)
             self._last = item.data
         elif self._last is None:
-            self._last = self._first()
+            self._last = self._of_first()(1)
         return self._last
 
     def ahead(self, start: int, count: int) -> range:
@@ -296,14 +297,13 @@ class IterableLoader(Loader):
         """Refuse: tools that try sizes out ask how many samples there are."""
         raise RequestError(f"{self.name} is an iterable-style set, of which batches cannot be cut anew.")
 
-    def sample(self) -> Any:
-        """Return the first sample as a batch of one, on the device."""
-        return self.form.of(to_device(self._first(), self.device))
-
-    def _first(self) -> Any:
+    def _of_first(self) -> Callable[[int], Any]:
+        """Return what makes batches of so many times the first sample; of a set of batches, the first one whatever."""
         with seeded(key(self.plan.seed, 0, 0, 0)):
-            for sample in iter(self.dataset):
-                return sample if self._cut.batched else self.collate_fn([sample])
+            for first in iter(self.dataset):
+                if self._cut.batched:
+                    return lambda _: first
+                return lambda count: self.collate_fn([copy.deepcopy(first) for _ in range(count)])
         raise RunFailed(
             f"Rank {self.dealt.rank} gets no sample at all of {self.name}, on which its model could run along. Use "
             f"fewer ranks, or more shards."

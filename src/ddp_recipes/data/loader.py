@@ -12,6 +12,7 @@ from functools import partial
 from itertools import repeat
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess, parent_process
+from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from ddp_recipes._compat.torch_ import persistent, shut_down, workers_of
+from ddp_recipes._compat.torch_ import persistent, shut_down, tree_flatten, tree_map_only, workers_of
 from ddp_recipes.data.batch_plan import BatchPlan
 from ddp_recipes.data.keyed import AS_IT_COMES, Draw, Fetched, Form, KeyedDataset, collate, may_skip, to_device
 from ddp_recipes.datasets.memory import InMemory
@@ -358,14 +359,41 @@ class Loader:
         plan = replace(self.plan, global_batch_size=global_batch_size, max_batches=None)
         return Loader(self.dataset, plan, self.device, shards=self.shards, **self._options, **self._workers)
 
-    def sample(self) -> Any:
-        """Return the first sample as a batch of one, on the device: for the model graph and for size checks."""
+    def sample(self, size: int = 1) -> Any:
+        """Return a batch of so many times the first sample, on the device: for the model graph and for dry runs.
+
+        It takes the memory of one sample, unless a ``collate_fn`` makes something else than rows of samples.
+        """
+        make = self._of_first()
+        return _of_rows(lambda count: self.form.of(to_device(make(count), self.device)), size)
+
+    def _of_first(self) -> Callable[[int], Any]:
+        """Return what makes batches of so many times the first sample."""
         if self.fetch is not None:
-            data = self.fetch(torch.zeros(1, dtype=torch.int64))
-        else:
-            keyed = KeyedDataset(self.dataset, self.plan.seed, self.name, self.collate_fn)
-            data = keyed.__getitems__([Draw(0, 0, 0)]).data
-        return self.form.of(to_device(data, self.device))
+            fetch = self.fetch
+            return lambda count: fetch(torch.zeros(count, dtype=torch.int64))
+        keyed = KeyedDataset(self.dataset, self.plan.seed, self.name, self.collate_fn)
+        return lambda count: keyed.__getitems__([Draw(0, 0, 0)] * count).data
+
+
+def _of_rows(make: Callable[[int], Any], size: int) -> Any:
+    """Return ``make(size)``, where two samples make two rows with the rows being one and the same."""
+    one = make(1)
+    if size == 1:
+        return one
+    (leaves, form), (of_two, form_of_two) = tree_flatten(one), tree_flatten(make(2))
+    if form != form_of_two or not all(map(_is_row, leaves, of_two)):
+        return make(size)
+    return tree_map_only(Tensor, lambda row: row.expand(size, *row.shape[1:]) if row.dim() else row, one)
+
+
+def _is_row(of_one: Any, of_two: Any) -> bool:
+    """Whether what a sample has in a batch is a row of what two have there, or the same for any number of them."""
+    if not isinstance(of_one, Tensor):
+        return isinstance(of_one, (int, float, str, NoneType)) and bool(of_one == of_two)
+    if not isinstance(of_two, Tensor):
+        return False
+    return of_two.shape == ((2, *of_one.shape[1:]) if of_one.shape[:1] == (1,) else ())
 
 
 def is_iterable(dataset: Any) -> bool:

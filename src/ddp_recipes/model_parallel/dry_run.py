@@ -74,15 +74,15 @@ class DryRun:
     Attributes:
         task: is copied for each run, and left as it is.
         step: its method to run.
-        sample: a batch of one.
-        size: samples in the batch to run.
+        batch_of: returns a batch of so many samples.
+        size: of the batch to run.
         times: what modules take, by name, the same on every rank; ``None`` for what is counted.
         failure: why it could not be run, where it could not.
     """
 
     task: Task
     step: str
-    sample: Any
+    batch_of: Callable[[int], Any]
     size: int
     times: Callable[[], Mapping[str, int]] | None = None
     failure: str | None = None
@@ -177,8 +177,12 @@ class DryRun:
             raise Conflict(modules.active[-1], message, between)
 
     def _step_on_cpu(self, task: Task) -> Callable[[], Any]:
-        batch = tree_map_only(Tensor, lambda each: each.repeat_interleave(2, 0) if each.dim() else each, self.sample)
-        return partial(getattr(task, self.step), batch)
+        return partial(getattr(task, self.step), tree_map_only(Tensor, Tensor.clone, self.batch_of(2)))
+
+    @cached_property
+    def batch(self) -> Any:
+        """The batch to run."""
+        return self.batch_of(self.size)
 
     @cached_property
     def _whole_runs(self) -> bool:
@@ -205,7 +209,7 @@ class DryRun:
             between: a conflict's stages, if not the devices.
             here: the stage that is run, where it is one.
         """
-        mode, costs = new_mode(), Costs.of_weights(self.task.model)
+        given, mode, costs = self.batch, new_mode(), Costs.of_weights(self.task.model)  # read before nothing has data
         counter = _Counter(costs, between)
         try:
             task = without_data(self.task, stages_of(self.task.model, starts, here), devices, mode)
@@ -213,7 +217,7 @@ class DryRun:
             counter.follow(task.model)
             counter.seen.update((storage_key(tensor), tensor) for tensor in (*task.parameters(), *task.buffers()))
             with mode, torch.enable_grad(), saved_tensors_hooks(counter.save, lambda saved: saved):
-                batch = fake_batch(self.sample, self.size, fake_devices(1)[0])
+                batch = fake_batch(given, fake_devices(1)[0])
                 with counter:
                     step(batch)
         except (Conflict, RequestError):

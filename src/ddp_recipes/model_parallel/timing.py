@@ -7,7 +7,6 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ def timed(dry_run: DryRun, device: torch.device, forward: Callable[[], AbstractC
     try:
         with devices.random_kept([device]):
             task = copy.deepcopy(dry_run.task).to(device)
-            batch = tree_map_only(Tensor, partial(_repeated, dry_run.size, device), dry_run.sample)
+            batch = tree_map_only(Tensor, lambda each: each.to(device, copy=True), dry_run.batch)
             stopwatch = _Stopwatch(task.model, device)
             for _ in range(1 + STEPS):
                 stopwatch.time = Counter()
@@ -49,11 +48,6 @@ def timed(dry_run: DryRun, device: torch.device, forward: Callable[[], AbstractC
             f"({str(error).splitlines()[0]}). Use model.split=auto, or give names."
         ) from None
     return {name: round(statistics.median(step[name] for step in steps[1:])) for name in steps[-1] if name != OUTSIDE}
-
-
-def _repeated(size: int, device: torch.device, tensor: Tensor) -> Tensor:
-    """Return a batch of so many of the one sample in a batch."""
-    return (tensor.repeat_interleave(size, 0) if tensor.dim() else tensor).to(device)
 
 
 class _Stopwatch(ModuleMode):  # type: ignore[no-untyped-call]

@@ -23,14 +23,9 @@ def new_mode() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def fake_batch(sample: Any, size: int, device: torch.device) -> Any:
-    """Return a batch of so many samples like the one in a batch of one."""
-
-    def fake(tensor: Tensor) -> Tensor:
-        shape = (size, *tensor.shape[1:]) if tensor.dim() else tensor.shape
-        return torch.empty(shape, dtype=tensor.dtype, device=device)
-
-    return tree_map_only(Tensor, fake, sample)
+def fake_batch(batch: Any, device: torch.device) -> Any:
+    """Return a batch like this one, on a device, and without data in a mode that makes tensors without any."""
+    return tree_map_only(Tensor, lambda each: torch.empty(each.shape, dtype=each.dtype, device=device), batch)
 
 
 def without_data(
@@ -54,14 +49,14 @@ def without_data(
     return copy.deepcopy(task, memo)
 
 
-def count_flops(task: Task, sample: Any, size: int) -> int:
+def count_flops(task: Task, batch: Any) -> int:
     """Return the operations of the forward and the backward pass of a training step, on a copy of the task.
 
     They are the model's: what is computed again for want of memory is not counted, and attention as if nothing in it
     was masked.
 
     Args:
-        sample: a batch of one, of which the copy gets ``size``.
+        batch: one of the size to count for.
 
     Raises:
         Exception: of any kind, where the step needs values.
@@ -71,5 +66,5 @@ def count_flops(task: Task, sample: Any, size: int) -> int:
     mode, host = new_mode(), torch.device(HOST)
     copied = without_data(task, {}, [host], mode)
     with mode, torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        copied.training_step(fake_batch(sample, size, host)).loss.backward()  # type: ignore[no-untyped-call]
+        copied.training_step(fake_batch(batch, host)).loss.backward()  # type: ignore[no-untyped-call]
     return int(counter.get_total_flops())

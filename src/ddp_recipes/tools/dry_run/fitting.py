@@ -155,8 +155,8 @@ def run_step(recipe: Recipe) -> ReplicaStep | PipelineSteps:
     """
     train = recipe.loaders["train"]
     batches = Batches(
-        (train.sample(), train.plan.size(0, 0)),
-        [(val.sample(), val.plan.size(0, 0)) for val in recipe.val.values()],
+        train.sample(train.plan.size(0, 0)),
+        [val.sample(val.plan.size(0, 0)) for val in recipe.val.values()],
         min(recipe.trainer.accumulate_grad_batches, len(train)),
     )
     starts = [stage.first for stage in recipe.stages[1:]]

@@ -74,13 +74,13 @@ class Batches:
     """The largest batches of a rank.
 
     Attributes:
-        train: samples of the data set, a batch of one, and how many samples a shard has.
-        val: likewise of each validation set.
+        train: of training.
+        val: of each validation set.
         accumulate: batches of an optimizer step.
     """
 
-    train: tuple[Any, int]
-    val: Sequence[tuple[Any, int]]
+    train: Any
+    val: Sequence[Any]
     accumulate: int
 
 
@@ -153,7 +153,7 @@ class Step:
         """Run an optimizer step and a validation step, as they are once the optimizer has its state."""
         passes = self.exchange.passes(batches.accumulate)
         for number, each in enumerate(passes):
-            batch = fake_batch(*batches.train, self.devices[0])
+            batch = fake_batch(batches.train, self.devices[0])
             self.batch = bytes_of(tree_leaves(batch))
             self.known.clear()
             self.known.update(self.own, storages(tree_leaves(batch)))
@@ -172,7 +172,7 @@ class Step:
         self.optimizer.step()
         self.optimizer.zero_grad()
         del gradients
-        following = fake_batch(*batches.train, self.devices[0])  # before the last one goes
+        following = fake_batch(batches.train, self.devices[0])  # before the last one goes
         self.training = peak + state | self.tracker.peak  # the larger one
         del following
         if batches.val:
@@ -180,9 +180,9 @@ class Step:
             self.task.eval()
             with torch.no_grad():
                 for val in batches.val:
-                    measured = fake_batch(*val, self.devices[0])
+                    measured = fake_batch(val, self.devices[0])
                     self._validate(measured)
-                    fake_batch(*val, self.devices[0])
+                    fake_batch(val, self.devices[0])
             self.validation = self.tracker.peak
 
     def _step_without_running(self) -> None:
