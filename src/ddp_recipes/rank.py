@@ -13,6 +13,7 @@ from ddp_recipes.build.instantiate import reaches_own_code
 from ddp_recipes.build.recipe import Recipe, make_recipe
 from ddp_recipes.build.run import join, make_output, make_run, make_stop_controller
 from ddp_recipes.checkpointing.files import refuse_folders
+from ddp_recipes.checkpointing.parts import plain
 from ddp_recipes.config.extras import extra
 from ddp_recipes.data.loader import skipped_of
 from ddp_recipes.devices import identity, is_accelerator, leaves_tensor_cores_idle
@@ -203,6 +204,7 @@ def fit(recipe: Recipe, output: Output) -> None:
     run = make_run(recipe, output.hold(make_stop_controller(recipe)))
     if recipe.regroup is None:
         check_validation(run, recipe)
+        check_saves(run)
         recipe.warnings.extend(foreseen(run, recipe))
     for callback in run.callbacks.values():
         callback.check()
@@ -247,6 +249,20 @@ def check_validation(run: Run, recipe: Recipe) -> None:
     for callback in run.callbacks.values():
         callback.check_metrics(metrics)
     run.task.leave_evaluation()
+
+
+def check_saves(run: Run) -> None:
+    """Refuse before anything is trained what no checkpoint could hold of a callback, as far as that is there by now."""
+    if not run.checkpoint.enabled or run.cursor.step:  # what is resumed has been saved
+        return
+    for name, callback in run.callbacks.items():
+        state = None
+        with suppress(Exception):  # some of it may be there once the run has begun
+            state = callback.state()
+        try:
+            plain(state, f"callbacks.{name}.state()")
+        except TypeError as error:
+            raise RequestError(str(error)) from None
 
 
 def foreseen(run: Run, recipe: Recipe) -> Iterator[str]:

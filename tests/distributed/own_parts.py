@@ -423,6 +423,23 @@ class OneByOne(Dataset[tuple[Tensor, Tensor]]):
         return inputs + 0.1 * torch.randn_like(inputs), targets
 
 
+class Seen(Callback):
+    """Keeps the steps that it has seen, in a container that a checkpoint cannot hold."""
+
+    def __init__(self, late: bool = False) -> None:
+        if not late:
+            self.steps: set[int] = set()
+
+    def on_start(self, directory: Path | None, task: nn.Module) -> None:
+        self.steps = set()
+
+    def on_step(self, step: int) -> None:
+        self.steps.add(step)
+
+    def state(self) -> dict[str, Any]:
+        return {"of": {"steps": self.steps}}
+
+
 class Signalled(Callback):
     """Sends its own process signals on one rank at a step.
 

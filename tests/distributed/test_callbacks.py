@@ -163,6 +163,18 @@ def test_what_cannot_be_is_refused_before_anything_is_written(
     assert not (tmp_path / "refused").exists()
 
 
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_state_that_no_checkpoint_holds_is_refused_before_training(world_size: int, run: Run, tmp_path: Path) -> None:
+    mine = "+callbacks.mine={_target_: own_parts.Seen}"
+    words = r"callbacks\.mine\.state\(\)/of/steps: set cannot be in a checkpoint\. Allowed: tensors, numbers, texts"
+    with pytest.raises(RequestError, match=words):
+        run(mine, world_size=world_size, directory=tmp_path / "refused")
+    assert not list(tmp_path.rglob("refused/*"))
+    assert run(mine, "checkpoint=none", world_size=world_size)["status"] == "finished"
+    with pytest.raises(RuntimeError, match="callbacks/mine/of/steps: set cannot be in a checkpoint"):
+        run(mine, "+callbacks.mine.late=true", world_size=world_size)  # which is not there before the run has begun
+
+
 # --- accumulation by epoch -------------------------------------------------------------------------------------------
 
 ACCUMULATING = [
