@@ -207,3 +207,16 @@ class Residual(nn.Sequential):
         hidden = hidden + self.scale * hidden.flip(0).t().contiguous().t().exp()
         output: Tensor = self[1](hidden)
         return output
+
+
+class OverTwo(DDP):
+    """Says that its process drives two devices at once."""
+
+    def replicas(self, device_type: str) -> int:
+        return 2
+
+
+class OverTwoSettings(DDPSettings):
+    """As those of DDP."""
+
+    name = "over_two"

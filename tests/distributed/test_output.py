@@ -363,6 +363,13 @@ def test_operations_that_cannot_be_counted_are_named(run: Run) -> None:
     assert "trainer.peak_flops: the model's operations could not be counted (" in log
 
 
+def test_operations_of_several_devices_of_a_process_are_not_counted(run: Run) -> None:
+    summary = run("trainer.peak_flops=auto", VALUES, "strategy._target_=plan_parts.OverTwo")
+    assert (summary["status"], summary["flops_per_step"]) == ("finished", None)
+    log = (Path(summary["run_directory"]) / "train.log").read_text()
+    assert "trainer.peak_flops: the operations of several devices of a process cannot be counted." in log
+
+
 def test_without_a_known_peak_operations_are_counted_alone(run: Run) -> None:
     summary = run("trainer.peak_flops=auto", "strategy=single")
     assert summary["flops_per_step"] > 0

@@ -141,8 +141,10 @@ def make_run(recipe: Recipe, stop_controller: StopController, strategy: Strategy
 def _update(recipe: Recipe) -> Callable[..., Update]:
     """Return what takes a step; rank 0's, which logs, counts its operations in the first one where that is the way."""
     own = recipe.task.update or update
-    counts = recipe.counts_first_step and recipe.world.is_main
-    if not counts or recipe.strategy.replicas(recipe.device.type) > 1:
+    if not (recipe.counts_first_step and recipe.world.is_main):
+        return own
+    if recipe.strategy.replicas(recipe.device.type) > 1:  # each in a thread, in which nobody counts
+        recipe.warnings.append("trainer.peak_flops: the operations of several devices of a process cannot be counted.")
         return own
     from ddp_recipes.training.operations import counted
 
