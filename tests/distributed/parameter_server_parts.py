@@ -17,6 +17,7 @@ from torch.utils.data import TensorDataset
 from ddp_recipes import Callback, Task
 from ddp_recipes.models import Toy
 from ddp_recipes.runtime.tensors import digest
+from helpers.processes import until
 
 
 class Numbered(TensorDataset):
@@ -33,19 +34,24 @@ class Traced(Toy):
 
     Args:
         slow: the rank that takes so many seconds more for a batch.
+        ahead: by how many steps another rank has to be ahead before the slow one is done with a batch in the middle.
     """
 
-    def __init__(self, folder: str, global_batch: int, slow: int, seconds: float, **sizes: int) -> None:
+    def __init__(self, folder: str, global_batch: int, slow: int, seconds: float, ahead: int = 0, **sizes: int) -> None:
         super().__init__(**sizes)
         self.path, self.global_batch, self.slow, self.seconds = Path(folder) / "trace", global_batch, slow, seconds
-        self.step = 0
+        self.step, self.ahead = 0, ahead
         self.net1.weight.register_post_accumulate_grad_hook(lambda _: self.note("end"))
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
             self.step = int(x[0, 0]) // self.global_batch
             self.note("begin")
-            time.sleep(self.seconds if dist.get_rank() == self.slow else 0)
+            if dist.get_rank() == self.slow:
+                if self.ahead and self.step > 9:
+                    ahead, self.ahead = f"begin {self.step + self.ahead} ", 0
+                    until(lambda: ahead in self.path.read_text(), 20, "no other rank comes so far")
+                time.sleep(self.seconds)
         return super().forward(x * 0)
 
     def note(self, what: str) -> None:

@@ -147,7 +147,7 @@ STALE = [(staleness, servers) for staleness in (0, 1, 2, 4) for servers in (1, 2
 @pytest.mark.parametrize(("staleness", "servers"), slow_but([], STALE, daily=[(2, 2)]))
 def test_staleness_bounds_how_far_workers_run_ahead(staleness: int, servers: int, run: Run, tmp_path: Path) -> None:
     model = [f"model._target_={PARTS}.Traced", f"+model.folder={tmp_path}", "+model.global_batch=16"]
-    slow = [f"+model.slow={servers}", "+model.seconds=0.3"]
+    slow = [f"+model.slow={servers}", "+model.seconds=0.3", f"+model.ahead={staleness}"]
     data = [f"data.train._target_={PARTS}.Numbered", "data.num_samples=480", "data.shuffle=false"]
     strategy = [PS, f"strategy.servers={servers}", f"strategy.staleness={staleness}"]
     once = ["trainer.max_epochs=1", "data.global_batch_size=16", "trainer.max_time=null"]
