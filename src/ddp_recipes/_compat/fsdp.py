@@ -4,7 +4,7 @@ There is no public way: a mesh and what FSDP2 makes of it hold the groups that t
 gradients after each use of a block that gives its inputs gradients, or where there was none at the end.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -77,9 +77,9 @@ def note_call(block: FSDPModule, again: bool) -> None:
 def _watch_for_end(group: Any, args: Any, kwargs: Any) -> Any:
     if not torch.is_grad_enabled() or getattr(group, "called_again", False):
         return args, kwargs
-    inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor) and each.requires_grad]
-    makers = {each.grad_fn for each in inputs if each.grad_fn is not None}
-    if not makers:  # nothing has made them: a checkpoint's copies, say
+    inputs: list[Any] = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+    made = [each for each in inputs if each.requires_grad and each.grad_fn is not None]
+    if not made:  # nothing has made them: a checkpoint's copies, say
         return _ADD_NODE(group, args, kwargs)
     ended = False
 
@@ -90,9 +90,19 @@ def _watch_for_end(group: Any, args: Any, kwargs: Any) -> Any:
             group.post_backward()
 
     if not in_backward():  # else activations are computed again, and nothing goes back through these
-        for each in makers:
-            each.register_prehook(end)
+        for each in made:
+            _register_first_hook(each, end)
+            each.grad_fn.register_prehook(end)  # also where this one of all that it gave gets no gradient
     return args, kwargs
+
+
+def _register_first_hook(tensor: Any, hook: Callable[[Any], None]) -> None:
+    """Register a hook that comes before the others: in one of them FSDP2 gathers the block that gave the tensor."""
+    others = dict(tensor._backward_hooks or {})
+    if others:
+        tensor._backward_hooks.clear()  # autograd goes by when each was put there, whatever an OrderedDict says
+    tensor.register_hook(hook)
+    tensor._backward_hooks.update(others)
 
 
 def keep_assigned_data() -> None:
