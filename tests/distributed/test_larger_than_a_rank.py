@@ -124,7 +124,7 @@ def test_a_run_goes_on_and_is_what_one_process_computes(exact: Summary, run: Run
 
 # --- under a limit ---------------------------------------------------------------------------------------------------
 
-LARGE = {"layers": 40, "width": 352, "heads": 2, "context": 8}
+LARGE = {"layers": 40, "width": 448, "heads": 2, "context": 8}
 
 
 def status(key: str) -> int:
