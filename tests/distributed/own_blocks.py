@@ -1,5 +1,6 @@
 """A user's own modules for runs over several devices."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,6 +45,25 @@ class Around(Steps):
             hidden = hidden + block({"pair": (hidden, hidden)}, scale=hidden)["pair"][0]
         output: Tensor = self.head(hidden)
         return output
+
+
+class Sparing(Around):
+    """Fails where a backward pass has more of its blocks gathered than the one it comes to."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.start(inputs.flatten(1))
+        for number, block in enumerate(self.blocks):
+            hidden = block({"pair": (hidden, hidden)}, scale=hidden)["pair"][0]
+            if hidden.requires_grad:
+                hidden.register_hook(partial(self._check, number))
+        output: Tensor = self.head(hidden)
+        return output
+
+    def _check(self, number: int, _: Tensor) -> None:
+        parts = {at: [*block.parameters()] for at, block in enumerate(self.blocks)}
+        whole = [at for at, each in parts.items() if not any(hasattr(part, "to_local") for part in each)]
+        if whole != [number]:
+            raise RuntimeError(f"gathered are {whole}, where the backward pass comes to {number}")
 
 
 class _Grind(torch.autograd.Function):

@@ -264,6 +264,11 @@ def test_blocks_of_all_kinds_give_the_bits_of_ddp_exact(name: str, level: int, r
     assert fsdp["metrics"]["val/loss"] == exact["metrics"]["val/loss"]
 
 
+def test_a_block_is_given_back_before_another_one_is_gathered(run: Run) -> None:
+    model = ["model._target_=own_blocks.Sparing", "~model.hidden_features"]
+    run(*QUIET, *SMALL, *model, "strategy=fsdp", "trainer.max_steps=2", world_size=2)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("wrap", [30, 64, 150])
 def test_a_transformer_that_is_cut_at_a_number_of_parameters_gives_them_too(wrap: int, run: Run) -> None:
