@@ -186,14 +186,14 @@ def runs_on(device: str, place: Place, environ: Mapping[str, str], *common: str,
 HABITS = dict.fromkeys(("STAGED_COLLECTIVE_SHUTDOWN", "STAGED_SILENT", "STAGED_REFUSES_CPU"), "1")
 
 
-def rehearse(device: str) -> int:
-    """Try whole runs on another type of device; return the exit status."""
+def rehearse(device: str, limit_s: float) -> int:
+    """Try whole runs on another type of device, all within so many seconds; return the exit status."""
     found = torch.accelerator.current_accelerator(check_available=True)
     if found is None or found.type != device:
         print(f"make gpu: torch sees no {device} here, so there is nothing to rehearse on.")
         return 0
     with tempfile.TemporaryDirectory(prefix="ddp_recipes_gpu_") as folder:
-        part = runs_on(device, Place(Path(folder), time.monotonic() + LIMIT_S), HABITS)
+        part = runs_on(device, Place(Path(folder), time.monotonic() + limit_s), HABITS)
     print("\n".join([*part.lines, *part.failures]))
     return 1 if part.failures else 0
 
@@ -322,5 +322,6 @@ def main(out: Path = ROOT / "benchmarks" / "results", parts: Sequence[str] = tup
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rehearse", metavar="TYPE", help="try whole runs on this type of device, and write nothing")
-    rehearsed = parser.parse_args().rehearse
-    raise SystemExit(main() if rehearsed is None else rehearse(rehearsed))
+    parser.add_argument("--limit", type=float, default=LIMIT_S, metavar="SECONDS", help="of the rehearsal")
+    asked = parser.parse_args()
+    raise SystemExit(main() if asked.rehearse is None else rehearse(asked.rehearse, asked.limit))
