@@ -90,6 +90,10 @@ REFUSED_BY_A_RANK: dict[str, tuple[list[str], list[str]]] = {
         ["_target_=collections.OrderedDict made a OrderedDict", "no nn.Module"],
     ),
     "wrong keyword": (["+model.dropout=0.5"], ["dropout", "ddp_recipes.models.MLP", "Check the keys of model"]),
+    "keyword of another data set": (
+        ["data.train._target_=own_models.OneByOne"],
+        ["data.train does not fit own_models.OneByOne", "'~data.train' +data.train._target_=own_models.OneByOne"],
+    ),
     "learning rate of text": (["optimizer.lr=fast"], ["lr=fast", "torch.optim.SGD"]),
     "negative learning rate": (["optimizer.lr=-1"], ["lr=-1", "torch.optim.SGD"]),
     "number of samples of text": (["data=random", "data.num_samples=many"], ["data.train", "num_samples=many"]),

@@ -144,7 +144,7 @@ def make(node: Mapping[str, Any], section: str, *arguments: Any, without: Collec
             and (well_known or at_the_call)
         ):
             hint = f"Check the keys of {section}."
-            if "unexpected" in str(error) and "." not in section:
+            if "unexpected" in str(error) and all(map(str.isidentifier, section.split("."))):
                 hint += f" Without those of the group's file: '~{section}' +{section}._target_={target}"
             raise RequestError(f"{section} does not fit {target}: {_said(error)}. {hint}") from error
         if not well_known:
