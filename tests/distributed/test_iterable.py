@@ -387,3 +387,11 @@ def test_hugging_face_streams(keys: list[str], workers: int, over: Any, tmp_path
     again, rest = over(*common, resumed, train=train, val=train, world_size=2)
     assert again["weights_sha256"] == whole["weights_sha256"]
     assert rest == {rank: steps[3:] for rank, steps in seen.items()}
+
+
+@pytest.mark.parametrize("train", ["Numbers", "Batches"])
+def test_operations_are_those_of_its_samples(train: str, over: Any) -> None:
+    """Whatever a batch of the set's own has of them."""
+    summary, _ = over("trainer.peak_flops=1e9", "strategy=single", train=train)
+    of_sample = 2 * 2 * (10 * 10 + 10 * 5) + 2 * 10 * 5
+    assert summary["flops_per_step"] == 2 * of_sample

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from ddp_recipes._compat.torch_ import tree_map_only
 from ddp_recipes.data.batch_plan import UNKNOWN, BatchPlan
 from ddp_recipes.data.keyed import AS_IT_COMES, Form, collate, to_device
 from ddp_recipes.data.loader import Batch, Loader
@@ -267,7 +268,8 @@ class IterableLoader(Loader):
             self._track(item)
             self._last = item.data
         elif self._last is None:
-            self._last = self._of_first()(1)
+            first = self._first()
+            self._last = first if self._cut.batched else self.collate_fn([first])
         return self._last
 
     def ahead(self, start: int, count: int) -> range:
@@ -298,12 +300,22 @@ class IterableLoader(Loader):
         raise RequestError(f"{self.name} is an iterable-style set, of which batches cannot be cut anew.")
 
     def _of_first(self) -> Callable[[int], Any]:
-        """Return what makes batches of so many times the first sample; of a set of batches, the first one whatever."""
+        """Return what makes batches of so many times the first sample, or of rows of the set's first batch."""
+        first = self._first()
+        if not self._cut.batched:
+            return lambda count: self.collate_fn([copy.deepcopy(first) for _ in range(count)])
+
+        def rows(count: int) -> Any:
+            at = torch.arange(count)
+            return tree_map_only(Tensor, lambda each: each[at % len(each)] if each.dim() else each, first)
+
+        return rows
+
+    def _first(self) -> Any:
+        """Return the first that the set gives."""
         with seeded(key(self.plan.seed, 0, 0, 0)):
             for first in iter(self.dataset):
-                if self._cut.batched:
-                    return lambda _: first
-                return lambda count: self.collate_fn([copy.deepcopy(first) for _ in range(count)])
+                return first
         raise RunFailed(
             f"Rank {self.dealt.rank} gets no sample at all of {self.name}, on which its model could run along. Use "
             f"fewer ranks, or more shards."
