@@ -17,7 +17,6 @@ from torch.utils.data import TensorDataset
 from ddp_recipes import Callback, Task
 from ddp_recipes.models import Toy
 from ddp_recipes.runtime.tensors import digest
-from helpers.processes import until
 
 
 class Numbered(TensorDataset):
@@ -34,7 +33,7 @@ class Traced(Toy):
 
     Args:
         slow: the rank that takes so many seconds more for a batch.
-        ahead: by how many steps another rank has to be ahead before the slow one is done with a batch in the middle.
+        ahead: by how many steps another rank is to be ahead before the slow one is done with one of its batches.
     """
 
     def __init__(self, folder: str, global_batch: int, slow: int, seconds: float, ahead: int = 0, **sizes: int) -> None:
@@ -48,11 +47,17 @@ class Traced(Toy):
             self.step = int(x[0, 0]) // self.global_batch
             self.note("begin")
             if dist.get_rank() == self.slow:
-                if self.ahead and self.step > 9:
-                    ahead, self.ahead = f"begin {self.step + self.ahead} ", 0
-                    until(lambda: ahead in self.path.read_text(), 20, "no other rank comes so far")
+                self._wait_for_others()
                 time.sleep(self.seconds)
         return super().forward(x * 0)
+
+    def _wait_for_others(self) -> None:
+        """Wait until one is as far ahead; not long: it may be that this rank was dealt what it would need."""
+        until = time.monotonic() + 5
+        while self.ahead and self.step > 9 and time.monotonic() < until:
+            if f"begin {self.step + self.ahead} " in self.path.read_text():
+                self.ahead = 0
+            time.sleep(0.01)
 
     def note(self, what: str) -> None:
         """Append a line, as a whole, whoever else writes."""
