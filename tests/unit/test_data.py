@@ -163,7 +163,6 @@ def test_random_transforms_draw_the_same_whoever_loads_a_sample() -> None:
 
 ON_FOUR_THREADS = """
 import torch
-from ddp_recipes._compat.torch_ import tree_leaves
 from ddp_recipes.data.batch_plan import BatchPlan
 from ddp_recipes.data.loader import Loader
 from ddp_recipes.data.order import Sequential
