@@ -75,19 +75,21 @@ def test_ranks_and_batches_weigh_as_much_as_their_targets(
         assert not close(by_samples, alone)
 
 
-@pytest.mark.slow
-def test_targets_that_do_not_count_are_said_where_batches_weigh_as_much_as_their_samples(
-    trained: Callable[..., tuple[dict[str, Any], Summary]],
-) -> None:
-    for overrides, said in (
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
         (["data.train.num_samples=12"], "task.mean_over=targets"),
-        (LOSSES["ignored"], ""),
-        ([*NAMED, "data.train.num_samples=12"], "task.mean_over=following"),
-    ):
-        _, summary = trained(*overrides, ranks=2)
-        log = (Path(summary["run_directory"]) / "train.log").read_text()
-        assert log.count("The first batch has targets that do not count") == bool(said)
-        assert said in log
+        pytest.param(LOSSES["ignored"], "", marks=pytest.mark.slow),
+        pytest.param([*NAMED, "data.train.num_samples=12"], "task.mean_over=following", marks=pytest.mark.slow),
+    ],
+)
+def test_targets_that_do_not_count_are_said_where_batches_weigh_as_much_as_their_samples(
+    overrides: list[str], said: str, trained: Callable[..., tuple[dict[str, Any], Summary]]
+) -> None:
+    _, summary = trained(*overrides, ranks=2)
+    log = (Path(summary["run_directory"]) / "train.log").read_text()
+    assert log.count("The first batch has targets that do not count") == bool(said)
+    assert said in log
 
 
 @pytest.mark.parametrize(

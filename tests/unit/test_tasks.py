@@ -132,7 +132,11 @@ def test_what_a_tuple_holds_is_called_as_the_model_calls_it() -> None:
     found, expected = task.validation_step((inputs, labels)), task.validation_step(by_name)
     assert torch.equal(found.metrics["accuracy"], expected.metrics["accuracy"])
     assert torch.equal(found.loss, expected.loss)
-    assert task.amount([inputs, labels]) == task.amount(by_name) == 3
+    assert task.amount([inputs, labels]) == task.amount(by_name) == found.amount == 3
+    by_samples = ModelLossTask(task.model)
+    assert by_samples.validation_step(by_name).amount is None
+    assert by_samples.ignored(by_name)
+    assert not task.ignored(by_name)
 
 
 def test_a_tuple_without_what_is_asked_for_is_refused_with_the_names_it_has() -> None:
