@@ -5,7 +5,7 @@ import os
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from ddp_recipes.datasets.transforms import Transforms, in_order
 from ddp_recipes.errors import RequestError, not_one_of
 from ddp_recipes.streams.cache import Cache, sha256
 from ddp_recipes.streams.decoding import Decoder
-from ddp_recipes.streams.formats import BadRow, BadShard, Formats, Groups, Row, by_group
+from ddp_recipes.streams.formats import BadRow, BadShard, Formats, Groups, Part
 from ddp_recipes.streams.index import Shard, is_remote, joined, load, other_columns
 from ddp_recipes.streams.order import Windowed, cost, held_bytes, quality
 
@@ -123,7 +123,8 @@ class Stream(Dataset[Any]):
         for other in range(min(TRIES, rows)):
             row = (number - first + other) % rows
             try:
-                return next(self.decoder(found) for _, found in self._here().rows(shard, [row], self))
+                part = self._here().part(shard, row, self)
+                return self.decoder(part.row(row - part.first))
             except BadRow as error:
                 path = joined(self.index.root, self.index.shards[shard].name)
                 if self.on_error == "raise":
@@ -139,13 +140,20 @@ class Stream(Dataset[Any]):
         )
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Return samples at once, which is for those that draw no random numbers: shard by shard, and thus quicker."""
+        """Return samples at once, which is for those that draw no random numbers: place by place, and thus quicker."""
         samples: list[Any] = [None] * len(indices)
+        numbers = [self._range[index] for index in indices]
+        first = end = 0
         here = self._here()
         try:
-            for shard, positions, rows in by_group([self._range[index] for index in indices], self._ends):
-                for position, row in here.rows(shard, rows, self):
-                    samples[positions[position]] = self.decoder(row)
+            for position in sorted(range(len(numbers)), key=numbers.__getitem__):
+                number = numbers[position]
+                if number >= end:
+                    shard = bisect_right(self._ends, number)
+                    of_shard = self._ends[shard - 1] if shard else 0
+                    part = here.part(shard, number - of_shard, self)
+                    first, end = of_shard + part.first, of_shard + part.end
+                samples[position] = self.decoder(part.row(number - first))
         except BadRow:
             return [self[index] for index in indices]  # one by one: it is named, or another one takes its place
         return samples
@@ -222,17 +230,18 @@ class _Process:
         self._open: OrderedDict[int, Any] = OrderedDict()
         self._fetching: set[int] = set()
 
-    def rows(self, shard: int, rows: Sequence[int], stream: Stream) -> Iterator[tuple[int, Row]]:
-        """Yield rows of a shard, each with its position among those that are asked for."""
+    def part(self, shard: int, row: int, stream: Stream) -> Part:
+        """Return what holds a row of a shard."""
         reader = self._open.get(shard)
         if reader is None:
             reader = self._opened(shard, stream)
         else:
             self._open.move_to_end(shard)
         try:
-            yield from reader.rows(rows)
+            found: Part = reader.part(row)
         except BadShard as error:
             raise _named(error, shard, stream) from error
+        return found
 
     def _opened(self, shard: int, stream: Stream) -> Any:
         entry, columns = stream.index.shards[shard], stream.index.columns

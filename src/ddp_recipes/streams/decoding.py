@@ -64,7 +64,8 @@ class Decoder:
 
     def _of(self, row: Row, names: str | tuple[str, ...]) -> Any:
         if isinstance(names, str):
-            return _value(names, _found(row, names))
+            value = _found(row, names)
+            return value if type(value) is str else _value(names, value)
         values = [_value(name, _found(row, name)) for name in names]
         try:
             return torch.tensor(values, dtype=torch.float32)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,6 +49,19 @@ def needed(module: str) -> Any:
         ) from error
 
 
+class Part(NamedTuple):
+    """Rows of a shard that lie in one place.
+
+    Attributes:
+        first, end: the numbers of its rows, in the shard.
+        row: returns one by its number in the part, undecoded where that may fail for it alone; raises :class:`BadRow`.
+    """
+
+    first: int
+    end: int
+    row: Callable[[int], Row]
+
+
 class Reader(Protocol):
     """An open shard; ``columns`` are names and types of its columns, as far as the file has them."""
 
@@ -58,31 +71,13 @@ class Reader(Protocol):
         """Return the number of rows."""
         ...
 
-    def rows(self, numbers: Sequence[int]) -> Iterator[tuple[int, Row]]:
-        """Yield rows, each with its position in ``numbers``, in the order in which they are read the quickest.
-
-        They are undecoded where that may fail for one alone.
+    def part(self, number: int) -> Part:
+        """Return the rows around one.
 
         Raises:
-            BadRow: one is none.
+            BadShard: they cannot be read.
         """
         ...
-
-
-def by_group(numbers: Sequence[int], ends: Sequence[int]) -> Iterator[tuple[int, list[int], list[int]]]:
-    """Yield the shards or groups that rows lie in: its number, its rows' positions in ``numbers``, their numbers in it.
-
-    Args:
-        ends: of the shards or groups, behind the last row of each.
-    """
-    found: dict[int, tuple[list[int], list[int]]] = {}
-    for position, number in enumerate(numbers):
-        group = bisect_right(ends, number)
-        positions, rows = found.setdefault(group, ([], []))
-        positions.append(position)
-        rows.append(number - (ends[group - 1] if group else 0))
-    for group, (positions, rows) in found.items():
-        yield group, positions, rows
 
 
 class Groups:
@@ -137,9 +132,9 @@ class Parquet:
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
-    def rows(self, numbers: Sequence[int]) -> Iterator[tuple[int, Row]]:
-        for group, positions, rows in by_group(numbers, self._ends):
-            yield from zip(positions, self._groups.get(self, group).rows(rows), strict=True)
+    def part(self, number: int) -> Part:
+        group = bisect_right(self._ends, number)
+        return Part(self._ends[group - 1] if group else 0, self._ends[group], self._groups.get(self, group).row)
 
     def read_group(self, group: int) -> "Table":
         """Return a row group, read from the file."""
@@ -180,9 +175,9 @@ class Arrow:
     def __len__(self) -> int:
         return self._rows
 
-    def rows(self, numbers: Sequence[int]) -> Iterator[tuple[int, Row]]:
-        for batch, positions, rows in by_group(numbers, self._ends):
-            yield from zip(positions, self._tables[batch].rows(rows), strict=True)
+    def part(self, number: int) -> Part:
+        batch = bisect_right(self._ends, number)
+        return Part(self._ends[batch - 1] if batch else 0, self._ends[batch], self._tables[batch].row)
 
     def close(self) -> None:
         """Unmap the file, once nothing refers to it."""
@@ -211,9 +206,9 @@ class Table:
         columns = zip(table.schema.names, table.columns, strict=True)
         self._columns = [(name, _getter(column, shapes.get(name))) for name, column in columns]
 
-    def rows(self, numbers: Sequence[int]) -> list[Row]:
-        """Return rows; their arrays have memory of their own."""
-        return [{name: get(number) for name, get in self._columns} for number in numbers]
+    def row(self, number: int) -> Row:
+        """Return a row; its arrays have memory of their own."""
+        return {name: get(number) for name, get in self._columns}
 
 
 def _getter(column: Any, shape: Sequence[int] | None) -> Callable[[int], Any]:
@@ -294,8 +289,8 @@ class Records:
         """Return a row, which is undecoded where that may fail for it alone."""
         raise NotImplementedError
 
-    def rows(self, numbers: Sequence[int]) -> Iterator[tuple[int, Row]]:
-        return ((position, self.row(number)) for position, number in enumerate(numbers))
+    def part(self, number: int) -> Part:
+        return Part(0, len(self), self.row)
 
     def close(self) -> None:
         """Unmap the file."""
