@@ -351,6 +351,25 @@ class Borrowing(Sizes):
         return self.layers(hidden)
 
 
+class Factors(nn.ParameterDict):
+    """Numbers that others read: it has no forward."""
+
+    def of(self, hidden: Tensor) -> Tensor:
+        return hidden @ self["left"] @ self["right"]
+
+
+class NeverCalled(Sizes):
+    """Has a list and a dict of parameters."""
+
+    def make(self) -> None:
+        self.inner = layer()
+        self.scales = nn.ParameterList([torch.randn(16, 16) / 4, torch.randn(16, 16) / 4])
+        self.factors = Factors({"left": torch.randn(16, 8) / 4, "right": torch.randn(8, 16) / 4})
+
+    def between(self, hidden: Tensor) -> Tensor:
+        return self.inner(self.factors.of(hidden @ self.scales[0]).tanh() @ self.scales[1])
+
+
 class CrossAttending(Sizes):
     def make(self) -> None:
         self.layers = nn.ModuleList([nn.MultiheadAttention(4, 2, batch_first=True)])

@@ -278,10 +278,10 @@ def test_a_transformer_that_is_cut_at_a_number_of_parameters_gives_them_too(wrap
     assert fsdp["weights_sha256"] == run(*model, "strategy=ddp_exact")["weights_sha256"]
 
 
-@pytest.mark.slow
-def test_a_part_that_is_never_called_is_gathered_with_the_module_that_reads_it(run: Run) -> None:
+@pytest.mark.parametrize("name", slow_but(["NeverCalled"], ["Borrowing", "NeverCalled"]))
+def test_a_part_that_is_never_called_is_gathered_with_the_module_that_reads_it(name: str, run: Run) -> None:
     """As the projections of Swin and BEiT, whose weights their attention gives to a function."""
-    model = [*QUIET, *SMALL, "model._target_=differential.architectures.Borrowing", "strategy.shards=6"]
+    model = [*QUIET, *SMALL, f"model._target_=differential.architectures.{name}", "strategy.shards=6"]
     fsdp = run(*model, "strategy=fsdp", "strategy.wrap=200", world_size=2)
     assert fsdp["weights_sha256"] == run(*model, "strategy=ddp_exact")["weights_sha256"]
 

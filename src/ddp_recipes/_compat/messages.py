@@ -47,8 +47,8 @@ def without_gradient(error: BaseException) -> list[int]:
 
 
 def uses_rows(error: BaseException) -> bool:
-    """Whether an operation got a ``DTensor`` beside a plain one: a parameter that is not gathered."""
-    return "got mixed torch.Tensor and DTensor" in str(error)
+    """Whether an operation got a ``DTensor``, maybe beside a plain one: a parameter that is not gathered."""
+    return any(each in str(error) for each in ("got mixed torch.Tensor and DTensor", "Sharding propagation failed"))
 
 
 def of_freed_memory(error: BaseException) -> bool:

@@ -11,11 +11,11 @@ from ddp_recipes.model_parallel.placement import (
     Conflict,
     has_constants,
     has_state,
-    is_called,
     is_cut,
     own_weights,
     ties,
 )
+from ddp_recipes.tasks.blocks import is_called
 
 
 def balanced(

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from ddp_recipes._compat.torch_ import apply_to_own, remove_forward_pre_hooks
+from ddp_recipes.tasks.blocks import is_called
 
 Stages = dict[nn.Module, int]
 
@@ -56,11 +57,6 @@ def blocks_of(model: nn.Module, starts: Sequence[str]) -> dict[str, nn.Module]:
 def is_cut(name: str, starts: Sequence[str]) -> bool:
     """Whether a module of this name holds the start of a stage; the model itself (no name) always does."""
     return name == "" or any(start.startswith(f"{name}.") for start in starts)
-
-
-def is_called(module: nn.Module) -> bool:
-    """Whether a module has a forward: ``ModuleList`` and ``ModuleDict`` only hold others."""
-    return type(module).forward is not nn.Module.forward
 
 
 def has_state(module: nn.Module) -> bool:

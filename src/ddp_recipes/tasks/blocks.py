@@ -10,7 +10,11 @@ from ddp_recipes._compat.torch_ import buffers_of
 from ddp_recipes.errors import RequestError, nearest
 
 LISTS = (nn.Sequential, nn.ModuleList)  # whose elements are layers
-NEVER_CALLED = (nn.ModuleList, nn.ModuleDict)  # they have no forward, but their elements do
+
+
+def is_called(module: nn.Module) -> bool:
+    """Whether a module has a forward: lists and dicts of modules and of parameters only hold what others use."""
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def chosen(model: nn.Module, wish: bool | str | Sequence[str], key: str) -> list[str]:
@@ -21,10 +25,11 @@ def chosen(model: nn.Module, wish: bool | str | Sequence[str], key: str) -> list
     """
     names = repeated(model) if isinstance(wish, bool) else named(model, wish, key)
     for name in names:
-        if isinstance(model.get_submodule(name), NEVER_CALLED):
+        block = model.get_submodule(name)
+        if not is_called(block):
+            others = f"its elements: {key}=['{name}.*']" if [*block.children()] else "the module that uses it"
             raise RequestError(
-                f"{key}: {name} is a {type(model.get_submodule(name)).__name__}, which is never called itself. Name "
-                f"its elements: {key}=['{name}.*']."
+                f"{key}: {name} is a {type(block).__name__}, which is never called itself. Name {others}."
             )
     if not names:
         raise RequestError(
@@ -48,7 +53,7 @@ def repeated(model: nn.Module) -> list[str]:
 def _elements(model: nn.Module, name: str) -> Iterator[str]:
     for child, block in model.get_submodule(name).named_children():
         inside = f"{name}.{child}" if name else child
-        if isinstance(block, NEVER_CALLED):
+        if not is_called(block):
             yield from _elements(model, inside)
         elif next(block.parameters(), None) is not None:
             yield inside

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from ddp_recipes.errors import RequestError
 from ddp_recipes.strategies.fsdp.dtypes import refuse_dtypes
 from ddp_recipes.tasks import Task
-from ddp_recipes.tasks.blocks import NEVER_CALLED, chosen, repeated
+from ddp_recipes.tasks.blocks import chosen, is_called, repeated
 
 _NO_VALUES = ("dtype", "device", "shape", "size", "dim", "requires_grad")  # of a parameter, which every rank knows
 _AT_FIRST = ("__init__", "reset", "_reset", "init", "_init")  # how methods begin that no step calls
@@ -66,7 +66,7 @@ def _by_size(model: nn.Module, least: int) -> list[str]:
         for child, each in module.named_children():
             left |= {*each.parameters()} if child in read else left_in(f"{name}{child}.", each)
         own = _places(module)
-        if not name or isinstance(module, NEVER_CALLED) or any(own[each] < places[each] for each in left):
+        if not name or not is_called(module) or any(own[each] < places[each] for each in left):
             return left
         if sum(each.numel() for each in left) < least:
             return left
