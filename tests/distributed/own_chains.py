@@ -3,11 +3,12 @@
 import json
 import os
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from torchvision.models import resnet18
 
 
@@ -47,17 +48,22 @@ class Chain(nn.Sequential):
 
 
 class Checkpointed(nn.Module):
-    """Runs each of its blocks in a checkpoint of torch's, in an order that it may draw."""
+    """Runs each of its blocks in a checkpoint of torch's, in an order that it may draw, or segments of several."""
 
-    def __init__(self, in_features: int, out_features: int, reentrant: bool = False, shuffled: bool = False) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, reentrant: bool = False, shuffled: bool = False, segments: int = 0
+    ) -> None:
         super().__init__()
-        self.reentrant, self.shuffled = reentrant, shuffled
+        self.reentrant, self.shuffled, self.segments = reentrant, shuffled, segments
         self.start = nn.Linear(in_features, 16)
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4))
         self.head = nn.Linear(16, out_features)
 
     def forward(self, input: Tensor) -> Tensor:
         hidden = self.start(input)
+        if self.segments:
+            hidden = checkpoint_sequential([*self.blocks], self.segments, hidden, use_reentrant=False)
+            return cast(Tensor, self.head(hidden))
         order = torch.randperm(4).tolist() if self.shuffled and self.training else range(4)
         for number in order:
             hidden = checkpoint(self.blocks[number], hidden, use_reentrant=self.reentrant)

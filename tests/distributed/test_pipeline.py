@@ -65,6 +65,7 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
             ("deciding", ["+model.by_inputs=true"], 2),
             ("checkpointed", [], 2),
             ("checkpointed", INTERLEAVED, 2),
+            ("checkpointed", ["+model.segments=2"], 2),
             ("mlp", ["strategy.schedule=gpipe", *THREE], 3),
             ("mlp", ["model.split=[layers.2]"], 4),
             ("chain", ["model.split=[3,6]", *THREE], 3),
@@ -383,6 +384,11 @@ REFUSED_MODELS: dict[str, tuple[list[str], int, list[str]]] = {
         [*MODELS["checkpointed"], "+model.reentrant=true", "model.split=[blocks.2]"],
         2,
         ["blocks.2 begins a stage and is called without gradients", "use_reentrant=False it can be"],
+    ),
+    "a checkpoint that goes on over the cut": (
+        [*MODELS["checkpointed"], "+model.segments=2", "model.split=[blocks.1]"],
+        2,
+        ["blocks.1 would begin a stage in the middle of a torch.utils.checkpoint", "Let no stage begin at blocks.1"],
     ),
     "what skips a stage": (
         [*MODELS["skip"], "+model.doubled=true", "model.split=[second,last]", *THREE],

@@ -24,6 +24,7 @@ from omegaconf.errors import InterpolationKeyError
 from torch import Tensor, nn
 from torch.autograd import profiler
 from torch.distributed import TCPStore
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from torch.utils.tensorboard import SummaryWriter
 
@@ -102,6 +103,25 @@ def test_nodes_are_numbered_as_they_come() -> None:
     assert loss.grad_fn is not None
     assert before < torch_.sequence_number(loss.grad_fn) + 1 == torch_.next_sequence_number()
     assert [list(each.shape) for each in torch_.metadata_of(loss.grad_fn)] == [[]]
+
+
+def test_a_checkpoint_is_known_from_others_by_what_it_runs() -> None:
+    seen: list[Any] = []
+
+    def block(inputs: Tensor) -> Tensor:
+        seen.append(torch_.current_checkpoint())
+        return inputs.sin()
+
+    inputs = torch.ones(2, requires_grad=True)
+    checkpoint(lambda each: block(block(each)), inputs, use_reentrant=False)
+    checkpoint(block, inputs, use_reentrant=False)
+    with torch.autograd.graph.save_on_cpu():  # type: ignore[no-untyped-call]
+        block(inputs)
+    first, second, other, outside = seen
+    assert first is second
+    assert first is not None
+    assert other not in (first, None)
+    assert outside is None
 
 
 def test_current_node_is_there_in_backward_alone() -> None:

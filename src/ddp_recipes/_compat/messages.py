@@ -51,6 +51,11 @@ def uses_rows(error: BaseException) -> bool:
     return any(each in str(error) for each in ("got mixed torch.Tensor and DTensor", "Sharding propagation failed"))
 
 
+def of_no_data(error: BaseException) -> bool:
+    """Whether an operation got a tensor that has data and one that has none, on the device ``meta``."""
+    return isinstance(error, RuntimeError) and "device meta" in str(error)
+
+
 def of_freed_memory(error: BaseException) -> bool:
     """Whether an operation got a tensor whose memory has been freed, as that of a parameter that is given back."""
     return isinstance(error, RuntimeError) and "storage of size 0" in str(error)

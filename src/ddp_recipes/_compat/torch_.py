@@ -51,6 +51,16 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def current_checkpoint() -> Any:
+    """Return what is of one call of a ``torch.utils.checkpoint`` alone (not a reentrant one), or ``None`` outside.
+
+    That is what packs the tensors that autograd is to keep: ``torch._C._autograd._top_saved_tensors_default_hooks``. No
+    public way.
+    """
+    pack, _ = torch._C._autograd._top_saved_tensors_default_hooks(True) or (None, None)
+    return pack if getattr(pack, "__module__", "") == "torch.utils.checkpoint" else None
+
+
 def next_sequence_number() -> int:
     """Return the number that the next node gets: ``torch._C._autograd._get_sequence_nr``. No public way."""
     return torch._C._autograd._get_sequence_nr()

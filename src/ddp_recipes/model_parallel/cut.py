@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ddp_recipes._compat.torch_ import (
     buffers_of,
+    current_checkpoint,
     current_node,
     tree_flatten,
     tree_leaves,
@@ -26,6 +27,9 @@ from ddp_recipes.model_parallel.placement import Conflict, blocks_of, has_consta
 from ddp_recipes.tasks import Task
 
 SAME_WAY = "each batch has to take the same way through the blocks before a stage"
+WITHIN_CHECKPOINT = (
+    "would begin a stage in the middle of a torch.utils.checkpoint, which runs the blocks before it again as well"
+)
 NO_GRADIENT = (
     "begins a stage and is called without gradients where its input has one (torch.no_grad, or torch.utils.checkpoint "
     "with use_reentrant=True; with use_reentrant=False it can be)"
@@ -81,6 +85,7 @@ class Cut:
                 through the blocks of earlier stages than before.
         """
         self._stage, self._receive, self._latest, self.entered = stage, receive, 0, ""
+        self._within: Any = None  # the checkpoint that the last block was called in
         self._given, self._calls = [] if given is None else given, 0
         self._received_now: list[tuple[Tensor, Tensor]] = []  # without data, and what came in its place
         try:
@@ -100,6 +105,10 @@ class Cut:
         if not self._latest <= at <= self._latest + 1:
             message = f"{name}, of stage {at}, is called right after a block of stage {self._latest}"
             raise Conflict(name, message, (at, self._latest))
+        within = current_checkpoint()
+        if at > self._latest and within is not None and within is self._within:
+            raise Conflict(name, f"{name} {WITHIN_CHECKPOINT}", (self._latest, at))
+        self._within = within
         enters, self._latest = at > self._latest, at
         if at > self._stage or (enters and at == self._stage and self._receive is None):
             tensors = [self._came(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ddp_recipes._compat.messages import of_no_data
 from ddp_recipes.checkpointing.parts import put_together
 from ddp_recipes.errors import RequestError
 from ddp_recipes.model_parallel.layout import Layout
@@ -107,6 +108,17 @@ class DDPPipeline(Group):
             return output
         zero = torch.zeros((), device=self.pipeline.device)
         return StepOutput(zero, {name: zero.new_zeros(0) for name in names}, 0)
+
+    def explain(self, error: BaseException, task: Task) -> str | None:
+        """Say what a tensor without data is, which a stage came upon in a step."""
+        if not of_no_data(error):
+            return super().explain(error, task)
+        return (
+            "A stage came upon a tensor that only another stage has, which a try without data does not show where a "
+            "model does more than call a block with what another one gave: by an autograd.Function of its own that "
+            "runs blocks again, or by moving modules. Cut it elsewhere (model.split), or use a strategy without "
+            "stages, as ddp."
+        )
 
     def wrap(self, task: Task, devices: Sequence[torch.device]) -> Wrapped:
         """Return a step that runs forward and backward by the schedule; its loss counts in the last stage."""
