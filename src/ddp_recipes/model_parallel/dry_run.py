@@ -112,25 +112,33 @@ class DryRun:
         Raises:
             Conflict: a stage needs more than what its first block is called with.
         """
-        costs = self.run()
-        (here, elsewhere), on_cpu = fake_devices(2), self.failure is not None
-        has_shapes = on_cpu or self._has_shapes(starts)
-        for stage in range(len(starts) + 1):
-
-            def cut(task: Task, stage: int = stage) -> Callable[[Any], object]:
-                cut, step = Cut(task, starts, elsewhere), getattr(task, self.step)
-                return lambda batch: cut.run(
-                    partial(step, batch), stage, lambda _, wanted: torch.empty_like(wanted, device=here)
-                )
-
-            devices = [here if number == stage else elsewhere for number in range(len(starts) + 1)]
-            between = (max(stage, 1) - 1, max(stage, 1))
-            if not on_cpu:
-                self._run(starts, devices, cut, between, stage)
-                failed, self.failure = self.failure, None
-            if on_cpu or failed or not has_shapes:
-                self._run_on_cpu(starts, stage, between)
+        costs, stages = self.costs, range(len(starts), -1, -1)  # a cut that cannot be mostly fails in the last stage
+        on_cpu = self.failure is not None
+        failed = [stage for stage in stages if on_cpu or not self._runs_apart(starts, stage)]
+        if len(failed) < len(stages) and not self._has_shapes(starts):
+            failed = [*stages]
+        for stage in failed:
+            self._run_on_cpu(starts, stage, _between(stage))
         return costs
+
+    def _runs_apart(self, starts: Sequence[str], stage: int) -> bool:
+        """Run a stage as the process that holds it alone will; say whether it could be run without data.
+
+        Raises:
+            Conflict: as :meth:`run_apart`.
+        """
+        here, elsewhere = fake_devices(2)
+
+        def cut(task: Task) -> Callable[[Any], object]:
+            cut, step = Cut(task, starts, elsewhere), getattr(task, self.step)
+            return lambda batch: cut.run(
+                partial(step, batch), stage, lambda _, wanted: torch.empty_like(wanted, device=here)
+            )
+
+        devices = [here if number == stage else elsewhere for number in range(len(starts) + 1)]
+        self._run(starts, devices, cut, _between(stage), stage)
+        failed, self.failure = self.failure, None
+        return failed is None
 
     def _has_shapes(self, starts: Sequence[str]) -> bool:
         """Whether the blocks before each cut run without data as in the run: some models spare fake tensors.
@@ -178,6 +186,11 @@ class DryRun:
 
     def _step_on_cpu(self, task: Task) -> Callable[[], Any]:
         return partial(getattr(task, self.step), tree_map_only(Tensor, Tensor.clone, self.batch_of(2)))
+
+    @cached_property
+    def costs(self) -> Costs:
+        """What :meth:`run` returns of the whole model."""
+        return self.run()
 
     @cached_property
     def batch(self) -> Any:
@@ -230,6 +243,11 @@ class DryRun:
             self.failure = f"{type(error).__name__}: {message}"
             return Costs.of_weights(self.task.model)
         return costs
+
+
+def _between(stage: int) -> tuple[int, int]:
+    """Return the stages that a conflict in one is between."""
+    return (max(stage, 1) - 1, max(stage, 1))
 
 
 def _memo(task: Task, starts: Sequence[str], stage: int) -> dict[int, Any]:

@@ -65,7 +65,7 @@ def _chosen(
 ) -> tuple[list[str], Costs]:
     """Return the names if a model can be cut there, or where it is best cut, and what its modules cost."""
     if names is None:
-        costs = dry_run.run()
+        costs = dry_run.costs
         if dry_run.times is not None:
             costs.time = Counter(dry_run.times())
         return balanced(model, stages, costs, run, key), costs
