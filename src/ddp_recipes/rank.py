@@ -60,6 +60,8 @@ def run(job: Job, world: World, messages: Messages | None, watcher: Watcher = NO
         RunFailed: it failed on another rank, which is named.
         Exception: it failed on this rank.
     """
+    if "RANK" in os.environ:  # LitData's sets ask for this name beside WORLD_SIZE, and take each rank for the first
+        os.environ["GLOBAL_RANK"] = str(world.rank)
     with own_lines(world):
         return _run(job, world, messages, watcher)
 

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -36,6 +36,40 @@ class Numbers(IterableDataset[Sample]):
 
     def __iter__(self) -> Iterator[Sample]:
         return map(sample, range(self.first, self.first + self.size))
+
+
+class Itself(IterableDataset[Sample]):
+    """Is its own iterator, begun anew by ``__iter__`` as LitData's, with methods of the names of webdataset and MDS."""
+
+    def __init__(self, size: int = 13) -> None:
+        self.size = self.number = size
+
+    def __iter__(self) -> Iterator[Sample]:
+        self.number = 0
+        return self
+
+    def __next__(self) -> Sample:
+        if self.number == self.size:
+            raise StopIteration
+        self.number += 1
+        return sample(self.number - 1)
+
+    def batched(self, size: int) -> NoReturn:
+        """Put samples together, which is for whoever calls it."""
+        raise AssertionError
+
+    def state_dict(self, num_samples: int, from_beginning: bool) -> NoReturn:
+        """Be asked with what only its own loader knows."""
+        raise AssertionError
+
+    load_state_dict = state_dict
+
+
+class Spent(Itself):
+    """Is its own iterator, and begins once."""
+
+    def __iter__(self) -> Iterator[Sample]:
+        return self
 
 
 class Spawned(Numbers):

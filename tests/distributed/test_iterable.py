@@ -1,6 +1,7 @@
 """Iterable-style data sets: every sample once, all ranks at one step, and on from where a run stopped."""
 
 import json
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from ddp_recipes.errors import RequestError, RunFailed
 from ddp_recipes.reporting.run_directory import Summary
 from ddp_recipes.testing import run_recipe
 from helpers.marks import at_night, needs, slow_but
+from helpers.patience import patience
 
 Run = Callable[..., Summary]
 STRATEGIES = {"ddp": [], "fsdp": ["strategy=fsdp", "strategy.wrap=[net1,net2]"]}
@@ -68,6 +70,53 @@ def test_each_rank_keeps_its_share_of_the_same_global_batches(world_size: int, w
     assert summary["metrics"] == pytest.approx(alone["metrics"], rel=1e-4)
     if world_size == 1:
         assert summary["weights_sha256"] == alone["weights_sha256"]
+
+
+def test_a_set_that_is_its_own_iterator_is_read_as_others_are(over: Any) -> None:
+    common = ("data.global_batch_size=6", "checkpoint.every_n_steps=2", "trainer.max_epochs=1")
+    _, seen = over(*common, train="Itself", world_size=2)
+    whole, expected = over(*common, world_size=2)
+    assert seen == expected
+    resumed = f"ckpt_path={whole['run_directory']}/checkpoints/step_00000002.pt"
+    gone_on, _ = over(*common, resumed, train="Itself", world_size=2)
+    assert gone_on["weights_sha256"] == whole["weights_sha256"]
+
+
+OWN_SHARE = """
+import os
+from torch import arange
+from torch.utils.data import IterableDataset
+
+class OwnShare(IterableDataset):
+    def __init__(self):  # as LitData's: before there is a process group the environment says which rank it is for
+        self.rank, self.ranks = int(os.environ.get("GLOBAL_RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+    def __iter__(self):
+        for number in range(self.rank, 12, self.ranks):
+            yield arange(10.0) * number, arange(5.0) * number
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.spawn
+def test_a_set_that_finds_by_itself_which_rank_it_is_for(python: str, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN_SHARE)
+    keys = ["~data.train", "+data.train._target_=own.OwnShare", "data.val=null", "data.global_batch_size=4"]
+    keys += ["model=toy", "data=random", "task=regression", "launcher.nproc_per_node=2", "launcher.device=cpu"]
+    keys += ["trainer.max_epochs=1"]
+
+    def ran(*overrides: str) -> subprocess.CompletedProcess[str]:
+        command = [python, "-m", "ddp_recipes", *keys, *overrides]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=patience(120), check=False)
+
+    failed = ran("hydra.run.dir=run")
+    assert failed.returncode == 1
+    assert "other samples on rank 1 than on rank 0 (batch 0)" in failed.stderr
+    assert "set data.shard_arguments=own" in failed.stderr
+    done = ran("hydra.run.dir=own", "data.shard_arguments=own")
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((tmp_path / "own" / "summary.json").read_text())
+    assert (summary["samples_seen"], summary["global_step"]) == (12, 3)
 
 
 @pytest.mark.slow
@@ -260,6 +309,7 @@ def test_a_shared_stream_goes_on_at_another_world_size_and_shards_do_not(over: A
         ),
         ("Indexed", ["data.shard_arguments={size: world, first: rank}"], "shard_arguments deals iterable-style sets"),
         ("once", [], "data.train is a generator, an iterator, which can be read once"),
+        ("Spent", [], "data.train is a Spent, an iterator, which can be read once"),
     ],
 )
 def test_what_a_stream_cannot_do_is_refused(train: str, keys: list[str], message: str, over: Any) -> None:

@@ -13,7 +13,7 @@ from ddp_recipes.config.extras import extra
 from ddp_recipes.config.parallelism import BatchShards, StrategySettings
 from ddp_recipes.config.settings import DataSettings, TrainerSettings, batches
 from ddp_recipes.data.batch_plan import BatchPlan
-from ddp_recipes.data.keyed import Form
+from ddp_recipes.data.keyed import Form, gives_batches
 from ddp_recipes.data.loader import Loader, is_iterable, size_of
 from ddp_recipes.data.order import Bucketed, Drawn, FirstEpoch, Order, order_of
 from ddp_recipes.errors import RequestError
@@ -307,7 +307,7 @@ def source_of_node(key: str, node: Mapping[str, Any], settings: DataSettings, sh
     if key == "data.train" and not is_iterable(dataset):
         nodes = {name: getattr(settings, name) for name in ("sampler", "batch_sampler")}
         own = {name: sampler_of(given, f"data.{name}", dataset) for name, given in nodes.items() if given}
-    return Source(dataset, settings, None, bool(getattr(dataset, "batched", False)), **own)
+    return Source(dataset, settings, None, gives_batches(dataset), **own)
 
 
 def sampler_of(node: Mapping[str, Any], key: str, dataset: Any) -> Any:

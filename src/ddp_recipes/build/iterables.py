@@ -7,6 +7,7 @@ from ddp_recipes.build.data import Loading, Source, filled
 from ddp_recipes.config.parallelism import BatchShards
 from ddp_recipes.data.iterable import Dealt, IterableLoader, nominal
 from ddp_recipes.data.keyed import Form
+from ddp_recipes.data.reading import is_read_once
 from ddp_recipes.errors import RequestError
 from ddp_recipes.strategies.base import by_rank
 from ddp_recipes.training.precision import whole_dtype
@@ -66,7 +67,7 @@ def refuse(loading: Loading, split: str, key: str, source: Source, shards: Batch
     """
     settings, trainer, strategy = source.settings, loading.trainer, loading.parallelism
     what = f"{key}, a {type(source.dataset).__name__}, is an iterable-style set"
-    if hasattr(source.dataset, "__next__"):
+    if is_read_once(source.dataset):
         raise RequestError(
             f"{key} is a {type(source.dataset).__name__}, an iterator, which can be read once. Give an object whose "
             f"__iter__ begins anew, such as a torch.utils.data.IterableDataset."

@@ -118,6 +118,11 @@ def _each(data: Any, change: Callable[[Any], Any], is_one: Callable[[Any], bool]
     return data
 
 
+def gives_batches(dataset: Any) -> bool:
+    """Whether a data set says that it gives whole batches: its ``batched`` is true, and no method as of webdataset."""
+    return getattr(dataset, "batched", False) is True
+
+
 class Draw(NamedTuple):
     """A sample, and what its random numbers are keyed by."""
 

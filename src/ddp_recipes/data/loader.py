@@ -22,7 +22,17 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from ddp_recipes._compat.torch_ import persistent, shut_down, tree_flatten, tree_map_only, workers_of
 from ddp_recipes.data.batch_plan import BatchPlan
-from ddp_recipes.data.keyed import AS_IT_COMES, Draw, Fetched, Form, KeyedDataset, collate, may_skip, to_device
+from ddp_recipes.data.keyed import (
+    AS_IT_COMES,
+    Draw,
+    Fetched,
+    Form,
+    KeyedDataset,
+    collate,
+    gives_batches,
+    may_skip,
+    to_device,
+)
 from ddp_recipes.datasets.memory import InMemory
 from ddp_recipes.datasets.transforms import is_known
 from ddp_recipes.devices import is_accelerator, locks_pages
@@ -414,7 +424,7 @@ def size_of(dataset: Any) -> int:
 
 
 def _whole_batch_fetch(dataset: Any) -> Any:
-    if getattr(dataset, "batched", False):
+    if gives_batches(dataset):
         return dataset.fetch
     return partial(_rows, dataset.tensors) if type(dataset) is TensorDataset else None
 

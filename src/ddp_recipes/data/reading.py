@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from enum import IntEnum
-from itertools import islice
+from inspect import signature
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -101,8 +101,7 @@ class Cut(IterableDataset[Item]):
         self.dataset, self.plan, self.shard, self.shared, self.batched = dataset, plan, shard, shared, batched
         self.collate_fn, self.name, self.begin_worker = collate_fn, name, begin_worker
         self.keyed = 0 if shared else 1 + shard  # ranks that read different streams draw different numbers
-        methods = (getattr(dataset, each, None) for each in ("state_dict", "load_state_dict"))
-        self.has_state = not replays and all(map(callable, methods))
+        self.has_state = not replays and _takes(dataset, "state_dict") and _takes(dataset, "load_state_dict", {})
         self.start = Start()
         self.worker, self.workers = 0, 1
         self.asked: Callable[[], bool | None] = _unknown
@@ -157,7 +156,10 @@ class Cut(IterableDataset[Item]):
     def _read(self, samples: Iterator[Any], at_once: int, count: int) -> list[Any]:
         read: list[Any] = []
         try:
-            read.extend(islice(samples, at_once))
+            while len(read) < at_once:
+                read.append(next(samples))  # no more than that: of some, __iter__ of the iterator begins anew
+        except StopIteration:
+            pass
         except Exception as error:
             error.add_note(
                 f"{type(error).__name__} while {self.name}, a {type(self.dataset).__name__}, was read for its batch "
@@ -188,6 +190,27 @@ class Cut(IterableDataset[Item]):
             deepcopy(self.dataset.state_dict()) if self.has_state else None,
             self.asked(),
         )
+
+
+def is_read_once(dataset: Any) -> bool:
+    """Whether a data set is an iterator whose ``__iter__`` begins nothing anew: it does no more than return it."""
+    code = getattr(type(dataset).__iter__, "__code__", None)
+    return hasattr(dataset, "__next__") and (code is None or code.co_code == _itself.__code__.co_code)
+
+
+def _itself(self: Any) -> Any:
+    return self
+
+
+def _takes(dataset: Any, method: str, *arguments: Any) -> bool:
+    """Whether a data set has a method that can be called so; others of that name may mean something else."""
+    try:
+        signature(getattr(dataset, method)).bind(*arguments)
+    except (AttributeError, TypeError):  # a TypeError: it is no function, or takes other arguments
+        return False
+    except ValueError:  # it does not say what it takes
+        return True
+    return True
 
 
 def _unknown() -> None:

@@ -48,6 +48,10 @@ _ADVICE = {
         "The model's forward takes fewer arguments than the task gives it. task=classification and task=regression "
         "give it a batch's inputs, task=model_loss all that is in a batch: choose the one that fits, or another model."
     ),
+    r"env:// rendezvous|default process group twice": (
+        "Something that the config makes joins a process group by itself while it is made. The run joins one, the "
+        "default of torch.distributed, once all is made: have it wait for that, or for its first use."
+    ),
     r"DataLoader worker \(pid\(?s?\)? [\d, ]+\) (?:is killed by signal|exited unexpectedly)": (
         "A worker of data.num_workers ended: if nobody killed it, memory ran out (dmesg shows it). Use fewer, or "
         "smaller batches or samples."
