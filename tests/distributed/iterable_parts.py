@@ -273,7 +273,7 @@ def half(worker: int) -> None:
 
 
 class Streams:
-    """A data module whose loaders read streams."""
+    """A data module whose loaders read streams; ``bare`` ones give batches without a loader, as webdataset's do."""
 
     def __init__(
         self,
@@ -282,15 +282,18 @@ class Streams:
         workers: int = 0,
         begins: bool = False,
         size: int = 13,
+        bare: bool = False,
         **options: Any,
     ) -> None:
-        self.kind, self.begins, self.size = kind, begins, size
+        self.kind, self.begins, self.size, self.bare = kind, begins, size, bare
         self.options: Any = {"batch_size": batch_size, "num_workers": workers, "drop_last": batch_size is not None}
         self.options |= options
 
     def train_dataloader(self) -> Any:
         dataset = globals()[self.kind]()
         dataset.size = self.size
+        if self.bare:
+            return dataset
         return DataLoader(dataset, worker_init_fn=half if self.begins else None, **self.options)
 
     def val_dataloader(self) -> Any:

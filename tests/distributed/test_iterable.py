@@ -414,6 +414,10 @@ def test_streams_of_lightning_that_deal_themselves(lightning: Callable[..., Summ
     assert own["samples_seen"] == 12, "drop_last=True"
     batched = lightning("+data.datamodule.kind=Batches", "+data.datamodule.batch_size=null", once, world_size=2)
     assert batched["samples_seen"] == 13
+    bare = lightning("+data.datamodule.kind=Batches", "+data.datamodule.bare=true", once, world_size=2)
+    assert (bare["samples_seen"], bare["weights_sha256"]) == (13, batched["weights_sha256"])
+    with pytest.raises(RequestError, match=r"The loader for train is a Indexed\. Allowed: .*whose __iter__ gives"):
+        lightning("+data.datamodule.kind=Indexed", "+data.datamodule.bare=true")
     begun = lightning("+data.datamodule.begins=true", "+data.datamodule.workers=2", once, world_size=2)
     assert begun["samples_seen"] == 8, "worker_init_fn gives each worker a half, and drops what fills no batch of 4"
     with pytest.raises(RequestError, match=r"Numbers \(data.train\) has no method . Name one of it as _method_"):

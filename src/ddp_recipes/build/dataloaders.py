@@ -49,10 +49,10 @@ def source_of(name: str, loader: Any, settings: DataSettings, replicas: int) -> 
         replicas: over which a global batch is dealt; the loader's ``batch_size`` is for each of them.
 
     Raises:
-        RequestError: it is no ``DataLoader``, or deals its samples to ranks itself.
+        RequestError: it is no loader, or deals its samples to ranks itself.
     """
     if not isinstance(loader, DataLoader):
-        raise RequestError(f"The loader for {name} is a {type(loader).__name__}. Allowed: torch.utils.data.DataLoader.")
+        return _of_batches(name, loader, settings)
     if is_iterable(loader.dataset):
         return _of_stream(loader, settings, replicas)
     sampler, batch_sampler = loader.sampler, loader.batch_sampler
@@ -100,6 +100,17 @@ def _of_stream(loader: "DataLoader[Any]", settings: DataSettings, replicas: int)
             f"collate_fn besides. Do the same in the set's __iter__."
         )
     return Source(loader.dataset, own, collate_fn, batched, loader.worker_init_fn)
+
+
+def _of_batches(name: str, loader: Any, settings: DataSettings) -> Source:
+    """Return the source of anything else that gives batches, webdataset's ``WebLoader`` say: a stream of whole ones."""
+    if not is_iterable(loader):
+        raise RequestError(
+            f"The loader for {name} is a {type(loader).__name__}. Allowed: a torch.utils.data.DataLoader, or an object "
+            f"whose __iter__ gives batches."
+        )
+    own = replace(settings, batch_size=1, val_batch_size=1, drop_last=False, num_workers=0, collate_fn=None)
+    return Source(loader, own, None, True)
 
 
 def _settings(loader: "DataLoader[Any]", settings: DataSettings, replicas: int) -> DataSettings:
