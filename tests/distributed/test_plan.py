@@ -1,6 +1,7 @@
 """``plan=true``: what a plan says before is what a run says after, and nothing is trained."""
 
 import json
+import re
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -585,7 +586,7 @@ def test_what_cannot_be_planned_is_refused(overrides: list[str], said: str, plan
     assert said in str(refusal.value)
 
 
-def test_a_plan_trains_nothing(run: Run, tmp_path: Path) -> None:
+def test_a_plan_trains_nothing(run: Run, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     summary = run(*QUICK, "plan=true", directory=tmp_path / "run")
     assert (summary["global_step"], summary["samples_seen"], summary["last_checkpoint"]) == (0, 0, None)
     assert {path.name for path in (tmp_path / "run").iterdir()} == {
@@ -594,3 +595,5 @@ def test_a_plan_trains_nothing(run: Run, tmp_path: Path) -> None:
         "summary.json",
         "train.log",
     }
+    shown = capfd.readouterr()
+    assert re.search(r"memory +[\d.]+ kB in training \(weights 660 B", shown.out + shown.err)

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from html.parser import HTMLParser
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,9 @@ class Page(HTMLParser):
 
 def page_of(directory: Path) -> Page:
     """Return the page of a run or a sweep, once it is sure that it asks for nothing else."""
-    report([str(directory)])
+    with redirect_stdout(StringIO()) as printed:
+        report([str(directory)])
+    assert printed.getvalue() == f"{directory / 'report.html'}\n"
     text = (directory / "report.html").read_text(encoding="utf-8")
     page = Page(text)
     assert all(address.startswith("data:") for address in page.addresses)
