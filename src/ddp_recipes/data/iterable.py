@@ -26,7 +26,6 @@ from ddp_recipes.devices import is_accelerator, locks_pages
 from ddp_recipes.errors import RequestError, RunFailed
 from ddp_recipes.runtime.seeding import key, seeded
 
-_NONE = object()
 MOST_AHEAD = 4  # batches that ranks exchange the sizes of at once, if a step does not take more
 
 
@@ -315,7 +314,7 @@ class IterableLoader(Loader):
     def _first(self) -> Any:
         """Return the first that the set gives."""
         with seeded(key(self.plan.seed, 0, 0, 0)):
-            if (first := next(iter(cast(Any, self.dataset)), _NONE)) is not _NONE:
+            for first in cast(Any, self.dataset):
                 return first
         raise RunFailed(
             f"Rank {self.dealt.rank} gets no sample at all of {self.name}, on which its model could run along. Use "

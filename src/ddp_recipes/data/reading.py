@@ -208,8 +208,8 @@ def _takes(dataset: Any, method: str, *arguments: Any) -> bool:
         signature(getattr(dataset, method)).bind(*arguments)
     except (AttributeError, TypeError):  # a TypeError: it is no function, or takes other arguments
         return False
-    except ValueError:  # it does not say what it takes
-        return True
+    except ValueError:
+        pass  # it does not say what it takes
     return True
 
 

@@ -3,7 +3,6 @@
 import logging
 import os
 import threading
-from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
@@ -19,7 +18,7 @@ from ddp_recipes.datasets.transforms import Transforms, in_order
 from ddp_recipes.errors import RequestError, not_one_of
 from ddp_recipes.streams.cache import Cache, sha256
 from ddp_recipes.streams.decoding import Decoder
-from ddp_recipes.streams.formats import BadRow, BadShard, Formats, Groups, Part
+from ddp_recipes.streams.formats import BadRow, BadShard, Formats, Groups, Part, span
 from ddp_recipes.streams.index import Shard, is_remote, joined, load, other_columns
 from ddp_recipes.streams.order import Windowed, cost, held_bytes, quality
 
@@ -117,9 +116,8 @@ class Stream(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         number = self._range[index]
-        shard = bisect_right(self._ends, number)
-        first = self._ends[shard - 1] if shard else 0
-        rows = self._ends[shard] - first
+        shard, first, end = span(self._ends, number)
+        rows = end - first
         for other in range(min(TRIES, rows)):
             row = (number - first + other) % rows
             try:
@@ -149,8 +147,7 @@ class Stream(Dataset[Any]):
             for position in sorted(range(len(numbers)), key=numbers.__getitem__):
                 number = numbers[position]
                 if number >= end:
-                    shard = bisect_right(self._ends, number)
-                    of_shard = self._ends[shard - 1] if shard else 0
+                    shard, of_shard, _ = span(self._ends, number)
                     part = here.part(shard, number - of_shard, self)
                     first, end = of_shard + part.first, of_shard + part.end
                 samples[position] = self.decoder(part.row(number - first))

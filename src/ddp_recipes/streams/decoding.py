@@ -64,8 +64,7 @@ class Decoder:
 
     def _of(self, row: Row, names: str | tuple[str, ...]) -> Any:
         if isinstance(names, str):
-            value = _found(row, names)
-            return value if type(value) is str else _value(names, value)
+            return _value(names, _found(row, names))
         values = [_value(name, _found(row, name)) for name in names]
         try:
             return torch.tensor(values, dtype=torch.float32)

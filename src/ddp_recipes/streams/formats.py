@@ -62,6 +62,12 @@ class Part(NamedTuple):
     row: Callable[[int], Row]
 
 
+def span(ends: Sequence[int], number: int) -> tuple[int, int, int]:
+    """Return which of some parts in a row, by where they end, a row lies in, and where that begins and ends."""
+    which = bisect_right(ends, number)
+    return which, ends[which - 1] if which else 0, ends[which]
+
+
 class Reader(Protocol):
     """An open shard; ``columns`` are names and types of its columns, as far as the file has them."""
 
@@ -133,8 +139,8 @@ class Parquet:
         return self._ends[-1] if self._ends else 0
 
     def part(self, number: int) -> Part:
-        group = bisect_right(self._ends, number)
-        return Part(self._ends[group - 1] if group else 0, self._ends[group], self._groups.get(self, group).row)
+        group, first, end = span(self._ends, number)
+        return Part(first, end, self._groups.get(self, group).row)
 
     def read_group(self, group: int) -> "Table":
         """Return a row group, read from the file."""
@@ -176,8 +182,8 @@ class Arrow:
         return self._rows
 
     def part(self, number: int) -> Part:
-        batch = bisect_right(self._ends, number)
-        return Part(self._ends[batch - 1] if batch else 0, self._ends[batch], self._tables[batch].row)
+        batch, first, end = span(self._ends, number)
+        return Part(first, end, self._tables[batch].row)
 
     def close(self) -> None:
         """Unmap the file, once nothing refers to it."""
