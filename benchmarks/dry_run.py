@@ -82,18 +82,19 @@ GIVEN = {  # by the name of the operation: the kind, and which argument is given
 
 
 class Repeating(nn.Module):
-    """Runs its blocks again and again."""
+    """Runs its blocks again and again; has a parameter that is a single number."""
 
     def __init__(self, in_features: int, hidden_features: int, out_features: int) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(in_features, in_features) for _ in range(3))
         self.head = nn.Linear(in_features, out_features)
+        self.scale = nn.Parameter(torch.tensor(1.0))
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return [n, out_features] of [n, in_features]."""
         for number in (0, 1, 0, 2, 1, 0):
             inputs = inputs + self.blocks[number](inputs).tanh()
-        output: Tensor = self.head(inputs)
+        output: Tensor = self.scale * self.head(inputs)
         return output
 
 

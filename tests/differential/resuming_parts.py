@@ -56,12 +56,23 @@ class Losing(Callback):
         return lose
 
 
+class Leaky(nn.Module):
+    """A leaky ReLU whose slope is learned: a parameter that is a single number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slope = nn.Parameter(torch.tensor(0.1))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs.relu() - self.slope * (-inputs).relu()
+
+
 class Deep(nn.Sequential):
     """Blocks with dropout and normalisation: those of batches or of layers."""
 
     def __init__(self, in_features: int, hidden_features: int, out_features: int, norm: str = "layer") -> None:
         kind, width = nn.BatchNorm1d if norm == "batch" else nn.LayerNorm, hidden_features
-        blocks = [nn.Sequential(nn.Linear(width, width), kind(width), nn.ReLU(), nn.Dropout(0.2)) for _ in range(3)]
+        blocks = [nn.Sequential(nn.Linear(width, width), kind(width), Leaky(), nn.Dropout(0.2)) for _ in range(3)]
         super().__init__(nn.Linear(in_features, width), *blocks, nn.Linear(width, out_features))
 
 

@@ -268,6 +268,14 @@ def test_many_more_of_them(seed: int, tmp_path: Path) -> None:
     assert not count["failed"]
 
 
+@pytest.mark.slow
+def test_what_meets_at_the_end_of_an_epoch_is_as_in_lightning(tmp_path: Path) -> None:
+    """A rest of batches to accumulate, and early stopping by what training logs."""
+    own = "trainer.accumulation", "callback.early_by_training", "callback.early_by_epoch"
+    cases = [case for case in each_once() if case.endswith(own)]
+    assert tried(cases, tmp_path) == {"same": 2 * len(own)}
+
+
 @pytest.mark.nightly
 def test_each_idiom_by_itself(tmp_path: Path) -> None:
     began, cases = time.monotonic(), each_once()

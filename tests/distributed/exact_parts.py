@@ -22,7 +22,7 @@ class Sometimes(Toy):
 
 
 class Keeping(Toy):
-    """Keeps the mean of what it saw in a new tensor each time, a count, and what never changes."""
+    """Keeps the mean of what it saw in a new tensor each time, a count, and what never changes; learns a number."""
 
     def __init__(self, in_features: int, hidden_features: int, out_features: int) -> None:
         super().__init__(in_features, hidden_features, out_features)
@@ -30,12 +30,25 @@ class Keeping(Toy):
         self.register_buffer("batches", torch.tensor(0))
         self.register_buffer("mask", torch.full((2, 2), float("-inf")).triu(1))
         self.register_buffer("tenth", torch.tensor(0.1))
+        self.scale = nn.Parameter(torch.tensor(1.5))
 
     def forward(self, input: Tensor) -> Tensor:
         if self.training:
             self.mean = self.mean + input.mean(dim=0)
             self.batches += 1
-        return super().forward(input - self.mean)
+        return super().forward((input - self.mean) * self.scale)
+
+
+class Growing(Toy):
+    """Has a buffer that gets another row in each pass, as those of observers do."""
+
+    def __init__(self, in_features: int, hidden_features: int, out_features: int) -> None:
+        super().__init__(in_features, hidden_features, out_features)
+        self.register_buffer("seen", torch.zeros(0, in_features))
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.seen = torch.cat([self.seen, input.detach().mean(dim=0, keepdim=True)])
+        return super().forward(input)
 
 
 class TurnsRound(Toy):
@@ -203,6 +216,9 @@ class Scaled(Toy):
     def __init__(self, in_features: int, hidden_features: int, out_features: int) -> None:
         super().__init__(in_features, hidden_features, out_features)
         self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.scale * super().forward(input)
 
 
 class Counting(Toy):

@@ -1,5 +1,6 @@
 """What a user asks for at the edge is done, or refused by name: nothing is ignored."""
 
+import inspect
 import json
 import subprocess
 from collections.abc import Mapping
@@ -11,9 +12,10 @@ import torch
 
 import ddp_recipes
 from ddp_recipes.config.settings import better
-from ddp_recipes.errors import RequestError
+from ddp_recipes.errors import RequestError, RunFailed
 from ddp_recipes.tasks import Accuracy, Task
 from ddp_recipes.testing import make_job
+from helpers.marks import quick_each
 from helpers.patience import patience
 from helpers.ranks import run_recipe
 
@@ -25,6 +27,18 @@ DIGITS = ["data=digits", "model=linear", *QUICK[5:]]
 def summary_of(directory: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((directory / "summary.json").read_text())
     return found
+
+
+# --- buffers whose shape changes -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("own", quick_each(2, [["strategy=ddp_exact"], ["strategy=fsdp", "strategy.wrap=[net1,net2]"]]))
+def test_a_buffer_that_grows_is_refused_by_its_name_where_shards_are_added(own: list[str], tmp_path: Path) -> None:
+    growing = [*TINY, "model._target_=exact_parts.Growing", "trainer.max_epochs=1", "launcher.device=cpu"]
+    message = r"The buffer model.seen was of shape \[0, \d+\] and is now of \[1, \d+\]. .* must keep its shape"
+    with pytest.raises(RunFailed, match=message):
+        run_recipe([*growing, *own, "strategy.shards=2"], 2, tmp_path / "sums")
+    assert run_recipe([*growing, "strategy=ddp"], 2, tmp_path / "ddp")["status"] == "finished"
 
 
 # --- the direction of a metric ---------------------------------------------------------------------------------------
@@ -188,6 +202,18 @@ def test_hydra_mode_of_a_yaml_is_a_sweep(tmp_path: Path, python: str) -> None:
 def test_what_lightning_calls_otherwise_is_named(override: str, ours: str) -> None:
     with pytest.raises(RequestError, match=rf"What Lightning calls so is {ours} here\."):
         make_job([*QUICK, override])
+
+
+@pytest.mark.slow
+def test_each_key_of_lightnings_trainer_is_one_here_or_has_its_place_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # which Lightning would set, and leave
+    trainer = pytest.importorskip("lightning").Trainer
+    here = make_job(QUICK).config["trainer"]
+    for key in inspect.signature(trainer.__init__).parameters.keys() - {"self", *here}:
+        with pytest.raises(
+            RequestError, match=rf"there is no key trainer\.{key}\. What Lightning calls so is .+ here\."
+        ):
+            make_job([*QUICK, f"trainer.{key}=1"])
 
 
 def test_how_exact_products_are_holds_for_one_run(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ TAKEN = {
     "batch norm, accumulation": [],
     "a layer that nothing uses, weight decay": [TOY],
     "keeping buffers, accumulation, a last batch of which most shards have nothing": [TOY],
-    "buffers of all kinds": [TOY],
+    "buffers of all kinds, a parameter that is a number": [TOY],
     "numpy and random in the model and the collate function, validation too": [TOY],
     "random transform, workers, early stopping": [TOY],
 }
@@ -158,6 +158,7 @@ def test_a_run_goes_on_at_any_other_world_size_and_strategy(tmp_path: Path, run:
 @pytest.mark.slow
 def test_without_shards_it_learns_what_ddp_learns(run: Run, weights: Weights) -> None:
     overrides = [*QUIET, "checkpoint=default", "data.num_samples=61", "data.batch_size=2"]
+    overrides += ["model._target_=exact_parts.Scaled"]  # has a parameter that is a number
     overrides += ["trainer.accumulate_grad_batches=2", "trainer.gradient_clip_val=0.1", "data.val_samples=7"]
     ddp = run(*overrides, "strategy=ddp", world_size=2)
     for own, size in ((["strategy.level=3"], 2), (["strategy.level=1"], 2), (["strategy.replicas=2"], 4)):
@@ -188,7 +189,15 @@ def test_predictions_and_evaluation_do_not_depend_on_the_number_of_ranks(run: Ru
 
 @pytest.mark.parametrize("own", quick_each(3, [[], ["strategy.shards=4"], ["trainer.accumulate_grad_batches=2"]]))
 def test_it_does_what_one_process_does(own: list[str], run: Run) -> None:
-    checked = ["check=equivalence", "data.num_samples=60", "data.batch_size=4", "trainer.gradient_clip_val=0.1", *own]
+    model = "model._target_=exact_parts.Scaled"
+    checked = [
+        "check=equivalence",
+        model,
+        "data.num_samples=60",
+        "data.batch_size=4",
+        "trainer.gradient_clip_val=0.1",
+        *own,
+    ]
     metrics = run(*QUIET, "strategy=fsdp", TOY, *checked, world_size=2)["metrics"]
     assert 0 < metrics["check/gradient"] < 1e-5
     assert metrics["check/parameter"] < 1e-5
@@ -208,7 +217,6 @@ def test_it_does_what_one_process_does(own: list[str], run: Run) -> None:
         (["model.num_devices=2", TOY], r"model.num_devices=2 does not go with strategy=fsdp"),
         (["tune=batch_size", TOY], r"tries passes of one process, .* and strategy=fsdp runs one on several, which"),
         (["model._target_=exact_parts.Tied", TOY], r"net1.weight and net2.weight are one parameter, of two blocks"),
-        (["model._target_=exact_parts.Scaled", TOY], r"scale is a single number. Make it of shape \[1\]"),
         (["optimizer._target_=exact_parts.Normed", TOY], r"Normed may look at all of it"),
         (["model._target_=exact_parts.Sparse", TOY], r"reduces dense gradients, but those of words are sparse"),
         (["strategy.shards=2", "optimizer.fused=true", TOY], r"bits depend on how a parameter is dealt"),

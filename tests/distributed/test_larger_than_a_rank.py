@@ -28,7 +28,7 @@ Run = Callable[..., Summary]
 
 
 class Kinds(nn.Module):
-    """Has large and small parameters, of a size that ranks cannot share evenly, tied and frozen ones, and buffers."""
+    """Has large and small parameters, a number, sizes that ranks cannot share evenly, tied and frozen ones, buffers."""
 
     def __init__(self, in_features: int, hidden_features: int, out_features: int) -> None:
         super().__init__()
@@ -41,13 +41,15 @@ class Kinds(nn.Module):
         self.norm = nn.LayerNorm(601)
         self.register_buffer("scale", torch.rand(97, 97), persistent=False)
         self.register_buffer("table", torch.full((4100,), 0.5))
+        self.gain = nn.Parameter(torch.tensor(0.9))
+        self.gain.register_hook(lambda gradient: 0.5 * gradient)
         self.constant = torch.linspace(0, 1, 97 * 97).view(97, 97)
 
     def forward(self, input: Tensor) -> Tensor:
         inner = F.relu(self.norm(self.first(input))) + input @ self.same.t()
         for block in self.blocks:
             inner = F.relu(block(inner))
-        outputs: Tensor = self.last(inner @ (self.scale + self.constant) * self.table[0])
+        outputs: Tensor = self.last(inner @ (self.scale + self.constant) * self.table[0]) * self.gain
         return outputs
 
 

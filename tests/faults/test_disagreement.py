@@ -81,6 +81,7 @@ def test_a_data_worker_that_is_killed_ends_the_run_and_is_named(folder: Path) ->
         ended = run.end(GONE_S)
     assert ended.status == 1
     assert f"DataLoader worker (pid(s) {worker})" in ended.err or f"DataLoader worker (pid {worker})" in ended.err
+    assert "A worker of data.num_workers ended: if nobody killed it, memory ran out" in ended.err
     assert summary(folder / "run")["status"] == "failed"
 
 

@@ -80,7 +80,7 @@ RECIPES = {
         "model._target_=exact_parts.Keeping",
         "trainer.accumulate_grad_batches=2",
     ],
-    "buffers of all kinds": ["data.num_samples=61", "model._target_=exact_parts.Keeping"],
+    "buffers of all kinds, a parameter that is a number": ["data.num_samples=61", "model._target_=exact_parts.Keeping"],
     "numpy and random in the model and the collate function, validation too": [
         "data.num_samples=53",
         "model._target_=own_parts.Drawing",

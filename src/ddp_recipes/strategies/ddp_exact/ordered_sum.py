@@ -38,16 +38,18 @@ class OrderedSum:
         module: what has the gradients and buffers. Parameters that need no gradient are left out for good.
         shards: how many of them each rank computes. Ranks take turns: the first ``world_size`` shards are the first of
             each rank.
-        gradients: whether to add them, too, or only what becomes of the buffers.
+        parameters: whose gradients are added; ``None``: those of all.
     """
 
-    def __init__(self, module: nn.Module, world: World, shards: int, gradients: bool = True) -> None:
+    def __init__(
+        self, module: nn.Module, world: World, shards: int, parameters: Sequence[Tensor] | None = None
+    ) -> None:
         self.world = world
         self.shards = shards
         self.done = 0  # shards of this step
         every = [*module.parameters()]  # asked for once: a shard of a small model takes less time than the walk
         self.watch = Watch(module, lambda: every)
-        parameters = [parameter for parameter in module.parameters() if gradients and parameter.requires_grad]
+        parameters = [each for each in (every if parameters is None else parameters) if each.requires_grad]
         buffers = _Buffer.all_of(module)
         self.shapes = [(buffer, buffer.tensor.shape) for buffer in buffers]
         buffers = [buffer for buffer in buffers if buffer.tensor.numel()]

@@ -121,8 +121,13 @@ def _places(module: nn.Module) -> Counter[nn.Parameter]:
     return Counter(each for _, each in module.named_parameters(remove_duplicate=False))
 
 
+def single_numbers(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters without rows, which every rank has."""
+    return [each for each in model.parameters() if each.dim() == 0]
+
+
 def refuse_parameters(task: Task, blocks: Sequence[str]) -> None:
-    """Refuse a model that is wrapped, and parameters beside it, of a single number, of two blocks, on two devices.
+    """Refuse a model that is wrapped, and parameters beside it, of two blocks, on two devices.
 
     Raises:
         RequestError: names them.
@@ -154,11 +159,8 @@ def refuse_parameters(task: Task, blocks: Sequence[str]) -> None:
         )
     owners: dict[nn.Parameter, tuple[str, str]] = {}
     for name, parameter in task.model.named_parameters(remove_duplicate=False):
-        if parameter.dim() == 0:
-            raise RequestError(
-                f"strategy=fsdp deals the rows of a parameter, and {name} is a single number. Make it of shape [1], or "
-                f"choose strategy=ddp."
-            )
+        if parameter.dim() == 0:  # each rank has it
+            continue
         block = next((each for each in blocks if name.startswith(f"{each}.")), "the rest of the model")
         other, first = owners.setdefault(parameter, (block, name))
         if other != block:
@@ -166,7 +168,7 @@ def refuse_parameters(task: Task, blocks: Sequence[str]) -> None:
                 f"{first} and {name} are one parameter, of two blocks ({other}, {block}) that strategy=fsdp gathers "
                 f"one after the other. Choose strategy.wrap so that both are in one block, or in none."
             )
-    refuse_dtypes({parameter: owners[parameter] for parameter in task.model.parameters()})
+    refuse_dtypes(owners)
 
 
 def refuse_optimizers(optimizers: Sequence[torch.optim.Optimizer], exact_on_cpu: bool) -> None:

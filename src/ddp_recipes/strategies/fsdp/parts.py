@@ -60,6 +60,11 @@ def joined(own: Tensor, shape: Sequence[int], group: dist.ProcessGroup) -> Tenso
     return None if whole is None else whole[: shape[0]]
 
 
+def own_of(gradients: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
+    """Return gradients as dealt to a group, [rows, ...] each: a single number, which each rank has, is the first's."""
+    return [each if each.dim() else each.view(1)[: int(group.rank() == 0)] for each in gradients]
+
+
 def norms(own: Sequence[Tensor], sizes: Sequence[Sequence[int]], group: dist.ProcessGroup) -> Tensor:
     """Return the norm of each whole tensor, [tensors], to the bit as of one that is in one place. A collective.
 
@@ -73,7 +78,7 @@ def norms(own: Sequence[Tensor], sizes: Sequence[Sequence[int]], group: dist.Pro
     found = own[0].new_zeros(-(-len(own) // ranks) * ranks, dtype=dtype)
     for start in range(0, len(own), ranks):
         mine = start + rank
-        sent = [each.reshape(-1).view(torch.uint8) for each in own[start : start + ranks]]
+        sent = [each.reshape(-1).view(torch.uint8).to(found.device) for each in own[start : start + ranks]]
         sent += [sent[0][:0]] * (ranks - len(sent))
         like, shape = (own[mine], sizes[mine]) if mine < len(own) else (own[0], [0])
         rows = [stop - start for start, stop in (span(shape[0], each, ranks) for each in range(ranks))]

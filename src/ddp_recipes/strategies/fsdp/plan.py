@@ -14,7 +14,7 @@ from ddp_recipes.devices import is_accelerator
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import Collective, Exchange
 from ddp_recipes.strategies.ddp_exact.ordered_sum import OrderedSum
-from ddp_recipes.strategies.fsdp.blocks import blocks_of
+from ddp_recipes.strategies.fsdp.blocks import blocks_of, single_numbers
 from ddp_recipes.strategies.fsdp.dtypes import policies_of
 from ddp_recipes.strategies.fsdp.settings import FSDPSettings
 from ddp_recipes.strategies.fsdp.steps import own_steps
@@ -32,23 +32,32 @@ def exchange_of(settings: FSDPSettings, task: Task, world: World) -> Exchange:
     blocks, seen = [], set[Parameter]()
     for name, policy in policies_of(model, blocks_of(model, settings.wrap), settings.param_dtype).items():
         module = model.get_submodule(name)  # the last one is the model, which has what is in no block
-        own = [each for each in module.parameters() if each not in seen]
+        own = [each for each in module.parameters() if each.dim() and each not in seen]
         blocks.append(Block(module, own, ranks, policy, offload))
         seen |= {*own}
     count = settings.batch_shards(world).count
-    buffers = Exchange()
-    if settings.shards is not None:
-        buffers = OrderedSum(task, world, count, gradients=False).exchange()
-    elif world.world_size > 1:
-        sizes = [each.nbytes for each in task.buffers()]
-        buffers = Exchange(sent=[Collective("broadcast", sum(sizes), range(world.world_size))])
-    sent = [*_sent(settings, blocks, world, count), *buffers.sent]
+    whole = _of_wholes(settings, task, world, count)
+    sent = [*_sent(settings, blocks, world, count), *whole.sent]
     return Exchange(
-        held=buffers.held,
+        held=whole.held,
+        places=whole.places,
+        at_once=False,
         sent=sent,
         parts={whole: own for each in blocks for whole, own in each.parts.items()},
         passes=_Passes(settings, blocks, world, count, sent),
     )
+
+
+def _of_wholes(settings: FSDPSettings, task: Task, world: World, count: int) -> Exchange:
+    """Return what is kept and sent of what each rank has as a whole: buffers, and single numbers."""
+    single = single_numbers(task.model)
+    if settings.shards is not None:
+        return OrderedSum(task, world, count, single).exchange()
+    if world.world_size == 1:
+        return Exchange()
+    every, buffers = range(world.world_size), sum(each.nbytes for each in task.buffers())
+    numbers = [Collective("all_reduced", each.nbytes, every) for each in single if each.requires_grad]
+    return Exchange(sent=[*numbers, Collective("broadcast", buffers, every)])
 
 
 def _sent(settings: FSDPSettings, blocks: Sequence[Block], world: World, count: int) -> Iterator[Collective]:

@@ -21,12 +21,12 @@ from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import Exchange, Passes, T, Whole, Wrapped, in_place
 from ddp_recipes.strategies.collectives import broadcast_each
 from ddp_recipes.strategies.ddp_exact.ordered_sum import OrderedSum
-from ddp_recipes.strategies.fsdp.blocks import blocks_of, refuse_optimizers, refuse_parameters
+from ddp_recipes.strategies.fsdp.blocks import blocks_of, refuse_optimizers, refuse_parameters, single_numbers
 from ddp_recipes.strategies.fsdp.calls import Calls
 from ddp_recipes.strategies.fsdp.dtypes import explanation, policies_of
 from ddp_recipes.strategies.fsdp.order import Gather, Order, ReduceScatter
 from ddp_recipes.strategies.fsdp.ordered import OrderedReduceScatter
-from ddp_recipes.strategies.fsdp.parts import Part, joined, norms, own_rows
+from ddp_recipes.strategies.fsdp.parts import Part, joined, norms, own_of, own_rows
 from ddp_recipes.strategies.fsdp.plan import exchange_of
 from ddp_recipes.strategies.fsdp.settings import FSDPSettings
 from ddp_recipes.strategies.fsdp.steps import gather_in_steps
@@ -42,6 +42,8 @@ class FSDP(Whole, Group):
 
     With ``shards`` gradients are added in the order of the shards: what comes out are the bits of ``ddp_exact`` with as
     many, at any world size.
+
+    A parameter that is a single number has no rows. Each rank has it, and all update it alike.
     """
 
     Settings = FSDPSettings
@@ -55,7 +57,8 @@ class FSDP(Whole, Group):
         self.parts: dict[int, Part] = {}  # by the id of what an optimizer updates
         self.blocks: list[FSDPModule] = []  # the model first
         self.ordered: list[OrderedReduceScatter] = []
-        self.buffers: OrderedSum | None = None
+        self.single: list[nn.Parameter] = []  # numbers, which each rank has
+        self.wholes: OrderedSum | None = None  # of these, and of buffers
         self.group: dist.ProcessGroup  # ranks that hold a replica together
         self.passes = 0  # shards of this step that have begun
         self.hooks: dict[str, list[Callable[[Tensor], Tensor | None]]] = {}  # of gradients, the user's
@@ -106,12 +109,14 @@ class FSDP(Whole, Group):
     def shard(self, task: Task, devices: Sequence[torch.device]) -> None:
         """Leave this rank its rows of each parameter; the model gathers those of a block before it runs."""
         model, self.mesh, self.device = task.model, self._mesh(devices[0].type), devices[0]
-        self.hooks = {name: gradient_hooks(parameter) for name, parameter in model.named_parameters()}
+        made_anew = [(name, each) for name, each in model.named_parameters() if each.dim() or each.is_meta]
+        self.hooks = {name: gradient_hooks(each) for name, each in made_anew}
         keep_assigned_data()
         leave_graph_alone()
         policies = policies_of(model, blocks_of(model, self.settings.wrap), self.settings.param_dtype)
         offload = CPUOffloadPolicy() if self.settings.offload and is_accelerator(devices[0]) else OffloadPolicy()
-        shard = partial(fully_shard, mesh=self.mesh, offload_policy=offload)
+        ignored = {*single_numbers(model)}
+        shard = partial(fully_shard, mesh=self.mesh, offload_policy=offload, ignored_params=ignored)
         for name, policy in policies.items():
             after = self.settings.level == 3 and name != ""  # of the model, needed first in backward
             module = model.get_submodule(name)
@@ -155,10 +160,9 @@ class FSDP(Whole, Group):
 
     def wrap(self, task: Task, devices: Sequence[torch.device]) -> Wrapped:
         """Return the task itself: its model has been changed in place."""
+        self.task, self.single = task, single_numbers(task.model)
         if self.settings.shards is not None:
-            count = self.settings.batch_shards(self.world).count
-            self.buffers = OrderedSum(task, self.world, count, gradients=False)
-        self.task = task
+            self.wholes = OrderedSum(task, self.world, self.settings.batch_shards(self.world).count, self.single)
         names = {id(part.whole): part.name for part in self.parts.values()}
         for block in self.blocks:
             whole = {id(each): names[id(each)] for each in cast(nn.Module, block).parameters()}
@@ -184,12 +188,15 @@ class FSDP(Whole, Group):
             for part in self.parts.values():
                 part.whole.grad = None
         with self.usage.of_shard(counts=weight > 0):
-            if self.buffers is None:
+            if self.wholes is None:
                 yield
                 return
-            self.buffers.begin()
+            self.wholes.begin()
             yield
-            self.buffers.take(weight)
+            if not weight:
+                for each in self.single:
+                    each.grad = None
+            self.wholes.take(weight)
 
     def training_step(self, module: Wrapped, batch: Any, weight: float, last: bool, precision: Passes) -> Tensor:
         """Run the task, then backward, which exchanges gradients with the last pass of a shard."""
@@ -215,24 +222,28 @@ class FSDP(Whole, Group):
         for each in self.ordered:
             each.total = None
         self.usage.agree(self.device)
+        if self.wholes is not None:
+            self.wholes.reduce()
+        else:
+            for each in self.single if self.world.world_size > 1 else ():
+                if each.grad is not None:
+                    exchanged(dist.all_reduce, each.grad)
+            self.sync_buffers(self.task)  # as DDP does
         for part in self.parts.values():
             part.take_gradient(part.name in (self.usage.always or ()))
-        if self.buffers is not None:
-            self.buffers.reduce()
-        else:
-            self.sync_buffers(self.task)  # as DDP does
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """Add up the norms of whole gradients, or the squares of all parts."""
         if self.world.world_size == 1:
             return super().norm(gradients)
-        if self.settings.shards is None:
-            mine = nn.utils.get_total_norm(gradients)
-            squared = mine.double().square()
-            exchanged(dist.all_reduce, squared, group=self.group)
-            return squared.sqrt().to(torch.promote_types(mine.dtype, torch.float32))
         sizes = {id(part.own.grad): part.whole.shape for part in self.parts.values()}
-        found = norms(gradients, [sizes[id(gradient)] for gradient in gradients], self.group)
+        mine, shapes = own_of(gradients, self.group), [sizes.get(id(each)) or [1] for each in gradients]
+        if self.settings.shards is None:
+            total = nn.utils.get_total_norm(mine)
+            squared = total.double().square()
+            exchanged(dist.all_reduce, squared, group=self.group)
+            return squared.sqrt().to(torch.promote_types(total.dtype, torch.float32))
+        found = norms(mine, shapes, self.group)
         return nn.utils.get_total_norm([found])
 
     def weights(self, task: Task) -> dict[str, Tensor]:
@@ -297,12 +308,12 @@ class FSDP(Whole, Group):
 
     def sync_buffers(self, task: Task) -> None:
         """Give every rank rank 0's, unless they are the same after each step."""
-        if self.buffers is None and self.world.world_size > 1:
+        if self.wholes is None and self.world.world_size > 1:
             broadcast_each(task.buffers())
 
     def teardown(self) -> None:
         """Drop what holds the groups as well, and what a pass that was cut off has left."""
-        self.buffers = None
+        self.wholes = None
         if self.blocks and self.rejoins:
             leave(self.blocks, self.mesh)
         for each in self.ordered:
