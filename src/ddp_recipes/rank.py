@@ -77,7 +77,7 @@ def _run(job: Job, world: World, messages: Messages | None, watcher: Watcher) ->
             if not control.joins:  # else once it trains: until then another one's loss ends this rank, too
                 watcher.joined()
         work = recipe.request.run.work
-        (WORK.get(work) or extra(work))(recipe, output)
+        do(work, recipe, control, output)
         summary = output.facts(final_digest(recipe)) | {"status": "finished"}
         if job.last:
             ignore_once(ASKS_TO_STOP)  # there is nothing left to stop, and a rank that died of it would not report
@@ -102,10 +102,7 @@ def _run(job: Job, world: World, messages: Messages | None, watcher: Watcher) ->
         control.refuse_together()
         recipe.strategy.exchanges.end()
         raise
-    except Preempted as error:
-        facts = output.facts(final_digest(recipe))
-        leave(recipe, control)
-        output.finish(facts | {"status": "preempted", "error": str(error)})
+    except Preempted:
         raise
     except BaseException as error:  # noqa: BLE001 - whatever ends a rank is reported, and raised again
         recipe.strategy.exchanges.end()  # or this rank would wait for the others to leave the group
@@ -116,6 +113,21 @@ def _run(job: Job, world: World, messages: Messages | None, watcher: Watcher) ->
         if job.last:
             ignore_once(ASKS_TO_STOP)
         close(recipe, output)
+
+
+def do(work: str, recipe: Recipe, control: Control, output: Output) -> None:
+    """Do what a run is for; leave what is known of one that is told to stop.
+
+    Raises:
+        Preempted: it is.
+    """
+    try:
+        (WORK.get(work) or extra(work))(recipe, output)
+    except Preempted as error:
+        facts = output.facts(final_digest(recipe))
+        leave(recipe, control)
+        output.finish(facts | {"status": "preempted", "error": str(error)})
+        raise
 
 
 def _as_error(error: BaseException) -> Any:

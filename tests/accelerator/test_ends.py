@@ -96,6 +96,35 @@ def test_a_run_that_is_told_to_stop_saves_and_goes_on(name: str, accelerator: Ac
     assert ended.summary["weights_sha256"] == whole.summary["weights_sha256"]
 
 
+SPOILING = """
+import os
+
+from ddp_recipes import Callback
+
+
+class Spoiling(Callback):
+    def on_save(self, step):
+        if os.environ["RANK"] == "1":
+            self.run.task.register_state_dict_pre_hook(self.spoil)
+
+    def spoil(self, *_):
+        raise ValueError("the cat sat on the keyboard")
+"""
+
+
+@pytest.mark.slow
+def test_what_fails_once_a_run_that_is_told_to_stop_is_saved_is_shown_soon(accelerator: Accelerator) -> None:
+    (accelerator.folder / "spoiling.py").write_text(SPOILING)
+    own = [*STRATEGIES["fsdp"], SAMPLES, LIMIT, "+callbacks.spoiling._target_=spoiling.Spoiling"]
+    began = time.monotonic()
+    ended = accelerator.run(*own, disturbed(accelerator.folder, int(SIGTERM), rank=0), ranks=2, habits=HABITS["all"])
+    assert time.monotonic() - began < patience(ENDS_S)
+    assert ended.status == 1
+    assert "in spoil" in ended.err
+    assert "the cat sat on the keyboard" in ended.summary["error"], ended.err
+    assert ended.summary["status"] == "failed"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["ddp", "ddp_exact", "fsdp"])
 def test_a_lost_rank_is_replaced(name: str, accelerator: Accelerator) -> None:
