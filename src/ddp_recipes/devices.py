@@ -25,6 +25,7 @@ GPU = "cuda"  # as torch calls those of ROCm, too
 HOST_BACKEND, GPU_BACKEND = "gloo", "nccl"
 _OF_ACCELERATORS = (GPU_BACKEND, "xccl", "hccl")  # and what begins so: torch has several ways to NCCL
 _WITH_A_DEVICE_EACH = "nccl-legacy"  # torch's earlier way to NCCL, by a name that newer releases have
+_WITHOUT_FLOAT64 = ("mps",)
 _TITLES = {HOST: "CPU", GPU: "GPU", "xpu": "XPU", "mps": "MPS device", "npu": "NPU", "hpu": "HPU"}
 
 
@@ -178,6 +179,18 @@ def is_accelerator(device: "torch.device") -> bool:
 def fuses_alike(device: "torch.device") -> bool:
     """Whether torch's fused optimizers compute each number alike, wherever in a tensor it is."""
     return device.type == GPU
+
+
+def sum_dtype(device: "torch.device") -> "torch.dtype":
+    """Return what sums over samples are kept in: float64, or float32 on a type of device that has none."""
+    import torch
+
+    return torch.float32 if device.type in _WITHOUT_FLOAT64 else torch.float64
+
+
+def for_sums(values: "torch.Tensor") -> "torch.Tensor":
+    """Return values in :func:`sum_dtype`."""
+    return values.to(sum_dtype(values.device))
 
 
 def use(kind: str, first: int, count: int) -> "list[torch.device]":

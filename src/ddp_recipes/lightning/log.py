@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ddp_recipes._compat.torch_ import batch_value
+from ddp_recipes.devices import sum_dtype
 from ddp_recipes.errors import RequestError, RunFailed
 from ddp_recipes.strategies.base import by_rank
 from ddp_recipes.tasks import RunContext
@@ -130,9 +131,9 @@ def reduced(totals: Iterable[Total], context: RunContext) -> list[Total]:
     if not totals:
         return []
     world, device = context.world, context.devices[-1]
-    zero = torch.zeros((), dtype=torch.float64, device=device)
+    zero = torch.zeros((), dtype=sum_dtype(device), device=device)
     mine = [torch.stack([zero if t.value is None else t.value.to(device), zero + t.weight]) for t in totals]
-    every = torch.zeros(1, world.world_size, len(mine), 2, dtype=torch.float64, device=device)
+    every = torch.zeros(1, world.world_size, len(mine), 2, dtype=zero.dtype, device=device)
     every[0, world.rank] = torch.stack(mine)  # each rank has a place of its own, so the sum is what all have
     found = []
     for each, pairs in zip(totals, context.sum(every).transpose(0, 1).cpu(), strict=True):
@@ -211,7 +212,8 @@ class Log:
         Raises:
             RequestError: it is no single number.
         """
-        found = torch.as_tensor(value).detach().to(torch.float64, copy=True)
+        found = torch.as_tensor(value).detach()
+        found = found.to(sum_dtype(found.device), copy=True)
         if found.numel() != 1:
             raise RequestError(
                 f"{self.owner} logs {name} of shape {list(found.shape)}. Allowed: a single number, or a metric of "

@@ -5,10 +5,10 @@ from functools import cached_property
 from inspect import Parameter, signature
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ddp_recipes._compat.torch_ import tree_leaves
+from ddp_recipes.devices import sum_dtype
 from ddp_recipes.errors import RequestError
 from ddp_recipes.tasks.task import StepOutput, Task
 
@@ -63,7 +63,8 @@ class ModelLossTask(Task):
     def amount(self, batch: Any) -> Tensor:
         """Return how many labels of a batch count."""
         labels = self._labels(batch)
-        return (labels[..., 1:] if self.mean_over == "following" else labels).ne(IGNORED).sum(dtype=torch.float64)
+        counted = labels[..., 1:] if self.mean_over == "following" else labels
+        return counted.ne(IGNORED).sum(dtype=sum_dtype(labels.device))
 
     def ignored(self, batch: Any) -> str:
         """Return the key to set where a batch has labels that do not count, and weighs as much as its samples."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ddp_recipes.config.parallelism import StrategySettings
 from ddp_recipes.config.settings import TrainerSettings
+from ddp_recipes.devices import for_sums, sum_dtype
 from ddp_recipes.errors import RequestError
 from ddp_recipes.loggers import Logger
 from ddp_recipes.runtime.world import World
@@ -181,11 +182,11 @@ class Task(nn.Module):
 
     def _amount(self, targets: Tensor) -> Tensor:
         if targets.is_floating_point():  # probabilities: each sample, or pixel, counts alike, as torch has it
-            return torch.tensor(float(targets.numel() // targets.shape[1]), dtype=torch.float64)
+            return torch.tensor(float(targets.numel() // targets.shape[1]), dtype=sum_dtype(targets.device))
         counted = targets != self.loss.ignore_index
         if self.loss.weight is None:
-            return counted.sum(dtype=torch.float64)
-        weights: Tensor = self.loss.weight.to(targets.device, torch.float64)  # type: ignore[assignment]
+            return counted.sum(dtype=sum_dtype(targets.device))
+        weights: Tensor = self.loss.weight.to(targets.device, sum_dtype(targets.device))  # type: ignore[assignment]
         return weights[targets[counted]].sum()
 
     def ignored(self, batch: Any) -> str:
@@ -216,7 +217,7 @@ class Task(nn.Module):
         targets = targets.to(outputs.device)  # a model over several devices ends on its last
         if self.train_sums is not None:
             for name, value in self._measured(outputs.detach(), targets).items():
-                total = value.double().sum() if value.dim() else value.double() * len(targets)
+                total = for_sums(value).sum() if value.dim() else for_sums(value) * len(targets)
                 self.train_sums[name] = self.train_sums.get(name, 0) + total
         return StepOutput(self._loss(outputs, targets), {}, targets.shape[0])
 
@@ -442,7 +443,7 @@ class Accuracy:
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return for each sample the mean over its targets (one; pixels, tokens), [n]."""
-        return (outputs.argmax(dim=1) == targets).double().unsqueeze(-1).flatten(1).mean(dim=1)
+        return for_sums(outputs.argmax(dim=1) == targets).unsqueeze(-1).flatten(1).mean(dim=1)
 
 
 class MeanAbsoluteError:
@@ -450,7 +451,7 @@ class MeanAbsoluteError:
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return one mean for each sample, [n]."""
-        return (outputs - targets).abs().unsqueeze(-1).flatten(1).double().mean(dim=1)
+        return for_sums((outputs - targets).abs().unsqueeze(-1).flatten(1)).mean(dim=1)
 
 
 @dataclass

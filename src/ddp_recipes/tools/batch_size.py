@@ -16,7 +16,7 @@ from ddp_recipes._compat.messages import out_of_memory
 from ddp_recipes.build.recipe import Recipe
 from ddp_recipes.build.run import make_run, make_stop_controller
 from ddp_recipes.data.batch_plan import BatchPlan
-from ddp_recipes.devices import empty_cache, is_accelerator, memory_limited
+from ddp_recipes.devices import empty_cache, is_accelerator, memory_limited, sum_dtype
 from ddp_recipes.errors import RequestError, RunFailed
 from ddp_recipes.output import Output
 from ddp_recipes.strategies import Single
@@ -71,7 +71,7 @@ def tune(recipe: Recipe, output: Output) -> None:
     for batch, count in ways(plan, passes, plan.num_shards * several):
         mine = step_seconds(run, batch, count, recipe.request.run.tune_steps or 4)
         seconds = by_rank(
-            torch.tensor(mine, dtype=torch.float64, device=recipe.device), world, recipe.strategy.sum
+            torch.tensor(mine, dtype=sum_dtype(recipe.device), device=recipe.device), world, recipe.strategy.sum
         ).tolist()
         way = overrides(recipe, batch, count)
         if without := [str(rank) for rank, value in enumerate(seconds) if math.isinf(value)]:

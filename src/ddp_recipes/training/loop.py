@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from ddp_recipes.devices import for_sums
 from ddp_recipes.runtime.phases import phase
 from ddp_recipes.runtime.seeding import key, seed_step
 from ddp_recipes.training.cadence import reason_to_stop, save_due, validation_due
@@ -115,7 +116,7 @@ def write_log(run: Run, update: Update, rate: Rate) -> None:
         mean = mean_loss(run, update.losses, update.samples) if update.loss is None else update.loss
         measured["train/loss"] = mean
     if update.norm is not None:
-        measured["train/grad_norm"] = update.norm.to(dtype=torch.float64, device=run.devices[-1])
+        measured["train/grad_norm"] = for_sums(update.norm).to(run.devices[-1])
     numbers = torch.stack(list(measured.values())).tolist() if measured else []  # the wait
     values: dict[str, float] = dict(zip(measured, numbers, strict=True))
     loss = values.get("train/loss")

@@ -15,6 +15,7 @@ from torch import Tensor
 from ddp_recipes._compat.torch_ import list_states
 from ddp_recipes.config.settings import check_measured
 from ddp_recipes.data.loader import Batch, Loader
+from ddp_recipes.devices import for_sums, sum_dtype
 from ddp_recipes.errors import RequestError, RunFailed
 from ddp_recipes.loggers import Logger
 from ddp_recipes.runtime.phases import phase
@@ -99,8 +100,8 @@ def log_matrices(matrices: Matrices, logger: Logger, is_main: bool) -> None:
 
 def mean_loss(run: Run, losses: Sequence[Losses], samples: int) -> Tensor:
     """Return the mean loss over a step's samples of all ranks, given those of this rank's shards. A collective."""
-    zero = torch.zeros((), dtype=torch.float64, device=run.devices[-1])
-    sums = [sum((loss.double() * count for loss, count in shard if count), zero) for shard in losses]
+    zero = torch.zeros((), dtype=sum_dtype(run.devices[-1]), device=run.devices[-1])
+    sums = [sum((for_sums(loss) * count for loss, count in shard if count), zero) for shard in losses]
     return run.strategy.sum(torch.stack(sums) / samples)
 
 
@@ -125,7 +126,7 @@ def train_metrics(run: Run, losses: Sequence[Losses], samples: int, sums: Sequen
             )
     found: Metrics = {}
     if names:
-        zero = torch.zeros((), dtype=torch.float64, device=run.devices[-1])
+        zero = torch.zeros((), dtype=sum_dtype(run.devices[-1]), device=run.devices[-1])
         rows = [torch.stack([measured.get(name, zero).to(zero) for name in names]) for measured in sums]
         totals = run.strategy.sum(torch.stack(rows)) / samples
         found = {f"train/{name}": value for name, value in zip(names, totals.tolist(), strict=True)}
@@ -223,7 +224,7 @@ def _evaluate(
     for metric in task.stateful_metrics.values():
         metric.reset()
     step = task.test_step if prefix.startswith("test") else task.validation_step
-    sums: dict[str, Tensor] = {}  # name -> for each shard the sum over samples and their number, [shards, 2], float64
+    sums: dict[str, Tensor] = {}  # name -> for each shard the sum over samples and their number, [shards, 2]
     with phase("validation"), torch.no_grad():
         for batch in batches:
             if batch.num_samples == 0 and sums:
@@ -239,17 +240,18 @@ def _evaluate(
                 values = {name: value.new_zeros(0) for name, value in values.items()}
             for name, value in values.items():
                 weight = output.weight if value.dim() == 0 else len(value)
-                summed = value.double() * weight if value.dim() == 0 else value.double().sum()
+                value = for_sums(value)
+                summed = value * weight if value.dim() == 0 else value.sum()
                 over = torch.full_like(summed, weight)
                 if name == "loss" and output.amount is not None and value.dim() == 0:
                     over = output.amount.to(summed)
-                    summed = torch.where(over > 0, value.double() * over, 0.0)  # of none torch's mean is NaN
+                    summed = torch.where(over > 0, value * over, 0.0)  # of none torch's mean is NaN
                 pair = torch.stack([summed, over]).to(loader.device)
                 if name not in sums:
                     sums[name] = pair.new_zeros(len(loader.shards), 2)
                 sums[name][loader.shards.index(batch.shard)].add_(pair)
     names = task.everywhere(list(sums))
-    nothing = torch.zeros(len(loader.shards), 2, dtype=torch.float64, device=loader.device)
+    nothing = torch.zeros(len(loader.shards), 2, dtype=sum_dtype(loader.device), device=loader.device)
     totals = strategy.sum(torch.stack([sums.get(name, nothing) for name in names], dim=1))
     counted = zip(names, totals.tolist(), strict=True)
     metrics = {task.metric_name(prefix, name): total / count for name, (total, count) in counted if count}

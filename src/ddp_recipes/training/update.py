@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_recipes.data.loader import Batch
+from ddp_recipes.devices import sum_dtype
 from ddp_recipes.runtime.calls import CALLS
 from ddp_recipes.runtime.phases import ALL_REDUCE, phase
 from ddp_recipes.training.collectives import of_rows
@@ -88,7 +89,7 @@ def weighed(
     """
     with phase("data"):
         every = [[next(batches) for _ in numbers] for _ in run.train.shards]
-    nothing = torch.zeros((), dtype=torch.float64, device=run.devices[-1])
+    nothing = torch.zeros((), dtype=sum_dtype(run.devices[-1]), device=run.devices[-1])
 
     def amount(batch: Batch) -> Tensor:
         return run.task.amount(batch.data).to(nothing) if batch.num_samples else nothing

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ddp_recipes._compat.messages import of_no_data
 from ddp_recipes.checkpointing.parts import put_together
+from ddp_recipes.devices import for_sums
 from ddp_recipes.errors import RequestError
 from ddp_recipes.model_parallel.layout import Layout
 from ddp_recipes.model_parallel.pipeline import Pipeline, joined
@@ -147,21 +148,26 @@ class DDPPipeline(Group):
         group = self.peers
         if dist.get_world_size(group) == 1:
             return
-        used = torch.tensor([each.grad is not None for each in self.trained], dtype=torch.int32)
-        used = used.to(self.pipeline.device) if self.pipeline is not None else used
-        exchanged(dist.all_reduce, used, group=group)
-        with_gradient = [each for each, count in zip(self.trained, used.tolist(), strict=True) if count]
-        for parameter in with_gradient:
-            if parameter.grad is None:  # this replica had no sample
-                parameter.grad = torch.zeros_like(parameter)
-        gradients = [parameter.grad for parameter in with_gradient if parameter.grad is not None]
+        assert self.pipeline is not None
+        unused = [at for at, each in enumerate(self.trained) if each.grad is None]
+        used = torch.ones(len(self.trained), dtype=torch.int32, device=self.pipeline.device)
+        if unused:  # by this replica
+            used[unused] = 0
+            for at in unused:
+                self.trained[at].grad = torch.zeros_like(self.trained[at])
+        gradients = [each.grad for each in self.trained if each.grad is not None]
         in_buckets(gradients, lambda flat: exchanged(dist.all_reduce, flat, group=group))
+        exchanged(dist.all_reduce, used, group=group)
+        if unused:  # only then: a device is waited for
+            by_any = used.tolist()
+            for at in unused:
+                self.trained[at].grad = self.trained[at].grad if by_any[at] else None
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """Return the norm over all stages."""
         assert self.pipeline is not None
         mine = nn.utils.get_total_norm(gradients)
-        squared = mine.to(self.pipeline.device, torch.float64).square()
+        squared = for_sums(mine.to(self.pipeline.device)).square()
         exchanged(dist.all_reduce, squared, group=self.within)
         return squared.sqrt().to(torch.promote_types(mine.dtype, torch.float32))
 

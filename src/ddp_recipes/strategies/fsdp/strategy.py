@@ -14,7 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 
 from ddp_recipes._compat.fsdp import LEAVES, keep_assigned_data, leave, leave_graph_alone, set_groups
 from ddp_recipes._compat.torch_ import gradient_hooks, local
-from ddp_recipes.devices import beside_host, is_accelerator
+from ddp_recipes.devices import beside_host, for_sums, is_accelerator
 from ddp_recipes.runtime.messages import Messages
 from ddp_recipes.runtime.tensors import OwnRows, Source, digest, rows_here
 from ddp_recipes.runtime.world import World
@@ -194,8 +194,8 @@ class FSDP(Whole, Group):
             self.wholes.begin()
             yield
             if not weight:
-                for each in self.single:
-                    each.grad = None
+                for number in self.single:
+                    number.grad = None
             self.wholes.take(weight)
 
     def training_step(self, module: Wrapped, batch: Any, weight: float, last: bool, precision: Passes) -> Tensor:
@@ -225,25 +225,29 @@ class FSDP(Whole, Group):
         if self.wholes is not None:
             self.wholes.reduce()
         else:
-            for each in self.single if self.world.world_size > 1 else ():
-                if each.grad is not None:
-                    exchanged(dist.all_reduce, each.grad)
+            self._add_single()
             self.sync_buffers(self.task)  # as DDP does
         for part in self.parts.values():
             part.take_gradient(part.name in (self.usage.always or ()))
+
+    def _add_single(self) -> None:
+        """Add up the gradients of single numbers over all ranks, which have used the same ones."""
+        for number in self.single if self.world.world_size > 1 else ():
+            if number.grad is not None:
+                exchanged(dist.all_reduce, number.grad)
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """Add up the norms of whole gradients, or the squares of all parts."""
         if self.world.world_size == 1:
             return super().norm(gradients)
-        sizes = {id(part.own.grad): part.whole.shape for part in self.parts.values()}
-        mine, shapes = own_of(gradients, self.group), [sizes.get(id(each)) or [1] for each in gradients]
+        mine = own_of(gradients, self.group)
         if self.settings.shards is None:
             total = nn.utils.get_total_norm(mine)
-            squared = total.double().square()
+            squared = for_sums(total).square()
             exchanged(dist.all_reduce, squared, group=self.group)
             return squared.sqrt().to(torch.promote_types(total.dtype, torch.float32))
-        found = norms(mine, shapes, self.group)
+        sizes = {id(part.own.grad): part.whole.shape or [1] for part in self.parts.values()}
+        found = norms(mine, [sizes[id(gradient)] for gradient in gradients], self.group)
         return nn.utils.get_total_norm([found])
 
     def weights(self, task: Task) -> dict[str, Tensor]:
