@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, NoReturn
@@ -162,7 +163,13 @@ def leave(recipe: Recipe, control: Control) -> None:
 
 def close(recipe: Recipe, output: Output) -> None:
     """Leave the group and close what is open; again, it does nothing."""
-    recipe.strategy.teardown()
+    failing = sys.exception() is not None
+    try:
+        recipe.strategy.teardown()
+    except RuntimeError:  # a device that has failed does so with every call: what is to be shown is the first error
+        if not failing:
+            raise
+        log.debug("The process group was not left.", exc_info=True)
     for loader in recipe.loaders.values():
         loader.close()
     output.close()  # last: a signal from here on may end this process before it has reported
