@@ -75,12 +75,19 @@ def visible(asked: str) -> Found:
 
 
 def missing(asked: str) -> str:
-    """Return the message about a type of device of which there is none here."""
+    """Return the message about a type of device of which there is none here; torch, once it is loaded, says why."""
     check = "CUDA_VISIBLE_DEVICES and the driver (nvidia-smi)" if asked == GPU else "its driver"
+    why = f" ({_why_not(asked)})" if "torch" in sys.modules else ""
     return (
-        f"launcher.device={asked}, but no {title(asked)} is visible on this machine. Use launcher.device={HOST} (or "
-        f"auto), or check {check}."
+        f"launcher.device={asked}, but no {title(asked)} is visible on this machine{why}. Use launcher.device={HOST} "
+        f"(or auto), or check {check}."
     )
+
+
+def seen(found: Found) -> str:
+    """Return how many devices a process sees, and how many the launcher may have counted, by NVIDIA's driver."""
+    counted = _of_driver() if found.type == GPU else found.count
+    return f"{found.count} are visible" + (f" to torch, and {counted} to the driver" if counted != found.count else "")
 
 
 def refuse_on_host(backend: str) -> None:

@@ -26,7 +26,7 @@ from ddp_recipes.devices import peak_memory
 from ddp_recipes.loggers import Logger
 from ddp_recipes.loggers.base import Parameter
 from ddp_recipes.reporting.logs import FAILURE, Console, ForwardHandler, LogFile, handling, hearing_forks
-from ddp_recipes.reporting.progress import Progress, make_progress, number, table
+from ddp_recipes.reporting.progress import Progress, in_bytes, make_progress, number, table
 from ddp_recipes.reporting.run_directory import RunDirectory, Summary, read_summary, recording, write_summary
 from ddp_recipes.runtime.control import Control
 from ddp_recipes.runtime.job import Job
@@ -291,9 +291,12 @@ class Output:
 
     def _end_rows(self, summary: Summary) -> list[tuple[str, str]]:
         metrics = sorted(summary["metrics"].items(), key=lambda item: item[0].startswith("train/"))
-        rows = [(name, number(value)) for name, value in metrics if name != "train/epoch"]
+        told = ("train/epoch", "train/peak_memory_bytes")  # in other rows, or words
+        rows = [(name, number(value)) for name, value in metrics if name not in told]
         if summary["step_time_ms"] is not None:
             rows.append(("median step", f"{summary['step_time_ms']:.2f} ms"))
+        if (peak := summary["peak_memory_bytes"]) is not None:
+            rows.append(("peak memory", f"{in_bytes(peak)} of a device"))
         for name in ("best_checkpoint", "last_checkpoint"):
             if summary[name]:
                 rows.append((name.replace("_", " "), self._shown(summary[name])))

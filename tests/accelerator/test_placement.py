@@ -1,5 +1,6 @@
 """What lies where on a simulated accelerator, and which device is whose."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -161,3 +162,5 @@ def test_peak_memory_is_that_of_the_rank_that_takes_most(accelerator: Accelerato
     ended = accelerator.run("+callbacks.more._target_=held.More", ranks=2, habits=HABITS["all"])
     assert ended.status == 0, ended.err
     assert ended.summary["peak_memory_bytes"] > 10 << 20
+    assert 0 < ended.summary["metrics"]["train/peak_memory_bytes"] <= ended.summary["peak_memory_bytes"]  # of rank 0
+    assert re.search(r"^  peak memory +\d\d\.\d MB of a device$", ended.out, re.MULTILINE), ended.out

@@ -83,7 +83,7 @@ EVENTS = (
     *("on_validation_end", "on_save_start", "on_save", "on_end", "backward"),
 )
 REFUSED = ("writes to ", "Expected more than 1 value per channel")  # ours in a step, and torch's batch norm
-RATES = ("samples_per_second",)  # what no two runs have alike
+RATES = ("samples_per_second", "peak_memory_bytes")  # what no two runs have alike
 
 
 def drawn(random: Random, strategies: Sequence[str] = STRATEGIES) -> tuple[list[str], int, int | None]:

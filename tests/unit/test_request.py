@@ -6,6 +6,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
@@ -14,7 +15,7 @@ from ddp_recipes.build.devices import dry_run_devices
 from ddp_recipes.config import compose
 from ddp_recipes.config.overrides import spelled_out
 from ddp_recipes.config.request import Request, resolve
-from ddp_recipes.devices import is_here, of_gpus
+from ddp_recipes.devices import Found, is_here, missing, of_gpus, seen
 from ddp_recipes.errors import RequestError
 from ddp_recipes.main import CONF
 
@@ -143,6 +144,16 @@ def test_a_backend_that_does_not_carry_what_a_strategy_exchanges_is_refused(
     else:
         wanted = "gloo" if strategy == "parameter_server" or backend == "gloo" else "nccl"
         assert dry_run_devices(request, layout).backend == wanted
+
+
+def test_what_torch_and_the_driver_have_of_a_device_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises((AssertionError, RuntimeError)) as torchs:
+        torch.empty(0, device="xpu")
+    assert f"({str(torchs.value).splitlines()[0].rstrip('.')}). Use launcher.device=cpu" in missing("xpu")
+    monkeypatch.setattr("ddp_recipes.devices._of_driver", lambda: 4)
+    assert seen(of_gpus(4)) == "4 are visible"
+    assert seen(of_gpus(2)) == "2 are visible to torch, and 4 to the driver"
+    assert seen(Found("xpu", 2)) == "2 are visible"
 
 
 def test_a_replica_of_several_gpus_has_a_communicator_for_each() -> None:

@@ -72,7 +72,7 @@ def _first(world: World, k: int, found: devices.Found) -> int:
     if first + k > found.count:
         raise RequestError(
             f"Local rank {world.local_rank} needs {k} {devices.title(found.type)}(s) from number {first} on "
-            f"(model.num_devices={k}), but {found.count} are visible: {found.count // k} replica(s) fit on a node. "
+            f"(model.num_devices={k}), but {devices.seen(found)}: {found.count // k} replica(s) fit on a node. "
             f"Start that many processes on each."
         )
     return first

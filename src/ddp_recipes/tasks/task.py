@@ -21,7 +21,7 @@ from ddp_recipes.loggers import Logger
 from ddp_recipes.runtime.world import World
 
 # What the loop logs as train/… itself, beside the loss.
-_OF_THE_LOOP = ("lr", "grad_norm", "samples_per_second", "epoch", "flops_per_second", "mfu")
+_OF_THE_LOOP = ("lr", "grad_norm", "samples_per_second", "epoch", "flops_per_second", "mfu", "peak_memory_bytes")
 _ELEMENTWISE = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss)
 
 

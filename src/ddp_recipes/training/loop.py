@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ddp_recipes.devices import for_sums
+from ddp_recipes.devices import for_sums, peak_memory
 from ddp_recipes.runtime.phases import phase
 from ddp_recipes.runtime.seeding import key, seed_step
 from ddp_recipes.training.cadence import reason_to_stop, save_due, validation_due
@@ -128,6 +128,8 @@ def write_log(run: Run, update: Update, rate: Rate) -> None:
     if run.flops is not None:
         rates = run.flops.per_second(values["train/samples_per_second"])
         values |= {f"train/{name}": value for name, value in rates.items()}
+    if (peak := peak_memory(run.devices)) is not None:
+        values["train/peak_memory_bytes"] = peak
     run.progress.metrics(values)
     values |= update.metrics
     values = {name: value for name, value in values.items() if name not in run.task.logged}

@@ -4,10 +4,10 @@ from typing import Any
 
 from ddp_recipes.build.recipe import Recipe
 from ddp_recipes.devices import HOST
+from ddp_recipes.reporting.progress import in_bytes
 from ddp_recipes.strategies.base import batch_norms
 from ddp_recipes.tools.dry_run.memory import ReplicaStep
 from ddp_recipes.tools.dry_run.pipeline import PipelineSteps
-from ddp_recipes.tools.dry_run.report import in_words
 
 
 def findings(recipe: Recipe, step: ReplicaStep | PipelineSteps, planned: dict[str, Any]) -> list[dict[str, str]]:
@@ -94,10 +94,10 @@ def memory_does_not_fit(recipe: Recipe, planned: dict[str, Any]) -> str | None:
     k, pipeline = planned["devices_per_replica"], recipe.request.strategy.pipeline
     there = planned["cluster"]["gpu_memory_bytes"] * (k if planned["memory_of_replica"] else 1)
     needed = max(each["peak"] for each in planned["memory"])
-    text = f"A step takes {in_words(needed)} of a device that has {in_words(there)}."
+    text = f"A step takes {in_bytes(needed)} of a device that has {in_bytes(there)}."
     if planned["memory_of_replica"]:
-        text = f"A step takes {in_words(needed)} in all of the {k} devices of a replica, which have {in_words(there)}."
-    with_ = [f"{each['overrides']} ({in_words(each['peak'])})" for each in planned["would_fit"]]
+        text = f"A step takes {in_bytes(needed)} in all of the {k} devices of a replica, which have {in_bytes(there)}."
+    with_ = [f"{each['overrides']} ({in_bytes(each['peak'])})" for each in planned["would_fit"]]
     if pipeline is not None or (recipe.request.strategy.kind == "replicated" and recipe.devices.type != HOST):
         key = "model.num_devices" if pipeline is None else pipeline.stages_key
         smallest = planned["smallest_k" if pipeline is None else "smallest_stages"]

@@ -3,6 +3,7 @@
 from typing import Any
 
 from ddp_recipes.devices import HOST
+from ddp_recipes.reporting.progress import in_bytes
 
 SHOWN = 2  # ranks
 
@@ -13,7 +14,7 @@ def rows(planned: dict[str, Any]) -> list[tuple[str, str]]:
     nodes = f"{cluster['nnodes']:,} node(s)"
     if planned["device"] != HOST:
         memory = cluster["gpu_memory_bytes"]
-        nodes += f", {cluster['gpus_per_node']} GPUs each" + ("" if memory is None else f" of {in_words(memory)}")
+        nodes += f", {cluster['gpus_per_node']} GPUs each" + ("" if memory is None else f" of {in_bytes(memory)}")
     found = [
         ("cluster", nodes),
         *((f"rank {rank['rank']}", placed(rank)) for rank in planned["ranks"][:SHOWN]),
@@ -38,7 +39,7 @@ def rows(planned: dict[str, Any]) -> list[tuple[str, str]]:
                 + ("" if staged is None else f", {pipeline['schedule']}"),
             )
         )
-    return [*found, ("checkpoint", in_words(planned["checkpoint_bytes"]))]
+    return [*found, ("checkpoint", in_bytes(planned["checkpoint_bytes"]))]
 
 
 def placed(rank: dict[str, Any]) -> str:
@@ -68,9 +69,9 @@ def batches(planned: dict[str, Any]) -> list[tuple[str, str]]:
 def memory_of(device: dict[str, int]) -> str:
     """Say what a device holds."""
     names = ("weights", "gradients", "optimizer", "exchange", "batch", "activations")
-    parts = ", ".join(f"{name} {in_words(device[name])}" for name in names if device[name])
-    validation = f", {in_words(device['validation'])} in validation" if device["validation"] else ""
-    return f"{in_words(device['training'])} in training ({parts}){validation}"
+    parts = ", ".join(f"{name} {in_bytes(device[name])}" for name in names if device[name])
+    validation = f", {in_bytes(device['validation'])} in validation" if device["validation"] else ""
+    return f"{in_bytes(device['training'])} in training ({parts}){validation}"
 
 
 def exchanged(exchange: dict[str, Any]) -> str:
@@ -83,15 +84,6 @@ def exchanged(exchange: dict[str, Any]) -> str:
         "broadcast": "broadcast",
         "passed": "sent between stages",
     }
-    sent = [f"{name} {in_words(exchange[f'{key}_bytes'])}" for key, name in kinds.items() if exchange[f"{key}_bytes"]]
+    sent = [f"{name} {in_bytes(exchange[f'{key}_bytes'])}" for key, name in kinds.items() if exchange[f"{key}_bytes"]]
     bound = exchange["at_least_seconds"]
     return (", ".join(sent) or "nothing") + ("" if bound is None else f"; at least {bound * 1e3:.3g} ms")
-
-
-def in_words(size: float) -> str:
-    """Return a number of bytes as a person reads it, in powers of 1000."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:,.1f} TB"

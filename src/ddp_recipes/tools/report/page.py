@@ -9,7 +9,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from ddp_recipes._version import __version__
-from ddp_recipes.reporting.progress import number
+from ddp_recipes.reporting.progress import in_bytes, number
 from ddp_recipes.tools.report.curves import Points, thinned
 from ddp_recipes.tools.report.jobs import Sweep, finite
 from ddp_recipes.tools.report.records import Record, written_at
@@ -37,7 +37,12 @@ MACHINE = {
     "mfu": ("model-FLOPs utilisation", ""),
     "flops_per_step": ("FLOPs a step", ""),
 }
-OF_MACHINE = ("samples_per_second", "mfu", "flops_per_second")  # metrics of how fast, not of how well
+OF_MACHINE = (
+    "samples_per_second",
+    "mfu",
+    "flops_per_second",
+    "peak_memory_bytes",
+)  # metrics of how fast, not of how well
 ENVIRONMENT = Environment(
     loader=FileSystemLoader(Path(__file__).parent),
     autoescape=True,
@@ -137,10 +142,4 @@ def _number(value: Any) -> str:
 
 def _bytes(value: Any) -> str:
     size = finite(value)
-    if size is None:
-        return "–"
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:,.3g} TB"
+    return "–" if size is None else in_bytes(size)
