@@ -88,18 +88,35 @@ class Console(logging.Handler):
             self.progress.line(self.format(record))
 
 
-class _Prefixed:
-    """A stream that begins each line with a text; in all else it is the other one."""
+class _Lines(threading.local):
+    """A stream that writes a line at once, whatever its parts were, and begins it with a text.
 
-    def __init__(self, stream: TextIO, prefix: str) -> None:
-        self._stream, self._prefix, self._begins = stream, prefix, True
+    So lines of several processes come whole. In all else it is the other stream.
+    """
+
+    def __init__(self, stream: TextIO, prefix: str) -> None:  # once a thread, each of which has its own lines
+        self._stream, self._prefix, self._begins, self._held = stream, prefix, True, ""
 
     def write(self, text: str) -> int:
-        """Write a text, of one line or several, or of a part of one."""
-        for line in text.splitlines(keepends=True):
+        """Write a text, of one line or several; keep what is of a line that has not ended."""
+        whole, self._held = self._held + text, ""
+        for line in whole.splitlines(keepends=True):
+            if line.endswith(("\n", "\r")):
+                self._write(line)
+            else:
+                self._held = line
+        return len(text)
+
+    def flush(self) -> None:
+        """Write what there is."""
+        self._write(self._held)
+        self._held = ""
+        self._stream.flush()
+
+    def _write(self, line: str) -> None:
+        if line:
             self._stream.write(f"{self._prefix}{line}" if self._begins else line)
             self._begins = line.endswith(("\n", "\r"))
-        return len(text)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -107,14 +124,15 @@ class _Prefixed:
 
 @contextmanager
 def own_lines(world: World) -> Iterator[None]:
-    """Begin what a rank other than 0 prints itself with its number: lines of several ranks come in any order."""
-    if world.is_main:
-        yield
-        return
-    prefix = f"rank {world.rank}: "
-    out, err = (cast(TextIO, _Prefixed(stream, prefix)) for stream in (sys.stdout, sys.stderr))
+    """Have lines that ranks print themselves come whole, with a rank's number where that is not 0, in any order."""
+    prefix = "" if world.is_main else f"rank {world.rank}: "
+    out, err = (cast(TextIO, _Lines(stream, prefix)) for stream in (sys.stdout, sys.stderr))
     with redirect_stdout(out), redirect_stderr(err):
-        yield
+        try:
+            yield
+        finally:
+            for stream in (out, err):
+                stream.flush()
 
 
 # Nothing is forked while a record is handled: a fork would have what the listening thread has locked, a terminal, say.
