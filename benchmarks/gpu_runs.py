@@ -74,8 +74,8 @@ def disturbed(rank: int, how: int) -> str:
     return f"+callbacks.disturbing={{_target_: disturbing.Disturbing, rank: {rank}, how: {how}}}"
 
 
-def cases(devices: int, *, shared: bool = False) -> Iterator[Case]:
-    """Yield what can be tried on so many devices; ``shared``: which are one, so that no replica has two."""
+def cases(devices: int, device: str, *, shared: bool = False) -> Iterator[Case]:
+    """Yield what can be tried on so many devices of a type; ``shared``: which are one, so that no replica has two."""
     yield Case("single", 1, SINGLE, same="single")
     yield Case("single, stopped and resumed", 1, (*SINGLE, disturbed(0, SIGTERM)), 75, same="single", again=True)
     yield Case("single, exception", 1, (*SINGLE, disturbed(0, 0)), 1, "the cat sat on the keyboard")
@@ -83,6 +83,8 @@ def cases(devices: int, *, shared: bool = False) -> Iterator[Case]:
         yield Case(f"ddp, one rank, {precision}", 1, (*STRATEGIES["ddp"], f"trainer.precision={precision}"))
     for name in ("ddp_exact", "fsdp"):
         yield Case(f"{name}, one rank", 1, STRATEGIES[name], same=name if name == "ddp_exact" else "")
+    dp = ("strategy=dp", "model=toy")  # one process with all devices
+    yield Case("dp", 1, dp) if device == "cuda" else Case("dp", 1, dp, 2, "deals batches to GPUs alone")
     more = "launcher.nproc_per_node"
     yield Case("more ranks than devices", devices + 1, STRATEGIES["ddp"], 2, more)
     if devices < 2:
@@ -97,6 +99,8 @@ def cases(devices: int, *, shared: bool = False) -> Iterator[Case]:
         yield Case(f"{name}, exception on rank 1", 2, raises, 1, "the cat sat on the keyboard")
         yield Case(f"{name}, rank 1 killed", 2, (*own, disturbed(1, SIGKILL)), 1, "Rank 1", same=common, again=True)
         yield Case(f"{name}, stopped", 2, (*own, disturbed(0, SIGTERM)), 75, same=common, again=True)
+    workers = "ddp on two" if devices > 2 else "single"  # what as many workers come to; another rank serves
+    yield Case("parameter_server", min(devices, 3), ("strategy=parameter_server", "model=toy"), same=workers)
     yield Case("ddp, bf16-mixed", 2, (*STRATEGIES["ddp"], "trainer.precision=bf16-mixed"))
     replaced = (*STRATEGIES["ddp_exact"], disturbed(1, SIGKILL), "launcher.replace_ranks=1")
     yield Case("ddp_exact, rank 1 replaced", 2, replaced, same="ddp_exact")
@@ -186,6 +190,7 @@ def try_all(
         print(f"{case.name}: {wrong or 'as expected'}, {time.monotonic() - began:.1f} s", flush=True)
 
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // CORES)) as runs:
-        for ended in [runs.submit(attempt, number, case) for number, case in enumerate(cases(devices, shared=shared))]:
+        found = cases(devices, device, shared=shared)
+        for ended in [runs.submit(attempt, number, case) for number, case in enumerate(found)]:
             ended.result()
     return tried
