@@ -47,6 +47,34 @@ for _ in range(2):
     generators.begin(3, 0)
     print([torch.rand(1, device=f"openreg:{number}").item() for number in range(4)])
 """
+KEPT = """
+import torch
+from ddp_recipes.devices import all_of, random_kept, seed
+
+devices = [torch.device("cpu"), *all_of("openreg")]
+
+
+def states():
+    return [torch.get_rng_state(), *(torch.openreg.get_rng_state(device) for device in devices[1:])]
+
+
+def same(states, others):
+    print(*(torch.equal(state, other) for state, other in zip(states, others, strict=True)))
+
+
+before = states()
+with random_kept(devices):
+    torch.rand(3)
+    for number, device in enumerate(devices[1:]):
+        seed(device, number + 7)  # the simulated device draws from the CPU's generator, and has only seeds of its own
+    same(before, states())
+same(before, states())
+"""
+
+
+@pytest.mark.slow
+def test_generators_of_all_devices_are_left_as_they_were(accelerator: Accelerator) -> None:
+    assert printed(accelerator, KEPT) == [" ".join(["False"] * 5), " ".join(["True"] * 5)]
 
 
 @pytest.mark.slow
