@@ -61,6 +61,70 @@ def test_nothing_that_is_received_is_unpickled() -> None:
     assert found == UNPICKLES, "Use strategies/collectives.py, JSON, safetensors or torch.load(weights_only=True)."
 
 
+# --- types of devices ------------------------------------------------------------------------------------------------
+
+TYPE = r"(cuda|xpu|mps|npu|hpu)"
+MODULE = re.compile(rf"torch(\.backends|\.version)?\.{TYPE}\b")
+VALUE = re.compile(rf"{TYPE}(:\d*)?|nccl|xccl|hccl")  # a text that is one, not one for users
+
+
+def types_of_devices(code: str) -> list[str]:
+    """Return where a module names a type of device, or its backend: by torch's module for it, or as a value."""
+    found: list[tuple[int, str]] = []
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Attribute) and MODULE.fullmatch(name := ast.unparse(node)):
+            found.append((node.lineno, name))
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            package = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            names = (package + each.name for each in node.names)
+            found += [(node.lineno, name) for name in names if MODULE.match(name)]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and VALUE.fullmatch(node.value):
+            found.append((node.lineno, node.value))
+    return [f"{line}: {name}" for line, name in found]
+
+
+@pytest.mark.slow
+def test_types_of_devices_are_named_in_one_module_alone() -> None:
+    sources = [*SOURCES, *(PACKAGE.parent / "hydra_plugins").rglob("*.py")]
+    found = {path.name: types_of_devices(path.read_text()) for path in sources if path != PACKAGE / "devices.py"}
+    found = {name: places for name, places in found.items() if places}
+    assert not found, f"Ask {NAME}.devices: {found}"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "torch.cuda.synchronize()",
+        "ask = torch.xpu",
+        "torch.backends.cuda.matmul.allow_tf32 = True",
+        "import torch.cuda",
+        "from torch import mps",
+        "from torch.cuda import Stream",
+        "tensor.to('cuda')",
+        "torch.device(f'cuda:{rank}')",
+        "torch.device('npu:0')",
+        "backend = 'nccl' if kind == other else 'gloo'",
+        "device: Literal['auto', 'xpu'] = 'auto'",
+    ],
+)
+def test_a_type_of_device_is_seen(code: str) -> None:
+    assert len(types_of_devices(code)) == 1
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "'''Events of GPUs: torch.cuda has them.'''",
+        "count()  # not torch.cuda.device_count()",
+        "refuse('launcher.device=cuda needs GPUs: check CUDA_VISIBLE_DEVICES, or nccl')",
+        "os.environ.setdefault('NCCL_SOCKET_IFNAME', 'lo')",
+        "torch.backends.cudnn.benchmark; torch.accelerator.current_accelerator().type",
+    ],
+)
+def test_words_about_devices_and_what_torch_has_for_all_of_them_are_not(code: str) -> None:
+    assert types_of_devices(code) == []
+
+
 # --- private names ---------------------------------------------------------------------------------------------------
 
 # Documented, whatever they look like: os._exit, and what a named tuple has.
