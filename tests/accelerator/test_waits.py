@@ -15,7 +15,10 @@ STRATEGIES = {
     "ddp_exact": (["strategy=ddp_exact"], 2),
     "fsdp": (["strategy=fsdp", "strategy.wrap=[net1,net2]"], 2),
     "fsdp with shards": (["strategy=fsdp", "strategy.wrap=[net1,net2]", "strategy.shards=4"], 2),
+    "fsdp in two replicas": (["strategy=fsdp", "strategy.wrap=[net1,net2]", "strategy.replicas=2"], 4),
     "ddp_pipeline": (["strategy=ddp_pipeline"], 2),
+    "two pipelines": (["strategy=ddp_pipeline"], 4),
+    "split over two devices": (["strategy=single", "model=toy_mp"], 1),
 }
 WAYS = {
     "plain": [],

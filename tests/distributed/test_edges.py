@@ -3,7 +3,7 @@
 import inspect
 import json
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,10 @@ import pytest
 import torch
 
 import ddp_recipes
+from ddp_recipes import rank
 from ddp_recipes.config.settings import better
 from ddp_recipes.errors import RequestError, RunFailed
+from ddp_recipes.reporting.run_directory import Summary
 from ddp_recipes.tasks import Accuracy, Task
 from ddp_recipes.testing import make_job
 from helpers.marks import quick_each
@@ -224,6 +226,27 @@ def test_how_exact_products_are_holds_for_one_run(tmp_path: Path) -> None:
         ddp_recipes.run([*QUICK, *one, "trainer.max_steps=1", *more])
         found.append((torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark))
     assert found == [("medium", True), ("highest", False)]
+
+
+@pytest.mark.parametrize(
+    ("own", "said"),
+    quick_each(
+        4,
+        [
+            ("", 1),
+            ("trainer.matmul_precision=high", 0),
+            ("trainer.matmul_precision=highest", 0),
+            ("trainer.precision=bf16-mixed", 0),
+        ],
+    ),
+)
+def test_that_tensor_cores_are_idle_is_said_once(
+    own: str, said: int, run: Callable[..., Summary], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank, "leaves_tensor_cores_idle", lambda device: True)
+    ended = run("trainer.max_steps=1", *own.split(), world_size=2)
+    log = (Path(ended["run_directory"]) / "train.log").read_text()
+    assert log.count("set trainer.matmul_precision=high for TF32") == said
 
 
 def test_kernels_that_are_tried_out_are_not_deterministic() -> None:

@@ -1,7 +1,7 @@
 """What keeps aborted collectives from being used, as far as no GPU is needed for it."""
 
 import os
-from threading import Event
+from threading import Barrier, Event
 
 import pytest
 import torch
@@ -10,7 +10,9 @@ import torch.distributed as dist
 from ddp_recipes._compat.messages import lost_a_rank
 from ddp_recipes.errors import RequestError
 from ddp_recipes.strategies import exchanges as module
+from ddp_recipes.strategies import group as of_groups
 from ddp_recipes.strategies.exchanges import HANDLING, SETTINGS, Exchanges, leave_failures_to_us
+from ddp_recipes.strategies.group import Group
 from helpers.patience import patience
 
 
@@ -77,3 +79,34 @@ def test_a_device_that_takes_no_more_work_is_one_that_comes_no_further(monkeypat
     goes_on.set()
     with pytest.raises(dist.DistBackendError, match=r"Timed out waiting 0\.2 s"):
         exchanges.synchronize()
+
+
+class EndsWithTheOther:
+    """A process group that ends once the other one does, whose kernels the device runs before its own."""
+
+    def __init__(self, both: Barrier) -> None:
+        self.both, self.ended = both, False
+
+    def abort(self) -> None:
+        self.both.wait(patience(5))
+        self.ended = True
+
+
+def test_groups_are_aborted_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = Barrier(2)
+    groups = [EndsWithTheOther(both), EndsWithTheOther(both)]
+    monkeypatch.setattr(of_groups, "every_group", lambda: groups)
+    group = Group()
+    group.abort()
+    assert [each.ended for each in groups] == [True, True]
+    assert not group.stuck
+
+
+def test_a_group_that_does_not_end_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = Barrier(2)
+    monkeypatch.setattr(of_groups, "every_group", lambda: [EndsWithTheOther(both)])
+    monkeypatch.setattr(of_groups, "ABORT_S", 0.1)
+    group = Group()
+    group.abort()
+    assert group.stuck
+    both.wait(patience(5))
