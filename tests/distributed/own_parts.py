@@ -11,6 +11,7 @@ import signal
 import sys
 from collections import OrderedDict
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -171,15 +172,13 @@ class Graphs(Callback):
         return counters["stats"]["unique_graphs"]
 
 
-class ManyNorms(Toy):
-    """Has 30 buffers of two dtypes, all of batch norms."""
+class ManyNorms(nn.Sequential):
+    """Has 30 buffers of two dtypes, all of batch norms, half of them before its first weights."""
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.norms = nn.Sequential(*(nn.BatchNorm1d(10) for _ in range(10)))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return cast(Tensor, super().forward(self.norms(inputs)))
+    def __init__(self, in_features: int, hidden_features: int, out_features: int) -> None:
+        layers = nn.Linear(in_features, hidden_features), nn.Linear(hidden_features, out_features)
+        halves = ([*(nn.BatchNorm1d(layer.in_features) for _ in range(5)), layer] for layer in layers)
+        super().__init__(*chain.from_iterable(halves))
 
 
 class Broadcasts(Callback):

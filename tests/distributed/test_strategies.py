@@ -203,7 +203,7 @@ def test_anomaly_detection_names_the_operation(run: Run) -> None:
         run(rooted, "trainer.detect_anomaly=true")
 
 
-ONE_MESSAGE = [("ddp", 2, 1), ("fsdp", 2, 4), ("ddp_pipeline", 4, 1)]
+ONE_MESSAGE = [("ddp", 2, 1), ("fsdp", 2, 4), ("ddp_pipeline", 4, 3)]
 
 
 @pytest.mark.parametrize(
@@ -212,8 +212,11 @@ ONE_MESSAGE = [("ddp", 2, 1), ("fsdp", 2, 4), ("ddp_pipeline", 4, 1)]
     ids=[name for name, *_ in ONE_MESSAGE],
 )
 def test_buffers_are_one_message_a_step(strategy: str, ranks: int, expected: int, run: Run, tmp_path: Path) -> None:
-    """Ranks get rank 0's before a validation, and with fsdp after each of the three other steps."""
+    """Ranks get rank 0's before a validation, and with fsdp after each of the three other steps.
+
+    Stages get the last one's names of metrics as well, a length and a text for the one batch that is validated.
+    """
     counted = f"+callbacks.counted={{_target_: own_parts.Broadcasts, path: {tmp_path / 'broadcasts'}}}"
-    own = ["model._target_=own_parts.ManyNorms", "trainer.max_epochs=1", "trainer.num_sanity_val_steps=0", counted]
-    run(f"strategy={strategy}", *own, world_size=ranks)
+    own = ["model._target_=own_parts.ManyNorms", "trainer.max_epochs=1", "trainer.num_sanity_val_steps=0"]
+    run(f"strategy={strategy}", *own, "trainer.limit_val_batches=1", counted, world_size=ranks)
     assert [path.read_text() for path in sorted(tmp_path.glob("broadcasts_*"))] == [str(expected)] * ranks
