@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from ddp_recipes.lightning.hooks import CALLED, REFUSED
 from helpers.marks import slow_but
 from helpers.patience import patience
+from helpers.recipes import QUICK
 from helpers.warm import warm_python
 
 HERE = Path(__file__).parent
@@ -121,3 +124,73 @@ def test_every_hook_of_the_installed_lightning_is_called_or_refused(python_with_
     }
     known = {*CALLED, *REFUSED, "state_dict", "load_state_dict"}
     assert {*json.loads(listed.stdout)} - for_users_to_call <= known
+
+
+# A callback as in the documentation of Lightning's BasePredictionWriter.
+WRITER = """
+import os
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import BasePredictionWriter
+
+
+class Module(LightningModule):
+    def __init__(self, in_features, hidden_features, out_features):
+        super().__init__()
+        self.net = torch.nn.Linear(in_features, out_features)
+
+    def training_step(self, batch):
+        return self.net(batch[0]).square().mean()
+
+    def predict_step(self, batch, batch_idx):
+        return self.net(batch[0])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters())
+
+
+class CustomWriter(BasePredictionWriter):
+    def __init__(self, output_dir, write_interval):
+        super().__init__(write_interval)
+        self.output_dir = output_dir
+
+    def save(self, name, predictions, batch_indices):
+        torch.save((predictions, batch_indices), os.path.join(self.output_dir, f"{name}.pt"))
+
+    def write_on_batch_end(self, trainer, pl_module, prediction, batch_indices, batch, batch_idx, dataloader_idx):
+        self.save(f"batch_{trainer.global_rank}_{batch_idx}", [prediction], [[batch_indices]])
+
+    def write_on_epoch_end(self, trainer, pl_module, predictions, batch_indices):
+        self.save(f"epoch_{trainer.global_rank}", predictions, batch_indices)
+"""
+
+
+@pytest.mark.spawn
+@pytest.mark.parametrize(
+    ("interval", "files"), {"batch": ["batch"], "epoch": ["epoch"], "batch_and_epoch": ["batch", "epoch"]}.items()
+)
+def test_a_prediction_writer_of_lightning_writes_each_sample_once(
+    interval: str, files: list[str], python_with_lightning: str, tmp_path: Path
+) -> None:
+    (tmp_path / "writer.py").write_text(WRITER)
+    writer = f"_target_: writer.CustomWriter, output_dir: {tmp_path}, write_interval: {interval}"
+    own = ["task=lightning", "model._target_=writer.Module", f"+callbacks.writer={{{writer}}}", "hydra.run.dir=run"]
+    mode = ["mode=predict", "data.predict=${data.val}", "data.val_batch_size=4", "launcher.nproc_per_node=2"]
+    command = [python_with_lightning, "-m", "ddp_recipes", *QUICK, *own, *mode]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=patience(120))
+    assert done.returncode == 0, done.stderr
+    whole = torch.load(tmp_path / "run" / "predictions.pt", weights_only=True)
+    for kind in ("batch", "epoch"):
+        written = [torch.load(path, weights_only=True) for path in tmp_path.glob(f"{kind}_*.pt")]
+        assert bool(written) == (kind in files)
+        rows = [pair for each, numbers in written for pair in one_by_one(each, numbers)]
+        assert sorted(number for number, _ in rows) == ([*range(21)] if kind in files else [])
+        assert all(torch.equal(row, whole[number]) for number, row in rows)
+
+
+def one_by_one(predictions: list[Tensor], batch_indices: list[list[list[int]]]) -> Iterator[tuple[int, Tensor]]:
+    """Yield the number of each sample and what was predicted for it."""
+    (of_loader,) = batch_indices
+    for rows, numbers in zip(predictions, of_loader, strict=True):
+        yield from zip(numbers, rows, strict=True)
