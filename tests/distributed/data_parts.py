@@ -111,3 +111,19 @@ class Complaining(Dataset[Any]):
             warnings.simplefilter("always")
             warnings.warn(f"sample {index} is worn out", stacklevel=1)
         return torch.full((10,), index / self.size), torch.ones(5)
+
+
+class Masks(Dataset[Any]):
+    """Tiny images and the class of each pixel, whether it is dark; of some rows, more of each sample, none counts."""
+
+    def __init__(self, size: int) -> None:
+        self.images = torch.rand(size, 3, 32, 32, generator=torch.Generator().manual_seed(size))
+        self.masks = (self.images.mean(1) < 0.5).long()
+        for number, mask in enumerate(self.masks):
+            mask[: 4 * number] = -100
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.images[index], self.masks[index]

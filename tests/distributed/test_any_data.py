@@ -2,11 +2,13 @@
 
 import json
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
+from torch.nn.functional import cross_entropy
 
 from ddp_recipes.errors import RequestError, RunFailed
 from ddp_recipes.reporting.run_directory import Summary
@@ -268,3 +270,19 @@ def test_outputs_that_nobody_chose_are_refused_before_the_run(
             directory=tmp_path / "run",
         )
     assert not [*(tmp_path / "run").glob("*")]
+
+
+SEGMENTATION = "torchvision.models.segmentation.lraspp_mobilenet_v3_large"
+SIZED = ["~model.in_features", "~model.hidden_features", "~model.out_features", "+model.num_classes=2"]
+MASKS = [f"+data.{name}={{_target_: data_parts.Masks, size: {size}}}" for name, size in (("train", 4), ("val", 5))]
+
+
+@pytest.mark.slow
+def test_a_model_of_torchvision_gives_each_pixel_a_class(run: Run) -> None:
+    own = [f"model._target_={SEGMENTATION}", *SIZED, "+model.weights_backbone=null", "task.output=out"]
+    own += ["~data.train", "~data.val", *MASKS, "task=classification", "task.mean_over=targets"]
+    found = run(*own, "data.global_batch_size=4", "data.val_batch_size=2", "trainer.max_epochs=1")
+    test = ["mode=predict", "data.predict=${data.val}", f"ckpt_path={found['last_checkpoint']}"]
+    predictions = torch.load(Path(run(*own, *test)["run_directory"]) / "predictions.pt")
+    masks = import_module("data_parts").Masks(5).masks
+    assert found["metrics"]["val/loss"] == pytest.approx(cross_entropy(predictions, masks).item(), rel=1e-5)

@@ -118,7 +118,8 @@ def test_what_nodes_cannot_meet_in_is_refused_in_time(what: str, message: str, t
 
 @pytest.mark.spawn
 @pytest.mark.slow
-def test_a_signal_ends_a_node_that_waits_for_the_file(folder: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_node_that_waits_for_the_file(number: int, folder: Path) -> None:
     """Another process has it locked: the node waits for longer than this test does."""
     alone = [
         "launcher.local_addr=127.0.0.1",
@@ -139,7 +140,7 @@ def test_a_signal_ends_a_node_that_waits_for_the_file(folder: Path) -> None:
         fcntl.flock(file, fcntl.LOCK_EX)
         with started(folder, *SMALL, "launcher=nodes", *alone, environ=key) as run:
             until(lambda: opened(run.pid), START_S, "it does not open the file")
-            run.signal(signal.SIGTERM)
+            run.signal(number)
             ended = run.end()
     assert ended.status == 130
     assert "locked" not in ended.err
