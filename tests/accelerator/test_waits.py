@@ -18,7 +18,8 @@ STRATEGIES = {
     "fsdp in two replicas": (["strategy=fsdp", "strategy.wrap=[net1,net2]", "strategy.replicas=2"], 4),
     "ddp_pipeline": (["strategy=ddp_pipeline"], 2),
     "two pipelines": (["strategy=ddp_pipeline"], 4),
-    "split over two devices": (["strategy=single", "model=toy_mp"], 1),
+    "split over two devices": (["strategy=single", "model.num_devices=2", "model.split=[net2]"], 1),
+    "placed on two devices by itself": (["strategy=single", "model=toy_mp"], 1),
 }
 WAYS = {
     "plain": [],
