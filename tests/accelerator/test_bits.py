@@ -20,6 +20,7 @@ STRATEGIES = {
     "fsdp": (["strategy=fsdp", "strategy.wrap=[net1,net2]"], 2),
     "fsdp level 1": (["strategy=fsdp", "strategy.wrap=[net1,net2]", "strategy.level=1"], 2),
     "fsdp with shards": (["strategy=fsdp", "strategy.wrap=[net1,net2]", "strategy.shards=4"], 2),
+    "fsdp of tensors that are made later": (["strategy=fsdp", "model=mlp", "model.hidden_features=[128,64]"], 2),
     "ddp_pipeline": (["strategy=ddp_pipeline"], 2),
     "split over two devices, clipped": (["strategy=single", "model=toy_mp", "trainer.gradient_clip_val=0.1"], 1),
     "two pipelines": (["strategy=ddp_pipeline"], 4),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ddp_recipes._compat.torch_ import apply_to_own
 from ddp_recipes.build.devices import Devices
 from ddp_recipes.build.instantiate import make, parameters_of
 from ddp_recipes.config.extras import extra
@@ -98,9 +99,8 @@ def make_task(
     elif (settings.num_devices > 1 or strategy.pipeline is not None) and loader is not None:
         precision = make_precision(trainer.precision, devices.own[0].type)
         extra("model.num_devices")(built, settings, strategy, devices, loader, step, precision, times)
-    elif not built.initial:
-        with keeping_ties(built.task):
-            built.task.to(devices.own[0])
+    elif strategy.pipeline is None:  # else nothing is run, and no device need have all stages
+        _place(built, devices.own[0])
     if settings.freeze:
         from ddp_recipes.build.parameters import freeze
 
@@ -110,6 +110,16 @@ def make_task(
 
         compile_model(model, trainer)
     return built
+
+
+def _place(built: BuiltTask, device: torch.device) -> None:
+    """Put a task on a device, but for its tensors that have no memory yet."""
+    with keeping_ties(built.task):
+        if not built.initial:
+            built.task.to(device)
+            return
+        for module in built.task.modules():
+            apply_to_own(module, lambda each: each if each.is_meta else each.to(device))
 
 
 def _made(config: Mapping[str, Any], **runtime: Any) -> Task:
