@@ -439,7 +439,11 @@ def outside(name: str) -> str:
 
 
 class Accuracy:
-    """Fraction of targets whose class has the highest of C outputs. Outputs [n, C, ...], targets int64 [n, ...]."""
+    """Fraction of targets whose class has the highest of C outputs. Outputs [n, C, ...], targets int64 [n, ...].
+
+    All targets count, also those that a loss leaves out (``ignore_index``): torchmetrics' ``MulticlassAccuracy`` leaves
+    them out, too, where it is told.
+    """
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return for each sample the mean over its targets (one; pixels, tokens), [n]."""
