@@ -1,5 +1,8 @@
 """Rows of shards in each format, local and compressed, are those that were written."""
 
+import io
+import os
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -52,3 +55,42 @@ def test_parts_of_a_set_are_rows_of_it(shards: Callable[..., Path]) -> None:
     assert [train[0], train[30], val[0], val[29]] == [0, 30, 31, 60]
     order = val.sample_order(1, True)
     assert len(order) == len(val) == 30
+
+
+def resident() -> int:
+    """Return the bytes of this process that are in memory, with those of files that it maps."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return sum(1024 * int(line.split()[1]) for line in lines if line.startswith("VmRSS:"))
+
+
+@pytest.mark.parametrize("suffix", ["tar", "txt"])
+def test_what_is_read_of_a_set_is_no_memory_of_the_process(suffix: str, tmp_path: Path) -> None:
+    """But for parquet's row groups and Arrow's columns: nothing of a file stays mapped."""
+    content, rows = b"x" * (1 << 20), 48
+    for part in range(3):
+        path = tmp_path / f"part-{part}.{suffix}"
+        if suffix == "txt":
+            path.write_bytes((content[:-1] + b"\n") * (rows // 3))
+            continue
+        with tarfile.open(path, "w") as file:
+            for number in range(rows // 3):
+                member = tarfile.TarInfo(f"{number:03}.bin")
+                member.size = len(content)
+                file.addfile(member, io.BytesIO(content))
+    stream = Stream(str(tmp_path))
+    assert len(stream) == rows
+    len(stream[0])
+    before = resident()
+    for number in range(rows):
+        stream[number]
+    assert resident() - before < 8 << 20
+
+
+def test_a_file_that_is_cut_short_while_it_is_read_is_named(shards: Callable[..., Path]) -> None:
+    path = shards(".jsonl")
+    stream = Stream(str(path))
+    assert stream[0]
+    file = sorted(path.glob("*.jsonl"))[0]
+    os.truncate(file, file.stat().st_size // 2)
+    with pytest.raises(RuntimeError, match=rf"{file.name} cannot be read: it was cut short while it was read"):
+        stream[stream.index.rows[0] - 1]

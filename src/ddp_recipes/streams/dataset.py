@@ -123,6 +123,8 @@ class Stream(Dataset[Any]):
             try:
                 part = self._here().part(shard, row, self)
                 return self.decoder(part.row(row - part.first))
+            except BadShard as error:
+                raise _named(error, shard, self) from error
             except BadRow as error:
                 path = joined(self.index.root, self.index.shards[shard].name)
                 if self.on_error == "raise":
@@ -151,7 +153,7 @@ class Stream(Dataset[Any]):
                     part = here.part(shard, number - of_shard, self)
                     first, end = of_shard + part.first, of_shard + part.end
                 samples[position] = self.decoder(part.row(number - first))
-        except BadRow:
+        except (BadRow, BadShard):
             return [self[index] for index in indices]  # one by one: it is named, or another one takes its place
         return samples
 

@@ -13,6 +13,7 @@ from importlib import import_module
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
+from weakref import finalize
 
 import numpy as np
 from numpy.typing import NDArray
@@ -273,22 +274,30 @@ class Records:
     columns: Mapping[str, str]
 
     def __init__(self, path: Path, offsets: Offsets | None = None) -> None:
-        with path.open("rb") as file:
-            empty = os.fstat(file.fileno()).st_size == 0
-            self._map: Any = b"" if empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._close = finalize(self, os.close, self._file)
         self.columns = {}
-        self.offsets = self.scan() if offsets is None else offsets
+        self.offsets = self._scanned() if offsets is None else offsets
+
+    def _scanned(self) -> Offsets:
+        if os.fstat(self._file).st_size == 0:
+            return self.scan(b"")
+        with mmap.mmap(self._file, 0, access=mmap.ACCESS_READ) as content:
+            return self.scan(content)
 
     def __len__(self) -> int:
         return max(0, len(self.offsets) - 1)
 
-    def scan(self) -> Offsets:
+    def scan(self, content: Any) -> Offsets:
         """Return where each row begins, and where the last one ends."""
         raise NotImplementedError
 
     def bytes_of(self, number: int) -> bytes:
-        """Return a row as it is in the file."""
-        found: bytes = self._map[int(self.offsets[number]) : int(self.offsets[number + 1])]
+        """Return a row as it is in the file, which is not mapped: that would count as memory of each rank."""
+        start, stop = int(self.offsets[number]), int(self.offsets[number + 1])
+        found = os.pread(self._file, stop - start, start)
+        if len(found) < stop - start:
+            raise BadShard("it was cut short while it was read")
         return found
 
     def row(self, number: int) -> Row:
@@ -299,18 +308,17 @@ class Records:
         return Part(0, len(self), self.row)
 
     def close(self) -> None:
-        """Unmap the file."""
-        if isinstance(self._map, mmap.mmap):
-            self._map.close()
+        """Close the file."""
+        self._close()
 
-    def line_ends(self) -> NDArray[np.int64]:
+    def line_ends(self, content: Any) -> NDArray[np.int64]:
         """Return where the lines of the file end, each behind its newline."""
-        size = len(self._map)
+        size = len(content)
         found = [np.zeros(0, dtype=np.int64)]
         for first in range(0, size, _CHUNK):
-            chunk = np.frombuffer(self._map[first : first + _CHUNK], dtype=np.uint8)
+            chunk = np.frombuffer(content[first : first + _CHUNK], dtype=np.uint8)
             found.append(np.flatnonzero(chunk == ord("\n")) + (first + 1))
-        if size and self._map[size - 1 : size] != b"\n":
+        if size and content[size - 1 : size] != b"\n":
             found.append(np.array([size]))
         return np.concatenate(found)
 
@@ -318,13 +326,13 @@ class Records:
 class Text(Records):
     """Lines of a text that are not empty, as ``text``."""
 
-    def scan(self) -> Offsets:
-        ends = self.line_ends()
+    def scan(self, content: Any) -> Offsets:
+        ends = self.line_ends(content)
         starts = np.concatenate([[0], ends[:-1]])[: len(ends)].astype(np.int64)
         short = np.flatnonzero(ends - starts <= 2)
-        blank = [at for at in short.tolist() if not self._map[int(starts[at]) : int(ends[at])].strip()]
+        blank = [at for at in short.tolist() if not content[int(starts[at]) : int(ends[at])].strip()]
         kept = np.delete(starts, blank)
-        return np.append(kept, len(self._map)) if len(kept) else np.zeros(1, dtype=np.int64)
+        return np.append(kept, len(content)) if len(kept) else np.zeros(1, dtype=np.int64)
 
     def row(self, number: int) -> Row:
         try:
@@ -349,24 +357,22 @@ class JsonLines(Text):
 class Csv(Records):
     """Rows of a table whose first line names the columns; a field may hold newlines in quotes."""
 
-    def scan(self) -> Offsets:
-        ends = self.line_ends()
+    def scan(self, content: Any) -> Offsets:
+        ends = self.line_ends(content)
         if not len(ends):
             raise BadShard("it is empty, and a csv file begins with a line that names its columns")
         quotes = [np.zeros(0, dtype=np.int64)]
-        for first in range(0, len(self._map), _CHUNK):
-            chunk = np.frombuffer(self._map[first : first + _CHUNK], dtype=np.uint8)
+        for first in range(0, len(content), _CHUNK):
+            chunk = np.frombuffer(content[first : first + _CHUNK], dtype=np.uint8)
             quotes.append(np.flatnonzero(chunk == ord('"')) + first)
         before = np.searchsorted(np.concatenate(quotes), ends)
         ends = ends[before % 2 == 0]  # within quotes it ends no row; a quote in a field is doubled
         if not len(ends):
             raise BadShard("it has a quote without another one")
-        header = self._map[: int(ends[0])].decode("utf-8-sig")
+        header = content[: int(ends[0])].decode("utf-8-sig")
         self.columns = dict.fromkeys((name.strip() for name in next(csv.reader([header]))), "text")
         starts = ends[:-1]
-        full = [
-            at for at in range(len(starts)) if ends[at + 1] - starts[at] > 2 or self._map[starts[at]] not in b"\r\n"
-        ]
+        full = [at for at in range(len(starts)) if ends[at + 1] - starts[at] > 2 or content[starts[at]] not in b"\r\n"]
         return np.append(starts[full], ends[-1]).astype(np.int64) if len(full) else np.zeros(1, dtype=np.int64)
 
     def row(self, number: int) -> Row:
@@ -392,13 +398,13 @@ def _number(text: str) -> int | float | str:
 class Tar(Records):
     """Samples of a tar file as webdataset has them: files in a row with one name but for what follows its first dot."""
 
-    def scan(self) -> Offsets:
+    def scan(self, content: Any) -> Offsets:
         starts: list[int] = []
         last, end = None, 0
-        if not self._map:
+        if not content:
             raise BadShard("it is empty")
         try:
-            with tarfile.open(fileobj=self._map, mode="r:") as file:
+            with tarfile.open(fileobj=content, mode="r:") as file:
                 for member in file:
                     if not member.isfile():
                         continue
@@ -408,7 +414,7 @@ class Tar(Records):
                     last, end = key, member.offset_data + -(-member.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
         except tarfile.TarError as error:
             raise BadShard(f"it is no tar file: {error}") from error
-        if end > len(self._map):
+        if end > len(content):
             raise BadShard("it is cut short: a file in it goes on behind its end")
         return np.array([*starts, end], dtype=np.int64)
 
