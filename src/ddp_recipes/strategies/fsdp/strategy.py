@@ -109,8 +109,7 @@ class FSDP(Whole, Group):
     def shard(self, task: Task, devices: Sequence[torch.device]) -> None:
         """Leave this rank its rows of each parameter; the model gathers those of a block before it runs."""
         model, self.mesh, self.device = task.model, self._mesh(devices[0].type), devices[0]
-        made_anew = [(name, each) for name, each in model.named_parameters() if each.dim() or each.is_meta]
-        self.hooks = {name: gradient_hooks(each) for name, each in made_anew}
+        self.hooks = {name: gradient_hooks(each) for name, each in model.named_parameters() if each.dim()}
         keep_assigned_data()
         leave_graph_alone()
         policies = policies_of(model, blocks_of(model, self.settings.wrap), self.settings.param_dtype)
