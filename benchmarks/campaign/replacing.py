@@ -78,10 +78,8 @@ def draw(
             faults += [] if away else [_return(dice)]
     stops = not several and count and "terminate" not in without and dice.random() < STOPS
     if stops:
-        last = faults[-1].place == "ending"  # nothing comes after
-        faults[-1 if last else len(faults) :] = [
-            _fault("terminate", min(steps[-1] + 1, STEPS - 2), count, dice, several)
-        ]
+        faults = faults[:-1] if faults[-1].place == "ending" else faults  # nothing comes after
+        faults.append(_fault("terminate", min(steps[-1] + 1, STEPS - 2), len(faults), dice, several))
     timeout_s = 60 if "stop_rank" not in kinds else 12 if several else 8  # where all may have to load torch again
     return Script(
         mode,
@@ -219,7 +217,8 @@ def beside_another(done: Done, played: Played) -> bool:
 
 def started_again(played: Played) -> int:
     """Return how often all ranks started again, from the last checkpoint or without one, or were about to."""
-    return sum(len(each.findall(started.text)) for started in played.starts for each in (AGAIN, STOPPED))
+    begun = [text for started in played.starts for text in started.text.split("\nddp_recipes ")]
+    return sum(len(AGAIN.findall(text)) or len(STOPPED.findall(text)) for text in begun)
 
 
 def histogram(seconds: Sequence[float]) -> list[list[str]]:

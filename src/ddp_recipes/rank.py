@@ -24,7 +24,7 @@ from ddp_recipes.output import Output
 from ddp_recipes.reporting.logs import own_lines
 from ddp_recipes.reporting.run_directory import RunDirectory, Summary
 from ddp_recipes.runtime.advice import add_advice
-from ddp_recipes.runtime.control import NOBODY, OWN, Control
+from ddp_recipes.runtime.control import FELL_BACK, NOBODY, OWN, Control
 from ddp_recipes.runtime.job import ASKS_TO_STOP, Job, unpack
 from ddp_recipes.runtime.messages import Messages
 from ddp_recipes.runtime.process import ignore_once
@@ -209,7 +209,7 @@ def prepare(job: Job, world: World, control: Control) -> tuple[Recipe, RunDirect
             "checkpoint": "none" if state is None else f"step {state['cursor']['step']}, checksum {state['checksum']}",
             "version of torch": torch.__version__,
             OWN: identity(recipe.device),
-            "whole model made": recipe.made_whole,  # what its constructor raised is not shown else
+            FELL_BACK: recipe.made_whole,  # what its constructor raised is not shown else
             "digest of the initial weights": digest(initial)[:12] if world.world_size > 1 else "",
         }
     control.agree(None, facts)

@@ -12,12 +12,25 @@ from helpers.patience import patience
 
 pytestmark = [pytest.mark.slow, pytest.mark.spawn]
 
-# One linear layer that ends its process at a step of rank 1: once, or whenever it gets there.
+# One linear layer that ends its process at a step of rank 1: once, or whenever it gets there. And a callback that has
+# the run told to stop, and fails as that saves.
 MODEL = """
 import os
+import signal
 from pathlib import Path
 
+from ddp_recipes import Callback
 from torch import nn
+
+
+class Stopping(Callback):
+    def on_step(self, step):
+        if step == 5 and os.environ["RANK"] == "1":
+            os.kill(os.getppid(), signal.SIGTERM)
+
+    def on_save_start(self, step):
+        if step > 5 and os.environ["RANK"] == "1":
+            raise ValueError("the cat sat on the keyboard")
 
 
 class Dying(nn.Linear):
@@ -112,3 +125,12 @@ def test_a_rank_that_never_arrives_is_named(tmp_path: Path, python: str) -> None
     assert ended.returncode == 1
     assert "Rank 1 of 2 did not arrive within launcher.timeout_s=2 seconds" in ended.stderr
     assert not (tmp_path / "outputs").exists()
+
+
+def test_a_run_that_is_to_stop_is_not_started_again_and_says_so(tmp_path: Path, python: str) -> None:
+    own = ["+model.at=-1", "+model.once=true", "+callbacks.stopping._target_=dying.Stopping"]
+    ended = local(python, tmp_path, *own, "launcher.start_method=spawn", "launcher.max_restarts=3", "hydra.run.dir=run")
+    assert ended.returncode == 1, ended.stderr
+    assert "the cat sat on the keyboard" in ended.stderr
+    assert "Nothing is started again: the run is to stop (SIGTERM)." in ended.stderr
+    assert "Restart" not in ended.stderr

@@ -21,6 +21,7 @@ from ddp_recipes.runtime.world import World
 T = TypeVar("T")
 
 OWN = "device"  # a fact
+FELL_BACK = "whole model made"  # another one: why a rank did otherwise than planned, or "no"
 _ONE_EACH = "Start no more ranks than there are devices (nproc_per_node), or give each task one of its own."
 VERDICT_S = 2.0  # for rank 0 to name the rank that it waited for, before it times out itself
 FAILURE_S = 2.5  # for the other ranks to fail as well, once a collective has timed out
@@ -76,7 +77,8 @@ class Control:
 
         Args:
             error: why this rank cannot start, if it cannot.
-            facts: what must be equal on all ranks, by name (digests, versions); of ``OWN`` no two may have the same.
+            facts: what must be equal on all ranks, by name (digests, versions); of ``OWN`` no two may have the same. If
+                some fell back (``FELL_BACK``) and others did not, those have failed.
 
         Raises:
             RequestError: some rank cannot do what was requested, or ranks differ; the same message on every rank.
@@ -98,13 +100,13 @@ class Control:
         self._stay_until_read({*range(self.world.world_size)} - {*(ranks if kind == "missing" else ())})
         if kind == "missing":
             raise RunFailed(text, unresponsive=ranks)
-        if self.world.rank not in ranks:  # that rank raises its own error
+        if self.world.rank not in ranks or error is None:  # else that rank raises its own error
             raise RequestError(text) if kind == "refused" else RunFailed(text, rank=ranks[0])
 
     def _verdict(self, facts: Mapping[str, str]) -> tuple[str, str, list[int]]:
         """Return ``ready``, ``refused``, ``failed`` or ``missing``, why, and the ranks it is about."""
         deadline = time.monotonic() + self.timeout_s
-        missing, differing, owners = [], [], dict[str, int]()
+        missing, differing, owners, fell_back = [], [], dict[str, int](), dict[int, str]()
         for rank in range(self.world.world_size):
             report = self._said(f"ready/{rank}", max(0.1, deadline - time.monotonic()), rank)
             if report is None:
@@ -115,6 +117,7 @@ class Control:
                 return kind, text, [rank]
             if kind == "failed":
                 return kind, f"Rank {rank} failed while it got ready: {text}", [rank]
+            fell_back[rank] = theirs.get(FELL_BACK, "no")
             if (own := theirs.get(OWN)) and (other := owners.setdefault(own, rank)) != rank:
                 return "refused", f"Ranks {other} and {rank} would both be on the device {own}. {_ONE_EACH}", []
             differing += [
@@ -124,6 +127,10 @@ class Control:
             ]
         if missing:
             return self._missing(missing)
+        alone = [rank for rank, why in fell_back.items() if why != "no"]
+        if 0 < len(alone) < len(fell_back):  # where all do, it is how the model is made
+            text = f"Rank {alone[0]} failed while it got ready, where others did not: {fell_back[alone[0]]}"
+            return "failed", text, alone
         if differing:
             listed = "\n  ".join(differing[:8])
             same = "Use one version, one config and one run directory on every node."

@@ -68,6 +68,8 @@ class LocalLauncher:
                         return _supervise(ways.job, ranks, signals, ways.goes_on).conclude(ways.job)
                 except RunFailed as error:
                     if (line := ways.after(str(error), bool(signals))) is None:
+                        if signals and (most or recovers):
+                            print(f"Nothing is started again: the run is to stop ({signals[0]}).", file=sys.stderr)
                         raise
                     print(error, line, sep="\n", file=sys.stderr, flush=True)
 
