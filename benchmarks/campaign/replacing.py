@@ -12,7 +12,7 @@ from benchmarks.campaign.seen import Done, Played
 
 COST = re.compile(r"(?:Replaced|All started again from memory), at the cost of ([\d.]+) s")
 AGAIN = re.compile("all start again, from (?:the last checkpoint|step 0)")
-STOPPED = re.compile(r"stopped by \w+ before a checkpoint was saved")  # before they started again
+STOPPED = re.compile(r"stopped by \w+ before a checkpoint was saved|Nothing is started again")  # before they did
 PLACES = {
     "rank": ("starting", "training", "training", "training", "saving", "ending", "replacing", "replacing", "replacing"),
     "server": ("starting", "training", "replacing"),
