@@ -938,7 +938,7 @@ class Quiet(nn.Sequential):
 def names() -> list[str]:
     """Return the names of all of them."""
     found = [each for each in globals().values() if isinstance(each, type) and issubclass(each, nn.Module)]
-    parts = (Sizes, Borrowed)
+    parts = (Sizes, Borrowed, Factors)
     return sorted(each.__name__ for each in found if each.__module__ == __name__ and each not in parts)
 
 
