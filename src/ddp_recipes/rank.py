@@ -5,7 +5,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, NoReturn
 
 import torch
@@ -257,12 +257,21 @@ def recovers(recipe: Recipe) -> bool:
 
 
 def check_validation(run: Run, recipe: Recipe) -> None:
-    """Run a few validation batches before anything is written: an error there is raised now, not after an epoch."""
+    """Run a few validation batches before anything is written: an error there is raised now, not after an epoch.
+
+    A run that goes on has done so before; buffers that a module moves in a validation stay as they were saved.
+    """
     steps = run.trainer.num_sanity_val_steps
     if not run.val or steps == 0:
         return
     loaders = run.val if steps < 0 else {name: loader.limited(steps) for name, loader in run.val.items()}
-    metrics = evaluate(run.task, loaders, run.strategy, run.precision, within=refusing_collectives(run))
+    kept: AbstractContextManager[None] = nullcontext()
+    if run.cursor.step:
+        from ddp_recipes.tasks.blocks import on_copies
+
+        kept = on_copies(run.task)
+    with kept:
+        metrics = evaluate(run.task, loaders, run.strategy, run.precision, within=refusing_collectives(run))
     if run.task.names_metrics and recipe.request.checkpoint.monitor in (None, "auto") and run.monitor not in metrics:
         recipe.warnings.append(f"checkpoint.monitor=auto is train/loss, for {run.monitor} is not measured.")
         run.monitor = "train/loss"

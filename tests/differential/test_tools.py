@@ -57,8 +57,8 @@ def check(python: str, folder: Path, own: Sequence[str], ranks: int, random: Ran
     trained = ended(python, folder / "fit", *own)
     if trained.returncode:
         return print("refused:", *own, trained.stderr[-300:])
-    for tool in random.sample(TOOLS, 2):
-        used = ended(python, folder / tool.partition("=")[0], *own, *tool.split())
+    for number, tool in enumerate(random.sample(TOOLS, 2)):
+        used = ended(python, folder / f"tool_{number}", *own, *tool.split())
         script = f"{' '.join(own)} {tool}\n{used.stderr[-3000:]}"
         assert used.returncode in (0, 2) or any(text in used.stderr for text in FOUND), script
         assert "Traceback" not in used.stderr, script

@@ -456,6 +456,11 @@ def updates_of(metric: Any) -> int:
     return int(metric._update_count)
 
 
+def copied_state(metric: Any) -> dict[str, Any]:
+    """Return a copy of a metric's state on this rank; of lists, whose items stay as they are, of these alone."""
+    return {name: [*value] if isinstance(value, list) else value.clone() for name, value in metric.metric_state.items()}
+
+
 def put_back(metric: Any, updates: int, state: Mapping[str, Any]) -> None:
     """Leave a metric as it was, of which its state is known."""
     for name, value in state.items():

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ddp_recipes._compat.torch_ import is_updated, load_state, state_of
+from ddp_recipes._compat.torch_ import copied_state, is_updated, load_state, put_back, state_of, updates_of
 from ddp_recipes.callbacks import Callback
 from ddp_recipes.errors import RunFailed
 from ddp_recipes.lightning.log import Values
@@ -32,6 +32,7 @@ class Events(Callback):
         self.task = task
         self.begun = self.started = False
         self.optimizers: list[SteppedOptimizer] = []
+        self._before: list[tuple[Any, int, dict[str, Any]]] = []  # metrics, as a validation that is not over began
 
     def begin(self) -> None:
         """Say that the run begins: before validation is tried out."""
@@ -106,12 +107,14 @@ class Events(Callback):
 
     def on_validation_start(self, step: int) -> None:
         """Begin to validate, without the gradients of the last step."""
+        self._before = [(each, updates_of(each), copied_state(each)) for each in self._metrics().values()]
         if "on_validation_model_zero_grad" not in self.task.hooks.own:
             self.task.model.zero_grad()
         self.task.hooks("on_validation_model_zero_grad")
 
     def on_validation(self, step: int, metrics: Mapping[str, float]) -> None:
         """End a validation."""
+        self._before = []
         self.task.hooks("on_validation_end")
         self.task.hooks("on_validation_model_train")
         self.task.trainer.stage = "train"
@@ -155,7 +158,9 @@ class Events(Callback):
         Optimizer steps that it took, parameters that are not trained by now, and what the epoch came to so far.
         """
         context = self.task.trainer.run_context
-        metrics = self._metrics()
+        for metric, updates, states in self._before:  # a signal has cut off a validation, which is done again
+            put_back(metric, updates, states)
+        metrics, self._before = self._metrics(), []
         updated = torch.tensor([[float(is_updated(each)) for each in metrics.values()]], device=context.devices[0])
         anywhere = context.sum(updated).tolist() if metrics else []
         return {
@@ -163,6 +168,7 @@ class Events(Callback):
             "seen": dict(self.task.seen),
             "frozen": self._frozen(),
             "log": self.task.training_log.state(context),
+            "logged_metrics": self.task.training_log.metrics({id(each): name for name, each in metrics.items()}),
             "metrics": {name: state_of(metrics[name]) for name, at in zip(metrics, anywhere, strict=True) if at},
         }
 
@@ -178,6 +184,7 @@ class Events(Callback):
         metrics = self._metrics()
         for name in metrics.keys() & state["metrics"].keys():
             load_state(metrics[name], state["metrics"][name], first)
+        self.task.training_log.load_metrics(state.get("logged_metrics", ()), metrics)
         with self._wrapped_anew():
             for name, parameter in self.task.named_parameters():
                 if parameter.is_floating_point():

@@ -201,9 +201,7 @@ class Log:
                 f"{self.owner} logs {name} twice in {hook}, with different arguments (on_step, on_epoch, reduce_fx, "
                 f"logger). Give both the same ones, or one of them another name."
             )
-        names = {key.plain, key.of_step, key.of_epoch}
-        self.names |= names
-        self.unlogged |= set() if logger else names
+        self._know(key, logger)
         return key
 
     def number(self, name: str, value: Any) -> Tensor:
@@ -311,11 +309,31 @@ class Log:
             state = [[*row[:6], False, False, *row[6:]] for row in state]
         for row in state:
             key, (logger, value, weight) = Key(*row[:-3]), row[-3:]
-            self.unlogged |= set() if logger else {key.plain, key.of_step, key.of_epoch}
-            self.names |= {key.plain, key.of_step, key.of_epoch}
+            self._know(key, logger)
             entry = self.entries.setdefault(key, Entry(key, Total(key.reduction)))
             if first and value is not None:
                 entry.of_epoch.merge(value, weight)
+
+    def metrics(self, names: Mapping[int, str]) -> list[list[Any]]:
+        """Return which metrics were logged in the epoch so far, given the names of all by ``id``."""
+        return [
+            [*key, key.plain not in self.unlogged, names[id(entry.metric)]]
+            for key, entry in self.entries.items()
+            if key.on_epoch and id(entry.metric) in names
+        ]
+
+    def load_metrics(self, rows: Sequence[Sequence[Any]], metrics: Mapping[str, Any]) -> None:
+        """Restore that: a run that goes on at the end of an epoch has no more step that logs them."""
+        for row in rows:
+            key, (logger, name) = Key(*row[:-2]), row[-2:]
+            if name in metrics:
+                self._know(key, logger)
+                self.entries.setdefault(key, Entry(key, Total(key.reduction))).metric = metrics[name]
+
+    def _know(self, key: Key, logger: bool) -> None:
+        names = {key.plain, key.of_step, key.of_epoch}
+        self.names |= names
+        self.unlogged |= set() if logger else names
 
     def _entry(self, key: Key) -> Entry:
         return self.entries.get(key) or Entry(key, Total(key.reduction))
