@@ -43,6 +43,24 @@ def test_rank_0_keeps_the_store_until_a_slow_rank_has_read_that_all_have_ended(p
     assert rank_0.returncode == 0
 
 
+class Late(Messages):
+    """Those of a rank whose store has no answer at once."""
+
+    def get(self, name: str, *others: Any, **named: Any) -> str | None:
+        return super().get(name, *others, **named) if others or named else None
+
+
+def test_notes_of_ranks_that_have_ended_are_waited_for() -> None:
+    store = HashStore()
+
+    def end(rank: int) -> list[str]:
+        return Control(World(rank, 2), Late(store), PATIENCE_S).end([0, 1], f"note of {rank}")
+
+    with ThreadPoolExecutor(2) as ranks:
+        ends = [ended.result() for ended in [ranks.submit(end, rank) for rank in (0, 1)]]
+    assert ends == [["note of 0", "note of 1"], []]
+
+
 @pytest.mark.parametrize("taken", [("one", "one"), ("one", "other"), ("", "")])
 def test_two_ranks_on_one_device_are_refused(taken: tuple[str, str]) -> None:
     store = HashStore()

@@ -221,7 +221,7 @@ class Control:
         return self._wait(f"{name}/{rank}", rank)
 
     def end(self, ranks: Collection[int], note: str = "") -> list[str]:
-        """Say that this rank has come to its end, and wait until these have, too; return their notes on rank 0.
+        """Say that this rank has come to its end, and wait until these have, too; return on rank 0 the notes of those.
 
         Raises:
             RunFailed: some have not in time; names them.
@@ -229,7 +229,8 @@ class Control:
         self._together("ended", ranks, note)
         if self.messages is None:
             return [note]
-        notes = [self.messages.get(f"ended/{rank}") or "" for rank in ranks] if self.world.is_main else []
+        told = (self._said(f"ended/{rank}", self.timeout_s, rank) for rank in ranks if self.world.is_main)
+        notes = [text for text in told if text is not None]
         self._stay_until_read(ranks, self.timeout_s)
         self._stay_until_read({*range(self.world.world_size)} - {*ranks})  # some of which may be dead
         return notes
