@@ -17,7 +17,7 @@ train: $(VENV)/installed ## train on real data; ARGS="model=toy_mp trainer.max_e
 
 # Several files at a time: some tests compute while others wait. Bytecode is kept, also where the environment says
 # otherwise: tests start hundreds of processes, and each one would compile this package again.
-WORKERS := --numprocesses 3 --dist loadfile --no-loadscope-reorder
+WORKERS := --numprocesses 4 --dist loadfile --no-loadscope-reorder
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest $(WORKERS)
 
 test: $(VENV)/installed-test ## run the quick tests, some of every kind; ARGS="tests/unit" adds options of pytest

@@ -5,7 +5,6 @@ import os
 import re
 import resource
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import PrefixStore, Store
 from torch.nn import functional as F
 
-from ddp_recipes import RunFailed, rank
+from ddp_recipes import rank
 from ddp_recipes.models.gpt import GPT
 from ddp_recipes.reporting.run_directory import Summary
 from ddp_recipes.runtime.messages import Messages
@@ -52,16 +51,6 @@ class Kinds(nn.Module):
             inner = F.relu(block(inner))
         outputs: Tensor = self.last(inner @ (self.scale + self.constant) * self.table[0]) * self.gain
         return outputs
-
-
-class Once(Kinds):
-    """Fails on the rank that comes first, the first time that it is made."""
-
-    def __init__(self, in_features: int, hidden_features: int, out_features: int) -> None:
-        super().__init__(in_features, hidden_features, out_features)
-        with suppress(FileExistsError):
-            os.close(os.open("made", os.O_CREAT | os.O_EXCL))
-            raise ValueError("the cat sat on the keyboard")
 
 
 SMALL = [
@@ -133,16 +122,6 @@ def test_a_run_goes_on_and_is_what_one_process_computes(exact: Summary, run: Run
     assert moved["weights_sha256"] == whole["weights_sha256"]
     checked = run(*SMALL, "strategy=fsdp", "check=equivalence", "seed=4", "checkpoint=none", world_size=2)
     assert checked["metrics"]["check/parameter"] < 1e-5
-
-
-def test_a_rank_that_fails_once_as_it_makes_the_model_is_named(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    once = "model._target_=test_larger_than_a_rank.Once"
-    with pytest.raises(RunFailed, match=r"Rank [01] failed while it got ready, .*ValueError: the cat sat on"):
-        run(*SMALL, *FSDP, once, "checkpoint=none", world_size=2)
-    assert run(*SMALL, *FSDP, once, "checkpoint=none", world_size=2)["status"] == "finished"
 
 
 # --- under a limit ---------------------------------------------------------------------------------------------------

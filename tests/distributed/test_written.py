@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_recipes.errors import RequestError
+from ddp_recipes.errors import RunFailed
 from ddp_recipes.reporting.run_directory import Summary
 from helpers.marks import quick_each, slow_but
 
@@ -88,7 +88,7 @@ def test_fsdp_keeps_what_a_pass_writes_to_rows(model: str, run: Run) -> None:
 def test_a_constructor_that_fails_on_one_rank_is_named(run: Run, tmp_path: Path) -> None:
     flaky = "model._target_=own_parts.Flaky", f"+model.mark={tmp_path / 'mark'}"
 
-    with pytest.raises(RequestError, match="LookupError: the cat is not there"):
+    with pytest.raises(RunFailed, match=r"Rank [01] failed while it got ready, .*LookupError: the cat is not there"):
         run("strategy=fsdp", "strategy.wrap=[net1]", *flaky, world_size=2)
 
 
