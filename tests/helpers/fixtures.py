@@ -6,7 +6,7 @@ import pickle
 import struct
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -88,14 +88,17 @@ def leaves_nothing_behind() -> Iterator[None]:
     assert folder_after == folder, "the test changed the current folder"
 
 
-@pytest.fixture(autouse=True)
-def nothing_beside(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Run a test that is marked ``alone`` once no other one runs: what is shared or exclusive is a lock on a file."""
-    alone = request.node.get_closest_marker("alone") is not None
-    with (tmp_path_factory.getbasetemp().parent / "room.lock").open("w") as room:
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Run a test that is marked ``alone`` once no other one runs, what its module shares included."""
+    alone = item.get_closest_marker("alone") is not None
+    room = os.open(item.config.rootpath, os.O_RDONLY)  # a lock on it is shared, or exclusive
+    try:
         fcntl.flock(room, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
-        yield
-        fcntl.flock(room, fcntl.LOCK_UN)  # also where a process that was forked meanwhile has the file open
+        return (yield)
+    finally:
+        fcntl.flock(room, fcntl.LOCK_UN)  # also where a process that was forked meanwhile has it open
+        os.close(room)
 
 
 # --- ways to run -----------------------------------------------------------------------------------------------------
