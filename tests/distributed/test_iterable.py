@@ -1,5 +1,6 @@
 """Iterable-style data sets: every sample once, all ranks at one step, and on from where a run stopped."""
 
+import csv
 import json
 import subprocess
 from collections.abc import Callable
@@ -80,6 +81,15 @@ def test_a_set_that_is_its_own_iterator_is_read_as_others_are(over: Any) -> None
     resumed = f"ckpt_path={whole['run_directory']}/checkpoints/step_00000002.pt"
     gone_on, _ = over(*common, resumed, train="Itself", world_size=2)
     assert gone_on["weights_sha256"] == whole["weights_sha256"]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_epoch_is_logged_alike_however_far_ranks_have_read_ahead(world_size: int, over: Any) -> None:
+    often = ("data.global_batch_size=6", "trainer.log_every_n_steps=1", "logger=csv")
+    summary, _ = over(*often, world_size=world_size)
+    with (Path(summary["run_directory"]) / "csv/metrics.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["train/epoch"]]
+    assert [float(row["train/epoch"]) for row in rows] == [0, 0, 1, 1, 1, 2]
 
 
 OWN_SHARE = """

@@ -55,6 +55,11 @@ class BatchPlan:
         available = full + (1 if rest and not self.drop_last else 0)
         return available if self.max_batches is None else min(self.max_batches, available)
 
+    @property
+    def planned_batches(self) -> float:
+        """The same as it was before anything was read, which does not depend on how far ranks have read ahead."""
+        return self.num_batches
+
     @cached_property
     def same_sizes(self) -> bool:
         """Whether the shards of each global batch have equally many samples."""

@@ -6,6 +6,7 @@ step, however unevenly the stream is dealt.
 """
 
 import copy
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -69,6 +70,11 @@ class IterablePlan(BatchPlan):
     def num_batches(self) -> int:
         """Global batches of the epoch; ``UNKNOWN`` as long as its end is not."""
         return UNKNOWN if self.progress.end is None else self.progress.end
+
+    @property
+    def planned_batches(self) -> float:
+        """Infinitely many, also once the end has come into sight."""
+        return math.inf
 
     @property
     def same_sizes(self) -> bool:

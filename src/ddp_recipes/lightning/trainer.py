@@ -11,8 +11,6 @@ from torch import Tensor
 
 from ddp_recipes.callbacks import Callback
 from ddp_recipes.checkpointing.files import content_of
-from ddp_recipes.data.batch_plan import UNKNOWN
-from ddp_recipes.data.loader import Loader
 from ddp_recipes.errors import RequestError
 from ddp_recipes.lightning.checkpoint import WEIGHTS_ONLY
 from ddp_recipes.lightning.hooks import OF_EVALUATION, OF_STEP
@@ -86,7 +84,8 @@ class Trainer:
     @property
     def is_last_batch(self) -> bool:
         """Whether the batch is the last of its epoch."""
-        return bool(self.fit_loop.epoch_loop.batch_idx + 1 == self.num_training_batches)
+        train = self.run_context.loaders.get("train")
+        return train is not None and self.fit_loop.epoch_loop.batch_idx + 1 == len(train)
 
     @property
     def max_epochs(self) -> int | None:
@@ -115,13 +114,16 @@ class Trainer:
 
     @property
     def num_training_batches(self) -> float:
-        """Batches of an epoch, the same on each rank."""
-        return _batches(self.run_context.loaders["train"]) if "train" in self.run_context.loaders else math.inf
+        """Batches of an epoch, the same on each rank; infinity if that shows at its end."""
+        train = self.run_context.loaders.get("train")
+        return math.inf if train is None else train.plan.planned_batches
 
     @property
     def num_val_batches(self) -> list[float]:
         """Batches of an epoch of each validation set, on this rank."""
-        return [_batches(loader) for name, loader in self.run_context.loaders.items() if name.startswith("val")]
+        return [
+            loader.plan.planned_batches for name, loader in self.run_context.loaders.items() if name.startswith("val")
+        ]
 
     @property
     def evaluates_several(self) -> bool:
@@ -342,11 +344,6 @@ class Trainer:
         """Print on rank 0."""
         if self.is_global_zero:
             print(*arguments, **options)
-
-
-def _batches(loader: Loader) -> float:
-    """Return how many batches an epoch has; infinity as long as nobody has seen the end."""
-    return math.inf if len(loader) == UNKNOWN else len(loader)
 
 
 class _EpochLoop:

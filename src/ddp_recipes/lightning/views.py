@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ddp_recipes._compat.torch_ import tree_map_only
 from ddp_recipes.checkpointing.files import BEST, INDEX, LAST, WHOLE
-from ddp_recipes.data.batch_plan import UNKNOWN
 from ddp_recipes.data.loader import Loader
 from ddp_recipes.tasks import RunContext
 from ddp_recipes.training.state import Run
@@ -30,9 +29,9 @@ class LoaderView:
         self.batch_size = -(-loader.plan.global_batch_size // loader.plan.num_shards)
 
     def __len__(self) -> int:
-        if (known := len(self._loader)) == UNKNOWN:
+        if math.isinf(self._loader.plan.planned_batches):
             raise TypeError(f"{type(self.dataset).__name__} has no length.")
-        return known
+        return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
         apart = self._loader.apart()  # the run's may be in the middle of an epoch

@@ -123,7 +123,7 @@ def write_log(run: Run, update: Update, rate: Rate) -> None:
     values |= {
         "train/lr": update.lr,
         "train/samples_per_second": rate.per_second(run.cursor.samples_seen),
-        "train/epoch": run.cursor.epoch + run.cursor.batch / len(run.train),
+        "train/epoch": run.cursor.epoch + run.cursor.batch / run.train.plan.planned_batches,
     }
     if run.flops is not None:
         rates = run.flops.per_second(values["train/samples_per_second"])
