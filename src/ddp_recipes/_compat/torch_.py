@@ -451,21 +451,22 @@ def is_updated(metric: Any) -> bool:
     return getattr(metric, "_update_count", 0) > 0 and hasattr(metric, "metric_state")
 
 
-def updates_of(metric: Any) -> int:
-    """Return how many batches a metric has taken in since it was reset: ``_update_count``."""
-    return int(metric._update_count)
+def as_it_is(metric: Any) -> Callable[[], None]:
+    """Return what leaves a metric as it is now on this rank, by ``_update_count`` and ``_computed``.
 
+    Of states that are lists, whose items stay as they are, the lists alone are copied.
+    """
+    updates, computed = metric._update_count, metric._computed
+    states = {
+        name: [*value] if isinstance(value, list) else value.clone() for name, value in metric.metric_state.items()
+    }
 
-def copied_state(metric: Any) -> dict[str, Any]:
-    """Return a copy of a metric's state on this rank; of lists, whose items stay as they are, of these alone."""
-    return {name: [*value] if isinstance(value, list) else value.clone() for name, value in metric.metric_state.items()}
+    def put_back() -> None:
+        for name, value in states.items():
+            setattr(metric, name, value)
+        metric._update_count, metric._computed = updates, computed
 
-
-def put_back(metric: Any, updates: int, state: Mapping[str, Any]) -> None:
-    """Leave a metric as it was, of which its state is known."""
-    for name, value in state.items():
-        setattr(metric, name, value)
-    metric._update_count, metric._computed = updates, None
+    return put_back
 
 
 def state_of(metric: Any) -> dict[str, Any]:

@@ -3,13 +3,12 @@
 import inspect
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ddp_recipes._compat.torch_ import put_back, updates_of
+from ddp_recipes._compat.torch_ import as_it_is
 from ddp_recipes.callbacks import Callback
 from ddp_recipes.data.keyed import samples_in
 from ddp_recipes.data.loader import Batch
@@ -307,14 +306,12 @@ class LightningTask(Task):
     @contextmanager
     def uncounted(self) -> Iterator[None]:
         """Keep a step out of what the module's metrics hold."""
-        metrics: list[Any] = [each for each in self.modules() if hasattr(each, "metric_state")]
-        before = [(each, updates_of(each), deepcopy(each.metric_state)) for each in metrics]
+        put_back = [as_it_is(each) for each in self.modules() if hasattr(each, "metric_state")]
         self.counts = False
         yield
         self.counts = True
-        for each, updates, state in before:
-            if updates_of(each) != updates:
-                put_back(each, updates, state)
+        for each in put_back:
+            each()
 
     def tear_down(self) -> None:
         """Have data module, callbacks and module clear up."""

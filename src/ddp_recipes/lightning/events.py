@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ddp_recipes._compat.torch_ import copied_state, is_updated, load_state, put_back, state_of, updates_of
+from ddp_recipes._compat.torch_ import as_it_is, is_updated, load_state, state_of
 from ddp_recipes.callbacks import Callback
 from ddp_recipes.errors import RunFailed
 from ddp_recipes.lightning.log import Values
@@ -32,7 +32,7 @@ class Events(Callback):
         self.task = task
         self.begun = self.started = False
         self.optimizers: list[SteppedOptimizer] = []
-        self._before: list[tuple[Any, int, dict[str, Any]]] = []  # metrics, as a validation that is not over began
+        self._before: list[Callable[[], None]] = []  # each puts a metric back as it was when a validation began
 
     def begin(self) -> None:
         """Say that the run begins: before validation is tried out."""
@@ -107,7 +107,7 @@ class Events(Callback):
 
     def on_validation_start(self, step: int) -> None:
         """Begin to validate, without the gradients of the last step."""
-        self._before = [(each, updates_of(each), copied_state(each)) for each in self._metrics().values()]
+        self._before = [as_it_is(each) for each in self._metrics().values()]
         if "on_validation_model_zero_grad" not in self.task.hooks.own:
             self.task.model.zero_grad()
         self.task.hooks("on_validation_model_zero_grad")
@@ -158,8 +158,8 @@ class Events(Callback):
         Optimizer steps that it took, parameters that are not trained by now, and what the epoch came to so far.
         """
         context = self.task.trainer.run_context
-        for metric, updates, states in self._before:  # a signal has cut off a validation, which is done again
-            put_back(metric, updates, states)
+        for put_back in self._before:  # a signal has cut off a validation, which is done again
+            put_back()
         metrics, self._before = self._metrics(), []
         updated = torch.tensor([[float(is_updated(each)) for each in metrics.values()]], device=context.devices[0])
         anywhere = context.sum(updated).tolist() if metrics else []

@@ -37,12 +37,8 @@ MACHINE = {
     "mfu": ("model-FLOPs utilisation", ""),
     "flops_per_step": ("FLOPs a step", ""),
 }
-OF_MACHINE = (
-    "samples_per_second",
-    "mfu",
-    "flops_per_second",
-    "peak_memory_bytes",
-)  # metrics of how fast, not of how well
+# Metrics of how fast, not of how well.
+OF_MACHINE = ("samples_per_second", "mfu", "flops_per_second", "peak_memory_bytes")
 ENVIRONMENT = Environment(
     loader=FileSystemLoader(Path(__file__).parent),
     autoescape=True,
