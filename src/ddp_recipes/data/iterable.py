@@ -180,21 +180,28 @@ class IterableLoader(Loader):
             begin_worker=begin_worker,
             replays=replays,
         )
-        self._reader: DataLoader[Item] = DataLoader(
+        self._reader = self._read_by(
+            num_workers,
+            prefetch_factor=prefetch_factor,
+            multiprocessing_context=multiprocessing_context,
+            timeout=timeout,
+        )
+        self._resumes: tuple[int, int, Start] | None = None
+        self.plan.begin(0)
+        self._begin(iter(()), 0, Start())
+
+    def _read_by(self, num_workers: int, **options: Any) -> "DataLoader[Item]":
+        """Return what reads this rank's share, in this process or in data workers."""
+        return DataLoader(
             self._cut,
             batch_size=None,
             generator=torch.Generator(),  # its iterators draw from it, which must not shift what a step draws from
             num_workers=num_workers,
             pin_memory=self.pin_memory and num_workers > 0,
             collate_fn=_as_it_is,
-            prefetch_factor=prefetch_factor,
-            multiprocessing_context=multiprocessing_context,
-            timeout=timeout,
             worker_init_fn=begin_cut,
+            **options,
         )
-        self._resumes: tuple[int, int, Start] | None = None
-        self.plan.begin(0)
-        self._begin(iter(()), 0, Start())
 
     # What the run asks for.
 
