@@ -9,6 +9,7 @@ from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing import get_context
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from ddp_recipes.streams.index import make
 from helpers.checkpoints import mounted
 from helpers.patience import patience
 from helpers.processes import until
-from helpers.shards import ROWS
+from helpers.shards import ROWS, write_shards
 
 pytest.importorskip("pyarrow")
 pytest.importorskip("aiohttp")
@@ -96,9 +97,9 @@ def store(shards: Callable[..., Path]) -> Iterator[Store]:
         thread.join()
 
 
-def stream_of(store: Store, folder: Path, **more: Any) -> Stream:
+def stream_of(store: Store, folder: Path, path: str = "", **more: Any) -> Stream:
     cache = {"folder": str(folder), "ahead": 0, "retries": 1, "timeout_s": 20.0, **more}
-    return Stream(store.address, inputs="a", cache=cache)
+    return Stream(store.address + path, inputs="a", cache=cache)
 
 
 def test_shards_are_fetched_once_and_are_those_of_the_store(store: Store, tmp_path: Path) -> None:
@@ -107,6 +108,25 @@ def test_shards_are_fetched_once_and_are_those_of_the_store(store: Store, tmp_pa
         assert [stream[number] for number in range(61)] == [row["a"] for row in ROWS]
     assert [store.asked[f"part-{number}.parquet"] for number in range(4)] == [1, 1, 1, 1]
     assert not [*tmp_path.glob("cache/*/*.part")]
+
+
+@pytest.mark.parametrize("has_index", [True, False])
+def test_a_compressed_shard_is_fetched_and_decompressed_once(has_index: bool, store: Store, tmp_path: Path) -> None:
+    folder = write_shards(tmp_path / "set.parquet" / "more", ".jsonl.gz", ROWS, (0, 61))
+    if has_index:
+        make(str(folder), Cache(folder / ".cache"), 1, lambda done, total: None)
+    for _ in range(3):
+        assert stream_of(store, tmp_path / "cache", "/more")[5] == 5
+    assert store.asked["part-0.jsonl.gz"] == 1
+    assert sorted(file.name for file in tmp_path.glob("cache/*/part*")) == ["part-0.jsonl", "part-0.jsonl.gz"]
+
+
+def test_a_set_without_an_index_is_the_one_that_the_store_has_now(store: Store, tmp_path: Path) -> None:
+    for rows in (ROWS, ROWS[7:]):
+        write_shards(tmp_path / "set.parquet" / "more", ".jsonl", rows, (0, len(rows)))
+        stream = stream_of(store, tmp_path / "cache", "/more")
+        assert [stream[number] for number in range(len(stream))] == [row["a"] for row in rows]
+        rmtree(tmp_path / "set.parquet" / "more")
 
 
 def test_processes_that_need_a_shard_fetch_it_once(store: Store, tmp_path: Path) -> None:

@@ -57,7 +57,8 @@ class Cache:
         """
         if "://" not in path or path.startswith("file://"):
             return Path(path.removeprefix("file://"))
-        return self._once(f"{path} {checksum} {size}", path, lambda part: self._fetch(path, part, checksum, size))
+        which = f"{checksum} {size}" if checksum is not None else self._version(path)
+        return self._once(f"{path} {which}", path, lambda part: self._fetch(path, part, checksum, size))
 
     def plain(self, stored: Path, path: str) -> Path:
         """Return the file of a shard without its compression."""
@@ -162,6 +163,16 @@ class Cache:
                 own.unlink(missing_ok=True)
 
         self._tried(attempt, path)
+
+    def _version(self, path: str) -> str:
+        """Return what a store says of a shard without a checksum, which tells it from what it was in another run."""
+
+        def attempt() -> str:
+            store, inner = self._store(path)
+            return str(sorted(store.info(inner).items()))
+
+        found: str = self._tried(lambda: _in_time(attempt, None, self.timeout_s), path)
+        return found
 
     def small_file(self, path: str) -> bytes | None:
         """Return the content of a small file in a store; None: there is none.
@@ -281,9 +292,9 @@ def _in_time(work: Callable[[], Any], part: Path | None, timeout_s: float) -> An
 
 
 def _touched(file: Path) -> bool:
-    """Whether a file is here; if so it counts as used now."""
+    """Whether a file is here; if so it counts as used now. Its date stays, by which it is known once decompressed."""
     try:
-        os.utime(file)
+        os.utime(file, ns=(time.time_ns(), file.stat().st_mtime_ns))
     except FileNotFoundError:
         return False
     except OSError:
