@@ -9,7 +9,7 @@ import torch
 from iterable_parts import Indexed
 from own_parts import Lit
 from torch import Tensor
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler
 
 
 class Told(Sampler[int]):
@@ -138,4 +138,8 @@ class Brings(Lit):
         data = Indexed()
         if self.kind == "batch_sampler":
             return DataLoader(data, batch_sampler=Uneven(data))
+        if self.kind == "of_torch":
+            return DataLoader(data, batch_sampler=BatchSampler(Told(data), 3, drop_last=True))
+        if self.kind == "dealt":
+            return DataLoader(data, batch_sampler=BatchSampler(DistributedSampler(data, 2, 0), 3, drop_last=True))
         return DataLoader(data, batch_size=4, sampler=Told(data), drop_last=True)

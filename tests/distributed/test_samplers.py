@@ -126,14 +126,35 @@ def test_samples_of_like_length_are_in_a_batch(given: str, over: Over) -> None:
         assert all(last < first for (_, last), (first, _) in pairwise(spans))
 
 
-@pytest.mark.parametrize("kind", ["sampler", "batch_sampler"])
-def test_those_of_a_module_s_own_loaders_are_used(kind: str, tmp_path: Path) -> None:
-    own = ["task=lightning", "data=lightning", "model=toy", "model._target_=sampler_parts.Brings"]
-    own += [f"+model.kind={kind}", f"+model.folder={tmp_path}", "data.in_features=10", "data.out_features=5"]
-    run_recipe([*own, "trainer.max_epochs=2", "logger=none", "launcher.device=cpu"], 1, tmp_path / "run")
-    steps = seen_in(tmp_path)
-    whole = [batch for batch in batches_of("Told") if len(batch) == 4]  # its loader drops the last one
-    assert steps == (whole if kind == "sampler" else batches_of("Uneven"))
+@pytest.fixture
+def brought(tmp_path: Path) -> Callable[[str], list[list[int]]]:
+    """Train a module that brings a loader of a kind; return the samples of each step."""
+
+    def train(kind: str) -> list[list[int]]:
+        own = ["task=lightning", "data=lightning", "model=toy", "model._target_=sampler_parts.Brings"]
+        own += [f"+model.kind={kind}", f"+model.folder={tmp_path}", "data.in_features=10", "data.out_features=5"]
+        run_recipe([*own, "trainer.max_epochs=2", "logger=none", "launcher.device=cpu"], 1, tmp_path / "run")
+        return seen_in(tmp_path)
+
+    return train
+
+
+@pytest.mark.parametrize("kind", ["sampler", "batch_sampler", "of_torch"])
+def test_those_of_a_module_s_own_loaders_are_used(kind: str, brought: Callable[[str], list[list[int]]]) -> None:
+    steps = brought(kind)
+    told = batches_of("Told")
+    if kind == "sampler":
+        assert steps == [batch for batch in told if len(batch) == 4], "its loader drops the last one"
+    elif kind == "batch_sampler":
+        assert steps == batches_of("Uneven")
+    else:
+        epochs = [[each for batch in half for each in batch] for half in (told[:3], told[3:])]
+        assert steps == [batch for epoch in epochs for batch in cut(epoch, 3) if len(batch) == 3]
+
+
+def test_a_batch_sampler_over_one_that_deals_to_ranks_is_refused(brought: Callable[[str], list[list[int]]]) -> None:
+    with pytest.raises(RequestError, match=r"has a DistributedSampler, and batches are dealt to ranks already"):
+        brought("dealt")
 
 
 @pytest.mark.parametrize(

@@ -66,14 +66,14 @@ def source_of(name: str, loader: Any, settings: DataSettings, replicas: int) -> 
             f"The DataLoader for {name} has a worker_init_fn, which is not called: what a sample draws at random "
             f"follows from the seed, the epoch and its number. Leave it out."
         )
-    if isinstance(sampler, DistributedSampler):
+    if isinstance(getattr(batch_sampler, "sampler", sampler), DistributedSampler):
         raise RequestError(
             f"The DataLoader for {name} has a DistributedSampler, and batches are dealt to ranks already: each would "
             f"get a part of a part. Use shuffle=True or False in its place."
         )
     weights: list[float] | None = None
     own: dict[str, Any] = {}
-    if type(batch_sampler) is not BatchSampler:
+    if loader.batch_size is None or type(batch_sampler) is not BatchSampler:  # it was given a batch sampler
         own = {"batch_sampler": batch_sampler}
     elif type(sampler) is WeightedRandomSampler and sampler.replacement and sampler.num_samples == len(loader.dataset):  # type: ignore[arg-type]
         weights = sampler.weights.tolist()

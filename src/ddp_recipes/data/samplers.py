@@ -24,8 +24,8 @@ class Epochs:
     """What a sampler gives in each epoch: the same on whichever rank asks, and after a resume.
 
     An epoch is asked for as a whole. What the sampler draws from torch, ``random`` or NumPy follows from (seed, epoch);
-    ``set_epoch(epoch)`` is called where it has that. One without it may count its own epochs: a copy of it is gone
-    through from the first epoch on.
+    ``set_epoch(epoch)`` is called where it, or the ``sampler`` whose samples it puts in batches, has that. One without
+    it may count its own epochs: a copy of it is gone through from the first epoch on.
 
     Args:
         sampler: gives numbers of samples, or lists of them.
@@ -63,15 +63,15 @@ class Epochs:
 
     def _epoch(self, epoch: int) -> list[Any]:
         """Go through the sampler up to an epoch, on from the last one where that is before it."""
-        tells = callable(getattr(self.sampler, "set_epoch", None))
+        tells = bool(_told(self.sampler))
         if epoch < self._next or tells:
             self._copied()
             self._next = epoch if tells else 0
         found: list[Any] = []
         while self._next <= epoch:
             with seeded(key(self.seed, self._next)):
-                if tells:
-                    self._copy.set_epoch(self._next)
+                for each in _told(self._copy):
+                    each.set_epoch(self._next)
                 found = self._given()
             self._next += 1
         return found
@@ -110,6 +110,12 @@ class Epochs:
             )
         found: list[int] = numbers.tolist()
         return found
+
+
+def _told(sampler: Any) -> list[Any]:
+    """Return what of a sampler is told the epoch: itself, and the one that it puts in batches."""
+    parts = (sampler, getattr(sampler, "sampler", None))
+    return [each for each in parts if callable(getattr(each, "set_epoch", None))]
 
 
 class Sampled:
