@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, Dataset
-from torchmetrics import MaxMetric, MeanAbsoluteError, MeanMetric
+from torchmetrics import MaxMetric, MeanAbsoluteError, MeanMetric, MeanSquaredError, MetricCollection
 
 Batch = tuple[Tensor, Tensor]
 Hook = Callable[..., Any]
@@ -802,7 +802,19 @@ def _of_loss(self: Base, name: str, metric: Any, outputs: Tensor, batch: Batch, 
     self.log(name, metric, on_step=False, on_epoch=True)
 
 
+def _collected(self: Base, name: str, metrics: Any, outputs: Tensor, batch: Batch, loss: Tensor) -> None:
+    metrics.update(outputs, batch[1])
+    self.log_dict({f"{name}_{key}": metric for key, metric in metrics.items()}, on_step=False, on_epoch=True)
+
+
+def _collection() -> MetricCollection:
+    """Return three metrics, of which two have the same state."""
+    squares = {"squared": MeanSquaredError(), "root": MeanSquaredError(squared=False)}
+    return MetricCollection({"absolute": MeanAbsoluteError(), **squares})
+
+
 _metric("updated", MeanAbsoluteError, _updated)
+_metric("collected", _collection, _collected)
 _metric("called", MeanAbsoluteError, _called)
 _metric("by_step", MeanAbsoluteError, _called_by_step, "a step's value is of a rank's samples")
 _metric("value", MeanAbsoluteError, _value)

@@ -11,7 +11,7 @@ import torch
 from own_parts import Lit
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-from torchmetrics import MeanAbsoluteError, MeanSquaredError
+from torchmetrics import MeanAbsoluteError, MeanSquaredError, MetricCollection
 
 Batch = tuple[Tensor, Tensor]
 
@@ -56,6 +56,22 @@ class Metric(Lit):
         self.val_mae.update(outputs, batch[1])
         self.log("val/metric", self.val_mae, on_step=False, on_epoch=True)
         super().validation_step(batch, batch_idx)
+
+
+class Collected(Lit):
+    """Has its metrics in a collection, whose values it logs itself."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.scores = MetricCollection([MeanAbsoluteError(), MeanSquaredError()], prefix="val_")
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self.scores.update(self(batch[0]), batch[1])
+        super().validation_step(batch, batch_idx)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log_dict(self.scores.compute())
+        self.scores.reset()
 
 
 class OwnTest(Lit):

@@ -49,6 +49,12 @@ def test_logged_metric_objects_count_each_sample_of_an_evaluation_once(world_siz
     assert not any("train/mae" in name for name in metrics)  # it was updated, not called: no step has a value
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_metrics_may_be_in_a_collection(world_size: int, run: Run) -> None:
+    metrics = run(*part("Collected"), world_size=world_size)["metrics"]
+    assert metrics["val_MeanAbsoluteError"] == pytest.approx(metrics["val/mae"], rel=1e-5)
+
+
 def test_valid_loss_is_the_loss_of_validation(run: Run) -> None:
     assert run(*part("Valid"))["metrics"]["val/loss"] == run(*LIT)["metrics"]["val/loss"]
     measured = run(*part("Sized"))["metrics"]

@@ -446,9 +446,18 @@ def batch_value(metric: Any) -> Tensor | None:
     return value if isinstance(value, Tensor) else None
 
 
+def metrics_in(module: nn.Module) -> dict[str, Any]:
+    """Return torchmetrics' metrics in a module, those in a ``MetricCollection`` one by one: ``_update_count``."""
+    return {
+        name: each
+        for name, each in module.named_modules()
+        if hasattr(each, "metric_state") and hasattr(each, "_update_count")
+    }
+
+
 def is_updated(metric: Any) -> bool:
-    """Whether something is a metric of torchmetrics that has taken in a batch since it was reset: ``_update_count``."""
-    return getattr(metric, "_update_count", 0) > 0 and hasattr(metric, "metric_state")
+    """Whether a metric of torchmetrics has taken in a batch since it was reset: ``_update_count``."""
+    return bool(metric._update_count > 0)
 
 
 def as_it_is(metric: Any) -> Callable[[], None]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddp_recipes._compat.torch_ import as_it_is
+from ddp_recipes._compat.torch_ import as_it_is, metrics_in
 from ddp_recipes.callbacks import Callback
 from ddp_recipes.data.keyed import samples_in
 from ddp_recipes.data.loader import Batch
@@ -306,7 +306,7 @@ class LightningTask(Task):
     @contextmanager
     def uncounted(self) -> Iterator[None]:
         """Keep a step out of what the module's metrics hold."""
-        put_back = [as_it_is(each) for each in self.modules() if hasattr(each, "metric_state")]
+        put_back = [as_it_is(each) for each in metrics_in(self.model).values()]
         self.counts = False
         yield
         self.counts = True

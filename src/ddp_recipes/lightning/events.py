@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ddp_recipes._compat.torch_ import as_it_is, is_updated, load_state, state_of
+from ddp_recipes._compat.torch_ import as_it_is, is_updated, load_state, metrics_in, state_of
 from ddp_recipes.callbacks import Callback
 from ddp_recipes.errors import RunFailed
 from ddp_recipes.lightning.log import Values
@@ -107,7 +107,7 @@ class Events(Callback):
 
     def on_validation_start(self, step: int) -> None:
         """Begin to validate, without the gradients of the last step."""
-        self._before = [as_it_is(each) for each in self._metrics().values()]
+        self._before = [as_it_is(each) for each in metrics_in(self.task.model).values()]
         if "on_validation_model_zero_grad" not in self.task.hooks.own:
             self.task.model.zero_grad()
         self.task.hooks("on_validation_model_zero_grad")
@@ -160,7 +160,7 @@ class Events(Callback):
         context = self.task.trainer.run_context
         for put_back in self._before:  # a signal has cut off a validation, which is done again
             put_back()
-        metrics, self._before = self._metrics(), []
+        metrics, self._before = metrics_in(self.task.model), []
         updated = torch.tensor([[float(is_updated(each)) for each in metrics.values()]], device=context.devices[0])
         anywhere = context.sum(updated).tolist() if metrics else []
         return {
@@ -172,16 +172,13 @@ class Events(Callback):
             "metrics": {name: state_of(metrics[name]) for name, at in zip(metrics, anywhere, strict=True) if at},
         }
 
-    def _metrics(self) -> dict[str, Any]:
-        return {name: each for name, each in self.task.model.named_modules() if hasattr(each, "metric_state")}
-
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore it."""
         self.task.trainer.steps = state["steps"]
         self.task.seen = dict(state.get("seen", {}))
         first = self.task.trainer.run_context.world.is_main
         self.task.training_log.load_state(state["log"], first)
-        metrics = self._metrics()
+        metrics = metrics_in(self.task.model)
         for name in metrics.keys() & state["metrics"].keys():
             load_state(metrics[name], state["metrics"][name], first)
         self.task.training_log.load_metrics(state.get("logged_metrics", ()), metrics)
