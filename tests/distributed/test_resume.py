@@ -123,7 +123,10 @@ def test_early_stopping_goes_on_counting(run: Run, tmp_path: Path) -> None:
     assert run(*overrides)["epoch"] == 5
     folder = tmp_path / "stopped"
     run(*overrides, "trainer.max_epochs=3", directory=folder)
-    assert run(*overrides, "ckpt_path=auto", directory=folder)["epoch"] == 5
+    for _ in range(2):  # once more it has nothing left to do
+        assert run(*overrides, "ckpt_path=auto", directory=folder)["epoch"] == 5
+    patient = run(*overrides, "callbacks.early_stopping.patience=6", "ckpt_path=auto", directory=folder)
+    assert patient["epoch"] == 7
 
 
 @pytest.mark.slow

@@ -63,6 +63,11 @@ class Averaging(Counting):
         self.averages = [each.detach().clone() for each in self.run.task.parameters()]
 
 
+class Stopping(Callback):
+    def on_step(self, step):
+        self.stop = step == 7
+
+
 class StoppedAtEnd(Callback):
     def on_end(self):
         if os.environ["RANK"] == "0" and not Path("stopped").exists():
@@ -305,6 +310,22 @@ def test_ranks_replaced_are_counted_over_later_starts(tmp_path: Path, undisturbe
     ended = ran(python, folder, EXACT, "ckpt_path=auto", "trainer.max_epochs=4")
     assert ended.returncode == 0, ended.stderr
     assert (summary(folder)["ranks_replaced"], summary(folder)["seconds_lost"]) == (1, seconds)
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_lost_once_callbacks_have_ended_the_run_makes_it_no_longer(tmp_path: Path, python: str) -> None:
+    early = ["callbacks=early_stopping", "callbacks.early_stopping.patience=1", "callbacks.early_stopping.min_delta=9"]
+    for number, (stops, step) in enumerate([(early, 8), (["+callbacks.own={_target_: parts.Stopping}"], 7)]):
+        reference, folder = tmp_path / f"reference_{number}", tmp_path / f"{number}"
+        lost = disturbed(1, f"[{step}]")
+        if stops is early:
+            lost[0] = lost[0].replace("}", ", where: on_validation_end}")
+        for where, others in ((reference, []), (folder, lost)):
+            ended = ran(python, where, EXACT, "launcher.timeout_s=20", *stops, *others)
+            assert ended.returncode == 0, ended.stderr
+        see_same(folder, reference)
+        assert summary(folder)["global_step"] == step
+        assert summary(folder)["ranks_replaced"] == 1
 
 
 @pytest.mark.slow

@@ -72,5 +72,6 @@ class EarlyStopping(Callback):
         return {"best": self.best, "waited": self.waited}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore them."""
+        """Restore them: a run that was to end, and was lost before it had, has nothing left to do."""
         self.best, self.waited = state["best"], state["waited"]
+        self.stop = self.waited >= max(1, self.patience)

@@ -52,6 +52,7 @@ def _beyond(run: Run, losses: int) -> dict[str, Any]:
         "values": dict(run.values),
         "unsaved": run.unsaved,
         "measured": run.measured,
+        "stops": [name for name, callback in run.callbacks.items() if callback.stop],
         "saved_step": run.saved_step,
         "good_step": run.good_step,
         "samples_before": run.samples_before,
@@ -122,6 +123,8 @@ def resume_from(run: Run, state: State, regroup: Regroup) -> None:
     kept = ("values", "unsaved", "measured", "saved_step", "good_step", "samples_before")
     for name in (*kept, "replaced", "seconds_lost"):
         setattr(run, name, own[name])
+    for name in own["stops"]:  # after this step, as others have decided in it
+        run.callbacks[name].stop = True
     run.clock.train_seconds = own["train_seconds"]
     ahead = ahead_s()
     run.stop_controller.deadline, run.began = _on_clock(own["deadline"], -ahead), own["began"] - ahead
