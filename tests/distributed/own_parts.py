@@ -777,3 +777,24 @@ class ScheduleFree(torch.optim.Optimizer):
                 average = each.lerp(iterate, 1 - 1 / group["beta"])
                 iterate.sub_(each.grad, alpha=group["lr"])
                 each.copy_(average.lerp_(iterate, 1 / state["steps"]).lerp(iterate, 1 - group["beta"]))
+
+
+class Remembering(torch.optim.Optimizer):
+    """Keeps other dtypes than the parameters', a list, a text, and a count under a name."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Follow an average that is decayed more and more, where a mask allows it."""
+        self.state["steps"] = steps = self.state.get("steps", 0) + 1  # type: ignore[call-overload]
+        for parameter in (each for group in self.param_groups for each in group["params"] if each.grad is not None):
+            own = self.state[parameter]
+            if not own:
+                zeros = torch.zeros_like(parameter, dtype=torch.float64)
+                own.update(means=[zeros, zeros.clone()], mask=zeros == 0, kind="mean")
+            for mean, decay in zip(own["means"], (0.5, 0.9), strict=True):
+                mean.mul_(decay).add_(parameter.grad)
+            assert own["kind"] == "mean"
+            parameter[own["mask"]] -= (sum(own["means"])[own["mask"]] * (0.02 / (1 + 0.1 * steps))).to(parameter)

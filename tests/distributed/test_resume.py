@@ -35,6 +35,10 @@ TRAINING = {
     "sgd with momentum": [],
     "adamw, cosine": ["optimizer=adamw", "scheduler=cosine"],
     "one_cycle": ["scheduler=one_cycle"],
+    "an optimizer's own state": ["~optimizer", "+optimizer={_target_: own_parts.Remembering, _partial_: true}"],
+    "an optimizer's own state, in stages": [
+        *("strategy=ddp_pipeline", "~optimizer", "+optimizer={_target_: own_parts.Remembering, _partial_: true}"),
+    ],
     "rates of NumPy": ["~scheduler", "+scheduler={_target_: own_parts.NumpyCosine, _partial_: true, steps: 40}"],
     "dropout": ["model._target_=own_parts.Dropout"],
     "dropout, accumulation, clipping": [
@@ -79,7 +83,11 @@ def stops(checkpoints: Path) -> Iterator[Path]:
             ("dropout, accumulation, clipping", 2),
             ("numpy and random in the model from the third step on", 1),
         ],
-        [*((name, size) for name in TRAINING for size in (1, 2)), ("all together", 3), ("batch norm", 3)],
+        [
+            *((name, size) for name in TRAINING for size in (1, 2) if size == 2 or "stages" not in name),
+            ("all together", 3),
+            ("batch norm", 3),
+        ],
         daily=[
             ("numpy, random, workers", 2),
             ("adamw, cosine", 1),
@@ -88,6 +96,8 @@ def stops(checkpoints: Path) -> Iterator[Path]:
             ("all together", 3),
             ("async_save", 1),
             ("rates of NumPy", 1),
+            ("an optimizer's own state", 1),
+            ("an optimizer's own state, in stages", 2),
         ],
     ),
 )

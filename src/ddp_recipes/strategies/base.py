@@ -294,6 +294,11 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
     return nn.utils.get_total_norm([norms[place] for place in range(len(gradients))])
 
 
+def in_order(states: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return an optimizer's states by the numbers of parameters, and then those that it keeps under names."""
+    return dict(sorted(states.items(), key=lambda item: (isinstance(item[0], str), item[0])))
+
+
 def by_rank(value: Tensor, world: World, total: Callable[[Tensor], Tensor]) -> Tensor:
     """Return every rank's value, [...] to [ranks, ...], by a strategy's sum. A collective."""
     every = value.new_zeros(1, world.world_size, *value.shape)

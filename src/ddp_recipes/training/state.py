@@ -227,9 +227,7 @@ def restore(run: Run, state: State) -> list[str]:
         of_groups = [{**each, **own} for each, own in zip(saved["param_groups"], kernels, strict=True)]
         # Before it is loaded: by these torch decides where a count of steps lies (pytorch #104767).
         run.strategy.load_optimizer_state(optimizer, {**saved, "param_groups": of_groups})
-        for parameter, of_one in optimizer.state.items():
-            alike = {name: each for name, each in of_one.items() if getattr(each, "shape", None) == parameter.shape}
-            of_one.update({name: laid_out_as(each, parameter) for name, each in alike.items()})
+        _settle(optimizer, saved["state"], _is_converted(run, state["model"]))
     for schedule, saved in zip(run.schedules, schedulers, strict=True):
         warnings += _rescheduled(schedule.scheduler, saved)
         schedule.scheduler.load_state_dict(saved)
@@ -246,6 +244,42 @@ def restore(run: Run, state: State) -> list[str]:
     run.values.update(state.get("checkpointer", {}).get("values", {}))
     run.saved_step = run.good_step = run.cursor.step
     return warnings
+
+
+def _is_converted(run: Run, saved: Mapping[str, Any]) -> bool:
+    """Whether some weights came in another dtype than they have in this run, and with them what an optimizer has."""
+    mine = {name: getattr(value, "dtype", None) for name, value in run.task.weights().items()}
+    return any(getattr(value, "dtype", mine.get(name)) != mine.get(name) for name, value in saved.items())
+
+
+def _settle(optimizer: torch.optim.Optimizer, saved: Mapping[Any, Any], converted: bool) -> None:
+    """Leave what an optimizer has of each parameter as it was saved, and laid out as the parameter is.
+
+    torch gives all of it the parameter's dtype: averages in 32 bits of weights in 16, masks, whole numbers.
+    """
+    by_torch = type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, parameter in enumerate(parameters):
+        of_one = optimizer.state.get(parameter)
+        if not isinstance(of_one, dict):
+            continue
+        if by_torch and not converted and number in saved:
+            its = {name: value for name, value in saved[number].items() if name != "step" and name in of_one}
+            of_one.update({name: _as_saved(of_one[name], value) for name, value in its.items()})
+        alike = {name: each for name, each in of_one.items() if getattr(each, "shape", None) == parameter.shape}
+        of_one.update({name: laid_out_as(each, parameter) for name, each in alike.items()})
+
+
+def _as_saved(loaded: Any, saved: Any) -> Any:
+    """Return a value that torch has loaded in the dtype that it was saved with; it takes texts apart as well."""
+    if isinstance(saved, Tensor) and isinstance(loaded, Tensor):
+        same = loaded.dtype == saved.dtype or loaded.shape != saved.shape  # or these are a rank's rows of it
+        return loaded if same else saved.to(loaded.device)
+    if isinstance(saved, dict):
+        return {name: _as_saved(loaded[name], value) for name, value in saved.items()}
+    if isinstance(saved, (list, tuple)):
+        return type(saved)(map(_as_saved, loaded, saved))
+    return saved if isinstance(saved, str) else loaded
 
 
 def _described(groups: Sequence[Mapping[str, Any]]) -> str:

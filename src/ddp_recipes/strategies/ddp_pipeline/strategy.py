@@ -17,7 +17,7 @@ from ddp_recipes.model_parallel.pipeline import Pipeline, joined
 from ddp_recipes.runtime.messages import Messages
 from ddp_recipes.runtime.phases import phase
 from ddp_recipes.runtime.world import World
-from ddp_recipes.strategies.base import Passes, Wrapped
+from ddp_recipes.strategies.base import Passes, Wrapped, in_order
 from ddp_recipes.strategies.collectives import broadcast, broadcast_each, gather, in_buckets
 from ddp_recipes.strategies.ddp_pipeline.settings import DDPPipelineSettings
 from ddp_recipes.strategies.group import Group
@@ -187,15 +187,14 @@ class DDPPipeline(Group):
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Gather all stages' on rank 0."""
         state = optimizer.state_dict()
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        mine = {at: value for at, value in state["state"].items() if not parameters[at].is_meta}
-        return {**state, "state": dict(sorted(self._on_rank_0(mine).items()))}
+        elsewhere = _elsewhere(optimizer)
+        mine = {at: value for at, value in state["state"].items() if at not in elsewhere}
+        return {**state, "state": in_order(self._on_rank_0(mine))}
 
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         """Leave out what belongs to other processes: the optimizer would keep it, without data."""
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        whole = put_together(state)
-        mine = {at: value for at, value in whole["state"].items() if not parameters[at].is_meta}
+        elsewhere, whole = _elsewhere(optimizer), put_together(state)
+        mine = {at: value for at, value in whole["state"].items() if at not in elsewhere}
         optimizer.load_state_dict({**whole, "state": mine})
 
     def _on_rank_0(self, mine: dict[Any, Any]) -> dict[Any, Any]:
@@ -216,3 +215,9 @@ class DDPPipeline(Group):
         if self.pipeline is not None:
             self.pipeline.set_group(None)
         super().teardown()
+
+
+def _elsewhere(optimizer: torch.optim.Optimizer) -> set[int]:
+    """Return the numbers of the parameters that other processes have."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return {number for number, parameter in enumerate(parameters) if parameter.is_meta}
