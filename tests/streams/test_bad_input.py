@@ -121,6 +121,13 @@ def test_a_row_that_cannot_be_decoded_is_named(run: Run, shards: Callable[..., P
         run(folder)
 
 
+def test_a_row_of_the_same_split_takes_the_place_of_a_bad_one(shards: Callable[..., Path]) -> None:
+    folder = shards(".jsonl", broken(ROWS, (30, 48, 60)))
+    given: dict[str, Any] = {"inputs": ["a"], "val_fraction": 0.2, "on_error": "skip"}
+    train, val = (Stream(str(folder), split, **given) for split in ("train", "val"))
+    assert [train[30].item(), train[48].item(), val[11].item()] == [31, 40, 49]
+
+
 @pytest.mark.slow
 def test_rows_are_skipped_alike_on_any_number_of_ranks(run: Run, shards: Callable[..., Path]) -> None:
     folder = shards(".jsonl", broken(ROWS, (0, 19, 23, 24, 60)))

@@ -41,6 +41,37 @@ def test_lines_of_a_text_are_rows(shards: Callable[..., Path]) -> None:
     assert [stream[number] for number in range(61)] == [str(row["a"]) for row in ROWS]
 
 
+TABLE = 'name,size\n"two ""x""\ny",1\n{}1_000,3\n"a, b",4\n"",5\n'
+
+
+@pytest.mark.parametrize(
+    ("inside", "rows"),
+    [
+        ("", []),
+        ('5" pipe,2\n', [('5" pipe', 2)]),
+        ('5" pipe,2\nand 6" one,2\n', [('5" pipe', 2), ('and 6" one', 2)]),
+        (' "so,2\n', [('"so', 2)]),
+    ],
+    ids=["none", "one", "two", "after a space"],
+)
+def test_a_quote_within_a_field_is_a_part_of_it(inside: str, rows: list[tuple[str, int]], tmp_path: Path) -> None:
+    (tmp_path / "table.csv").write_text("\ufeff" + TABLE.format(inside))
+    stream = Stream(str(tmp_path))
+    found = [tuple(stream[number].values()) for number in range(len(stream))]
+    assert found == [('two "x"\ny', 1), *rows, ("1_000", 3), ("a, b", 4), ("", 5)]
+
+
+def test_a_long_text_is_a_field(tmp_path: Path) -> None:
+    (tmp_path / "table.csv").write_text(f"text,size\n{'long ' * 30_000},1\n")
+    assert len(Stream(str(tmp_path), inputs="text")[0]) == 149_999
+
+
+def test_texts_have_neither_mark_nor_blank_lines(tmp_path: Path) -> None:
+    (tmp_path / "lines.txt").write_text("\ufeffone\n \n\ntwo \n\n")
+    stream = Stream(str(tmp_path), inputs="text")
+    assert [stream[number] for number in range(len(stream))] == ["one", "two "]
+
+
 def test_a_whole_row_is_a_sample(shards: Callable[..., Path]) -> None:
     assert Stream(str(shards(".jsonl")))[8] == ROWS[8]
 

@@ -48,7 +48,7 @@ class Stream(Dataset[Any]):
         window: rows that are permuted among each other.
         interleave: parts of the set that are read side by side.
         memory_mb: of row groups in memory, in each process that reads, at most; of a shuffled set two windows of them.
-        on_error: of a row that cannot be decoded: ``raise``, or ``skip``, which takes the next one of its shard.
+        on_error: of a row that cannot be decoded: ``raise``, or ``skip``, which takes the next one of split and shard.
         cache: of shards from stores and compressed ones: ``folder``, ``limit_gb``, ``ahead`` (shards fetched before
             they are needed), ``retries``, ``timeout_s``.
         options: of the store, as fsspec takes them.
@@ -117,9 +117,10 @@ class Stream(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         number = self._range[index]
         shard, first, end = span(self._ends, number)
-        rows = end - first
+        # Of this split: the shard may have rows of the other one, too.
+        begin, rows = max(first, self._range.start), min(end, self._range.stop) - max(first, self._range.start)
         for other in range(min(TRIES, rows)):
-            row = (number - first + other) % rows
+            row = begin - first + (number - begin + other) % rows
             try:
                 part = self._here().part(shard, row, self)
                 return self.decoder(part.row(row - part.first))
@@ -135,8 +136,8 @@ class Stream(Dataset[Any]):
                 self._leave_out(f"row {row} of {path}", error)
         path = joined(self.index.root, self.index.shards[shard].name)
         raise ValueError(
-            f"Row {number - first} of {path} and the {TRIES - 1} after it cannot be decoded: none takes its place "
-            f"(data.on_error=skip)."
+            f"Row {number - first} of {path} and the {min(TRIES, rows) - 1} after it cannot be decoded: none takes its "
+            f"place (data.on_error=skip)."
         )
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:

@@ -67,8 +67,10 @@ class Decoder:
             return _value(names, _found(row, names))
         values = [_value(name, _found(row, name)) for name in names]
         try:
+            if "" in values:  # which torch takes for a list without a number
+                raise ValueError("an empty text")
             return torch.tensor(values, dtype=torch.float32)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
             shown = ", ".join(f"{name}={value!r}" for name, value in zip(names, values, strict=True))
             raise BadRow(f"{shown} are not all numbers") from error
 
@@ -101,7 +103,7 @@ def _value(name: str, value: Any) -> Any:
     if isinstance(value, list):
         try:
             return torch.tensor(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError, RuntimeError):  # the last two of numbers too large, and of nulls
             return value
     if value is None:
         raise BadRow(f"its '{name}' is null")
