@@ -365,6 +365,17 @@ class Gathers(Lit):
         return loss
 
 
+class Contrasts(Lit):
+    """Compares what it computes of a sample with what all ranks have, and sends gradients there."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        outputs = self(batch[0])
+        of_all, fixed = self.all_gather({"given": outputs, "mean": outputs.mean(0)}, sync_grads=True), outputs[:0]
+        assert not self.all_gather(fixed).requires_grad or self.trainer.world_size == 1
+        every = of_all["given"].flatten(0, -2)
+        return nn.functional.mse_loss(outputs, batch[1]) + every.square().mean()
+
+
 class ManualWays(Manual):
     """Looks at its gradients before it steps, in one of several ways."""
 

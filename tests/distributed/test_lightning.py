@@ -351,6 +351,17 @@ def test_a_collective_in_a_validation_step_is_refused_where_ranks_have_uneven_ba
         run(*gathers, "data.val_samples=9", world_size=2)
 
 
+def test_what_is_gathered_takes_gradients_back(run: Run, weights: Weights) -> None:
+    contrasts = [*part("Contrasts"), "data.global_batch_size=16"]
+    one, two = (run(*contrasts, world_size=world_size) for world_size in (1, 2))
+    torch.testing.assert_close(weights(two), weights(one), rtol=0, atol=1e-6)
+
+
+def test_what_has_another_shape_on_another_rank_is_not_gathered(run: Run) -> None:
+    with pytest.raises(RunFailed, match=r"all_gather is given \[2, 5\] on rank 0 and \[1, 5\] on rank 1\. Ranks may"):
+        run(*part("Contrasts"), "data.global_batch_size=8", "data.num_samples=27", world_size=2)
+
+
 def test_an_override_for_an_optimizer_that_the_module_brings_is_refused(run: Run) -> None:
     for override in ("optimizer.lr=5", "optimizer=adam", "scheduler=cosine"):
         with pytest.raises(RequestError, match=f"{override}: Lit brings its own optimizer and scheduler"):

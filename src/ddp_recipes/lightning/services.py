@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from ddp_recipes.data.keyed import samples_in
-from ddp_recipes.errors import RequestError
+from ddp_recipes.errors import RequestError, RunFailed
 from ddp_recipes.lightning.hooks import LOGGING, OF_EVALUATION, OF_STEP
 from ddp_recipes.lightning.update import backward
 from ddp_recipes.strategies.base import by_rank
+from ddp_recipes.tasks import RunContext
 from ddp_recipes.training.collectives import refused_collective
 from ddp_recipes.training.update import clip_to
 
@@ -120,12 +121,12 @@ class Services:
         norm = None if by_value else self.task.trainer.run.strategy.norm([p.grad for p in parameters])
         clip_to(parameters, gradient_clip_val, norm)
 
-    def all_gather(self, data: Any, *_: Any, **__: Any) -> Any:
-        """Return a value of each rank, [ranks, ...]. A collective."""
+    def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        """Return a value of each rank, [ranks, ...]; ``sync_grads``: gradients go back to it. A collective."""
         if isinstance(data, Mapping):
-            return {name: self.all_gather(value) for name, value in data.items()}
+            return {name: self.all_gather(value, group, sync_grads) for name, value in data.items()}
         if isinstance(data, (list, tuple)):
-            return type(data)(self.all_gather(value) for value in data)
+            return type(data)(self.all_gather(value, group, sync_grads) for value in data)
         context = self.task.trainer.run_context
         value = torch.as_tensor(data, device=context.devices[0])
         if context.world.world_size == 1:
@@ -134,4 +135,38 @@ class Services:
             uneven = [name for name, loader in context.loaders.items() if name != "train" and not loader.is_even]
             if uneven:
                 raise refused_collective("self.all_gather", uneven[0], context.loaders[uneven[0]])
+        _check_alike(value, context)
+        return _Gathered.apply(value if sync_grads else value.detach(), context)
+
+
+def _check_alike(value: Tensor, context: RunContext) -> None:
+    """Refuse a value of another shape on another rank. A collective.
+
+    Raises:
+        RunFailed: says which shapes there are.
+    """
+    mine = torch.tensor([value.dim(), *value.shape, *[0] * (_DIMENSIONS - value.dim())], device=context.devices[0])
+    shapes = [row[1 : 1 + row[0]] for row in by_rank(mine, context.world, context.sum).tolist()]
+    if (other := next((rank for rank, shape in enumerate(shapes) if shape != shapes[0]), None)) is not None:
+        raise RunFailed(
+            f"self.all_gather is given {shapes[0]} on rank 0 and {shapes[other]} on rank {other}. Ranks may have "
+            f"different numbers of samples in the last batch of an epoch, and in all of an evaluation. Choose batch "
+            f"sizes such that the ranks divide all batches (in training data.drop_last=true), pad what is gathered, or "
+            f"use a metric of torchmetrics."
+        )
+
+
+_DIMENSIONS = 16  # at most, of what is gathered
+
+
+class _Gathered(torch.autograd.Function):
+    """A value of each rank, whose gradient is the sum of what all ranks have for it."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, context: RunContext) -> Tensor:
+        ctx.context = context
         return by_rank(value, context.world, context.sum)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.context.sum(gradient[None])[ctx.context.world.rank], None
