@@ -376,6 +376,19 @@ class Contrasts(Lit):
         return nn.functional.mse_loss(outputs, batch[1]) + every.square().mean()
 
 
+class Moving(Manual):
+    """Has a mean of its inputs that training uses, and that each rank moves by its own samples."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.register_buffer("mean", torch.zeros(10))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            self.mean.lerp_(inputs.mean(0), 0.5)
+        return super().forward(inputs - self.mean)
+
+
 class ManualWays(Manual):
     """Looks at its gradients before it steps, in one of several ways."""
 

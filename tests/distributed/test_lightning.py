@@ -362,6 +362,14 @@ def test_what_has_another_shape_on_another_rank_is_not_gathered(run: Run) -> Non
         run(*part("Contrasts"), "data.global_batch_size=8", "data.num_samples=27", world_size=2)
 
 
+def test_a_module_that_steps_by_itself_has_the_buffers_of_rank_0_in_each_step(run: Run) -> None:
+    """So a run that goes on with what rank 0 has saved ends as the whole one."""
+    moving = [*part("Moving"), "trainer.max_epochs=1", "checkpoint.every_n_steps=1", "checkpoint.save_top_k=-1"]
+    whole = run(*moving, world_size=2)
+    middle = Path(whole["run_directory"], "checkpoints", "step_00000002.pt")
+    assert run(*moving, f"ckpt_path={middle}", world_size=2)["weights_sha256"] == whole["weights_sha256"]
+
+
 def test_an_override_for_an_optimizer_that_the_module_brings_is_refused(run: Run) -> None:
     for override in ("optimizer.lr=5", "optimizer=adam", "scheduler=cosine"):
         with pytest.raises(RequestError, match=f"{override}: Lit brings its own optimizer and scheduler"):

@@ -173,6 +173,7 @@ def manual(task: LightningTask, run: Run, batches: Iterator[Batch], measured: bo
     numbers, samples = of_step(run)
     for each in micro_batches(run, batches, numbers, samples):
         each = task.begin_batch(each)
+        run.strategy.send_buffers(task)
         task.weight = each.weight / run.strategy.divisor
         with run.precision.forward(), of_rows(run.strategy, run.train, "train", each.batch):
             loss = task.training_step(each.batch.data).loss

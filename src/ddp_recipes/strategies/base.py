@@ -176,6 +176,12 @@ class Strategy(Protocol):
     def sync_buffers(self, task: Task) -> None:
         """Give every rank rank 0's buffers, so that all evaluate one model. A collective."""
 
+    def send_buffers(self, task: Task) -> None:
+        """Do so before a forward pass that the wrapper of :meth:`wrap` knows nothing of, where it would. A collective.
+
+        Of Lightning's manual optimization alone.
+        """
+
     def exchange(self, task: Task, world: World) -> Exchange:
         """Return what a rank of that world would keep and send, for a task whose tensors may have no data.
 
@@ -251,6 +257,9 @@ class Plain:
             f"those of nn.Embedding(sparse=True) and nn.EmbeddingBag(sparse=True), strategy={self.settings.name} no "
             f"other ones: have them dense (sparse=False)."
         )
+
+    def send_buffers(self, task: Task) -> None:
+        """Do nothing: no wrapper sends any."""
 
     def abort(self) -> None:
         """Do nothing: collectives that wait fail by themselves."""

@@ -31,6 +31,7 @@ class DDP(Whole, Group):
     def __init__(self, settings: DDPSettings) -> None:
         self.settings = settings
         self._shared: SharedMemory | None = None
+        self._sends = False
         self.options = settings.options
         for name in self.options:
             if name not in _OPTIONS:
@@ -70,7 +71,7 @@ class DDP(Whole, Group):
         if self.settings.sync_batchnorm and batch_norms(task):
             task.model = nn.SyncBatchNorm.convert_sync_batchnorm(task.model)  # type: ignore[no-untyped-call]
         options = {name: value for name, value in self.options.items() if name not in _SEND_BUFFERS}
-        options[_SEND_BUFFERS[0]] = self._sends_buffers(task)
+        options[_SEND_BUFFERS[0]] = self._sends = self._sends_buffers(task)
         options.setdefault("init_sync", False)  # all have made the same weights, as they have agreed, or loaded them
         for each in task.modules():
             if isinstance(each, _SPARSE) and each.sparse:
@@ -168,6 +169,11 @@ class DDP(Whole, Group):
             broadcast_each(task.buffers())
             if (copies := self.gather(self.copies(task))) is not None:
                 refuse_differing(copies)
+
+    def send_buffers(self, task: Task) -> None:
+        """Broadcast rank 0's buffers where ``DistributedDataParallel`` does."""
+        if self._sends:
+            broadcast_each(task.buffers())
 
     def copies(self, task: Task) -> dict[str, int]:
         """Return the sums of bits of all parameters but those that DDP was told to leave to each rank."""
