@@ -140,6 +140,20 @@ def test_early_stopping_goes_on_counting(run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("first", "then"), [("val/loss", "val/mae"), ("val/mae", "val/loss")])
+def test_what_was_the_best_of_another_metric_does_not_count(first: str, then: str, run: Run, tmp_path: Path) -> None:
+    overrides = ["callbacks=early_stopping", "optimizer.lr=0", "data.batch_size=16", "trainer.max_epochs=20"]
+    monitor = "callbacks.early_stopping.monitor"
+    run(*overrides, f"{monitor}={first}", "trainer.max_epochs=3", directory=tmp_path / "run")
+    assert run(*overrides, f"{monitor}={then}", "ckpt_path=auto", directory=tmp_path / "run")["epoch"] == 3 + 1 + 3
+
+
+def test_the_newest_checkpoint_is_there_though_another_one_is_better(run: Run) -> None:
+    summary = run("checkpoint.save_last=false", "trainer.max_steps=11")
+    assert newest_first(Path(summary["run_directory"]) / "checkpoints")[0].name == "step_00000011.pt"
+
+
+@pytest.mark.slow
 def test_another_directory_can_be_named(run: Run) -> None:
     first = run("trainer.max_epochs=1")
     folder, checkpoints = Path(first["run_directory"]), Path(first["run_directory"]) / "checkpoints"

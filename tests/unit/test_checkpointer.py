@@ -27,8 +27,8 @@ VALUES = [0.5, 0.3, 0.4, float("nan"), 0.3, 0.9]  # at the steps 1 to 6
         ({"save_top_k": -1}, [1, 2, 3, 4, 5, 6], 2),
         ({"mode": "max"}, [5, 6], 6),
         ({"mode": "max", "save_top_k": 2}, [1, 5, 6], 6),
-        ({"save_last": False}, [2], 2),
-        ({"save_last": False, "save_top_k": 2}, [2, 5], 2),
+        ({"save_last": False}, [2, 6], 2),
+        ({"save_last": False, "save_top_k": 2}, [2, 5, 6], 2),
         ({"save_last": False, "save_top_k": -1}, [1, 2, 3, 4, 5, 6], 2),
     ],
     ids=str,
@@ -82,6 +82,19 @@ def test_values_of_files_that_are_gone_are_forgotten(tmp_path: Path) -> None:
     elsewhere.load_state(first.state(), 1)
     elsewhere.save(state_of(2), 2, 0.9)
     assert (tmp_path / "b" / "best.pt").samefile(tmp_path / "b" / "step_00000002.pt")
+
+
+def test_values_of_another_metric_say_nothing_of_what_is_best_now(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = checkpointer(tmp_path, save_top_k=2)
+    first.save(state_of(1), 1, 2.3)
+    second = checkpointer(tmp_path, save_top_k=2, monitor="val/accuracy", mode="max")
+    second.load_state(load(tmp_path / "last.pt")["checkpointer"], 1)
+    assert "checkpoint.monitor was val/loss, and is val/accuracy" in caplog.text
+    for step, value in ((2, 0.4), (3, 0.9)):
+        second.save(state_of(step), step, value)
+    assert (tmp_path / "best.pt").samefile(tmp_path / "step_00000003.pt")
 
 
 def test_what_is_later_than_the_one_gone_on_from_is_set_aside(tmp_path: Path) -> None:

@@ -68,10 +68,12 @@ class EarlyStopping(Callback):
             self.stop = True
 
     def state(self) -> dict[str, Any]:
-        """Return the best value, and for how many validations it has been the best."""
-        return {"best": self.best, "waited": self.waited}
+        """Return the best value, of what, and for how many validations it has been the best."""
+        return {"best": self.best, "waited": self.waited, "monitor": self.monitor, "sign": self.sign}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore them: a run that was to end, and was lost before it had, has nothing left to do."""
+        if (state.get("monitor", self.monitor), state.get("sign", self.sign)) != (self.monitor, self.sign):
+            return  # what was the best says nothing of another metric
         self.best, self.waited = state["best"], state["waited"]
         self.stop = self.waited >= max(1, self.patience)

@@ -185,7 +185,7 @@ class FileCheckpointer(Background):
             return
         files = self._files()
         found = sorted(each for each in files if each <= step)
-        newest = found[-2:] if self.settings.save_last or not kept else []
+        newest = found[-2:] if self.settings.save_last or not kept else found[-1:]  # from which a run goes on
         for each in {*found} - {*kept, *newest}:
             self._delete(files[each])
 
@@ -197,10 +197,11 @@ class FileCheckpointer(Background):
 
     def state(self) -> State:
         """Return the monitored values of the kept files."""
-        return {"values": {str(step): value for step, value in self.values.items()}}
+        values = {str(step): value for step, value in self.values.items()}
+        return {"values": values, "monitor": self.settings.monitor}
 
     def load_state(self, state: Mapping[str, Any], step: int) -> None:
-        """Restore the monitored values, as far as their files are still there.
+        """Restore the monitored values, as far as their files are still there, if they are of the same metric.
 
         Files of later steps, damaged or of a future that will now be another one, are renamed to ``<name>.aside``.
 
@@ -213,7 +214,11 @@ class FileCheckpointer(Background):
             for each in filter(Path.exists, (path, twin(path))):
                 each.rename(f"{each}.aside")
                 log.warning("%s is of a later step than %d, and now called %s.aside.", each, step, each.name)
-        self.values = {int(saved): value for saved, value in state["values"].items() if int(saved) in found}
+        values = values_of(state, self.settings.monitor)
+        if values != state["values"]:
+            was, now = state["monitor"], self.settings.monitor
+            log.warning("checkpoint.monitor was %s, and is %s: the best is looked for among what comes.", was, now)
+        self.values = {int(saved): value for saved, value in values.items() if int(saved) in found}
         if step in self._files():
             with unwritable(named(self.directory, LAST), 0):
                 self._link(step, self._best_steps({*found}))
@@ -227,6 +232,12 @@ class FileCheckpointer(Background):
     def _files(self) -> dict[int, Path]:
         """Return the checkpoints by their steps; what only has the name of one, such as a folder, is not ours."""
         return {step: path for step, path in step_files(self.directory).items() if path.is_file()}
+
+
+def values_of(state: Mapping[str, Any], monitor: str | None) -> Mapping[str, float]:
+    """Return by steps the monitored values in what :meth:`Checkpointer.state` returned; none of another metric."""
+    values: Mapping[str, float] = state.get("values", {})
+    return values if state.get("monitor", monitor) == monitor else {}
 
 
 def _lower_priority() -> None:

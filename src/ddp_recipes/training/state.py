@@ -12,7 +12,7 @@ from torch import Tensor
 from ddp_recipes._compat.torch_ import laid_out_as, local
 from ddp_recipes.callbacks import Callback
 from ddp_recipes.checkpointing.files import State
-from ddp_recipes.checkpointing.manager import Checkpointer
+from ddp_recipes.checkpointing.manager import Checkpointer, values_of
 from ddp_recipes.config.settings import CheckpointSettings, TrainerSettings, check_measured
 from ddp_recipes.data.loader import Batch, Loader, skipped_of
 from ddp_recipes.errors import RequestError
@@ -241,7 +241,7 @@ def restore(run: Run, state: State) -> list[str]:
     run.generators.drawn |= bool(drawn[run.world.rank] if len(drawn) == run.world.world_size else any(drawn))
     run.samples_before = run.cursor.samples_seen
     run.metrics.update(state["metrics"])
-    run.values.update(state.get("checkpointer", {}).get("values", {}))
+    run.values.update(values_of(state.get("checkpointer", {}), run.checkpoint.monitor))
     run.saved_step = run.good_step = run.cursor.step
     return warnings
 
