@@ -133,12 +133,15 @@ class FileCheckpointer(Background):
             commit()
 
     def _kept(self, step: int, value: float | None) -> list[int]:
-        """Return the steps of the files that are to be kept for their values, best first, with a new one's."""
+        """Return the steps of the files that are to be kept for their values, best first, with a new one's.
+
+        A new one without a value, which is no best, is kept behind them: a run that is told to stop goes on there.
+        """
         if value is not None and not math.isnan(value):
             self.values[step] = value
         kept = self._best_steps({step, *self._files()})
         self.values = {kept_step: self.values[kept_step] for kept_step in kept}
-        return kept
+        return [*kept, step] if kept and value is None else kept
 
     def _commit(self, staged: Save, size: int, step: int, kept: list[int]) -> None:
         """Write and link, then prune: at any instant the newest complete checkpoint is on disk."""
@@ -185,7 +188,7 @@ class FileCheckpointer(Background):
             return
         files = self._files()
         found = sorted(each for each in files if each <= step)
-        newest = found[-2:] if self.settings.save_last or not kept else found[-1:]  # from which a run goes on
+        newest = found[-2:] if self.settings.save_last or not kept else []
         for each in {*found} - {*kept, *newest}:
             self._delete(files[each])
 
