@@ -32,6 +32,19 @@ class Sized(Lit):
         return loss
 
 
+class Named(Lit):
+    """Has batches that begin with texts, as where samples have names."""
+
+    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Any:
+        return {"names": [f"sample {number}" for number in range(len(batch[0]))], "pair": batch}
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+        return super().training_step(batch["pair"], batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch["pair"], batch_idx)
+
+
 class Silent(Lit):
     """Neither returns nor logs a loss."""
 

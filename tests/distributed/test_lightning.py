@@ -61,6 +61,13 @@ def test_valid_loss_is_the_loss_of_validation(run: Run) -> None:
     assert measured["val/loss"] == measured["val_loss"]
 
 
+def test_batches_that_begin_with_texts_weigh_as_much_as_their_samples(run: Run) -> None:
+    uneven = ("data.val_samples=21", "data.val_batch_size=8")
+    named, plain = run(*part("Named"), *uneven)["metrics"], run(*LIT, *uneven)["metrics"]
+    for name in ("val_loss", "val/loss", "val/mae"):
+        assert named[name] == plain[name]
+
+
 def test_where_validation_has_no_loss_that_of_training_tells_the_best(run: Run) -> None:
     found = run(*part("Silent"))
     assert found["monitor"] == "train/loss"

@@ -22,7 +22,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from ddp_recipes._compat.torch_ import tree_leaves
 from ddp_recipes.data.batch_plan import BatchPlan
-from ddp_recipes.data.keyed import collate, to_device
+from ddp_recipes.data.keyed import collate, samples_in, to_device
 from ddp_recipes.data.loader import Batch, Loader, is_iterable, size_of
 from ddp_recipes.data.order import Sequential, Shuffled
 from ddp_recipes.datasets import InMemory, ScaleAndNormalize, digits, fake_images
@@ -139,6 +139,22 @@ def test_a_users_transform_runs_when_its_batch_is_due() -> None:
     transform = Tripling()
     list(loader(InMemory(torch.randn(100, 4), torch.arange(100), transform)).batches(0))
     assert transform.threads == {threading.current_thread().name}
+
+
+@pytest.mark.parametrize(
+    ("batch", "expected"),
+    [
+        (torch.zeros(3, 2), 3),
+        (torch.zeros(()), 1),
+        ((["a", "b"], torch.zeros(3, 2)), 3),
+        ({"name": ["a", "b"], "place": [(1, 2)], "pair": (torch.zeros(4), torch.zeros(5))}, 4),
+        (SimpleNamespace(name="a", inputs={"a": torch.zeros(2)}), 2),
+        ({"name": ["a", "b"]}, 1),
+        ([], 1),
+    ],
+)
+def test_the_first_tensor_says_how_many_samples_a_batch_has(batch: Any, expected: int) -> None:
+    assert samples_in(batch) == expected
 
 
 def test_prefetch_errors_come_out() -> None:

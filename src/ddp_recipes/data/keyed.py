@@ -1,7 +1,7 @@
 """Samples to batches, and batches to devices and to the form that a model takes, whatever they are made of."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,15 +65,21 @@ def to_device(data: Any, device: torch.device, pin: bool = False) -> Any:
 
 def samples_in(batch: Any) -> int:
     """Return the number of samples in a batch: the length of the first tensor in it; 1 without one."""
-    if isinstance(batch, torch.Tensor):
-        return len(batch) if batch.dim() else 1
-    if isinstance(batch, Mapping):
-        batch = list(batch.values())
-    if isinstance(batch, (list, tuple)) and batch:
-        return samples_in(batch[0])
-    with suppress(TypeError):
-        return samples_in(list(vars(batch).values()))
-    return 1
+    first = next(_tensors_in(batch), None)
+    return len(first) if first is not None and first.dim() else 1
+
+
+def _tensors_in(data: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in (nested) tuples, lists, dicts and objects, one after the other."""
+    if isinstance(data, torch.Tensor):
+        yield data
+        return
+    parts = data.values() if isinstance(data, Mapping) else data if isinstance(data, (list, tuple)) else ()
+    if not isinstance(data, (Mapping, list, tuple)):
+        with suppress(TypeError):  # it has no attributes: a number, a text
+            parts = vars(data).values()
+    for part in parts:
+        yield from _tensors_in(part)
 
 
 @dataclass(frozen=True)
