@@ -98,6 +98,25 @@ def test_scoring_initial_weights_is_said(mode: str, tmp_path: Path) -> None:
     )
 
 
+PLATEAU = [
+    *("scheduler=step", "~scheduler.step_size", "~scheduler.gamma", "optimizer.lr=0.04", "trainer.max_epochs=4"),
+    *("scheduler._target_=torch.optim.lr_scheduler.ReduceLROnPlateau", "+scheduler.factor=0.5"),
+    *(
+        "+scheduler.patience=0",
+        "+scheduler.threshold=99",
+        "+scheduler.threshold_mode=abs",
+    ),  # nothing is that much better
+]
+
+
+@pytest.mark.parametrize("monitor", [[], ["+scheduler.monitor=train/loss", "data.val=null"]])
+def test_a_scheduler_that_follows_a_metric_is_told_it(monitor: list[str], tmp_path: Path) -> None:
+    summary = run_recipe([*QUICK, *PLATEAU, *monitor, "trainer.log_every_n_steps=1"], directory=tmp_path)
+    assert summary["metrics"]["train/lr"] == 0.04 / 4, "after the second and the third epoch"
+    with pytest.raises(RequestError, match=r"scheduler.monitor=val/loss is for ReduceLROnPlateau: ConstantLR"):
+        run_recipe([*QUICK, "+scheduler.monitor=val/loss"], directory=tmp_path / "another")
+
+
 def test_resume_says_which_keys_of_the_optimizer_are_not_taken(tmp_path: Path) -> None:
     overrides = [*QUICK, "optimizer=sgd", "scheduler=cosine"]
     run_recipe([*overrides, "optimizer.lr=0.1", "trainer.max_epochs=1"], directory=tmp_path)

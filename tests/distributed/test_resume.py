@@ -39,6 +39,10 @@ TRAINING = {
     "an optimizer's own state, in stages": [
         *("strategy=ddp_pipeline", "~optimizer", "+optimizer={_target_: own_parts.Remembering, _partial_: true}"),
     ],
+    "rates by a metric": [
+        "~scheduler",
+        "+scheduler={_target_: torch.optim.lr_scheduler.ReduceLROnPlateau, _partial_: true, patience: 0, threshold: 9}",
+    ],
     "rates of NumPy": ["~scheduler", "+scheduler={_target_: own_parts.NumpyCosine, _partial_: true, steps: 40}"],
     "dropout": ["model._target_=own_parts.Dropout"],
     "dropout, accumulation, clipping": [
@@ -96,6 +100,7 @@ def stops(checkpoints: Path) -> Iterator[Path]:
             ("all together", 3),
             ("async_save", 1),
             ("rates of NumPy", 1),
+            ("rates by a metric", 2),
             ("an optimizer's own state", 1),
             ("an optimizer's own state, in stages", 2),
         ],

@@ -144,5 +144,11 @@ def _make_schedule(
     highest, lr = node.get("max_lr"), config["optimizer"].get("lr")
     if len(optimizer.param_groups) > 1 and isinstance(highest, (int, float)) and lr:
         of_run["max_lr"] = [highest * group["lr"] / lr for group in optimizer.param_groups]  # or all would be alike
-    scheduler = make(node, "scheduler", optimizer, without=["interval", *of_run], **of_run)
-    return Schedule(scheduler, interval)
+    scheduler = make(node, "scheduler", optimizer, without=["interval", "monitor", *of_run], **of_run)
+    follows = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+    if node.get("monitor") and not follows:
+        raise RequestError(
+            f"scheduler.monitor={node['monitor']} is for ReduceLROnPlateau: {type(scheduler).__name__} follows no "
+            f"metric. Leave it out."
+        )
+    return Schedule(scheduler, interval, monitor=node.get("monitor") or "val/loss" if follows else None)

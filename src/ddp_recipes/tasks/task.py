@@ -496,7 +496,7 @@ class Schedule:
                 return
             raise RequestError(
                 f"{type(self.scheduler).__name__} follows {self.monitor}, which is not measured. Measured are: "
-                f"{', '.join(sorted(metrics))}."
+                f"{', '.join(sorted(metrics)) or 'none so far'}. Choose one of what is, as its monitor."
             )
         if self.advance is not None:
             self.advance(self.scheduler, value)
