@@ -51,6 +51,13 @@ def fail(recipe: Recipe, control: Control, output: Output, error: BaseException)
     raise error
 
 
+def refuse(recipe: Recipe, output: Output, error: RecipeError) -> None:
+    """Record that a run is refused, if it has begun: some of what is wrong with a request shows in training alone."""
+    if output.opened:
+        last = str(error).strip().splitlines()[-1]
+        output.finish(output.facts(_digest(recipe)) | {"status": "failed", "error": last}, str(error))
+
+
 def _explained(recipe: Recipe, output: Output, error: BaseException) -> tuple[BaseException, str]:
     """Return the error to show, with what may help, and all that is to be shown of it."""
     if not isinstance(error, RecipeError):

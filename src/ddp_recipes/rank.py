@@ -19,7 +19,7 @@ from ddp_recipes.config.extras import extra
 from ddp_recipes.data.loader import skipped_of
 from ddp_recipes.devices import identity, is_accelerator, leaves_tensor_cores_idle
 from ddp_recipes.errors import MAKE_KEY, Left, Preempted, RecipeError, RequestError, RunFailed
-from ddp_recipes.failure import fail  # not once it is needed, when a file may be one too many
+from ddp_recipes.failure import fail, refuse  # not once it is needed, when a file may be one too many
 from ddp_recipes.output import Output
 from ddp_recipes.reporting.logs import own_lines
 from ddp_recipes.reporting.run_directory import RunDirectory, Summary
@@ -99,9 +99,10 @@ def _run(job: Job, world: World, messages: Messages | None, watcher: Watcher) ->
     except Left:
         recipe.strategy.exchanges.end()
         raise
-    except RequestError:
+    except RequestError as error:
         control.refuse_together()
         recipe.strategy.exchanges.end()
+        refuse(recipe, output, error)
         raise
     except Preempted:
         raise

@@ -117,6 +117,16 @@ def test_a_scheduler_that_follows_a_metric_is_told_it(monitor: list[str], tmp_pa
         run_recipe([*QUICK, "+scheduler.monitor=val/loss"], directory=tmp_path / "another")
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_run_that_is_refused_once_it_has_begun_has_failed(world_size: int, tmp_path: Path) -> None:
+    overrides = [*QUICK, *PLATEAU, "strategy=ddp", "data.val=null"]
+    with pytest.raises(RequestError, match=r"ReduceLROnPlateau follows val/loss, which is not measured"):
+        run_recipe(overrides, world_size, tmp_path)
+    summary = summary_of(tmp_path)
+    assert summary["status"] == "failed"
+    assert summary["error"].startswith("ReduceLROnPlateau follows val/loss")
+
+
 def test_resume_says_which_keys_of_the_optimizer_are_not_taken(tmp_path: Path) -> None:
     overrides = [*QUICK, "optimizer=sgd", "scheduler=cosine"]
     run_recipe([*overrides, "optimizer.lr=0.1", "trainer.max_epochs=1"], directory=tmp_path)
