@@ -439,6 +439,29 @@ class Seen(Callback):
         return {"of": {"steps": self.steps}}
 
 
+class Thawing(Toy):
+    """Its first layer is frozen until an epoch, or, with ``step``, until a forward pass."""
+
+    def __init__(self, step: int | None = None, **sizes: int) -> None:
+        super().__init__(**sizes)
+        self.net1.requires_grad_(False)
+        self.passes, self.step = 0, step
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += self.training
+        if self.passes == self.step:
+            self.net1.requires_grad_(True)
+        return super().forward(x)
+
+
+class Thaws(Callback):
+    """Trains the first layer from the second epoch on."""
+
+    def on_epoch_start(self, epoch: int) -> None:
+        if epoch >= 1:
+            self.run.task.model.net1.requires_grad_(True)  # type: ignore[union-attr]
+
+
 class Signalled(Callback):
     """Sends its own process signals on one rank at a step.
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ddp_recipes.build.parameters import grouped
 from ddp_recipes.checkpointing.export import export
 from ddp_recipes.checkpointing.files import load
-from ddp_recipes.errors import RequestError
+from ddp_recipes.errors import RequestError, RunFailed
 from ddp_recipes.models import MLP
 from ddp_recipes.reporting.run_directory import Summary
 from ddp_recipes.tasks import Task
@@ -183,6 +183,41 @@ def test_what_is_frozen_stays(pattern: str, strategy: str, world_size: int, run:
     same = {name for name, value in before.items() if torch.equal(value, after[name])}
     frozen = {"net1": {"net1.weight", "net1.bias"}, "net2.*": {"net2.weight", "net2.bias"}}
     assert same == frozen.get(pattern, {"net1.weight", "net2.bias"})
+
+
+THAWING = ["model._target_=own_parts.Thawing", "data.global_batch_size=12"]
+THAWED = [*THAWING, "+callbacks.thaws._target_=own_parts.Thaws"]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world_size"), slow_but([("ddp", 2)], [("ddp", 2), ("ddp", 3), ("parameter_server", 3)])
+)
+def test_what_a_callback_unfreezes_is_trained_by_all_ranks(
+    strategy: str, world_size: int, run: Run, weights: Weights
+) -> None:
+    one = weights(run(*THAWED, "strategy=single"))
+    found = weights(run(*THAWED, f"strategy={strategy}", world_size=world_size))
+    torch.testing.assert_close(found, one, rtol=0, atol=1e-6)
+    assert not torch.equal(one["net1.weight"], weights(run(*THAWING, "strategy=single"))["net1.weight"])
+
+
+def test_what_a_callback_unfreezes_has_the_same_bits_at_any_world_size(run: Run) -> None:
+    exact = [*THAWED, "strategy=ddp_exact", "strategy.shards=6"]
+    found = [run(*exact, world_size=size) for size in (1, 2)]
+    assert found[0]["weights_sha256"] == found[1]["weights_sha256"]
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", *at_night("ddp_pipeline")])
+def test_unfreezing_ends_a_run_whose_ranks_have_parts_of_the_model(strategy: str, run: Run) -> None:
+    own = ["strategy=fsdp", "strategy.wrap=[net1,net2]"] if strategy == "fsdp" else [f"strategy={strategy}"]
+    with pytest.raises(RunFailed, match=r"freezes other parameters than at the start, and with strategy=\w+ what"):
+        run(*THAWED, *own, world_size=2)
+
+
+@pytest.mark.parametrize("strategy", ["ddp_exact", *at_night("ddp")])
+def test_a_forward_pass_that_unfreezes_ends_the_run_by_name(strategy: str, run: Run) -> None:
+    with pytest.raises(RunFailed, match=r"net1.weight was frozen as a step began, and is trained now"):
+        run(*THAWING, "+model.step=2", f"strategy={strategy}", world_size=2)
 
 
 # --- parameter groups ------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from ddp_recipes.strategies import Strategy, transfers
 from ddp_recipes.strategies.exchanges import Exchanges, leave_failures_to_us
 from ddp_recipes.tasks import Task
 from ddp_recipes.training.clock import make_clock
-from ddp_recipes.training.hooks import PythonState
+from ddp_recipes.training.hooks import PythonState, Trained
 from ddp_recipes.training.non_finite import NonFiniteGuard
 from ddp_recipes.training.precision import make_precision
 from ddp_recipes.training.state import Run, Update, restore
@@ -128,6 +128,8 @@ def make_run(recipe: Recipe, stop_controller: StopController, strategy: Strategy
         callbacks={**task.callbacks(), **_switches(task, optimizers), **recipe.callbacks},
         hooks=[PythonState()] if recipe.world.is_main else [],
     )
+    if recipe.world.world_size > 1 or fixed_shards is not None or strategy.settings.kind != "replicated":
+        run.hooks = [*run.hooks, Trained(run)]
     for callback in run.callbacks.values():
         callback.run = run
     if recipe.state is not None:

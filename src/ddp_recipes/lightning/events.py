@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,6 @@ import torch
 
 from ddp_recipes._compat.torch_ import as_it_is, is_updated, load_state, metrics_in, state_of
 from ddp_recipes.callbacks import Callback
-from ddp_recipes.errors import RunFailed
 from ddp_recipes.lightning.log import Values
 from ddp_recipes.lightning.update import SteppedOptimizer
 from ddp_recipes.training.state import Run
@@ -60,23 +58,8 @@ class Events(Callback):
     def on_epoch_start(self, epoch: int) -> None:
         """Begin an epoch."""
         self.task.trainer.epoch = epoch
-        with self._wrapped_anew():
-            self.task.hooks("on_train_epoch_start")
+        self.task.hooks("on_train_epoch_start")
         self._watch()
-
-    @contextmanager
-    def _wrapped_anew(self) -> Iterator[None]:
-        """Wrap the task again if other parameters are trained afterwards: a wrapper knows those of its beginning."""
-        before = self._frozen()
-        yield
-        if self._frozen() != before and self.run.strategy.settings.kind != "replicated":
-            raise RunFailed(
-                f"{type(self.task.model).__name__} or a callback of it freezes other parameters than at the start, and "
-                f"with strategy={self.run.strategy.settings.name} what ranks exchange is settled then. Choose "
-                f"another strategy, or model.freeze."
-            )
-        if self._frozen() != before and self.run.world.world_size > 1 and not self.task.manual:
-            self.run.module = self.run.strategy.wrap(self.task, self.run.devices)
 
     def _frozen(self) -> list[str]:
         return [name for name, parameter in self.task.named_parameters() if not parameter.requires_grad]
@@ -182,10 +165,9 @@ class Events(Callback):
         for name in metrics.keys() & state["metrics"].keys():
             load_state(metrics[name], state["metrics"][name], first)
         self.task.training_log.load_metrics(state.get("logged_metrics", ()), metrics)
-        with self._wrapped_anew():
-            for name, parameter in self.task.named_parameters():
-                if parameter.is_floating_point():
-                    parameter.requires_grad_(name not in state["frozen"])
+        for name, parameter in self.task.named_parameters():
+            if parameter.is_floating_point():
+                parameter.requires_grad_(name not in state["frozen"])
 
     def _measured(self, values: Values) -> dict[str, float]:
         """Give values to whoever asks for metrics; return those for the loggers."""

@@ -1,4 +1,4 @@
-"""What is added to a run around its steps, and the one that every run has: it warns of state that no checkpoint has."""
+"""What is added to a run around its steps, and what runs have of it: what is trained, and state in no checkpoint."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from torch import nn
+
+from ddp_recipes.errors import RunFailed
 
 if TYPE_CHECKING:
     from ddp_recipes.training.state import Run
@@ -32,6 +34,57 @@ class RunHooks:
 
     def on_fit_end(self, run: Run, reason: str) -> None:
         """Called after the last step, before the last checkpoint is saved; ``reason`` is why it was the last."""
+
+
+class Trained(RunHooks):
+    """Follows which parameters are trained: what ranks exchange is settled when a task is wrapped.
+
+    Between steps, as in a callback, more or fewer may be: then the task is wrapped again. What a forward pass begins to
+    train would have a gradient of this rank alone.
+
+    Args:
+        run: whose task is wrapped.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._named = [*run.task.named_parameters()]
+        self._now = self._trained()
+
+    def _trained(self) -> list[bool]:
+        return [parameter.requires_grad for _, parameter in self._named]
+
+    def on_step_start(self, run: Run) -> None:
+        """Wrap the task again if others are trained than before; not one that exchanges its gradients itself.
+
+        Raises:
+            RunFailed: ranks hold other parts of the model.
+        """
+        if self._now == (now := self._trained()):
+            return
+        self._now, settings = now, run.strategy.settings
+        if settings.kind != "replicated":
+            raise RunFailed(
+                f"{type(run.task.model).__name__} or a callback of it freezes other parameters than at the start, and "
+                f"with strategy={settings.name} what ranks exchange is settled then. Choose another strategy, or "
+                f"model.freeze."
+            )
+        if run.task.steps is None:
+            run.module = run.strategy.wrap(run.task, run.devices)
+
+    def on_update(self, run: Run) -> None:
+        """Refuse what was not trained as the step began, and is now.
+
+        Raises:
+            RunFailed: names it.
+        """
+        pairs = zip(self._named, self._now, strict=True)
+        begun = [name for (name, parameter), before in pairs if parameter.requires_grad and not before]
+        if begun and run.task.steps is None:
+            raise RunFailed(
+                f"The parameter {begun[0].removeprefix('model.')} was frozen as a step began, and is trained now: a "
+                f"forward pass has changed its requires_grad, and of its gradient each rank has only its own part. "
+                f"Change it between steps: in a callback's on_epoch_start or on_step."
+            )
 
 
 LOOKS = 3  # after as many steps: what changes from each to the next is no cache

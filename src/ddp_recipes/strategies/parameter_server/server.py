@@ -55,11 +55,13 @@ class Server:
         self._free = count()  # the first server deals shards that have not been dealt beforehand
         self._asking: dict[int, int] = {}  # worker -> the shard that it wants weights for
         self._arrived: deque[tuple[int, Push | None]] = deque()  # done, but not yet in a step; None: lost
+        self._listening = False
         self._first, self._done = 0, set[int]()  # the first shard that is not done; those after it that are
 
     def listen(self) -> None:
-        """Begin to take in messages."""
-        for worker in self.living:
+        """Begin to take in messages, unless that has begun."""
+        listening, self._listening = self._listening, True
+        for worker in () if listening else self.living:
             Thread(target=self._take_in, args=[worker], daemon=True).start()
 
     def _take_in(self, worker: int) -> None:
