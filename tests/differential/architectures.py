@@ -858,6 +858,31 @@ class InnerGradient(Sizes):
         return hidden - force
 
 
+class Vectorised(Sizes):
+    """Maps blocks over samples by ``torch.func``."""
+
+    def make(self) -> None:
+        self.blocks = nn.ModuleList([layer(), layer()])
+
+    def between(self, hidden: Tensor) -> Tensor:
+        for block in self.blocks:
+            hidden = hidden + torch.func.vmap(block)(hidden)
+        return hidden
+
+
+class Functional(Sizes):
+    """Calls a block with other parameters than its own, made of them."""
+
+    def make(self) -> None:
+        self.blocks = nn.ModuleList([layer(), layer()])
+
+    def between(self, hidden: Tensor) -> Tensor:
+        for block in self.blocks:
+            others = {name: 1.5 * each for name, each in block.named_parameters()}
+            hidden = hidden + torch.func.functional_call(block, others, (hidden,))
+        return hidden
+
+
 # --- what blocks take and return -------------------------------------------------------------------------------------
 
 

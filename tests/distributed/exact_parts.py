@@ -210,6 +210,34 @@ class Tied(Toy):
         self.net2.weight = self.net1.weight
 
 
+class Transposed(Toy):
+    """Has a parameter that does not lie in memory in its order."""
+
+    def __init__(self, in_features: int, hidden_features: int, out_features: int) -> None:
+        super().__init__(in_features, hidden_features, out_features)
+        self.net1.weight = nn.Parameter(self.net1.weight.detach().t().contiguous().t())
+
+
+class Empty(Toy):
+    """Has a parameter without numbers."""
+
+    def __init__(self, in_features: int, hidden_features: int, out_features: int) -> None:
+        super().__init__(in_features, hidden_features, out_features)
+        self.nothing = nn.Parameter(torch.zeros(0, 4))
+
+
+class Late(Toy):
+    """Bounds a gradient once it is there."""
+
+    def __init__(self, in_features: int, hidden_features: int, out_features: int) -> None:
+        super().__init__(in_features, hidden_features, out_features)
+        self.net1.weight.register_post_accumulate_grad_hook(self.bound)  # type: ignore[no-untyped-call]
+
+    def bound(self, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            parameter.grad.clamp_(-0.001, 0.001)
+
+
 class Scaled(Toy):
     """Has a parameter that is a number."""
 

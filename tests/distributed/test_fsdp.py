@@ -218,6 +218,12 @@ def test_it_does_what_one_process_does(own: list[str], run: Run) -> None:
         (["tune=batch_size", TOY], r"tries passes of one process, .* and strategy=fsdp runs one on several, which"),
         (["model._target_=exact_parts.Tied", TOY], r"net1.weight and net2.weight are one parameter, of two blocks"),
         (["optimizer._target_=exact_parts.Normed", TOY], r"Normed may look at all of it"),
+        (
+            ["model._target_=exact_parts.Transposed", TOY],
+            r"net1.weight does not lie in memory in the order of its \[10, 10",
+        ),
+        (["model._target_=exact_parts.Empty", TOY], r"nothing has no numbers: its shape is \[0, 4\]"),
+        (["model._target_=exact_parts.Late", TOY], r"net1.weight has a hook of register_post_accumulate_grad_hook"),
         (["model._target_=exact_parts.Sparse", TOY], r"reduces dense gradients, but those of words are sparse"),
         (["strategy.shards=2", "optimizer.fused=true", TOY], r"bits depend on how a parameter is dealt"),
     ],
@@ -249,6 +255,7 @@ BLOCKS = {
     "Codebook": "that return their own parameters",
     "LateHead": "used from the fourth step on",
     "Hooked": "with a hook of a parameter's gradient",
+    "Vectorised": "called within a transform of torch.func",
 }
 AWKWARD = {
     "Constant": "returns a parameter of its own",
@@ -321,6 +328,14 @@ def test_a_gradient_within_the_forward_pass_is_refused_by_name(wrap: str, level:
     message = r"gradient of gradients|reduced twice in a pass|used parameters of another one"
     with pytest.raises(RunFailed, match=message):
         run(*model, "strategy=fsdp", f"strategy.wrap=[{wrap}]", f"strategy.level={level}", world_size=2)
+
+
+@pytest.mark.parametrize("world_size", [1, *at_night(2)])
+def test_a_block_that_is_called_with_other_parameters_ends_the_run_by_name(world_size: int, run: Run) -> None:
+    """It would be computed with its own: FSDP2 puts these in their place."""
+    model = [*QUIET, *SMALL, "model._target_=differential.architectures.Functional"]
+    with pytest.raises(RunFailed, match=r"Sequential is called with another weight in the place of its parameter"):
+        run(*model, "strategy=fsdp", world_size=world_size)
 
 
 @pytest.mark.slow

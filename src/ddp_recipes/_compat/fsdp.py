@@ -65,6 +65,18 @@ def leave_graph_alone() -> None:
     cast(Any, FSDPParamGroup)._register_post_backward_hook = _watch_for_end
 
 
+def replaced(block: FSDPModule) -> Iterator[str]:
+    """Yield the names in their modules of parameters that are not those which were dealt, nor the gathered ones.
+
+    FSDP2 would put its own in their place, whatever is there: ``FSDPParam.to_unsharded``.
+    """
+    for group in _groups([block]):
+        for each in group.fsdp_params:
+            now = each._module_info.module._parameters.get(each._module_info.param_name)
+            if now is not each.sharded_param and now is not getattr(each, "_unsharded_param", None):
+                yield each._module_info.param_name
+
+
 def note_call(block: FSDPModule, again: bool) -> None:
     """Say before a block is called whether it was in this pass: its backward pass is over when that of the first is.
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from ddp_recipes._compat.torch_ import late_hooks
 from ddp_recipes.errors import RequestError
 from ddp_recipes.strategies.fsdp.dtypes import refuse_dtypes
 from ddp_recipes.tasks import Task
@@ -157,6 +158,8 @@ def refuse_parameters(task: Task, blocks: Sequence[str]) -> None:
             f"strategy=fsdp deals a model that is on one device, and this one is on {len(devices)}: {places}. Place "
             f"it on the first of its devices."
         )
+    for name, parameter in task.model.named_parameters():
+        _refuse_one(name, parameter)
     owners: dict[nn.Parameter, tuple[str, str]] = {}
     for name, parameter in task.model.named_parameters(remove_duplicate=False):
         if parameter.dim() == 0:  # each rank has it
@@ -169,6 +172,25 @@ def refuse_parameters(task: Task, blocks: Sequence[str]) -> None:
                 f"one after the other. Choose strategy.wrap so that both are in one block, or in none."
             )
     refuse_dtypes(owners)
+
+
+def _refuse_one(name: str, parameter: nn.Parameter) -> None:
+    """Refuse a parameter that ``fully_shard`` cannot deal, or whose hooks it would never call."""
+    if not parameter.numel():
+        raise RequestError(
+            f"{name} has no numbers: its shape is {list(parameter.shape)}. strategy=fsdp deals rows of each parameter. "
+            f"Leave it out of the model, or choose strategy=ddp."
+        )
+    if not parameter.is_contiguous():
+        raise RequestError(
+            f"{name} does not lie in memory in the order of its {list(parameter.shape)}, as one that is transposed or "
+            f"expanded, and strategy=fsdp deals its rows. Make it of tensor.contiguous(), or choose strategy=ddp."
+        )
+    if late_hooks(parameter):
+        raise RequestError(
+            f"{name} has a hook of register_post_accumulate_grad_hook, which looks at the whole gradient, and with "
+            f"strategy=fsdp no rank has that. Take register_hook, or choose strategy=ddp."
+        )
 
 
 def refuse_optimizers(optimizers: Sequence[torch.optim.Optimizer], exact_on_cpu: bool) -> None:

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from ddp_recipes._compat.fsdp import note_call, reduce_now
+from ddp_recipes._compat.fsdp import note_call, reduce_now, replaced
 from ddp_recipes._compat.torch_ import (
     in_backward,
+    is_wrapped,
     storage_key,
     tree_flatten,
     tree_leaves,
@@ -18,6 +19,7 @@ from ddp_recipes._compat.torch_ import (
     tree_unflatten,
     viewed,
 )
+from ddp_recipes.errors import RunFailed
 from ddp_recipes.tasks.written import Watch
 
 
@@ -56,6 +58,12 @@ class Calls:
         self.called, self.repeated = set(), set()
 
     def _count(self, block: Any, _: Any) -> None:
+        if other := next(replaced(block), None):
+            raise RunFailed(
+                f"{type(block).__name__} is called with another {other} in the place of its parameter, by "
+                f"torch.func.functional_call or a new nn.Parameter, and with strategy=fsdp it would be computed with "
+                f"its own, which is gathered. Write to parameters in place, or choose strategy=ddp or ddp_exact."
+            )
         if not torch.is_grad_enabled() or in_backward():  # activations are computed again
             return
         note_call(block, block in self.called)
@@ -121,6 +129,8 @@ def apart(block: nn.Module, outputs: Any, inputs: Sequence[Any] = ()) -> Any:
 
     def shares(leaf: Any) -> bool:
         if not isinstance(leaf, Tensor) or leaf.layout != torch.strided or hasattr(leaf, "to_local"):
+            return False
+        if is_wrapped(leaf):
             return False
         missed = leaf.requires_grad and (id(leaf) in given or viewed(leaf) is not None)
         return missed or storage_key(leaf) in places
