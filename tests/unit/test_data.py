@@ -10,6 +10,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from enum import Enum
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -141,6 +142,12 @@ def test_a_users_transform_runs_when_its_batch_is_due() -> None:
     assert transform.threads == {threading.current_thread().name}
 
 
+class Color(Enum):
+    """Members refer to their class, and that to them."""
+
+    RED = "red"
+
+
 @pytest.mark.parametrize(
     ("batch", "expected"),
     [
@@ -149,6 +156,7 @@ def test_a_users_transform_runs_when_its_batch_is_due() -> None:
         ((["a", "b"], torch.zeros(3, 2)), 3),
         ({"name": ["a", "b"], "place": [(1, 2)], "pair": (torch.zeros(4), torch.zeros(5))}, 4),
         (SimpleNamespace(name="a", inputs={"a": torch.zeros(2)}), 2),
+        ((Color.RED, SimpleNamespace(inputs=torch.zeros(5))), 5),
         ({"name": ["a", "b"]}, 1),
         ([], 1),
     ],

@@ -69,17 +69,19 @@ def samples_in(batch: Any) -> int:
     return len(first) if first is not None and first.dim() else 1
 
 
-def _tensors_in(data: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in (nested) tuples, lists, dicts and objects, one after the other."""
+def _tensors_in(data: Any, seen: set[int] | None = None) -> Iterator[torch.Tensor]:
+    """Yield the tensors in (nested) tuples, lists, dicts and objects, one after the other; no part comes twice."""
+    seen = set() if seen is None else seen
     if isinstance(data, torch.Tensor):
         yield data
-        return
-    parts = data.values() if isinstance(data, Mapping) else data if isinstance(data, (list, tuple)) else ()
-    if not isinstance(data, (Mapping, list, tuple)):
-        with suppress(TypeError):  # it has no attributes: a number, a text
-            parts = vars(data).values()
-    for part in parts:
-        yield from _tensors_in(part)
+    elif id(data) not in seen and not isinstance(data, type):
+        seen.add(id(data))
+        parts = data.values() if isinstance(data, Mapping) else data if isinstance(data, (list, tuple)) else ()
+        if not isinstance(data, (Mapping, list, tuple)):
+            with suppress(TypeError):  # it has no attributes: a number, a text
+                parts = vars(data).values()
+        for part in parts:
+            yield from _tensors_in(part, seen)
 
 
 @dataclass(frozen=True)
