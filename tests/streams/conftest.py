@@ -9,7 +9,7 @@ import pytest
 from ddp_recipes.reporting.run_directory import Summary
 from ddp_recipes.testing import run_recipe
 from helpers.ranks import RANKS
-from helpers.shards import ROWS, write_shards
+from helpers.shards import CUTS, ROWS, write_shards
 
 QUICK = (
     "data=stream",
@@ -35,8 +35,8 @@ QUICK = (
 def shards(tmp_path: Path) -> Callable[..., Path]:
     """Write the rows of ``stream_parts.ROWS`` as shards of a format: ``shards("parquet")``; return their folder."""
 
-    def write(suffix: str, rows: list[dict[str, Any]] = ROWS) -> Path:
-        return write_shards(tmp_path / f"set{suffix}", suffix, rows)
+    def write(suffix: str, rows: list[dict[str, Any]] = ROWS, cuts: tuple[int, ...] = CUTS) -> Path:
+        return write_shards(tmp_path / f"set{suffix}", suffix, rows, cuts)
 
     return write
 

@@ -6,9 +6,11 @@ import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ddp_recipes.streams import Stream
+from ddp_recipes.streams.formats import Csv, JsonLines, Parquet
 from helpers.shards import ROWS
 
 pytest.importorskip("pyarrow")
@@ -34,6 +36,16 @@ def test_rows_are_those_that_were_written(
     assert [text for _, text in found] == [row["text"] for row in ROWS]
     assert [stream[number][1] for number in (60, 3, 33, 3)] == [ROWS[number]["text"] for number in (60, 3, 33, 3)]
     assert (tmp_path / "cache").exists() == bool(compression)
+
+
+def test_views_of_lists_are_read_wherever_their_numbers_lie(tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    views = arrow.ListViewArray.from_arrays([3, 0, 1], [2, 2, 0], [1, 2, 3, 4, 5])
+    table = arrow.table({"a": views})
+    with arrow.ipc.new_file(tmp_path / "views.arrow", table.schema) as file:
+        file.write_table(table)
+    stream = Stream(str(tmp_path), inputs="a")
+    assert [stream[number].tolist() for number in range(3)] == [[4, 5], [1, 2], []]
 
 
 def test_lines_of_a_text_are_rows(shards: Callable[..., Path]) -> None:
@@ -86,6 +98,25 @@ def test_parts_of_a_set_are_rows_of_it(shards: Callable[..., Path]) -> None:
     assert [train[0], train[30], val[0], val[29]] == [0, 30, 31, 60]
     order = val.sample_order(1, True)
     assert len(order) == len(val) == 30
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])
+def test_of_many_small_shards_each_is_read_once(
+    suffix: str, shards: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of parquet files in the order of an epoch, whose windows lie in more than are open otherwise."""
+    read: list[object] = []
+    reads = {".jsonl": (JsonLines, "scan"), ".csv": (Csv, "scan"), ".parquet": (Parquet, "read_group")}
+    folder = shards(suffix, [{**ROWS[0], "a": float(number)} for number in range(122)], tuple(range(0, 123, 2)))
+    stream = Stream(str(folder), inputs=["a"], window=120)
+    kind, name = reads[suffix]
+    own = getattr(kind, name)
+    monkeypatch.setattr(kind, name, lambda self, *given: read.append(self) or own(self, *given))
+    order = np.random.default_rng(0).permutation(122) if suffix != ".parquet" else np.arange(122)
+    if suffix == ".parquet":
+        order = stream.sample_order(0, True).samples(0, order.astype(np.uint64))
+    assert sorted(stream[int(number)].item() for number in order) == [*range(122)]
+    assert len(read) == 61
 
 
 def resident() -> int:

@@ -5,8 +5,10 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from pathlib import Path
+from resource import RLIMIT_NOFILE, getrlimit
 from typing import Any
 
 from torch.utils.data import Dataset
@@ -18,13 +20,13 @@ from ddp_recipes.datasets.transforms import Transforms, in_order
 from ddp_recipes.errors import RequestError, not_one_of
 from ddp_recipes.streams.cache import Cache, sha256
 from ddp_recipes.streams.decoding import Decoder
-from ddp_recipes.streams.formats import BadRow, BadShard, Formats, Groups, Part, span
+from ddp_recipes.streams.formats import BadRow, BadShard, Formats, Groups, Part, Records, span
 from ddp_recipes.streams.index import Shard, is_remote, joined, load, other_columns
-from ddp_recipes.streams.order import Windowed, cost, held_bytes, quality
+from ddp_recipes.streams.order import Windowed, cost, files_of_windows, held_bytes, quality
 
 log = logging.getLogger(__name__)
 
-OPEN = 32  # shards that a process has open, beside those of its lanes
+OPEN = 32  # shards that a process has open, beside those of its windows
 MOST_SKIPPED = 4096  # rows; with more the data are another case than a few bad rows
 TRIES = 16  # rows that may take the place of one that cannot be decoded
 
@@ -180,7 +182,8 @@ class Stream(Dataset[Any]):
         if self._process is None or self._process.pid != os.getpid():
             order, limit = self._order, self.memory
             groups = Groups(limit if order is None else held_bytes(order, self._shuffled(), limit))
-            self._process = _Process(groups, OPEN + self.interleave)
+            files = OPEN + (0 if order is None else files_of_windows(order))
+            self._process = _Process(groups, min(files, getrlimit(RLIMIT_NOFILE)[0] // 4), limit)
         return self._process
 
     def _shuffled(self) -> list[Shard]:
@@ -223,11 +226,19 @@ class Stream(Dataset[Any]):
 
 
 class _Process:
-    """What one process has open, by shard; those used last."""
+    """What one process has open, by shard; those used last.
 
-    def __init__(self, groups: Groups, most: int) -> None:
-        self.pid, self.groups, self.most = os.getpid(), groups, most
+    Args:
+        most: files that are open.
+        limit: bytes that may be kept of where the rows of files are that were closed: to find that out takes to read
+            all of a file.
+    """
+
+    def __init__(self, groups: Groups, most: int, limit: int) -> None:
+        self.pid, self.groups, self.most, self.limit = os.getpid(), groups, most, limit
         self._open: OrderedDict[int, Any] = OrderedDict()
+        self._closed: OrderedDict[int, Records] = OrderedDict()
+        self._kept = 0  # bytes of those
         self._fetching: set[int] = set()
 
     def part(self, shard: int, row: int, stream: Stream) -> Part:
@@ -250,9 +261,9 @@ class _Process:
         self._fetch_ahead(shard, stream)
         try:
             try:
-                reader = Formats.open(stream.file_of(shard), suffix, self.groups, stream.decoder.columns)
+                reader = self._reader(shard, suffix, stream)
             except FileNotFoundError:  # removed from a cache that is too small, since
-                reader = Formats.open(stream.file_of(shard), suffix, self.groups, stream.decoder.columns)
+                reader = self._reader(shard, suffix, stream)
             path = joined(stream.index.root, entry.name)
             if reader.columns != columns:
                 raise RuntimeError(other_columns(path, reader.columns, columns, "its index"))
@@ -262,8 +273,24 @@ class _Process:
             raise _named(error, shard, stream) from error
         self._open[shard] = reader
         if len(self._open) > self.most:
-            self._open.popitem(last=False)[1].close()
+            self._close(*self._open.popitem(last=False))
         return reader
+
+    def _reader(self, shard: int, suffix: str, stream: Stream) -> Any:
+        file = stream.file_of(shard)
+        if (known := self._closed.get(shard)) is None:
+            return Formats.open(file, suffix, self.groups, stream.decoder.columns)
+        known.open(file)
+        self._kept -= known.offsets.nbytes
+        return self._closed.pop(shard)
+
+    def _close(self, shard: int, reader: Any) -> None:
+        reader.close()
+        if isinstance(reader, Records):
+            self._closed[shard] = reader
+            self._kept += reader.offsets.nbytes
+            while self._kept > self.limit:
+                self._kept -= self._closed.popitem(last=False)[1].offsets.nbytes
 
     def _fetch_ahead(self, shard: int, stream: Stream) -> None:
         """Have a thread fetch the shards that follow, if they have to be fetched."""
@@ -305,8 +332,16 @@ def _verify(file: Path, shard: Shard) -> None:
     if status.st_size != shard.bytes:
         how = "cut short" if status.st_size < shard.bytes else "changed"
         raise BadShard(f"it is {how}: it has {status.st_size:,} bytes, and had {shard.bytes:,} when it was indexed")
-    if status.st_mtime_ns != shard.mtime_ns and shard.sha256 is not None and sha256(file) != shard.sha256:
+    if status.st_mtime_ns == shard.mtime_ns or shard.sha256 is None:
+        return
+    if _checksum(file, status.st_size, status.st_mtime_ns) != shard.sha256:
         raise BadShard("it has changed since it was indexed: its checksum is another one")
+
+
+@lru_cache(maxsize=1 << 16)
+def _checksum(file: Path, size: int, mtime_ns: int) -> str:
+    """Return the checksum of a file, which is computed once as long as it has this size and date."""
+    return sha256(file)
 
 
 def _rows_of(split: str, rows: int, val_fraction: float, path: str) -> range:

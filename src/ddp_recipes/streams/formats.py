@@ -226,7 +226,8 @@ def _getter(column: Any, shape: Sequence[int] | None) -> Callable[[int], Any]:
     elements = getattr(column, "values", None)
     if needed("pyarrow.types").is_string(column.type) and not column.null_count:
         return _text_getter(column)
-    if elements is None or column.null_count or elements.null_count or not _is_numeric(elements.type):
+    views = hasattr(column, "sizes")  # whose elements may lie in any order
+    if elements is None or views or column.null_count or elements.null_count or not _is_numeric(elements.type):
         return lambda number: _value_of(column[number], shape)
     flat = elements.to_numpy(zero_copy_only=False)
     if (size := getattr(column.type, "list_size", None)) is not None:
@@ -274,11 +275,15 @@ class Records:
 
     columns: Mapping[str, str]
 
-    def __init__(self, path: Path, offsets: Offsets | None = None) -> None:
+    def __init__(self, path: Path) -> None:
+        self.columns = {}
+        self.open(path)
+        self.offsets = self._scanned()
+
+    def open(self, path: Path) -> None:
+        """Open the file; once more after it was closed, of which it is known where its rows are."""
         self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self._close = finalize(self, os.close, self._file)
-        self.columns = {}
-        self.offsets = self._scanned() if offsets is None else offsets
 
     def _scanned(self) -> Offsets:
         if os.fstat(self._file).st_size == 0:

@@ -194,6 +194,12 @@ def memory_of_windows(order: Windowed, shards: Sequence[Sized]) -> int:
     return round(min(order.lanes * spanned, groups) * sum(shard.memory for shard in shards) / groups)
 
 
+def files_of_windows(order: Windowed) -> int:
+    """Return about how many shards the windows of all lanes lie in."""
+    mean = len(order) / len(order.rows)
+    return min(order.lanes * (1 + -(-order.rows_of_a_window // max(1, round(mean)))), len(order.rows))
+
+
 def held_bytes(order: Windowed, shards: Sequence[Sized], limit: int) -> int:
     """Return the bytes of row groups that a process keeps: no more than of a window that ends and of the next.
 
@@ -210,14 +216,13 @@ def cost(order: Windowed, shards: Sequence[Sized], plan: BatchPlan, limit: int) 
         shards: in the order of ``order.rows``.
         limit: bytes of row groups that a process keeps.
     """
-    mean = len(order) / len(order.rows)
-    files = order.lanes * (1 + -(-order.rows_of_a_window // max(1, round(mean))))
+    files = files_of_windows(order)
     if not (memory := memory_of_windows(order, shards)):
-        return Cost(0, limit, min(files, len(shards)), 1.0)
+        return Cost(0, limit, files, 1.0)
     held = held_bytes(order, shards, limit)
     read = sum(_read(order, shards, plan, held, shard) for shard in range(plan.num_shards))
     once = _read(order, shards, replace(plan, num_shards=1), 1 << 62, 0)
-    return Cost(memory, limit, min(files, len(shards)), read / once)
+    return Cost(memory, limit, files, read / once)
 
 
 def _read(order: Windowed, shards: Sequence[Sized], plan: BatchPlan, limit: int, shard: int) -> int:
