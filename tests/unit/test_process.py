@@ -46,3 +46,12 @@ def test_a_process_that_failed_waits_for_no_thread(tmp_path: Path) -> None:
     lines += ["threading.Thread(target=threading.Event().wait).start()", "leave(1)"]
     (tmp_path / "leaves.py").write_text("\n".join(lines))
     assert subprocess.run([sys.executable, "leaves.py"], cwd=tmp_path, timeout=patience(30)).returncode == 1
+
+
+def test_a_process_that_failed_ends_its_pool_of_processes_and_does_not_wait_for_it(tmp_path: Path) -> None:
+    lines = ["from concurrent.futures import ProcessPoolExecutor", "from ddp_recipes.runtime.process import leave"]
+    lines += ["pool = ProcessPoolExecutor(1)", "print(pool.submit(__import__('os').getpid).result(), flush=True)"]
+    (tmp_path / "leaves.py").write_text("\n".join([*lines, "leave(1)"]))
+    done = subprocess.run([sys.executable, "leaves.py"], cwd=tmp_path, stdout=subprocess.PIPE, timeout=patience(30))
+    assert done.returncode == 1
+    assert not Path(f"/proc/{int(done.stdout)}").exists()

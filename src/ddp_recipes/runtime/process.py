@@ -8,6 +8,7 @@ import signal
 import socket
 import stat
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -121,18 +122,42 @@ def leave(status: int) -> NoReturn:
     """Exit as ``sys.exit`` would, but without unloading torch, which takes another second.
 
     Exit handlers run, and files that nobody closed are flushed. Threads are waited for, but not after a failure, in
-    which they may be stuck. Under a debugger or a profiler it is ``sys.exit``.
+    which they may be stuck; processes are ended then. Under a debugger or a profiler it is ``sys.exit``.
     """
     if _is_watched() or not can_run_exit_handlers():
         sys.exit(status)
     if status in (0, Preempted.exit_status):
-        join_threads()  # idle thread pools end with it
+        join_threads()  # idle pools of threads and of processes end with it
+    else:
+        _end_children()  # those of a pool, which an exit handler would wait for and nobody tells to end
     run_exit_handlers()
     writers = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
     for file in (sys.stdout, sys.stderr, *(each for each in gc.get_objects() if issubclass(type(each), writers))):
         with suppress(OSError, ValueError):  # nobody reads it any more, or it is closed
             file.flush()
     os._exit(status)
+
+
+def _end_children(seconds: float = 2.0) -> None:
+    """End what :mod:`multiprocessing` started and would wait for, by SIGTERM, and after so long by SIGKILL."""
+    from multiprocessing import active_children  # loaded already where there are any
+
+    children = [each for each in active_children() if not each.daemon and _is_own(each.pid)]
+    for child in children:
+        child.terminate()
+    end = time.monotonic() + seconds
+    for child in children:
+        child.join(max(end - time.monotonic(), 0))
+        if child.pid is not None and _is_own(child.pid):
+            os.kill(child.pid, signal.SIGKILL)  # loky's have no kill()
+
+
+def _is_own(process: int | None) -> bool:
+    """Whether this process started that one: a fork knows those of its parent, too."""
+    try:
+        return process is not None and state(process)[1] == os.getpid()
+    except OSError:
+        return False
 
 
 def _is_watched() -> bool:
