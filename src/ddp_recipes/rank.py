@@ -27,7 +27,7 @@ from ddp_recipes.runtime.advice import add_advice
 from ddp_recipes.runtime.control import FELL_BACK, NOBODY, OWN, Control
 from ddp_recipes.runtime.job import ASKS_TO_STOP, Job, unpack
 from ddp_recipes.runtime.messages import Messages
-from ddp_recipes.runtime.process import ignore_once
+from ddp_recipes.runtime.process import ignore_once, shorten_names_of_sockets
 from ddp_recipes.runtime.regroup import Watcher
 from ddp_recipes.runtime.tensors import digest, without_digest
 from ddp_recipes.runtime.world import World
@@ -63,6 +63,7 @@ def run(job: Job, world: World, messages: Messages | None, watcher: Watcher = NO
     """
     if "RANK" in os.environ:  # LitData's sets ask for this name beside WORLD_SIZE, and take each rank for the first
         os.environ["GLOBAL_RANK"] = str(world.rank)
+    shorten_names_of_sockets()
     with own_lines(world):
         return _run(job, world, messages, watcher)
 

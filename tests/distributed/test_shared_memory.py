@@ -2,7 +2,10 @@
 
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +22,7 @@ from ddp_recipes.strategies.ddp.shared_memory import SharedMemory, join
 from ddp_recipes.strategies.group import Group
 from ddp_recipes.testing import on_ranks
 from helpers.marks import quick_each, slow_but
+from helpers.patience import patience
 
 Run = Callable[..., Summary]
 
@@ -154,3 +158,30 @@ def test_sparse_gradients_go_through_gloo(run: Run) -> None:
     together = run(*model, world_size=2)
     alone = run(*model, "strategy=single", "data.batch_size=16")
     assert together["metrics"]["val/loss"] == pytest.approx(alone["metrics"]["val/loss"], rel=1e-5)
+
+
+DRAWN = """
+import torch
+
+
+class Drawn(torch.utils.data.Dataset):
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, number):
+        return torch.ones(10), number % 5
+"""
+
+
+@pytest.mark.spawn
+@pytest.mark.slow
+def test_ranks_and_workers_meet_where_names_of_temporary_files_are_too_long_for_sockets(tmp_path: Path) -> None:
+    (tmp_path / "drawn.py").write_text(DRAWN)
+    (folder := tmp_path / ("long" * 30)).mkdir()
+    command = [sys.executable, "-m", "ddp_recipes", "data=random", "~data.train", "~data.val", "model=linear"]
+    command += ["+data.train._target_=drawn.Drawn", "+data.val._target_=drawn.Drawn", "data.num_workers=1"]
+    command += ["task=classification", "launcher.nproc_per_node=2", "launcher.device=cpu", "trainer.max_steps=2"]
+    environ = os.environ | {"TMPDIR": str(folder)}
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=patience(60))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "gloo and shared memory" in done.stdout

@@ -8,6 +8,7 @@ import signal
 import socket
 import stat
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -70,6 +71,27 @@ def ignore_once(signals: Iterable[int]) -> None:
 
     for number in signals:
         signal.signal(number, let_pass)
+
+
+def folder_for_sockets() -> str:
+    """Return the folder of temporary files, or ``/tmp`` where its name leaves no room for a socket's: 107 in all."""
+    given = tempfile.gettempdir()
+    return given if len(os.fsencode(given)) <= 75 else "/tmp"
+
+
+def shorten_names_of_sockets() -> None:
+    """Have :mod:`multiprocessing`, also in processes started from here, make its sockets where their names fit.
+
+    Else a data worker could not hand over a tensor, and the run would wait for it.
+    """
+    former = tempfile.tempdir
+    with suppress(OSError):
+        if (short := folder_for_sockets()) != tempfile.gettempdir():
+            from multiprocessing import util
+
+            tempfile.tempdir = short
+            util.get_temp_dir()  # it keeps to that
+    tempfile.tempdir = former
 
 
 class _Stream(io.FileIO):

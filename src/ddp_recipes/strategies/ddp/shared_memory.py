@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_recipes.runtime.phases import ALL_REDUCE, phase
+from ddp_recipes.runtime.process import folder_for_sockets
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.collectives import broadcast
 
@@ -122,10 +123,11 @@ def join(world: World, timeout_s: float) -> SharedMemory | None:
         door, path = stack.enter_context(socket.socket(socket.AF_UNIX)), ""
         door.settimeout(min(timeout_s, LONGEST_S))
         if world.is_main:
-            with suppress(OSError):  # no folder for it, or a name that is too long: nobody comes in
-                folder = stack.enter_context(TemporaryDirectory(prefix="ddp_recipes_"))  # of this user alone
-                door.bind(path := f"{folder}/door")
+            with suppress(OSError):  # no folder for it: nobody comes in
+                made_for_it = TemporaryDirectory(prefix="ddp_recipes_", dir=folder_for_sockets())  # of this user alone
+                door.bind(place := f"{stack.enter_context(made_for_it)}/door")
                 door.listen(MOST_RANKS)
+                path = place
         path = broadcast(path, 0)
         made = _make_memory(world.world_size) if world.is_main else None
         able = torch.tensor(made is not None or (not world.is_main and door.connect_ex(path) == 0)).int()
