@@ -35,7 +35,7 @@ from ddp_recipes.tasks.written import refuse_differing
 from ddp_recipes.training import loop
 from ddp_recipes.training.cadence import save_meets_validation
 from ddp_recipes.training.collectives import refusing_collectives
-from ddp_recipes.training.metrics import Matrices, check_monitor, evaluate, log_matrices
+from ddp_recipes.training.metrics import Matrices, evaluate, log_matrices, settle_monitor
 from ddp_recipes.training.precision import make_precision
 from ddp_recipes.training.state import Run
 
@@ -276,10 +276,8 @@ def check_validation(run: Run, recipe: Recipe) -> None:
         kept = on_copies(run.task)
     with kept:
         metrics = evaluate(run.task, loaders, run.strategy, run.precision, within=refusing_collectives(run))
-    if run.task.names_metrics and recipe.request.checkpoint.monitor in (None, "auto") and run.monitor not in metrics:
-        recipe.warnings.append(f"checkpoint.monitor=auto is train/loss, for {run.monitor} is not measured.")
-        run.monitor = "train/loss"
-    check_monitor(run, metrics)
+    if warning := settle_monitor(run, metrics):
+        recipe.warnings.append(warning)
     for callback in run.callbacks.values():
         callback.check_metrics(metrics)
     run.task.leave_evaluation()

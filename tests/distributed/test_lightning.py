@@ -73,6 +73,7 @@ def test_where_validation_has_no_loss_that_of_training_tells_the_best(run: Run) 
     assert found["monitor"] == "train/loss"
     assert found["metrics"]["val_score"] == 1
     assert found["best_checkpoint"] is not None
+    assert run(*part("Silent"), "trainer.num_sanity_val_steps=0")["monitor"] == "train/loss"
     assert run(*part("Silent"), "checkpoint.monitor=val_score", "checkpoint.mode=max")["objective"] == 1
     with pytest.raises(RequestError, match=r"checkpoint\.monitor=val/loss is not measured. Measured are: .*val_score"):
         run(*part("Silent"), "checkpoint.monitor=val/loss")

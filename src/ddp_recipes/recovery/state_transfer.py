@@ -50,6 +50,7 @@ def _beyond(run: Run, losses: int) -> dict[str, Any]:
     return {
         "after": progress_of(run).after,
         "values": dict(run.values),
+        "monitor": run.monitor,
         "unsaved": run.unsaved,
         "measured": run.measured,
         "stops": [name for name, callback in run.callbacks.items() if callback.stop],
@@ -120,7 +121,7 @@ def sync_to(run: Run, state: State) -> None:
 def resume_from(run: Run, state: State, regroup: Regroup) -> None:
     """Go on from a state that this rank has now."""
     own: dict[str, Any] = state["run"]
-    kept = ("values", "unsaved", "measured", "saved_step", "good_step", "samples_before")
+    kept = ("values", "monitor", "unsaved", "measured", "saved_step", "good_step", "samples_before")
     for name in (*kept, "replaced", "seconds_lost"):
         setattr(run, name, own[name])
     for name in own["stops"]:  # after this step, as others have decided in it

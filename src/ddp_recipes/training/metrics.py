@@ -148,7 +148,8 @@ def validate(run: Run) -> bool:
     except ValidationStopped:
         _end_validation(run)
         return False
-    check_monitor(run, {**run.metrics, **metrics})
+    if warning := settle_monitor(run, {**run.metrics, **metrics}):
+        log.warning(warning)
     run.metrics.update(metrics)
     run.logger.scalars({k: v for k, v in metrics.items() if k not in run.task.unlogged}, run.cursor.step)
     log_matrices(matrices, run.logger, run.world.is_main)
@@ -276,6 +277,22 @@ def evaluated(task: Task, loader: Loader) -> Iterator[Batch]:
         task.position.batch, task.position.shard, task.position.seed = batch.number, batch.shard, loader.plan.seed
         task.position.indices = partial(loader.plan.indices, 0, batch.number, batch.shard)
         yield batch
+
+
+def settle_monitor(run: Run, metrics: Metrics) -> str | None:
+    """Check the metric to monitor against those of a validation, the first of which shows whether there is a loss.
+
+    Returns:
+        A warning where there is none, so that the loss of training is followed.
+
+    Raises:
+        RequestError: lists the metrics there are.
+    """
+    if not (run.auto_monitor and run.task.names_metrics and run.monitor not in metrics):
+        check_monitor(run, metrics)
+        return None
+    missing, run.monitor = run.monitor, "train/loss"
+    return f"checkpoint.monitor=auto is train/loss, for {missing} is not measured."
 
 
 def check_monitor(run: Run, metrics: Metrics) -> None:

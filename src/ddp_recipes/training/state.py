@@ -84,6 +84,7 @@ class Run:
     trainer: TrainerSettings
     checkpoint: CheckpointSettings
     monitor: str
+    auto_monitor: bool  # whether that is the loss by itself, not by the config
     seed: int
     generators: Generators
     shards: int | None  # of a batch, where the strategy fixes their number
@@ -242,6 +243,8 @@ def restore(run: Run, state: State) -> list[str]:
     run.samples_before = run.cursor.samples_seen
     run.metrics.update(state["metrics"])
     run.values.update(values_of(state.get("checkpointer", {}), run.checkpoint.monitor))
+    if run.auto_monitor and run.values and run.monitor not in run.metrics:
+        run.monitor = "train/loss"  # which those values are of
     run.saved_step = run.good_step = run.cursor.step
     return warnings
 
