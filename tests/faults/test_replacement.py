@@ -105,6 +105,19 @@ class DiesHandingOver(nn.Linear):
 class Norm(nn.Sequential):
     def __init__(self, in_features, out_features, **unused):
         super().__init__(nn.BatchNorm1d(in_features), nn.Linear(in_features, out_features))
+
+
+class Logs(nn.Linear):
+    def __init__(self, in_features, out_features, **unused):
+        super().__init__(in_features, out_features)
+
+    def training_step(self, batch, batch_idx):
+        loss = nn.functional.mse_loss(self(batch[0]), batch[1])
+        self.log("of_all", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("score", self(batch[0]).mean())
 """
 RECIPE = [
     "data=random",
@@ -122,6 +135,7 @@ RECIPE = [
 ]
 EXACT = "strategy=ddp_exact"
 NORM = ["strategy=ddp", "model._target_=parts.Norm"]
+LOGS = ["strategy=ddp", "model._target_=parts.Logs", "task=lightning"]  # without a loss of validation to monitor
 STEPS = 12
 
 
@@ -459,6 +473,7 @@ def test_where_rank_0_alone_had_what_is_saved_all_start_again(tmp_path: Path, py
     [
         pytest.param([EXACT, "launcher.replace_ranks=0", "launcher.max_restarts=1"], id="ddp_exact"),
         pytest.param([*NORM, "launcher.replace_ranks=1"], id="ddp", marks=pytest.mark.slow),
+        pytest.param([*LOGS, "launcher.replace_ranks=1"], id="lightning", marks=pytest.mark.slow),
         pytest.param(
             ["strategy=fsdp", "launcher.replace_ranks=0", "launcher.max_restarts=1"], id="fsdp", marks=pytest.mark.slow
         ),

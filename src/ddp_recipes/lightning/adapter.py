@@ -45,7 +45,7 @@ class LightningTask(Task):
         RequestError: the model has no ``training_step``, or a hook that is not called here.
     """
 
-    names_metrics = True
+    gathers_state = names_metrics = True
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model, nn.Identity())

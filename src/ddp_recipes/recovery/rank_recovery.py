@@ -122,8 +122,9 @@ class Recovery(RunHooks):
 
     def on_step_end(self, run: Run) -> None:
         """Keep the state in memory, if it is due."""
-        if self.memory is not None and run.cursor.step % (run.checkpoint.in_memory_every_n_steps or 1) == 0:
-            self.memory.keep(run, self.losses)
+        every = run.checkpoint.in_memory_every_n_steps
+        if every is not None and run.cursor.step % every == 0:
+            self._keep(self.memory)
 
     def on_fit_end(self, run: Run, reason: str) -> None:
         """Tell what a loss came to where nothing was left but to end the last step."""
@@ -132,8 +133,14 @@ class Recovery(RunHooks):
 
     def leave(self) -> None:
         """Keep the state where the ranks that start again, with other nodes, find it."""
-        if (memory := memory_of(self.recipe)) is not None:
+        self._keep(memory_of(self.recipe))
+
+    def _keep(self, memory: Memory | None) -> None:
+        """Keep the state in memory of this rank, or help others to put theirs together."""
+        if memory is not None:
             memory.keep(self.run, self.losses)
+        elif self.run.task.gathers_state:
+            transferred_state(self.run, self.losses)
 
     def resume_from(self, state: State, regroup: Regroup) -> None:
         """Go on from a state that this rank has now."""
@@ -177,7 +184,7 @@ class Recovery(RunHooks):
             if (regroup := recipe.control.await_regroup(loss)) is None:
                 raise error
             if isinstance(regroup, ExitRequest):
-                if regroup.keep:
+                if regroup.keep and not run.task.gathers_state:
                     self.leave()
                 raise Left
             gc.collect()  # what holds the group refers to itself; it takes a second, in which new ranks start
