@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.checkpoint import checkpoint
 
 
@@ -489,6 +489,27 @@ class Bag(Sizes):
 class WeightNorm(Sizes):
     def make(self) -> None:
         self.blocks = nn.Sequential(parametrizations.weight_norm(nn.Linear(16, 16)), nn.Tanh())
+
+    def between(self, hidden: Tensor) -> Tensor:
+        return self.blocks(hidden)
+
+
+class Pruned(Sizes):
+    """Computes a weight before each pass, and keeps it as an attribute."""
+
+    def make(self) -> None:
+        self.blocks = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
+        prune.l1_unstructured(self.blocks[0], "weight", amount=0.3)
+
+    def between(self, hidden: Tensor) -> Tensor:
+        return self.blocks(hidden)
+
+
+class Lazy(Sizes):
+    """Has layers that learn their sizes of what they are called with."""
+
+    def make(self) -> None:
+        self.blocks = nn.Sequential(nn.LazyLinear(16), nn.Tanh(), nn.LazyLinear(16))
 
     def between(self, hidden: Tensor) -> Tensor:
         return self.blocks(hidden)

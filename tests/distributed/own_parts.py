@@ -439,6 +439,17 @@ class Seen(Callback):
         return {"of": {"steps": self.steps}}
 
 
+class LazyInTraining(Toy):
+    """Has a layer without sizes that only training runs."""
+
+    def __init__(self, in_features: int, hidden_features: int, out_features: int) -> None:
+        super().__init__(in_features, hidden_features, out_features)
+        self.net2 = nn.LazyLinear(out_features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if self.training else x[:, :5]
+
+
 class Thawing(Toy):
     """Its first layer is frozen until an epoch, or, with ``step``, until a forward pass."""
 

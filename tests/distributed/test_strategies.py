@@ -129,6 +129,25 @@ def test_parameters_without_gradient_need_their_option(run: Run, tmp_path: Path)
     assert json.loads((folder / "summary.json").read_text())["error"].endswith(told)
 
 
+LAZY = {"ddp": 2, "ddp_exact": 2, "fsdp": 2, "ddp_pipeline": 2, "parameter_server": 3, "single": 1}
+
+
+@pytest.mark.parametrize("strategy", slow_but(["ddp", "fsdp"], LAZY))
+def test_lazy_modules_have_their_shapes_before_ranks_meet(strategy: str, run: Run, weights: Weights) -> None:
+    small = ["model._target_=differential.architectures.Lazy", "data.global_batch_size=12", "optimizer.lr=0.02"]
+    cut = ["model.num_devices=2"] if strategy == "single" else []
+    found = weights(run(*small, f"strategy={strategy}", *cut, world_size=LAZY[strategy]))
+    torch.testing.assert_close(found, weights(run(*small, "strategy=single")), rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("own", [["strategy=ddp_pipeline"], ["strategy=single", "model.num_devices=2"]])
+def test_a_weight_that_is_computed_before_each_pass_can_be_cut(own: list[str], run: Run, weights: Weights) -> None:
+    small = ["model._target_=differential.architectures.Pruned", "data.global_batch_size=12"]
+    found = weights(run(*small, *own, world_size=2 if "strategy=ddp_pipeline" in own else 1))
+    torch.testing.assert_close(found, weights(run(*small, "strategy=single")), rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("overrides", "world_size", "message"),
     [
@@ -147,6 +166,12 @@ def test_parameters_without_gradient_need_their_option(run: Run, tmp_path: Path)
         (["mode=test"], 2, "mode=test needs data.test"),
         (["data.num_samples=0"], 2, "num_samples=0"),
         (["scheduler.interval=epochs"], 2, "scheduler.interval=epochs is not known"),
+        (
+            ["model._target_=own_parts.LazyInTraining"],
+            2,
+            "net2.weight, net2.bias of the model get their shapes in a first forward pass, which ranks have to know "
+            "before. A pass on a batch of the data did not do: the model does not run them in evaluation.",
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from ddp_recipes._compat.torch_ import apply_to_own
+from ddp_recipes._compat.torch_ import apply_to_own, tree_map_only
 from ddp_recipes.build.devices import Devices
 from ddp_recipes.build.instantiate import make, parameters_of
 from ddp_recipes.config.extras import extra
@@ -20,7 +21,7 @@ from ddp_recipes.errors import RequestError
 from ddp_recipes.loggers import Logger
 from ddp_recipes.runtime.tensors import keeping_ties
 from ddp_recipes.tasks import Task
-from ddp_recipes.tasks.task import outside
+from ddp_recipes.tasks.task import Modes, outside
 from ddp_recipes.training.precision import make_precision, whole_dtype
 
 if TYPE_CHECKING:
@@ -82,6 +83,8 @@ def make_task(
     made = partial(_made, config, **({"devices": devices.own} if places_itself else {}))
     built = _deferred(made) if strategy.deferred and devices.layout is None else BuiltTask(made())
     model = built.task.model
+    if loader is not None and type(built.task).attach is Task.attach and (lazy := uninitialized(built.task)):
+        _initialize(built, loader, lazy)
     convert(built.task, whole_dtype(trainer.precision))
     if trainer.channels_last:
         put_channels_last(built.task)
@@ -158,6 +161,45 @@ def _deferred(made: Callable[[], Task]) -> BuiltTask:
         initial = {}
     task.deferred = bool(initial)
     return BuiltTask(task, initial=initial, warnings=warnings, made_whole="".join(warnings) or "no")
+
+
+def uninitialized(task: Task) -> list[str]:
+    """Return the names of parameters and buffers whose shapes follow from a first batch, as of ``nn.LazyLinear``."""
+    return [outside(name) for name, each in (*task.named_parameters(), *task.named_buffers()) if is_lazy(each)]
+
+
+def _initialize(built: BuiltTask, loader: Loader, lazy: Sequence[str]) -> None:
+    """Have lazy modules learn their shapes of a batch, in evaluation, and draw their values next to all others.
+
+    Raises:
+        RequestError: the model fails, or does not run them.
+    """
+    task, reason = built.task, "the model does not run them in evaluation"
+    if built.initial:
+        from ddp_recipes.build.materialize import materialize
+
+        materialize(task, built.initial, {}, torch.device("cpu"))
+        built.initial, task.deferred, built.made_whole = {}, False, "its lazy modules run on a batch"
+    batch = tree_map_only(Tensor, Tensor.cpu, loader.sample(max(1, loader.plan.size(0, 0))))
+    modes = Modes(task)
+    task.eval()
+    try:
+        with torch.no_grad():
+            task.predict_step(batch)
+    except Exception as error:  # noqa: BLE001 - of any kind; the model's
+        reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    modes.restore()
+    if uninitialized(task):
+        raise lazy_refusal(lazy, f"A pass on a batch of the data did not do: {reason}")
+
+
+def lazy_refusal(names: Sequence[str], reason: str) -> RequestError:
+    """Return the error for lazy modules that have no shapes."""
+    listed = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+    return RequestError(
+        f"{listed} of the model get their shapes in a first forward pass, which ranks have to know before. {reason}. "
+        f"Call the model on a batch in its constructor, or give the sizes, as nn.Linear has them."
+    )
 
 
 def _count(built: BuiltTask, loader: Loader | None, in_first_step: bool) -> None:

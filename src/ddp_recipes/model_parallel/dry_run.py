@@ -26,7 +26,7 @@ from ddp_recipes.model_parallel.layout import META
 from ddp_recipes.model_parallel.placement import Conflict, connect, stages_of
 from ddp_recipes.runtime.seeding import seeded
 from ddp_recipes.tasks import Task
-from ddp_recipes.tasks.fake import fake_batch, new_mode, without_data
+from ddp_recipes.tasks.fake import computed, fake_batch, new_mode, without_data
 
 INTENSITY = 20  # operations in the time of moving a byte, about that of today's GPUs and CPUs in single precision
 
@@ -260,8 +260,8 @@ def _memo(task: Task, starts: Sequence[str], stage: int) -> dict[int, Any]:
             # Never the parameter itself: weak references of the copy to it (nn.LSTM) would stay, and it be fixed here.
             values = parameter.detach() if own else parameter.detach().to(META)
             memo[id(parameter)] = nn.Parameter(values, parameter.requires_grad)
-        for buffer in module.buffers(recurse=False):
-            memo[id(buffer)] = buffer.clone() if own else buffer.to(META)
+        for buffer in (*module.buffers(recurse=False), *computed(module).values()):
+            memo[id(buffer)] = buffer.detach().clone() if own else buffer.detach().to(META)
     return memo
 
 

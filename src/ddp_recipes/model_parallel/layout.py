@@ -9,6 +9,7 @@ from torch import nn
 from ddp_recipes._compat.torch_ import move_own
 from ddp_recipes.model_parallel.placement import stages_of
 from ddp_recipes.tasks import Task
+from ddp_recipes.tasks.fake import computed
 
 META = torch.device("meta")
 
@@ -53,6 +54,7 @@ def keep_own(task: Task, layout: Layout, device: torch.device) -> None:
     """
     for module, stage in layout.stages_of(task).items():
         place = device if stage in layout.mine else META
+        vars(module).update({name: each.detach().to(place) for name, each in computed(module).items()})
         if any(
             tensor.device != place for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))
         ):

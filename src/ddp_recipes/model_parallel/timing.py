@@ -17,6 +17,7 @@ from ddp_recipes._compat.dispatch import OpOverload
 from ddp_recipes._compat.torch_ import current_node, next_sequence_number, sequence_number, tree_map_only
 from ddp_recipes.errors import RequestError
 from ddp_recipes.model_parallel.dry_run import OUTSIDE, DryRun, ModuleMode
+from ddp_recipes.tasks.fake import computed
 
 STEPS = 3  # that count, after one that does not
 
@@ -30,7 +31,9 @@ def timed(dry_run: DryRun, device: torch.device, forward: Callable[[], AbstractC
     steps = []
     try:
         with devices.random_kept([device]):
-            task = copy.deepcopy(dry_run.task).to(device)
+            found = (each for module in dry_run.task.modules() for each in computed(module).values())
+            memo = {id(each): each.detach() for each in found}
+            task = copy.deepcopy(dry_run.task, memo).to(device)
             batch = tree_map_only(Tensor, lambda each: each.to(device, copy=True), dry_run.batch)
             stopwatch = _Stopwatch(task.model, device)
             for _ in range(1 + STEPS):

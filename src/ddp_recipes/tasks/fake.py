@@ -40,13 +40,25 @@ def without_data(
     memo: dict[int, Any] = {}
     with mode:
         for module in task.modules():
-            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            for tensor in (
+                *module.parameters(recurse=False),
+                *module.buffers(recurse=False),
+                *computed(module).values(),
+            ):
                 # Nothing of the tensor itself: weak references to it would stay.
                 device = devices[stages.get(module, -1)]
                 fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
                 is_parameter = isinstance(tensor, nn.Parameter)
                 memo[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
     return copy.deepcopy(task, memo)
+
+
+def computed(module: nn.Module) -> dict[str, Tensor]:
+    """Return a module's attributes that were computed of its parameters, as ``torch.nn.utils.weight_norm`` leaves them.
+
+    They are computed anew in each forward pass; torch does not copy them, nor moves what they come of.
+    """
+    return {name: each for name, each in vars(module).items() if isinstance(each, Tensor) and not each.is_leaf}
 
 
 def count_flops(task: Task, batch: Any) -> int:
