@@ -82,10 +82,14 @@ def test_each_block_has_as_many_of_a_set_as_its_weight_says() -> None:
     assert [mixture[sample] for sample in (99, 100, 1099, 1100)] == [99, 0, 999, 0]
 
 
-@pytest.mark.parametrize("weights", [{"a": 1.0}, {"a": 1.0, "b": 0.0}, {"a": 1.0, "b": 1.0, "c": 1.0}])
+@pytest.mark.parametrize(
+    "weights", [{"a": 1.0}, {"a": 1.0, "b": 0.0}, {"a": 1.0, "b": float("nan")}, {"a": 1.0, "b": 1.0, "c": 1.0}]
+)
 def test_weights_that_do_not_fit_are_refused(weights: dict[str, float]) -> None:
     with pytest.raises(RequestError, match="Give each set a weight above 0, and only these"):
         Mixture({"a": range(3), "b": range(3)}, weights)
+    with pytest.raises(RequestError, match=r"data\.num_samples=-5 is not allowed"):
+        Mixture({"a": range(3)}, num_samples=-5)
 
 
 # --- packed windows --------------------------------------------------------------------------------------------------

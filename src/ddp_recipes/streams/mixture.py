@@ -1,5 +1,6 @@
 """Several sets as one, each as often as its weight says: ``data=mixture``."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -92,13 +93,16 @@ class Mixture(Dataset[Any]):
         self.names, self.sources = [*sources], [*sources.values()]
         self._sizes = [len(source) for source in self.sources]
         given = dict(zip(self.names, self._sizes, strict=True)) if not weights else dict(weights)
-        if not sources or given.keys() != {*self.names} or min(given.values()) <= 0 or min(self._sizes) == 0:
+        fits = all(0 < weight < math.inf for weight in given.values())
+        if not sources or given.keys() != {*self.names} or not fits or min(self._sizes) == 0:
             raise RequestError(
                 f"data.source_weights={given} does not fit data.sources: {', '.join(self.names) or 'none'}, of "
                 f"{self._sizes} samples. Give each set a weight above 0, and only these; each needs a sample."
             )
         self.shares = _shares([given[name] for name in self.names], max(block, len(self.names)))
         self.num_samples = num_samples or len(self)
+        if self.num_samples < 1:
+            raise RequestError(f"data.num_samples={num_samples} is not allowed. Allowed: at least 1, or null.")
         for name, source in zip(self.names, self.sources, strict=True):
             if order_of(source, 0, True).repeats:
                 raise RequestError(
