@@ -314,6 +314,19 @@ def test_fewer_batches_an_epoch_than_are_done_are_refused(run: Run) -> None:
     assert run(*shorter, "trainer.max_epochs=1", "resume.strict=false")["global_step"] == 6
 
 
+def test_a_set_that_has_grown_is_refused_in_the_middle_of_an_epoch(run: Run) -> None:
+    size, grown = ("data.global_batch_size=8", "trainer.max_epochs=2"), "data.num_samples=75"
+    path = run(*size, "data.num_samples=61", "trainer.max_steps=5")["last_checkpoint"]
+    with pytest.raises(RequestError, match=r"after batch 5 of an epoch of 61 samples, this run has 75: .* the data as"):
+        run(*size, grown, f"ckpt_path={path}")
+    summary = run(*size, grown, f"ckpt_path={path}", "resume.strict=false")
+    assert summary["global_step"] == 20
+    log = (Path(summary["run_directory"]) / "train.log").read_text()
+    assert "goes on at batch 5 of 8 samples: there are 75 in another order, and were 61" in log
+    ended = run(*size, "data.num_samples=61", "trainer.max_epochs=1")["last_checkpoint"]
+    assert run(*size, grown, f"ckpt_path={ended}")["global_step"] == 8 + 10
+
+
 def test_checkpoints_hold_plain_data(run: Run) -> None:
     state: dict[str, Any] = load(Path(run(world_size=2)["last_checkpoint"]))
     assert set(state["model"]) == {"net1.weight", "net1.bias", "net2.weight", "net2.bias"}, "names without wrappers"

@@ -72,14 +72,19 @@ def fit_cursor(path: Path | str, state: State, request: Request, train: Loader) 
     train.check_state(path, state.get("data"), request.resume.strict)
     if request.resume.strict:
         request.strategy.check_resume(path, state.get("shards"))
-    if was == now and done < len(train):
+    samples, had = train.plan.num_samples, state.get("num_samples", train.plan.num_samples)
+    others = done > 0 and samples != had  # in the middle of an epoch, whose order is another one
+    if was == now and done < len(train) and not others:
         return []
     if request.resume.strict:
         differs, remedy = (
             f"was trained with a global batch of {was} samples, this run has {now}",
             f"data.global_batch_size={was}",
         )
-        if was == now:
+        if was == now and others:
+            differs = f"is from after batch {done} of an epoch of {had:,} samples, this run has {samples:,}"
+            remedy = "the data as they were"
+        elif was == now:
             differs = f"is from after batch {done} of an epoch, this run has {len(train)} batches an epoch"
             remedy = "the limits of trainer.* and the data as they were"
         raise RequestError(
@@ -88,7 +93,10 @@ def fit_cursor(path: Path | str, state: State, request: Request, train: Loader) 
         )
     cursor["batch"] = at = min(done * was // now, len(train) - 1)
     again = min(done * was, len(train) * now) - at * now
+    seen = f"{again} are seen twice, none is left out"
+    if others:
+        seen = f"there are {samples:,} in another order, and were {had:,}, so that some are seen twice"
     return [
         f"{path} is from after {done} batches of {was} samples. Epoch {cursor['epoch']} goes on at batch {at} of "
-        f"{now} samples: {again} are seen twice, none is left out. The schedule is the checkpoint's."
+        f"{now} samples: {seen}. The schedule is the checkpoint's."
     ]

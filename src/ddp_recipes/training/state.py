@@ -174,6 +174,7 @@ def _state(
         "seed": run.seed,
         "drawn": list(drawn),
         "global_batch_size": run.train.plan.global_batch_size,
+        "num_samples": run.train.plan.num_samples,
         "world_size": run.world.world_size,
         "shards": run.shards,
     }
