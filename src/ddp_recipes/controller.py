@@ -144,12 +144,15 @@ class Controller:
         """Run one job for each combination; however it ends, print the table of the jobs."""
         config = compose.for_sweep(hydra, config_name, overrides)
         with self._directory(config, *compose.directory_of(config, "hydra.sweep.dir")) as directory:
+            before = sweep.begun(directory)
             try:
                 compose.multirun(hydra, config_name, overrides, str(directory), self.sweep_job)
             except _SweepStopped as stop:
-                raise stop.reason from None
+                raise _ended_by(stop.reason, sweep.begun(directory) != before) from None
             except RunFailed as error:  # of the first job that failed: each has printed its own already
                 raise RunFailed("Some jobs of the sweep failed; the table above says which.") from error
+            except RequestError as error:
+                raise _ended_by(error, sweep.begun(directory) != before) from None
             finally:
                 sweep.report(directory, sys.stdout)
         return sweep.summaries(directory)
@@ -205,6 +208,11 @@ class Controller:
         """End what was started for the run; the followers exit with this code."""
         Controller.ended = True
         self.resources.close(exit_code)
+
+
+def _ended_by(reason: RecipeError, some_ran: bool) -> RecipeError:
+    """Return how a sweep ends for this: what is refused after other jobs ran is a failure, for there they are."""
+    return RunFailed(str(reason)) if some_ran and isinstance(reason, RequestError) else reason
 
 
 def _expects_ranks(args: Namespace) -> bool:

@@ -112,6 +112,14 @@ def test_on_failure_stop_starts_no_further_job(tmp_path: Path, sweep: Callable[.
 
 
 @pytest.mark.slow
+def test_a_job_that_is_refused_beside_one_that_ran_is_a_failure(tmp_path: Path, sweep: Callable[..., str]) -> None:
+    """Exit status 2 says that nothing was written."""
+    printed = sweep(*ALONE, "model=toy", "trainer.max_steps=1", "data.batch_size=20,0", status=1)
+    assert "data.batch_size=0 is not allowed" in printed
+    assert [row["status"] for row in table(tmp_path)] == ["finished", "failed"]
+
+
+@pytest.mark.slow
 def test_a_sweep_called_again_runs_only_what_did_not_finish(tmp_path: Path, sweep: Callable[..., str]) -> None:
     first = noted(tmp_path, "+model.fail_at=0.2", "optimizer.lr=0.1,0.2")
     sweep(*ALONE, *first, status=1)

@@ -46,6 +46,13 @@ def _ended(sweep_directory: Path) -> list[tuple[Path, Summary]]:
     return [(at, summary) for at, summary in found if summary is not None and summary["status"] != "running"]
 
 
+def begun(sweep_directory: Path) -> list[tuple[Path, Summary]]:
+    """Return those jobs that have ended and of which more was written than that they were refused."""
+    return [
+        (directory, summary) for directory, summary in _ended(sweep_directory) if (directory / "config.yaml").exists()
+    ]
+
+
 def job_directories(sweep_directory: Path) -> list[Path]:
     """Return the directories of runs below one, at any depth, in the order of their numbers."""
     directories = []
