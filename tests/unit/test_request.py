@@ -241,6 +241,29 @@ def test_the_environment_stays_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert used.number == 7
 
 
+def test_numbers_switches_and_choices_of_the_environment_are_taken_where_they_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in {"SEED": "7", "CPUS": "2", "PATH_TO": "9", "WRONG": "1.5"}.items():
+        monkeypatch.setenv(name, value)
+    plain = resolved(
+        {
+            "seed": "${oc.decode:${oc.env:SEED}}",
+            "ckpt_path": "${oc.env:PATH_TO}",
+            "data": {"num_workers": "${oc.env:CPUS}", "batch_size": "${oc.env:WRONG}", "root": "${oc.env:PATH_TO}"},
+            "trainer": {"deterministic": "${oc.env:ABSENT,true}", "precision": "${oc.env:ABSENT,bf16-mixed}"},
+            "model": {"width": "${oc.env:CPUS}"},
+        }
+    )
+    assert plain == {
+        "seed": 7,
+        "ckpt_path": "${oc.env:PATH_TO}",
+        "data": {"num_workers": 2, "batch_size": "${oc.env:WRONG}", "root": "${oc.env:PATH_TO}"},
+        "trainer": {"deterministic": True, "precision": "bf16-mixed"},
+        "model": {"width": "${oc.env:CPUS}"},
+    }
+
+
 def test_resolving_leaves_the_resolvers_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET", "hunter2")
     resolved({"token": "${oc.env:SECRET}"})

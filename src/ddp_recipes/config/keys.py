@@ -4,10 +4,15 @@
 """
 
 import dataclasses
+import json
 import types
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from ddp_recipes.errors import RequestError, nearest
 
@@ -72,6 +77,27 @@ def parse(cls: type[T], section: str, values: Mapping[str, Any], *, others: bool
         if name not in values and field.default is dataclasses.MISSING:
             raise RequestError(f"{prefix}{name} is missing from the config. {allowed}")
     return cls(**{name: values[name] for name in fields if name in values})
+
+
+def of_environment(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a section's values with those of ``cls``'s numbers, switches and choices that ``${oc.env:…}`` gives.
+
+    Where a text is allowed, or the variable is not set or does not fit, the value stays as it is written.
+    """
+    hints = get_type_hints(cls, include_extras=True)
+    return {name: _found(value, hints[name]) if name in hints else value for name, value in values.items()}
+
+
+def _found(value: Any, hint: Any) -> Any:
+    if not isinstance(value, str) or "${oc.env:" not in value or fits(value, hint):
+        return value
+    with suppress(OmegaConfBaseException, ValueError, RecursionError):
+        found = OmegaConf.create({"value": value}).value
+        if isinstance(found, str) and not fits(found, hint):
+            found = json.loads(found.lower())  # True, too
+        if fits(found, hint) and not (isinstance(found, int) and found.bit_length() > 63):
+            return found
+    return value
 
 
 def _as_names(value: Any, hint: Any) -> Any:

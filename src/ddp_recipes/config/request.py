@@ -12,7 +12,7 @@ from omegaconf.resolvers import oc
 from ddp_recipes._compat.hydra_ import register_resolver
 from ddp_recipes._compat.messages import missing_interpolation_key
 from ddp_recipes.config import targets
-from ddp_recipes.config.keys import parse
+from ddp_recipes.config.keys import of_environment, parse
 from ddp_recipes.config.parallelism import StrategySettings, strategy_settings
 from ddp_recipes.config.settings import (
     CheckpointSettings,
@@ -30,6 +30,14 @@ from ddp_recipes.errors import RequestError, nearest
 from ddp_recipes.runtime.world import World
 
 GROUPS = ("data", "model", "task", "optimizer", "scheduler", "strategy", "launcher", "trainer", "logger", "checkpoint")
+SECTIONS: dict[str, type] = {  # whose keys have types that follow from no other key
+    "data": DataSettings,
+    "trainer": TrainerSettings,
+    "checkpoint": CheckpointSettings,
+    "launcher": LauncherSettings,
+    "model": ModelSettings,
+    "cluster": ClusterSettings,
+}
 
 
 @dataclass(frozen=True)
@@ -188,7 +196,8 @@ def resolve(config: DictConfig) -> dict[str, Any]:
     """Return a config as plain data with every interpolation resolved, but for what comes from the environment.
 
     ``${oc.env:…}`` stays as it is, also inside other text: each rank resolves it when it uses it, so a
-    secret reaches no file and no other process.
+    secret reaches no file and no other process. Only numbers, switches and choices of ours are resolved here, for
+    they are checked here and are the same on all ranks.
 
     Raises:
         RequestError: a value is missing or an integer that no machine takes, or an interpolation has no target.
@@ -208,7 +217,10 @@ def resolve(config: DictConfig) -> dict[str, Any]:
         except OmegaConfBaseException as error:
             raise RequestError(f"{error.full_key}: {_first_line(error)}") from None
     assert isinstance(plain, dict)
-    return {str(name): value for name, value in plain.items()}
+    for name, settings in SECTIONS.items():
+        if isinstance(plain.get(name), dict):
+            plain[name] = of_environment(settings, plain[name])
+    return of_environment(RunSettings, {str(name): value for name, value in plain.items()})
 
 
 def _values(config: Any, key: str = "") -> Iterator[tuple[str, Any]]:
