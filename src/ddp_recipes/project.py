@@ -1,5 +1,6 @@
 """``ddp-recipes init my_project``: a small project that runs. Loads no torch."""
 
+import keyword
 import re
 import shlex
 import shutil
@@ -23,7 +24,7 @@ def init(arguments: Sequence[str]) -> None:
         raise RequestError(f"ddp-recipes init takes the folder of the new project, as in: ddp-recipes init {NAME}")
     folder = Path(arguments[0])
     package = re.sub(r"[-. ]", "_", folder.absolute().name.lower())
-    if not package.isidentifier():
+    if not package.isidentifier() or keyword.iskeyword(package):
         raise RequestError(f"{folder}: no package can be called {package}. Give a folder whose name is letters and _.")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise RequestError(f"{folder} is there and is not empty, and nothing is overwritten. Give a new folder.")

@@ -46,6 +46,7 @@ def test_a_new_project_trains_sweeps_and_tests(tmp_path: Path, python: str) -> N
         (["full"], "full is there and is not empty, and nothing is overwritten"),
         (["torch"], "there is a package torch already"),
         (["3d"], "no package can be called 3d"),
+        (["class"], "no package can be called class"),
         (["/dev/null/new"], r"/dev/null/new cannot be written: Not a directory\. Give another folder\."),
     ],
 )

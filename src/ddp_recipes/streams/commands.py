@@ -28,7 +28,9 @@ def index(arguments: Sequence[str]) -> None:
     """
     parser = _Parser("ddp-recipes index", description="Index a set in shards: data=stream data.path=PATH.")
     parser.add_argument("path", help="folder of shards, or its address in a store")
-    parser.add_argument("options", nargs="*", metavar="key=value", help="of the store, as data.options has them")
+    parser.add_argument(
+        "options", nargs="*", default=[], metavar="key=value", help="of the store, as data.options has them"
+    )
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes that read")
     parser.add_argument("--cache", help="folder for shards from stores and compressed ones")
     parser.add_argument("--batch", type=int, default=256, help="samples of a global batch, for the table")
