@@ -439,6 +439,12 @@ class Seen(Callback):
         return {"of": {"steps": self.steps}}
 
 
+def scripted(in_features: int, hidden_features: int, out_features: int) -> nn.Module:
+    """Return a model of TorchScript."""
+    layers = nn.Sequential(nn.Linear(in_features, hidden_features), nn.Linear(hidden_features, out_features))
+    return cast(nn.Module, torch.jit.script(layers))
+
+
 class LazyInTraining(Toy):
     """Has a layer without sizes that only training runs."""
 

@@ -21,7 +21,7 @@ from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies import DDP, DDPSettings
 from ddp_recipes.tasks import Task
 from ddp_recipes.testing import on_ranks
-from helpers.marks import quick_each, slow_but
+from helpers.marks import at_night, quick_each, slow_but
 
 Run = Callable[..., Summary]
 Weights = Callable[[Summary], dict[str, Any]]
@@ -138,6 +138,13 @@ def test_lazy_modules_have_their_shapes_before_ranks_meet(strategy: str, run: Ru
     cut = ["model.num_devices=2"] if strategy == "single" else []
     found = weights(run(*small, f"strategy={strategy}", *cut, world_size=LAZY[strategy]))
     torch.testing.assert_close(found, weights(run(*small, "strategy=single")), rtol=0, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:FutureWarning")
+@pytest.mark.parametrize("own", [["strategy=fsdp"], *at_night(["strategy=ddp_pipeline"], ["model.num_devices=2"])])
+def test_what_is_scripted_is_refused_where_blocks_take_hooks(own: list[str], run: Run) -> None:
+    with pytest.raises(RequestError, match=r"The model is a ScriptModule, whose blocks take no hooks"):
+        run("model._target_=own_parts.scripted", *own, world_size=1 if "model.num_devices=2" in own else 2)
 
 
 @pytest.mark.slow

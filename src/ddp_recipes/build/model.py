@@ -83,6 +83,8 @@ def make_task(
     made = partial(_made, config, **({"devices": devices.own} if places_itself else {}))
     built = _deferred(made) if strategy.deferred and devices.layout is None else BuiltTask(made())
     model = built.task.model
+    if settings.num_devices > 1 or settings.activation_checkpointing or strategy.kind != "replicated":
+        _refuse_scripted(model, strategy.name)
     if loader is not None and type(built.task).attach is Task.attach and (lazy := uninitialized(built.task)):
         _initialize(built, loader, lazy)
     convert(built.task, whole_dtype(trainer.precision))
@@ -161,6 +163,21 @@ def _deferred(made: Callable[[], Task]) -> BuiltTask:
         initial = {}
     task.deferred = bool(initial)
     return BuiltTask(task, initial=initial, warnings=warnings, made_whole="".join(warnings) or "no")
+
+
+def _refuse_scripted(model: nn.Module, strategy: str) -> None:
+    """Refuse TorchScript where modules of the model are to run otherwise than by themselves.
+
+    Raises:
+        RequestError: names the module.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise RequestError(
+                f"{name or 'The model'} is a ScriptModule, whose blocks take no hooks: it goes with neither "
+                f"model.num_devices, model.activation_checkpointing, strategy=fsdp nor strategy=ddp_pipeline (here "
+                f"strategy={strategy}). Give the module that was scripted, or choose strategy=ddp without these."
+            )
 
 
 def uninitialized(task: Task) -> list[str]:
