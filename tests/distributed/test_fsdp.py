@@ -310,6 +310,14 @@ def test_awkward_models_give_them_too(name: str, run: Run) -> None:
     assert fsdp["metrics"]["val/loss"] == exact["metrics"]["val/loss"] < 2
 
 
+def test_a_transformer_of_torch_is_evaluated_alike_in_mixed_precision(run: Run) -> None:
+    """Kernels that are only for evaluations give other numbers, and failed on several ranks."""
+    model = [*QUIET, *SMALL, "model._target_=differential.architectures.Encoder", "trainer.precision=bf16-mixed"]
+    one, two = (run(*model, "strategy=ddp_exact", "strategy.shards=6", world_size=size) for size in (1, 2))
+    fsdp = run(*model, "strategy=fsdp", "strategy.shards=6", world_size=2)
+    assert one["metrics"]["val/loss"] == two["metrics"]["val/loss"] == fsdp["metrics"]["val/loss"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("shards", [[], ["strategy.shards=6"]])
 @pytest.mark.parametrize("name", ["Shuffled", "StochasticDepth", "RoutedExperts"])
