@@ -216,6 +216,16 @@ class Removed(Lit):
         """Would log something."""
 
 
+class Early(Lit):
+    """Asks for the number of steps before there are data."""
+
+    def setup(self, stage: str) -> None:
+        self.steps = self.trainer.estimated_stepping_batches
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(TensorDataset(torch.ones(4, 10), torch.ones(4, 5)))
+
+
 class Joined(Lit):
     """Brings two sets to train on."""
 
@@ -543,6 +553,37 @@ class OnRank0(Lit):
             self.log("here", 2.0, rank_zero_only=True)
         else:
             self.log("there", 5.0)
+
+
+class Brings(Lit):
+    """Brings a callback of a class that the config has as well."""
+
+    def __init__(self, *arguments: Any, file: str, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.file = file
+
+    def configure_callbacks(self) -> list[Any]:
+        return [Counter(self.file)]
+
+
+class Rates(Lit):
+    """Finds its optimizer by Lightning's wrapper, and no scheduler, for it has none."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+    def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        assert optimizer.optimizer is self.trainer.optimizers[0] is self.optimizers(use_pl_optimizer=False)
+        assert self.lr_schedulers() is None
+        assert not self.trainer.lr_scheduler_configs
+        optimizer.param_groups[0]["lr"] *= 0.5
+
+
+def with_loaders() -> Any:
+    """Return a data module as ``LightningDataModule.from_datasets`` makes it: its loaders are attributes."""
+    data = TensorDataset(torch.ones(4, 10), torch.ones(4, 5))
+    return SimpleNamespace(train_dataloader=lambda: DataLoader(data, batch_size=2))
 
 
 class Predicts(Lit):

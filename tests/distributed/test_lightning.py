@@ -106,6 +106,7 @@ def test_mode_test_runs_the_test_step(run: Run) -> None:
         ),
         ("Nowhere", [], "logs nothing in training_step with on_step=False and on_epoch=False"),
         ("Removed", [], "Removed has validation_epoch_end, which Lightning 2 does not call .* on_validation_epoch_end"),
+        ("Early", LIGHTNING, "estimated_stepping_batches is asked for in setup, before .* Ask for it in configure_opt"),
         ("Joined", LIGHTNING, "train_dataloader returns a dict of 2 loaders, .*StackDataset"),
         ("Vector", [], r"training_step returns a loss of shape \[2\]. Return a single number"),
         ("Memory", ["trainer.accumulate_grad_batches=2"], "returns LBFGS, .* trainer.accumulate_grad_batches=2"),
@@ -295,6 +296,23 @@ def test_loaders_and_schedulers_mean_what_they_mean_in_lightning(tmp_path: Path)
     assert run_recipe(own, 1, tmp_path / "all")["metrics"]["val_batches"] == 2
     overfit = run_recipe([*own, "trainer.overfit_batches=1"], 1, tmp_path / "few")
     assert overfit["metrics"]["val_batches"] == overfit["global_step"] == 1
+
+
+def test_loaders_may_be_attributes_of_a_data_module(tmp_path: Path) -> None:
+    own = ["model=toy", "data.in_features=10", "data.out_features=5", *LIT, "data=lightning", "logger=none"]
+    own += ["+data.datamodule._target_=lightning_parts.with_loaders", "trainer.max_epochs=1", "launcher.device=cpu"]
+    assert run_recipe(own, 1, tmp_path)["global_step"] == 2
+
+
+def test_optimizers_and_schedulers_are_found_as_lightning_has_them(run: Run) -> None:
+    metrics = run(*part("Rates"), "trainer.max_epochs=1", "trainer.log_every_n_steps=1")["metrics"]
+    assert metrics["train/lr"] == pytest.approx(0.05 * 0.5**7)
+
+
+def test_a_callback_of_the_module_takes_the_place_of_one_of_the_config(tmp_path: Path, run: Run) -> None:
+    own, others = tmp_path / "own", tmp_path / "others"
+    run(*part("Brings"), f"+model.file={own}", f"+callbacks.it={{_target_: lightning_parts.Counter, file: {others}}}")
+    assert (own.exists(), others.exists()) == (True, False)
 
 
 def test_an_own_optimizer_step_is_asked_once_a_step(run: Run) -> None:

@@ -1,6 +1,7 @@
 """Runs a ``LightningModule`` as it is, or any module that has Lightning's methods."""
 
 import inspect
+import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -27,6 +28,8 @@ from ddp_recipes.tasks import OwnOptimizers, RunContext, StepOutput, Task
 from ddp_recipes.tasks.task import Modes
 from ddp_recipes.training.state import Run, Update
 from ddp_recipes.training.update import MicroBatch
+
+log = logging.getLogger(__name__)
 
 _STAGES = {"val": "validation", "test": "test", "predict": "predict"}  # by split, as hooks call them
 _LOSSES = ("loss", "val_loss", "val/loss", "valid_loss", "valid/loss", "validation_loss", "validation/loss")
@@ -88,7 +91,9 @@ class LightningTask(Task):
         trainer.run_context = context
         refuse_context(self.model, hooks.own, self.manual, context)
         made = hooks.of_module("configure_callbacks")
-        for each in [] if made is None else made if isinstance(made, Sequence) else [made]:
+        own = [] if made is None else made if isinstance(made, Sequence) else [made]
+        self._leave_to(own)
+        for each in own:
             kind, several = type(each).__name__, sum(type(other) is type(each) for other in self.hooks.callbacks)
             name = f"{kind} of the module" + (f", {several + 1}" if several else "")
             if (wrapped := self.callback(name, each)) is None:
@@ -102,6 +107,19 @@ class LightningTask(Task):
         hooks("configure_model")
         with keeping_ties(self.model):
             self.model.to(context.devices[0])
+
+    def _leave_to(self, own: Sequence[Any]) -> None:
+        """Drop callbacks of the config where the module brings one of their class, or of a class under it."""
+        replaced = [each for each in self.hooks.callbacks if any(issubclass(type(other), type(each)) for other in own)]
+        for each in replaced:
+            self.hooks.callbacks.remove(each)
+            self.trainer.callbacks.remove(each)
+            if self.trainer.run_context.world.is_main:
+                log.warning(
+                    "%s.configure_callbacks brings a %s: as in Lightning, it takes the place of that in callbacks.",
+                    type(self.model).__name__,
+                    type(each).__name__,
+                )
 
     def _attach_data(self, context: RunContext) -> None:
         trainer, datamodule = self.trainer, context.datamodule

@@ -96,8 +96,11 @@ LOGGING = (
 
 
 def defined(module: object) -> set[str]:
-    """Return the hooks that an object's class defines itself: not those that it has from Lightning or torch."""
-    found = set()
+    """Return the hooks that an object or its class defines itself: not those that it has from Lightning or torch.
+
+    One that ``LightningDataModule.from_datasets`` makes has loaders as attributes.
+    """
+    found = {name for name in CALLED if callable(vars(module).get(name))}
     for name in CALLED | REFUSED.keys():
         owner = next((each for each in type(module).__mro__ if name in vars(each)), None)
         if owner is not None and not owner.__module__.startswith(_BASES):

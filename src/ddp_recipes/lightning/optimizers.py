@@ -49,7 +49,8 @@ def of_module(task: LightningTask) -> OwnOptimizers | None:
                 f"trainer.accumulate_grad_batches={context.trainer.accumulate_grad_batches} each time but the first "
                 f"would be of the last batch alone. Set trainer.accumulate_grad_batches=1."
             )
-    return OwnOptimizers(optimizers, [_schedule(task, each, owner) for each in schedulers])
+    task.trainer.schedules = [_schedule(task, each, owner) for each in schedulers]
+    return OwnOptimizers(optimizers, task.trainer.schedules)
 
 
 def _split(made: Any, owner: str) -> tuple[Sequence[torch.optim.Optimizer], Sequence[Any]]:

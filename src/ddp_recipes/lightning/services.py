@@ -89,7 +89,7 @@ class Services:
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
         """Return the optimizers, which take the gradients of all ranks where the module steps them itself."""
         task = self.task
-        found = task.events.optimizers if task.manual and use_pl_optimizer else list(task.trainer.optimizers)
+        found = task.events.optimizers if use_pl_optimizer else list(task.trainer.optimizers)
         return found[0] if len(found) == 1 else found
 
     def lr_schedulers(self) -> Any:

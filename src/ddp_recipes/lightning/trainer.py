@@ -17,7 +17,7 @@ from ddp_recipes.lightning.hooks import OF_EVALUATION, OF_STEP
 from ddp_recipes.lightning.logger import ModuleLogger
 from ddp_recipes.lightning.views import Checkpoints, LoaderView, PredictLoop
 from ddp_recipes.runtime.files import write_aside
-from ddp_recipes.tasks import RunContext
+from ddp_recipes.tasks import RunContext, Schedule
 from ddp_recipes.training.state import Run, gather_state
 
 
@@ -54,6 +54,7 @@ class Trainer:
         self.fit_loop = SimpleNamespace(epoch_loop=_EpochLoop(self), setup_data=lambda: None)
         self.predict_loop = PredictLoop(self)
         self.brought: Mapping[str, Any] = {}
+        self.schedules: Sequence[Schedule] = ()  # of the module itself
         self._metrics: dict[str, float] = {}  # outside of training
         self._task = task
 
@@ -110,13 +111,23 @@ class Trainer:
     @property
     def estimated_stepping_batches(self) -> float:
         """Optimizer steps of the whole run; infinite if only time limits it."""
+        self._need_loaders("estimated_stepping_batches")
         return math.inf if self.run_context.total_steps is None else self.run_context.total_steps
 
     @property
     def num_training_batches(self) -> float:
         """Batches of an epoch, the same on each rank; infinity if that shows at its end."""
+        self._need_loaders("num_training_batches")
         train = self.run_context.loaders.get("train")
         return math.inf if train is None else train.plan.planned_batches
+
+    def _need_loaders(self, name: str) -> None:
+        context = self.run_context
+        if context.mode == "fit" and "train" not in context.loaders:
+            raise RequestError(
+                f"trainer.{name} is asked for in {self._task.hooks.current or 'setup'}, before there are loaders. Ask "
+                f"for it in configure_optimizers or later, or for the length of a loader that you make."
+            )
 
     @property
     def num_val_batches(self) -> list[float]:
@@ -186,8 +197,12 @@ class Trainer:
 
     @property
     def lr_scheduler_configs(self) -> list[Any]:
-        """The run's schedulers, each with ``scheduler``, ``interval``, ``frequency`` and ``monitor``."""
-        schedules = [] if self.run is None else self.run.schedules
+        """The run's schedulers, each with ``scheduler``, ``interval``, ``frequency`` and ``monitor``.
+
+        The config's is among them where the module brings none, but for the one that leaves the rate as it is.
+        """
+        every = [] if self.run is None else self.run.schedules
+        schedules = [each for each in every if each in self.schedules or not _leaves_rate(each.scheduler)]
         return [SimpleNamespace(**vars(each), reduce_on_plateau=each.monitor is not None) for each in schedules]
 
     @property
@@ -344,6 +359,10 @@ class Trainer:
         """Print on rank 0."""
         if self.is_global_zero:
             print(*arguments, **options)
+
+
+def _leaves_rate(scheduler: Any) -> bool:
+    return isinstance(scheduler, torch.optim.lr_scheduler.ConstantLR) and scheduler.factor == 1
 
 
 class _EpochLoop:
