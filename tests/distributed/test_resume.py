@@ -153,6 +153,22 @@ def test_what_was_the_best_of_another_metric_does_not_count(first: str, then: st
     assert run(*overrides, f"{monitor}={then}", "ckpt_path=auto", directory=tmp_path / "run")["epoch"] == 3 + 1 + 3
 
 
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        (["seed=7"], "seed=7, where that was 42"),
+        (["data.shuffle=false"], "other data, or another order"),
+        ([], ""),
+    ],
+)
+def test_an_epoch_that_goes_on_in_another_order_is_warned_of(overrides: list[str], why: str, run: Run) -> None:
+    for steps, told in ((11, bool(why)), (8, False)):  # in the midst of the second epoch, and as it begins
+        path = run(f"trainer.max_steps={steps}")["last_checkpoint"]
+        log = (Path(run(f"ckpt_path={path}", *overrides)["run_directory"]) / "train.log").read_text()
+        assert ("whose samples come in another order in this run" in log) == told
+        assert why in log or not told
+
+
 def test_the_newest_checkpoint_is_there_though_another_one_is_better(run: Run) -> None:
     summary = run("checkpoint.save_last=false", "trainer.max_steps=11")
     assert newest_first(Path(summary["run_directory"]) / "checkpoints")[0].name == "step_00000011.pt"

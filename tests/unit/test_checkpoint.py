@@ -275,6 +275,12 @@ def test_what_torch_reads_but_we_did_not_write_is_refused(folder: Path, state: A
         load(folder / "step_00000004.pt")
 
 
+def test_weights_alone_are_refused_with_the_key_that_takes_them(tmp_path: Path) -> None:
+    torch.save(Toy(4, 3).state_dict(), tmp_path / "weights.pt")
+    with pytest.raises(DamagedCheckpoint, match="weights alone, of any program, are given as weights_from"):
+        load(tmp_path / "weights.pt")
+
+
 def test_no_file_and_a_newer_format_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "step_00000001.pt"
     with pytest.raises(RequestError, match=r"There is no checkpoint .*No complete checkpoint is in"):

@@ -1,6 +1,6 @@
 """The state that a run starts from, checked against the run."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,19 @@ def _converted(path: Path, saved: Mapping[str, Any], weights: Mapping[str, Any])
     return []
 
 
+def _in_another_order(path: Path | str, state: State, request: Request, train: Loader) -> Iterator[str]:
+    """Yield a warning where the epoch that a checkpoint is in the midst of has its samples in another order here."""
+    cursor, seed = state["cursor"], request.run.seed
+    now = train.plan.first(cursor["epoch"])
+    if state.get("first_samples", now) == now:
+        return
+    why = f"seed={seed}, where that was {state['seed']}" if state["seed"] != seed else "other data, or another order"
+    yield (
+        f"{path} is from after {cursor['batch']} batches of epoch {cursor['epoch']}, whose samples come in another "
+        f"order in this run ({why}): until it ends some are seen twice, and some not at all."
+    )
+
+
 def fit_cursor(path: Path | str, state: State, request: Request, train: Loader) -> list[str]:
     """See that this run's batches go on where those of the checkpoint ended; refuse, or begin a little earlier."""
     cursor, was, now = state["cursor"], state["global_batch_size"], train.plan.global_batch_size
@@ -75,7 +88,7 @@ def fit_cursor(path: Path | str, state: State, request: Request, train: Loader) 
     samples, had = train.plan.num_samples, state.get("num_samples", train.plan.num_samples)
     others = done > 0 and samples != had  # in the middle of an epoch, whose order is another one
     if was == now and done < len(train) and not others:
-        return []
+        return [*_in_another_order(path, state, request, train)] if done else []
     if request.resume.strict:
         differs, remedy = (
             f"was trained with a global batch of {was} samples, this run has {now}",

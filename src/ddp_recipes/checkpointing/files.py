@@ -89,7 +89,9 @@ def load(path: Path, verify: parts.Verify = parts.verify_here, readers: int = 0)
 def _checked(path: Path, state: Any, newest: int) -> State:
     """Return what is in a file, if a run of ours wrote it so."""
     if not isinstance(state, dict) or type(state.get("format")) is not int:
-        raise DamagedCheckpoint(path, "it has not the format of ddp_recipes")
+        raise DamagedCheckpoint(
+            path, "it has not the format of ddp_recipes (weights alone, of any program, are given as weights_from)"
+        )
     if state["format"] > newest:
         raise RequestError(
             f"{path} has format {state['format']}, this version reads up to {newest}: update ddp_recipes."

@@ -12,6 +12,7 @@ from ddp_recipes.data.order import Order
 
 UNKNOWN = 1 << 62  # batches, or samples, as long as nobody has seen the end; floats hold it exactly
 _BLOCK = 1 << 16  # positions permuted at once, or those of one batch, if that is larger
+_FEW = 8
 _BATCHES = 1 << 12  # of them at most: each is a tensor
 
 
@@ -91,6 +92,11 @@ class BatchPlan:
         """Return the samples in a shard of a global batch, int64 [size]."""
         block, at = divmod(batch, self._batches_a_block)
         return self._shard(self._block(epoch, block)[1][at], shard)
+
+    def first(self, epoch: int) -> list[int]:
+        """Return the first few samples of an epoch, which tell its order from others."""
+        found: list[int] = self.order.samples(epoch, np.arange(min(_FEW, self.num_samples), dtype=np.uint64)).tolist()
+        return found
 
     def positions(self, batch: int, shard: int = 0) -> torch.Tensor:
         """Return the places in the epoch's order of what :meth:`indices` returns."""

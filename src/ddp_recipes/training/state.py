@@ -172,6 +172,7 @@ def _state(
         "unfinished": None if run.unfinished is None else run.unfinished._asdict(),
         "metrics": dict(run.metrics),
         "seed": run.seed,
+        "first_samples": run.train.plan.first(run.cursor.epoch) if run.cursor.batch else [],  # of an epoch that began
         "drawn": list(drawn),
         "global_batch_size": run.train.plan.global_batch_size,
         "num_samples": run.train.plan.num_samples,
