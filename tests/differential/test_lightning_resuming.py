@@ -27,7 +27,7 @@ FEW, MANY = 2, 150
 FEW_LOST, MANY_LOST = 2, 80
 # What hooks log that are called again as a run goes on, with the weights that there are by then; what the module itself
 # counts, in no state of its own.
-OF_BEFORE = "in_on_train_start|in_on_train_epoch_start|val_sometimes"
+OF_BEFORE = "in_on_train_start|val_sometimes"
 UNKNOWN = {"mode.net_in_train_start", "mode.norms_in_on_train_start"}  # ways that are the module's at its start
 ALWAYS = [
     *("checkpoint=default", "checkpoint.every_n_steps=1", "checkpoint.save_top_k=-1"),

@@ -412,6 +412,25 @@ class Moving(Manual):
         return super().forward(inputs - self.mean)
 
 
+class Cooling(Lit):
+    """Halves a temperature and the learning rate as an epoch begins."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.register_buffer("temperature", torch.ones(()))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs) * self.temperature
+
+    def on_train_epoch_start(self) -> None:
+        self.temperature.mul_(0.5)
+        self.trainer.optimizers[0].param_groups[0]["lr"] *= 0.5
+        self.log("temperature", self.temperature)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
 class ManualWays(Manual):
     """Looks at its gradients before it steps, in one of several ways."""
 

@@ -396,6 +396,15 @@ def test_a_module_that_steps_by_itself_has_the_buffers_of_rank_0_in_each_step(ru
     assert run(*moving, f"ckpt_path={middle}", world_size=2)["weights_sha256"] == whole["weights_sha256"]
 
 
+def test_what_a_module_changes_as_an_epoch_begins_is_changed_once(run: Run) -> None:
+    cooling = [*part("Cooling"), "checkpoint.every_n_steps=1", "checkpoint.save_top_k=-1", "trainer.max_epochs=2"]
+    whole = run(*cooling)
+    middle = Path(whole["run_directory"], "checkpoints", "step_00000002.pt")
+    parts = run(*cooling, f"ckpt_path={middle}")
+    assert parts["weights_sha256"] == whole["weights_sha256"]
+    assert parts["metrics"]["temperature"] == whole["metrics"]["temperature"] == 0.25
+
+
 def test_an_override_for_an_optimizer_that_the_module_brings_is_refused(run: Run) -> None:
     for override in ("optimizer.lr=5", "optimizer=adam", "scheduler=cosine"):
         with pytest.raises(RequestError, match=f"{override}: Lit brings its own optimizer and scheduler"):

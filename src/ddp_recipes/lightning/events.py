@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from copy import deepcopy
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,12 +14,19 @@ import torch
 
 from ddp_recipes._compat.torch_ import as_it_is, is_updated, load_state, metrics_in, state_of
 from ddp_recipes.callbacks import Callback
+from ddp_recipes.lightning.callbacks import Wrapped
 from ddp_recipes.lightning.log import Values
 from ddp_recipes.lightning.update import SteppedOptimizer
+from ddp_recipes.loggers import Logger
 from ddp_recipes.training.state import Run
 
 if TYPE_CHECKING:
     from ddp_recipes.lightning.adapter import LightningTask
+
+
+def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
 
 
 class Events(Callback):
@@ -56,10 +65,32 @@ class Events(Callback):
         self.task.hooks("on_train_start")
 
     def on_epoch_start(self, epoch: int) -> None:
-        """Begin an epoch."""
+        """Begin an epoch, or what is left of it: then for what no checkpoint has, such as modes."""
         self.task.trainer.epoch = epoch
-        self.task.hooks("on_train_epoch_start")
+        goes_on = self.run.cursor.batch > 0 or self.run.unfinished is not None
+        with self._as_saved() if goes_on else nullcontext():
+            self.task.hooks("on_train_epoch_start")
         self._watch()
+
+    @contextmanager
+    def _as_saved(self) -> Iterator[None]:
+        """Leave what a checkpoint has as it is, and log nothing: all of that was done when the epoch began."""
+        task, run = self.task, self.run
+        tensors = {name: each.detach().clone() for name, each in _tensors(task.model)}
+        groups = [group for optimizer in run.optimizers for group in optimizer.param_groups]
+        options = [deepcopy({name: value for name, value in group.items() if name != "params"}) for group in groups]
+        states = [(each, deepcopy(each.state())) for each in run.callbacks.values() if isinstance(each, Wrapped)]
+        logger, task.logger, task.counts = task.logger, Logger(), False
+        yield
+        task.logger, task.counts = logger, True
+        with torch.no_grad():
+            for name, tensor in _tensors(task.model):
+                if name in tensors and tensor.shape == tensors[name].shape:
+                    tensor.copy_(tensors[name])
+        for group, former in zip(groups, options, strict=True):
+            group.update(former)
+        for callback, state in states:
+            callback.load_state(state)
 
     def _frozen(self) -> list[str]:
         return [name for name, parameter in self.task.named_parameters() if not parameter.requires_grad]
