@@ -69,6 +69,7 @@ class LightningTask(Task):
         self.at = 0, 0  # the numbers of the batch and of the part of it, which may be one of several of this rank
         self.counts = True  # whether the batch has samples
         self.seen: dict[str, int] = {}  # batches of each validation set
+        self._points: list[tuple[str, list[tuple[str, int, float]]]] = []  # of an evaluation that is not over, by set
         self.summed = Summed()
         self.output: Any = {}  # of the latest training step, as its hooks get it
         self.weight = 1.0  # of the loss in manual optimization
@@ -271,6 +272,8 @@ class LightningTask(Task):
         stage = _STAGES[split]
         if number:
             self._measure()  # what the one before came to
+        else:
+            self._points = []  # those of an evaluation that was cut off, and is done again
         self.dataloader_idx, self.batch_idx = number, -1
         for event in ("model_eval", "start", "epoch_start") if number == 0 else ():
             self.hooks(f"on_{stage}_{event}")
@@ -282,6 +285,7 @@ class LightningTask(Task):
         self._measure()
         self.hooks(f"on_{stage}_epoch_end")
         self._measure()
+        self._log_points()
         metrics, self._evaluated_to = metrics | self._evaluated_to, {}
         if self.trainer.stage != "validate" or self.trainer.run_context.mode != "fit":
             self.hooks(f"on_{stage}_end")
@@ -305,21 +309,21 @@ class LightningTask(Task):
         self._evaluated_to |= values
         self.trainer.measured(values)
         if points and not self.trainer.sanity_checking:
-            self._log_points(points)
+            evaluated = [name for name in context.loaders if name != "train"]
+            self._points.append((evaluated[self.dataloader_idx], points))
 
-    def _log_points(self, points: list[tuple[str, int, float]]) -> None:
-        """Log what was logged with ``on_step=True``: over the batches of the data set, counted from the first one."""
-        evaluated = [(name, each) for name, each in self.trainer.run_context.loaders.items() if name != "train"]
-        of_set, loader = evaluated[self.dataloader_idx]
-        before = self.seen.get(of_set, 0)
-        batches: dict[int, dict[str, float]] = {}
-        for name, number, value in points:
-            if name not in self.unlogged:
-                batches.setdefault(number, {})[name] = value
+    def _log_points(self) -> None:
+        """Log what was logged with ``on_step=True``: over the batches of a data set, counted from the first one."""
         step = 0 if self.trainer.run is None else self.trainer.run.cursor.step
-        for number, values in sorted(batches.items()):
-            self.logger.of_batch(values, before + number, step)
-        self.seen[of_set] = before + len(loader)
+        for of_set, points in self._points:
+            before = self.seen.get(of_set, 0)
+            batches: dict[int, dict[str, float]] = {}
+            for name, number, value in points:
+                if name not in self.unlogged:
+                    batches.setdefault(number, {})[name] = value
+            for number, values in sorted(batches.items()):
+                self.logger.of_batch(values, before + number, step)
+            self.seen[of_set] = before + len(self.trainer.run_context.loaders[of_set])
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
