@@ -9,7 +9,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -297,10 +297,15 @@ class Row:
     inputs: Tensor
     score: float
     also: tuple[Tensor, str]
+    twice: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.twice = 2 * self.inputs
 
 
 def test_samples_of_any_kind_become_batches_and_move() -> None:
     batch = collate([Row(torch.ones(2) * i, i / 2, (torch.zeros(1), "name")) for i in range(3)])
+    assert batch.twice.tolist() == [[0, 0], [2, 2], [4, 4]]
     assert type(batch) is Row
     assert torch.equal(batch.score, torch.tensor([0, 0.5, 1]))
     assert batch.also[1] == ["name"] * 3

@@ -34,7 +34,7 @@ def collate(samples: list[Any]) -> Any:
 def _collate(samples: list[Any]) -> Any:
     first = samples[0]
     if dataclasses.is_dataclass(first) and not isinstance(first, type):
-        names = [field.name for field in dataclasses.fields(first)]
+        names = [field.name for field in dataclasses.fields(first) if field.init]  # it makes the others itself
         return type(first)(**{name: _collate([getattr(sample, name) for sample in samples]) for name in names})
     if isinstance(first, Mapping):
         return {name: _collate([sample[name] for sample in samples]) for name in first}
