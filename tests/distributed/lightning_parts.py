@@ -686,3 +686,17 @@ class Own(Lit):
         (optimizer,), _ = super().configure_optimizers()
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "name": "slowly"}}
+
+
+class Shifts(Own):
+    """Changes batches by the number of their set: that of training is 0, also after a validation of two."""
+
+    def val_dataloader(self) -> Any:
+        return [super(Shifts, self).val_dataloader() for _ in range(2)]
+
+    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+        return [each + dataloader_idx for each in batch] if self.trainer.training else batch
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        assert bool((batch[0] == 1).all())
+        return super().training_step(batch, batch_idx)

@@ -298,6 +298,11 @@ def test_loaders_and_schedulers_mean_what_they_mean_in_lightning(tmp_path: Path)
     assert overfit["metrics"]["val_batches"] == overfit["global_step"] == 1
 
 
+def test_a_batch_of_training_is_of_set_0_after_a_validation_of_several(tmp_path: Path) -> None:
+    own = ["model=toy", "data.in_features=10", "data.out_features=5", *part("Shifts"), "data=lightning", "logger=none"]
+    assert run_recipe([*own, "trainer.max_epochs=2", "launcher.device=cpu"], 1, tmp_path)["status"] == "finished"
+
+
 def test_loaders_may_be_attributes_of_a_data_module(tmp_path: Path) -> None:
     own = ["model=toy", "data.in_features=10", "data.out_features=5", *LIT, "data=lightning", "logger=none"]
     own += ["+data.datamodule._target_=lightning_parts.with_loaders", "trainer.max_epochs=1", "launcher.device=cpu"]

@@ -200,6 +200,7 @@ class LightningTask(Task):
         """Return a batch as the module's hooks make it, and say that it begins."""
         self.batch_idx = self.trainer.fit_loop.epoch_loop.batch_idx = each.batch.number
         self.at, self.counts = (each.batch.number, each.batch.shard), each.batch.num_samples > 0
+        self.dataloader_idx = 0  # it was a validation set's
         self.batch = self._transferred(each.batch.data)
         if self.hooks("on_train_batch_start", self.batch, self.batch_idx) == -1:
             raise RequestError(
