@@ -108,6 +108,11 @@ def test_mode_test_runs_the_test_step(run: Run) -> None:
         ("Removed", [], "Removed has validation_epoch_end, which Lightning 2 does not call .* on_validation_epoch_end"),
         ("Early", LIGHTNING, "estimated_stepping_batches is asked for in setup, before .* Ask for it in configure_opt"),
         ("Joined", LIGHTNING, "train_dataloader returns a dict of 2 loaders, .*StackDataset"),
+        (
+            "Combined",
+            LIGHTNING,
+            "Combined.val_dataloader returns a CombinedLoader. Return the list or dict of its load",
+        ),
         ("Vector", [], r"training_step returns a loss of shape \[2\]. Return a single number"),
         ("Memory", ["trainer.accumulate_grad_batches=2"], "returns LBFGS, .* trainer.accumulate_grad_batches=2"),
         ("Memory", FSDP, "returns LBFGS, .* does not go with strategy=fsdp"),

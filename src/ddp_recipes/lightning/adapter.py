@@ -152,6 +152,13 @@ class LightningTask(Task):
                 f"data=lightning, and {type(self.data_hooks.module).__name__} has no {names[0]}_dataloader. Give a "
                 f"data module as data.datamodule, or choose another data."
             )
+        for split, made in found.items():
+            if type(made).__name__ == "CombinedLoader":  # which gives tuples of batch and numbers
+                raise RequestError(
+                    f"{type(self.data_hooks.module).__name__}.{split}_dataloader returns a CombinedLoader. Return the "
+                    f"list or dict of its loaders, which are evaluated one after the other; to train on several at a "
+                    f"time have torch's StackDataset in one loader."
+                )
         self.trainer.brought = found
         return found
 
