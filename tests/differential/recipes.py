@@ -134,9 +134,12 @@ def ended(python: str, folder: Path, *overrides: str, **environ: str) -> subproc
 
 
 def losses_of(random: Random, steps: int, ranks: int) -> str:
-    """Return one loss or two, as ``resuming_parts.Losing`` takes them."""
+    """Return one loss or two, as ``resuming_parts.Losing`` takes them.
+
+    One raises at most: a run ends whose ranks raise the same twice at a step.
+    """
+    ways = iter((random.choice(("raise", "SIGKILL", "SIGKILL")), "SIGKILL"))
     return ";".join(
-        f"{random.randrange(steps + 1)} {random.randrange(ranks)} {random.choice(EVENTS)} "
-        f"{random.choice(('raise', 'SIGKILL', 'SIGKILL'))}"
+        f"{random.randrange(steps + 1)} {random.randrange(ranks)} {random.choice(EVENTS)} {next(ways)}"
         for _ in range(random.choice((1, 1, 2)))
     )

@@ -17,6 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.spawn]
 
 SEED = int(os.environ.get("DDP_RECIPES_TEST_SEED", "17"))  # the same every day; others by night, by hand
 FEW, MANY = 1, 90
+TOO_FEW_FILES = "list index out of range\nThis came of shard("  # Hugging Face's own, where ranks are more than files
 
 
 def _drawn(random: Random, folder: Path, kind: str) -> Iterator[Case]:
@@ -38,7 +39,7 @@ def test_a_run_that_loses_ranks_sees_what_one_does_that_does_not(number: int, tm
         return ended(python, tmp_path / name, *overrides, "+callbacks.losing._target_=resuming_parts.Losing", **environ)
 
     whole = train("whole")
-    if whole.returncode == 2 or any(words in whole.stderr for words in test_streams.ON_THE_WAY):
+    if whole.returncode == 2 or any(words in whole.stderr for words in (*test_streams.ON_THE_WAY, TOO_FEW_FILES)):
         return print("refused:", case, whole.stderr[-300:])
     assert whole.returncode == 0, f"{case}\n{whole.stderr}"
     expected = left_by(tmp_path / "whole/run")
