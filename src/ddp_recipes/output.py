@@ -70,6 +70,7 @@ class Output:
     opened: bool = False
     run: Run | None = None
     metrics: Metrics = field(default_factory=dict)
+    written: list[Path] = field(default_factory=list)  # what a run is for, if that is a file
     logger: Logger = field(default_factory=Logger)
     progress: Progress = field(default_factory=Progress)
     _started: float = field(default_factory=time.monotonic)
@@ -300,6 +301,8 @@ class Output:
         for name in ("best_checkpoint", "last_checkpoint"):
             if summary[name]:
                 rows.append((name.replace("_", " "), self._shown(summary[name])))
+        if self.written:  # and nothing is logged
+            return [*rows, *(("written", self._shown(path)) for path in self.written)]
         commands = self.logger.see_with(self._shown(summary["run_directory"])) or ""
         return [*rows, *(("see it with", command) for command in commands.splitlines())]
 

@@ -364,7 +364,8 @@ def export(recipe: Recipe, output: Output) -> None:
     output.open(None)
     weights = recipe.strategy.weights(recipe.task) if recipe.state is None else recipe.state["model"]
     if recipe.world.is_main:
-        write_weights(recipe.job.directory / "model.safetensors", weights)
+        output.written.append(path := recipe.job.directory / "model.safetensors")
+        write_weights(path, weights)
 
 
 WORK: dict[str, Callable[[Recipe, Output], None]] = {

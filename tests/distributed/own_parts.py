@@ -472,10 +472,13 @@ class Thawing(Toy):
 
 
 class Thaws(Callback):
-    """Trains the first layer from the second epoch on."""
+    """Trains the first layer from the second epoch on, of which it says so, or in each again."""
+
+    def __init__(self, once: bool = False) -> None:
+        self.once = once
 
     def on_epoch_start(self, epoch: int) -> None:
-        if epoch >= 1:
+        if epoch == 1 or (epoch > 1 and not self.once):
             self.run.task.model.net1.requires_grad_(True)  # type: ignore[union-attr]
 
 

@@ -107,6 +107,17 @@ def test_predictions_are_in_the_order_of_the_data(trained: str, run: Run) -> Non
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize(("mode", "file"), [("predict", "predictions.pt"), ("export", "model.safetensors")])
+def test_a_run_for_a_file_says_where_it_is(
+    mode: str, file: str, trained: str, run: Run, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = Path(run(*IMAGES, f"mode={mode}", f"ckpt_path={trained}", "logger=tensorboard")["run_directory"]) / file
+    printed = capfd.readouterr().out
+    assert path.is_file()
+    assert ["written", str(path)] in [line.split() for line in printed.splitlines()]
+    assert "see it with" not in printed
+
+
 def test_all_ranks_evaluate_one_model(run: Run) -> None:
     """Each rank's batch norm follows its own batches: what is measured is what rank 0 saves."""
     norm = ["model._target_=own_parts.Norm", "data.val_samples=21", "optimizer.lr=0.01"]

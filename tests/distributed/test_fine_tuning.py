@@ -207,6 +207,16 @@ def test_what_a_callback_unfreezes_has_the_same_bits_at_any_world_size(run: Run)
     assert found[0]["weights_sha256"] == found[1]["weights_sha256"]
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_was_unfrozen_stays_so_in_a_run_that_goes_on(world_size: int, run: Run, tmp_path: Path) -> None:
+    once = [*THAWED, "+callbacks.thaws.once=true", "trainer.max_epochs=4", "trainer.val_check_interval=1.0"]
+    whole = run(*once, world_size=world_size)
+    for number, epochs in enumerate((2, 3, 4)):
+        again = [f"trainer.max_epochs={epochs}", *["ckpt_path=auto"] * bool(number)]
+        parts = run(*once, *again, directory=tmp_path / "parts", world_size=world_size)
+    assert parts["weights_sha256"] == whole["weights_sha256"]
+
+
 @pytest.mark.parametrize("strategy", ["fsdp", *at_night("ddp_pipeline")])
 def test_unfreezing_ends_a_run_whose_ranks_have_parts_of_the_model(strategy: str, run: Run) -> None:
     own = ["strategy=fsdp", "strategy.wrap=[net1,net2]"] if strategy == "fsdp" else [f"strategy={strategy}"]

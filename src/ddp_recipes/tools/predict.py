@@ -47,9 +47,11 @@ def predict(recipe: Recipe, output: Output) -> None:
         return
     order = torch.cat([part for rank in gathered for part in rank[0]]).argsort()
     predictions = in_order([part for rank in gathered for part in rank[1]], order)
-    write_aside(recipe.job.directory / "predictions.pt", lambda file: torch.save(predictions, file))
+    output.written.append(path := recipe.job.directory / "predictions.pt")
+    write_aside(path, lambda file: torch.save(predictions, file))
     if isinstance(predictions, Tensor) and (words := recipe.task.in_words(predictions)) is not None:
-        write_aside(recipe.job.directory / "predictions.txt", lambda file: file.write(words.encode()))
+        output.written.append(in_words := path.with_suffix(".txt"))
+        write_aside(in_words, lambda file: file.write(words.encode()))
 
 
 def rows_of(output: Any, samples: int) -> Any:

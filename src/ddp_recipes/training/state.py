@@ -111,10 +111,19 @@ class Run:
     saved_step: int = -1
     good_step: int = -1  # the same, where checkpoints are written
 
+    def __post_init__(self) -> None:
+        """Note which parameters are trained at first."""
+        self._trained = {name: parameter.requires_grad for name, parameter in self.task.named_parameters()}
+
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """The only one, or the first."""
         return self.optimizers[0]
+
+    def switched(self) -> dict[str, bool]:
+        """Return of the parameters that were frozen or unfrozen since whether they are trained now."""
+        now = {name: parameter.requires_grad for name, parameter in self.task.named_parameters()}
+        return {name: trains for name, trains in now.items() if trains != self._trained.get(name, trains)}
 
 
 def gather_state(run: Run) -> State:
@@ -178,6 +187,7 @@ def _state(
         "num_samples": run.train.plan.num_samples,
         "world_size": run.world.world_size,
         "shards": run.shards,
+        "switched": run.switched(),
     }
     if (data := data or run.train.state(None)) is not None:
         state["data"] = data
@@ -243,6 +253,8 @@ def restore(run: Run, state: State) -> list[str]:
     drawn = state.get("drawn", [])
     run.generators.drawn |= bool(drawn[run.world.rank] if len(drawn) == run.world.world_size else any(drawn))
     run.samples_before = run.cursor.samples_seen
+    for name, trains in state.get("switched", {}).items():
+        run.task.get_parameter(name).requires_grad_(trains)
     run.metrics.update(state["metrics"])
     run.values.update(values_of(state.get("checkpointer", {}), run.checkpoint.monitor))
     if run.auto_monitor and run.values and run.monitor not in run.metrics:
