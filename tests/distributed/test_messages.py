@@ -1,6 +1,7 @@
 """What a failed or refused run says at its end: what to change here, in one line."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -37,6 +38,26 @@ class Net(torch.nn.Linear):
         if self.when == ("fit" if self.training else "validate"):
             torch.empty(1 << 50)
         return super().forward(inputs)
+
+
+class Other(torch.nn.Linear):
+    passes = 0
+
+    def forward(self, inputs):
+        self.passes += 1
+        for _ in range(1 + self.passes % 2):
+            inputs = super().forward(inputs).relu()
+        return inputs
+
+
+class Cached(torch.nn.Sequential):
+    def __init__(self, in_features, out_features):
+        super().__init__(Other(in_features, in_features), torch.nn.Linear(in_features, out_features))
+
+
+class Synced(torch.nn.Sequential):
+    def __init__(self, in_features, out_features):
+        super().__init__(torch.nn.SyncBatchNorm(in_features), torch.nn.Linear(in_features, out_features))
 """
 NET = [
     "model._target_=hungry.Net",
@@ -99,6 +120,21 @@ def test_sizes_that_do_not_fit_end_with_what_to_change(
     with pytest.raises(RuntimeError, match=error) as raised:
         run_recipe([*overrides, "data.batch_size=8", "logger=none", "launcher.device=cpu"], directory=tmp_path / "run")
     assert advice in str(raised.value).strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("model", "more", "ranks", "advice"),
+    [
+        ("Cached", ["model.activation_checkpointing=[0]"], 1, "use_cache=False), or leave model.activation_"),
+        ("Synced", [], 2, "Give the model nn.BatchNorm: on the CPU each rank has"),
+    ],
+)
+def test_modules_that_do_not_go_with_a_run_end_with_what_to_change(
+    model: str, more: list[str], ranks: int, advice: str, run: Callable[..., object], tmp_path: Path
+) -> None:
+    own = [f"model._target_=hungry.{model}", "~model.hidden_features", "trainer.num_sanity_val_steps=0"]
+    with pytest.raises(Exception, match=re.escape(advice)):  # torch's own
+        run(*own, *more, world_size=ranks, directory=tmp_path / "run")
 
 
 OF_GPUS = [

@@ -56,6 +56,15 @@ _ADVICE = {
         "A worker of data.num_workers ended: if nobody killed it, memory ran out (dmesg shows it). Use fewer, or "
         "smaller batches or samples."
     ),
+    r"A different number of tensors was saved|Recomputed values for|trying to save more tensors": (
+        "A block that is computed a second time (model.activation_checkpointing) did otherwise than before, as one "
+        "does that keeps keys and values from pass to pass. Have it keep nothing in training (models of Hugging Face: "
+        "use_cache=False), or leave model.activation_checkpointing false."
+    ),
+    r"SyncBatchNorm (?:expected input tensor|layers only work)": (
+        "torch's SyncBatchNorm works on accelerators only. Give the model nn.BatchNorm: on the CPU each rank has the "
+        "statistics of its own samples, elsewhere strategy.sync_batchnorm=true takes them from all."
+    ),
     r"must be Tensor, not (\w+)": (
         "The model was given a {0}, as it came from the data set. Make tensors of it there or by data.collate_fn, or "
         "choose a task that takes such batches (task=model_loss gives a dict as keyword arguments)."
