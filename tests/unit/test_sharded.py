@@ -110,7 +110,7 @@ def test_what_ranks_save_is_read_as_one_to_the_bit(
     team = Team(folder, ranks)
     team.save(state)
     content = load(folder / "last.json", readers=data.draw(st.sampled_from([0, ranks])) if data else 0)
-    assert content.pop("checkpointer") == {"values": {}}
+    assert content.pop("checkpointer") == {"values": {}, "monitor": "val/loss"}
     for name, value in state["model"].items():
         if data and isinstance(stored := content["model"][name], Stored):
             start, stop = sorted(data.draw(st.tuples(*[st.integers(0, len(value))] * 2)))
@@ -130,7 +130,7 @@ def test_what_is_kept_is_handed_over_once_then_read_again(tmp_path: Path) -> Non
     checkpointer = content.pop("checkpointer")
     for _ in range(2):
         assert digest(plain(put_together(content))) == expected
-    assert checkpointer == {"values": {}}
+    assert checkpointer == {"values": {}, "monitor": "val/loss"}
 
 
 def test_nothing_is_pickled_and_others_can_read_it(tmp_path: Path) -> None:

@@ -174,9 +174,9 @@ def _refuse_scripted(model: nn.Module, strategy: str) -> None:
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise RequestError(
-                f"{name or 'The model'} is a ScriptModule, whose blocks take no hooks: it goes with neither "
-                f"model.num_devices, model.activation_checkpointing, strategy=fsdp nor strategy=ddp_pipeline (here "
-                f"strategy={strategy}). Give the module that was scripted, or choose strategy=ddp without these."
+                f"{name or 'The model'} is a ScriptModule, whose blocks take no hooks: it goes neither with "
+                f"model.num_devices nor model.activation_checkpointing, nor with a strategy that deals parts of a "
+                f"model to ranks (here strategy={strategy}). Give the module that was scripted, or leave these out."
             )
 
 

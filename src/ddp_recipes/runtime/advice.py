@@ -63,7 +63,7 @@ _ADVICE = {
     ),
     r"SyncBatchNorm (?:expected input tensor|layers only work)": (
         "torch's SyncBatchNorm works on accelerators only. Give the model nn.BatchNorm: on the CPU each rank has the "
-        "statistics of its own samples, elsewhere strategy.sync_batchnorm=true takes them from all."
+        "statistics of its own samples, elsewhere sync_batchnorm of the strategy takes them from all."
     ),
     r"must be Tensor, not (\w+)": (
         "The model was given a {0}, as it came from the data set. Make tensors of it there or by data.collate_fn, or "
