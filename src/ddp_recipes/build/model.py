@@ -85,8 +85,8 @@ def make_task(
     model = built.task.model
     if settings.num_devices > 1 or settings.activation_checkpointing or strategy.kind != "replicated":
         _refuse_scripted(model, strategy.name)
-    if loader is not None and type(built.task).attach is Task.attach and (lazy := uninitialized(built.task)):
-        _initialize(built, loader, lazy)
+    if loader is not None and type(built.task).attach is Task.attach and _uninitialized(built.task):
+        _initialize(built, loader)
     convert(built.task, whole_dtype(trainer.precision))
     if trainer.channels_last:
         put_channels_last(built.task)
@@ -180,12 +180,12 @@ def _refuse_scripted(model: nn.Module, strategy: str) -> None:
             )
 
 
-def uninitialized(task: Task) -> list[str]:
+def _uninitialized(task: Task) -> list[str]:
     """Return the names of parameters and buffers whose shapes follow from a first batch, as of ``nn.LazyLinear``."""
     return [outside(name) for name, each in (*task.named_parameters(), *task.named_buffers()) if is_lazy(each)]
 
 
-def _initialize(built: BuiltTask, loader: Loader, lazy: Sequence[str]) -> None:
+def _initialize(built: BuiltTask, loader: Loader) -> None:
     """Have lazy modules learn their shapes of a batch, in evaluation, and draw their values next to all others.
 
     Raises:
@@ -206,17 +206,21 @@ def _initialize(built: BuiltTask, loader: Loader, lazy: Sequence[str]) -> None:
     except Exception as error:  # noqa: BLE001 - of any kind; the model's
         reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     modes.restore()
-    if uninitialized(task):
-        raise lazy_refusal(lazy, f"A pass on a batch of the data did not do: {reason}")
+    refuse_lazy(task, f"A pass on a batch of the data did not do: {reason}")
 
 
-def lazy_refusal(names: Sequence[str], reason: str) -> RequestError:
-    """Return the error for lazy modules that have no shapes."""
-    listed = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
-    return RequestError(
-        f"{listed} of the model get their shapes in a first forward pass, which ranks have to know before. {reason}. "
-        f"Call the model on a batch in its constructor, or give the sizes, as nn.Linear has them."
-    )
+def refuse_lazy(task: Task, reason: str) -> None:
+    """Refuse lazy modules that have no shapes.
+
+    Raises:
+        RequestError: names them, and says why they have none.
+    """
+    if names := _uninitialized(task):
+        listed = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+        raise RequestError(
+            f"{listed} of the model get their shapes in a first forward pass, which ranks have to know before. "
+            f"{reason}. Call the model on a batch in its constructor, or give the sizes, as nn.Linear has them."
+        )
 
 
 def _count(built: BuiltTask, loader: Loader | None, in_first_step: bool) -> None:

@@ -13,7 +13,7 @@ from ddp_recipes._version import __version__
 from ddp_recipes.build.data import Loading, split_of
 from ddp_recipes.build.devices import Devices, available_devices, dry_run_devices, set_torch_up
 from ddp_recipes.build.instantiate import locate, make
-from ddp_recipes.build.model import convert, lazy_refusal, make_task, uninitialized
+from ddp_recipes.build.model import convert, make_task, refuse_lazy
 from ddp_recipes.build.observers import logger_sections, make_callbacks
 from ddp_recipes.build.resume import load_state
 from ddp_recipes.callbacks import Callback
@@ -228,9 +228,6 @@ def make_recipe(job: Job, world: World, control: Control) -> Recipe:
     callbacks = make_callbacks(config.get("callbacks") or {}, built.task)
     accumulations = accumulations_of(request, callbacks)
     attach(built.task, job, control, request, devices, strategy, loaders, accumulations)
-    exchanges = devices.world.world_size > 1 or request.strategy.fixed_shards is not None
-    if (exchanges or request.strategy.kind != "replicated") and (lazy := uninitialized(built.task)):
-        raise lazy_refusal(lazy, "There is no batch to try out at this point")
     convert(built.task, whole_dtype(trainer.precision))  # what it made only now
     strategy.check(built.task, devices.requested)  # of a module that may have made its layers only now
     if "datamodule" in config["data"]:
@@ -319,7 +316,11 @@ def attach(
     loaders: Mapping[str, Loader],
     accumulations: Sequence[Mapping[int, int]],
 ) -> None:
-    """Give the task what it may ask of the run around it."""
+    """Give the task what it may ask of the run around it.
+
+    Raises:
+        RequestError: it has modules without shapes, which a strategy that exchanges gradients has to know.
+    """
     trainer = request.trainer.effective()
     node = job.config["data"].get("datamodule") or {}
     task.attach(
@@ -338,6 +339,8 @@ def attach(
             brings_data="datamodule" in job.config["data"],
         )
     )
+    if request.strategy.exchanges(devices.world):
+        refuse_lazy(task, "There is no batch to try out at this point")
 
 
 @dataclass(frozen=True)

@@ -129,7 +129,7 @@ def make_run(recipe: Recipe, stop_controller: StopController, strategy: Strategy
         callbacks={**task.callbacks(), **_switches(task, optimizers), **recipe.callbacks},
         hooks=[PythonState()] if recipe.world.is_main else [],
     )
-    if recipe.world.world_size > 1 or fixed_shards is not None or strategy.settings.kind != "replicated":
+    if strategy.settings.exchanges(recipe.world):
         run.hooks = [*run.hooks, Trained(run)]
     for callback in run.callbacks.values():
         callback.run = run

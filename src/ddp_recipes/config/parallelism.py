@@ -240,6 +240,10 @@ class StrategySettings:
         """Shards of a batch that do not follow from the world size; ``None`` where they do."""
         return None
 
+    def exchanges(self, world: World) -> bool:
+        """Whether gradients go from rank to rank, or from shard to shard, so that who has which is settled before."""
+        return world.world_size > 1 or self.fixed_shards is not None or self.kind != "replicated"
+
     def check_resume(self, path: object, shards: int | None) -> None:
         """Refuse a checkpoint that was trained in so many fixed shards, where this run would end with other weights.
 
