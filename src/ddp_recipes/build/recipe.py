@@ -383,7 +383,7 @@ def foreseen(
     for loader in loaders.values():
         promises.setdefault(loader.promises, []).append(loader.name)
     yield from (f"{', '.join(names)}: {promise}" for promise, names in promises.items() if promise)
-    if len(loaders) > 2 and request.checkpoint.enabled and request.checkpoint.monitor in (None, "auto"):
+    if len(loaders) > 2 and request.checkpoint.enabled and request.checkpoint.auto_monitor:
         yield f"checkpoint.monitor=auto is {checkpoint.monitor}, of the first of {', '.join(list(loaders)[1:])}."
 
 
@@ -395,7 +395,7 @@ def monitored(request: Request, loaders: Mapping[str, Loader], task: Task) -> Ch
     """
     settings, fits = request.checkpoint, request.run.mode == "fit"
     monitor = settings.monitor
-    if monitor in (None, "auto"):
+    if monitor is None or settings.auto_monitor:
         evaluated = [name for name in loaders if split_of(name) == "val"]
         monitor = f"{evaluated[0]}/loss" if evaluated else "train/loss" if fits else "val/loss"
         return replace(settings, monitor=monitor, mode="min" if settings.mode == "auto" else settings.mode)

@@ -116,7 +116,7 @@ def make_run(recipe: Recipe, stop_controller: StopController, strategy: Strategy
         trainer=replace(recipe.trainer, log_every_n_steps=every),
         checkpoint=recipe.checkpoint,
         monitor=recipe.monitor,
-        auto_monitor=recipe.request.checkpoint.monitor in (None, "auto"),
+        auto_monitor=recipe.request.checkpoint.auto_monitor,
         seed=recipe.request.run.seed,
         generators=Generators(
             recipe.request.run.seed, strategy.draws_on(devices), recipe.world.rank, drawn=fixed_shards is not None

@@ -135,6 +135,11 @@ class CheckpointSettings:
     async_save: bool
     in_memory_every_n_steps: Count | None = None
 
+    @property
+    def auto_monitor(self) -> bool:
+        """Whether the metric to monitor is the loss that there is."""
+        return self.monitor in (None, "auto")
+
 
 @dataclass(frozen=True, kw_only=True)
 class LauncherSettings:
