@@ -69,6 +69,7 @@ def run(job: Job, world: World, messages: Messages | None, watcher: Watcher = NO
 
 
 def _run(job: Job, world: World, messages: Messages | None, watcher: Watcher) -> Summary:
+    around = sys.exception()
     control = Control(world, messages, float(job.config["launcher"]["timeout_s"]), watcher)
     control.joins = job.regroup is not None and not job.regroup["states"]
     recipe, directory = prepare(job, world, control)
@@ -86,7 +87,7 @@ def _run(job: Job, world: World, messages: Messages | None, watcher: Watcher) ->
         copies = recipe.strategy.copies(recipe.task) if work == "fit" else {}  # else nothing is trained, or saved
         leave(recipe, control)
         if not world.is_main:  # all that could still hang comes before its end, and rank 0's summary after all ends
-            close(recipe, output)
+            close(recipe, output, around)
         others = [rank for rank in range(world.world_size) if not recipe.request.strategy.outlives(rank)]
         note = [summary["peak_memory_bytes"], copies, skipped_of(recipe.loaders.values())]
         notes = [json.loads(each) for each in control.end(others, json.dumps(note))]
@@ -115,7 +116,7 @@ def _run(job: Job, world: World, messages: Messages | None, watcher: Watcher) ->
             output.wait_for_save()
         if job.last:
             ignore_once(ASKS_TO_STOP)
-        close(recipe, output)
+        close(recipe, output, around)
 
 
 def do(work: str, recipe: Recipe, control: Control, output: Output) -> None:
@@ -163,9 +164,13 @@ def leave(recipe: Recipe, control: Control) -> None:
     recipe.strategy.teardown()
 
 
-def close(recipe: Recipe, output: Output) -> None:
-    """Leave the group and close what is open; again, it does nothing."""
-    failing = sys.exception() is not None
+def close(recipe: Recipe, output: Output, around: BaseException | None) -> None:
+    """Leave the group and close what is open; again, it does nothing.
+
+    Args:
+        around: what was being handled as the run began, which is not its own: a caller may try again in an ``except``.
+    """
+    failing = sys.exception() is not around
     try:
         recipe.strategy.teardown()
     except RuntimeError:  # a device that has failed does so with every call: what is to be shown is the first error

@@ -362,6 +362,15 @@ def test_callbacks_are_told_of_a_failure(tmp_path: Path, run: Run) -> None:
     assert (tmp_path / "counted").read_text() == "failed: told to"
 
 
+def test_what_is_handled_around_a_run_is_no_failure_of_it(tmp_path: Path, run: Run) -> None:
+    counter = ["+callbacks.counter._target_=lightning_parts.Counter", f"+callbacks.counter.file={tmp_path}/counted"]
+    try:
+        raise RuntimeError("tried before")
+    except RuntimeError:
+        steps = run(*part("Keeper"), *counter, warm=False)["global_step"]
+    assert (tmp_path / "counted").read_text() == f"{steps} steps of {steps}"
+
+
 def test_a_checkpoint_takes_plain_data_under_names_of_its_own(run: Run) -> None:
     own = [*part("Unsafe"), "trainer.max_epochs=1"]
     found = run(*own)

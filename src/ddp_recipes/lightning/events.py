@@ -38,6 +38,7 @@ class Events(Callback):
     def __init__(self, task: LightningTask) -> None:
         self.task = task
         self.begun = self.started = False
+        self._around: BaseException | None = None  # what was being handled as the run began, which is not its own
         self.optimizers: list[SteppedOptimizer] = []
         self._before: list[Callable[[], None]] = []  # each puts a metric back as it was when a validation began
 
@@ -45,7 +46,7 @@ class Events(Callback):
         """Say that the run begins: before validation is tried out."""
         if self.begun:
             return
-        self.begun = True
+        self.begun, self._around = True, sys.exception()
         trainer = self.task.trainer
         trainer.run = run = self.run
         self.optimizers = [SteppedOptimizer(self.task, run, each) for each in run.optimizers]
@@ -146,8 +147,8 @@ class Events(Callback):
 
     def on_end(self) -> None:
         """End the run."""
-        error = sys.exc_info()[1]
-        if error is not None:
+        error = sys.exception()
+        if error is not None and error is not self._around:
             self.task.hooks("on_exception", error)
             if self.task.trainer.datamodule is not None:
                 self.task.data_hooks.of_module("on_exception", error)
