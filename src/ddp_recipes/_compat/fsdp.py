@@ -66,7 +66,7 @@ def leave_graph_alone() -> None:
 
 
 def replaced(block: FSDPModule) -> Iterator[str]:
-    """Yield the names in their modules of parameters that are not those which were dealt, nor the gathered ones.
+    """Yield the names of parameters, in their modules, that are neither the sharded nor the gathered ones.
 
     FSDP2 would put its own in their place, whatever is there: ``FSDPParam.to_unsharded``.
     """

@@ -175,8 +175,8 @@ def _refuse_scripted(model: nn.Module, strategy: str) -> None:
         if isinstance(module, torch.jit.ScriptModule):
             raise RequestError(
                 f"{name or 'The model'} is a ScriptModule, whose blocks take no hooks: it goes neither with "
-                f"model.num_devices nor model.activation_checkpointing, nor with a strategy that deals parts of a "
-                f"model to ranks (here strategy={strategy}). Give the module that was scripted, or leave these out."
+                f"model.num_devices nor model.activation_checkpointing, nor with a strategy that has a part of the "
+                f"model on each rank (here strategy={strategy}). Give the module that was scripted, or leave these out."
             )
 
 

@@ -25,7 +25,7 @@ class Epochs:
 
     An epoch is asked for as a whole. What the sampler draws from torch, ``random`` or NumPy follows from (seed, epoch);
     ``set_epoch(epoch)`` is called where it, or the ``sampler`` whose samples it puts in batches, has that. One without
-    it may count its own epochs: a copy of it is gone through from the first epoch on.
+    it may count its own epochs: a copy of it is iterated from the first epoch on.
 
     Args:
         sampler: gives numbers of samples, or lists of them.

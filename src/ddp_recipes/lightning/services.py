@@ -20,6 +20,8 @@ from ddp_recipes.training.update import clip_to
 if TYPE_CHECKING:
     from ddp_recipes.lightning.adapter import LightningTask
 
+_DIMENSIONS = 16  # at most, of what is gathered
+
 
 class Services:
     """Methods that the task gives its module, in place of Lightning's."""
@@ -154,9 +156,6 @@ def _check_alike(value: Tensor, context: RunContext) -> None:
             f"sizes such that the ranks divide all batches (in training data.drop_last=true), pad what is gathered, or "
             f"use a metric of torchmetrics."
         )
-
-
-_DIMENSIONS = 16  # at most, of what is gathered
 
 
 class _Gathered(torch.autograd.Function):

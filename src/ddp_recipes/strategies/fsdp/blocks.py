@@ -175,16 +175,16 @@ def refuse_parameters(task: Task, blocks: Sequence[str]) -> None:
 
 
 def _refuse_one(name: str, parameter: nn.Parameter) -> None:
-    """Refuse a parameter that ``fully_shard`` cannot deal, or whose hooks it would never call."""
+    """Refuse a parameter that ``fully_shard`` cannot shard, or whose hooks it would never call."""
     if not parameter.numel():
         raise RequestError(
-            f"{name} has no numbers: its shape is {list(parameter.shape)}. strategy=fsdp deals rows of each parameter. "
-            f"Leave it out of the model, or choose strategy=ddp."
+            f"{name} has no numbers: its shape is {list(parameter.shape)}. strategy=fsdp shards rows of each "
+            f"parameter. Leave it out of the model, or choose strategy=ddp."
         )
     if not parameter.is_contiguous():
         raise RequestError(
             f"{name} does not lie in memory in the order of its {list(parameter.shape)}, as one that is transposed or "
-            f"expanded, and strategy=fsdp deals its rows. Make it of tensor.contiguous(), or choose strategy=ddp."
+            f"expanded, and strategy=fsdp shards its rows. Make it of tensor.contiguous(), or choose strategy=ddp."
         )
     if late_hooks(parameter):
         raise RequestError(
