@@ -303,7 +303,12 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
     return nn.utils.get_total_norm([norms[place] for place in range(len(gradients))])
 
 
-def in_order(states: Mapping[Any, Any]) -> dict[Any, Any]:
+def parameters_in(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """Return an optimizer's parameters by the numbers that they have in its state dict."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def states_in_order(states: Mapping[Any, Any]) -> dict[Any, Any]:
     """Return an optimizer's states by the numbers of parameters, and then those that it keeps under names."""
     return dict(sorted(states.items(), key=lambda item: (isinstance(item[0], str), item[0])))
 

@@ -21,7 +21,7 @@ from ddp_recipes.reporting.progress import Progress
 from ddp_recipes.runtime.seeding import Generators
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies import Strategy
-from ddp_recipes.strategies.base import Wrapped, by_rank
+from ddp_recipes.strategies.base import Wrapped, by_rank, parameters_in
 from ddp_recipes.tasks import Schedule, Task
 from ddp_recipes.training.clock import Clock, Flops
 from ddp_recipes.training.hooks import RunHooks
@@ -235,12 +235,13 @@ def restore(run: Run, state: State) -> list[str]:
                 f"state. Choose the checkpoint's, or start afresh with its weights: weights_from in place of ckpt_path."
             )
     warnings += _replaced(groups, saved_groups)
+    converted = _is_converted(run, state["model"])
     for optimizer, saved in zip(run.optimizers, optimizers, strict=True):
         kernels = [{key: group[key] for key in _KERNELS if key in group} for group in optimizer.param_groups]
         of_groups = [{**each, **own} for each, own in zip(saved["param_groups"], kernels, strict=True)]
         # Before it is loaded: by these torch decides where a count of steps lies (pytorch #104767).
         run.strategy.load_optimizer_state(optimizer, {**saved, "param_groups": of_groups})
-        _settle(optimizer, saved["state"], _is_converted(run, state["model"]))
+        _settle(optimizer, saved["state"], converted)
     for schedule, saved in zip(run.schedules, schedulers, strict=True):
         warnings += _rescheduled(schedule.scheduler, saved)
         schedule.scheduler.load_state_dict(saved)
@@ -275,8 +276,7 @@ def _settle(optimizer: torch.optim.Optimizer, saved: Mapping[Any, Any], converte
     torch gives all of it the parameter's dtype: averages in 32 bits of weights in 16, masks, whole numbers.
     """
     by_torch = type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for number, parameter in enumerate(parameters):
+    for number, parameter in enumerate(parameters_in(optimizer)):
         of_one = optimizer.state.get(parameter)
         if not isinstance(of_one, dict):
             continue

@@ -17,7 +17,7 @@ from ddp_recipes.model_parallel.pipeline import Pipeline, joined
 from ddp_recipes.runtime.messages import Messages
 from ddp_recipes.runtime.phases import phase
 from ddp_recipes.runtime.world import World
-from ddp_recipes.strategies.base import Passes, Wrapped, in_order
+from ddp_recipes.strategies.base import Passes, Wrapped, parameters_in, states_in_order
 from ddp_recipes.strategies.collectives import broadcast, broadcast_each, gather, in_buckets
 from ddp_recipes.strategies.ddp_pipeline.settings import DDPPipelineSettings
 from ddp_recipes.strategies.group import Group
@@ -189,7 +189,7 @@ class DDPPipeline(Group):
         state = optimizer.state_dict()
         elsewhere = _elsewhere(optimizer)
         mine = {at: value for at, value in state["state"].items() if at not in elsewhere}
-        return {**state, "state": in_order(self._on_rank_0(mine))}
+        return {**state, "state": states_in_order(self._on_rank_0(mine))}
 
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         """Leave out what belongs to other processes: the optimizer would keep it, without data."""
@@ -219,5 +219,4 @@ class DDPPipeline(Group):
 
 def _elsewhere(optimizer: torch.optim.Optimizer) -> set[int]:
     """Return the numbers of the parameters that other processes have."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return {number for number, parameter in enumerate(parameters) if parameter.is_meta}
+    return {number for number, parameter in enumerate(parameters_in(optimizer)) if parameter.is_meta}

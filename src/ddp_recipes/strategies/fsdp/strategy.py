@@ -18,7 +18,7 @@ from ddp_recipes.devices import beside_host, for_sums, is_accelerator
 from ddp_recipes.runtime.messages import Messages
 from ddp_recipes.runtime.tensors import OwnRows, Source, digest, rows_here
 from ddp_recipes.runtime.world import World
-from ddp_recipes.strategies.base import Exchange, Passes, T, Whole, Wrapped, in_place
+from ddp_recipes.strategies.base import Exchange, Passes, T, Whole, Wrapped, in_place, parameters_in
 from ddp_recipes.strategies.collectives import broadcast_each
 from ddp_recipes.strategies.ddp_exact.ordered_sum import OrderedSum
 from ddp_recipes.strategies.fsdp.blocks import blocks_of, refuse_optimizers, refuse_parameters, single_numbers
@@ -286,7 +286,7 @@ class FSDP(Whole, Group):
         self, optimizer: torch.optim.Optimizer, state: dict[str, Any], change: Callable[[Any, Part], Any]
     ) -> dict[str, Any]:
         """Return an optimizer's state, its tensors changed."""
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = parameters_in(optimizer)
         changed = {
             number: {
                 name: change(value, self.parts[id(parameters[number])]) if hasattr(value, "shape") else value

@@ -17,7 +17,7 @@ from ddp_recipes.runtime.messages import Messages
 from ddp_recipes.runtime.phases import ALL_REDUCE, phase
 from ddp_recipes.runtime.process import lines
 from ddp_recipes.runtime.world import World
-from ddp_recipes.strategies.base import Passes, Whole, Wrapped, in_order
+from ddp_recipes.strategies.base import Passes, Whole, Wrapped, parameters_in, states_in_order
 from ddp_recipes.strategies.collectives import gather
 from ddp_recipes.strategies.group import Group
 from ddp_recipes.strategies.parameter_server.messages import (
@@ -234,13 +234,12 @@ class ParameterServer(Whole, Group):
             return state
         gathered = gather(state["state"], self.servers)
         merged = {at: value for of_server in gathered or () for at, value in of_server.items()}
-        return {**state, "state": in_order(merged)}
+        return {**state, "state": states_in_order(merged)}
 
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         """Take what belongs to the parameters that this rank holds."""
         mine = set() if self.server is None else {id(each) for each in self.served[self.world.rank].parameters}
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        elsewhere = {at for at, parameter in enumerate(parameters) if id(parameter) not in mine}
+        elsewhere = {at for at, parameter in enumerate(parameters_in(optimizer)) if id(parameter) not in mine}
         held = {at: value for at, value in state["state"].items() if at not in elsewhere}
         super().load_optimizer_state(optimizer, {**state, "state": held})
 
