@@ -50,7 +50,7 @@ SAMPLES = "data.num_samples=640"  # of which ddp_exact takes 96 a step
 CASES = [(name, rank) for name in STRATEGIES for rank in (0, 1)]
 
 
-@pytest.mark.parametrize(("name", "rank"), slow_but([], CASES, CASES[::3]))
+@pytest.mark.parametrize(("name", "rank"), slow_but([], CASES, CASES[::4]))
 def test_an_exception_on_one_rank_is_shown_soon(name: str, rank: int, accelerator: Accelerator) -> None:
     own = [*STRATEGIES[name], LIMIT, disturbed(accelerator.folder, "raise", rank)]
     began = time.monotonic()
@@ -90,7 +90,7 @@ def test_an_error_of_a_device_that_comes_again_with_every_call_is_shown(ranks: i
     assert ended.summary["status"] == "failed"
 
 
-@pytest.mark.parametrize("name", slow_but([], STRATEGIES, ["ddp_exact", "fsdp"]))
+@pytest.mark.parametrize("name", slow_but([], STRATEGIES, ["fsdp"]))
 def test_a_run_that_is_told_to_stop_saves_and_goes_on(name: str, accelerator: Accelerator) -> None:
     own = [*STRATEGIES[name], SAMPLES, LIMIT, "ckpt_path=auto"]
     stopped = accelerator.run(*own, disturbed(accelerator.folder, int(SIGTERM), rank=0), ranks=2, habits=HABITS["all"])
@@ -132,7 +132,7 @@ def test_what_fails_once_a_run_that_is_told_to_stop_is_saved_is_shown_soon(accel
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ddp", "ddp_exact", "fsdp"])
+@pytest.mark.parametrize("name", slow_but([], ["ddp", "ddp_exact", "fsdp"], ["ddp", "fsdp"]))
 def test_a_lost_rank_is_replaced(name: str, accelerator: Accelerator) -> None:
     own = [*STRATEGIES[name], LIMIT, "launcher.replace_ranks=1"]
     ended = accelerator.run(*own, disturbed(accelerator.folder, int(SIGKILL)), ranks=2, habits=HABITS["all"])

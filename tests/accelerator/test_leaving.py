@@ -12,6 +12,7 @@ from ddp_recipes.checkpointing.files import load, step_files
 from ddp_recipes.checkpointing.parts import put_together
 from ddp_recipes.runtime.tensors import digest
 from helpers.accelerator import HABITS, Accelerator
+from helpers.marks import slow_but
 from helpers.waits import COUNTING
 
 PEAK = """
@@ -187,8 +188,7 @@ DEALT = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", DEALT)
+@pytest.mark.parametrize("name", slow_but([], DEALT, ["ddp_pipeline"]))
 def test_predictions_and_exported_weights_are_those_of_the_cpu_and_leave_one_at_a_time(
     name: str, accelerator: Accelerator, run: Callable[..., Any]
 ) -> None:

@@ -263,7 +263,7 @@ def campaign(seed: str, count: int, folder: Path, keys: dict[tuple[str, ...], li
 
 @pytest.mark.slow
 def test_some_dozens_are_finished_or_refused(tmp_path: Path, keys: dict[tuple[str, ...], list[str]]) -> None:
-    campaign(f"{SEED}", 16, tmp_path, keys)
+    campaign(f"{SEED}", 10, tmp_path, keys)
 
 
 @pytest.mark.nightly

@@ -14,7 +14,7 @@ from ddp_recipes.reporting.run_directory import Summary
 Run = Callable[..., Summary]
 
 SEED = int(os.environ.get("DDP_RECIPES_TEST_SEED", "11"))  # the same every day; others by night, by hand
-FEW, MANY = 5, 200
+FEW, MANY = 3, 200
 STOPPING = [*ALWAYS, "+callbacks.stopping._target_=resuming_parts.Stopping"]
 
 

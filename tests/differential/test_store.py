@@ -118,7 +118,7 @@ def port(python: str) -> Iterator[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("cases", "sizes"), [(2, FEW), pytest.param(150, SIZES, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(("cases", "sizes"), [(1, FEW), pytest.param(150, SIZES, marks=pytest.mark.nightly)])
 def test_what_trains_to_its_end_is_finished(
     cases: int,
     sizes: Sequence[int],

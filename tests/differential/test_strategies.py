@@ -121,13 +121,13 @@ def shown() -> None:
 @pytest.mark.slow
 def test_a_sample_keeps_its_promises(tmp_path: Path) -> None:
     choose, counts = random.Random(SEED), Counter[str]()
-    for name in choose.sample(architectures.names(), 5):
+    for name in choose.sample(architectures.names(), 4):
         compared = Compared(name, tmp_path)
-        for case in choose.sample(cases(name, choose), 4):
+        for case in choose.sample(cases(name, choose), 3):
             compared.check(case)
         counts += compared.counts
     print(dict(counts))
-    assert counts["same"] + counts["refused"] == 20
+    assert counts["same"] + counts["refused"] == 12
 
 
 @pytest.mark.nightly

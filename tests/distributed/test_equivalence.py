@@ -37,7 +37,7 @@ def assert_same_weights(one: dict[str, Any], other: dict[str, Any], atol: float 
 def test_ranks_learn_what_one_process_learns(name: str, run: Run, weights: Weights) -> None:
     overrides = ["data.global_batch_size=16", *LEARNING[name]]
     one = run(*overrides)
-    for world_size in (2, 3):
+    for world_size in (2, 3) if name == "uneven last batch" else (3,):
         several = run(*overrides, world_size=world_size)
         assert several["world_size"] == world_size
         assert_same_weights(weights(several), weights(one))

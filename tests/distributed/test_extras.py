@@ -15,7 +15,7 @@ QUICK = ["launcher.nproc_per_node=2", "launcher.device=cpu", "trainer.max_steps=
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
-        ("strategy=ddp", set()),
+        *at_night(("strategy=ddp", set())),
         ("strategy=ddp callbacks=early_stopping launcher.replace_ranks=1", {"callbacks", "recovery"}),
         # It adds up in the order of ddp_exact.
         *at_night(("strategy=fsdp", {"fsdp", "ddp_exact", "deferred models", "sharded checkpoints"})),

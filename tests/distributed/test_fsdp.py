@@ -38,17 +38,19 @@ TAKEN = {
 }
 LEVELS = {1: 1, 2: 1, 3: 2, 4: 3, 6: 2}  # what is dealt, at each world size
 REPLICAS = {4: 2, 6: 3}
-SOME_OR_ALL = [pytest.param((4,), id="some sizes"), pytest.param((*LEVELS,), id="all", marks=pytest.mark.nightly)]
+SOME = (4,), (*TAKEN,)[::2]
+ALL = (*LEVELS,), (*TAKEN,)
 
 
-@pytest.fixture(scope="module", params=SOME_OR_ALL)
+@pytest.fixture(scope="module")
 def summaries(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, dict[int, Summary]]:
     """What each recipe left at each world size; at 0 with ``ddp_exact``."""
     folder = tmp_path_factory.mktemp("fsdp")
-    found: dict[str, dict[int, Summary]] = {name: {} for name in TAKEN}
-    for size in (0, *request.param):
+    sizes, names = request.param
+    found: dict[str, dict[int, Summary]] = {name: {} for name in names}
+    for size in (0, *sizes):
         dealt = [f"strategy.level={LEVELS.get(size)}", f"strategy.replicas={REPLICAS.get(size, 1)}"]
         own = ["strategy=ddp_exact"] if size == 0 else [*FSDP, *dealt]
         jobs = {
@@ -56,15 +58,18 @@ def summaries(
                 make_job([*QUIET, *own, *RECIPES[name], *(TAKEN[name] if size else [])]),
                 directory=folder / f"{name[:4]}_{size}",
             )
-            for name in TAKEN
+            for name in names
         }
         for name, summary in all_on_ranks(jobs, max(1, size)).items():
             found[name][size] = summary
     return found
 
 
-@pytest.mark.parametrize("name", TAKEN)
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("summaries", "name"),
+    slow_but([], [(each, name) for each in (SOME, ALL) for name in each[1]], [(SOME, name) for name in SOME[1]]),
+    indirect=["summaries"],
+)
 def test_any_number_of_ranks_and_level_gives_the_bits_of_ddp_exact(
     name: str, summaries: dict[str, dict[int, Summary]]
 ) -> None:
@@ -82,8 +87,8 @@ def test_any_number_of_ranks_and_level_gives_the_bits_of_ddp_exact(
 @pytest.mark.parametrize(
     ("own", "sizes"),
     [
-        pytest.param(["model.activation_checkpointing=true"], (1, 2, 4), marks=pytest.mark.slow),
-        pytest.param(["callbacks=ema"], (1, 2, 4), marks=pytest.mark.slow),
+        pytest.param(["model.activation_checkpointing=true"], (1, 4), marks=pytest.mark.slow),
+        pytest.param(["callbacks=ema"], (1, 2, 4), marks=pytest.mark.nightly),
         pytest.param(
             ["trainer.compile=true", "model.layers=1"], (2,), marks=pytest.mark.nightly
         ),  # compiling takes long
@@ -284,8 +289,7 @@ def test_a_block_is_given_back_before_another_one_is_gathered(run: Run) -> None:
     run(*QUIET, *SMALL, *model, "strategy=fsdp", "trainer.max_steps=2", world_size=2)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("wrap", [30, 64, 150])
+@pytest.mark.parametrize("wrap", slow_but([], [30, 64, 150], daily=[30]))
 def test_a_transformer_that_is_cut_at_a_number_of_parameters_gives_them_too(wrap: int, run: Run) -> None:
     """Into its projections, its attention and the rest of a layer, or its layers."""
     model = [*QUIET, *SMALL, "model._target_=differential.architectures.VisionTransformer", "strategy.shards=6"]

@@ -246,7 +246,7 @@ RESUMED = [
 
 
 @pytest.mark.parametrize("stop", slow_but([2], [2, 6], [2]))
-@pytest.mark.parametrize(("train", "keys", "workers"), slow_but(RESUMED[:1], RESUMED))
+@pytest.mark.parametrize(("train", "keys", "workers"), slow_but(RESUMED[:1], RESUMED, RESUMED[2:3]))
 def test_resume_goes_on_with_the_same_bits(
     train: str, keys: tuple[str, ...], workers: int, stop: int, over: Any
 ) -> None:
@@ -277,7 +277,7 @@ def test_a_shared_stream_goes_on_at_another_world_size_and_shards_do_not(over: A
     for train in ("Kept", "Numbers"):
         whole, _ = over(*common, train=train, world_size=2)
         resumed = f"ckpt_path={whole['run_directory']}/checkpoints/step_00000002.pt"
-        for world_size in (1, 2, 3):
+        for world_size in (1, 3):
             again, seen = over(*common, resumed, train=train, world_size=world_size)
             assert again["metrics"]["val/loss"] == pytest.approx(whole["metrics"]["val/loss"], rel=1e-4)
             assert global_batches(seen)[0] == [8, 9, 10, 11]

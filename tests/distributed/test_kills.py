@@ -81,7 +81,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[Sum
             ("saved", 2, 0),
             ("before the schedule", 2, 1),
         ],
-        daily=[("step", 1, 0), ("validation", 2, 1), ("saved", 2, 0), ("before the schedule", 2, 1)],
+        daily=[("validation", 2, 1), ("saved", 2, 0), ("before the schedule", 2, 1)],
     ),
 )
 def test_a_killed_run_goes_on_to_what_an_undisturbed_one_leaves(

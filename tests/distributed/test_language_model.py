@@ -120,8 +120,7 @@ def test_every_strategy_learns_the_same(
     assert metrics["val/loss"] == pytest.approx(alone["metrics"]["val/loss"], rel=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("temperature", [0, 0.8])
+@pytest.mark.parametrize("temperature", slow_but([], [0, 0.8], [0.8]))
 def test_it_goes_on_from_a_prompt(temperature: float, learn: Callable[..., Summary], tmp_path: Path) -> None:
     trained = learn("strategy=single", "optimizer.lr=0.01", "trainer.max_steps=120", "trainer.max_epochs=null")
     predicts = ["mode=predict", f"ckpt_path={trained['run_directory']}", "data.prompt='to be'"]
@@ -137,7 +136,7 @@ def test_it_goes_on_from_a_prompt(temperature: float, learn: Callable[..., Summa
     assert (len(one.unique(dim=0)) > 1) == (temperature > 0)  # of one prompt, four times
 
 
-@pytest.mark.parametrize("strategy", slow_but([], ["ddp", "fsdp"]))
+@pytest.mark.parametrize("strategy", slow_but([], ["ddp", "fsdp"], ["fsdp"]))
 def test_text_is_shown_after_a_validation_and_training_is_not_changed(
     strategy: str, learn: Callable[..., Summary], weights: Callable[[Summary], Any]
 ) -> None:

@@ -142,7 +142,7 @@ def test_a_module_that_ranks_hold_together_ends_as_one_that_each_has(name: str, 
     common = [*part(name), "data.num_samples=72", "data.batch_size=2", "trainer.gradient_clip_val=0.1"]
     common += ["trainer.log_every_n_steps=1", "data.val_samples=24"]
     exact = run(*common, "strategy=ddp_exact", "strategy.shards=6")
-    found = [run(*common, *FSDP, "strategy.shards=6", world_size=size) for size in (1, 2, 3)]
+    found = [run(*common, *FSDP, "strategy.shards=6", world_size=size) for size in (1, 3)]
     for summary in found:
         assert summary["weights_sha256"] == exact["weights_sha256"]
         for metric in ("train/loss", "train/grad_norm", "val_loss"):

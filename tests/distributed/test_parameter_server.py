@@ -52,7 +52,6 @@ LEARNING = {
             ("batch norm", 3),
             ("fewer samples than workers in the last batch", 3),
             ("dropout, sample by sample", 2),
-            ("bf16-mixed", 3),
         ],
     ),
 )

@@ -83,11 +83,8 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
             ("rotary", INTERLEAVED, 2),
             ("checkpointed", [], 2),
             ("recurrent", [], 2),
-            ("unet", THREE, 3),
             ("deciding", ["+model.by_inputs=true"], 2),
             ("mlp", ["model.split=[layers.2]"], 4),
-            ("chain", INTERLEAVED, 2),
-            ("encoder", [], 2),
         ],
     ),
 )

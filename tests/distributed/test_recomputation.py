@@ -39,7 +39,7 @@ def train(tmp_path: Path) -> Train:
     [
         pytest.param([*GPT, "strategy=ddp"], 2, marks=pytest.mark.slow),
         pytest.param([*GPT, "strategy=ddp_pipeline"], 2, marks=pytest.mark.slow),
-        pytest.param([*GPT, "strategy=single", "model.num_devices=2"], 1, marks=pytest.mark.slow),
+        pytest.param([*GPT, "strategy=single", "model.num_devices=2"], 1, marks=pytest.mark.nightly),
         pytest.param(
             [*GPT, "strategy=single", "trainer.precision=bf16-mixed", "trainer.accumulate_grad_batches=2"],
             1,

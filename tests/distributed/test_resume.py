@@ -94,12 +94,9 @@ def stops(checkpoints: Path) -> Iterator[Path]:
         ],
         daily=[
             ("numpy, random, workers", 2),
-            ("adamw, cosine", 1),
             ("16-mixed", 2),
             ("batch norm", 3),
             ("all together", 3),
-            ("async_save", 1),
-            ("rates of NumPy", 1),
             ("rates by a metric", 2),
             ("an optimizer's own state", 1),
             ("an optimizer's own state, in stages", 2),

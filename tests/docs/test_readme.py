@@ -62,9 +62,10 @@ sys.exit(not serves)
 FIRST = ("README.md", "CONTRIBUTING.md", "first-steps.md")
 EACH = 5
 # Nor is this for every change: a language model is trained for as long as 40 other blocks together; a ResNet-18 is
-# profiled for 12 steps, the real MNIST takes an epoch, and a compiler begins, each as long as 10. `make test-nightly`
-# runs them.
+# profiled for 12 steps, the real MNIST takes an epoch, a compiler begins, a ResNet is
+# fine-tuned, and Optuna trains eight times, each as long as 10. `make test-nightly` runs them.
 NIGHTLY = ("experiment=gpt", "debug=profiler", "experiment=mnist", "logger=[wandb,mlflow]", "trainer.compile=true")
+NIGHTLY += ("model=timm_resnet", "hydra/sweeper=optuna")
 MODULE = '#!/bin/sh\nexec "{python}" -m {module} "$@"\n'
 
 

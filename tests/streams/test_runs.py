@@ -55,7 +55,7 @@ def test_weights_are_the_same_bits_for_any_ranks_workers_and_resumes(run: Run, s
     folder = shards(".parquet")
     hashes = {
         (world, workers): run(folder, *EXACT, f"data.num_workers={workers}", world_size=world)["weights_sha256"]
-        for world, workers in product((1, 2, 3), (0, 1))
+        for world, workers in ((1, 0), (1, 1), (2, 0), (3, 1))
     }
     expected = hashes[1, 0]
     for first, then in ((1, 3), (3, 2), (2, 1)):
