@@ -19,11 +19,10 @@ from ddp_recipes.config.extras import extra
 from ddp_recipes.data.loader import skipped_of
 from ddp_recipes.devices import identity, is_accelerator, leaves_tensor_cores_idle
 from ddp_recipes.errors import MAKE_KEY, Left, Preempted, RecipeError, RequestError, RunFailed
-from ddp_recipes.failure import fail, refuse  # not once it is needed, when a file may be one too many
+from ddp_recipes.failure import add_advice, fail, refuse  # not once it is needed, when a file may be one too many
 from ddp_recipes.output import Output
 from ddp_recipes.reporting.logs import own_lines
 from ddp_recipes.reporting.run_directory import RunDirectory, Summary
-from ddp_recipes.runtime.advice import add_advice
 from ddp_recipes.runtime.control import FELL_BACK, NOBODY, OWN, Control
 from ddp_recipes.runtime.job import ASKS_TO_STOP, Job, unpack
 from ddp_recipes.runtime.messages import Messages
