@@ -24,10 +24,9 @@ from ddp_recipes.output import Output
 from ddp_recipes.reporting.logs import own_lines
 from ddp_recipes.reporting.run_directory import RunDirectory, Summary
 from ddp_recipes.runtime.control import FELL_BACK, NOBODY, OWN, Control
-from ddp_recipes.runtime.job import ASKS_TO_STOP, Job, unpack
+from ddp_recipes.runtime.job import ASKS_TO_STOP, Job, Watcher, unpack
 from ddp_recipes.runtime.messages import Messages
 from ddp_recipes.runtime.process import ignore_once, shorten_names_of_sockets
-from ddp_recipes.runtime.regroup import Watcher
 from ddp_recipes.runtime.tensors import digest, without_digest
 from ddp_recipes.runtime.world import World
 from ddp_recipes.tasks.written import refuse_differing

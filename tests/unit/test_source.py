@@ -2,8 +2,7 @@
 
 import pytest
 
-from ddp_recipes.recovery.source import Candidate, Source, furthest
-from ddp_recipes.runtime.regroup import Progress
+from ddp_recipes.recovery.source import Candidate, Progress, Source, furthest
 
 
 @pytest.mark.parametrize(

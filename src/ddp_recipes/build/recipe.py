@@ -27,8 +27,7 @@ from ddp_recipes.devices import fuses_alike, peak_flops, visible
 from ddp_recipes.errors import RequestError
 from ddp_recipes.loggers import Logger
 from ddp_recipes.runtime.control import Control
-from ddp_recipes.runtime.job import Job
-from ddp_recipes.runtime.regroup import Regroup
+from ddp_recipes.runtime.job import Job, Regroup
 from ddp_recipes.runtime.seeding import seed_everything
 from ddp_recipes.runtime.tensors import digest
 from ddp_recipes.runtime.world import World

@@ -30,9 +30,8 @@ from ddp_recipes.launchers.peers import Peers
 from ddp_recipes.launchers.reports import Death, decide
 from ddp_recipes.launchers.store import TIMEOUT, agent_holds_store, at_address
 from ddp_recipes.reporting.run_directory import Summary, leave_failure_of_rank_0
-from ddp_recipes.runtime.job import Job
+from ddp_recipes.runtime.job import Job, Watcher
 from ddp_recipes.runtime.messages import CALL_S, LOOK_S, Messages
-from ddp_recipes.runtime.regroup import Watcher
 from ddp_recipes.runtime.world import World
 
 MEET_TO_STOP_S = 10.0  # for followers that still import torch when there is nothing to do

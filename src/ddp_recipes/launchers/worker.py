@@ -11,9 +11,8 @@ from queue import SimpleQueue
 from typing import IO, TYPE_CHECKING, NoReturn
 
 from ddp_recipes.launchers.reports import RankReport, write_at_death
-from ddp_recipes.runtime.job import ASKS_TO_STOP, Job
+from ddp_recipes.runtime.job import ASKS_TO_STOP, ExitRequest, Job, Loss, Regroup, Watcher
 from ddp_recipes.runtime.process import die_with_parent, ignore, ignore_broken_pipe, leave, loading, set_name
-from ddp_recipes.runtime.regroup import ExitRequest, Loss, Regroup, Watcher
 from ddp_recipes.runtime.world import World
 
 if TYPE_CHECKING:

@@ -22,6 +22,7 @@ from ddp_recipes.recovery.before_step import BeforeStep
 from ddp_recipes.recovery.memory_server import opener
 from ddp_recipes.recovery.points import Points
 from ddp_recipes.recovery.sharded_snapshot import load_snapshot
+from ddp_recipes.recovery.source import moment
 from ddp_recipes.recovery.state_transfer import (
     Memory,
     in_memory,
@@ -31,7 +32,7 @@ from ddp_recipes.recovery.state_transfer import (
     sync_to,
     transferred_state,
 )
-from ddp_recipes.runtime.regroup import ExitRequest, Loss, Regroup, moment
+from ddp_recipes.runtime.job import ExitRequest, Loss, Regroup
 from ddp_recipes.strategies.base import batch_norms
 from ddp_recipes.strategies.collectives import broadcast
 from ddp_recipes.training import loop

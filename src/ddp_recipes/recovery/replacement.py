@@ -15,9 +15,8 @@ from ddp_recipes.config.settings import LauncherSettings
 from ddp_recipes.launchers.local import launcher as local
 from ddp_recipes.launchers.local.ranks import Rank, Starter
 from ddp_recipes.recovery.memory import SnapshotSlots
-from ddp_recipes.recovery.source import Candidate, Source, furthest
-from ddp_recipes.runtime.job import Job
-from ddp_recipes.runtime.regroup import Progress, Regroup, ahead_s, moment
+from ddp_recipes.recovery.source import Candidate, Progress, Source, ahead_s, furthest, moment
+from ddp_recipes.runtime.job import Job, Regroup
 
 ANSWER_S = 5.0  # for a rank to notice the loss of another one, once a collective has timed out
 BY_CHANCE = 2  # times at most that a rank hangs at one step

@@ -15,8 +15,8 @@ from typing import Any
 
 from ddp_recipes.launchers.fork_server import python_path
 from ddp_recipes.recovery.memory import SnapshotSlots
+from ddp_recipes.recovery.source import ahead_s, clock_of_nodes, moment
 from ddp_recipes.runtime.process import is_running, started_at
-from ddp_recipes.runtime.regroup import ahead_s, clock_of_nodes, moment
 
 RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE")  # a holder is none, though a rank starts it
 

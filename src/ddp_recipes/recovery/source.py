@@ -1,10 +1,53 @@
-"""From what a run goes on once ranks are lost: a state of ranks that live, or one in memory. Loads no torch."""
+"""From what a run goes on once ranks are lost: a state of ranks that live, or one in memory. Loads no torch.
 
-from collections.abc import Iterable
+And the clock by which all of its processes say when that was.
+"""
+
+import os
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Generic, NamedTuple, TypeVar
 
 Point = TypeVar("Point", bound=Any)
 Place = TypeVar("Place")
+
+CLOCK_AHEAD = "DDP_RECIPES_CLOCK_AHEAD_S"  # what a run's clock shows more than this machine's own
+
+
+def moment() -> float:
+    """Return the seconds by the clock that all processes of a run share, which setting the date does not move.
+
+    It is the machine's own, which counts from its start, and so starts elsewhere on each: see :func:`clock_of_nodes`.
+    """
+    return time.monotonic() + ahead_s()
+
+
+def ahead_s() -> float:
+    """Return how many seconds :func:`moment` is ahead of the machine's own clock."""
+    return float(os.environ.get(CLOCK_AHEAD, 0.0))
+
+
+@contextmanager
+def clock_of_nodes() -> Iterator[None]:
+    """Have this process, and those that it starts, take the time from the date that it is now, which nodes share."""
+    os.environ[CLOCK_AHEAD] = str(time.time() - time.monotonic())
+    try:
+        yield
+    finally:
+        del os.environ[CLOCK_AHEAD]
+
+
+class Progress(NamedTuple):
+    """How far a rank has come; the one that is furthest gives the others its state.
+
+    Attributes:
+        step: optimizer steps that are done.
+        after: how much of what follows a step is done: 0, 1 validation and schedules, 2 a checkpoint that was due, too.
+    """
+
+    step: int
+    after: int
 
 
 class Candidate(NamedTuple, Generic[Point, Place]):

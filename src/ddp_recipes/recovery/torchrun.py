@@ -11,11 +11,10 @@ from ddp_recipes.config.parallelism import strategy_settings
 from ddp_recipes.launchers.base import RestartNote
 from ddp_recipes.recovery.memory import SnapshotSlots
 from ddp_recipes.recovery.snapshot_holder import SnapshotHolder
-from ddp_recipes.recovery.source import Candidate, furthest
+from ddp_recipes.recovery.source import CLOCK_AHEAD, Candidate, furthest
 from ddp_recipes.reporting.run_directory import write_text
-from ddp_recipes.runtime.job import Job
+from ddp_recipes.runtime.job import Job, Regroup
 from ddp_recipes.runtime.messages import Messages
-from ddp_recipes.runtime.regroup import CLOCK_AHEAD, Regroup
 from ddp_recipes.runtime.world import World
 
 WHY = "torchrun started all ranks again."  # it says itself which rank it lost

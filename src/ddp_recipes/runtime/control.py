@@ -14,8 +14,8 @@ from ddp_recipes.errors import (
     exited_without_report,
     store_is_silent,
 )
+from ddp_recipes.runtime.job import ExitRequest, Loss, Regroup, Watcher
 from ddp_recipes.runtime.messages import Messages
-from ddp_recipes.runtime.regroup import ExitRequest, Loss, Regroup, Watcher
 from ddp_recipes.runtime.world import World
 
 T = TypeVar("T")

@@ -1,16 +1,23 @@
-"""One run as it travels from the process that composed it to every rank, with what it names of ``__main__``."""
+"""What goes between whoever started ranks and each of them: the job, and what is said where ranks regroup after a loss.
+
+Loads no torch.
+"""
 
 import json
 import re
 import signal
 import sys
 from base64 import b64decode, b64encode
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ddp_recipes.errors import RequestError
+
+if TYPE_CHECKING:
+    from ddp_recipes.runtime.messages import Messages
+
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)  # after a checkpoint; whoever gets one
 ASKS_TO_STOP = tuple(  # in this process: nohup has SIGHUP ignored, from the start
@@ -76,8 +83,6 @@ class Job:
     def from_json(cls, text: str) -> "Job":
         """Return the job that :meth:`to_json` wrote."""
         values = json.loads(text)
-        if "meeting" in values:  # of an earlier version, which has submitted it
-            values["regroup"] = values.pop("meeting")
         return cls(**{**values, "directory": Path(values["directory"])})
 
 
@@ -112,3 +117,83 @@ def unpack(text: str) -> None:
         for name, value in cloudpickle.loads(b64decode(text)).items():
             if not hasattr(main, name):
                 setattr(main, name, value)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A rank's message that it can no longer reach another one.
+
+    Attributes:
+        text: the error by which it noticed.
+        alone: ranks that have what no other rank has, and so can neither be replaced nor be behind.
+    """
+
+    step: int
+    after: int
+    text: str
+    alone: tuple[int, ...] = ()
+
+    def to_json(self) -> str:
+        """Return it as one line of text."""
+        return json.dumps({"loss": asdict(self)})
+
+
+@dataclass(frozen=True)
+class ExitRequest:
+    """The message that ranks do not regroup: all exit, and others go on.
+
+    Attributes:
+        keep: whether this rank leaves its state in memory.
+    """
+
+    keep: bool
+
+
+@dataclass(frozen=True)
+class Regroup:
+    """The address where ranks form a new group, and the ranks whose state they go on with.
+
+    Attributes:
+        file: of the store, as a path that any process of this user can open.
+        sources: of each part of the model the rank whose state all go on with that hold it.
+        lost: ranks that are replaced.
+        why: how each rank was lost that is replaced in this run, a line each: these, and those before them.
+        since: the :func:`moment` at which each loss was noticed.
+        reported: how many of these losses are reported to the user.
+        states: of each part of the model where its state is in memory, on this node or another, if all ranks are new.
+    """
+
+    file: str
+    sources: tuple[int, ...]
+    lost: tuple[int, ...]
+    why: tuple[str, ...]
+    since: tuple[float, ...]
+    reported: int = 0
+    states: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> "Regroup":
+        """Return the one whose fields came as JSON."""
+        made: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in values.items()}
+        return cls(**made)
+
+
+@dataclass(frozen=True)
+class Watcher:
+    """By default, nobody watches.
+
+    Attributes:
+        exited: returns the ranks whose process is known to have exited, which need not be waited for.
+        joined: called once this rank has joined the others, and has the state that they have.
+        reported: called with how many losses are reported to the user.
+        request: reports a loss, and waits; returns where ranks regroup, that all exit, or that the run ends: ``None``.
+        when_lost: takes what another thread calls once a rank is lost.
+        moves: returns whether all are to leave after a step, for others to go on.
+    """
+
+    exited: Callable[[], Iterable[int]] = tuple
+    joined: Callable[[], None] = lambda: None
+    reported: Callable[[int], None] = lambda number: None
+    request: Callable[[Loss], "tuple[Regroup, Messages] | ExitRequest | None"] = lambda loss: None
+    when_lost: Callable[[Callable[[], None]], None] = lambda call: None
+    moves: Callable[[], bool] = lambda: False

@@ -15,9 +15,8 @@ from typing import IO
 
 from ddp_recipes.launchers.fork_server import ForkedRank, ForkServer, python_path
 from ddp_recipes.launchers.reports import Death, RankReport
-from ddp_recipes.runtime.job import Job
+from ddp_recipes.runtime.job import Job, Loss
 from ddp_recipes.runtime.process import is_stopped
-from ddp_recipes.runtime.regroup import Loss
 
 
 @dataclass(eq=False)

@@ -13,10 +13,10 @@ from ddp_recipes.errors import RequestError
 from ddp_recipes.launchers.base import Resources
 from ddp_recipes.launchers.local.launcher import signals_caught
 from ddp_recipes.launchers.nodes.node import Node
+from ddp_recipes.recovery.source import clock_of_nodes
 from ddp_recipes.reporting.run_directory import Summary, read_summary
 from ddp_recipes.runtime.job import Job
 from ddp_recipes.runtime.process import loading
-from ddp_recipes.runtime.regroup import clock_of_nodes
 
 
 @dataclass(frozen=True, kw_only=True)

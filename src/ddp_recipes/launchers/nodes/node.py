@@ -22,9 +22,9 @@ from ddp_recipes.launchers.reports import Outcome
 from ddp_recipes.launchers.worker import FIRSTS
 from ddp_recipes.recovery.memory import SnapshotSlots
 from ddp_recipes.recovery.replacement import BY_CHANCE
+from ddp_recipes.recovery.source import CLOCK_AHEAD, ahead_s
 from ddp_recipes.reporting.run_directory import Summary, read_summary
-from ddp_recipes.runtime.job import Job
-from ddp_recipes.runtime.regroup import CLOCK_AHEAD, Regroup, ahead_s
+from ddp_recipes.runtime.job import Job, Regroup
 
 if TYPE_CHECKING:
     from ddp_recipes.launchers.nodes.rendezvous import Rendezvous

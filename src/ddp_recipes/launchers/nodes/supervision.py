@@ -14,9 +14,9 @@ from ddp_recipes.launchers.nodes.start import Offer, Start
 from ddp_recipes.launchers.reports import Outcome, decide
 from ddp_recipes.recovery.memory import SnapshotId, SnapshotSlots
 from ddp_recipes.recovery.replacement import ANSWER_S, progress
+from ddp_recipes.recovery.source import ahead_s, moment
 from ddp_recipes.reporting.run_directory import read_summary
 from ddp_recipes.runtime.job import Job
-from ddp_recipes.runtime.regroup import ahead_s, moment
 
 
 @dataclass(frozen=True)
