@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from benchmarks.samples import ROOT
 from ddp_recipes.callbacks import Callback
 from ddp_recipes.runtime import fast_paths
-from ddp_recipes.runtime.calls import CALLS
+from ddp_recipes.runtime.phases import CALLS
 
 ON = "all on"
 STEPS = 100  # of a turn

@@ -15,7 +15,7 @@ from torch.utils import swap_tensors
 from ddp_recipes._compat.dispatch import INSTEAD, DisableTorchFunction, OpOverload, TorchDispatchMode
 from ddp_recipes._compat.torch_ import viewed
 from ddp_recipes.build.init_recorder import InitRecorder, Ref, Undeferrable
-from ddp_recipes.runtime.calls import CALLS
+from ddp_recipes.runtime.phases import CALLS
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -19,7 +19,7 @@ from ddp_recipes.config import kinds, targets
 from ddp_recipes.config.keys import describe, fits, is_plain, shown
 from ddp_recipes.config.targets import identity
 from ddp_recipes.errors import RecipeError, RequestError
-from ddp_recipes.runtime.calls import CALLS
+from ddp_recipes.runtime.phases import CALLS
 
 WELL_KNOWN = ("ddp_recipes.", "torch.", "torchvision.")  # whose own errors say enough without a traceback
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_recipes._compat.torch_ import local
-from ddp_recipes.runtime.calls import CALLS
+from ddp_recipes.runtime.phases import CALLS
 from ddp_recipes.runtime.tensors import Source, rows_here
 from ddp_recipes.tasks import Task
 from ddp_recipes.tasks.task import outside

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from ddp_recipes.data.loader import Batch
 from ddp_recipes.errors import RunFailed
-from ddp_recipes.runtime.calls import CALLS
-from ddp_recipes.runtime.phases import ALL_REDUCE, phase
+from ddp_recipes.runtime.phases import ALL_REDUCE, CALLS, phase
 from ddp_recipes.runtime.seeding import seed_torch, step_key
 from ddp_recipes.training.collectives import of_rows
 from ddp_recipes.training.metrics import mean_loss

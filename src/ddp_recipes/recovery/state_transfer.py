@@ -13,8 +13,8 @@ from ddp_recipes.recovery.memory import HEADER, SnapshotId, least, write_state
 from ddp_recipes.recovery.points import Points
 from ddp_recipes.recovery.sharded_snapshot import pieces_of
 from ddp_recipes.recovery.source import Progress, ahead_s
-from ddp_recipes.runtime.calls import CALLS
 from ddp_recipes.runtime.job import Regroup
+from ddp_recipes.runtime.phases import CALLS
 from ddp_recipes.strategies.collectives import pieces, unpack
 from ddp_recipes.training.state import Run, load_part, local_state, restore, saved_state
 from ddp_recipes.training.stopping import Pace

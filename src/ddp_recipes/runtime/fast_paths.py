@@ -18,7 +18,7 @@ from torch.autograd import graph
 from torch.optim import Optimizer
 
 from ddp_recipes._compat.torch_ import is_observed, run_backward
-from ddp_recipes.runtime.calls import CALLS
+from ddp_recipes.runtime.phases import CALLS
 
 T = TypeVar("T")
 

@@ -1,9 +1,15 @@
-"""Phases of a training step as ranges in a profiler's trace."""
+"""Phases of a training step as ranges in a profiler's trace, and what steps ask of torch again and again.
 
-from collections.abc import Iterator
+``trainer.fast_paths`` puts shorter ways to the same in the place of the latter.
+"""
+
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+from torch.optim import Optimizer
 from torch.profiler import record_function
 
 ALL_REDUCE = "all-reduce"
@@ -26,3 +32,35 @@ def recording() -> Iterator[None]:
         yield
     finally:
         _recording = False
+
+
+def _backward(loss: Tensor) -> None:
+    loss.backward()  # type: ignore[no-untyped-call]
+
+
+def _zero_grad(optimizer: Optimizer) -> None:
+    optimizer.zero_grad()
+
+
+def _same(target: Any) -> Any:
+    return target
+
+
+@dataclass
+class Calls:
+    """Functions that this process calls; torch's own unless something else was put in their place.
+
+    Attributes:
+        backward: run backward from a loss.
+        zero_grad: set an optimizer's gradients to None.
+        made_of: the class or function to make an object by, for the one that a config names.
+        with_large_memory: a context for what takes and frees much memory.
+    """
+
+    backward: Callable[[Tensor], None] = _backward
+    zero_grad: Callable[[Optimizer], None] = _zero_grad
+    made_of: Callable[[Any], Any] = _same
+    with_large_memory: Callable[[], AbstractContextManager[None]] = nullcontext
+
+
+CALLS = Calls()

@@ -16,7 +16,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from ddp_recipes._compat.interpreter import can_run_exit_handlers, join_threads, run_exit_handlers
 from ddp_recipes.errors import Preempted
 
 

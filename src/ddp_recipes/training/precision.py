@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_recipes._compat.torch_ import note_step, ready_for_late_gradients
-from ddp_recipes.runtime.calls import CALLS
+from ddp_recipes.runtime.phases import CALLS
 
 _WHOLE = {"bf16-true": torch.bfloat16, "64-true": torch.float64}
 

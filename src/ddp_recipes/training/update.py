@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from ddp_recipes.data.loader import Batch
 from ddp_recipes.devices import sum_dtype
-from ddp_recipes.runtime.calls import CALLS
-from ddp_recipes.runtime.phases import ALL_REDUCE, phase
+from ddp_recipes.runtime.phases import ALL_REDUCE, CALLS, phase
 from ddp_recipes.training.collectives import of_rows
 from ddp_recipes.training.metrics import mean_loss, train_metrics
 from ddp_recipes.training.non_finite import Losses
