@@ -28,7 +28,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from torch.utils.tensorboard import SummaryWriter
 
-from ddp_recipes._compat import dispatch, hydra_, interpreter, messages, torch_
+from ddp_recipes import _compat
+from ddp_recipes._compat import dispatch, hydra_, messages, torch_
 from ddp_recipes.config import compose, kinds
 from ddp_recipes.main import CONF
 from ddp_recipes.runtime.world import World
@@ -249,13 +250,13 @@ def test_ddp_loads_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_threads_are_joined_and_exit_handlers_run(without: str) -> None:
     code = f"""
 import atexit, os, threading, time
-from ddp_recipes._compat import interpreter
+from ddp_recipes import _compat
 {without}
 atexit.register(print, "handler", flush=True)
 threading.Thread(target=lambda: (time.sleep(0.2), print("thread", flush=True))).start()
-interpreter.join_threads()
-assert interpreter.can_run_exit_handlers()
-interpreter.run_exit_handlers()
+_compat.join_threads()
+assert _compat.can_run_exit_handlers()
+_compat.run_exit_handlers()
 os._exit(0)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=patience(60))
@@ -276,7 +277,7 @@ leave(3)
 
 def test_can_run_exit_handlers_says_no_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("atexit._run_exitfuncs")
-    assert not interpreter.can_run_exit_handlers()
+    assert not _compat.can_run_exit_handlers()
 
 
 # --- Hydra -----------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+from ddp_recipes._compat import can_run_exit_handlers, join_threads, run_exit_handlers
 from ddp_recipes.errors import Preempted
 
 
