@@ -14,7 +14,7 @@ from torch.distributed import Store
 
 from ddp_recipes.runtime.process import connections, disconnect
 from ddp_recipes.runtime.world import World
-from ddp_recipes.strategies import transfers
+from ddp_recipes.strategies import exchanges
 from ddp_recipes.testing import on_ranks
 from helpers.marks import slow_but
 from helpers.patience import patience
@@ -25,12 +25,12 @@ MINUTES = timedelta(minutes=10)
 
 
 def message(mine: Tensor, theirs: Tensor) -> None:
-    transfers.send(mine, 0) if dist.get_rank() else transfers.receive(theirs, 1)
+    exchanges.send(mine, 0) if dist.get_rank() else exchanges.receive(theirs, 1)
 
 
 TRANSFERS: dict[str, Callable[[Tensor, Tensor], None]] = {
-    "all to all": lambda mine, theirs: transfers.exchanged(dist.all_to_all_single, theirs, mine),
-    "broadcast": lambda mine, theirs: transfers.exchanged(dist.broadcast, mine if dist.get_rank() else theirs, 1),
+    "all to all": lambda mine, theirs: exchanges.exchanged(dist.all_to_all_single, theirs, mine),
+    "broadcast": lambda mine, theirs: exchanges.exchanged(dist.broadcast, mine if dist.get_rank() else theirs, 1),
     "message": message,
 }
 
@@ -41,7 +41,7 @@ def joined(world: World, store: Store | None) -> set[int]:
     dist.init_process_group("gloo", store=store, rank=world.rank, world_size=2, timeout=MINUTES)
     dist.barrier()
     found = connections() - before
-    transfers.hold(found)
+    exchanges.hold(found)
     return found
 
 
@@ -77,7 +77,7 @@ def test_a_transfer_takes_as_long_as_the_other_rank_does() -> None:
         joined(world, store)
         mine, theirs = torch.full([1 << 20], float(world.rank)), torch.zeros(1 << 20)
         if world.rank == 1:
-            time.sleep(3 * transfers.LOOK_S)
+            time.sleep(3 * exchanges.LOOK_S)
         transfer(mine, theirs)
         return float(theirs[-1])
 

@@ -21,8 +21,7 @@ from ddp_recipes.output import Output
 from ddp_recipes.reporting.run_directory import RunDirectory
 from ddp_recipes.runtime.process import connections, disconnect, loading
 from ddp_recipes.runtime.seeding import Generators
-from ddp_recipes.strategies import Strategy, transfers
-from ddp_recipes.strategies.exchanges import Exchanges, leave_failures_to_us
+from ddp_recipes.strategies import Strategy, exchanges
 from ddp_recipes.tasks import Task
 from ddp_recipes.training.clock import make_clock
 from ddp_recipes.training.hooks import PythonState, Trained
@@ -43,9 +42,9 @@ def join(recipe: Recipe) -> None:
         check_ways(recipe.control)
     replaces = launcher.replace_ranks > 0
     if recipe.devices.backend.startswith(GPU_BACKEND):
-        leave_failures_to_us()
+        exchanges.leave_failures_to_us()
     recipe.strategy.bound = bound_to(recipe.devices.backend, recipe.devices.own)
-    transfers.hold(set())
+    exchanges.hold(set())
     # NCCL connects to its own sockets for as long as a group lives, also to leave it: they are its alone.
     connects_once = recipe.devices.backend.endswith(HOST_BACKEND)
     guard: Any = partial(nullcontext, set())
@@ -59,10 +58,10 @@ def join(recipe: Recipe) -> None:
         recipe.strategy.setup(recipe.world, messages, recipe.devices.backend, timeout, launcher.init_method)
     recipe.control.connections = connections() - before if connects_once else set()
     if recipe.request.strategy.needs_all(recipe.world.world_size):
-        transfers.hold(recipe.control.connections, least=0 if replaces else transfers.LARGE)
+        exchanges.hold(recipe.control.connections, least=0 if replaces else exchanges.LARGE)
     if recipe.strategy.silent:
         own, abort = recipe.devices.own, recipe.strategy.abort
-        recipe.strategy.exchanges = Exchanges(own, launcher.timeout_s, abort, settles=replaces)
+        recipe.strategy.exchanges = exchanges.Exchanges(own, launcher.timeout_s, abort, settles=replaces)
         recipe.strategy.exchanges.recorders = record_collectives()
     recipe.control.watcher.when_lost(partial(cut_off, recipe))  # else they may be waited for
     recipe.strategy.exchanges.synchronize()

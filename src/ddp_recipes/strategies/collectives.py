@@ -12,7 +12,7 @@ from torch import Tensor
 from ddp_recipes._compat.torch_ import bytes_of
 from ddp_recipes.devices import of_group
 from ddp_recipes.errors import RunFailed
-from ddp_recipes.strategies.transfers import exchanged, receive, send
+from ddp_recipes.strategies.exchanges import exchanged, receive, send
 
 _HEADER = 8  # bytes that hold the length of the JSON
 LARGE = 1 << 16  # bytes, of a tensor that is a message of its own

@@ -18,7 +18,7 @@ from ddp_recipes.runtime.tensors import digest
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import Exchange, Plain
 from ddp_recipes.strategies.collectives import gather
-from ddp_recipes.strategies.transfers import all_gather_single, exchanged
+from ddp_recipes.strategies.exchanges import all_gather_single, exchanged
 from ddp_recipes.tasks import Task
 
 ABORT_S = 10.0  # how long to wait for groups to end

@@ -20,7 +20,7 @@ from ddp_recipes._compat.torch_ import add_each, buffers_of, copy_each
 from ddp_recipes.errors import RunFailed
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import Collective, Exchange
-from ddp_recipes.strategies.transfers import all_gather_single, exchanged, wait
+from ddp_recipes.strategies.exchanges import all_gather_single, exchanged, wait
 from ddp_recipes.tasks.written import Watch
 
 _ALIGNMENT = 64  # bytes: as torch aligns new tensors, so that kernels treat a view like one of those

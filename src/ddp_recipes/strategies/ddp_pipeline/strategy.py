@@ -20,8 +20,8 @@ from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import Passes, Wrapped, parameters_in, states_in_order
 from ddp_recipes.strategies.collectives import broadcast, broadcast_each, gather, in_buckets
 from ddp_recipes.strategies.ddp_pipeline.settings import DDPPipelineSettings
+from ddp_recipes.strategies.exchanges import exchanged, wait_for_message
 from ddp_recipes.strategies.group import Group
-from ddp_recipes.strategies.transfers import exchanged, wait_for_message
 from ddp_recipes.tasks import StepOutput, Task
 from ddp_recipes.tasks.task import outside
 from ddp_recipes.tasks.written import Watch

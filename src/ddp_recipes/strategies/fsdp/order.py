@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_recipes.errors import RunFailed
-from ddp_recipes.strategies.transfers import all_gather_single, reduce_scatter_single, wait
+from ddp_recipes.strategies.exchanges import all_gather_single, reduce_scatter_single, wait
 
 _LOOK_S = 1e-3
 _PATIENCE_S = 30.0  # with others, once this rank has left the order that all had: they may not have

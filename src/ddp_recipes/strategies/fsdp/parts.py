@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ddp_recipes._compat.torch_ import local
 from ddp_recipes.runtime.tensors import OwnRows, span
-from ddp_recipes.strategies.transfers import exchanged
+from ddp_recipes.strategies.exchanges import exchanged
 
 
 @dataclass

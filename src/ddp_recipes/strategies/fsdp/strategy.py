@@ -21,6 +21,7 @@ from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import Exchange, Passes, T, Whole, Wrapped, in_place, parameters_in
 from ddp_recipes.strategies.collectives import broadcast_each
 from ddp_recipes.strategies.ddp_exact.ordered_sum import OrderedSum
+from ddp_recipes.strategies.exchanges import exchanged
 from ddp_recipes.strategies.fsdp.blocks import blocks_of, refuse_optimizers, refuse_parameters, single_numbers
 from ddp_recipes.strategies.fsdp.calls import Calls
 from ddp_recipes.strategies.fsdp.dtypes import explanation, policies_of
@@ -32,7 +33,6 @@ from ddp_recipes.strategies.fsdp.settings import FSDPSettings
 from ddp_recipes.strategies.fsdp.steps import gather_in_steps
 from ddp_recipes.strategies.fsdp.usage import Usage
 from ddp_recipes.strategies.group import Group
-from ddp_recipes.strategies.transfers import exchanged
 from ddp_recipes.tasks import Task
 from ddp_recipes.tasks.blocks import on_copies
 

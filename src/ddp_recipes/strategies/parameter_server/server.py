@@ -18,8 +18,8 @@ from ddp_recipes.errors import RunFailed
 from ddp_recipes.runtime.control import has_failed
 from ddp_recipes.runtime.messages import Messages
 from ddp_recipes.runtime.world import World
+from ddp_recipes.strategies.exchanges import receive, send
 from ddp_recipes.strategies.parameter_server.messages import ANY, ASK, DEAL, GRADIENTS, WEIGHTS, Push, Served
-from ddp_recipes.strategies.transfers import receive, send
 
 log = logging.getLogger(__name__)
 
