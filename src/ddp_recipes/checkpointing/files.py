@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from ddp_recipes.checkpointing import parts
-from ddp_recipes.checkpointing.part_file import DamagedParts
 from ddp_recipes.checkpointing.writing import reason_of
 from ddp_recipes.errors import RequestError
 
@@ -77,7 +76,7 @@ def load(path: Path, verify: parts.Verify = parts.verify_here, readers: int = 0)
         raise RequestError(f"There is no checkpoint {path}. {_hint(path.parent)}") from None
     except RequestError:
         raise
-    except DamagedParts as error:
+    except parts.DamagedParts as error:
         raise DamagedCheckpoint(path, str(error)) from None
     except Exception as error:  # a damaged file can fail in any way in the unpickler
         raise DamagedCheckpoint(

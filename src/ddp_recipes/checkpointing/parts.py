@@ -2,26 +2,33 @@
 
 The index is ``step_<8 digits>.json`` (``.pt`` in runs of earlier versions). Its parts are in a folder beside it, whose
 name has a part that differs from start to start: no save writes into the files of another one. Nothing is pickled.
+
+A part is verified before it is read. A rank that has verified what it loads does not read it again.
 """
 
+import io
 import json
+import math
+import os
 import re
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ddp_recipes.checkpointing.part_file import NAMES, DamagedParts, Kind, PartFile
+from ddp_recipes.checkpointing.writing import NAMES
 from ddp_recipes.runtime.files import open_file
 from ddp_recipes.runtime.tensors import OwnRows, whole_of
 
 FORMAT = 3
+DTYPES = {name: dtype for dtype, name in NAMES.items()}
 FOLDER = re.compile(r"step_\d{8,}-[0-9a-f]{8}")
 Verify = Callable[[Sequence[Callable[[], str | None]]], Sequence[str | None]]
 
@@ -137,6 +144,180 @@ def index(folder: str, tree: Any, rows: Mapping[str, OwnRows], parts: Sequence[P
 
 def _checksum(text: bytes) -> str:
     return f"{zlib.crc32(text):08x}"
+
+
+MOST_DIMENSIONS = 64  # of a tensor that torch computes with
+CHUNK = 1 << 20  # bytes: what was read is still in the processor's cache when its checksum is computed
+
+
+class DamagedParts(ValueError):
+    """What is wrong with an index or with a part."""
+
+
+class Kind(NamedTuple):
+    """What a tensor is, but for its numbers."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, dtype: str, shape: list[int]) -> "Kind":
+        """Return what a file says in JSON.
+
+        Raises:
+            ValueError: there is no such tensor.
+        """
+        lengths = len(shape) <= MOST_DIMENSIONS and all(type(each) is int and 0 <= each < 1 << 63 for each in shape)
+        if dtype not in DTYPES or not lengths:
+            raise ValueError(f"there is no tensor of {dtype} and the shape {shape}")
+        return cls(DTYPES[dtype], tuple(shape))
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes that it takes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def empty(self) -> Tensor:
+        """Return one whose numbers are still to be filled in."""
+        return torch.empty(self.shape, dtype=self.dtype)
+
+
+def laid_out(header: bytes, size: int) -> dict[str, tuple[Kind, int]]:
+    """Return the tensors of a safetensors file, and at which of the bytes after the header each begins.
+
+    Raises:
+        ValueError: not each of the ``size`` bytes after it belongs to one of them.
+    """
+    try:
+        entries: dict[str, Any] = json.loads(header)
+        entries.pop("__metadata__", None)
+        spans = sorted((*entry["data_offsets"], name) for name, entry in entries.items())
+        kinds = {name: Kind.of(entry["dtype"], entry["shape"]) for name, entry in entries.items()}
+        edges = [0, *(edge for span in spans for edge in span[:2]), size]
+        whole = edges[::2] == edges[1::2] and {*map(type, edges)} == {int}
+        whole = whole and all(kinds[name].nbytes == high - low for low, high, name in spans)
+    except (AttributeError, LookupError, TypeError, RecursionError) as error:
+        raise ValueError(f"its header cannot be read ({type(error).__name__})") from None
+    if not whole:
+        raise ValueError("by its header some of its bytes belong to no tensor, or to several")
+    return {name: (kinds[name], low) for low, _, name in spans}
+
+
+@dataclass
+class PartFile:
+    """A safetensors file that a rank wrote. It is read into the memory that is to hold what is in it, not mapped.
+
+    Attributes:
+        path: of the file.
+        rank: that wrote it.
+        size: in bytes.
+        checksum: its CRC-32.
+        begin: where it begins in what ``source`` opens, if it is elsewhere than at its path.
+        expected: tensors that it has to have.
+    """
+
+    path: Path
+    rank: int
+    size: int
+    checksum: int
+    begin: int = 0
+    source: Callable[[], io.RawIOBase] | None = None
+    expected: dict[str, Kind] = field(default_factory=dict)
+    _kept: dict[str, Tensor] = field(default_factory=dict)
+
+    def damage(self, keep: bool) -> str | None:
+        """Return what is wrong with the file, ``None`` if nothing is: reads all of it.
+
+        Args:
+            keep: whether to hold what is in it until it is asked for.
+        """
+        who = f"its part {self.path.parent.name}/{self.path.name}, which rank {self.rank} wrote,"
+        try:
+            with self._open() as file:
+                if (size := os.fstat(file.fileno()).st_size) != self.size:
+                    return f"{who} has {size:,} bytes, not {self.size:,}"
+                found = 0
+                for memory in self._memory(keep):
+                    left = memory
+                    while left and (count := file.readinto(left[:CHUNK])):
+                        found = zlib.crc32(left[:count], found)
+                        left = left[count:]
+                    if left:
+                        break
+            if found != self.checksum:
+                return f"{who} does not match its checksum"
+            for name, kind in self.expected.items():
+                if name not in self._tensors or self._tensors[name][0] != kind:
+                    return f"{who} has not those rows of {name} that the index says"
+        except FileNotFoundError:
+            return f"{who} is missing"
+        except OSError as error:
+            return f"{who} cannot be read: {error.strerror}"
+        except ValueError as error:
+            return f"{who} is none: {error}"
+        return None
+
+    def _memory(self, keep: bool) -> Iterator[memoryview]:
+        """Yield memory, each to be filled from the file before the next is asked for."""
+        if keep:
+            with suppress(ValueError):  # a damaged header: see the checksum
+                yield from self._memory_to_keep()
+        scratch = memoryview(bytearray(CHUNK))
+        while True:
+            yield scratch
+
+    def _memory_to_keep(self) -> Iterator[memoryview]:
+        yield (length := memoryview(bytearray(8)))
+        yield (header := memoryview(bytearray(min(int.from_bytes(length, "little"), self.size))))
+        for name, (kind, _) in laid_out(bytes(header), self.size - 8 - len(header)).items():
+            self._kept[name] = kind.empty()
+            yield _bytes(self._kept[name])
+
+    def take(self, name: str) -> Tensor | None:
+        """Hand over all that the file has of a tensor, if it was kept; not a second time."""
+        return self._kept.pop(name, None)
+
+    def read(self, name: str, row: int, into: Tensor) -> Tensor:
+        """Fill memory with the file's rows of a tensor, from a row on."""
+        if (kept := self.take(name)) is not None:
+            return into.copy_(kept[row : row + len(into)])
+        if not into.numel():
+            return into
+        _, begin = self._tensors[name]
+        at = begin + row * (into.nbytes // max(1, len(into)) if into.dim() else 0)
+        left = _bytes(into)
+        with self._open() as file:
+            file.seek(at)
+            while left and (count := file.readinto(left)):
+                left = left[count:]
+        if left:
+            raise DamagedParts(f"{self.path} ended early")
+        return into
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a tensor that is whole in the file."""
+        if (kept := self.take(name)) is not None:
+            return kept
+        if name not in self._tensors:
+            raise DamagedParts(f"{self.path} has no tensor {name}")
+        return self.read(name, 0, self._tensors[name][0].empty())
+
+    @cached_property
+    def _tensors(self) -> dict[str, tuple[Kind, int]]:
+        """What is in the file, and where each tensor begins."""
+        with self._open() as file:
+            file.seek(self.begin)
+            length = min(int.from_bytes(file.read(8) or b"", "little"), self.size)
+            found = laid_out(file.read(length) or b"", self.size - 8 - length)
+        return {name: (kind, self.begin + 8 + length + at) for name, (kind, at) in found.items()}
+
+    def _open(self) -> io.RawIOBase:
+        return open_file(self.path) if self.source is None else self.source()
+
+
+def _bytes(values: Tensor) -> memoryview:
+    flat: Any = values.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(flat)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import io
+import json
 import mmap
 import os
 import shutil
@@ -24,7 +25,6 @@ from torch.serialization import get_crc32_options, set_crc32_options
 from ddp_recipes import devices
 from ddp_recipes._compat.messages import refused_global
 from ddp_recipes._compat.torch_ import bytes_of, storage_key, tree_flatten, tree_unflatten
-from ddp_recipes.checkpointing.part_file import BLOCK, stream
 from ddp_recipes.devices import saving_through_page_locked
 from ddp_recipes.errors import RecipeError, chain
 from ddp_recipes.runtime.files import Save
@@ -98,6 +98,75 @@ def reason_of(error: Exception) -> str:
     # torch goes on to say how to load it all the same, which is no advice for a file that came from elsewhere.
     refused = refused_global(error)
     return f"it names {refused}" if refused else (str(error) or type(error).__name__).split(". ")[0].splitlines()[0]
+
+
+BLOCK = 4 << 20  # bytes, a multiple of the disk's own blocks: direct writes have to be
+NAMES = {  # https://github.com/huggingface/safetensors#format
+    **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
+    **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"},
+    **{torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.bool: "BOOL", torch.complex64: "C64"},
+    **{torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64"},
+}
+
+
+def size_in_file(value: Tensor | Source) -> int:
+    """Return the bytes that a tensor takes."""
+    return value.shape.numel() * value.dtype.itemsize
+
+
+def stream(tensors: Mapping[str, Tensor | Source]) -> Iterator[memoryview]:
+    """Yield a safetensors file with these tensors piece by piece: the header first, then what is in them.
+
+    A piece may be overwritten once the one after the next is asked for.
+
+    Raises:
+        TypeError: the format has no word for a dtype.
+    """
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))  # so each is aligned
+    end = 0
+    for name in names:
+        value = tensors[name]
+        if value.dtype not in NAMES:
+            raise TypeError(f"{name} is of {value.dtype}, for which safetensors has no name.")
+        begin, end = end, end + size_in_file(value)
+        header[name] = {"dtype": NAMES[value.dtype], "shape": [*value.shape], "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    yield memoryview(len(text).to_bytes(8, "little") + text)
+    rooms = _Rooms()
+    for name in names:
+        for piece in _pieces(tensors[name]):
+            content = bytes_of(piece)
+            for at in range(0, len(content), BLOCK):
+                flat: Any = rooms.host(content[at : at + BLOCK]).numpy()
+                yield memoryview(flat)
+
+
+class _Rooms:
+    """Two blocks of page-locked memory in turns, through which bytes leave an accelerator."""
+
+    def __init__(self) -> None:
+        self._rooms: list[Tensor] = []
+
+    def host(self, content: Tensor) -> Tensor:
+        """Return bytes on the host, uint8 [bytes]: those that are there already as they are."""
+        if not devices.is_accelerator(content.device):
+            return content
+        room = self._rooms.pop(0) if len(self._rooms) == 2 else devices.page_locked(BLOCK)
+        self._rooms.append(room)
+        return room[: len(content)].copy_(content)
+
+
+def _pieces(value: Tensor | Source) -> Iterator[Tensor]:
+    """Yield a tensor, or rows of it that are not in memory yet."""
+    if isinstance(value, Tensor):
+        yield value
+        return
+    rows = value.shape[0]
+    each = max(1, BLOCK * rows // max(1, size_in_file(value)))
+    for start in range(0, rows, each):
+        yield value.rows(start, min(start + each, rows))
 
 
 _APART = 64  # bytes: where a tensor of any dtype may begin

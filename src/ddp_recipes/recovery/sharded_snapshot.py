@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ddp_recipes.checkpointing.files import State
-from ddp_recipes.checkpointing.part_file import NAMES, PartFile, stream
-from ddp_recipes.checkpointing.parts import dealt, restored, taken_apart
+from ddp_recipes.checkpointing.parts import PartFile, dealt, restored, taken_apart
+from ddp_recipes.checkpointing.writing import NAMES, stream
 from ddp_recipes.recovery.memory import HEADER
 
 _LENGTH = 8  # bytes that hold the length of the JSON
