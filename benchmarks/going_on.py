@@ -35,8 +35,8 @@ Batches = Iterator[tuple[list[int], Any]]  # rows of this rank, and the state af
 def ours(folder: Path, rank: int, ranks: int, state: Any) -> Batches:
     import torch
 
-    from ddp_recipes.data.batch_plan import BatchPlan
     from ddp_recipes.data.loader import Loader
+    from ddp_recipes.data.order import BatchPlan
     from ddp_recipes.streams import Stream
 
     stream = Stream(str(folder / "ours"), inputs="number")

@@ -21,9 +21,8 @@ from benchmarks.player import peak_memory
 from benchmarks.results import Group, Row, Settings
 from benchmarks.samples import ROOT, SEED
 from benchmarks.turns import Spread
-from ddp_recipes.data.batch_plan import BatchPlan
 from ddp_recipes.data.loader import Loader
-from ddp_recipes.data.order import Shuffled
+from ddp_recipes.data.order import BatchPlan, Shuffled
 
 SIZES = (10**6, 10**7, 10**8, 10**9)
 LARGEST = {"ours": 10**9, "DistributedSampler": 10**7}  # its list of 10**9 would take 40 GB

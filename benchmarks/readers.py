@@ -71,8 +71,8 @@ def prepared(kind: str) -> Callable[[Any], Tensor]:
 
 
 def ours(job: Job) -> Iterator[Any]:
-    from ddp_recipes.data.batch_plan import BatchPlan
     from ddp_recipes.data.loader import Loader
+    from ddp_recipes.data.order import BatchPlan
     from ddp_recipes.streams import Stream
 
     columns: dict[str, Any] = {"inputs": "jpg", "targets": "cls"} if job.kind == "images" else {"inputs": "text"}
@@ -198,8 +198,8 @@ def gone_on(folder: Path) -> dict[str, float]:
     """Begin in the middle of the fourth epoch of ``folder/rows``; return seconds, and bytes that this takes."""
     import pyarrow.parquet  # noqa: F401 - not what is measured
 
-    from ddp_recipes.data.batch_plan import BatchPlan
     from ddp_recipes.data.loader import Loader
+    from ddp_recipes.data.order import BatchPlan
     from ddp_recipes.streams import Stream
 
     before, began = memory(), time.perf_counter()

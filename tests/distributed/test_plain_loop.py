@@ -14,8 +14,7 @@ from torch.distributed import Store
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
-from ddp_recipes.data.batch_plan import BatchPlan
-from ddp_recipes.data.order import Shuffled
+from ddp_recipes.data.order import BatchPlan, Shuffled
 from ddp_recipes.datasets import fake_images, random_regression
 from ddp_recipes.models import MLP, Toy
 from ddp_recipes.reporting.run_directory import Summary

@@ -19,9 +19,8 @@ from torch.utils.data import TensorDataset
 from ddp_recipes import rank
 from ddp_recipes._compat.messages import lost_a_rank
 from ddp_recipes.callbacks import Callback
-from ddp_recipes.data.batch_plan import BatchPlan
 from ddp_recipes.data.loader import Loader
-from ddp_recipes.data.order import Sequential
+from ddp_recipes.data.order import BatchPlan, Sequential
 from ddp_recipes.runtime.job import Job
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies import DDP, DDPSettings

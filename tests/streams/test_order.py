@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from ddp_recipes.data.batch_plan import BatchPlan
-from ddp_recipes.data.order import Sequential, Shuffled
+from ddp_recipes.data.order import BatchPlan, Sequential, Shuffled
 from ddp_recipes.streams.index import Shard
 from ddp_recipes.streams.order import Windowed, cost, quality
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddp_recipes.data.batch_plan import BatchPlan
 from ddp_recipes.data.loader import Loader
+from ddp_recipes.data.order import BatchPlan
 from ddp_recipes.reporting.run_directory import Summary
 from ddp_recipes.streams import Stream
 from helpers.shards import ROWS, Noise, write_shards

@@ -22,10 +22,9 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from ddp_recipes._compat.torch_ import tree_leaves
-from ddp_recipes.data.batch_plan import BatchPlan
 from ddp_recipes.data.keyed import collate, samples_in, to_device
 from ddp_recipes.data.loader import Batch, Loader, is_iterable, size_of
-from ddp_recipes.data.order import Sequential, Shuffled
+from ddp_recipes.data.order import BatchPlan, Sequential, Shuffled
 from ddp_recipes.datasets import InMemory, ScaleAndNormalize, digits, fake_images
 from ddp_recipes.errors import RequestError, RunFailed
 from helpers.marks import at_night
@@ -187,7 +186,7 @@ def test_random_transforms_draw_the_same_whoever_loads_a_sample() -> None:
 
 ON_FOUR_THREADS = """
 import torch
-from ddp_recipes.data.batch_plan import BatchPlan
+from ddp_recipes.data.order import BatchPlan
 from ddp_recipes.data.loader import Loader
 from ddp_recipes.data.order import Sequential
 

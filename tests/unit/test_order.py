@@ -11,13 +11,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from ddp_recipes.data import batch_plan
-from ddp_recipes.data.batch_plan import BatchPlan
-from ddp_recipes.data.order import Drawn, Order, Sequential, Shuffled, draw, permute
+from ddp_recipes.data import order as module
+from ddp_recipes.data.order import BatchPlan, Drawn, Order, Sequential, Shuffled, draw, permute
 from ddp_recipes.runtime.seeding import key
 from helpers.marks import quick_each
 
-BLOCK, BATCHES = batch_plan._BLOCK, batch_plan._BATCHES
+BLOCK, BATCHES = module._BLOCK, module._BATCHES
 SEEDS = st.integers(0, 2**63 - 1)
 
 
@@ -25,8 +24,8 @@ SEEDS = st.integers(0, 2**63 - 1)
 def small_blocks() -> Iterator[None]:
     """Let plans of a few hundred samples have many blocks, which batches begin and end anywhere in."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batch_plan, "_BLOCK", 60)
-        patch.setattr(batch_plan, "_BATCHES", 4)
+        patch.setattr(module, "_BLOCK", 60)
+        patch.setattr(module, "_BATCHES", 4)
         yield
 
 
@@ -213,8 +212,8 @@ def test_order_differs_by_epoch_and_by_seed() -> None:
 
 
 def test_a_batch_lies_across_blocks_of_their_real_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_plan, "_BLOCK", BLOCK)
-    monkeypatch.setattr(batch_plan, "_BATCHES", BATCHES)
+    monkeypatch.setattr(module, "_BLOCK", BLOCK)
+    monkeypatch.setattr(module, "_BATCHES", BATCHES)
     plan, expected = BatchPlan(Shuffled(200_000, 9), 50_000, 2), shuffled(200_000, key(9, 1))
     assert epoch_of(plan, 1, 1) == expected.reshape(4, 2, -1)[:, 1].ravel().tolist()
     small = BatchPlan(Shuffled(20_000, 9), 3)

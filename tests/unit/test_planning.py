@@ -2,8 +2,7 @@
 
 import pytest
 
-from ddp_recipes.data.batch_plan import BatchPlan
-from ddp_recipes.data.order import Sequential
+from ddp_recipes.data.order import BatchPlan, Sequential
 from ddp_recipes.model_parallel.timeline import bubble, order, timeline
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import Collective

@@ -12,10 +12,9 @@ from ddp_recipes.build.instantiate import bound, locate, make, parameters_of
 from ddp_recipes.config.extras import extra
 from ddp_recipes.config.parallelism import BatchShards, StrategySettings
 from ddp_recipes.config.settings import DataSettings, TrainerSettings, batches
-from ddp_recipes.data.batch_plan import BatchPlan
 from ddp_recipes.data.keyed import Form, gives_batches
 from ddp_recipes.data.loader import Loader, is_iterable, size_of
-from ddp_recipes.data.order import Bucketed, Drawn, FirstEpoch, Order, order_of
+from ddp_recipes.data.order import BatchPlan, Bucketed, Drawn, FirstEpoch, Order, order_of
 from ddp_recipes.errors import RequestError
 from ddp_recipes.runtime.world import World
 from ddp_recipes.training.precision import whole_dtype

@@ -17,10 +17,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ddp_recipes._compat.torch_ import tree_map_only
-from ddp_recipes.data.batch_plan import UNKNOWN, BatchPlan
 from ddp_recipes.data.keyed import AS_IT_COMES, Form, collate, to_device
 from ddp_recipes.data.loader import Batch, Loader
-from ddp_recipes.data.order import Sequential
+from ddp_recipes.data.order import UNKNOWN, BatchPlan, Sequential
 from ddp_recipes.data.reading import Cut, Item, Kind, Saved, Start
 from ddp_recipes.data.reading import begin_worker as begin_cut
 from ddp_recipes.devices import is_accelerator, locks_pages

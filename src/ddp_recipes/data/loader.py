@@ -21,7 +21,6 @@ from torch.nn.functional import pad
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from ddp_recipes._compat.torch_ import persistent, shut_down, tree_flatten, tree_map_only, workers_of
-from ddp_recipes.data.batch_plan import BatchPlan
 from ddp_recipes.data.keyed import (
     AS_IT_COMES,
     Draw,
@@ -33,6 +32,7 @@ from ddp_recipes.data.keyed import (
     may_skip,
     to_device,
 )
+from ddp_recipes.data.order import BatchPlan
 from ddp_recipes.datasets.memory import InMemory
 from ddp_recipes.datasets.transforms import is_known
 from ddp_recipes.devices import is_accelerator, locks_pages

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from ddp_recipes._compat.torch_ import notice_numbers, tree_leaves
-from ddp_recipes.data.batch_plan import BatchPlan
 from ddp_recipes.data.keyed import refuse_devices, samples_in
 from ddp_recipes.data.loader import follow_rank
+from ddp_recipes.data.order import BatchPlan
 from ddp_recipes.runtime.seeding import key, seeded
 
 

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ddp_recipes.data.batch_plan import BatchPlan
-from ddp_recipes.data.order import Indices
+from ddp_recipes.data.order import BatchPlan, Indices
 from ddp_recipes.errors import RequestError, RunFailed
 from ddp_recipes.runtime.seeding import key, seeded
 

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from dataclasses import replace
 
-from ddp_recipes.data.batch_plan import UNKNOWN
+from ddp_recipes.data.order import UNKNOWN
 from ddp_recipes.errors import RequestError
 from ddp_recipes.lightning.hooks import REMOVED
 from ddp_recipes.tasks import RunContext

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from ddp_recipes.data.batch_plan import BatchPlan
+from ddp_recipes.data.order import BatchPlan
 from ddp_recipes.errors import RequestError
 from ddp_recipes.streams.dataset import cache_of
 from ddp_recipes.streams.index import Index, make

@@ -13,9 +13,8 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from ddp_recipes.data.batch_plan import BatchPlan
 from ddp_recipes.data.keyed import skip
-from ddp_recipes.data.order import Order, Sequential
+from ddp_recipes.data.order import BatchPlan, Order, Sequential
 from ddp_recipes.datasets.transforms import Transforms, in_order
 from ddp_recipes.errors import RequestError, not_one_of
 from ddp_recipes.streams.cache import Cache, sha256

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
-from ddp_recipes.data.batch_plan import BatchPlan
-from ddp_recipes.data.order import Indices, Order, order_of, permute
+from ddp_recipes.data.order import BatchPlan, Indices, Order, order_of, permute
 from ddp_recipes.errors import RequestError
 from ddp_recipes.runtime.seeding import key
 

@@ -9,8 +9,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ddp_recipes.data.batch_plan import BatchPlan
-from ddp_recipes.data.order import Indices, Order, permute
+from ddp_recipes.data.order import BatchPlan, Indices, Order, permute
 from ddp_recipes.runtime.seeding import key
 
 _SHARDS, _ROWS = 0, 1  # what a key is for

@@ -15,7 +15,7 @@ from torch import Tensor
 from ddp_recipes._compat.messages import out_of_memory
 from ddp_recipes.build.recipe import Recipe
 from ddp_recipes.build.run import make_run, make_stop_controller
-from ddp_recipes.data.batch_plan import BatchPlan
+from ddp_recipes.data.order import BatchPlan
 from ddp_recipes.devices import empty_cache, is_accelerator, memory_limited, sum_dtype
 from ddp_recipes.errors import RequestError, RunFailed
 from ddp_recipes.output import Output

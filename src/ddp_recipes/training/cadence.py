@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from ddp_recipes.config.settings import TrainerSettings
-from ddp_recipes.data.batch_plan import UNKNOWN
+from ddp_recipes.data.order import UNKNOWN
 from ddp_recipes.training.state import Cursor, Run
 
 _FIRST_SAVES, _FIRST_STEPS = 10_000, 10_000_000  # that are looked at ahead

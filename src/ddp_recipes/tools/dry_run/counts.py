@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from ddp_recipes.data.batch_plan import BatchPlan
+from ddp_recipes.data.order import BatchPlan
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import Collective
 
