@@ -32,7 +32,7 @@ from ddp_recipes.runtime.world import World
 from ddp_recipes.tasks.written import refuse_differing
 from ddp_recipes.training import loop
 from ddp_recipes.training.cadence import save_meets_validation
-from ddp_recipes.training.collectives import refusing_collectives
+from ddp_recipes.training.guards import refusing_collectives
 from ddp_recipes.training.metrics import Matrices, evaluate, log_matrices, settle_monitor
 from ddp_recipes.training.precision import make_precision
 from ddp_recipes.training.state import Run

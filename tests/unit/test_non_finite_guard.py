@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddp_recipes.training.non_finite import non_finite_weights
+from ddp_recipes.training.guards import non_finite_weights
 
 HUGE = torch.finfo(torch.float32).max
 CASES = {

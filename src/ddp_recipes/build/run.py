@@ -24,8 +24,8 @@ from ddp_recipes.runtime.seeding import Generators
 from ddp_recipes.strategies import Strategy, exchanges
 from ddp_recipes.tasks import Task
 from ddp_recipes.training.clock import make_clock
+from ddp_recipes.training.guards import NonFiniteGuard
 from ddp_recipes.training.hooks import PythonState, Trained
-from ddp_recipes.training.non_finite import NonFiniteGuard
 from ddp_recipes.training.precision import make_precision
 from ddp_recipes.training.state import Run, Update, restore
 from ddp_recipes.training.stopping import StopController

@@ -14,7 +14,7 @@ from ddp_recipes.lightning.hooks import LOGGING, OF_EVALUATION, OF_STEP
 from ddp_recipes.lightning.update import backward
 from ddp_recipes.strategies.base import by_rank
 from ddp_recipes.tasks import RunContext
-from ddp_recipes.training.collectives import refused_collective
+from ddp_recipes.training.guards import refused_collective
 from ddp_recipes.training.update import clip_to
 
 if TYPE_CHECKING:

@@ -13,9 +13,8 @@ from ddp_recipes.data.loader import Batch
 from ddp_recipes.errors import RunFailed
 from ddp_recipes.runtime.phases import ALL_REDUCE, CALLS, phase
 from ddp_recipes.runtime.seeding import seed_torch, step_key
-from ddp_recipes.training.collectives import of_rows
+from ddp_recipes.training.guards import Losses, of_rows
 from ddp_recipes.training.metrics import mean_loss
-from ddp_recipes.training.non_finite import Losses
 from ddp_recipes.training.state import Run, Update
 from ddp_recipes.training.update import MicroBatch, clip_unscaled, micro_batches, needs_closure, of_step
 

@@ -24,8 +24,8 @@ from ddp_recipes.strategies import Strategy
 from ddp_recipes.strategies.base import Wrapped, by_rank, parameters_in
 from ddp_recipes.tasks import Schedule, Task
 from ddp_recipes.training.clock import Clock, Flops
+from ddp_recipes.training.guards import Losses, NonFiniteGuard, non_finite_weights
 from ddp_recipes.training.hooks import RunHooks
-from ddp_recipes.training.non_finite import Losses, NonFiniteGuard, non_finite_weights
 from ddp_recipes.training.precision import Precision
 from ddp_recipes.training.stopping import StopController
 

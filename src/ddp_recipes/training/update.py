@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from ddp_recipes.data.loader import Batch
 from ddp_recipes.devices import sum_dtype
 from ddp_recipes.runtime.phases import ALL_REDUCE, CALLS, phase
-from ddp_recipes.training.collectives import of_rows
+from ddp_recipes.training.guards import Losses, of_rows
 from ddp_recipes.training.metrics import mean_loss, train_metrics
-from ddp_recipes.training.non_finite import Losses
 from ddp_recipes.training.state import Run, Update
 
 log = logging.getLogger(__name__)
