@@ -35,7 +35,8 @@ from ddp_recipes.strategies import Strategy
 from ddp_recipes.strategies.base import batch_norms
 from ddp_recipes.tasks import Task
 from ddp_recipes.tasks.task import Modes
-from ddp_recipes.training.state import Cursor, Metrics, Run
+from ddp_recipes.training.cadence import Cursor
+from ddp_recipes.training.state import Metrics, Run
 
 log = logging.getLogger(__name__)
 

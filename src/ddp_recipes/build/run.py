@@ -23,12 +23,12 @@ from ddp_recipes.runtime.process import connections, disconnect, loading
 from ddp_recipes.runtime.seeding import Generators
 from ddp_recipes.strategies import Strategy, exchanges
 from ddp_recipes.tasks import Task
+from ddp_recipes.training.cadence import StopController
 from ddp_recipes.training.clock import make_clock
 from ddp_recipes.training.guards import NonFiniteGuard
 from ddp_recipes.training.hooks import PythonState, Trained
 from ddp_recipes.training.precision import make_precision
 from ddp_recipes.training.state import Run, Update, restore
-from ddp_recipes.training.stopping import StopController
 from ddp_recipes.training.update import update
 
 

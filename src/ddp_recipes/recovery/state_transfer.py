@@ -16,8 +16,8 @@ from ddp_recipes.recovery.source import Progress, ahead_s
 from ddp_recipes.runtime.job import Regroup
 from ddp_recipes.runtime.phases import CALLS
 from ddp_recipes.strategies.collectives import pieces, unpack
+from ddp_recipes.training.cadence import Pace
 from ddp_recipes.training.state import Run, load_part, local_state, restore, saved_state
-from ddp_recipes.training.stopping import Pace
 
 
 def progress_of(run: Run) -> Progress:

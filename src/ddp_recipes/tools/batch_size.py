@@ -22,7 +22,8 @@ from ddp_recipes.output import Output
 from ddp_recipes.strategies import Single
 from ddp_recipes.strategies.base import by_rank
 from ddp_recipes.tools.learning_rate import stepped
-from ddp_recipes.training.state import Cursor, Run
+from ddp_recipes.training.cadence import Cursor
+from ddp_recipes.training.state import Run
 
 log = logging.getLogger(__name__)
 

@@ -6,10 +6,10 @@ from torch import Tensor
 from ddp_recipes.devices import for_sums, peak_memory
 from ddp_recipes.runtime.phases import phase
 from ddp_recipes.runtime.seeding import key, seed_step
-from ddp_recipes.training.cadence import reason_to_stop, save_due, validation_due
+from ddp_recipes.training.cadence import Cursor, reason_to_stop, save_due, validation_due
 from ddp_recipes.training.clock import Rate
 from ddp_recipes.training.metrics import mean_loss, validate
-from ddp_recipes.training.state import Cursor, Run, Update, await_writer, save
+from ddp_recipes.training.state import Run, Update, await_writer, save
 
 
 def fit(run: Run) -> str:  # noqa: C901 - the loop reads top to bottom, on one page

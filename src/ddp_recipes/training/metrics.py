@@ -24,10 +24,10 @@ from ddp_recipes.strategies import Strategy
 from ddp_recipes.strategies.collectives import broadcast, gather
 from ddp_recipes.tasks import Task
 from ddp_recipes.tasks.task import is_stateful
+from ddp_recipes.training.cadence import ValidationStopped
 from ddp_recipes.training.guards import Losses, of_rows
 from ddp_recipes.training.precision import Precision
 from ddp_recipes.training.state import Metrics, Run
-from ddp_recipes.training.stopping import ValidationStopped
 
 Matrices = dict[str, Tensor]  # by the names of metrics
 

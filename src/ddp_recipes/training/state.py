@@ -23,11 +23,11 @@ from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies import Strategy
 from ddp_recipes.strategies.base import Wrapped, by_rank, parameters_in
 from ddp_recipes.tasks import Schedule, Task
+from ddp_recipes.training.cadence import Cursor, StopController
 from ddp_recipes.training.clock import Clock, Flops
 from ddp_recipes.training.guards import Losses, NonFiniteGuard, non_finite_weights
 from ddp_recipes.training.hooks import RunHooks
 from ddp_recipes.training.precision import Precision
-from ddp_recipes.training.stopping import StopController
 
 Metrics = dict[str, float]
 
@@ -35,15 +35,6 @@ _KERNELS = (
     "fused",
     "foreach",
 )  # options of an optimizer that are this run's own, whatever the checkpoint was made with
-
-
-class Cursor(NamedTuple):
-    """Where a run is. Order and randomness follow from it and the seed, so nothing else needs to be restored."""
-
-    epoch: int = 0
-    batch: int = 0  # batches of this epoch that are done
-    step: int = 0  # optimizer steps
-    samples_seen: int = 0
 
 
 class Update(NamedTuple):
