@@ -7,16 +7,21 @@ from datetime import timedelta
 from typing import Annotated, Any, Literal
 
 import pytest
-from hypothesis import assume, example, settings
-from hypothesis import given as given_
-from hypothesis import strategies as st
+from hypothesis import assume, example, given as given_, settings, strategies as st
 from omegaconf import OmegaConf
 
 from ddp_recipes.config import compose
 from ddp_recipes.config.keys import Range, parse
-from ddp_recipes.config.settings import CheckpointSettings, DataSettings, RunSettings, TrainerSettings, batches, seconds
+from ddp_recipes.config.settings import (
+    AutoSettings,
+    CheckpointSettings,
+    DataSettings,
+    RunSettings,
+    TrainerSettings,
+    batches,
+    seconds,
+)
 from ddp_recipes.errors import RequestError
-from ddp_recipes.launchers.auto import AutoSettings
 from ddp_recipes.main import CONF
 
 SECTIONS: dict[str, tuple[type[Any], bool]] = {

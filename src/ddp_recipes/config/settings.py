@@ -182,6 +182,13 @@ class LauncherSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AutoSettings(LauncherSettings):
+    """``launcher.*`` of ``launcher=auto``; another ``name`` chooses that launcher."""
+
+    name: Literal["auto", "local", "env", "slurm", "nodes"]
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataSettings:
     """``data.*``: how a data set is cut into batches. Sizes and the sets themselves are read by the recipe."""
 
@@ -331,16 +338,19 @@ AUTO = "ddp_recipes.launchers.AutoLauncher"
 BY_NAME = {name: f"ddp_recipes.launchers.{name.title()}Launcher" for name in ("local", "env", "slurm", "nodes")}
 
 
+def _launcher_target(section: Mapping[str, Any]) -> str:
+    """Return the name of a launcher's class; without a ``_target_``, or with ``auto``'s, ``launcher.name`` chooses."""
+    target = str(section.get("_target_", AUTO))
+    return BY_NAME.get(str(section.get("name")), AUTO) if target == AUTO else target
+
+
 def launcher_class(section: Mapping[str, Any]) -> Any:
-    """Return the class that ``launcher._target_`` names; without one, or with ``auto``'s, ``launcher.name`` chooses.
+    """Return the class of the launcher that a config leads to.
 
     Raises:
         RequestError: there is no such class, or it is no launcher.
     """
-    target = section.get("_target_", AUTO)
-    if target == AUTO:
-        target = BY_NAME.get(str(section.get("name")), AUTO)
-    module, _, name = str(target).rpartition(".")
+    module, _, name = (target := _launcher_target(section)).rpartition(".")
     try:
         found = getattr(import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
@@ -364,7 +374,9 @@ def launcher_settings(config: Mapping[str, Any]) -> LauncherSettings:
         RequestError: there is no such launcher, or a key or value is not allowed.
     """
     section = config["launcher"]
-    settings: type[LauncherSettings] = launcher_class(section).settings_class
+    settings: type[LauncherSettings] = AutoSettings
+    if _launcher_target(section) != AUTO:  # a rank that checks the keys of the default one loads no launcher
+        settings = launcher_class(section).settings_class
     return parse(settings, "launcher", {name: value for name, value in section.items() if name != "_target_"})
 
 

@@ -5,26 +5,18 @@ from typing import TYPE_CHECKING
 from ddp_recipes._lazy import on_use
 
 if TYPE_CHECKING:
-    from ddp_recipes.launchers.auto import AutoLauncher as AutoLauncher
-    from ddp_recipes.launchers.base import Launcher as Launcher
-    from ddp_recipes.launchers.base import Resources as Resources
+    from ddp_recipes.launchers.base import AutoLauncher as AutoLauncher, Launcher as Launcher, Resources as Resources
     from ddp_recipes.launchers.env import EnvLauncher as EnvLauncher
     from ddp_recipes.launchers.local import LocalLauncher as LocalLauncher
     from ddp_recipes.launchers.reports import (
         Death as Death,
-    )
-    from ddp_recipes.launchers.reports import (
         Outcome as Outcome,
-    )
-    from ddp_recipes.launchers.reports import (
         RankReport as RankReport,
-    )
-    from ddp_recipes.launchers.reports import (
         decide as decide,
     )
 
 _HOMES = {
-    "AutoLauncher": ".auto",
+    "AutoLauncher": ".base",
     "Death": ".reports",
     "EnvLauncher": ".env",
     "Launcher": ".base",

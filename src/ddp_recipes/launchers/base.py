@@ -1,4 +1,7 @@
-"""What a launcher is: made from its settings, it has the ranks of a job run and returns rank 0's summary."""
+"""What a launcher is: made from its settings, it has the ranks of a job run and returns rank 0's summary.
+
+And the one that is taken where none is chosen.
+"""
 
 import os
 from collections.abc import Mapping
@@ -7,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from ddp_recipes.config.settings import LauncherSettings
+from ddp_recipes.config.settings import AutoSettings, LauncherSettings, launcher_class
 from ddp_recipes.errors import RequestError
 from ddp_recipes.launchers.fork_server import ForkServer
 from ddp_recipes.reporting.run_directory import Summary, write_text
@@ -134,3 +137,18 @@ class Launcher(Protocol):
             KeyboardInterrupt: interrupted before a checkpoint was saved.
         """
         ...
+
+
+@dataclass(frozen=True)
+class AutoLauncher:
+    """The default: ``env`` in a process that is one of several ranks, else ``local``."""
+
+    settings_class: ClassVar[type[LauncherSettings]] = AutoSettings
+    settings: LauncherSettings
+    resources: Resources
+
+    def launch(self, job: Job) -> Summary:
+        """Run a job and return rank 0's summary."""
+        chosen = launcher_class({"name": "local" if self.resources.world is None else "env"})
+        summary: Summary = chosen(self.settings, self.resources).launch(job)
+        return summary
