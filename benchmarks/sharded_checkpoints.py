@@ -19,8 +19,7 @@ from benchmarks.results import Group, Row, Settings, in_ranks
 from benchmarks.samples import ROOT
 from benchmarks.turns import Spread
 from ddp_recipes import rank
-from ddp_recipes.build import resume
-from ddp_recipes.build import run as build_run
+from ddp_recipes.build import resume, run as build_run
 from ddp_recipes.callbacks import Callback
 from ddp_recipes.runtime.messages import Messages
 from ddp_recipes.runtime.world import World

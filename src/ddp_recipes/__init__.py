@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from ddp_recipes.main import run as run
     from ddp_recipes.runtime.world import World as World
     from ddp_recipes.strategies import Strategy as Strategy
-    from ddp_recipes.tasks import StepOutput as StepOutput
-    from ddp_recipes.tasks import Task as Task
+    from ddp_recipes.tasks import StepOutput as StepOutput, Task as Task
 
 _HOME = {
     "Callback": ".callbacks",

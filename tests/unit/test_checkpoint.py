@@ -16,8 +16,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from ddp_recipes.checkpointing.files import (
     FORMAT,

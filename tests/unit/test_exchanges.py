@@ -9,8 +9,7 @@ import torch.distributed as dist
 
 from ddp_recipes._compat.messages import lost_a_rank
 from ddp_recipes.errors import RequestError
-from ddp_recipes.strategies import exchanges as module
-from ddp_recipes.strategies import group as of_groups
+from ddp_recipes.strategies import exchanges as module, group as of_groups
 from ddp_recipes.strategies.exchanges import HANDLING, SETTINGS, Exchanges, leave_failures_to_us
 from ddp_recipes.strategies.group import Group
 from helpers.patience import patience

@@ -7,8 +7,7 @@ from itertools import pairwise, product
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies as st
 from numpy.typing import NDArray
 
 from ddp_recipes.data import order as module

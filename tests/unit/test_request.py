@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_recipes.build.devices import dry_run_devices

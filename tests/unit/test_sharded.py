@@ -12,10 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
-from safetensors.torch import load as safetensors
-from safetensors.torch import load_file
+from hypothesis import example, given, settings, strategies as st
+from safetensors.torch import load as safetensors, load_file
 
 import ddp_recipes
 from ddp_recipes.checkpointing.files import load, load_first, newest_first
@@ -24,8 +22,7 @@ from ddp_recipes.checkpointing.parts import Stored, put_together
 from ddp_recipes.checkpointing.sharded import Writers, make_checkpointer
 from ddp_recipes.errors import RecipeError, RequestError
 from ddp_recipes.runtime.tensors import OwnRows, digest, span
-from helpers.checkpoints import mounted, plain, state_of, steps_in
-from helpers.checkpoints import settings as saving
+from helpers.checkpoints import mounted, plain, settings as saving, state_of, steps_in
 from helpers.states import same, states
 
 RANKS = 3

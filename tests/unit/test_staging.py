@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from ddp_recipes.checkpointing import writing
 from ddp_recipes.checkpointing.writing import PlainWriter, StagingWriter, Writer

@@ -17,13 +17,14 @@ from torch import Tensor, nn
 from torch._C import _distributed_c10d
 from torch.autograd import Variable, profiler
 from torch.distributed import ProcessGroup, distributed_c10d
-from torch.optim import SGD, Optimizer
-from torch.optim import optimizer as optimizers
+from torch.optim import SGD, Optimizer, optimizer as optimizers
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten as tree_flatten
-from torch.utils._pytree import tree_leaves as tree_leaves
-from torch.utils._pytree import tree_map_only as tree_map_only
-from torch.utils._pytree import tree_unflatten as tree_unflatten
+from torch.utils._pytree import (
+    tree_flatten as tree_flatten,
+    tree_leaves as tree_leaves,
+    tree_map_only as tree_map_only,
+    tree_unflatten as tree_unflatten,
+)
 from torch.utils.data import DataLoader
 from torch.utils.data._utils import worker
 

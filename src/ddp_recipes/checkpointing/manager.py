@@ -7,16 +7,19 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import wait as wait_for
+from concurrent.futures import Future, ThreadPoolExecutor, wait as wait_for
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ddp_recipes.checkpointing.files import BEST, LAST, WHOLE, State, content_of, named, step_files, twin
 from ddp_recipes.checkpointing.parts import abandoned, folder_of
-from ddp_recipes.checkpointing.writing import StagingWriter as DefaultWriter  # or PlainWriter, from writing
-from ddp_recipes.checkpointing.writing import Writer, size_of, unwritable
+from ddp_recipes.checkpointing.writing import (
+    StagingWriter as DefaultWriter,  # or PlainWriter, from writing
+    Writer,
+    size_of,
+    unwritable,
+)
 from ddp_recipes.config.settings import CheckpointSettings
 from ddp_recipes.runtime.files import LACKING, Save, write_aside
 

@@ -20,8 +20,7 @@ from ddp_recipes._compat.torch_ import tree_map_only
 from ddp_recipes.data.keyed import AS_IT_COMES, Form, collate, to_device
 from ddp_recipes.data.loader import Batch, Loader
 from ddp_recipes.data.order import UNKNOWN, BatchPlan, Sequential
-from ddp_recipes.data.reading import Cut, Item, Kind, Saved, Start
-from ddp_recipes.data.reading import begin_worker as begin_cut
+from ddp_recipes.data.reading import Cut, Item, Kind, Saved, Start, begin_worker as begin_cut
 from ddp_recipes.devices import is_accelerator, locks_pages
 from ddp_recipes.errors import RequestError, RunFailed
 from ddp_recipes.runtime.seeding import key, seeded

@@ -5,9 +5,7 @@ from typing import TYPE_CHECKING
 from ddp_recipes._lazy import on_use
 
 if TYPE_CHECKING:
-    from ddp_recipes.loggers.base import Logger as Logger
-    from ddp_recipes.loggers.base import Loggers as Loggers
-    from ddp_recipes.loggers.base import folder_name as folder_name
+    from ddp_recipes.loggers.base import Logger as Logger, Loggers as Loggers, folder_name as folder_name
     from ddp_recipes.loggers.csv import CSVLogger as CSVLogger
     from ddp_recipes.loggers.tensorboard import TensorBoardLogger as TensorBoardLogger
 

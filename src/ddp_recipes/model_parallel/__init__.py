@@ -8,8 +8,7 @@ if TYPE_CHECKING:
     from ddp_recipes.config.parallelism import Stage as Stage
     from ddp_recipes.model_parallel.dry_run import DryRun as DryRun
     from ddp_recipes.model_parallel.micro_batches import in_micro_batches as in_micro_batches
-    from ddp_recipes.model_parallel.split import apart as apart
-    from ddp_recipes.model_parallel.split import split_model as split_model
+    from ddp_recipes.model_parallel.split import apart as apart, split_model as split_model
     from ddp_recipes.model_parallel.timing import timed as timed
 
 _HOMES = {

@@ -5,21 +5,12 @@ from typing import TYPE_CHECKING
 from ddp_recipes._lazy import on_use
 
 if TYPE_CHECKING:
-    from ddp_recipes.models.basic import MLP as MLP
-    from ddp_recipes.models.basic import Linear as Linear
-    from ddp_recipes.models.basic import Toy as Toy
-    from ddp_recipes.models.basic import ToyMP as ToyMP
+    from ddp_recipes.models.basic import MLP as MLP, Linear as Linear, Toy as Toy, ToyMP as ToyMP
     from ddp_recipes.models.gpt import GPT as GPT
     from ddp_recipes.models.resnet import (
         ResNet50MP as ResNet50MP,
-    )
-    from ddp_recipes.models.resnet import (
         resnet18 as resnet18,
-    )
-    from ddp_recipes.models.resnet import (
         resnet50 as resnet50,
-    )
-    from ddp_recipes.models.resnet import (
         resnet50_mp as resnet50_mp,
     )
 

@@ -9,11 +9,9 @@ from ddp_recipes._lazy import on_use
 
 if TYPE_CHECKING:
     from ddp_recipes.streams.dataset import Stream as Stream
-    from ddp_recipes.streams.mixture import Mixed as Mixed
-    from ddp_recipes.streams.mixture import Mixture as Mixture
+    from ddp_recipes.streams.mixture import Mixed as Mixed, Mixture as Mixture
     from ddp_recipes.streams.order import Windowed as Windowed
-    from ddp_recipes.streams.packing import LengthBuckets as LengthBuckets
-    from ddp_recipes.streams.packing import Packed as Packed
+    from ddp_recipes.streams.packing import LengthBuckets as LengthBuckets, Packed as Packed
 
 _HOMES = {
     "LengthBuckets": ".packing",

@@ -9,20 +9,12 @@ if TYPE_CHECKING:
     from ddp_recipes.tasks.model_loss import ModelLossTask as ModelLossTask
     from ddp_recipes.tasks.task import (
         Accuracy as Accuracy,
-    )
-    from ddp_recipes.tasks.task import (
         MeanAbsoluteError as MeanAbsoluteError,
-    )
-    from ddp_recipes.tasks.task import OwnOptimizers as OwnOptimizers
-    from ddp_recipes.tasks.task import RunContext as RunContext
-    from ddp_recipes.tasks.task import Schedule as Schedule
-    from ddp_recipes.tasks.task import (
+        OwnOptimizers as OwnOptimizers,
+        RunContext as RunContext,
+        Schedule as Schedule,
         StepOutput as StepOutput,
-    )
-    from ddp_recipes.tasks.task import (
         Surroundings as Surroundings,
-    )
-    from ddp_recipes.tasks.task import (
         Task as Task,
     )
 
