@@ -268,9 +268,7 @@ def top_level() -> list[Key]:
             continue  # Hydra's own documentation has them
         section = entry.path[0] if len(entry.path) > 1 else ""
         settings, name = SECTIONS.get(section), ".".join(entry.path)
-        reader = {"hydra": "Hydra", "optimizer": "ddp_recipes.build.optimizer"}.get(section) or _dotted(
-            settings or type
-        )
+        reader = {"hydra": "Hydra", "optimizer": "ddp_recipes.build.run"}.get(section) or _dotted(settings or type)
         hint = hints_of(settings).get(entry.path[-1]) if settings else None
         rows.append(Key(name, allowed(hint, entry.value), written(entry.value), entry.comment, reader))
     return rows

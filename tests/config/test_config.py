@@ -13,9 +13,8 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_recipes.build.observers import make_logger
-from ddp_recipes.build.optimizer import make_optimizers_and_schedules
 from ddp_recipes.build.recipe import Recipe, make_recipe
-from ddp_recipes.build.run import make_run, make_stop_controller
+from ddp_recipes.build.run import make_optimizers_and_schedules, make_run, make_stop_controller
 from ddp_recipes.config import compose
 from ddp_recipes.config.request import resolve
 from ddp_recipes.errors import RequestError

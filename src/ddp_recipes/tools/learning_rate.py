@@ -7,9 +7,8 @@ from functools import partial
 
 from torch import Tensor
 
-from ddp_recipes.build.optimizer import make_optimizer
 from ddp_recipes.build.recipe import Recipe
-from ddp_recipes.build.run import make_run, make_stop_controller
+from ddp_recipes.build.run import make_optimizer, make_run, make_stop_controller
 from ddp_recipes.errors import RequestError, RunFailed
 from ddp_recipes.output import Output
 from ddp_recipes.reporting.figures import leave_picture

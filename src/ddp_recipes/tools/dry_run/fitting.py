@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from ddp_recipes.build.optimizer import make_optimizer
 from ddp_recipes.build.recipe import Recipe, make_recipe
+from ddp_recipes.build.run import make_optimizer
 from ddp_recipes.config.parallelism import strategy_settings
 from ddp_recipes.devices import HOST, fake_devices
 from ddp_recipes.errors import RequestError
