@@ -29,7 +29,7 @@ from ddp_recipes.runtime.messages import Messages
 from ddp_recipes.runtime.process import ignore_once, shorten_names_of_sockets
 from ddp_recipes.runtime.tensors import digest, without_digest
 from ddp_recipes.runtime.world import World
-from ddp_recipes.tasks.written import refuse_differing
+from ddp_recipes.strategies.base import refuse_differing
 from ddp_recipes.training import loop
 from ddp_recipes.training.cadence import save_meets_validation
 from ddp_recipes.training.guards import refusing_collectives

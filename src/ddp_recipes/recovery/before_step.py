@@ -7,8 +7,9 @@ from torch import Tensor, nn
 
 from ddp_recipes._compat.torch_ import buffers_of, copy_each
 from ddp_recipes.errors import RunFailed
+from ddp_recipes.runtime.tensors import sums_of_bits
 from ddp_recipes.tasks.task import outside
-from ddp_recipes.tasks.written import seen_of, sums_of_bits
+from ddp_recipes.tasks.written import seen_of
 
 LOOKS = 3  # steps whose passes are looked at by what they leave in parameters that are not trained
 

@@ -1,8 +1,8 @@
-"""Tensors of which a process may have only some rows, and SHA-256 over nested plain data and tensors."""
+"""Tensors of which a process may have only some rows; SHA-256 over nested plain data and tensors, and sums of bits."""
 
 import ctypes  # a tensor that was once NumPy's never changes its size again, as observers' buffers do
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -76,6 +76,22 @@ def _update(hasher: Any, content: Any) -> None:
         hasher.update(f"{type(content).__name__}:{len(text)}:{text}".encode())
     else:
         raise TypeError(f"{type(content).__name__} has no digest: use tensors, numbers, text, lists and dicts.")
+
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+
+
+def sums_of_bits(tensors: Sequence[Tensor]) -> list[int]:
+    """Return for each tensor a number that other bits nearly always change: their sum as whole numbers, modulo 2^64.
+
+    One pass through memory, where the tensors are; the process waits for it.
+    """
+    sums = [bytes_of(each).view(_WORDS[each.element_size()]).sum(dtype=torch.int64) for each in tensors]
+    found: dict[int, int] = {}
+    for device in {each.device for each in sums}:
+        places = [place for place, each in enumerate(sums) if each.device == device]
+        found |= zip(places, torch.stack([sums[place] for place in places]).tolist(), strict=True)
+    return [found[place] for place in range(len(sums))]
 
 
 class Source(Protocol):

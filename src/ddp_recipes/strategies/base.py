@@ -14,6 +14,7 @@ from ddp_recipes._compat.messages import of_sparse
 from ddp_recipes._compat.torch_ import BatchNorm, norm_of_each
 from ddp_recipes.checkpointing.parts import put_together
 from ddp_recipes.config.parallelism import StrategySettings
+from ddp_recipes.errors import RunFailed
 from ddp_recipes.runtime.messages import Messages
 from ddp_recipes.runtime.phases import phase
 from ddp_recipes.runtime.tensors import OwnRows, digest
@@ -341,3 +342,25 @@ def in_place(task: nn.Module, others: Mapping[nn.Parameter, nn.Parameter]) -> It
 def batch_norms(task: nn.Module) -> list[str]:
     """Return the names of the batch-norm modules."""
     return [name for name, module in task.named_modules() if isinstance(module, BatchNorm)]
+
+
+def refuse_differing(of_ranks: Sequence[Mapping[str, int]]) -> None:
+    """Refuse to go on with parameters that are not the same on all ranks: rank 0's are saved.
+
+    Args:
+        of_ranks: by rank the sums of bits of each parameter.
+
+    Raises:
+        RunFailed: names the first that differs, and where.
+    """
+    for name, value in of_ranks[0].items():
+        ranks = [rank for rank, sums in enumerate(of_ranks) if sums[name] != value]
+        if ranks:
+            other = ", ".join(map(str, ranks[:8])) + (", …" if ranks[8:] else "")
+            raise RunFailed(
+                f"The parameter {name.removeprefix('model.')} has other values on rank {other} than on rank 0, whose "
+                f"are saved: something writes to it by what a rank alone has seen. A forward pass does so, with "
+                f"nn.Embedding(max_norm=…) or averages over a batch, or a callback that not all ranks run alike. Have "
+                f"all ranks write the same once a step (in a callback's on_step, or on_train_batch_end of a Lightning "
+                f"module), or make it a buffer (register_buffer), of which all get rank 0's."
+            )

@@ -6,52 +6,16 @@ nothing that goes by ``parameter.data``: one that has got other memory is seen, 
 what they leave. What one rank writes otherwise than the others is found where their parameters are compared.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor, nn
 
-from ddp_recipes._compat.torch_ import bytes_of, storage_key, writes
+from ddp_recipes._compat.torch_ import storage_key, writes
 from ddp_recipes.errors import RunFailed
+from ddp_recipes.runtime.tensors import sums_of_bits
 
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 _FIRST, _NEXT = 3, 64  # so many passes are looked at; then this one, and each after four times as many
-
-
-def sums_of_bits(tensors: Sequence[Tensor]) -> list[int]:
-    """Return for each tensor a number that other bits nearly always change: their sum as whole numbers, modulo 2^64.
-
-    One pass through memory, where the tensors are; the process waits for it.
-    """
-    sums = [bytes_of(each).view(_WORDS[each.element_size()]).sum(dtype=torch.int64) for each in tensors]
-    found: dict[int, int] = {}
-    for device in {each.device for each in sums}:
-        places = [place for place, each in enumerate(sums) if each.device == device]
-        found |= zip(places, torch.stack([sums[place] for place in places]).tolist(), strict=True)
-    return [found[place] for place in range(len(sums))]
-
-
-def refuse_differing(of_ranks: Sequence[Mapping[str, int]]) -> None:
-    """Refuse to go on with parameters that are not the same on all ranks: rank 0's are saved.
-
-    Args:
-        of_ranks: by rank the sums of bits of each parameter.
-
-    Raises:
-        RunFailed: names the first that differs, and where.
-    """
-    for name, value in of_ranks[0].items():
-        ranks = [rank for rank, sums in enumerate(of_ranks) if sums[name] != value]
-        if ranks:
-            other = ", ".join(map(str, ranks[:8])) + (", …" if ranks[8:] else "")
-            raise RunFailed(
-                f"The parameter {name.removeprefix('model.')} has other values on rank {other} than on rank 0, whose "
-                f"are saved: something writes to it by what a rank alone has seen. A forward pass does so, with "
-                f"nn.Embedding(max_norm=…) or averages over a batch, or a callback that not all ranks run alike. Have "
-                f"all ranks write the same once a step (in a callback's on_step, or on_train_batch_end of a Lightning "
-                f"module), or make it a buffer (register_buffer), of which all get rank 0's."
-            )
 
 
 class Watch:

@@ -11,14 +11,14 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_recipes._compat.messages import without_gradient
 from ddp_recipes._compat.torch_ import ignored_by_ddp
 from ddp_recipes.errors import RequestError, nearest
+from ddp_recipes.runtime.tensors import sums_of_bits
 from ddp_recipes.runtime.world import World
-from ddp_recipes.strategies.base import Collective, Exchange, Passes, Whole, Wrapped, batch_norms
+from ddp_recipes.strategies.base import Collective, Exchange, Passes, Whole, Wrapped, batch_norms, refuse_differing
 from ddp_recipes.strategies.collectives import broadcast_each
 from ddp_recipes.strategies.ddp.settings import DDPSettings
 from ddp_recipes.strategies.ddp.shared_memory import SharedMemory, join
 from ddp_recipes.strategies.group import Group
 from ddp_recipes.tasks import StepOutput, Task
-from ddp_recipes.tasks.written import refuse_differing, sums_of_bits
 
 
 class DDP(Whole, Group):
