@@ -1,5 +1,6 @@
 """The protocol of strategies, and what most of them have in common."""
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from ddp_recipes._compat.messages import of_sparse
 from ddp_recipes._compat.torch_ import BatchNorm, norm_of_each
 from ddp_recipes.checkpointing.parts import put_together
 from ddp_recipes.config.parallelism import StrategySettings
-from ddp_recipes.errors import RunFailed
+from ddp_recipes.errors import RequestError, RunFailed
 from ddp_recipes.runtime.messages import Messages
 from ddp_recipes.runtime.phases import phase
 from ddp_recipes.runtime.tensors import OwnRows, digest
@@ -84,24 +85,33 @@ class Exchange:
 
 
 class Strategy(Protocol):
-    """How replicas learn together. The loop sees only this, and a strategy never sees the loop."""
+    """How replicas learn together. The loop sees only this, and a strategy never sees the loop.
+
+    What is not abstract has the answers that most share: a process a replica, one shard of a batch, nothing to refuse.
+    """
 
     settings: StrategySettings  # what it means for the shape of a run
-    divisor: int  # gradients come out divided by it: where ranks' are averaged, the number of ranks
-    takes_empty: bool  # whether a shard without a sample has to be run as well, on one that does not count
-    starts: Sequence[str]  # the blocks at which the 2nd, 3rd, … stage of a pipeline begins
-    rejoins: bool  # whether :meth:`setup` takes ranks that have trained, and left, to a new group
-    peers: dist.ProcessGroup | None  # ranks that hold the same part of the model; ``None``: all
-    shares_memory: bool  # ranks exchange gradients in memory, not by the backend; known once the task is wrapped
-    bound: torch.device | None  # the one accelerator of a replica, which the group is for; set before setup
-    silent: bool  # whether collectives raise nothing once a rank is lost, but wait until :meth:`abort`; set by setup
-    exchanges: Exchanges  # by these; each method that returns what was exchanged synchronizes before
+    takes_empty: bool = False  # whether a shard without a sample has to be run as well, on one that does not count
+    starts: Sequence[str] = ()  # the blocks at which the 2nd, 3rd, … stage of a pipeline begins
+    rejoins: bool = True  # whether :meth:`setup` takes ranks that have trained, and left, to a new group
+    peers: dist.ProcessGroup | None = None  # ranks that hold the same part of the model; ``None``: all
+    shares_memory: bool = False  # ranks exchange gradients in memory, not by the backend; known after :meth:`wrap`
+    bound: torch.device | None = None  # the one accelerator of a replica, which the group is for; set before setup
+    silent: bool = False  # whether collectives wait for :meth:`abort` once a rank is lost, and raise nothing; of setup
+    exchanges: Exchanges = Exchanges()  # by these; each method that returns what was exchanged synchronizes before
+
+    @property
+    @abstractmethod
+    def divisor(self) -> int:
+        """What gradients come out divided by: where ranks' are averaged, the number of ranks."""
 
     def replicas(self, device_type: str) -> int:
         """Return how many replicas share a shard of a batch; ``data.batch_size`` is for each of them."""
+        return 1
 
     def draws_on(self, devices: Sequence[torch.device]) -> Sequence[torch.device]:
         """Return the devices whose generators a step may draw from, given those of a replica."""
+        return devices
 
     def check(self, task: Task, devices: Sequence[torch.device]) -> None:
         """Refuse what cannot work, before anything is written; in a dry run the devices need not be there.
@@ -109,12 +119,15 @@ class Strategy(Protocol):
         Raises:
             RequestError: with what to do instead.
         """
+        return
 
+    @abstractmethod
     def setup(
         self, world: World, messages: Messages | None, backend: str, timeout: timedelta, init_method: str | None
     ) -> None:
         """Join the other ranks. A collective: every rank calls it."""
 
+    @abstractmethod
     def shard(self, task: Task, devices: Sequence[torch.device]) -> None:
         """Leave this rank what it holds of the task. Called before any step.
 
@@ -127,13 +140,17 @@ class Strategy(Protocol):
         Raises:
             RequestError: an optimizer cannot update them.
         """
+        return make()
 
+    @abstractmethod
     def wrap(self, task: Task, devices: Sequence[torch.device]) -> Wrapped:
         """Return the task as training steps run it, on this replica's devices."""
 
     def batch_shard(self, weight: float) -> AbstractContextManager[Any]:
         """Return the context in which one shard of a step runs; ``weight`` is its fraction of the step's samples."""
+        return nullcontext()
 
+    @abstractmethod
     def training_step(self, module: Wrapped, batch: Any, weight: float, last: bool, precision: Passes) -> Tensor:
         """Run forward and backward of one batch, its loss multiplied with ``weight``; ``last`` ends its shard.
 
@@ -141,116 +158,46 @@ class Strategy(Protocol):
             The loss, the mean over the batch's samples, without a graph. It counts where the model's outputs are.
         """
 
+    @abstractmethod
     def reduce(self) -> None:
         """Reduce gradients to those of the whole step, on every rank. Called once all shards are done; a collective."""
 
+    @abstractmethod
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """Return the norm over all gradients of the model, given this rank's. A collective."""
 
     def weights(self, task: Task) -> dict[str, Tensor]:
         """Return the weights of the whole model, under their names, on rank 0. A collective."""
+        return task.weights()
 
     def saved_weights(self, task: Task) -> Mapping[str, Tensor | OwnRows]:
         """Return what this rank saves of them: of a sharded model its rows, else :meth:`weights`."""
+        return self.weights(task)
 
     def digest(self, task: Task) -> str | None:
         """Return the SHA-256 of the whole model's weights on rank 0. A collective."""
+        return digest(self.weights(task))
 
     def copies(self, task: Task) -> dict[str, int]:
         """Return the sums of bits of those of this rank's parameters that must be the same on all ranks."""
+        return {}
 
+    @abstractmethod
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return the state of the whole model's optimizer on rank 0, or what this rank saves of it. A collective."""
 
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        """Restore what :meth:`optimizer_state` returned, of whatever strategy, as far as this rank holds it."""
+        """Restore what :meth:`optimizer_state` returned, of whatever strategy, as far as this rank holds it.
 
-    def explain(self, error: BaseException, task: Task) -> str | None:
-        """Return what a failure in a step comes from and what to do, where the strategy knows better than torch."""
-
-    def sum(self, values: Tensor) -> Tensor:
-        """Return the sum over rows, [rows, ...] to [...], and over ranks. A collective: rows are as many on each."""
-
-    def gather(self, value: Any) -> list[Any] | None:
-        """Return every rank's value in rank order on rank 0, ``None`` elsewhere. A collective."""
-
-    def sync_buffers(self, task: Task) -> None:
-        """Give every rank rank 0's buffers, so that all evaluate one model. A collective."""
-
-    def send_buffers(self, task: Task) -> None:
-        """Do so before a forward pass that the wrapper of :meth:`wrap` knows nothing of, where it would. A collective.
-
-        Of Lightning's manual optimization alone.
+        By itself it takes all: what belongs to other ranks has no data here.
         """
-
-    def exchange(self, task: Task, world: World) -> Exchange:
-        """Return what a rank of that world would keep and send, for a task whose tensors may have no data.
-
-        Raises:
-            RequestError: this strategy does not know.
-        """
-
-    def abort(self) -> None:
-        """End the collectives under way. Any thread may call it, and again."""
-
-    def teardown(self) -> None:
-        """Leave the group."""
-
-
-class Plain:
-    """Answers that most strategies share: a process a replica, one shard of a batch, nothing to refuse."""
-
-    settings: StrategySettings
-    starts: Sequence[str] = ()
-    takes_empty = False
-    shares_memory = False
-    rejoins = True
-    silent = False
-    bound: torch.device | None = None
-    exchanges = Exchanges()
-    peers: dist.ProcessGroup | None = None
-
-    def replicas(self, device_type: str) -> int:
-        """Return 1: each process holds one replica."""
-        return 1
-
-    def draws_on(self, devices: Sequence[torch.device]) -> Sequence[torch.device]:
-        """The replica's."""
-        return devices
-
-    def check(self, task: Task, devices: Sequence[torch.device]) -> None:
-        """Refuse nothing."""
-
-    def make_optimizers(self, task: Task, make: Callable[[], T]) -> T:
-        """Make the optimizers of the task's own parameters."""
-        return make()
-
-    def saved_weights(self, task: Task) -> Mapping[str, Tensor | OwnRows]:
-        """Return the weights that rank 0 has: it has all."""
-        return self.weights(task)
-
-    def batch_shard(self, weight: float) -> AbstractContextManager[Any]:
-        """Return a context that does nothing: a rank has one shard of a batch."""
-        return nullcontext()
-
-    def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        """Take it all: what belongs to other ranks has no data here."""
         optimizer.load_state_dict(put_together(state))
 
-    def weights(self, task: Task) -> dict[str, Tensor]:
-        """Return the task's weights by name: this rank has all."""
-        return task.weights()
-
-    def digest(self, task: Task) -> str | None:
-        """Digest what is gathered."""
-        return digest(self.weights(task))
-
-    def copies(self, task: Task) -> dict[str, int]:
-        """Return nothing: no other rank has parameters that must be the same."""
-        return {}
-
     def explain(self, error: BaseException, task: Task) -> str | None:
-        """torch's own message says it, but for a gradient that ranks would have to exchange, and that is sparse."""
+        """Return what a failure in a step comes from and what to do, where the strategy knows better than torch.
+
+        By itself of a gradient that ranks would have to exchange, and that is sparse.
+        """
         if not of_sparse(error):
             return None
         return (
@@ -259,14 +206,46 @@ class Plain:
             f"other ones: have them dense (sparse=False)."
         )
 
+    @abstractmethod
+    def sum(self, values: Tensor) -> Tensor:
+        """Return the sum over rows, [rows, ...] to [...], and over ranks. A collective: rows are as many on each."""
+
+    @abstractmethod
+    def gather(self, value: Any) -> list[Any] | None:
+        """Return every rank's value in rank order on rank 0, ``None`` elsewhere. A collective."""
+
+    @abstractmethod
+    def sync_buffers(self, task: Task) -> None:
+        """Give every rank rank 0's buffers, so that all evaluate one model. A collective."""
+
     def send_buffers(self, task: Task) -> None:
-        """Do nothing: no wrapper sends any."""
+        """Do so before a forward pass that the wrapper of :meth:`wrap` knows nothing of, where it would. A collective.
+
+        Of Lightning's manual optimization alone.
+        """
+        return
+
+    def exchange(self, task: Task, world: World) -> Exchange:
+        """Return what a rank of that world would keep and send, for a task whose tensors may have no data.
+
+        Raises:
+            RequestError: this strategy does not know.
+        """
+        raise RequestError(
+            f"plan=true does not know what strategy={self.settings.name} exchanges. Use strategy=ddp, ddp_exact, "
+            f"fsdp or single."
+        )
 
     def abort(self) -> None:
-        """Do nothing: collectives that wait fail by themselves."""
+        """End the collectives under way. Any thread may call it, and again."""
+        return
+
+    @abstractmethod
+    def teardown(self) -> None:
+        """Leave the group."""
 
 
-class Whole(Plain):
+class Whole(Strategy):
     """Methods of strategies whose ranks each hold the whole model."""
 
     def training_step(self, module: Wrapped, batch: Any, weight: float, last: bool, precision: Passes) -> Tensor:

@@ -12,11 +12,10 @@ from torch.distributed import Store
 from ddp_recipes._compat.torch_ import count_groups_anew, every_group
 from ddp_recipes.config.parallelism import StrategySettings
 from ddp_recipes.devices import HOST_BACKEND
-from ddp_recipes.errors import RequestError
 from ddp_recipes.runtime.messages import Messages, SignedStore
 from ddp_recipes.runtime.tensors import digest
 from ddp_recipes.runtime.world import World
-from ddp_recipes.strategies.base import Exchange, Plain
+from ddp_recipes.strategies.base import Strategy
 from ddp_recipes.strategies.collectives import gather
 from ddp_recipes.strategies.exchanges import all_gather_single, exchanged
 from ddp_recipes.tasks import Task
@@ -31,7 +30,7 @@ def make_store(messages: Messages | None, backend: str, timeout: timedelta) -> S
     return SignedStore(messages.under("group"), timeout) if backend == "gloo" else messages.store
 
 
-class Group(Plain):
+class Group(Strategy):
     """One process a replica; all of them in torch's default process group."""
 
     settings: StrategySettings
@@ -84,13 +83,6 @@ class Group(Plain):
         values = gather(value)
         self.exchanges.synchronize()
         return values
-
-    def exchange(self, task: Task, world: World) -> Exchange:
-        """Refuse: each strategy has to say this for itself."""
-        raise RequestError(
-            f"plan=true does not know what strategy={self.settings.name} exchanges. Use strategy=ddp, ddp_exact, "
-            f"fsdp or single."
-        )
 
     def abort(self) -> None:
         """Abort all groups at once: to end one, NCCL may wait for the device, and so for the kernels of the others."""

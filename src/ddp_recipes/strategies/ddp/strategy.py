@@ -46,7 +46,7 @@ class DDP(Whole, Group):
         return self.world.world_size
 
     def check(self, task: Task, devices: Sequence[torch.device]) -> None:
-        """Refuse ``sync_batchnorm`` and buffers of 8-bit floats on a CPU, besides what :class:`Plain` refuses."""
+        """Refuse ``sync_batchnorm`` and buffers of 8-bit floats on a CPU, besides what any strategy refuses."""
         super().check(task, devices)
         if self.settings.sync_batchnorm and devices[0].type == "cpu":
             raise RequestError(
