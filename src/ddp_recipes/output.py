@@ -6,7 +6,7 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,23 +17,17 @@ import torch
 from omegaconf import OmegaConf
 
 from ddp_recipes._version import __version__
-from ddp_recipes.checkpointing.files import State
+from ddp_recipes.build.observers import make_logger
+from ddp_recipes.build.recipe import Recipe
 from ddp_recipes.checkpointing.manager import FileCheckpointer
 from ddp_recipes.config.extras import by_path
-from ddp_recipes.config.parallelism import Stage
-from ddp_recipes.config.request import Request
 from ddp_recipes.devices import peak_memory
 from ddp_recipes.loggers import Logger
 from ddp_recipes.loggers.base import Parameter
 from ddp_recipes.reporting.logs import FAILURE, Console, ForwardHandler, LogFile, handling, hearing_forks
 from ddp_recipes.reporting.progress import Progress, in_bytes, make_progress, number, table
 from ddp_recipes.reporting.run_directory import RunDirectory, Summary, read_summary, recording, write_summary
-from ddp_recipes.runtime.control import Control
-from ddp_recipes.runtime.job import Job
-from ddp_recipes.runtime.world import World
-from ddp_recipes.strategies import Strategy
 from ddp_recipes.strategies.base import batch_norms
-from ddp_recipes.tasks import Task
 from ddp_recipes.tasks.task import Modes
 from ddp_recipes.training.cadence import Cursor
 from ddp_recipes.training.state import Metrics, Run
@@ -47,27 +41,8 @@ T = TypeVar("T")
 class Output:
     """Opened once all ranks are ready, closed however the run ends."""
 
-    job: Job
-    request: Request
-    world: World
-    control: Control
+    recipe: Recipe
     directory: RunDirectory | None  # claimed, on rank 0; ``None`` elsewhere
-    task: Task
-    strategy: Strategy
-    stages: Sequence[Stage]  # of a model that is split
-    pictures: Sequence[Callable[[Path, Logger], None]]  # what draws them
-    replicas: int
-    devices_per_replica: int
-    device_name: str
-    backend: str
-    monitor: str
-    total_steps: int | None  # optimizer steps to the end of training; ``None``: not known
-    state: State | None  # of the checkpoint that the run starts from
-    checkpoint_path: Path | None
-    resumes_in_place: bool
-    warnings: Sequence[str]  # of making the objects, when there was no log yet
-    make_logger: Callable[[int | None], Logger]
-    logs_graph: bool
     opened: bool = False
     run: Run | None = None
     metrics: Metrics = field(default_factory=dict)
@@ -79,66 +54,68 @@ class Output:
 
     def open(self, run: Run | None) -> None:
         """Begin to write; a training ``run`` gets its logger, progress and checkpointer."""
+        recipe, job = self.recipe, self.recipe.job
         self.opened = True
         self.run = run
         if run is not None:
             self._make_checkpointer(run)
             run.replaced, run.seconds_lost = self._losses()
         if self.directory is None:
-            self.hold(handling(ForwardHandler(self.control)))
+            self.hold(handling(ForwardHandler(recipe.control)))
             self.hold(hearing_forks())
             return
-        again = self.resumes_in_place or read_summary(self.directory.path) is not None  # all may start from step 0
-        quick = bool(self.request.trainer.fast_dev_run)
-        config = OmegaConf.to_yaml(OmegaConf.create(dict(self.job.config)))
-        self.directory.record(config, self.job.hydra)
+        again = recipe.resumes_in_place or read_summary(self.directory.path) is not None  # all may start from step 0
+        quick = bool(recipe.request.trainer.fast_dev_run)
+        config = OmegaConf.to_yaml(OmegaConf.create(dict(job.config)))
+        self.directory.record(config, job.hydra)
         write_summary(self.directory.path, self.facts(None))  # "running", whatever an earlier start came to
-        self.progress = make_progress(self.request.trainer.progress, sys.stdout)
+        self.progress = make_progress(recipe.request.trainer.progress, sys.stdout)
         self._stack.callback(self.progress.stop)
-        self.hold(handling(LogFile(self.directory.path, self.control)))
+        self.hold(handling(LogFile(self.directory.path, recipe.control)))
         self.hold(handling(Console(self.progress)))
         self.hold(hearing_forks())
-        if self.job.regroup is None:  # else the rank that is replaced has shown it
+        if job.regroup is None:  # else the rank that is replaced has shown it
             table("ddp_recipes " + __version__, self._start_rows(), sys.stdout)
-        if self.job.regroup is None or self.job.regroup["states"]:
-            for warning in self.warnings:
+        if job.regroup is None or job.regroup["states"]:
+            for warning in recipe.warnings:
                 log.warning("%s", warning)
         if not quick:
             # What an earlier start logged after its checkpoint comes again; without one, all of it.
             first = None if run is None or not again else run.cursor.step + 1 if run.cursor.step else 0
-            self.logger = self.make_logger((self.state or {}).get("purge_step", first))
+            self.logger = make_logger(recipe.loggers, job.directory, (recipe.state or {}).get("purge_step", first))
             self._stack.callback(self.logger.close)
-            self.task.logger = self.logger
-            self.logger.parameters(hyper_parameters(self.job.config) | {"world_size": self.world.world_size})
+            recipe.task.logger = self.logger
+            self.logger.parameters(hyper_parameters(job.config) | {"world_size": recipe.world.world_size})
             fence = "`" * max(3, 1 + max(map(len, re.findall("`+", config)), default=0))  # which no value ends
             self.logger.text("config", f"{fence}yaml\n{config}\n{fence}")
             self._draw()
         if run is None:
             return
         run.logger, run.progress = self.logger, self.progress
-        if self.state is not None:
-            run.checkpointer.load_state(self.state["checkpointer"], run.cursor.step)
-        if self.logs_graph and not quick:
+        if recipe.state is not None:
+            run.checkpointer.load_state(recipe.state["checkpointer"], run.cursor.step)
+        if not quick and any(node.get("graph", False) for node in recipe.loggers.values()):
             sample = run.train.sample()
             if isinstance(sample, (tuple, list)):
-                modes = Modes(self.task)
-                self.logger.graph(self.task.model, sample[0])
+                modes = Modes(recipe.task)
+                self.logger.graph(recipe.task.model, sample[0])
                 modes.restore()
             else:
                 log.warning("The graph is not written: a batch is a %s, not inputs and targets.", type(sample).__name__)
-        self.progress.start(self.total_steps, run.cursor.step, run.train.plan.global_batch_size)
+        self.progress.start(recipe.total_steps, run.cursor.step, run.train.plan.global_batch_size)
 
     def _losses(self) -> tuple[int, float]:
         """Return how many ranks were replaced in this directory before, and the seconds that it took; on every rank."""
-        if self.job.regroup is not None and self.state is not None:
-            return self.state["run"]["replaced"], self.state["run"]["seconds_lost"]
+        job, state = self.recipe.job, self.recipe.state
+        if job.regroup is not None and state is not None:
+            return state["run"]["replaced"], state["run"]["seconds_lost"]
 
         def written() -> tuple[int, float]:
-            found = read_summary(self.job.directory) or {}
+            found = read_summary(job.directory) or {}
             replaced, seconds = found.get("ranks_replaced"), found.get("seconds_lost")
             return replaced if isinstance(replaced, int) else 0, seconds if isinstance(seconds, float) else 0.0
 
-        return self.control.of_main("losses of earlier starts", written)
+        return self.recipe.control.of_main("losses of earlier starts", written)
 
     def note(self) -> None:
         """Write what the summary says by now: nobody may be left to write it later."""
@@ -148,19 +125,20 @@ class Output:
 
     def _make_checkpointer(self, run: Run) -> None:
         """Give a training run what writes its checkpoints, on the ranks that do."""
-        if not self.request.checkpoint.enabled or self.request.trainer.fast_dev_run:
+        recipe, world = self.recipe, self.recipe.world
+        if not recipe.request.checkpoint.enabled or recipe.request.trainer.fast_dev_run:
             return
-        folder = self.job.directory / "checkpoints"
-        if ranks := self.strategy.settings.layout(self.world.world_size).writers:
+        folder = recipe.job.directory / "checkpoints"
+        if ranks := recipe.strategy.settings.layout(world.world_size).writers:
             from ddp_recipes.checkpointing.sharded import Writers, begin, make_checkpointer
 
-            start = self.control.of_main("name of this start", partial(begin, folder))
-            writers = Writers(self.world.rank, ranks, start)
-            if self.job.regroup is None:  # else the others have seen it
+            start = recipe.control.of_main("name of this start", partial(begin, folder))
+            writers = Writers(world.rank, ranks, start)
+            if recipe.job.regroup is None:  # else the others have seen it
                 writers.check(folder)
             run.checkpointer = make_checkpointer(folder, run.checkpoint, writers)
-        elif self.world.is_main:
-            run.checkpointer = FileCheckpointer(folder, run.checkpoint, background=self.world.world_size > 1)
+        elif world.is_main:
+            run.checkpointer = FileCheckpointer(folder, run.checkpoint, background=world.world_size > 1)
 
     def finish(self, summary: Summary, cause: str | None = None) -> None:
         """Write the summary; show where things are and what came out, or why it failed."""
@@ -174,8 +152,8 @@ class Output:
             self.logger.finish(summary["status"])
         if cause is None:
             numbers = {name: value for name, value in summary["metrics"].items() if not name.startswith("train/")}
-            params = hyper_parameters(self.job.config) | {"world_size": summary["world_size"]}
-            self.logger.hparams(params, numbers or summary["metrics"], chosen=overridden(self.job.overrides))
+            params = hyper_parameters(self.recipe.job.config) | {"world_size": summary["world_size"]}
+            self.logger.hparams(params, numbers or summary["metrics"], chosen=overridden(self.recipe.job.overrides))
             self.logger.flush()
             table(f"{summary['status']} in {summary['wall_time_s']:.1f} s", self._end_rows(summary), sys.stdout)
 
@@ -201,12 +179,12 @@ class Output:
         Args:
             weights_sha256: of the model's weights; ``None`` where this rank does not know it.
         """
-        run, world = self.run, self.world
-        cursor = Cursor(**(self.state or {}).get("cursor", {}))
+        run, recipe, world = self.run, self.recipe, self.recipe.world
+        cursor = Cursor(**(recipe.state or {}).get("cursor", {}))
         steps: Sequence[float] = ()
         metrics = self.metrics
         best = last = rate = None
-        monitor = self.monitor if run is None else run.monitor
+        monitor = recipe.monitor if run is None else run.monitor
         began = self._started if run is None else min(self._started, run.began)  # another rank's, which this replaces
         if run is not None:
             cursor, steps, metrics = run.cursor, run.clock.step_seconds(), run.metrics | self.metrics
@@ -216,19 +194,19 @@ class Output:
         return {
             "status": "running",
             "error": None,
-            "mode": self.request.run.mode,
+            "mode": recipe.request.run.mode,
             "world_size": world.world_size,
             "nnodes": world.nnodes,
-            "devices_per_replica": self.devices_per_replica,
-            "split": [stage.first for stage in self.stages[1:]],
-            "strategy": self.request.strategy.name,
-            "device": "cpu" if self.device_name == "CPU" else self.device_name,
+            "devices_per_replica": recipe.devices_per_replica,
+            "split": [stage.first for stage in recipe.stages[1:]],
+            "strategy": recipe.request.strategy.name,
+            "device": "cpu" if recipe.devices.name == "CPU" else recipe.devices.name,
             "global_step": cursor.step,
             "epoch": cursor.epoch,
             "metrics": metrics,
             "monitor": monitor,
             "objective": metrics.get(monitor),
-            "overrides": list(self.job.overrides),
+            "overrides": list(recipe.job.overrides),
             "best_checkpoint": None if best is None else str(best),
             "last_checkpoint": None if last is None else str(last),
             "samples_seen": cursor.samples_seen,
@@ -240,7 +218,7 @@ class Output:
             "peak_memory_bytes": None if run is None else peak_memory(run.devices),
             "wall_time_s": time.monotonic() - began,
             "weights_sha256": weights_sha256,
-            "run_directory": str(self.job.directory),
+            "run_directory": str(recipe.job.directory),
             "torch": torch.__version__,
             "ddp_recipes": __version__,
             "python": platform.python_version(),
@@ -257,27 +235,28 @@ class Output:
 
     def _draw(self) -> None:
         """Leave the pictures of how the model is laid out."""
-        for draw in self.pictures:
-            draw(self.job.directory, self.logger)
-        for path in self.request.strategy.pictures if self.run is not None else ():
-            by_path(path)(self.job.directory, self.logger, self.request.strategy)
+        job, settings = self.recipe.job, self.recipe.request.strategy
+        for draw in self.recipe.pictures:
+            draw(job.directory, self.logger)
+        for path in settings.pictures if self.run is not None else ():
+            by_path(path)(job.directory, self.logger, settings)
 
     def _start_rows(self) -> list[tuple[str, str]]:
-        world, settings = self.world, self.request.strategy
-        count = sum(parameter.numel() for parameter in self.task.parameters())
-        backend = self.backend + (" and shared memory" if self.strategy.shares_memory else "")
-        note = "; batch norm takes its statistics from each" if batch_norms(self.task) else ""
+        recipe, world, settings = self.recipe, self.recipe.world, self.recipe.request.strategy
+        count = sum(parameter.numel() for parameter in recipe.task.parameters())
+        backend = recipe.devices.backend + (" and shared memory" if recipe.strategy.shares_memory else "")
+        note = "; batch norm takes its statistics from each" if batch_norms(recipe.task) else ""
         rows = [
-            ("model", f"{type(self.task.model).__name__}, {count:,} parameters"),
+            ("model", f"{type(recipe.task.model).__name__}, {count:,} parameters"),
             ("strategy", settings.name + (f" over {backend}" if world.world_size > 1 else "")),
-            ("replicas x devices", f"{self.replicas} x {self.devices_per_replica} ({self.device_name})"),
-            *((f"stage {number}", str(stage)) for number, stage in enumerate(self.stages)),
+            ("replicas x devices", f"{recipe.replicas} x {recipe.devices_per_replica} ({recipe.devices.name})"),
+            *((f"stage {number}", str(stage)) for number, stage in enumerate(recipe.stages)),
         ]
-        if (micro_batches := self.request.model.micro_batches) > 1:
+        if (micro_batches := recipe.request.model.micro_batches) > 1:
             rows.append(("micro-batches", f"{micro_batches} a batch{note}"))
         rows += settings.rows(note)
         if self.run is not None:
-            plan, steps = self.run.train.plan, self.total_steps
+            plan, steps = self.run.train.plan, recipe.total_steps
             shards = f" in {plan.num_shards} shards" if plan.num_shards > world.world_size else ""
             epochs = self.run.trainer.max_epochs
             unknown = "until max_time" if epochs is None else f"of {epochs} epoch{'' if epochs == 1 else 's'}"
@@ -287,9 +266,9 @@ class Output:
                 ("global batch", f"{plan.global_batch_size:,} samples{shards}"),
                 ("steps", f"{end}, from {self.run.cursor.step:,}"),
             ]
-        if self.checkpoint_path is not None:
-            rows.append(("checkpoint", self._shown(self.checkpoint_path)))
-        return [*rows, ("run directory", self._shown(self.job.directory))]
+        if recipe.checkpoint_path is not None:
+            rows.append(("checkpoint", self._shown(recipe.checkpoint_path)))
+        return [*rows, ("run directory", self._shown(recipe.job.directory))]
 
     def _end_rows(self, summary: Summary) -> list[tuple[str, str]]:
         metrics = sorted(summary["metrics"].items(), key=lambda item: item[0].startswith("train/"))
@@ -310,7 +289,7 @@ class Output:
     def _shown(self, path: str | Path) -> str:
         """Return a path as short as it can be typed here, or in full where here is the run directory itself."""
         here = Path.cwd()
-        if Path(path).is_relative_to(here) and not here.is_relative_to(self.job.directory):
+        if Path(path).is_relative_to(here) and not here.is_relative_to(self.recipe.job.directory):
             return str(Path(path).relative_to(here))
         return str(path)
 

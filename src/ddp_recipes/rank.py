@@ -12,7 +12,7 @@ import torch
 
 from ddp_recipes.build.instantiate import reaches_own_code
 from ddp_recipes.build.recipe import Recipe, make_recipe
-from ddp_recipes.build.run import join, make_output, make_run, make_stop_controller
+from ddp_recipes.build.run import join, make_run, make_stop_controller
 from ddp_recipes.checkpointing.files import refuse_folders
 from ddp_recipes.checkpointing.parts import plain
 from ddp_recipes.config.extras import extra
@@ -71,7 +71,7 @@ def _run(job: Job, world: World, messages: Messages | None, watcher: Watcher) ->
     control = Control(world, messages, float(job.config["launcher"]["timeout_s"]), watcher)
     control.joins = job.regroup is not None and not job.regroup["states"]
     recipe, directory = prepare(job, world, control)
-    output = make_output(recipe, directory)
+    output = Output(recipe, directory)
     try:
         if recipe.devices.layout is None:
             join(recipe)
@@ -225,7 +225,7 @@ def fit(recipe: Recipe, output: Output) -> None:
     """Train, from the start or from a checkpoint."""
     recovery = extra("recovery")(recipe, output.note) if recovers(recipe) else None
     if recovery is not None and recipe.regroup is not None:
-        recipe.state = output.state = recovery.receive(recipe.regroup)
+        recipe.state = recovery.receive(recipe.regroup)
     # Held to the very end: the second of two signals, the launcher's or one to every process, must not cut it short.
     run = make_run(recipe, output.hold(make_stop_controller(recipe)))
     if recipe.regroup is None:

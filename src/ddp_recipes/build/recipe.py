@@ -198,7 +198,7 @@ class Recipe:
         """Leave of a checkpoint that is loaded only what the run still asks for: tensors would stay to its end."""
         state = self.state or {}
         for name in state.keys() - _ASKED_LATER:
-            del state[name]  # in place, for the output has it as well
+            del state[name]
 
 
 def make_recipe(job: Job, world: World, control: Control) -> Recipe:

@@ -12,15 +12,12 @@ import torch
 
 from ddp_recipes._compat.torch_ import record_collectives
 from ddp_recipes.build.instantiate import make, parameters_of
-from ddp_recipes.build.observers import make_logger
 from ddp_recipes.build.recipe import Recipe
 from ddp_recipes.callbacks import Callback
 from ddp_recipes.config.extras import extra, extra_or
 from ddp_recipes.config.settings import seconds
 from ddp_recipes.devices import GPU_BACKEND, HOST_BACKEND, bound_to
 from ddp_recipes.errors import RequestError, not_one_of
-from ddp_recipes.output import Output
-from ddp_recipes.reporting.run_directory import RunDirectory
 from ddp_recipes.runtime.process import connections, disconnect, loading
 from ddp_recipes.runtime.seeding import Generators
 from ddp_recipes.strategies import Strategy, exchanges
@@ -170,38 +167,6 @@ def _in_eval_mode(task: Task) -> Iterator[str]:
             f"In eval mode as training begins, and so they stay: {listed} ({len(frozen)} of the modules). If that is "
             f"not meant, call their train() in the model's __init__."
         )
-
-
-def make_output(recipe: Recipe, directory: RunDirectory | None) -> Output:
-    """Return the output of a run, which is not open yet.
-
-    Args:
-        directory: the claimed run directory on rank 0, ``None`` elsewhere.
-    """
-    request, world, strategy = recipe.request, recipe.world, recipe.strategy
-    return Output(
-        job=recipe.job,
-        request=request,
-        world=world,
-        control=recipe.control,
-        directory=directory,
-        task=recipe.task,
-        strategy=strategy,
-        stages=recipe.stages,
-        pictures=recipe.pictures,
-        replicas=recipe.replicas,
-        devices_per_replica=recipe.devices_per_replica,
-        device_name=recipe.devices.name,
-        backend=recipe.devices.backend,
-        monitor=recipe.monitor,
-        total_steps=recipe.total_steps if recipe.mode == "fit" else None,
-        state=recipe.state,
-        checkpoint_path=recipe.checkpoint_path,
-        resumes_in_place=recipe.resumes_in_place,
-        warnings=recipe.warnings,
-        make_logger=partial(make_logger, recipe.loggers, recipe.job.directory),
-        logs_graph=any(node.get("graph", False) for node in recipe.loggers.values()),
-    )
 
 
 # --- optimizers and schedules

@@ -60,7 +60,7 @@ def tune(recipe: Recipe, output: Output) -> None:
     title = f"{type(recipe.task.model).__name__}: where the loss falls fastest"
     if recipe.world.is_main:
         leave_picture(
-            output.job.directory, output.logger, "lr_finder", partial(draw_learning_rates, rates, losses, chosen, title)
+            recipe.job.directory, output.logger, "lr_finder", partial(draw_learning_rates, rates, losses, chosen, title)
         )
     log.info("The loss falls fastest at optimizer.lr=%.2g, of %d rates up to %.2g.", chosen, len(rates), rates[-1])
 
