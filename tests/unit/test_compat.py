@@ -99,18 +99,22 @@ def test_run_backward_adds_gradients(without: bool, monkeypatch: pytest.MonkeyPa
 
 
 def test_nodes_are_numbered_as_they_come() -> None:
-    before = torch_.next_sequence_number()
+    from ddp_recipes._compat import model_parallel
+
+    before = model_parallel.next_sequence_number()
     loss = torch.ones(2, requires_grad=True).square().sum()
     assert loss.grad_fn is not None
-    assert before < torch_.sequence_number(loss.grad_fn) + 1 == torch_.next_sequence_number()
-    assert [list(each.shape) for each in torch_.metadata_of(loss.grad_fn)] == [[]]
+    assert before < model_parallel.sequence_number(loss.grad_fn) + 1 == model_parallel.next_sequence_number()
+    assert [list(each.shape) for each in model_parallel.metadata_of(loss.grad_fn)] == [[]]
 
 
 def test_a_checkpoint_is_known_from_others_by_what_it_runs() -> None:
+    from ddp_recipes._compat import model_parallel
+
     seen: list[Any] = []
 
     def block(inputs: Tensor) -> Tensor:
-        seen.append(torch_.current_checkpoint())
+        seen.append(model_parallel.current_checkpoint())
         return inputs.sin()
 
     inputs = torch.ones(2, requires_grad=True)
@@ -126,15 +130,19 @@ def test_a_checkpoint_is_known_from_others_by_what_it_runs() -> None:
 
 
 def test_current_node_is_there_in_backward_alone() -> None:
+    from ddp_recipes._compat import model_parallel
+
     seen = []
     weight = torch.ones(2, requires_grad=True)
-    weight.register_hook(lambda gradient: seen.append(torch_.current_node()))
-    assert torch_.current_node() is None
+    weight.register_hook(lambda gradient: seen.append(model_parallel.current_node()))
+    assert model_parallel.current_node() is None
     weight.square().sum().backward()  # type: ignore[no-untyped-call]
     assert seen != [None]
 
 
 def test_a_numbered_pass_recomputes_a_checkpoint_once() -> None:
+    from ddp_recipes._compat import model_parallel
+
     calls = []
 
     def block(tensor: Tensor) -> Tensor:
@@ -145,7 +153,7 @@ def test_a_numbered_pass_recomputes_a_checkpoint_once() -> None:
     output: Any = torch.utils.checkpoint.checkpoint(block, weight, use_reentrant=False)
     node = output.grad_fn
     assert len(calls) == 1
-    with torch_.pass_numbered(1 << 41):
+    with model_parallel.pass_numbered(1 << 41):
         gradient = node(torch.ones(2))
         node.next_functions[0][0](gradient)
     assert len(calls) == 2
@@ -183,8 +191,10 @@ def test_buffers_are_read_and_written() -> None:
 
 
 def test_tensors_are_shared_with_a_copy() -> None:
+    from ddp_recipes._compat import model_parallel
+
     one, other = nn.BatchNorm1d(2), nn.BatchNorm1d(2)
-    torch_.share_tensors(one, other)
+    model_parallel.share_tensors(one, other)
     assert other.weight is one.weight
     assert other.running_mean is one.running_mean
 
@@ -197,11 +207,13 @@ def test_only_a_modules_own_tensors_are_changed() -> None:
 
 
 def test_chosen_forward_pre_hooks_are_removed() -> None:
+    from ddp_recipes._compat import model_parallel
+
     called: list[str] = []
     layer = nn.Linear(2, 2)
     layer.register_forward_pre_hook(lambda *_: called.append("kept"))
     layer.register_forward_pre_hook(first := lambda *_: called.append("removed"), with_kwargs=True)
-    torch_.remove_forward_pre_hooks(layer, lambda hook: hook is first)
+    model_parallel.remove_forward_pre_hooks(layer, lambda hook: hook is first)
     layer(torch.ones(2))
     assert called == ["kept"]
 
@@ -536,9 +548,11 @@ def test_errors_that_a_user_s_sizes_cause_are_known(
 
 
 def test_devices_that_an_operation_mixes_are_named() -> None:
+    from ddp_recipes._compat import model_parallel
+
     with dispatch.FakeTensorMode(), pytest.raises(RuntimeError) as raised:
         _ = torch.ones(2, device="cuda:0") + torch.ones(2, device="cuda:2")
-    assert messages.stages_named(raised.value) == {0, 2}
+    assert model_parallel.stages_named(raised.value) == {0, 2}
 
 
 def test_a_group_that_did_not_come_about_does_not_count() -> None:

@@ -4,6 +4,7 @@ There is no public way: a mesh and what FSDP2 makes of it hold the groups that t
 gradients after each use of a block that gives its inputs gradients, or where there was none at the end.
 """
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
@@ -14,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
-from ddp_recipes._compat.torch_ import in_backward, tree_leaves
+from ddp_recipes._compat.torch_ import tree_leaves
 
 _DATA: Any = Tensor.data
 _ADD_NODE: Any = FSDPParamGroup._register_post_backward_hook
@@ -141,3 +142,39 @@ def _groups(blocks: Sequence[FSDPModule]) -> Iterator[Any]:
             yield from state._fsdp_param_groups
         elif state._fsdp_param_group is not None:  # up to torch 2.10 there is one, where there are parameters
             yield state._fsdp_param_group
+
+
+def in_backward() -> bool:
+    """Whether the engine runs a backward pass: ``torch._C._current_graph_task_id``. No public way."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def gradient_hooks(tensor: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
+    """Return what ``Tensor.register_hook`` was given: ``Tensor._backward_hooks``. No public way."""
+    return list((tensor._backward_hooks or {}).values())
+
+
+def late_hooks(tensor: Tensor) -> int:
+    """Return how many ``register_post_accumulate_grad_hook`` has given a tensor. No public way."""
+    return len(tensor._post_accumulate_grad_hooks or {})
+
+
+def is_wrapped(tensor: Tensor) -> bool:
+    """Whether a tensor is one of a transform of ``torch.func`` (``vmap``, ``jvp``), which has no memory of its own."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def uses_rows(error: BaseException) -> bool:
+    """Whether an operation got a ``DTensor``, maybe beside a plain one: a parameter that is not gathered."""
+    return any(each in str(error) for each in ("got mixed torch.Tensor and DTensor", "Sharding propagation failed"))
+
+
+def of_freed_memory(error: BaseException) -> bool:
+    """Whether an operation got a tensor whose memory has been freed, as that of a parameter that is given back."""
+    return isinstance(error, RuntimeError) and "storage of size 0" in str(error)
+
+
+def of_two_dtypes(error: BaseException) -> bool:
+    """Whether an operation got tensors of two types, as linear layers and convolutions say it."""
+    text = r"must have the same dtype|should be the same|expected scalar type|mixed dtype"
+    return isinstance(error, RuntimeError) and re.search(text, str(error)) is not None

@@ -46,27 +46,6 @@ def without_gradient(error: BaseException) -> list[int]:
     return [int(index) for index in found[1].split()] if found else []
 
 
-def uses_rows(error: BaseException) -> bool:
-    """Whether an operation got a ``DTensor``, maybe beside a plain one: a parameter that is not gathered."""
-    return any(each in str(error) for each in ("got mixed torch.Tensor and DTensor", "Sharding propagation failed"))
-
-
-def of_no_data(error: BaseException) -> bool:
-    """Whether an operation got a tensor that has data and one that has none, on the device ``meta``."""
-    return isinstance(error, RuntimeError) and "device meta" in str(error)
-
-
-def of_freed_memory(error: BaseException) -> bool:
-    """Whether an operation got a tensor whose memory has been freed, as that of a parameter that is given back."""
-    return isinstance(error, RuntimeError) and "storage of size 0" in str(error)
-
-
-def of_two_dtypes(error: BaseException) -> bool:
-    """Whether an operation got tensors of two types, as linear layers and convolutions say it."""
-    text = r"must have the same dtype|should be the same|expected scalar type|mixed dtype"
-    return isinstance(error, RuntimeError) and re.search(text, str(error)) is not None
-
-
 def of_sparse(error: BaseException) -> bool:
     """Whether an operation got a sparse tensor, and cannot take it."""
     text = r"Sparse(CPU|CUDA|TensorImpl)|sparse tensor|sparse\.\w+Tensor"
@@ -111,11 +90,6 @@ def missing_interpolation_key(error: BaseException) -> str | None:
     """Return the key that an interpolation names and no config has."""
     found = re.search(r"key '([^']*)'", str(error))
     return found[1] if found else None
-
-
-def stages_named(error: BaseException) -> set[int]:
-    """Return the numbers of the devices that an error of an operation names."""
-    return {int(number) for number in re.findall(r"\b[a-z]+:(\d+)", str(error))}
 
 
 def shortened(error: BaseException) -> str:

@@ -4,10 +4,9 @@ What sees each operation, and tensors without data, is in :mod:`ddp_recipes._com
 """
 
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from copy import deepcopy
-from functools import cache, partial
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
+from functools import cache
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,57 +41,6 @@ def run_backward(loss: Tensor) -> None:
     engine.run_backward((loss,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
-def current_node() -> Any:
-    """Return the node whose backward runs, or ``None``: ``torch._C._current_autograd_node``. No public way."""
-    return torch._C._current_autograd_node()
-
-
-def in_backward() -> bool:
-    """Whether the engine runs a backward pass: ``torch._C._current_graph_task_id``. No public way."""
-    return torch._C._current_graph_task_id() != -1
-
-
-def current_checkpoint() -> Any:
-    """Return what is of one call of a ``torch.utils.checkpoint`` alone (not a reentrant one), or ``None`` outside.
-
-    That is what packs the tensors that autograd is to keep: ``torch._C._autograd._top_saved_tensors_default_hooks``. No
-    public way.
-    """
-    pack, _ = torch._C._autograd._top_saved_tensors_default_hooks(True) or (None, None)
-    return pack if getattr(pack, "__module__", "") == "torch.utils.checkpoint" else None
-
-
-def next_sequence_number() -> int:
-    """Return the number that the next node gets: ``torch._C._autograd._get_sequence_nr``. No public way."""
-    return torch._C._autograd._get_sequence_nr()
-
-
-def sequence_number(node: Any) -> int:
-    """Return a node's number, which grows in the order of the forward pass: ``Node._sequence_nr``. No public way."""
-    number: int = node._sequence_nr()
-    return number
-
-
-def metadata_of(node: Any) -> Any:
-    """Return the shape and dtype of each of the outputs that a node is of: ``Node._input_metadata``. No public way."""
-    return node._input_metadata
-
-
-@contextmanager
-def pass_numbered(number: int) -> Iterator[None]:
-    """Give a backward pass that the engine does not run a number, as the engine does.
-
-    ``torch.utils.checkpoint`` gets it from ``torch._C._current_graph_task_id``. No public way.
-    """
-    module: Any = torch._C
-    original = module._current_graph_task_id
-    module._current_graph_task_id = lambda: number
-    try:
-        yield
-    finally:
-        module._current_graph_task_id = original
-
-
 def is_profiled() -> bool:
     """Whether a profiler is at work: ``torch.autograd.profiler._is_profiler_enabled``; without it, yes."""
     return bool(getattr(profiler, "_is_profiler_enabled", True))
@@ -109,17 +57,6 @@ class OnCollective(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.namespace in ("c10d", "_c10d_functional"):
             self.found(func.name(), [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)])
         return func(*args, **(kwargs or {}))
-
-
-def wait_for_messages_by(wait: Callable[[Any], object]) -> None:
-    """Have the schedules of torch's pipelines wait by this for each message between their stages."""
-    from torch.distributed.pipelining import schedules
-
-    def wait_for_all(handles: Iterable[Any]) -> None:
-        for handle in handles:
-            wait(handle)
-
-    schedules._wait_batch_p2p = wait_for_all  # type: ignore[assignment]
 
 
 def count_groups_anew() -> None:
@@ -253,30 +190,6 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
     return module._buffers
 
 
-def gradient_hooks(tensor: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
-    """Return what ``Tensor.register_hook`` was given: ``Tensor._backward_hooks``. No public way."""
-    return list((tensor._backward_hooks or {}).values())
-
-
-def late_hooks(tensor: Tensor) -> int:
-    """Return how many ``register_post_accumulate_grad_hook`` has given a tensor. No public way."""
-    return len(tensor._post_accumulate_grad_hooks or {})
-
-
-def is_wrapped(tensor: Tensor) -> bool:
-    """Whether a tensor is one of a transform of ``torch.func`` (``vmap``, ``jvp``), which has no memory of its own."""
-    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-
-
-def share_tensors(module: nn.Module, copied: nn.Module) -> None:
-    """Give a copy of a module the very parameters and buffers of its own: ``Module._parameters``, ``_buffers``.
-
-    Attributes are no way around it: to set one that a user's module makes a property of calls that.
-    """
-    copied._parameters.update(module._parameters)
-    copied._buffers.update(module._buffers)
-
-
 def apply_to_own(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
     """Change a module's own parameters and buffers, and not those of the modules in it: ``Module._apply``.
 
@@ -284,28 +197,6 @@ def apply_to_own(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
     it, goes into the modules inside.
     """
     module._apply(change, recurse=False)  # type: ignore[no-untyped-call]
-
-
-def move_own(module: nn.Module, device: torch.device) -> None:
-    """Put a module's own parameters and buffers on a device of any kind; parameters stay the same objects.
-
-    ``swap_tensors`` alone refuses weights to which there are weak references, which ``nn.LSTM`` has. Its ``_apply``
-    frees these for as long as that takes.
-    """
-    swaps = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        apply_to_own(module, partial(Tensor.to, device=device))
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(swaps)
-
-
-def remove_forward_pre_hooks(module: nn.Module, chosen: Callable[[Any], bool]) -> None:
-    """Remove some hooks: ``Module._forward_pre_hooks``. In public, only who has kept a hook's handle can."""
-    for number, hook in list(module._forward_pre_hooks.items()):
-        if chosen(hook):
-            del module._forward_pre_hooks[number]
-            module._forward_pre_hooks_with_kwargs.pop(number, None)
 
 
 def is_observed(optimizer: Optimizer) -> bool:
@@ -446,68 +337,6 @@ def record_history(device_module: Any, entries: int | None) -> None:
     record = getattr(getattr(device_module, "memory", None), "_record_memory_history", None)
     if record is not None:
         record(enabled=None) if entries is None else record(max_entries=entries)
-
-
-def batch_value(metric: Any) -> Tensor | None:
-    """Return the value that a call of the metric gave, or ``None`` where it was only updated.
-
-    ``Metric._forward_cache``.
-    """
-    value = getattr(metric, "_forward_cache", None)
-    return value if isinstance(value, Tensor) else None
-
-
-def metrics_in(module: nn.Module) -> dict[str, Any]:
-    """Return torchmetrics' metrics in a module, those in a ``MetricCollection`` one by one: ``_update_count``."""
-    return {
-        name: each
-        for name, each in module.named_modules()
-        if hasattr(each, "metric_state") and hasattr(each, "_update_count")
-    }
-
-
-def is_updated(metric: Any) -> bool:
-    """Whether a metric of torchmetrics has taken in a batch since it was reset: ``_update_count``."""
-    return bool(metric._update_count > 0)
-
-
-def as_it_is(metric: Any) -> Callable[[], None]:
-    """Return what leaves a metric as it is now on this rank, by ``_update_count`` and ``_computed``.
-
-    Of states that are lists, whose items stay as they are, the lists alone are copied.
-    """
-    updates, computed = metric._update_count, metric._computed
-    states = {
-        name: [*value] if isinstance(value, list) else value.clone() for name, value in metric.metric_state.items()
-    }
-
-    def put_back() -> None:
-        for name, value in states.items():
-            setattr(metric, name, value)
-        metric._update_count, metric._computed = updates, computed
-
-    return put_back
-
-
-def state_of(metric: Any) -> dict[str, Any]:
-    """Return the state of a metric over all ranks. A collective where there are several."""
-    with metric.sync_context():
-        states = {name: deepcopy(value) for name, value in metric.metric_state.items()}
-    return {"updates": metric._update_count, "states": states}
-
-
-def load_state(metric: Any, state: Mapping[str, Any], first: bool) -> None:
-    """Restore it over all ranks: sums and lists on the ``first`` rank alone, for they will be added up again.
-
-    ``Metric._reductions`` and ``_update_count``.
-    """
-    from torchmetrics.utilities import dim_zero_cat, dim_zero_sum  # loaded where there is a metric anyhow
-
-    for name, value in state["states"].items():
-        added_up = isinstance(value, list) or metric._reductions[name] in (dim_zero_sum, dim_zero_cat)
-        if first or not added_up:
-            setattr(metric, name, deepcopy(value))
-    metric._update_count = state["updates"]
 
 
 def list_states(metrics: Iterable[Any]) -> list[tuple[Any, str]]:

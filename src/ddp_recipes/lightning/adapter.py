@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddp_recipes._compat.torch_ import as_it_is, metrics_in
+from ddp_recipes._compat.lightning import as_it_is, metrics_in
 from ddp_recipes.callbacks import Callback
 from ddp_recipes.data.keyed import samples_in
 from ddp_recipes.data.loader import Batch

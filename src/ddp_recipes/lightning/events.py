@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ddp_recipes._compat.torch_ import as_it_is, is_updated, load_state, metrics_in, state_of
+from ddp_recipes._compat.lightning import as_it_is, is_updated, load_state, metrics_in, state_of
 from ddp_recipes.callbacks import Callback
 from ddp_recipes.lightning.callbacks import Wrapped
 from ddp_recipes.lightning.log import Values

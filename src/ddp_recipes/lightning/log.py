@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ddp_recipes._compat.torch_ import batch_value
+from ddp_recipes._compat.lightning import batch_value
 from ddp_recipes.devices import sum_dtype
 from ddp_recipes.errors import RequestError, RunFailed
 from ddp_recipes.strategies.base import by_rank

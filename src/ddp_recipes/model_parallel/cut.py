@@ -14,15 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddp_recipes._compat.torch_ import (
-    buffers_of,
-    current_checkpoint,
-    current_node,
-    tree_flatten,
-    tree_leaves,
-    tree_map_only,
-    tree_unflatten,
-)
+from ddp_recipes._compat.model_parallel import current_checkpoint, current_node
+from ddp_recipes._compat.torch_ import buffers_of, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from ddp_recipes.model_parallel.placement import Conflict, blocks_of, has_constants, has_state, is_cut, stages_of
 from ddp_recipes.tasks import Task
 

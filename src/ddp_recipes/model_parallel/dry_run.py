@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ddp_recipes._compat.dispatch import MOVES, OpOverload, TorchDispatchMode
-from ddp_recipes._compat.messages import stages_named
-from ddp_recipes._compat.torch_ import current_node, storage_key, tree_leaves, tree_map_only
+from ddp_recipes._compat.model_parallel import current_node, stages_named
+from ddp_recipes._compat.torch_ import storage_key, tree_leaves, tree_map_only
 from ddp_recipes.devices import HOST, fake_devices, is_accelerator
 from ddp_recipes.errors import RequestError
 from ddp_recipes.model_parallel.cut import Cut

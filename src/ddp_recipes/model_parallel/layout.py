@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ddp_recipes._compat.torch_ import move_own
+from ddp_recipes._compat.model_parallel import move_own
 from ddp_recipes.model_parallel.placement import stages_of
 from ddp_recipes.tasks import Task
 from ddp_recipes.tasks.fake import computed

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ddp_recipes._compat.torch_ import buffers_of, share_tensors, tree_leaves, wait_for_messages_by
+from ddp_recipes._compat.model_parallel import share_tensors, wait_for_messages_by
+from ddp_recipes._compat.torch_ import buffers_of, tree_leaves
 from ddp_recipes.devices import random_kept
 from ddp_recipes.errors import RecipeError, chain
 from ddp_recipes.model_parallel.cut import SAME_WAY, Crossing, Cut, Given

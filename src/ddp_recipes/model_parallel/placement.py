@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from ddp_recipes._compat.torch_ import apply_to_own, remove_forward_pre_hooks
+from ddp_recipes._compat.model_parallel import remove_forward_pre_hooks
+from ddp_recipes._compat.torch_ import apply_to_own
 from ddp_recipes.tasks.blocks import is_called
 
 Stages = dict[nn.Module, int]

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from ddp_recipes import devices
 from ddp_recipes._compat.dispatch import OpOverload
-from ddp_recipes._compat.torch_ import current_node, next_sequence_number, sequence_number, tree_map_only
+from ddp_recipes._compat.model_parallel import current_node, next_sequence_number, sequence_number
+from ddp_recipes._compat.torch_ import tree_map_only
 from ddp_recipes.errors import RequestError
 from ddp_recipes.model_parallel.dry_run import OUTSIDE, DryRun, ModuleMode
 from ddp_recipes.tasks.fake import computed

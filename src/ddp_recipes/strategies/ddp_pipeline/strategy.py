@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_recipes._compat.messages import of_no_data
+from ddp_recipes._compat.model_parallel import of_no_data
 from ddp_recipes.checkpointing.parts import put_together
 from ddp_recipes.devices import for_sums
 from ddp_recipes.errors import RequestError

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from ddp_recipes._compat.torch_ import late_hooks
+from ddp_recipes._compat.fsdp import late_hooks
 from ddp_recipes.errors import RequestError
 from ddp_recipes.strategies.fsdp.dtypes import refuse_dtypes
 from ddp_recipes.tasks import Task

@@ -8,17 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from ddp_recipes._compat.fsdp import note_call, reduce_now, replaced
-from ddp_recipes._compat.torch_ import (
-    in_backward,
-    is_wrapped,
-    storage_key,
-    tree_flatten,
-    tree_leaves,
-    tree_map_only,
-    tree_unflatten,
-    viewed,
-)
+from ddp_recipes._compat.fsdp import in_backward, is_wrapped, note_call, reduce_now, replaced
+from ddp_recipes._compat.torch_ import storage_key, tree_flatten, tree_leaves, tree_map_only, tree_unflatten, viewed
 from ddp_recipes.errors import RunFailed
 from ddp_recipes.tasks.written import Watch
 

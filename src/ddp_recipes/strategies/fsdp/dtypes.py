@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from ddp_recipes._compat.messages import of_freed_memory, of_two_dtypes, uses_rows
+from ddp_recipes._compat.fsdp import of_freed_memory, of_two_dtypes, uses_rows
 from ddp_recipes._compat.torch_ import NormBase
 from ddp_recipes.errors import RequestError
 from ddp_recipes.strategies.fsdp.steps import own_steps

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
-from ddp_recipes._compat.fsdp import LEAVES, keep_assigned_data, leave, leave_graph_alone, set_groups
-from ddp_recipes._compat.torch_ import gradient_hooks, local
+from ddp_recipes._compat.fsdp import LEAVES, gradient_hooks, keep_assigned_data, leave, leave_graph_alone, set_groups
+from ddp_recipes._compat.torch_ import local
 from ddp_recipes.devices import beside_host, for_sums, is_accelerator
 from ddp_recipes.runtime.messages import Messages
 from ddp_recipes.runtime.tensors import OwnRows, Source, digest, rows_here

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from ddp_recipes._compat.torch_ import metadata_of, pass_numbered, sequence_number
+from ddp_recipes._compat.model_parallel import metadata_of, pass_numbered, sequence_number
 
 _numbers = count(1 << 40)  # not those of the engine
 
