@@ -20,7 +20,7 @@ from ddp_recipes.strategies.ddp import shared_memory
 from ddp_recipes.strategies.ddp.shared_memory import SharedMemory
 from ddp_recipes.strategies.ddp_exact import ordered_sum
 from ddp_recipes.strategies.ddp_exact.ordered_sum import OrderedSum
-from ddp_recipes.strategies.fixed_shards import FixedShardsSettings
+from ddp_recipes.strategies.ddp_exact.settings import FixedShardsSettings
 from helpers.states import same
 
 BOUND_S = 30  # for another thread

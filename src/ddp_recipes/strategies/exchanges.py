@@ -210,18 +210,6 @@ def _ends_in_time(handle: dist.Work) -> bool:
     return True
 
 
-def all_gather_single(into: Tensor, mine: Tensor, group: dist.ProcessGroup | None = None) -> None:
-    """Gather a tensor of each rank into one; torch 2.14 gave this its name, and warns of the one before."""
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    exchanged(gather, into, mine, group=group)
-
-
-def reduce_scatter_single(into: Tensor, all_: Tensor, group: dist.ProcessGroup, op: Any) -> None:
-    """Reduce a tensor of each rank, and leave each its part; torch 2.14 gave this its name."""
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    exchanged(scatter, into, all_, group=group, op=op)
-
-
 def send(tensor: Tensor, *to: Any, line: int | None = None, **options: Any) -> None:
     """Send another rank a message, as ``torch.distributed.send``.
 

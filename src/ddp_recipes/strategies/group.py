@@ -17,7 +17,7 @@ from ddp_recipes.runtime.tensors import digest
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import Strategy
 from ddp_recipes.strategies.collectives import gather
-from ddp_recipes.strategies.exchanges import all_gather_single, exchanged
+from ddp_recipes.strategies.exchanges import exchanged
 from ddp_recipes.tasks import Task
 
 ABORT_S = 10.0  # how long to wait for groups to end
@@ -63,15 +63,6 @@ class Group(Strategy):
             exchanged(dist.all_reduce, values)
         self.exchanges.synchronize()
         return values
-
-    def sum_in_turns(self, values: Tensor) -> Tensor:
-        """Gather the rows of all ranks and add them: first rows first."""
-        if self.world.world_size > 1:
-            rows = values.new_empty(self.world.world_size * len(values), *values.shape[1:])
-            all_gather_single(rows, values.contiguous())
-            values = rows.view(self.world.world_size, *values.shape).transpose(0, 1).flatten(0, 1)
-        self.exchanges.synchronize()
-        return values.sum(dim=0)
 
     def digest(self, task: Task) -> str | None:
         """Digest what is gathered, on rank 0."""

@@ -20,7 +20,8 @@ from ddp_recipes._compat.torch_ import add_each, buffers_of, copy_each
 from ddp_recipes.errors import RunFailed
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import Collective, Exchange
-from ddp_recipes.strategies.exchanges import all_gather_single, exchanged, wait
+from ddp_recipes.strategies.exchanges import exchanged, wait
+from ddp_recipes.strategies.group import Group
 from ddp_recipes.tasks.written import Watch
 
 _ALIGNMENT = 64  # bytes: as torch aligns new tensors, so that kernels treat a view like one of those
@@ -311,3 +312,20 @@ class _Firsts:
         if self.world.world_size > 1:
             exchanged(dist.broadcast, self.first.view(torch.uint8), src=0)
         copy_each([buffer.tensor for buffer in self.buffers], self.firsts)
+
+
+def all_gather_single(into: Tensor, mine: Tensor, group: dist.ProcessGroup | None = None) -> None:
+    """Gather a tensor of each rank into one; torch 2.14 gave this its name, and warns of the one before."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    exchanged(gather, into, mine, group=group)
+
+
+def sum_in_turns(strategy: Group, values: Tensor) -> Tensor:
+    """Gather the rows of all ranks and add them: first rows first. A collective."""
+    world = strategy.world
+    if world.world_size > 1:
+        rows = values.new_empty(world.world_size * len(values), *values.shape[1:])
+        all_gather_single(rows, values.contiguous())
+        values = rows.view(world.world_size, *values.shape).transpose(0, 1).flatten(0, 1)
+    strategy.exchanges.synchronize()
+    return values.sum(dim=0)

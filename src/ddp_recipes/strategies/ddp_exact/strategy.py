@@ -13,7 +13,7 @@ from ddp_recipes.runtime.messages import Messages
 from ddp_recipes.runtime.phases import ALL_REDUCE, phase
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import Exchange, Whole, Wrapped
-from ddp_recipes.strategies.ddp_exact.ordered_sum import OrderedSum
+from ddp_recipes.strategies.ddp_exact.ordered_sum import OrderedSum, sum_in_turns
 from ddp_recipes.strategies.ddp_exact.settings import DDPExactSettings
 from ddp_recipes.strategies.group import Group
 from ddp_recipes.tasks import Task
@@ -74,7 +74,7 @@ class DDPExact(Whole, Group):
 
     def sum(self, values: Tensor) -> Tensor:
         """Gather the rows of all ranks and add them in the order of the shards."""
-        return self.sum_in_turns(values)
+        return sum_in_turns(self, values)
 
     def exchange(self, task: Task, world: World) -> Exchange:
         """Return the rows of this rank's shards and their sum; a row is sent for each, then its own slice."""

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_recipes.errors import RunFailed
-from ddp_recipes.strategies.exchanges import all_gather_single, reduce_scatter_single, wait
+from ddp_recipes.strategies.ddp_exact.ordered_sum import all_gather_single
+from ddp_recipes.strategies.exchanges import exchanged, wait
 
 _LOOK_S = 1e-3
 _PATIENCE_S = 30.0  # with others, once this rank has left the order that all had: they may not have
@@ -156,3 +157,9 @@ class ReduceScatter(InTurn):
         """Leave this rank's rows of the sum in ``output_tensor``."""
         self.order.take(self.turn, input_tensor.device)
         reduce_scatter_single(output_tensor, input_tensor, group, op)
+
+
+def reduce_scatter_single(into: Tensor, all_: Tensor, group: dist.ProcessGroup, op: Any) -> None:
+    """Reduce a tensor of each rank, and leave each its part; torch 2.14 gave this its name."""
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    exchanged(scatter, into, all_, group=group, op=op)

@@ -7,7 +7,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_recipes.errors import RunFailed
-from ddp_recipes.strategies.exchanges import all_gather_single, exchanged
+from ddp_recipes.strategies.ddp_exact.ordered_sum import all_gather_single
+from ddp_recipes.strategies.exchanges import exchanged
 from ddp_recipes.strategies.fsdp.order import Order, ReduceScatter
 
 

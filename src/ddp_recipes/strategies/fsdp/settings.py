@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from ddp_recipes.config.keys import Count
 from ddp_recipes.config.parallelism import Kind, ModelLayout
 from ddp_recipes.errors import RequestError
-from ddp_recipes.strategies.fixed_shards import FixedShardsSettings
+from ddp_recipes.strategies.ddp_exact.settings import FixedShardsSettings
 
 if TYPE_CHECKING:
     from ddp_recipes.config.request import Request

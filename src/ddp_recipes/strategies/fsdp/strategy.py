@@ -20,7 +20,7 @@ from ddp_recipes.runtime.tensors import OwnRows, Source, digest, rows_here
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import Exchange, Passes, T, Whole, Wrapped, in_place, parameters_in
 from ddp_recipes.strategies.collectives import broadcast_each
-from ddp_recipes.strategies.ddp_exact.ordered_sum import OrderedSum
+from ddp_recipes.strategies.ddp_exact.ordered_sum import OrderedSum, sum_in_turns
 from ddp_recipes.strategies.exchanges import exchanged
 from ddp_recipes.strategies.fsdp.blocks import blocks_of, refuse_optimizers, refuse_parameters, single_numbers
 from ddp_recipes.strategies.fsdp.calls import Calls
@@ -307,7 +307,7 @@ class FSDP(Whole, Group):
 
     def sum(self, values: Tensor) -> Tensor:
         """Add the rows of all ranks, in the order of the shards where they have one."""
-        return super().sum(values) if self.settings.shards is None else self.sum_in_turns(values)
+        return super().sum(values) if self.settings.shards is None else sum_in_turns(self, values)
 
     def sync_buffers(self, task: Task) -> None:
         """Give every rank rank 0's, unless they are the same after each step."""
