@@ -113,11 +113,7 @@ class Loading:
                 f"mode={mode} needs {needed}, which this data choice does not have. Give it in the data yaml, or "
                 f"choose another data or mode."
             )
-        sets: Callable[[str, Any], Sequence[tuple[str, Any]]] = _sets
-        if own is not None:
-            from ddp_recipes.build.dataloaders import by_name
-
-            sets = by_name
+        sets: Callable[[str, Any], Sequence[tuple[str, Any]]] = _sets if own is None else extra("data.datamodule")
         nodes = [each for split in (found if mode == "fit" else found[:1]) for each in sets(split, given[split])]
         if mode == "predict" and len(nodes) > 1:
             raise RequestError(
@@ -129,9 +125,9 @@ class Loading:
     def _source(self, name: str, node: Any, own: Mapping[str, Any] | None) -> Source:
         if own is None:
             return source_of_node(f"data.{name.replace('/', '.')}", node, self.settings, self._shards(name))
-        from ddp_recipes.build.dataloaders import source_of
-
-        return source_of(name, node, self.settings, self.shards.total * self.replicas_a_shard)
+        replicas = self.shards.total * self.replicas_a_shard
+        found: Source = extra("a DataLoader of the task")(name, node, self.settings, replicas)
+        return found
 
     def _loader(self, name: str, source: Source, own: bool) -> Loader:
         """Return the loader of a split; of ``own`` loaders of the task it has what they mean in Lightning."""

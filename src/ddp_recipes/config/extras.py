@@ -20,6 +20,8 @@ _HOMES = BEFORE_CONFIG | {  # by what is to be done in place of training, or by 
     "predict": "ddp_recipes.tools.predict:predict",
     "model.num_devices": "ddp_recipes.build.splitting:split",
     "model.micro_batches": "ddp_recipes.model_parallel:in_micro_batches",
+    "data.datamodule": "ddp_recipes.build.dataloaders:by_name",
+    "a DataLoader of the task": "ddp_recipes.build.dataloaders:source_of",
     "an IterableDataset": "ddp_recipes.build.iterables:iterable_loader",
     "data.sampler": "ddp_recipes.data.samplers:sampled",
     "data.batch_sampler": "ddp_recipes.data.samplers:batched",
