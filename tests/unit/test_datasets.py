@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from ddp_recipes import datasets
 from ddp_recipes.build.instantiate import make
-from ddp_recipes.config.classes import column_classes
 from ddp_recipes.datasets import Chain, InMemory, ScaleAndNormalize, csv_table
+from ddp_recipes.datasets.classes import column_classes
 from ddp_recipes.datasets.tabular import rows_of, standardize
 from ddp_recipes.datasets.transforms import for_tensors, runs_on_batches
 from ddp_recipes.errors import RequestError

@@ -12,7 +12,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 
 from ddp_recipes._compat.hydra_ import register_resolver
-from ddp_recipes.config.classes import column_classes, folder_classes, num_outputs
+from ddp_recipes.datasets.classes import column_classes, folder_classes, num_outputs
 
 CONF = "pkg://ddp_recipes.conf"
 
