@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from ddp_recipes.checkpointing.files import content_of, step_files
-from ddp_recipes.checkpointing.manager import DefaultWriter, FileCheckpointer
-from ddp_recipes.checkpointing.writing import size_of, unwritable
+from ddp_recipes.checkpointing.manager import FileCheckpointer
+from ddp_recipes.checkpointing.writing import StagingWriter, size_of, unwritable
 from ddp_recipes.config.settings import CheckpointSettings
 from ddp_recipes.runtime.files import write_aside
 
@@ -34,7 +34,7 @@ def write(path: Path, state: dict[str, Any]) -> None:
     """Write a state as a checkpointer does, but no other names."""
     content = content_of(state)
     with unwritable(path, size_of(content)):
-        write_aside(path, DefaultWriter().stage(content, snapshot=False))
+        write_aside(path, StagingWriter().stage(content, snapshot=False))
 
 
 def plain(state: dict[str, Any]) -> dict[str, Any]:

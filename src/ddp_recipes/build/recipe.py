@@ -148,11 +148,6 @@ class Recipe:
         return Flops(of_sample, None if of_one is None else float(of_one) * count)
 
     @property
-    def steps_per_epoch(self) -> int:
-        """Optimizer steps in the first epoch."""
-        return self.length.steps_in(1)
-
-    @property
     def total_steps(self) -> int | None:
         """Optimizer steps to the end of the run, or ``None`` if only time limits it."""
         return self.length.total_steps

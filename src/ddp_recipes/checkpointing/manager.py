@@ -14,12 +14,7 @@ from typing import Any
 
 from ddp_recipes.checkpointing.files import BEST, LAST, WHOLE, State, content_of, named, step_files, twin
 from ddp_recipes.checkpointing.parts import abandoned, folder_of
-from ddp_recipes.checkpointing.writing import (
-    StagingWriter as DefaultWriter,  # or PlainWriter, from writing
-    Writer,
-    size_of,
-    unwritable,
-)
+from ddp_recipes.checkpointing.writing import StagingWriter, size_of, unwritable
 from ddp_recipes.config.settings import CheckpointSettings
 from ddp_recipes.runtime.files import LACKING, Save, write_aside
 
@@ -115,7 +110,7 @@ class FileCheckpointer(Background):
     def __init__(self, directory: Path, settings: CheckpointSettings, background: bool = False) -> None:
         super().__init__(directory, settings)
         self.values: dict[int, float] = {}  # step -> monitored value, of the files that are kept for it
-        self._writer: Writer = DefaultWriter()
+        self._writer = StagingWriter()
         self._background = background or settings.async_save
         self._swept = False
 

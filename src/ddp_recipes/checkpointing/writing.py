@@ -1,4 +1,4 @@
-"""The writer interface behind which a checkpoint becomes a file, and what is said where it cannot be written."""
+"""How a checkpoint becomes a file, and what is said where it cannot be written."""
 
 import errno
 import fcntl
@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from struct import pack_into, unpack_from
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -29,25 +28,6 @@ from ddp_recipes.devices import saving_through_page_locked
 from ddp_recipes.errors import RecipeError, chain
 from ddp_recipes.runtime.files import Save
 from ddp_recipes.runtime.tensors import Source
-
-
-class Writer(Protocol):
-    """Stages the content of a checkpoint for a file. The file is a zip file with right checksums."""
-
-    def stage(self, content: dict[str, Any], snapshot: bool) -> Save:
-        """Return what writes the content to a new file; after a ``snapshot`` the content may change before that."""
-
-
-class PlainWriter:
-    """``torch.save``; a snapshot is the file in memory."""
-
-    def stage(self, content: dict[str, Any], snapshot: bool) -> Save:
-        """Return what writes the content to a new file."""
-        if not snapshot:
-            return partial(torch.save, content)
-        memory = io.BytesIO()
-        torch.save(content, memory)
-        return lambda file: file.write(memory.getbuffer())
 
 
 @contextmanager
@@ -262,10 +242,10 @@ class _Stages:
 
 
 class StagingWriter(_Stages):
-    """Writes files by ``torch.save``."""
+    """Writes files by ``torch.save``: zip files with right checksums."""
 
     def stage(self, content: dict[str, Any], snapshot: bool) -> Save:
-        """Return what writes the content to a new file."""
+        """Return what writes the content to a new file; after a ``snapshot`` the content may change before that."""
         taken, copies = self._taken(content, snapshot)
 
         def write(file: BinaryIO) -> None:

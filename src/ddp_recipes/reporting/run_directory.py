@@ -7,7 +7,6 @@ import logging
 import math
 import os
 import shutil
-import stat
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -64,22 +63,6 @@ def _refuse_links(path: Path) -> None:
                 f"{inside} is a symbolic link to {os.readlink(inside)}, which a run would write to. Remove it, or "
                 f"choose another hydra.run.dir; ckpt_path={path} reads the checkpoints from there."
             )
-
-
-def refuse_others(path: Path) -> None:
-    """Refuse a directory that others may have written to, for Slurm's job will run what it finds there.
-
-    Raises:
-        RequestError: it belongs to another user, or all may write to it; or its name has more than one line.
-    """
-    if not str(path).isprintable():  # it stands in the job's script
-        raise RequestError(f"hydra.run.dir={str(path)!r} is not one line of printable text, as Slurm needs it.")
-    found = path.stat()
-    if found.st_uid not in (0, os.geteuid()) or found.st_mode & stat.S_IWOTH:
-        raise RequestError(
-            f"{path} is not yours alone (user number {found.st_uid}, mode {found.st_mode & 0o777:o}), and a Slurm job "
-            f"runs what lies there. Choose another hydra.run.dir, or take the rights of others: chmod o-w {path}."
-        )
 
 
 def _lock(path: Path) -> int:

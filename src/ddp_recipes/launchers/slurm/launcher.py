@@ -10,6 +10,7 @@ import re
 import secrets
 import shlex
 import shutil
+import stat
 import sys
 import time
 from contextlib import redirect_stderr, suppress
@@ -28,7 +29,7 @@ from ddp_recipes.launchers.reports import Death, Outcome, decide
 from ddp_recipes.launchers.slurm.settings import SlurmSettings
 from ddp_recipes.launchers.slurm.state import State
 from ddp_recipes.launchers.slurm.task import STARTED_AGAIN, Attempt, Task, read_reports
-from ddp_recipes.reporting.run_directory import Summary, locked, refuse_others, write_text
+from ddp_recipes.reporting.run_directory import Summary, locked, write_text
 from ddp_recipes.runtime.job import Job
 
 SHORTEST_POLL_S, LONGEST_POLL_S = 0.5, 10.0  # Slurm's controller is shared: the longer nothing changes, the rarer
@@ -66,7 +67,7 @@ class SlurmLauncher:
     def launch(self, job: Job) -> Summary:
         """Return rank 0's summary once the job has ended, or its number at once; an interrupt ends only the waiting."""
         self.resources.refuse_started_ranks("slurm")
-        refuse_others(job.directory)
+        _refuse_others(job.directory)
         settings, folder = self.settings, job.directory / "slurm"
         if "%" in str(job.directory):
             raise RequestError(
@@ -111,6 +112,22 @@ def _tasks_per_node(request: Request, settings: SlurmSettings) -> int:
         )
     request.strategy.check_world_size(settings.nnodes * count)
     return count
+
+
+def _refuse_others(path: Path) -> None:
+    """Refuse a directory that others may have written to, for the job will run what it finds there.
+
+    Raises:
+        RequestError: it belongs to another user, or all may write to it; or its name has more than one line.
+    """
+    if not str(path).isprintable():  # it stands in the job's script
+        raise RequestError(f"hydra.run.dir={str(path)!r} is not one line of printable text, as Slurm needs it.")
+    found = path.stat()
+    if found.st_uid not in (0, os.geteuid()) or found.st_mode & stat.S_IWOTH:
+        raise RequestError(
+            f"{path} is not yours alone (user number {found.st_uid}, mode {found.st_mode & 0o777:o}), and a Slurm job "
+            f"runs what lies there. Choose another hydra.run.dir, or take the rights of others: chmod o-w {path}."
+        )
 
 
 def _submit(job: Job, settings: SlurmSettings, tasks_per_node: int, folder: Path) -> tuple[str, bool]:

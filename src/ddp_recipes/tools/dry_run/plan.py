@@ -110,7 +110,7 @@ def batches_of(recipe: Recipe) -> Plan:
         "batch_size": train.plan.size(0, 0),
         "accumulate_grad_batches": accumulate,
         "batches_an_epoch": len(train),
-        "steps_an_epoch": recipe.steps_per_epoch,
+        "steps_an_epoch": recipe.length.steps_in(1),
         "steps": steps,
         "samples": train.plan.num_samples,
         "samples_an_epoch": epoch,
