@@ -68,6 +68,46 @@ def test_weights_that_are_one_stay_one_on_the_device(own: str, accelerator: Acce
     assert ended.summary["weights_sha256"] == cpu.summary["weights_sha256"]
 
 
+NOISY = """
+import torch
+from torch import nn
+
+
+class Noisy(nn.Module):
+    def __init__(self, features):
+        super().__init__()
+        self.layer = nn.Linear(features, features)
+
+    def forward(self, inputs=None):
+        drawn = torch.openreg.default_generators[0]  # kernels of the simulated device draw from the CPU's
+        drawn.manual_seed(drawn.initial_seed() + 1)
+        return inputs + self.layer(inputs).relu() * torch.full_like(inputs, drawn.initial_seed() % 5)
+
+
+class Model(nn.Module):
+    def __init__(self, in_features, hidden_features, out_features):
+        super().__init__()
+        self.blocks = nn.ModuleList(Noisy(in_features) for _ in range(2))
+        self.head = nn.Linear(in_features, out_features)
+
+    def forward(self, inputs):
+        for block in self.blocks:
+            inputs = block(inputs=inputs)
+        return self.head(inputs)
+"""
+
+
+def test_what_is_computed_again_draws_the_same_numbers_of_the_device(accelerator: Accelerator) -> None:
+    (accelerator.folder / "noisy.py").write_text(NOISY)
+    weights = []
+    for again in ("false", "true"):
+        own = ["strategy=single", "model._target_=noisy.Model", f"model.activation_checkpointing={again}"]
+        ended = accelerator.run(*own, "optimizer.lr=0.001", "trainer.max_epochs=1", name=again)
+        assert ended.status == 0, ended.err
+        weights.append(ended.summary["weights_sha256"])
+    assert weights[0] == weights[1]
+
+
 @pytest.mark.slow
 def test_replicas_of_two_devices_need_a_backend_that_takes_both(accelerator: Accelerator, run: Run) -> None:
     own = ["strategy=ddp", "model=toy_mp"]

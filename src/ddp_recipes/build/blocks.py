@@ -1,6 +1,6 @@
 """Blocks that run in another way: computed again in backward, or compiled. Names in the state dict stay the same."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import cache, partial
 from typing import Any
@@ -43,14 +43,19 @@ def _recomputed(base: Any) -> Any:
     """Return the class with another ``forward``: unlike one of an instance it is copied with the module."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        own = partial(base.forward, self)
         if not torch.is_grad_enabled():
-            return own(*args, **kwargs)
-        if next(self.buffers(), None) is None:  # torch.compile takes no contexts
-            return checkpoint(own, *args, use_reentrant=False, **kwargs)
-        return checkpoint(own, *args, use_reentrant=False, context_fn=partial(_contexts, self), **kwargs)
+            return base.forward(self, *args, **kwargs)
+        options: dict[str, Any] = {"use_reentrant": False}
+        if next(self.buffers(), None) is not None:  # torch.compile takes no contexts
+            options["context_fn"] = partial(_contexts, self)
+        # Keywords as an argument: torch draws random numbers again on the devices of arguments alone.
+        return checkpoint(partial(_called, partial(base.forward, self)), kwargs, *args, **options)
 
     return type(base.__name__, (base,), {"forward": forward, "__module__": base.__module__})
+
+
+def _called(forward: Any, named: Mapping[str, Any], *args: Any) -> Any:
+    return forward(*args, **named)
 
 
 def compile_model(model: nn.Module, trainer: TrainerSettings) -> None:
