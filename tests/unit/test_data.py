@@ -364,6 +364,40 @@ def test_batches_are_fetched_at_once_where_nothing_is_drawn() -> None:
     assert drawing.batches == 3, "the first batch of each loader told"
 
 
+class Passing:
+    """A user's wrapper, which makes its samples of another set's, and passes on what it lacks."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dataset":
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> int:
+        return -int(self.dataset[index][0])
+
+
+class Negated(InMemory):
+    """Makes other samples than the class that it derives from."""
+
+    def __getitem__(self, index: int) -> Any:
+        return -super().__getitem__(index)[0]
+
+
+NUMBERS = torch.arange(23), torch.arange(23)
+
+
+@pytest.mark.parametrize("dataset", [Passing(AtOnce(random=False)), Passing(InMemory(*NUMBERS)), Negated(*NUMBERS)])
+def test_samples_are_those_of_the_sets_own_getitem(dataset: Any) -> None:
+    found = torch.cat([batch.data for batch in loader(dataset).batches(0)])
+    assert sorted(found.tolist()) == list(range(-22, 1)), "not those of what is within"
+
+
 class Broken(Noisy):
     def __getitem__(self, index: int) -> Any:
         if index == 17:

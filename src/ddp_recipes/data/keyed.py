@@ -131,6 +131,19 @@ def gives_batches(dataset: Any) -> bool:
     return getattr(dataset, "batched", False) is True
 
 
+def of_several(dataset: Any, name: str) -> Any:
+    """Return a data set's method that gives several samples at once; ``None`` where that is not of its ``__getitem__``.
+
+    So it is where a class derived from the method's makes its samples anew, or where a wrapper passes on what it lacks.
+    """
+    for names in (getattr(dataset, "__dict__", {}), *map(vars, type(dataset).__mro__)):
+        if name in names:
+            return getattr(dataset, name)
+        if "__getitem__" in names:
+            return None
+    return None
+
+
 class Draw(NamedTuple):
     """A sample, and what its random numbers are keyed by."""
 
@@ -184,7 +197,7 @@ class KeyedDataset(Dataset[Any]):
 
     def __init__(self, dataset: Any, seed: int, name: str, collate_fn: Callable[[list[Any]], Any]) -> None:
         self.dataset, self.seed, self.name, self.collate_fn = dataset, seed, name, collate_fn
-        self._at_once = callable(getattr(dataset, "__getitems__", None))
+        self._at_once = callable(of_several(dataset, "__getitems__"))
         self._set_epoch = getattr(dataset, "set_epoch", None)
 
     def __getitems__(self, draws: Sequence[Draw]) -> Fetched:

@@ -30,6 +30,7 @@ from ddp_recipes.data.keyed import (
     collate,
     gives_batches,
     may_skip,
+    of_several,
     to_device,
 )
 from ddp_recipes.data.order import BatchPlan
@@ -424,8 +425,8 @@ def size_of(dataset: Any) -> int:
 
 
 def _whole_batch_fetch(dataset: Any) -> Any:
-    if gives_batches(dataset):
-        return dataset.fetch
+    if gives_batches(dataset) and (fetch := of_several(dataset, "fetch")) is not None:
+        return fetch
     return partial(_rows, dataset.tensors) if type(dataset) is TensorDataset else None
 
 
