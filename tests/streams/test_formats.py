@@ -11,7 +11,7 @@ import pytest
 
 from ddp_recipes.streams import Stream
 from ddp_recipes.streams.formats import Csv, JsonLines, Parquet
-from helpers.shards import ROWS
+from helpers.shards import ROWS, write_shards
 
 pytest.importorskip("pyarrow")
 pytest.importorskip("zstandard")
@@ -98,6 +98,14 @@ def test_parts_of_a_set_are_rows_of_it(shards: Callable[..., Path]) -> None:
     assert [train[0], train[30], val[0], val[29]] == [0, 30, 31, 60]
     order = val.sample_order(1, True)
     assert len(order) == len(val) == 30
+
+
+def test_a_pattern_means_what_it_means_to_a_shell(shards: Callable[..., Path]) -> None:
+    folder = shards(".jsonl")
+    write_shards(folder / "more", ".jsonl", ROWS[:3], (0, 3))
+    (folder / "part-[x].jsonl").write_bytes((folder / "part-2.jsonl").read_bytes())
+    rows = {"*.jsonl": 61 + 19, "m*/*.jsonl": 3, "part-[x].jsonl": 19, "../**/part-0.jsonl": 20 + 3}
+    assert {pattern: len(Stream(f"{folder}/{pattern}", inputs="a")) for pattern in rows} == rows
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])

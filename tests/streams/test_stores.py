@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from ddp_recipes.errors import RequestError
 from ddp_recipes.reporting.run_directory import Summary
 from ddp_recipes.streams import Stream
 from ddp_recipes.streams.cache import Cache
@@ -66,8 +67,8 @@ class Answer(SimpleHTTPRequestHandler):
             super().do_GET()
         elif fault == "hangs":
             self.server.over.wait(60)
-        elif fault == "500":
-            self.send_error(500)
+        elif fault in ("403", "500"):
+            self.send_error(int(fault))
         else:
             content = (Path(self.directory) / name).read_bytes()
             self.send_response(200)
@@ -119,6 +120,16 @@ def test_a_compressed_shard_is_fetched_and_decompressed_once(has_index: bool, st
         assert stream_of(store, tmp_path / "cache", "/more")[5] == 5
     assert store.asked["part-0.jsonl.gz"] == 1
     assert sorted(file.name for file in tmp_path.glob("cache/*/part*")) == ["part-0.jsonl", "part-0.jsonl.gz"]
+
+
+def test_a_shard_is_read_where_a_store_does_not_say_what_it_has(store: Store, tmp_path: Path) -> None:
+    store.faults = {"": ["always 500"], "index.json": ["always 403"]}
+    stream = stream_of(store, tmp_path / "cache", "/part-2.parquet")
+    assert [stream[number] for number in range(19)] == [row["a"] for row in ROWS[21:40]]
+    assert [shard.bytes for shard in stream.index.shards] == [(tmp_path / "set.parquet/part-2.parquet").stat().st_size]
+    assert store.asked[""] == 0
+    with pytest.raises(RequestError, match=r"part-7.parquet cannot be had: it is missing: the store has no http"):
+        stream_of(store, tmp_path / "cache", "/part-7.parquet")
 
 
 def test_a_set_without_an_index_is_the_one_that_the_store_has_now(store: Store, tmp_path: Path) -> None:

@@ -175,7 +175,7 @@ class Cache:
         return found
 
     def small_file(self, path: str) -> bytes | None:
-        """Return the content of a small file in a store; None: there is none.
+        """Return the content of a small file in a store; None: there is none, or it is not for us.
 
         Raises:
             RequestError: the store does not give it.
@@ -186,8 +186,11 @@ class Cache:
             try:
                 found: bytes = store.cat_file(inner)
                 return found
-            except FileNotFoundError:
-                return None
+            except Exception as error:
+                # Who may not list a store is refused what it has not, too.
+                if isinstance(error, (FileNotFoundError, PermissionError)) or getattr(error, "status", None) == 403:
+                    return None
+                raise
 
         try:
             found: bytes | None = self._tried(lambda: _in_time(attempt, None, self.timeout_s), path)
@@ -195,8 +198,8 @@ class Cache:
         except BadShard as error:
             raise RequestError(f"{path} cannot be read: {error}") from error
 
-    def listing(self, root: str) -> dict[str, int]:
-        """Return names, relative to a folder of a store, and sizes of the files in it.
+    def listing(self, root: str, name: str | None = None) -> dict[str, int]:
+        """Return names, relative to a folder of a store, and sizes of the files in it, or of one of them.
 
         Raises:
             RequestError: the store does not say.
@@ -204,14 +207,21 @@ class Cache:
 
         def attempt() -> dict[str, int]:
             store, inner = self._store(root)
-            base, found = inner.rstrip("/"), store.find(inner, detail=True)
-            return {name[len(base) :].lstrip("/"): int(entry["size"] or 0) for name, entry in found.items()}
+            base = inner.rstrip("/")
+            found = store.find(inner, detail=True) if name is None else {f"{base}/{name}": {}}
+            sizes = {file: entry.get("size") for file, entry in found.items()}
+            unknown = [file for file, size in sizes.items() if size is None]
+            sizes.update(zip(unknown, store.sizes(unknown), strict=True))
+            return {file[len(base) :].lstrip("/"): int(size or 0) for file, size in sizes.items()}
 
+        path = root if name is None else f"{root.rstrip('/')}/{name}"
         try:
-            sizes: dict[str, int] = self._tried(lambda: _in_time(attempt, None, self.timeout_s), root)
+            sizes: dict[str, int] = self._tried(lambda: _in_time(attempt, None, self.timeout_s), path)
             return sizes
         except BadShard as error:
-            raise RequestError(f"data.path={root} cannot be listed: {error}. Give it an index.") from error
+            what = "cannot be listed" if name is None else "cannot be had"
+            advice = " Give it an index." if name is None else ""
+            raise RequestError(f"data.path={path} {what}: {error}.{advice}") from error
 
     def put(self, path: str, content: bytes) -> None:
         """Write a small file to a store.

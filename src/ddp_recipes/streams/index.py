@@ -7,7 +7,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from multiprocessing import get_context
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, TypeVar
 
 from ddp_recipes.errors import RequestError
@@ -110,33 +110,44 @@ def load(path: str, cache: Cache) -> Index:
     path = path if is_remote(path) else str(Path(path.removeprefix("file://")).expanduser())
     root, pattern = located(path)
     index = indexed(root, cache)
-    names = None if index is not None and is_remote(root) else listed(root, cache)
     if index is None:
-        assert names is not None
-        return made_on_the_fly(
-            root, {name: size for name, size in names.items() if matches(name, pattern)}, path, cache
-        )
-    if names is not None:
-        refuse_other_shards(index, names, root)
+        return made_on_the_fly(root, listed(root, cache, pattern), path, cache)
     shards = tuple(shard for shard in index.shards if matches(shard.name, pattern))
     if not shards:
         raise RequestError(f"data.path={path}: {joined(root, NAME)} has no such shard.")
-    return Index(root, shards, index.columns, index.more)
+    chosen = Index(root, shards, index.columns, index.more)
+    if not is_remote(root):
+        refuse_other_shards(chosen, listed(root, cache, pattern), root)
+    return chosen
 
 
 def located(path: str) -> tuple[str, str | None]:
-    """Return the folder of a set, and which of its shards are meant; None: all."""
-    name = PurePosixPath(path).name
+    """Return the folder of a set, and which of its shards are meant: a name, or a pattern of names; None: all."""
     if not is_remote(path) and Path(path).is_dir():
         return path, None
-    if Formats.of(name) is None and not any(letter in name for letter in "*?["):
+    parts = path.split("/")
+    first = next((number for number, part in enumerate(parts) if is_pattern(part)), len(parts) - 1)
+    if first == len(parts) - 1 and Formats.of(parts[-1]) is None and not is_pattern(parts[-1]):
         return path, None
-    root = path[: -len(name)].rstrip("/") if is_remote(path) else str(Path(path).parent)
-    return root, name
+    return "/".join(parts[:first]) or ("/" if first else "."), "/".join(parts[first:])
+
+
+def is_pattern(name: str) -> bool:
+    """Whether a name stands for several."""
+    return any(letter in name for letter in "*?[")
 
 
 def matches(name: str, pattern: str | None) -> bool:
-    return pattern is None or fnmatchcase(name, pattern)
+    """Whether a shard is meant, as a shell has it: a ``*`` is within a folder, a ``**`` stands for any folders."""
+    return pattern is None or name == pattern or _match(name.split("/"), pattern.split("/"))
+
+
+def _match(names: Sequence[str], parts: Sequence[str]) -> bool:
+    if not parts:
+        return not names
+    if parts[0] == "**":
+        return any(_match(names[first:], parts[1:]) for first in range(len(names) + 1))
+    return bool(names) and fnmatchcase(names[0], parts[0]) and _match(names[1:], parts[1:])
 
 
 def indexed(root: str, cache: Cache) -> Index | None:
@@ -148,21 +159,24 @@ def indexed(root: str, cache: Cache) -> Index | None:
     return Index.parsed(root, file.read_text()) if file.is_file() else None
 
 
-def listed(root: str, cache: Cache) -> dict[str, int]:
-    """Return the shards in a folder and their sizes in bytes, by name.
+def listed(root: str, cache: Cache, pattern: str | None = None) -> dict[str, int]:
+    """Return the shards in a folder, those that are meant, and their sizes in bytes, by name.
+
+    A shard that is named is not looked for: some stores cannot say what is in a folder, and there may be much in it.
 
     Raises:
-        RequestError: there is no such folder.
+        RequestError: there is no such folder, or no such shard in a store.
     """
     if is_remote(root):
-        sizes = cache.listing(root)
+        sizes = cache.listing(root, None if pattern is None or is_pattern(pattern) else pattern)
     elif not Path(root).is_dir():
         raise RequestError(f"data.path={root}: there is no folder {Path(root).absolute()}. Give that of the shards.")
     else:
-        files = (file for file in Path(root).rglob("*") if file.is_file())
+        one = Path(root, pattern or "")
+        files = [one] if one.is_file() else [file for file in Path(root).rglob("*") if file.is_file()]
         sizes = {file.relative_to(root).as_posix(): file.stat().st_size for file in files}
     hidden = {name for name in sizes if any(part.startswith(".") for part in name.split("/"))}
-    return {name: sizes[name] for name in sorted({*sizes} - hidden) if Formats.of(name)}
+    return {name: sizes[name] for name in sorted({*sizes} - hidden) if Formats.of(name) and matches(name, pattern)}
 
 
 def refuse_other_shards(index: Index, sizes: Mapping[str, int], root: str) -> None:
