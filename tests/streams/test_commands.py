@@ -126,6 +126,16 @@ def test_images_are_packed_as_they_are(tmp_path: Path) -> None:
     )
 
 
+def test_images_of_several_formats_are_one_column(tmp_path: Path) -> None:
+    for number, suffix in enumerate(("png", "bmp", "tif", "webp", "PNG", "ppm")):
+        folder = tmp_path / "images" / "bee"
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (4, 4), (40 * number, 0, 9)).save(folder / f"{number}.{suffix}", lossless=True)
+    pack([str(tmp_path / "images"), str(tmp_path / "set"), "--workers=1"])
+    stream = Stream(str(tmp_path / "set"), inputs="img", targets="cls")
+    assert [stream[number][0][:, 0, 0].tolist() for number in range(6)] == [[40 * n, 0, 9] for n in range(6)]
+
+
 def test_index_says_how_windows_shuffle(shards: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
     folder = shards(".jsonl")
     index([str(folder), "--workers=1", "--batch=8"])

@@ -14,6 +14,8 @@ from ddp_recipes.streams.formats import BadRow, Row
 
 Names = str | Sequence[str] | None
 _JPEG, _PNG, _WEBP, _GIF = b"\xff\xd8\xff", b"\x89PNG", b"RIFF", b"GIF8"
+_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # of Pillow's; some others start programs
+_IMAGES = ("img", "jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "pgm")  # suffixes of theirs
 
 
 class Decoder:
@@ -113,7 +115,8 @@ def _value(name: str, value: Any) -> Any:
 def _of_bytes(name: str, value: bytes) -> Any:
     suffix = name.rpartition(".")[2]
     try:
-        if value[:4].startswith((_JPEG, _PNG, _GIF)) or (value[:4] == _WEBP and value[8:12] == b"WEBP"):
+        known = value[:4].startswith((_JPEG, _PNG, _GIF)) or (value[:4] == _WEBP and value[8:12] == b"WEBP")
+        if known or suffix in _IMAGES:
             return _image(value)
         if suffix in ("cls", "cls2", "index", "count", "len"):
             return int(value)
@@ -126,16 +129,16 @@ def _of_bytes(name: str, value: bytes) -> Any:
         if suffix == "npz":
             return {key: torch.from_numpy(array) for key, array in np.load(io.BytesIO(value)).items()}
     except Exception as error:  # what a decoder raises of damaged bytes may be anything
+        if type(error).__name__ == "UnidentifiedImageError":  # which names an object in memory
+            raise BadRow(f"its '{name}' is no image: it begins with {value[:8]!r}") from error
         raise BadRow(f"its '{name}' cannot be decoded: {error}") from error
-    if suffix in ("jpg", "jpeg", "png", "webp", "gif"):
-        raise BadRow(f"its '{name}' is no image: it begins with {value[:8]!r}")
     return value
 
 
 def _image(content: bytes) -> Any:
     from PIL import Image
 
-    with Image.open(io.BytesIO(content)) as image:
+    with Image.open(io.BytesIO(content), formats=_FORMATS) as image:
         image.load()
         return image if image.mode == "RGB" else image.convert("RGB")
 

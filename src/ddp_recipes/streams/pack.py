@@ -163,7 +163,7 @@ def _of_path(path: Path) -> Any:
 
 
 class _Images:
-    """Images in a folder a class, as tar files of their bytes."""
+    """Images in a folder a class, as tar files of their bytes, which are one column: ``img`` where suffixes differ."""
 
     suffix = ".tar"
 
@@ -175,6 +175,8 @@ class _Images:
         except (FileNotFoundError, OSError) as error:
             raise RequestError(f"{root} has no images in folders of classes: {error}") from error
         self.more = {"classes": self.folder.classes}
+        kinds = {Path(path).suffix.lower().removeprefix(".").replace("jpeg", "jpg") for path, _ in self.folder.samples}
+        self.kind = kinds.pop() if len(kinds) == 1 else "img"
 
     def __len__(self) -> int:
         return len(self.folder.samples)
@@ -188,9 +190,7 @@ class _Images:
         with tarfile.open(fileobj=file, mode="w") as tar:
             for number in numbers:
                 path, label = self.folder.samples[number]
-                suffix = Path(path).suffix.lower().removeprefix(".").replace("jpeg", "jpg")
-                name = suffix if suffix in ("jpg", "png", "webp", "gif") else "img"
-                for kind, content in ((name, Path(path).read_bytes()), ("cls", str(label).encode())):
+                for kind, content in ((self.kind, Path(path).read_bytes()), ("cls", str(label).encode())):
                     member = tarfile.TarInfo(f"{number:09}.{kind}")
                     member.size = len(content)
                     tar.addfile(member, io.BytesIO(content))
