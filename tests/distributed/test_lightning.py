@@ -71,6 +71,7 @@ def test_batches_that_begin_with_texts_weigh_as_much_as_their_samples(run: Run) 
 def test_where_validation_has_no_loss_that_of_training_tells_the_best(run: Run) -> None:
     found = run(*part("Silent"))
     assert found["monitor"] == "train/loss"
+    assert Path(found["run_directory"], "train.log").read_text().count("checkpoint.monitor=auto is") == 1
     assert found["metrics"]["val_score"] == 1
     assert found["best_checkpoint"] is not None
     assert run(*part("Silent"), "trainer.num_sanity_val_steps=0")["monitor"] == "train/loss"

@@ -287,11 +287,11 @@ def settle_monitor(run: Run, metrics: Metrics) -> str | None:
     Raises:
         RequestError: lists the metrics there are.
     """
-    if not (run.auto_monitor and run.task.names_metrics and run.monitor not in metrics):
-        check_monitor(run, metrics)
-        return None
-    missing, run.monitor = run.monitor, "train/loss"
-    return f"checkpoint.monitor=auto is train/loss, for {missing} is not measured."
+    if run.auto_monitor and run.task.names_metrics and run.monitor not in ("train/loss", *metrics):
+        missing, run.monitor = run.monitor, "train/loss"
+        return f"checkpoint.monitor=auto is train/loss, for {missing} is not measured."
+    check_monitor(run, metrics)
+    return None
 
 
 def check_monitor(run: Run, metrics: Metrics) -> None:
