@@ -146,6 +146,14 @@ _ADVICE = {
         "The model's forward takes fewer arguments than the task gives it. task=classification and task=regression "
         "give it a batch's inputs, task=model_loss all that is in a batch: choose the one that fits, or another model."
     ),
+    r"element 0 of tensors does not require grad": (
+        "No parameter that is trained led to the loss: torch.no_grad, detach, item or argmax on the way make it so, "
+        "and so does model.freeze of all that the loss depends on."
+    ),
+    r"grad can be implicitly created only for scalar outputs": (
+        "A loss is a single number, the mean over its batch: reduction=mean of task.loss, or mean() of what the step "
+        "returns."
+    ),
     r"env:// rendezvous|default process group twice": (
         "Something that the config makes joins a process group by itself while it is made. The run joins one, the "
         "default of torch.distributed, once all is made: have it wait for that, or for its first use."

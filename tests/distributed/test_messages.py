@@ -195,6 +195,94 @@ def test_an_error_of_a_gpu_ends_with_what_to_change(
     assert advice in str(raised.value).strip().splitlines()[-1]
 
 
+MISTAKEN = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from ddp_recipes import StepOutput, Task
+
+ROWS = TensorDataset(torch.ones(16, 10), torch.ones(16, 5))
+
+
+class Alone(Task):
+    def training_step(self, batch):
+        return self.loss(self.model(batch[0]), batch[1])
+
+
+class Nothing(Task):
+    def training_step(self, batch):
+        self.loss(self.model(batch[0]), batch[1])
+
+
+class Named(Task):
+    def validation_step(self, batch):
+        return {"loss": super().validation_step(batch).loss}
+
+
+class Number(Task):
+    def training_step(self, batch):
+        return StepOutput(self.loss(self.model(batch[0]), batch[1]).item(), {}, len(batch[0]))
+
+
+class Detached(Task):
+    def training_step(self, batch):
+        with torch.no_grad():
+            return super().training_step(batch)
+
+
+class Hidden(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = [nn.Linear(10, 5)]
+
+    def forward(self, inputs):
+        return self.layers[0](inputs)
+
+
+def texts(**_):
+    return [(torch.ones(10), "cat") for _ in range(16)]
+
+
+def loader(**_):
+    return DataLoader(ROWS, batch_size=4)
+"""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "advice"),
+    {
+        "a loss alone": (["task._target_=mistaken.Alone"], "Alone.training_step returns Tensor. Return ddp_recipes.St"),
+        "no loss": (["task._target_=mistaken.Nothing"], "Nothing.training_step returns NoneType. Return ddp_recipes."),
+        "a dict": (["task._target_=mistaken.Named"], "Named.validation_step returns dict. Return ddp_recipes.StepOut"),
+        "a number": (["task._target_=mistaken.Number"], "Number.training_step returns the loss as a float. Return"),
+        "no gradient": (["task._target_=mistaken.Detached"], "No parameter that is trained led to the loss: "),
+        "no mean": (["+task.loss.reduction=none", "data.val=null"], "A loss is a single number, the mean over its ba"),
+        "a list": (["~model", "+model._target_=mistaken.Hidden"], "Hidden has no parameters, so there is nothing to"),
+        "texts": (["data.train={_target_: mistaken.texts}", "data.val=null"], "The targets of a batch are a list, and"),
+        "a loader": (["data.train={_target_: mistaken.loader}"], "data.train is a DataLoader, whose batches are made"),
+    }.values(),
+    ids=str,
+)
+def test_mistakes_in_ones_first_code_end_with_what_to_change(
+    overrides: list[str], advice: str, run: Callable[..., object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mistaken.py").write_text(MISTAKEN)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(Exception, match=re.escape(advice)):
+        run(*overrides, directory=tmp_path / "run")
+
+
+def test_weights_that_cannot_be_downloaded_are_not_said_to_be_wrong_values(
+    run: Callable[..., object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")  # nobody is there
+    own = ["~model", "+model._target_=torchvision.models.resnet18", "+model.weights=IMAGENET1K_V1"]
+    with pytest.raises(RequestError, match=r"^model cannot be made by torchvision.* cannot be reached: <urlopen error"):
+        run("data=fake_images", *own, directory=tmp_path / "run")
+
+
 def test_an_environment_variable_that_is_not_set_is_named(run: Callable[..., object]) -> None:
     with pytest.raises(RequestError, match=r"^optimizer(.lr)?: .*Environment variable 'NOT_SET_ANYWHERE' not found"):
         run("optimizer.lr=${oc.env:NOT_SET_ANYWHERE}")

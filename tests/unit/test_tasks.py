@@ -1,5 +1,7 @@
 """A task: module, loss and metrics."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -143,3 +145,24 @@ def test_a_tuple_without_what_is_asked_for_is_refused_with_the_names_it_has() ->
     task = ModelLossTask(BringsItsLoss(), {"accuracy": Accuracy()}, labels="targets")
     with pytest.raises(RequestError, match=r"task\.labels=targets is no tensor in a batch: inputs, labels"):
         task.validation_step((torch.randn(4, 10), torch.tensor([0, 1, 0, 2])))
+
+
+class Pairs(BringsItsLoss):
+    """Returns what it computes and the loss, as nanoGPT does."""
+
+    def forward(self, inputs: Tensor, labels: Tensor) -> Any:
+        found = super().forward(inputs, labels)
+        return found["logits"], found["loss"], None
+
+
+def test_the_one_scalar_of_a_tuple_is_the_loss_and_an_output_has_a_place() -> None:
+    batch = torch.randn(4, 10), torch.tensor([0, 1, 0, 2])
+    task = ModelLossTask(Pairs(), {"accuracy": Accuracy()}, outputs=0)
+    named = ModelLossTask(BringsItsLoss(), {"accuracy": Accuracy()})
+    named.load_state_dict(task.state_dict())
+    found, expected = task.validation_step(batch), named.validation_step(batch)
+    assert torch.equal(found.loss, expected.loss)
+    assert torch.equal(found.metrics["accuracy"], expected.metrics["accuracy"])
+    assert torch.equal(task.predict_step(batch), named.predict_step(batch))
+    with pytest.raises(RequestError, match=r"task\.outputs=logits is no tensor in the output of Pairs: 0, 1, 2\. Set"):
+        ModelLossTask(Pairs(), {"accuracy": Accuracy()}).validation_step(batch)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.utils.data import DataLoader
 
 from ddp_recipes.build.instantiate import bound, locate, make, parameters_of
 from ddp_recipes.config.extras import extra
@@ -293,6 +294,11 @@ def source_of_node(key: str, node: Mapping[str, Any], settings: DataSettings, sh
             )
         arguments, settings = {}, replace(settings, shard_arguments=None)  # a share of the stream
     dataset = make({**node, **arguments}, key)
+    if isinstance(dataset, DataLoader):
+        raise RequestError(
+            f"{key} is a DataLoader, whose batches are made already. Give its data set: batch_size, shuffle, sampler, "
+            f"collate_fn, num_workers and the like are keys of data."
+        )
     if arguments and not is_iterable(dataset):
         raise RequestError(
             f"data.shard_arguments deals iterable-style sets, and {key} is a {type(dataset).__name__} with an index, "

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from functools import partial
 from traceback import extract_tb, walk_tb
 from typing import Any, get_type_hints
+from urllib.error import URLError
 
 import torch
 from hydra.errors import InstantiationException
@@ -149,6 +150,11 @@ def make(node: Mapping[str, Any], section: str, *arguments: Any, without: Collec
             raise RequestError(f"{section} does not fit {target}: {_said(error)}. {hint}") from error
         if not well_known:
             raise  # the traceback is what helps
+        if isinstance(error, (URLError, ConnectionError, TimeoutError)):
+            raise RequestError(
+                f"{section} cannot be made by {target}, which downloads what cannot be reached: {_said(error)}. Fetch "
+                f"it where there is a network, or set what asks for it: weights, weights_backbone, download, …"
+            ) from error
         kept = {name: value for name, value in node.items() if name not in without and not name.startswith("_")}
         given = ", ".join(f"{name}={value}" for name, value in kept.items())
         raise RequestError(f"{section} does not fit {target}: {_said(error)}. Check the values of {given}.") from error

@@ -235,6 +235,11 @@ def _of_config(config: Mapping[str, Any], task: Task, may_fuse: bool) -> torch.o
 
     What takes a model first, as timm's ``create_optimizer_v2``, gets the model.
     """
+    if next(task.parameters(), None) is None:
+        raise RequestError(
+            f"{type(task.model).__name__} has no parameters, so there is nothing to train. Its layers have to be "
+            f"attributes of it, or lie in an nn.ModuleList or nn.ModuleDict: those in a list or dict are not seen."
+        )
     node, without = config["optimizer"], ["groups", "layer_decay"]
     fused: dict[str, Any] = {"fused": True} if may_fuse and _has_fused(node, task) else {}
     taken = [*parameters_of(str(node["_target_"]), "optimizer")] if "_target_" in node else []

@@ -19,12 +19,13 @@ class ModelLossTask(Task):
     """A model that is given the whole batch and returns its loss.
 
     A batch that is a mapping is given as keyword arguments, a tuple or list as arguments, anything else as one. The
-    loss is ``output.loss``, ``output["loss"]`` or the output itself, the mean over the batch's samples.
+    loss is ``output.loss``, ``output["loss"]``, the only scalar of a tuple or the output itself, the mean over the
+    batch's samples.
 
     Args:
         model: any such module.
         metrics: as in :class:`Task`, of the two below.
-        outputs: what metrics get of the model's output, by its name; it is also what is predicted.
+        outputs: what metrics get of the model's output, by its name, or place in a tuple; also what is predicted.
         labels: what metrics get of the batch, likewise. What a tuple or list holds is called as the model's ``forward``
             calls it.
         mean_over: what the model's loss is the mean over: ``samples``; ``targets``: labels other than -100;
@@ -36,7 +37,7 @@ class ModelLossTask(Task):
         self,
         model: nn.Module,
         metrics: Mapping[str, Any] | None = None,
-        outputs: str = "logits",
+        outputs: str | int = "logits",
         labels: str = "labels",
         mean_over: str = "samples",
     ) -> None:
@@ -97,26 +98,37 @@ class ModelLossTask(Task):
 
     def _loss_in(self, output: Any, batch: Any) -> Tensor:
         loss = output if isinstance(output, Tensor) else _get(output, "loss")
+        scalars = [each for each in _places(output).values() if isinstance(each, Tensor) and each.dim() == 0]
+        if loss is None and len(scalars) == 1:
+            return scalars[0]
         if isinstance(loss, Tensor) and loss.dim() == 0:
             return loss
         given = f"the keys {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
         found = f"a tensor of {list(loss.shape)}" if isinstance(loss, Tensor) else "none"
         raise RequestError(
-            f"task=model_loss takes the loss that the model returns, a scalar as output.loss or the output itself, and "
-            f"{type(self.model).__name__} returned {found}, for a batch of {given}. Name what it computes the loss "
+            f"task=model_loss takes the loss that the model returns, a scalar as output.loss, in a tuple or by itself, "
+            f"and {type(self.model).__name__} returned {found}, for a batch of {given}. Name what it computes the loss "
             f"from as it does (mostly labels), e.g. by data.collate_fn, or choose another task."
         )
 
 
-def _get(output: Any, name: str) -> Any:
+def _places(output: Any) -> dict[int, Any]:
+    return dict(enumerate(output)) if isinstance(output, (tuple, list)) else {}
+
+
+def _get(output: Any, name: str | int) -> Any:
+    if isinstance(name, int):
+        return _places(output).get(name)
     return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
 
 
-def _named(values: Any, name: str, key: str, owner: str) -> Tensor:
+def _named(values: Any, name: str | int, key: str, owner: str) -> Tensor:
     found = _get(values, name)
     if not isinstance(found, Tensor):
-        names = ", ".join(map(str, values)) if isinstance(values, Mapping) else type(values).__name__
-        raise RequestError(f"{key}={name} is no tensor in {owner}: {names}. Set {key} to the name of the one to use.")
+        names = ", ".join(map(str, values if isinstance(values, Mapping) else _places(values)))
+        raise RequestError(
+            f"{key}={name} is no tensor in {owner}: {names or type(values).__name__}. Set {key} to the one to use."
+        )
     return found
 
 

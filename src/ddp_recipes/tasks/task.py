@@ -204,7 +204,7 @@ class Task(nn.Module):
 
     def forward(self, batch: Any) -> StepOutput:
         """Run a training step: this is what the strategy's wrapper calls."""
-        return self.training_step(batch)
+        return output_of(self.training_step, batch)
 
     def training_step(self, batch: Any) -> StepOutput:
         """Return the mean loss of a batch; metrics are left to validation, but for ``train_metrics``."""
@@ -411,6 +411,22 @@ class Task(nn.Module):
         self.load_state_dict({name: weights[outside(name)] for name in self.state_dict()})
 
 
+def output_of(step: Callable[[Any], StepOutput], batch: Any) -> StepOutput:
+    """Return what a step of a task returns for a batch.
+
+    Raises:
+        RequestError: it is none of what a step returns, but a loss alone, or nothing.
+    """
+    output = step(batch)
+    if isinstance(output, StepOutput) and isinstance(output.loss, Tensor):
+        return output
+    given = f"the loss as a {type(output.loss).__name__}" if isinstance(output, StepOutput) else type(output).__name__
+    raise RequestError(
+        f"{step.__qualname__} returns {given}. Return ddp_recipes.StepOutput(loss, metrics, samples): a tensor, a dict "
+        f"(empty if there are none) and how many samples the batch has. self.training_output(outputs, targets) is one."
+    )
+
+
 def _named(metrics: Any) -> Mapping[str, Any]:
     if isinstance(metrics or {}, Mapping):
         return metrics or {}
@@ -419,7 +435,12 @@ def _named(metrics: Any) -> Mapping[str, Any]:
 
 def _pair(batch: Any) -> Any:
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
-        return batch
+        if isinstance(batch[1], Tensor):
+            return batch
+        raise RequestError(
+            f"The targets of a batch are a {type(batch[1]).__name__}, and this task takes a tensor. Give numbers in "
+            f"the data set (of classes from 0 on), or bring your own task."
+        )
     keys = f" with the keys {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else ""
     many = f" of {len(batch)}" if isinstance(batch, (tuple, list)) else ""
     raise RequestError(

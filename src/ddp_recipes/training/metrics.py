@@ -23,7 +23,7 @@ from ddp_recipes.runtime.seeding import key, seed_step
 from ddp_recipes.strategies import Strategy
 from ddp_recipes.strategies.collectives import broadcast, gather
 from ddp_recipes.tasks import Task
-from ddp_recipes.tasks.task import is_stateful
+from ddp_recipes.tasks.task import is_stateful, output_of
 from ddp_recipes.training.cadence import ValidationStopped
 from ddp_recipes.training.guards import Losses, of_rows
 from ddp_recipes.training.precision import Precision
@@ -234,7 +234,7 @@ def _evaluate(
                 continue
             counts = nullcontext() if batch.num_samples else task.uncounted()
             with within(), of_rows(strategy, loader, prefix, batch), precision.forward(), counts:
-                output = step(batch.data)
+                output = output_of(step, batch.data)
             values = {"loss": output.loss, **output.metrics}
             if batch.num_samples == 0:  # only the names count: fewer samples than ranks
                 values = {name: value.new_zeros(0) for name, value in values.items()}
