@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, strategies as st
 from omegaconf import DictConfig, OmegaConf
 
-from ddp_recipes.build.devices import dry_run_devices
 from ddp_recipes.config import compose
 from ddp_recipes.config.overrides import spelled_out
 from ddp_recipes.config.request import Request, resolve
@@ -57,6 +56,8 @@ def test_an_unknown_key_of_a_plan_is_refused_with_the_nearest() -> None:
 
 
 def test_the_layout_of_a_plan() -> None:
+    from ddp_recipes.tools.dry_run.cluster import cluster_of
+
     for overrides, gpus, layout in (
         ((), 0, (1, 2, "cpu")),
         ((), 4, (1, 4, "cuda")),
@@ -68,7 +69,7 @@ def test_the_layout_of_a_plan() -> None:
         (("cluster.gpus_per_node=0",), 4, (1, 2, "cpu")),
         (("launcher=slurm", "launcher.nnodes=2", "launcher.gpus_per_node=4"), 0, (2, 8, "cuda")),
     ):
-        found = request_of(*overrides).layout(of_gpus(gpus))
+        found = cluster_of(request_of(*overrides), of_gpus(gpus))
         assert (found.nnodes, found.world.world_size, found.device_type) == layout
 
 
@@ -135,14 +136,16 @@ def test_what_does_not_fit_is_refused() -> None:
 def test_a_backend_that_does_not_carry_what_a_strategy_exchanges_is_refused(
     strategy: str, backend: str, refused: str
 ) -> None:
+    from ddp_recipes.tools.dry_run.cluster import cluster_of, devices_on
+
     request = request_of(f"strategy={strategy}", f"launcher.backend={backend}", "cluster.gpus_per_node=2")
-    layout = request.layout(of_gpus(0))
+    layout = cluster_of(request, of_gpus(0))
     if refused:
         with pytest.raises(RequestError, match=re.escape(refused)):
-            dry_run_devices(request, layout)
+            devices_on(request, layout)
     else:
         wanted = "gloo" if strategy == "parameter_server" or backend == "gloo" else "nccl"
-        assert dry_run_devices(request, layout).backend == wanted
+        assert devices_on(request, layout).backend == wanted
 
 
 def test_what_torch_and_the_driver_have_of_a_device_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,8 +159,10 @@ def test_what_torch_and_the_driver_have_of_a_device_is_said(monkeypatch: pytest.
 
 
 def test_a_replica_of_several_gpus_has_a_communicator_for_each() -> None:
+    from ddp_recipes.tools.dry_run.cluster import cluster_of, devices_on
+
     request = request_of("model=toy_mp", "cluster.gpus_per_node=2")
-    backend = dry_run_devices(request, request.layout(of_gpus(0))).backend
+    backend = devices_on(request, cluster_of(request, of_gpus(0))).backend
     assert backend == ("nccl-legacy" if is_here("nccl-legacy") else "nccl")
 
 

@@ -1,12 +1,13 @@
 """What a rank runs on: devices that are there, or in a dry run those that would be."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from ddp_recipes import devices
 from ddp_recipes.config.extras import extra_or
-from ddp_recipes.config.request import Layout, Request
+from ddp_recipes.config.request import Request
 from ddp_recipes.config.settings import TrainerSettings
 from ddp_recipes.errors import RequestError
 from ddp_recipes.runtime.world import World
@@ -22,7 +23,7 @@ class Devices:
         type: torch's word for it. In a dry run for GPUs ``own`` are the CPU all the same.
         name: what people call them.
         backend: of the collectives.
-        layout: the nodes of a dry run; ``None`` where all of this is there.
+        layout: the nodes of a dry run, as that has them; ``None`` where all of this is there.
     """
 
     world: World
@@ -30,7 +31,7 @@ class Devices:
     type: str
     name: str
     backend: str
-    layout: Layout | None = None
+    layout: Any = None
 
     @property
     def requested(self) -> list[torch.device]:
@@ -52,7 +53,7 @@ def available_devices(request: Request, world: World) -> Devices:
     if kind != devices.HOST:
         own = devices.use(kind, _first(world, k, found), k)
         name = devices.name(own[0])
-    backend = _backend(request, kind)
+    backend = backend_of(request, kind)
     needed = world.world_size > 1 or request.launcher.backend != "auto"
     if needed and not devices.is_here(backend):
         have = ", ".join(devices.backends())
@@ -78,15 +79,7 @@ def _first(world: World, k: int, found: devices.Found) -> int:
     return first
 
 
-def dry_run_devices(request: Request, layout: Layout) -> Devices:
-    """Return the devices of rank 0 in a dry run: none of them has to be there, and a GPU has no name."""
-    kind = layout.device_type
-    name = devices.title(kind)
-    own = [torch.device(devices.HOST)] * request.num_devices
-    return Devices(layout.world, own, kind, name, _backend(request, kind), layout)
-
-
-def _backend(request: Request, kind: str) -> str:
+def backend_of(request: Request, kind: str) -> str:
     """Return the backend of the collectives.
 
     Raises:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ddp_recipes._version import __version__
 from ddp_recipes.build.data import Loading, split_of
-from ddp_recipes.build.devices import Devices, available_devices, dry_run_devices, set_torch_up
+from ddp_recipes.build.devices import Devices, available_devices, set_torch_up
 from ddp_recipes.build.instantiate import locate, make
 from ddp_recipes.build.model import convert, make_task, refuse_lazy
 from ddp_recipes.build.observers import logger_sections, make_callbacks
@@ -19,11 +19,12 @@ from ddp_recipes.build.resume import load_state
 from ddp_recipes.callbacks import Callback
 from ddp_recipes.checkpointing.files import State
 from ddp_recipes.checkpointing.parts import put_together
+from ddp_recipes.config.extras import extra
 from ddp_recipes.config.parallelism import Stage
 from ddp_recipes.config.request import Request
 from ddp_recipes.config.settings import CheckpointSettings, TrainerSettings, check_measured, resolved
 from ddp_recipes.data.loader import Loader
-from ddp_recipes.devices import fuses_alike, peak_flops, visible
+from ddp_recipes.devices import fuses_alike, peak_flops
 from ddp_recipes.errors import RequestError
 from ddp_recipes.loggers import Logger
 from ddp_recipes.runtime.control import Control
@@ -261,7 +262,8 @@ def make_recipe(job: Job, world: World, control: Control) -> Recipe:
 def devices_of(request: Request, world: World) -> Devices:
     """Return the devices of this rank; in a dry run, they need not be there."""
     if request.run.plan:
-        return dry_run_devices(request, request.layout(visible(request.launcher.device)))
+        planned: Devices = extra("plan=true")(request)
+        return planned
     return available_devices(request, world)
 
 

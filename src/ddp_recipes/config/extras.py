@@ -14,6 +14,7 @@ BEFORE_CONFIG = {
 }
 _HOMES = BEFORE_CONFIG | {  # by what is to be done in place of training, or by the key
     "plan": "ddp_recipes.tools.dry_run:plan",
+    "plan=true": "ddp_recipes.tools.dry_run.cluster:devices",
     "equivalence": "ddp_recipes.tools.equivalence:equivalence",
     "lr": "ddp_recipes.tools.learning_rate:tune",
     "batch_size": "ddp_recipes.tools.batch_size:tune",

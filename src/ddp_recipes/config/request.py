@@ -25,9 +25,8 @@ from ddp_recipes.config.settings import (
     TrainerSettings,
     launcher_settings,
 )
-from ddp_recipes.devices import GPU, HOST, NONE, Found, missing, refuse_on_host, visible
+from ddp_recipes.devices import HOST, Found, missing, refuse_on_host, visible
 from ddp_recipes.errors import RequestError, nearest
-from ddp_recipes.runtime.world import World
 
 GROUPS = ("data", "model", "task", "optimizer", "scheduler", "strategy", "launcher", "trainer", "logger", "checkpoint")
 SECTIONS: dict[str, type] = {  # whose keys have types that follow from no other key
@@ -142,54 +141,6 @@ class Request:
                 f"fewer stages, or launcher.device=cpu."
             )
         return processes
-
-    def layout(self, found: Found) -> "Layout":
-        """Return what ``plan=true`` plans for, seen from a machine with these devices.
-
-        Raises:
-            RequestError: a run could not be there.
-        """
-        launcher, cluster = self.launcher, self.cluster
-        gpus = found.count
-        if cluster.gpus_per_node is not None:
-            gpus = cluster.gpus_per_node
-        elif (requested := launcher.gpus_of_node()) is not None:
-            gpus = requested
-        if launcher.device not in ("auto", HOST) and gpus == 0:
-            raise RequestError(
-                f"launcher.device={launcher.device}, but cluster.gpus_per_node=0"
-                f"{'' if cluster.gpus_per_node == 0 else ', as on this machine'}. State the GPUs of a node "
-                "(cluster.gpus_per_node=8, say), or use launcher.device=cpu."
-            )
-        found = Found(found.type if found.count else GPU, gpus) if gpus else NONE
-        nnodes, k = cluster.nnodes or launcher.nnodes, self.strategy.processes_per_replica
-        if launcher.nproc_per_node == "auto" and k > 1 and gpus and self.device_type(found) != HOST:
-            # Replicas may span nodes: all GPUs are used, but for those that would be left over of a node with room.
-            processes = gpus // self.num_devices
-            if nnodes * processes % k and processes > k:
-                processes -= processes % k
-        else:
-            processes = self.processes_on_node(found)
-        if self.strategy.max_world_size == 1:
-            return Layout(nnodes, gpus, self.device_type(found), World(local_world_size=processes))
-        self.strategy.check_world_size(nnodes * processes)
-        world = World(world_size=nnodes * processes, local_world_size=processes)
-        return Layout(nnodes, gpus, self.device_type(found), world)
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The nodes of a dry run, and its ranks: as many on each node, rank by rank.
-
-    Attributes:
-        gpus: of a node; there may be more than are used, and some with ``device_type=cpu``.
-        world: as rank 0 sees it.
-    """
-
-    nnodes: int
-    gpus: int
-    device_type: str
-    world: World
 
 
 def resolve(config: DictConfig) -> dict[str, Any]:

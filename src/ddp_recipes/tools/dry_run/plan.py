@@ -7,7 +7,6 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from ddp_recipes.build.recipe import Recipe
-from ddp_recipes.config.request import Layout
 from ddp_recipes.devices import HOST, memory_of_one, names
 from ddp_recipes.model_parallel.timeline import bubble, cells_of, order, timeline
 from ddp_recipes.output import Output
@@ -15,6 +14,7 @@ from ddp_recipes.reporting.progress import table
 from ddp_recipes.reporting.run_directory import write_text
 from ddp_recipes.tools.dry_run import counts
 from ddp_recipes.tools.dry_run.checkpoint import checkpoint_bytes
+from ddp_recipes.tools.dry_run.cluster import Layout
 from ddp_recipes.tools.dry_run.exchange import exchange_of
 from ddp_recipes.tools.dry_run.findings import findings
 from ddp_recipes.tools.dry_run.fitting import fit, run_step
