@@ -352,43 +352,6 @@ def peak_memory(own: "Iterable[torch.device]") -> int | None:
     return max(taken, default=None)
 
 
-# Operations a second of products of 16 bits, dense, as makers state them; with TF32 NVIDIA's have half of it.
-_PEAKS = {
-    "H100 PCIe": (756e12, 51e12),  # and of float32 by itself
-    "H100 NVL": (835e12, 60e12),
-    "H100": (989e12, 67e12),
-    "H200": (989e12, 67e12),
-    "A100": (312e12, 19.5e12),
-    "L40S": (362e12, 91.6e12),
-    "L4": (121e12, 30.3e12),
-    "MI300X": (1307e12, 163.4e12),
-}
-
-
-def known_peak(name: str, precision: str, products: str) -> float | None:
-    """Return the floating-point operations a second that a device does at most, by its maker; ``None``: not known.
-
-    Args:
-        name: as the maker calls it.
-        precision: as ``trainer.precision``.
-        products: how exact those of float32 are, as :func:`torch.get_float32_matmul_precision` says.
-    """
-    words = name.replace("-", " ")
-    half, full = next((peak for part, peak in _PEAKS.items() if f" {part} " in f" {words} "), (None, None))
-    if half is None or precision == "64-true":
-        return None
-    if precision != "32-true":
-        return half
-    return full if products == "highest" or "NVIDIA" not in name else half / 2
-
-
-def peak_flops(device: "torch.device", precision: str) -> float | None:
-    """Return :func:`known_peak` of a device, as products are now."""
-    import torch
-
-    return known_peak(name(device), precision, torch.get_float32_matmul_precision()) if is_accelerator(device) else None
-
-
 def dump_memory(device: "torch.device", path: Path) -> bool:
     """Write what is allocated on a type of device, for https://pytorch.org/memory_viz; return whether that can be."""
     from ddp_recipes._compat.torch_ import dump_snapshot

@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddp_recipes.devices import known_peak
 from ddp_recipes.tasks import Task
-from ddp_recipes.tasks.fake import count_flops
+from ddp_recipes.tools.flops import count_flops, known_peak
 
 
 class Attention(nn.Module):

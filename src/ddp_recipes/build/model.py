@@ -92,7 +92,7 @@ def make_task(
         put_channels_last(built.task)
     if trainer.peak_flops is not None and step == "training_step":
         computes_once = not (trainer.compile or settings.activation_checkpointing or strategy.processes_per_replica > 1)
-        _count(built, loader, in_first_step=computes_once)
+        extra("trainer.peak_flops")(built, loader, in_first_step=computes_once)
     if settings.activation_checkpointing:
         from ddp_recipes.build.blocks import recompute
 
@@ -221,27 +221,6 @@ def refuse_lazy(task: Task, reason: str) -> None:
             f"{listed} of the model get their shapes in a first forward pass, which ranks have to know before. "
             f"{reason}. Call the model on a batch in its constructor, or give the sizes, as nn.Linear has them."
         )
-
-
-def _count(built: BuiltTask, loader: Loader | None, in_first_step: bool) -> None:
-    """Count the operations of a sample: as the model is made, before what it is run with changes it.
-
-    Args:
-        in_first_step: whether the first step computes all that counts, and no more, in this process.
-    """
-    from ddp_recipes.tasks.fake import count_flops
-
-    reason = "the task brings the data, or attaches itself to the run"
-    if loader is not None and type(built.task).attach is Task.attach:
-        size = max(1, loader.plan.size(0, 0))
-        try:
-            built.flops = count_flops(built.task, loader.sample(size)) / size
-            return
-        except Exception as error:  # noqa: BLE001 - of any kind, where the step's flow depends on values
-            reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-    built.counts_first_step = in_first_step
-    if not in_first_step:
-        built.warnings.append(f"trainer.peak_flops: the model's operations could not be counted ({reason}).")
 
 
 def convert(task: Task, dtype: torch.dtype | None) -> None:

@@ -24,7 +24,7 @@ from ddp_recipes.config.parallelism import Stage
 from ddp_recipes.config.request import Request
 from ddp_recipes.config.settings import CheckpointSettings, TrainerSettings, check_measured, resolved
 from ddp_recipes.data.loader import Loader
-from ddp_recipes.devices import fuses_alike, peak_flops
+from ddp_recipes.devices import fuses_alike
 from ddp_recipes.errors import RequestError
 from ddp_recipes.loggers import Logger
 from ddp_recipes.runtime.control import Control
@@ -35,7 +35,6 @@ from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies import Strategy
 from ddp_recipes.tasks import RunContext, Task
 from ddp_recipes.training.cadence import Length
-from ddp_recipes.training.clock import Flops
 from ddp_recipes.training.precision import whole_dtype
 from ddp_recipes.training.state import load_part
 
@@ -140,13 +139,6 @@ class Recipe:
     def devices_per_replica(self) -> int:
         """How many a replica spans, in one process or several."""
         return self.request.num_devices * self.request.strategy.processes_per_replica
-
-    def flops(self, of_sample: float) -> Flops:
-        """Return floating-point operations of a sample, beside those of all devices in a second."""
-        peak = self.trainer.peak_flops
-        of_one = peak_flops(self.device, self.trainer.precision) if peak == "auto" else peak
-        count = self.replicas * self.devices_per_replica
-        return Flops(of_sample, None if of_one is None else float(of_one) * count)
 
     @property
     def total_steps(self) -> int | None:

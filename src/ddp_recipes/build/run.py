@@ -1,7 +1,7 @@
 """What the loop works with, optimizers among it, and what shows of it, made once all ranks are ready."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -27,7 +27,7 @@ from ddp_recipes.training.clock import make_clock
 from ddp_recipes.training.guards import NonFiniteGuard
 from ddp_recipes.training.hooks import PythonState, Trained
 from ddp_recipes.training.precision import make_precision
-from ddp_recipes.training.state import Run, Update, restore
+from ddp_recipes.training.state import Run, restore
 from ddp_recipes.training.update import needs_closure, update
 
 
@@ -103,7 +103,7 @@ def make_run(recipe: Recipe, stop_controller: StopController, strategy: Strategy
         world=recipe.world,
         task=task,
         module=strategy.wrap(task, devices),
-        update=_update(recipe),
+        update=task.update or update,
         strategy=strategy,
         devices=devices,
         optimizers=optimizers,
@@ -123,10 +123,11 @@ def make_run(recipe: Recipe, stop_controller: StopController, strategy: Strategy
         stop_controller=stop_controller,
         guard=NonFiniteGuard(recipe.world, strategy.sum, recipe.device),
         clock=make_clock(devices[-1]),
-        flops=None if recipe.flops_of_sample is None else recipe.flops(recipe.flops_of_sample),
         callbacks={**task.callbacks(), **_switches(task, optimizers), **recipe.callbacks},
         hooks=[PythonState()] if recipe.world.is_main else [],
     )
+    if recipe.flops_of_sample is not None or recipe.counts_first_step:
+        extra("operations of a run")(run, recipe)
     if strategy.settings.exchanges(recipe.world):
         run.hooks = [*run.hooks, Trained(run)]
     for callback in run.callbacks.values():
@@ -137,19 +138,6 @@ def make_run(recipe: Recipe, stop_controller: StopController, strategy: Strategy
     task.enter_training()
     recipe.warnings.extend(_in_eval_mode(task))
     return run
-
-
-def _update(recipe: Recipe) -> Callable[..., Update]:
-    """Return what takes a step; rank 0's, which logs, counts its operations in the first one where that is the way."""
-    own = recipe.task.update or update
-    if not (recipe.counts_first_step and recipe.world.is_main):
-        return own
-    if recipe.strategy.replicas(recipe.device.type) > 1:  # each in a thread, in which nobody counts
-        recipe.warnings.append("trainer.peak_flops: the operations of several devices of a process cannot be counted.")
-        return own
-    from ddp_recipes.training.operations import counted
-
-    return counted(own, recipe.flops)
 
 
 def _switches(task: Task, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Callback]:

@@ -27,6 +27,8 @@ _HOMES = BEFORE_CONFIG | {  # by what is to be done in place of training, or by 
     "data.sampler": "ddp_recipes.data.samplers:sampled",
     "data.batch_sampler": "ddp_recipes.data.samplers:batched",
     "optimizers with an eval mode": "ddp_recipes.callbacks.optimizer_modes:OptimizerModes",
+    "trainer.peak_flops": "ddp_recipes.tools.flops:count",
+    "operations of a run": "ddp_recipes.tools.flops:follow",
     "launcher.replace_ranks": "ddp_recipes.recovery.replacement:Survival",
     "recovery": "ddp_recipes.recovery.rank_recovery:Recovery",
     "memory of torchrun": "ddp_recipes.recovery.torchrun:TorchrunMemory",

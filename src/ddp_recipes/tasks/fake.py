@@ -7,11 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ddp_recipes._compat.dispatch import FakeTensorMode
 from ddp_recipes._compat.torch_ import tree_map_only
-from ddp_recipes.devices import HOST
 from ddp_recipes.tasks.task import Task
 
 
@@ -59,24 +57,3 @@ def computed(module: nn.Module) -> dict[str, Tensor]:
     They are computed anew in each forward pass; torch does not copy them, nor moves what they come of.
     """
     return {name: each for name, each in vars(module).items() if isinstance(each, Tensor) and not each.is_leaf}
-
-
-def count_flops(task: Task, batch: Any) -> int:
-    """Return the operations of the forward and the backward pass of a training step, on a copy of the task.
-
-    They are the model's: what is computed again for want of memory is not counted, and attention as if nothing in it
-    was masked.
-
-    Args:
-        batch: one of the size to count for.
-
-    Raises:
-        Exception: of any kind, where the step needs values.
-    """
-    from torch.utils.flop_counter import FlopCounterMode  # with it comes Triton, which takes its time
-
-    mode, host = new_mode(), torch.device(HOST)
-    copied = without_data(task, {}, [host], mode)
-    with mode, torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        copied.training_step(fake_batch(batch, host)).loss.backward()  # type: ignore[no-untyped-call]
-    return int(counter.get_total_flops())
