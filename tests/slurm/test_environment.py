@@ -5,6 +5,7 @@ import pytest
 from ddp_recipes.config.settings import LauncherSettings
 from ddp_recipes.errors import RequestError
 from ddp_recipes.launchers import environment
+from ddp_recipes.launchers.slurm import step
 from ddp_recipes.runtime.world import World
 from helpers.patience import patience
 
@@ -138,10 +139,10 @@ def test_a_first_host_without_an_address_is_refused() -> None:
 )
 def test_another_layout_than_asked_for_is_refused(asked: LauncherSettings, message: str) -> None:
     with pytest.raises(RequestError) as refusal:
-        environment.refuse_other_tasks(World(3, 5, 1, 2, 1), asked, STEP)
+        step.refuse_other_tasks(World(3, 5, 1, 2, 1), asked)
     assert message in str(refusal.value)
 
 
 @pytest.mark.parametrize("asked", [launcher(), launcher(nproc_per_node=2, nnodes=3)])
 def test_the_layout_asked_for_is_taken(asked: LauncherSettings) -> None:
-    assert environment.refuse_other_tasks(World(3, 5, 1, 2, 1), asked, STEP) is None
+    assert step.refuse_other_tasks(World(3, 5, 1, 2, 1), asked) is None

@@ -31,6 +31,8 @@ _HOMES = BEFORE_CONFIG | {  # by what is to be done in place of training, or by 
     "operations of a run": "ddp_recipes.tools.flops:follow",
     "launcher.replace_ranks": "ddp_recipes.recovery.replacement:Survival",
     "recovery": "ddp_recipes.recovery.rank_recovery:Recovery",
+    "a step of Slurm": "ddp_recipes.launchers.slurm.step:translate",
+    "the layout of a step of Slurm": "ddp_recipes.launchers.slurm.step:refuse_other_tasks",
     "memory of torchrun": "ddp_recipes.recovery.torchrun:TorchrunMemory",
     "trainer.fast_paths": "ddp_recipes.runtime.fast_paths:set_up",
     "socket guard": "ddp_recipes.runtime.socket_guard:closed_after",

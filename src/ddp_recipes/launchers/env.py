@@ -4,9 +4,9 @@ import os
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from ddp_recipes.config.extras import extra
 from ddp_recipes.config.settings import LauncherSettings
 from ddp_recipes.errors import RequestError
-from ddp_recipes.launchers import environment
 from ddp_recipes.launchers.base import Resources
 from ddp_recipes.launchers.reports import as_rank_0
 from ddp_recipes.reporting.run_directory import Summary
@@ -42,6 +42,7 @@ class EnvLauncher:
                     f"launcher.{name}={number}, but these processes were not started by ddp_recipes, which cannot "
                     f"start them again: use torchrun --max-restarts."
                 )
-        environment.refuse_other_tasks(world, self.settings, os.environ)
+        if "SLURM_STEP_ID" in os.environ:
+            extra("the layout of a step of Slurm")(world, self.settings)
         with as_rank_0():
             return self.resources.channel.lead(job)

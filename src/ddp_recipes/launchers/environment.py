@@ -1,10 +1,9 @@
-"""Who started this process: torchrun, srun or mpirun, and the key by which ranks know each other. Loads no torch.
+"""Who started this process: torchrun, mpirun or srun, and the key by which ranks know each other. Loads no torch.
 
 Each has its own names for rank and size; here they become torchrun's.
 """
 
 import os
-import re
 import secrets
 import socket
 import tempfile
@@ -14,7 +13,7 @@ from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 
-from ddp_recipes.config.settings import LauncherSettings
+from ddp_recipes.config.extras import extra
 from ddp_recipes.errors import RequestError
 from ddp_recipes.runtime.files import open_file, read_text
 from ddp_recipes.runtime.process import started_at
@@ -53,50 +52,15 @@ def translate(environ: Mapping[str, str]) -> dict[str, str] | None:
     for names in _MPI:
         if all(name in environ for name in names):
             return _of_mpirun(names, environ)
-    if _in_slurm_step(environ):
-        return _of_srun(environ)
+    if "SLURM_STEP_ID" in environ:
+        found: dict[str, str] | None = extra("a step of Slurm")(environ)
+        return found
     return None
 
 
 def tasks(environ: Mapping[str, str]) -> int:
     """Return how many processes, with this one, something other than torchrun started together."""
     return int((translate(environ) or {}).get("WORLD_SIZE", 1))
-
-
-def refuse_other_tasks(world: World, launcher: LauncherSettings, environ: Mapping[str, str]) -> None:
-    """Refuse a Slurm step that has another layout than the config requests."""
-    if "SLURM_STEP_ID" not in environ:
-        return
-    for name, option, requested, default, available in (
-        ("nproc_per_node", "--ntasks-per-node", launcher.nproc_per_node, "auto", world.local_world_size),
-        ("nnodes", "--nodes", launcher.nnodes, 1, world.nnodes),
-    ):
-        if requested not in (default, available):
-            raise RequestError(
-                f"launcher.{name}={requested}, but Slurm started this step with {option}={available} "
-                f"({world.world_size} tasks in all). Start it with srun {option}={requested}, or leave "
-                f"launcher.{name} out: the step's layout is taken as it is."
-            )
-
-
-def _in_slurm_step(environ: Mapping[str, str]) -> bool:
-    """Whether srun started this process; batch scripts and salloc's shells have no step, ``srun --pty bash`` is one."""
-    return "SLURM_STEP_ID" in environ and "SLURM_STEP_NUM_TASKS" in environ and "SLURM_PTY_PORT" not in environ
-
-
-def _of_srun(environ: Mapping[str, str]) -> dict[str, str]:
-    node = int(environ["SLURM_NODEID"])
-    world = World(
-        rank=int(environ["SLURM_PROCID"]),
-        world_size=int(environ["SLURM_STEP_NUM_TASKS"]),
-        local_rank=int(environ["SLURM_LOCALID"]),
-        local_world_size=_tasks_per_node(environ["SLURM_STEP_TASKS_PER_NODE"])[node],
-        node_rank=node,
-    )
-    # Steps of one job may run side by side, as may jobs on one node: each has its own port, the same on all its tasks.
-    port = int(environ["SLURM_JOB_ID"]) * 16 + int(environ["SLURM_STEP_ID"])
-    first = _first_host(environ["SLURM_STEP_NODELIST"])
-    return _torchruns(environ, world, first, port, environ.get("SLURM_CPUS_PER_TASK"))
 
 
 def _of_mpirun(names: tuple[str, ...], environ: Mapping[str, str]) -> dict[str, str]:
@@ -109,10 +73,10 @@ def _of_mpirun(names: tuple[str, ...], environ: Mapping[str, str]) -> dict[str, 
         )
     # On one host mpirun, or its one helper there, is the parent of all ranks, and of no others.
     world = World(rank, size, local_rank, local_size, rank // local_size)
-    return _torchruns(environ, world, "127.0.0.1", os.getppid())
+    return torchruns(environ, world, "127.0.0.1", os.getppid())
 
 
-def _torchruns(
+def torchruns(
     environ: Mapping[str, str], world: World, address: str, port: int, threads: str | None = None
 ) -> dict[str, str]:
     """Return torchrun's variables; those on where ranks meet, and on threads, stay where they are set."""
@@ -127,21 +91,6 @@ def _torchruns(
         "MASTER_PORT": environ.get("MASTER_PORT") or str(_FIRST_PORT + port % _PORTS),
         "OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS") or threads,
     }
-
-
-def _first_host(nodes: str) -> str:
-    """Return the first name of a Slurm host list: ``gpu[07-09,12],login1`` begins with ``gpu07``."""
-    match = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
-    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", match[0]) if match else nodes
-
-
-def _tasks_per_node(text: str) -> list[int]:
-    """Return the numbers that Slurm writes as ``2(x3),1``."""
-    numbers = []
-    for part in text.split(","):
-        count, _, times = part.rstrip(")").partition("(x")
-        numbers += [int(count)] * int(times or 1)
-    return numbers
 
 
 def _refuse_unknown_host(host: str) -> None:

@@ -1,0 +1,59 @@
+"""What srun has started: a process as one of the tasks of a step. Loads no torch."""
+
+import re
+from collections.abc import Mapping
+
+from ddp_recipes.config.settings import LauncherSettings
+from ddp_recipes.errors import RequestError
+from ddp_recipes.launchers.environment import torchruns
+from ddp_recipes.runtime.world import World
+
+
+def translate(environ: Mapping[str, str]) -> dict[str, str] | None:
+    """Return torchrun's variables for a task; ``None`` where srun has not started this process.
+
+    Batch scripts and salloc's shells are in no step of tasks, and ``srun --pty bash`` is one of a shell.
+    """
+    if "SLURM_STEP_NUM_TASKS" not in environ or "SLURM_PTY_PORT" in environ:
+        return None
+    node = int(environ["SLURM_NODEID"])
+    world = World(
+        rank=int(environ["SLURM_PROCID"]),
+        world_size=int(environ["SLURM_STEP_NUM_TASKS"]),
+        local_rank=int(environ["SLURM_LOCALID"]),
+        local_world_size=_tasks_per_node(environ["SLURM_STEP_TASKS_PER_NODE"])[node],
+        node_rank=node,
+    )
+    # Steps of one job may run side by side, as may jobs on one node: each has its own port, the same on all its tasks.
+    port = int(environ["SLURM_JOB_ID"]) * 16 + int(environ["SLURM_STEP_ID"])
+    first = _first_host(environ["SLURM_STEP_NODELIST"])
+    return torchruns(environ, world, first, port, environ.get("SLURM_CPUS_PER_TASK"))
+
+
+def refuse_other_tasks(world: World, launcher: LauncherSettings) -> None:
+    """Refuse a Slurm step that has another layout than the config requests."""
+    for name, option, requested, default, available in (
+        ("nproc_per_node", "--ntasks-per-node", launcher.nproc_per_node, "auto", world.local_world_size),
+        ("nnodes", "--nodes", launcher.nnodes, 1, world.nnodes),
+    ):
+        if requested not in (default, available):
+            raise RequestError(
+                f"launcher.{name}={requested}, but Slurm started this step with {option}={available} "
+                f"({world.world_size} tasks in all). Start it with srun {option}={requested}, or leave "
+                f"launcher.{name} out: the step's layout is taken as it is."
+            )
+
+
+def _first_host(nodes: str) -> str:
+    """Return the first name of a Slurm host list: ``gpu[07-09,12],login1`` begins with ``gpu07``."""
+    match = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", match[0]) if match else nodes
+
+
+def _tasks_per_node(text: str) -> list[int]:
+    """Return the numbers that Slurm writes as ``2(x3),1``."""
+    numbers = []
+    for part in text.split(","):
+        count, _, times = part.rstrip(")").partition("(x")
+        numbers += [int(count)] * int(times or 1)
+    return numbers
