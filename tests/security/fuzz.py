@@ -27,7 +27,6 @@ sys.path.append(str(Path(__file__).parents[1]))  # for helpers, as pytest does
 
 from ddp_recipes.build.instantiate import make
 from ddp_recipes.checkpointing.files import content_of, load
-from ddp_recipes.checkpointing.weights import matching
 from ddp_recipes.config.request import Request
 from ddp_recipes.errors import RequestError
 from ddp_recipes.launchers.reports import RankReport
@@ -221,6 +220,8 @@ class Fuzz:
 
     def weights_of_others(self) -> str:
         """Read changed weights to start from: a state dict, a pickle, safetensors."""
+        from ddp_recipes.checkpointing.weights import matching
+
         suffix = self.chance.choice((".ckpt", ".pt", ".safetensors"))
         whole = self.safetensors if suffix == ".safetensors" else self.plain
         path = self.folder / f"weights{suffix}"

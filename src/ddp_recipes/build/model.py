@@ -94,9 +94,7 @@ def make_task(
         computes_once = not (trainer.compile or settings.activation_checkpointing or strategy.processes_per_replica > 1)
         extra("trainer.peak_flops")(built, loader, in_first_step=computes_once)
     if settings.activation_checkpointing:
-        from ddp_recipes.build.blocks import recompute
-
-        recompute(model, settings.activation_checkpointing, bool(trainer.compile))
+        extra("model.activation_checkpointing")(model, settings.activation_checkpointing, bool(trainer.compile))
     if settings.micro_batches > 1:
         extra("model.micro_batches")(model, settings.micro_batches)
     if places_itself:
@@ -107,13 +105,9 @@ def make_task(
     elif strategy.pipeline is None:  # else nothing is run, and no device need have all stages
         _place(built, devices.own[0])
     if settings.freeze:
-        from ddp_recipes.build.parameters import freeze
-
-        freeze(model, settings.freeze)
+        extra("model.freeze")(model, settings.freeze)
     if trainer.compile and devices.layout is None:
-        from ddp_recipes.build.blocks import compile_model
-
-        compile_model(model, trainer)
+        extra("trainer.compile")(model, trainer)
     return built
 
 

@@ -1,6 +1,6 @@
 """Which parameters a pattern means: what is frozen, and the parameter groups of an optimizer."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -24,6 +24,17 @@ def freeze(model: nn.Module, patterns: str | Sequence[str]) -> None:
         parameters[name].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in parameters.values()):
         raise RequestError(f"model.freeze={patterns} leaves no parameter of the model to train. Leave some out of it.")
+
+
+def optimizer_of_groups(made: Callable[[list[dict[str, Any]]], Any], node: Mapping[str, Any], task: Task) -> Any:
+    """Return the optimizer that is made of the task's parameters in the groups of the config's section.
+
+    Raises:
+        RequestError: as of :func:`grouped`, or a group sets what the optimizer does not have.
+    """
+    optimizer = made(grouped(node, task))
+    check_options(optimizer.param_groups, optimizer.defaults)
+    return optimizer
 
 
 def grouped(node: Mapping[str, Any], task: Task) -> list[dict[str, Any]]:

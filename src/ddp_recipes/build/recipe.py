@@ -352,9 +352,7 @@ def start_of(job: Job, request: Request, task: Task, loaders: Mapping[str, Loade
     path, state, warnings = load_state(request, job.directory, task.weights(), loaders.get("train"), control)
     if request.run.weights_from is None or state is not None:
         return Start(path, state, warnings=warnings)
-    from ddp_recipes.checkpointing.weights import matching
-
-    weights, warnings = matching(request.run.weights_from, task.weights())
+    weights, warnings = extra("weights_from")(request.run.weights_from, task.weights())
     return Start(path, weights=weights, warnings=warnings)
 
 

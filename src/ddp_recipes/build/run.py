@@ -231,7 +231,7 @@ def _of_config(config: Mapping[str, Any], task: Task, may_fuse: bool) -> torch.o
     node, without = config["optimizer"], ["groups", "layer_decay"]
     fused: dict[str, Any] = {"fused": True} if may_fuse and _has_fused(node, task) else {}
     taken = [*parameters_of(str(node["_target_"]), "optimizer")] if "_target_" in node else []
-    if taken and taken[0].startswith("model"):
+    if of_model := bool(taken) and taken[0].startswith("model"):
         without = [key for key in without if key not in taken or node.get(key) is None]  # timm has a layer_decay
         others = {*task.parameters()} - {*task.model.parameters()}
         if others or any(node.get(key) for key in without):
@@ -240,14 +240,13 @@ def _of_config(config: Mapping[str, Any], task: Task, may_fuse: bool) -> torch.o
                 f"optimizer.layer_decay nor the {len(others)} parameters that are in the task beside the model. Leave "
                 f"them out, or choose an optimizer of parameters."
             )
-        optimizer: Any = make(node, "optimizer", task.model, without=without, **fused)
-    elif not node.get("groups") and node.get("layer_decay") is None:
-        optimizer = make(node, "optimizer", task.parameters(), without=without, **fused)
+    made = partial(make, node, "optimizer", without=without, **fused)
+    if of_model:
+        optimizer: Any = made(task.model)
+    elif node.get("groups") or node.get("layer_decay") is not None:
+        optimizer = extra("optimizer.groups")(made, node, task)
     else:
-        from ddp_recipes.build.parameters import check_options, grouped
-
-        optimizer = make(node, "optimizer", grouped(node, task), without=without, **fused)
-        check_options(optimizer.param_groups, optimizer.defaults)
+        optimizer = made(task.parameters())
     if has_modes(optimizer):
         optimizer.train()
     return optimizer  # type: ignore[no-any-return]
