@@ -77,3 +77,28 @@ def test_no_step_waits_for_data_that_are_on_the_device(accelerator: Accelerator)
     ended = accelerator.run(*own, *counted())
     assert ended.status == 0, ended.err
     assert (accelerator.folder / "waits_0").read_text() == ""
+
+
+STREAM = """
+import torch
+from torch.utils.data import IterableDataset
+
+from ddp_recipes.datasets import random_regression
+
+
+class Stream(IterableDataset):
+    def __init__(self, num_samples):
+        made = random_regression(num_samples=num_samples)
+        self.samples = list(zip(made.inputs, made.targets))
+
+    def __iter__(self):
+        return iter(self.samples)
+"""
+
+
+def test_no_step_of_one_rank_waits_for_a_stream(accelerator: Accelerator) -> None:
+    (accelerator.folder / "counting.py").write_text(COUNTING + STREAM)
+    own = ["strategy=single", "~data.train", "+data.train={_target_: counting.Stream, num_samples: 400}"]
+    ended = accelerator.run(*own, *counted())
+    assert ended.status == 0, ended.err
+    assert (accelerator.folder / "waits_0").read_text() == ""

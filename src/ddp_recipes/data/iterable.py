@@ -354,7 +354,9 @@ class IterableLoader(Loader):
             return
         self._read(count)
         rows = [self._told.popleft() if self._told else [0, 0, 0] for _ in range(count)]
-        every = dealt.exchange(torch.tensor(rows, device=self.device)).tolist()
+        every = [rows]
+        if len(dealt.of_rank) > 1:  # a wait for the device
+            every = dealt.exchange(torch.tensor(rows, device=self.device)).tolist()
         if progress.known == 0:
             self._refuse_repetition(every)
         for place in range(count):
