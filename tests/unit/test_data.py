@@ -9,7 +9,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from enum import Enum
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from ddp_recipes._compat.torch_ import tree_leaves
-from ddp_recipes.data.keyed import collate, samples_in, to_device
+from ddp_recipes.data.keyed import Form, collate, samples_in, to_device
 from ddp_recipes.data.loader import Batch, Loader, is_iterable, size_of
 from ddp_recipes.data.order import BatchPlan, Sequential, Shuffled
 from ddp_recipes.datasets import InMemory, ScaleAndNormalize, digits, fake_images
@@ -316,6 +316,48 @@ def test_samples_of_any_kind_become_batches_and_move() -> None:
     assert pair.name == ["a", "b"]
     packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
     assert type(to_device(packed, torch.device("meta"))) is type(packed), "what has a `to` moves itself"
+
+
+class Named(dict[str, Any]):
+    """A mapping whose values are attributes, too, as of easydict, munch or transformers."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self:
+            raise AttributeError(name)
+        return self[name]
+
+
+@dataclass
+class Doubled:
+    inputs: Tensor
+    factor: InitVar[int]
+
+    def __post_init__(self, factor: int) -> None:
+        self.inputs = factor * self.inputs
+        self.mask = self.inputs > 0
+
+
+class MovesItself:
+    def __init__(self, inputs: Tensor) -> None:
+        self.inputs = inputs
+
+    def to(self, device: torch.device) -> None:
+        self.inputs = self.inputs.to(device)
+
+
+def test_batches_stay_what_they_are_on_another_device_and_in_another_form() -> None:
+    meta, half = torch.device("meta"), Form(torch.float16)
+    named = collate([Named(inputs=torch.ones(2)), Named(inputs=torch.ones(2))])
+    assert (type(named), named.inputs.shape) == (Named, (2, 2))
+    assert to_device(named, meta).inputs.is_meta
+    assert (half.of(named).inputs.dtype, named.inputs.dtype) == (torch.float16, torch.float32)
+    doubled = Doubled(torch.ones(2), 2)
+    assert half.of(doubled).inputs.tolist() == [2, 2], "it is not made anew"
+    moved = to_device(doubled, meta)
+    assert moved.inputs.is_meta
+    assert moved.mask.is_meta
+    assert not doubled.mask.is_meta
+    assert to_device(MovesItself(torch.ones(2)), meta).inputs.is_meta
 
 
 def test_float64_by_default_becomes_float32() -> None:

@@ -1,8 +1,8 @@
 """Samples to batches, and batches to devices and to the form that a model takes, whatever they are made of."""
 
+import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +13,7 @@ from torch.utils.data import Dataset, Subset, default_collate, get_worker_info
 from ddp_recipes._compat.torch_ import tree_leaves
 from ddp_recipes.devices import is_accelerator
 from ddp_recipes.runtime.seeding import are_rng_states, key, restored, rng_states, seed_cpu, seeded, set_rng_states
+from ddp_recipes.runtime.tensors import tensors_in
 
 
 def collate(samples: list[Any]) -> Any:
@@ -37,7 +38,7 @@ def _collate(samples: list[Any]) -> Any:
         names = [field.name for field in dataclasses.fields(first) if field.init]  # it makes the others itself
         return type(first)(**{name: _collate([getattr(sample, name) for sample in samples]) for name in names})
     if isinstance(first, Mapping):
-        return {name: _collate([sample[name] for sample in samples]) for name in first}
+        return _with(first, {name: _collate([sample[name] for sample in samples]) for name in first})
     if isinstance(first, (tuple, list)):
         columns = [_collate(list(column)) for column in zip(*samples, strict=True)]
         return type(first)(*columns) if hasattr(first, "_fields") else columns
@@ -54,7 +55,8 @@ def to_device(data: Any, device: torch.device, pin: bool = False) -> Any:
 
     def move(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):  # a PackedSequence, a BatchEncoding
-            return value.to(device)
+            moved = value.to(device)
+            return value if moved is None else moved  # one that moves itself
         if value.device == device:
             return value
         # What a data set has put on another GPU cannot be pinned, nor need it be.
@@ -65,23 +67,8 @@ def to_device(data: Any, device: torch.device, pin: bool = False) -> Any:
 
 def samples_in(batch: Any) -> int:
     """Return the number of samples in a batch: the length of the first tensor in it; 1 without one."""
-    first = next(_tensors_in(batch), None)
+    first = next(tensors_in(batch), None)
     return len(first) if first is not None and first.dim() else 1
-
-
-def _tensors_in(data: Any, seen: set[int] | None = None) -> Iterator[torch.Tensor]:
-    """Yield the tensors in (nested) tuples, lists, dicts and objects, one after the other; no part comes twice."""
-    seen = set() if seen is None else seen
-    if isinstance(data, torch.Tensor):
-        yield data
-    elif id(data) not in seen and not isinstance(data, type):
-        seen.add(id(data))
-        parts = data.values() if isinstance(data, Mapping) else data if isinstance(data, (list, tuple)) else ()
-        if not isinstance(data, (Mapping, list, tuple)):
-            with suppress(TypeError):  # it has no attributes: a number, a text
-                parts = vars(data).values()
-        for part in parts:
-            yield from _tensors_in(part, seen)
 
 
 @dataclass(frozen=True)
@@ -116,14 +103,28 @@ def _each(data: Any, change: Callable[[Any], Any], is_one: Callable[[Any], bool]
     if is_one(data):
         return change(data)
     if isinstance(data, Mapping):
-        return {name: _each(value, change, is_one) for name, value in data.items()}
+        return _with(data, {name: _each(value, change, is_one) for name, value in data.items()})
     if isinstance(data, (tuple, list)):
         changed = [_each(value, change, is_one) for value in data]
         return type(data)(*changed) if hasattr(data, "_fields") else type(data)(changed)
     if dataclasses.is_dataclass(data) and not isinstance(data, type):
-        fields = {field.name: getattr(data, field.name) for field in dataclasses.fields(data) if field.init}
-        return dataclasses.replace(data, **_each(fields, change, is_one))
+        copied = copy.copy(data)  # not made anew: what it computes when it is made is there
+        names = {field.name for field in dataclasses.fields(data)} | {*getattr(data, "__dict__", ())}
+        for name in names:
+            if hasattr(data, name):
+                object.__setattr__(copied, name, _each(getattr(data, name), change, is_one))
+        return copied
     return data
+
+
+def _with(mapping: Mapping[Any, Any], values: dict[Any, Any]) -> Mapping[Any, Any]:
+    """Return a mapping of the same class, which may have attributes and methods, with other values."""
+    if type(mapping) is dict or not isinstance(mapping, MutableMapping):
+        return values
+    copied = copy.copy(mapping)
+    for name, value in values.items():
+        copied[name] = value
+    return copied
 
 
 def gives_batches(dataset: Any) -> bool:

@@ -2,8 +2,8 @@
 
 import ctypes  # a tensor that was once NumPy's never changes its size again, as observers' buffers do
 import hashlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -160,3 +160,18 @@ def span(rows: int, rank: int, ranks: int) -> tuple[int, int]:
 def whole_of(value: Tensor | Source) -> Tensor:
     """Return all of a tensor, wherever it is."""
     return value if isinstance(value, Tensor) else value.rows(0, value.shape[0])
+
+
+def tensors_in(data: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
+    """Yield the tensors in (nested) tuples, lists, dicts and objects, one after the other; no part comes twice."""
+    seen = set() if seen is None else seen
+    if isinstance(data, Tensor):
+        yield data
+    elif id(data) not in seen and not isinstance(data, type):
+        seen.add(id(data))
+        parts = data.values() if isinstance(data, Mapping) else data if isinstance(data, (list, tuple)) else ()
+        if not isinstance(data, (Mapping, list, tuple)):
+            with suppress(TypeError):  # it has no attributes: a number, a text
+                parts = vars(data).values()
+        for part in parts:
+            yield from tensors_in(part, seen)

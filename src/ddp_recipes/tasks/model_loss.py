@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ddp_recipes._compat.torch_ import tree_leaves
 from ddp_recipes.devices import sum_dtype
 from ddp_recipes.errors import RequestError
+from ddp_recipes.runtime.tensors import tensors_in
 from ddp_recipes.tasks.task import StepOutput, Task
 
 IGNORED = -100  # the label of what does not count, as in torch's cross-entropy and all of ``transformers``
@@ -134,7 +134,7 @@ def _named(values: Any, name: str | int, key: str, owner: str) -> Tensor:
 
 def _size(batch: Any) -> int:
     """Return the number of samples in a batch: the length of the first tensor that has one."""
-    for leaf in tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch):
-        if isinstance(leaf, Tensor) and leaf.dim():
-            return len(leaf)
+    for tensor in tensors_in(batch):
+        if tensor.dim():
+            return len(tensor)
     raise RequestError(f"There is no tensor in a batch, a {type(batch).__name__}, so its samples cannot be counted.")
