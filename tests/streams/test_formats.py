@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,9 @@ import numpy as np
 import pytest
 
 from ddp_recipes.streams import Stream
+from ddp_recipes.streams.cache import Cache
 from ddp_recipes.streams.formats import Csv, JsonLines, Parquet
+from ddp_recipes.streams.index import make
 from helpers.shards import ROWS, write_shards
 
 pytest.importorskip("pyarrow")
@@ -76,6 +79,30 @@ def test_a_quote_within_a_field_is_a_part_of_it(inside: str, rows: list[tuple[st
 def test_a_long_text_is_a_field(tmp_path: Path) -> None:
     (tmp_path / "table.csv").write_text(f"text,size\n{'long ' * 30_000},1\n")
     assert len(Stream(str(tmp_path), inputs="text")[0]) == 149_999
+
+
+@pytest.mark.parametrize("has_index", [False, True])
+def test_a_column_of_a_csv_file_has_one_type(has_index: bool, tmp_path: Path) -> None:
+    folder = tmp_path / "set"
+    folder.mkdir()
+    (folder / "0.csv").write_text("title,count,price\n1984,1,2\n300,NA,3\n\nwrong\n")
+    (folder / "1.csv").write_text("title,count,price\nThe Hours,4,\nIt,5,1e-1\n")
+    if has_index:
+        make(str(folder), Cache(folder / ".cache"), 1, lambda done, total: None)
+    stream = Stream(str(folder), on_error="skip")
+    rows = [("1984", 1, 2.0), ("300", "NA", 3.0), ("1984", 1, 2.0), ("The Hours", 4, ""), ("It", 5, 0.1)]
+    found = [tuple(stream[number].values()) for number in range(5)]
+    assert (found, [*map(type, found[1])]) == (rows, [str, str, float])
+    assert stream.index.columns == {"title": "texts", "count": "whole numbers", "price": "numbers"}
+    assert Stream(str(folder), inputs=["title", "price"])[1].tolist() == [300, 3], "a vector is one of numbers"
+
+
+def test_an_index_without_types_of_csv_columns_is_one_still(tmp_path: Path) -> None:
+    (tmp_path / "0.csv").write_text("title,count\n1984,1\nIt,2.5\n")
+    make(str(tmp_path), Cache(tmp_path / ".cache"), 1, lambda done, total: None)
+    index = tmp_path / "index.json"
+    index.write_text(re.sub("texts|numbers", "text", index.read_text()))
+    assert [*Stream(str(tmp_path))[0].values()] == [1984, 1]
 
 
 def test_texts_have_neither_mark_nor_blank_lines(tmp_path: Path) -> None:

@@ -69,9 +69,8 @@ class Decoder:
             return _value(names, _found(row, names))
         values = [_value(name, _found(row, name)) for name in names]
         try:
-            if "" in values:  # which torch takes for a list without a number
-                raise ValueError("an empty text")
-            return torch.tensor(values, dtype=torch.float32)
+            numbers = [float(value) if isinstance(value, str) and "_" not in value else value for value in values]
+            return torch.tensor(numbers, dtype=torch.float32)
         except (TypeError, ValueError, OverflowError, RuntimeError) as error:
             shown = ", ".join(f"{name}={value!r}" for name, value in zip(names, values, strict=True))
             raise BadRow(f"{shown} are not all numbers") from error

@@ -362,7 +362,10 @@ class JsonLines(Text):
 
 
 class Csv(Records):
-    """Rows of a table whose first line names the columns; a field may hold newlines in quotes."""
+    """Rows of a table whose first line names the columns; a field may hold newlines in quotes.
+
+    Its columns have types once :meth:`typed` was called; as long as they have not, each field is what it looks like.
+    """
 
     def scan(self, content: Any) -> Offsets:
         ends = self.line_ends(content)
@@ -375,7 +378,7 @@ class Csv(Records):
         names = [name.strip() for name in next(csv.reader([header]))]
         if twice := [name for name in names if names.count(name) > 1]:
             raise BadShard(f"it has two columns '{twice[0]}'")
-        self.columns = dict.fromkeys(names, "text")
+        self.typed(dict.fromkeys(names, UNTYPED))
         starts = ends[:-1]
         full = [at for at in range(len(starts)) if ends[at + 1] - starts[at] > 2 or content[starts[at]] not in b"\r\n"]
         return np.append(starts[full], ends[-1]).astype(np.int64) if len(full) else np.zeros(1, dtype=np.int64)
@@ -387,7 +390,40 @@ class Csv(Records):
             raise BadRow(f"it is no row of a csv file: {error}") from error
         if len(fields) != len(self.columns):
             raise BadRow(f"it has {len(fields)} fields for {len(self.columns)} columns")
-        return {name: _number(field.strip()) for name, field in zip(self.columns, fields, strict=True)}
+        return {name: of(field.strip()) for (name, of), field in zip(self._values, fields, strict=True)}
+
+    def typed(self, columns: Mapping[str, str]) -> None:
+        """Take these types of columns, as an index has them."""
+        self.columns = columns
+        self._values = [(name, _OF_TYPE.get(kind, _number)) for name, kind in columns.items()]
+
+    def found_types(self) -> dict[str, str]:
+        """Return the types of the columns, from all of their fields."""
+        found = dict.fromkeys(self.columns, TYPES[0])
+        first = 0
+        while first < len(self):
+            last = max(first + 1, int(np.searchsorted(self.offsets, self.offsets[first] + _CHUNK)) - 1)
+            start, stop = int(self.offsets[first]), int(self.offsets[last])
+            kinds = _types_of(os.pread(self._file, stop - start, start), [*self.columns])
+            found = {name: wider(found[name], kind) for name, kind in zip(found, kinds, strict=True)}
+            first = last
+        return found
+
+
+def _types_of(content: bytes, names: Sequence[str]) -> list[str]:
+    """Return the types of columns in some rows of a csv file."""
+    arrow, types = needed("pyarrow.csv"), needed("pyarrow.types")
+    try:
+        table = arrow.read_csv(
+            io.BytesIO(content),
+            arrow.ReadOptions(use_threads=False, block_size=len(content), column_names=names),
+            arrow.ParseOptions(newlines_in_values=True, invalid_row_handler=lambda row: "skip"),
+            arrow.ConvertOptions(check_utf8=False, null_values=_MISSING),
+        )
+    except ValueError:  # what Arrow cannot read says nothing
+        return [UNTYPED] * len(names)
+    tests = (types.is_null, types.is_integer, types.is_floating, lambda kind: True)
+    return [next(name for name, test in zip(TYPES, tests, strict=True) if test(kind)) for kind in table.schema.types]
 
 
 def _quotes(content: Any) -> Offsets | None:
@@ -428,6 +464,33 @@ def _parsed_ends(content: Any, ends: Offsets) -> Offsets:
             if reader.line_num == len(ends) and str(error) == "unexpected end of data":
                 raise BadShard(f"it has a quote without another one, in line {found[-1] + 1} or after it") from error
         found.append(reader.line_num)
+
+
+UNTYPED = "text"
+TYPES = ("nothing", "whole numbers", "numbers", "texts")  # of a csv file's columns: each holds what those before it do
+_MISSING = ["", "-", "?", "NA", "N/A", "n/a", "#N/A", "NULL", "null", "None"]  # fields among numbers, which stay texts
+
+
+def wider(one: str, other: str) -> str:
+    """Return the type of a csv column that holds both."""
+    return UNTYPED if UNTYPED in (one, other) else max(one, other, key=TYPES.index)
+
+
+def _whole(text: str) -> int | str:
+    try:
+        return int(text)
+    except ValueError:
+        return text
+
+
+def _float(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+_OF_TYPE: dict[str, Callable[[str], Any]] = dict(zip(TYPES, (str, _whole, _float, str), strict=True))
 
 
 def _number(text: str) -> int | float | str:

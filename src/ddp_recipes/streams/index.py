@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from ddp_recipes.errors import RequestError
 from ddp_recipes.runtime.files import write_aside
 from ddp_recipes.streams.cache import Cache, sha256
-from ddp_recipes.streams.formats import BadShard, Formats, Groups
+from ddp_recipes.streams.formats import TYPES, UNTYPED, BadShard, Csv, Formats, Groups, wider
 
 NAME = "index.json"
 FORMAT = 1
@@ -296,7 +296,7 @@ def described(root: str, name: str, cache: Cache, checksum: bool = True) -> tupl
                 None if is_remote(root) else status.st_mtime_ns,
                 sha256(stored) if checksum else None,
             )
-            return shard, dict(reader.columns)
+            return shard, reader.found_types() if isinstance(reader, Csv) else dict(reader.columns)
         finally:
             reader.close()
     except (BadShard, OSError) as error:
@@ -312,7 +312,9 @@ def assembled(root: str, parts: Iterator[tuple[Shard, Columns]], more: Mapping[s
     shards: list[Shard] = []
     columns: Columns = {}
     for shard, own in parts:
-        if shards and own != columns:
+        if shards and [*own] == [*columns] and {*own.values(), *columns.values()} <= {UNTYPED, *TYPES}:
+            own = {name: wider(kind, columns[name]) for name, kind in own.items()}
+        elif shards and own != columns:
             raise RequestError(other_columns(joined(root, shard.name), own, columns, joined(root, shards[0].name)))
         shards.append(shard)
         columns = own
