@@ -277,6 +277,12 @@ def test_data_sets_without_an_order_are_refused() -> None:
         size_of(object())
     with pytest.raises(RequestError, match="TensorDataset is empty"):
         size_of(TensorDataset(torch.zeros(0, 2)))
+    with pytest.raises(RequestError, match=r"dict is no data set, but holds 2 by name: train, test. Give one of them"):
+        size_of({"train": Noisy(), "test": Noisy()})
+    assert size_of({0: "one", 1: "two"}) == 2
+    pandas = pytest.importorskip("pandas")
+    with pytest.raises(RequestError, match=r"DataFrame is no data set: its \[index\] is a column. Give its rows"):
+        size_of(pandas.DataFrame({"a": [1, 2]}))
 
 
 def test_to_device_goes_into_everything_and_keeps_its_kind() -> None:

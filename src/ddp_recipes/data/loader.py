@@ -415,12 +415,22 @@ def is_iterable(dataset: Any) -> bool:
 
 def size_of(dataset: Any) -> int:
     """Return the number of samples of a map-style data set."""
+    kind = type(dataset).__name__
     if not hasattr(dataset, "__len__"):
+        raise RequestError(f"{kind} is no data set. Give one that has __len__ and __getitem__(index), or __iter__.")
+    if isinstance(dataset, Mapping) and dataset and 0 not in dataset:
+        names = [*map(str, dataset)]
         raise RequestError(
-            f"{type(dataset).__name__} is no data set. Give one that has __len__ and __getitem__(index), or __iter__."
+            f"{kind} is no data set, but holds {len(names)} by name: {', '.join(names[:8])}. Give one of them, by an "
+            f"argument such as split: {names[0]} where there is one, or by a function of your own."
+        )
+    if hasattr(dataset, "iloc") and hasattr(dataset, "columns"):  # of pandas, whose [0] is a column
+        raise RequestError(
+            f"{kind} is no data set: its [index] is a column. Give its rows, such as to_dict('records'), by a function "
+            f"of your own, or the file that it is read from by data=csv or data=stream."
         )
     if len(dataset) == 0:
-        raise RequestError(f"{type(dataset).__name__} is empty: give it at least one sample.")
+        raise RequestError(f"{kind} is empty: give it at least one sample.")
     return len(dataset)
 
 
