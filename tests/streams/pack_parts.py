@@ -54,3 +54,8 @@ class Bfloat(Ten):
 
     def __getitem__(self, index: int) -> Any:
         return torch.zeros(3, dtype=torch.bfloat16), index
+
+
+def several() -> dict[str, Ten]:
+    """Return sets by name, as ``datasets.load_dataset`` does without a split."""
+    return {"train": Ten(), "test": Ten()}

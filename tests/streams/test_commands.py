@@ -1,5 +1,6 @@
 """``ddp-recipes pack`` and ``ddp-recipes index``."""
 
+import io
 import json
 import subprocess
 from collections.abc import Callable
@@ -106,6 +107,22 @@ def test_files_and_a_set_of_hugging_face_are_packed(tmp_path: Path) -> None:
         assert [stream[number] for number in range(20)] == rows, source
 
 
+def test_a_file_is_packed_with_its_nulls_and_bytes(tmp_path: Path) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    image = io.BytesIO()
+    Image.new("RGB", (40, 30), (9, 0, 0)).save(image, "JPEG")
+    pictures = [{"bytes": image.getvalue(), "path": "1.jpg"}, {"bytes": image.getvalue(), "path": None}]
+    table = arrow.table({"note": [None, "blurred"], "picture": pictures, "box": [[1.5, 2.0], None]})
+    parquet.write_table(table, tmp_path / "rows.parquet")
+    (tmp_path / "rows.jsonl").write_text('{"note": null, "box": [1.5, 2.0]}\n{"note": "blurred", "box": null}\n')
+    for source in ("rows.parquet", "rows.jsonl"):
+        dest = tmp_path / f"set_{source}"
+        pack([str(tmp_path / source), str(dest), "--workers=1"])
+        found = parquet.read_table(dest / "part-000000.parquet")
+        assert found.to_pydict() == table.select(found.column_names).to_pydict(), source
+    assert Stream(str(tmp_path / "set_rows.parquet"), inputs="picture")[1].shape == (3, 30, 40)
+
+
 def test_images_are_packed_as_they_are(tmp_path: Path) -> None:
     for number in range(6):
         folder = tmp_path / "images" / ("bee" if number % 2 else "ant")
@@ -146,10 +163,15 @@ def test_index_says_how_windows_shuffle(shards: Callable[..., Path], capsys: pyt
 
 
 def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
+    for name in ("hub/dataset_dict.json", "hub/train/state.json", "hub/test/state.json"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("{}")
     for arguments, message in (
         (["nowhere.at_all", str(tmp_path / "x")], "nowhere.at_all is no path, and no dotted name"),
         (["ddp_recipes.datasets.balanced", str(tmp_path / "x"), "dataset=3"], "has no targets"),
         ([str(tmp_path), str(tmp_path / "x")], "has no images in folders of classes"),
+        ([str(tmp_path / "hub"), str(tmp_path / "x")], "hub holds several sets .*: .*hub/test, .*hub/train"),
+        (["streams.pack_parts.several", str(tmp_path / "x")], "dict is no data set, but holds 2 by name: train, test"),
         ([DIGITS], "the following arguments are required: dest. usage:"),
         ([DIGITS, str(tmp_path / "x"), "train"], "'train' is no argument. Allowed: key=value"),
     ):

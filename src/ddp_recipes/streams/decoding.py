@@ -56,7 +56,7 @@ class Decoder:
             BadRow: a column is missing, or is not what it should be.
         """
         if self.inputs is None:
-            return {name: _tensors(_value(name, value)) for name, value in row.items()}
+            return {name: _tensors(of_column(name, value)) for name, value in row.items()}
         inputs = self._of(row, self.inputs)
         if self.transform is not None:
             inputs = self.transform(inputs)
@@ -66,8 +66,8 @@ class Decoder:
 
     def _of(self, row: Row, names: str | tuple[str, ...]) -> Any:
         if isinstance(names, str):
-            return _value(names, _found(row, names))
-        values = [_value(name, _found(row, name)) for name in names]
+            return of_column(names, _found(row, names))
+        values = [of_column(name, _found(row, name)) for name in names]
         try:
             numbers = [float(value) if isinstance(value, str) and "_" not in value else value for value in values]
             return torch.tensor(numbers, dtype=torch.float32)
@@ -91,7 +91,7 @@ def _found(row: Row, name: str) -> Any:
         raise BadRow(f"it has no '{name}', but {', '.join(row)}") from None
 
 
-def _value(name: str, value: Any) -> Any:
+def of_column(name: str, value: Any) -> Any:
     """Return what a column holds as a model takes it: images of PIL's, lists of numbers as tensors."""
     if isinstance(value, (str, int, float)):
         return value

@@ -16,11 +16,13 @@ import numpy as np
 import torch
 
 from ddp_recipes.config.targets import check_name
+from ddp_recipes.data.loader import size_of
 from ddp_recipes.data.order import Sequential, Shuffled
 from ddp_recipes.errors import RequestError
 from ddp_recipes.runtime.files import write_aside
 from ddp_recipes.streams.cache import Cache
-from ddp_recipes.streams.formats import needed
+from ddp_recipes.streams.decoding import Decoder, of_column
+from ddp_recipes.streams.formats import Formats, Row, needed
 from ddp_recipes.streams.index import NAME, Columns, Index, Shard, assembled, described, in_parallel, write
 
 PLAN = "pack.json"  # what is being packed, as long as it is
@@ -128,6 +130,7 @@ def made(name: str, arguments: tuple[str, ...]) -> Any:
     found = make(**by_name(arguments))
     if not (hasattr(found, "__len__") and hasattr(found, "__getitem__")):
         raise RequestError(f"{name} makes a {type(found).__name__}, which is no map-style data set.")
+    size_of(found)  # refuses what holds several
     return found
 
 
@@ -153,13 +156,25 @@ def _parsed(text: str) -> Any:
 def _of_path(path: Path) -> Any:
     if path.is_dir() and (path / "state.json").exists() and (path / "dataset_info.json").exists():
         return _Made(needed("datasets").load_from_disk(str(path)))
+    if (path / "dataset_dict.json").exists():
+        several = ", ".join(sorted(str(each.parent) for each in path.glob("*/state.json")))
+        raise RequestError(f"{path} holds several sets of Hugging Face's. Pack each by itself: {several}.")
     if path.is_dir():
         return _Images(path)
-    if path.suffix in (".csv", ".jsonl", ".parquet", ".arrow", ".txt"):
+    if Formats.of(path.name) not in (None, ".tar"):
         from ddp_recipes.streams.dataset import Stream
 
-        return _Made(Stream(str(path)))
+        stream = Stream(str(path))
+        stream.decoder = _Undecoded(None, None, None, None)
+        return _Made(stream)
     raise RequestError(f"{path} cannot be packed. Allowed: a folder of images, .csv, .jsonl, .parquet, .arrow or .txt.")
+
+
+class _Undecoded(Decoder):
+    """Leaves rows as they lie, nulls and images as well; but lists of numbers are tensors, as a stream has them."""
+
+    def __call__(self, row: Row) -> Row:
+        return {name: of_column(name, value) if isinstance(value, list) else value for name, value in row.items()}
 
 
 class _Images:
@@ -271,6 +286,8 @@ def looked_at(rows: int) -> list[int]:
 def _size(value: Any) -> int:
     if hasattr(value, "nbytes"):
         return int(value.nbytes)
+    if isinstance(value, Mapping):
+        return sum(map(_size, value.values()))
     if isinstance(value, (str, bytes, list)):
         return len(value) * (8 if isinstance(value, list) else 1)
     return int(np.asarray(value.convert("RGB")).size // 8) if hasattr(value, "convert") else 8
