@@ -315,6 +315,14 @@ def test_loaders_may_be_attributes_of_a_data_module(tmp_path: Path) -> None:
     assert run_recipe(own, 1, tmp_path)["global_step"] == 2
 
 
+def test_weights_of_a_module_that_brings_its_data_are_exported(tmp_path: Path) -> None:
+    own = ["model=toy", "data.in_features=10", "data.out_features=5", *part("Own"), "data=lightning", "logger=none"]
+    own += ["trainer.max_epochs=1", "trainer.progress=false", "launcher.device=cpu"]
+    run_recipe(own, 1, tmp_path / "trained")
+    run_recipe([*own, "mode=export", f"ckpt_path={tmp_path / 'trained'}"], 1, tmp_path / "exported")
+    assert (tmp_path / "exported" / "model.safetensors").exists()
+
+
 def test_optimizers_and_schedulers_are_found_as_lightning_has_them(run: Run) -> None:
     metrics = run(*part("Rates"), "trainer.max_epochs=1", "trainer.log_every_n_steps=1")["metrics"]
     assert metrics["train/lr"] == pytest.approx(0.05 * 0.5**7)

@@ -143,11 +143,11 @@ class LightningTask(Task):
 
     def dataloaders(self, mode: str) -> dict[str, Any]:
         """Return the loaders of the data module, or of the module itself."""
-        names = ("train", "val") if mode == "fit" else ("val",) if mode == "validate" else (mode,)
+        names = {"fit": ("train", "val"), "validate": ("val",), "export": ()}.get(mode, (mode,))
         found = {
             split: made for split in names if (made := self.data_hooks.of_module(f"{split}_dataloader")) is not None
         }
-        if not found:
+        if names and not found:
             raise RequestError(
                 f"data=lightning, and {type(self.data_hooks.module).__name__} has no {names[0]}_dataloader. Give a "
                 f"data module as data.datamodule, or choose another data."
