@@ -79,9 +79,12 @@ class HalfOrder:
         return found if self.forwards else np.uint64(self.num_samples - 1) - found
 
 
-def padded(samples: list[dict[str, Any]], length: int = 10, dtype: str = "float32", as_dict: bool = False) -> Any:
-    """Return values [n, length] with zeros behind them, and labels [n]."""
+def padded(
+    samples: list[dict[str, Any]], length: int | None = 10, dtype: str = "float32", as_dict: bool = False
+) -> Any:
+    """Return values [n, length], or as long as the longest, with zeros behind them, and labels [n]."""
     rows = [torch.from_numpy(sample["values"]).float() for sample in samples]
+    length = length or max(map(len, rows))
     batch = torch.stack([torch.nn.functional.pad(row, (0, length - len(row))) for row in rows])
     labels = torch.tensor([sample["label"] for sample in samples])
     batch = batch.to(getattr(torch, dtype))

@@ -203,6 +203,20 @@ def test_an_image_that_cannot_be_read_is_named_with_its_file(
     assert f" of sample 7 of data.train, a ImageFolder of 8, the file {path}: " in last
 
 
+def test_predictions_of_batches_that_are_padded_by_themselves_are_a_list_of_rows(run: Run) -> None:
+    identity = ["~model", "+model._target_=torch.nn.Identity", "mode=predict", "data.predict=${data.val}"]
+    longest = "data.collate_fn={_target_: data_parts.padded, _partial_: true, length: null}"
+    found = []
+    for ranks in (1, 2):
+        summary = run(*RAGGED, *identity, longest, f"data.val_batch_size={4 // ranks}", world_size=ranks)
+        found.append(torch.load(Path(summary["run_directory"]) / "predictions.pt", weights_only=True))
+    assert [len(row) for row in found[0]] == [4] * 4 + [7] * 4 + [5] * 4
+    lengths = [1 + index % 7 for index in range(12)]
+    for one, two, length in zip(*found, lengths, strict=True):
+        assert torch.equal(one[:length], two[:length])
+        assert not one[length:].any()
+
+
 OUTPUTS = [("out", "null"), ("dict", "out"), ("tuple", "0"), ("list", "1"), ("named", "logits")]
 
 

@@ -19,8 +19,8 @@ from ddp_recipes.training.precision import make_precision
 def predict(recipe: Recipe, output: Output) -> None:
     """Write the outputs for every sample, in the data set's order, to ``predictions.pt``: a tensor [samples, ...].
 
-    Where a step returns several in a dict, a list or a tuple, there is one of each. One that returns nothing writes
-    its predictions itself.
+    Where a step returns several in a dict, a list or a tuple, there is one of each. Where rows differ in shape, as
+    those of texts that each batch pads, it is a list of them. A step that returns nothing writes them itself.
     """
     ((_, loader),) = recipe.loaders.items()
     recipe.load_weights(recipe.strategy)
@@ -84,7 +84,7 @@ def in_order(outputs: Sequence[Any], order: Tensor) -> Any:
 
 
 def _joined(parts: Sequence[Any], order: Tensor) -> Any:
-    if isinstance(parts[0], Tensor):
+    if all(isinstance(each, Tensor) and each.shape[1:] == parts[0].shape[1:] for each in parts):
         return torch.cat(list(parts))[order]
     rows = list(chain.from_iterable(parts))
     return [rows[place] for place in order.tolist()]
