@@ -58,6 +58,7 @@ EXPLAINED = [
     ("hydra.run.dri=x", "hydra.run.dri=x: there is no key hydra.run.dri. Did you mean 'hydra.run.dir'?"),
     ("model=[", "model=[: Hydra cannot read this override (no viable alternative at input '['). It reads key=value"),
     ("seed", "seed: Hydra cannot read this override (missing EQUAL at"),
+    ("=3", "=3: there is no key before the equals sign. Write key=value."),
     ("train", " Did you mean 'mode=fit'?"),
     ("repot", " Commands: index, init, pack, report. Did you mean 'report'?"),
     ("optimizer=5", "optimizer=5: there is no such option. Options of optimizer: "),
@@ -93,6 +94,13 @@ EXPLAINED = [
 def test_an_override_that_hydra_refuses_is_explained(override: str, message: str, here: Path) -> None:
     assert message in message_of(override)
     assert not list(here.iterdir())
+
+
+def test_a_choice_that_is_added_to_that_of_a_primary_config_is_explained(here: Path) -> None:
+    (here / "conf").mkdir()
+    (here / "conf" / "own.yaml").write_text("defaults:\n  - train\n  - override optimizer: adam\n  - _self_\n")
+    with pytest.raises(RequestError, match=r"^\+optimizer=sgd: optimizer is there already, .* Write optimizer=sgd\.$"):
+        ddp_recipes.run(["--config-dir", "conf", "--config-name", "own", "+optimizer=sgd"])
 
 
 @pytest.mark.parametrize(

@@ -66,8 +66,9 @@ def unknown_override(error: BaseException) -> str | None:
 
 def added_twice(error: BaseException) -> str | None:
     """Return the key or group that ``+`` was to add, and that is there already."""
-    found = re.search(r"An item is already at '([^']+)'|Multiple values for ([\w/@.]+\w)", str(error))
-    return found[1] or found[2] if found else None
+    said = r"An item is already at '([^']+)'|Multiple values for ([\w/@.]+\w)|(\w+) appears more than once in the final"
+    found = re.search(said, str(error))
+    return found[found.lastindex or 0] if found else None
 
 
 def config_of_error(error: BaseException) -> str | None:

@@ -183,6 +183,8 @@ def _wrong_choice(error: Exception, hydra: Hydra, overrides: Sequence[str]) -> s
             if given.partition("=")[2] not in options:
                 return f"{given}: there is no such option. Options of {group}: {', '.join(sorted(options))}."
     given = next((one for one in overrides if repr(one) in repr(str(error))), "This")
+    if (without := next((one for one in overrides if not _key(one)), None)) is not None:
+        return f"{without}: there is no key before the equals sign. Write key=value."
     return f"{given}: Hydra cannot compose a config of it: {str(error).splitlines()[0]}."
 
 
