@@ -139,10 +139,17 @@ def test_a_first_host_without_an_address_is_refused() -> None:
 )
 def test_another_layout_than_asked_for_is_refused(asked: LauncherSettings, message: str) -> None:
     with pytest.raises(RequestError) as refusal:
-        step.refuse_other_tasks(World(3, 5, 1, 2, 1), asked)
+        step.refuse_other_tasks(World(3, 5, 1, 2, 1), asked, STEP)
     assert message in str(refusal.value)
 
 
-@pytest.mark.parametrize("asked", [launcher(), launcher(nproc_per_node=2, nnodes=3)])
-def test_the_layout_asked_for_is_taken(asked: LauncherSettings) -> None:
-    assert step.refuse_other_tasks(World(3, 5, 1, 2, 1), asked) is None
+@pytest.mark.parametrize(
+    ("asked", "by_torchrun"),
+    [
+        (launcher(), {}),
+        (launcher(nproc_per_node=2, nnodes=3), {}),
+        (launcher(nproc_per_node=4), {"TORCHELASTIC_RUN_ID": "srun torchrun: ranks are its, not tasks"}),
+    ],
+)
+def test_the_layout_asked_for_is_taken(asked: LauncherSettings, by_torchrun: dict[str, str]) -> None:
+    assert step.refuse_other_tasks(World(3, 5, 1, 2, 1), asked, STEP | by_torchrun) is None

@@ -64,8 +64,11 @@ def job_of(directory: Path) -> str:
 # --- srun ------------------------------------------------------------------------------------------------------------
 
 
-def test_srun_joins_the_tasks_in_one_directory_with_the_weights_of_a_local_run(slurm: Cluster, folder: Path) -> None:
-    done(ran(folder, *TINY, "hydra.run.dir=there", command=srun(), environ=slurm.environ))
+@pytest.mark.parametrize("inherited", [{}, {"SLURM_PTY_PORT": "40000"}], ids=["", "in a shell of srun --pty"])
+def test_srun_joins_the_tasks_in_one_directory_with_the_weights_of_a_local_run(
+    inherited: dict[str, str], slurm: Cluster, folder: Path
+) -> None:
+    done(ran(folder, *TINY, "hydra.run.dir=there", command=srun(), environ={**slurm.environ, **inherited}))
     done(ran(folder, *TINY, "hydra.run.dir=here", "launcher.nproc_per_node=2"))
     there, here = summary(folder / "there"), summary(folder / "here")
     assert files(folder / "there") == RUN_DIRECTORY

@@ -43,6 +43,6 @@ class EnvLauncher:
                     f"start them again: use torchrun --max-restarts."
                 )
         if "SLURM_STEP_ID" in os.environ:
-            extra("the layout of a step of Slurm")(world, self.settings)
+            extra("the layout of a step of Slurm")(world, self.settings, os.environ)
         with as_rank_0():
             return self.resources.channel.lead(job)

@@ -1,7 +1,10 @@
 """What srun has started: a process as one of the tasks of a step. Loads no torch."""
 
+import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 
 from ddp_recipes.config.settings import LauncherSettings
 from ddp_recipes.errors import RequestError
@@ -14,7 +17,9 @@ def translate(environ: Mapping[str, str]) -> dict[str, str] | None:
 
     Batch scripts and salloc's shells are in no step of tasks, and ``srun --pty bash`` is one of a shell.
     """
-    if "SLURM_STEP_NUM_TASKS" not in environ or "SLURM_PTY_PORT" in environ:
+    if "SLURM_STEP_NUM_TASKS" not in environ:
+        return None
+    if "SLURM_PTY_PORT" in environ and not _is_task():  # jobs have it that are submitted from such a shell
         return None
     node = int(environ["SLURM_NODEID"])
     world = World(
@@ -30,8 +35,25 @@ def translate(environ: Mapping[str, str]) -> dict[str, str] | None:
     return torchruns(environ, world, first, port, environ.get("SLURM_CPUS_PER_TASK"))
 
 
-def refuse_other_tasks(world: World, launcher: LauncherSettings) -> None:
-    """Refuse a Slurm step that has another layout than the config requests."""
+def _is_task() -> bool:
+    """Whether srun started this process or one of its ancestors, without a terminal, which a shell has between them."""
+    process = os.getppid()
+    with suppress(OSError):  # a container hides what started it
+        while process:
+            name, _, fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")
+            _, parent, _, _, terminal, *_ = fields.split()
+            if name.endswith("(slurmstepd"):
+                return b".batch]" not in Path(f"/proc/{process}/cmdline").read_bytes()
+            if terminal != "0":
+                return False
+            process = int(parent)
+    return False
+
+
+def refuse_other_tasks(world: World, launcher: LauncherSettings, environ: Mapping[str, str]) -> None:
+    """Refuse a Slurm step that has another layout than the config requests; ranks of a torchrun in it are its own."""
+    if "TORCHELASTIC_RUN_ID" in environ:
+        return
     for name, option, requested, default, available in (
         ("nproc_per_node", "--ntasks-per-node", launcher.nproc_per_node, "auto", world.local_world_size),
         ("nnodes", "--nodes", launcher.nnodes, 1, world.nnodes),
