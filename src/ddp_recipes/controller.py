@@ -40,6 +40,12 @@ if TYPE_CHECKING:
     from ddp_recipes._compat.hydra_ import Hydra
 
 
+NO_OBJECTIVE = (
+    "Job {} ended without a value of checkpoint.monitor={}, which the sweeper is to optimise. There is one after the "
+    "first validation: see trainer.max_steps, trainer.max_epochs, trainer.val_check_interval."
+)
+
+
 class Controller:
     """The one process that composes: its jobs are run by processes that it starts, or by its followers."""
 
@@ -153,6 +159,11 @@ class Controller:
                 raise RunFailed("Some jobs of the sweep failed; the table above says which.") from error
             except RequestError as error:
                 raise _ended_by(error, sweep.begun(directory) != before) from None
+            except Exception as error:  # a sweeper's own, such as Optuna's where no job has a value
+                if not sweep.some_failed(directory):
+                    raise
+                ended = f"Then the sweeper ended with {type(error).__name__}: {error}"
+                raise RunFailed(f"Some jobs of the sweep failed; the table above says which. {ended}") from error
             finally:
                 sweep.report(directory, sys.stdout)
         return sweep.summaries(directory)
@@ -177,10 +188,10 @@ class Controller:
             if (done := sweep.finished_before(directory, overrides)) is not None:
                 print("finished before", flush=True)
                 objective: float | None = done["objective"]
-                return objective
-            if (directory / "config.yaml").exists():
-                config.ckpt_path = "auto"  # it was interrupted: it resumes
-            return self.job(config)
+            else:
+                if (directory / "config.yaml").exists():
+                    config.ckpt_path = "auto"  # it was interrupted: it resumes
+                objective = self.job(config)
         except Preempted as error:
             raise _SweepStopped(error) from None
         except RecipeError as error:
@@ -189,6 +200,10 @@ class Controller:
                 raise _SweepStopped(error) from None
             print(printable(error), file=sys.stderr, flush=True)
             raise
+        if objective is None and "direction" in hydra.sweeper:
+            monitor = (done or self._summary).get("monitor") or config.checkpoint.monitor
+            raise _SweepStopped(RunFailed(NO_OBJECTIVE.format(hydra.job.num, monitor)))
+        return objective
 
     def _sweep_job_on_tasks(self, config: DictConfig) -> float | None:
         """Run one job of a sweep where Hydra's launcher calls each of its tasks (submitit_slurm): rank 0's counts."""

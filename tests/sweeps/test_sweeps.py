@@ -193,6 +193,37 @@ def test_optuna_follows_the_direction_of_the_metric(tmp_path: Path, sweep: Calla
 
 
 @pytest.mark.slow
+def test_an_optuna_sweep_called_again_runs_only_what_did_not_finish(tmp_path: Path, sweep: Callable[..., str]) -> None:
+    optuna = [*ALONE, "hydra/sweeper=optuna", "hydra.sweeper.n_jobs=1", "model=toy"]
+    with plugin("hydra_optuna_sweeper", tmp_path, *optuna, "+x=interval(0,1)"):
+        sweep(*optuna, "optimizer.lr=interval(0.001,0.1)", "hydra.sweeper.n_trials=1")
+    again = sweep(*optuna, "optimizer.lr=interval(0.001,0.1)", "hydra.sweeper.n_trials=2")
+    assert again.count("finished before") == 1
+    assert [row["status"] for row in table(tmp_path)] == ["finished", "finished"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("asked", "message", "status"),
+    [
+        (["trainer.max_steps=1"], "Job 0 ended without a value of checkpoint.monitor=val/loss, which the", 1),
+        (["hydra.sweeper.direction=[minimize,maximize]"], "is for 2 values, and a job returns one", 2),
+        (["model._target_=noted.None"], "Then the sweeper ended with ValueError: No trials are completed yet.", 1),
+    ],
+    ids=["nothing measured", "two directions", "all jobs failed"],
+)
+def test_optuna_without_a_value_is_told_why(
+    asked: list[str], message: str, status: int, tmp_path: Path, sweep: Callable[..., str]
+) -> None:
+    optuna = [*ALONE, "hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "hydra.sweeper.n_jobs=1", "model=toy"]
+    with plugin("hydra_optuna_sweeper", tmp_path, *optuna, "+x=interval(0,1)"):
+        printed = sweep(*optuna, "hydra.sweeper.max_failure_rate=1", "optimizer.lr=choice(1,2)", *asked, status=status)
+    assert message in printed
+    assert "Traceback" not in printed
+    assert printed.count("job 1:") == (asked == ["model._target_=noted.None"])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("slots", [1, 2])
 def test_devices_runs_as_many_jobs_at_once_as_there_are_slots(
     tmp_path: Path, sweep: Callable[..., str], slots: int

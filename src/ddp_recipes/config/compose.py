@@ -11,7 +11,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import run_job
 from hydra.types import HydraContext, RunMode
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from ddp_recipes._compat.hydra_ import (
@@ -191,24 +191,38 @@ def multirun(hydra: Hydra, config_name: str, overrides: Sequence[str], directory
     Raises:
         RequestError: as in :func:`compose`.
     """
-    own = ["hydra.mode=MULTIRUN", f"hydra.sweep.dir={quoted(directory)}"]
-    with translated(hydra, config_name, overrides):
-        hydra.multirun(config_name, task, [*overrides, *_direction(hydra, config_name, overrides), *own])
-
-
-def _direction(hydra: Hydra, config_name: str, overrides: Sequence[str]) -> list[str]:
-    """Return the override that has a sweeper which optimises follow the monitored metric, where it would not."""
     config = compose(hydra, config_name, [*overrides, "hydra.mode=MULTIRUN"], RunMode.MULTIRUN)
-    checkpoint, direction = config.get("checkpoint") or {}, config.hydra.sweeper.get("direction")
+    own = ["hydra.mode=MULTIRUN", f"hydra.sweep.dir={quoted(directory)}"]
+    for key, value, why in _followed(config):
+        if not any(f"{key}=" in one for one in overrides):
+            print(f"{key}={value}, for {why}.", flush=True)
+            own.append(f"{key}={value}")
+    with translated(hydra, config_name, overrides):
+        hydra.multirun(config_name, task, [*overrides, *own])
+
+
+def _followed(config: DictConfig) -> Iterator[tuple[str, object, str]]:
+    """Yield keys of a sweeper that optimises, which follow the run's where they are not given, their values, and why.
+
+    Raises:
+        RequestError: it is to optimise several values, and a run has one.
+    """
+    sweeper, checkpoint = config.hydra.sweeper, config.get("checkpoint") or {}
+    direction, sampler = sweeper.get("direction"), sweeper.get("sampler")
+    if isinstance(direction, ListConfig) and len(direction) != 1:
+        raise RequestError(
+            f"hydra.sweeper.direction={direction} is for {len(direction)} values, and a job returns one: that of "
+            f"checkpoint.monitor. Give one direction, minimize or maximize."
+        )
     direction = getattr(direction, "name", direction)  # Optuna's is an enum
     mode, monitor = checkpoint.get("mode"), str(checkpoint.get("monitor"))
     mode = better("loss" if monitor in ("auto", "None") else monitor) if mode == "auto" else mode
     wanted = {"min": "minimize", "max": "maximize"}.get(str(mode))
-    given = any("hydra.sweeper.direction=" in one for one in overrides)
-    if given or not isinstance(direction, str) or wanted in (None, direction):
-        return []
-    print(f"hydra.sweeper.direction={wanted}, for checkpoint.monitor={monitor} is better that way.", flush=True)
-    return [f"hydra.sweeper.direction={wanted}"]
+    if isinstance(direction, str) and wanted not in (None, direction):
+        yield "hydra.sweeper.direction", wanted, f"checkpoint.monitor={monitor} is better that way"
+    unseeded = isinstance(sampler, DictConfig) and sampler.get("seed", 0) is None
+    if unseeded and sweeper.get("storage") is None and isinstance(config.seed, int):  # with one, others sample as well
+        yield "hydra.sweeper.sampler.seed", config.seed, "an interrupted sweep goes on where it is called again"
 
 
 def overrides_of_job() -> list[str]:

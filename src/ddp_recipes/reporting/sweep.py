@@ -53,6 +53,11 @@ def begun(sweep_directory: Path) -> list[tuple[Path, Summary]]:
     ]
 
 
+def some_failed(sweep_directory: Path) -> bool:
+    """Whether some job has failed."""
+    return any(summary["status"] == "failed" for _, summary in _ended(sweep_directory))
+
+
 def job_directories(sweep_directory: Path) -> list[Path]:
     """Return the directories of runs below one, at any depth, in the order of their numbers."""
     directories = []
