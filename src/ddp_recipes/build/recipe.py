@@ -1,7 +1,7 @@
 """The objects of one run on one rank; the other modules of this folder make them, with plain arguments."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from ddp_recipes.build.devices import Devices, available_devices, set_torch_up
 from ddp_recipes.build.instantiate import locate, make
 from ddp_recipes.build.model import convert, make_task, refuse_lazy
 from ddp_recipes.build.observers import logger_sections, make_callbacks
-from ddp_recipes.build.resume import load_state
+from ddp_recipes.build.resume import start_of
 from ddp_recipes.callbacks import Callback
 from ddp_recipes.checkpointing.files import State
 from ddp_recipes.checkpointing.parts import put_together
@@ -224,7 +224,7 @@ def make_recipe(job: Job, world: World, control: Control) -> Recipe:
             del loaders[name]  # here, for the task has them as well
     loggers = logger_sections(config, check=devices.world.is_main)
     checkpoint = monitored(request, loaders, built.task)
-    start = start_of(job, request, built.task, loaders, control)
+    start = start_of(job, request, built.task, loaders.get("train"), control)
     return Recipe(
         job=job,
         request=request,
@@ -329,31 +329,6 @@ def attach(
     )
     if request.strategy.exchanges(devices.world):
         refuse_lazy(task, "There is no batch to try out at this point")
-
-
-@dataclass(frozen=True)
-class Start:
-    """What a run starts from: a checkpoint, weights alone, or, with neither, what the model was made with."""
-
-    path: Path | None = None
-    state: State | None = None
-    weights: Mapping[str, Tensor] = field(default_factory=dict)
-    warnings: Sequence[str] = ()
-
-
-def start_of(job: Job, request: Request, task: Task, loaders: Mapping[str, Loader], control: Control) -> Start:
-    """Return what the run starts from, where it does not take the place of a lost rank: then the others have the state.
-
-    Raises:
-        RequestError: a file that is named cannot be read, or is of another run.
-    """
-    if job.regroup is not None:
-        return Start()
-    path, state, warnings = load_state(request, job.directory, task.weights(), loaders.get("train"), control)
-    if request.run.weights_from is None or state is not None:
-        return Start(path, state, warnings=warnings)
-    weights, warnings = extra("weights_from")(request.run.weights_from, task.weights())
-    return Start(path, weights=weights, warnings=warnings)
 
 
 def foreseen(

@@ -1,43 +1,66 @@
-"""The state that a run starts from, checked against the run."""
+"""What a run starts from, checked against the run."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from ddp_recipes.checkpointing.files import State, check_weights, find, load_first
+from ddp_recipes.config.extras import extra
 from ddp_recipes.config.request import Request
 from ddp_recipes.data.loader import Loader
 from ddp_recipes.errors import RequestError
 from ddp_recipes.runtime.control import Control
+from ddp_recipes.runtime.job import Job
+from ddp_recipes.tasks import Task
 
 
-def load_state(
-    request: Request, directory: Path, weights: Mapping[str, Tensor], train: Loader | None, control: Control
-) -> tuple[Path | None, State | None, list[str]]:
-    """Return the checkpoint to start from: its path, its state, and warnings; no path and no state for a fresh start.
+@dataclass(frozen=True)
+class Start:
+    """What a run starts from: a checkpoint, weights alone, or, with neither, what the model was made with."""
+
+    path: Path | None = None
+    state: State | None = None
+    weights: Mapping[str, Tensor] = field(default_factory=dict)
+    warnings: Sequence[str] = ()
+
+
+def start_of(job: Job, request: Request, task: Task, train: Loader | None, control: Control) -> Start:
+    """Return what the run starts from, where it does not take the place of a lost rank: then the others have the state.
 
     Args:
-        directory: the run's own.
-        weights: the model's, whose names and shapes must match.
+        train: the loader that goes on from a state's cursor; ``None`` where nothing is trained.
         control: shares the work of verification among ranks.
-        train: the loader that goes on from the state's cursor; ``None`` where nothing is trained.
 
     Raises:
-        RequestError: there is no such checkpoint, or it is of another model or of other batches.
+        RequestError: there is no such file, it cannot be read, or it is of another model or of other batches.
     """
-    paths = find(request.run.ckpt_path, directory)
-    if not paths:
-        if request.run.weights_from is not None:
-            return None, None, []
-        if request.run.mode == "export":
-            raise RequestError(
-                f"mode=export: {directory} has no checkpoint. Give a run directory or a file as ckpt_path."
-            )
-        if request.run.mode == "fit":
-            return None, None, []
-        return None, None, [f"mode={request.run.mode} without ckpt_path: the weights are the model's initial ones."]
+    if job.regroup is not None:
+        return Start()
+    directory, mode, weights_from = job.directory, request.run.mode, request.run.weights_from
+    if paths := find(request.run.ckpt_path, directory):
+        return _resumed(paths, request, directory, task.weights(), train, control)
+    if weights_from is not None:
+        weights, warnings = extra("weights_from")(weights_from, task.weights())
+        return Start(weights=weights, warnings=warnings)
+    if mode == "export":
+        raise RequestError(f"mode=export: {directory} has no checkpoint. Give a run directory or a file as ckpt_path.")
+    if mode == "fit":
+        return Start()
+    return Start(warnings=[f"mode={mode} without ckpt_path: the weights are the model's initial ones."])
+
+
+def _resumed(
+    paths: Sequence[Path],
+    request: Request,
+    directory: Path,
+    weights: Mapping[str, Tensor],
+    train: Loader | None,
+    control: Control,
+) -> Start:
+    """Return the first of these checkpoints that is whole; its names and shapes must be those of the weights."""
     readers = control.world.world_size if train is not None else 0
     try:
         path, state, warnings = load_first(paths, control.shared, readers)
@@ -50,7 +73,7 @@ def load_state(
     if train is not None:
         converted = _converted(path, state["model"], weights)
         warnings = [*warnings, *fit_cursor(path, state, request, train), *converted]
-    return path, state, warnings
+    return Start(path, state, warnings=warnings)
 
 
 def _converted(path: Path, saved: Mapping[str, Any], weights: Mapping[str, Any]) -> list[str]:

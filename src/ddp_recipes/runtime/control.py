@@ -192,13 +192,8 @@ class Control:
         return self.messages.get(name, seconds, lambda: rank in self.watcher.exited())
 
     def _wait(self, name: str, rank: int) -> Any:
-        """Return what another rank has written.
-
-        Raises:
-            RunFailed: it has not in time.
-        """
-        text = self._said(name, self.timeout_s + VERDICT_S, rank)
-        return self._loaded(text, rank)
+        """Return what another rank has written; raise if it has not in time."""
+        return self._loaded(self._said(name, self.timeout_s + VERDICT_S, rank), rank)
 
     def _loaded(self, text: str | None, rank: int) -> Any:
         """Return what a rank has written; raise if that is nothing."""
