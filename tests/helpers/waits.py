@@ -42,7 +42,7 @@ class Waits(TorchDispatchMode):
         if sent or on_device(args) and (name in READS or is_a_copy(result, args, kwargs or {})):
             frames = [frame for frame in traceback.extract_stack() if "_dispatch" not in frame.filename]
             if not any(frame.filename.endswith("openreg_device.py") for frame in frames):  # the group's own copies
-                if any(frame.name == "reason" and frame.filename.endswith("stopping.py") for frame in frames):
+                if any(frame.name == "reason" and frame.filename.endswith("cadence.py") for frame in frames):
                     return result
                 own = [frame for frame in frames if "ddp_recipes" in frame.filename] or frames
                 self.places[f"{name} at {own[-1].filename.rpartition('/')[2]}:{own[-1].lineno}"] += 1
