@@ -24,6 +24,7 @@ from ddp_recipes.errors import Preempted, RecipeError, RequestError, RunFailed, 
 from ddp_recipes.launchers import environment
 from ddp_recipes.launchers.base import Launcher, Resources
 from ddp_recipes.launchers.local import run_here
+from ddp_recipes.launchers.sweep_jobs import SweepStopped, ended_by_signals, job_of
 from ddp_recipes.reporting import sweep
 from ddp_recipes.reporting.run_directory import (
     Summary,
@@ -54,6 +55,7 @@ class Controller:
     def __init__(self, world: World | None, leaves: bool = False) -> None:
         self.world = world
         self._leaves = leaves  # with the end of its run
+        self._process = os.getpid()
         self._summary: Summary = {}
         self.resources = Resources(world)
         self._base = ""  # the directory of the run, or of the whole sweep
@@ -152,8 +154,9 @@ class Controller:
         with self._directory(config, *compose.directory_of(config, "hydra.sweep.dir")) as directory:
             before = sweep.begun(directory)
             try:
-                compose.multirun(hydra, config_name, overrides, str(directory), self.sweep_job)
-            except _SweepStopped as stop:
+                with ended_by_signals():
+                    compose.multirun(hydra, config_name, overrides, str(directory), self.sweep_job)
+            except SweepStopped as stop:
                 raise _ended_by(stop.reason, sweep.begun(directory) != before) from None
             except RunFailed as error:  # of the first job that failed: each has printed its own already
                 raise RunFailed("Some jobs of the sweep failed; the table above says which.") from error
@@ -175,10 +178,14 @@ class Controller:
         """
         if self.world is None and environment.tasks(os.environ) > 1:
             return self._sweep_job_on_tasks(config)
+        with job_of(self._process, HydraConfig.get().job.num):
+            return self._sweep_job(config)
+
+    def _sweep_job(self, config: DictConfig) -> float | None:
         hydra = HydraConfig.get()
         directory, overrides = Path(hydra.runtime.output_dir), compose.overrides_of_job()
         if not Path(os.path.abspath(directory)).is_relative_to(os.path.abspath(hydra.sweep.dir)):
-            raise _SweepStopped(
+            raise SweepStopped(
                 RequestError(
                     f"hydra.sweep.subdir={hydra.sweep.subdir} leaves hydra.sweep.dir. Choose one that does not."
                 )
@@ -193,16 +200,16 @@ class Controller:
                     config.ckpt_path = "auto"  # it was interrupted: it resumes
                 objective = self.job(config)
         except Preempted as error:
-            raise _SweepStopped(error) from None
+            raise SweepStopped(error) from None
         except RecipeError as error:
             leave_summary(directory, str(error).strip().splitlines()[-1], overrides)
             if config.sweep.on_failure == "stop":
-                raise _SweepStopped(error) from None
+                raise SweepStopped(error) from None
             print(printable(error), file=sys.stderr, flush=True)
             raise
         if objective is None and "direction" in hydra.sweeper:
             monitor = (done or self._summary).get("monitor") or config.checkpoint.monitor
-            raise _SweepStopped(RunFailed(NO_OBJECTIVE.format(hydra.job.num, monitor)))
+            raise SweepStopped(RunFailed(NO_OBJECTIVE.format(hydra.job.num, monitor)))
         return objective
 
     def _sweep_job_on_tasks(self, config: DictConfig) -> float | None:
@@ -214,7 +221,7 @@ class Controller:
             return None
         try:
             return controller.sweep_job(config)
-        except _SweepStopped as stop:
+        except SweepStopped as stop:
             raise stop.reason from None
         finally:
             controller.close(0)
@@ -235,10 +242,3 @@ def _expects_ranks(args: Namespace) -> bool:
     alone = (*(f"strategy={name}" for name in ONE_PROCESS), "launcher.nproc_per_node=1", "plan=true")
     elsewhere = ("launcher=slurm", "launcher.start_method=spawn")
     return not args.multirun and not {*alone, *elsewhere}.intersection(args.overrides)
-
-
-class _SweepStopped(BaseException):
-    """Ends a sweep: Hydra takes an ``Exception`` for the job's own and starts the next one."""
-
-    def __init__(self, reason: RecipeError) -> None:
-        self.reason = reason

@@ -170,10 +170,10 @@ def _result(job: _Job) -> JobReturn:
 
 
 def _stop(jobs: Sequence[_Job]) -> None:
-    """Interrupt what still runs, as Ctrl-C would: each job saves a checkpoint if it can."""
+    """Have what still runs stop, as a scheduler would: each job saves a checkpoint if it can."""
     for job in jobs:
         if job.process.pid is not None and job.process.is_alive():
-            os.kill(job.process.pid, signal.SIGINT)
+            os.kill(job.process.pid, signal.SIGTERM)
     for job in jobs:
         job.process.join(AFTER_STOP_S)
         if job.process.is_alive():

@@ -4,12 +4,24 @@ import os
 import pty
 import sys
 from pathlib import Path
-from signal import SIGHUP, SIGINT, SIGSTOP, SIGTERM, SIGUSR1, Signals
+from signal import SIGHUP, SIGINT, SIGKILL, SIGSTOP, SIGTERM, SIGUSR1, Signals
 
 import pytest
 
 from helpers.marks import at_night
-from helpers.processes import GONE_S, ONE_BY_ONE, START_S, TORCHRUN, kill, ran, started, summary, until, until_saved
+from helpers.processes import (
+    COLD,
+    GONE_S,
+    ONE_BY_ONE,
+    START_S,
+    TORCHRUN,
+    kill,
+    ran,
+    started,
+    summary,
+    until,
+    until_saved,
+)
 
 pytestmark = [pytest.mark.spawn, pytest.mark.slow]
 
@@ -207,6 +219,28 @@ def test_ctrl_c_ends_a_sweep(folder: Path) -> None:
     assert ended.status == 75
     stopped_at(folder / "sweep" / "0")
     assert not (folder / "sweep" / "1").exists()
+
+
+@pytest.mark.parametrize(
+    ("launcher", "number"), [("joblib", SIGTERM), ("devices", SIGTERM), *at_night(("joblib", SIGKILL))]
+)
+def test_a_signal_to_a_sweep_reaches_its_jobs_in_processes_of_their_own(
+    launcher: str, number: Signals, folder: Path
+) -> None:
+    if launcher == "joblib":
+        pytest.importorskip("hydra_plugins.hydra_joblib_launcher", reason="it is not installed")
+    at_once = {"joblib": "hydra.launcher.n_jobs=2", "devices": "hydra.launcher.slots=2"}[launcher]
+    sweep = ["seed=1,2,3", "hydra.sweep.dir=sweep", f"hydra/launcher={launcher}", at_once]
+    with started(folder, "-m", *DISTURBED, ranks(1), *sweep, command=COLD) as run:
+        for job in ("0", "1"):
+            until_saved(run, folder / "sweep" / job)
+        run.signal(number)
+        ended = run.end()
+    assert not (folder / "sweep" / "2").exists()
+    if number == SIGTERM:
+        assert ended.status == 75
+        for job in ("0", "1"):
+            stopped_at(folder / "sweep" / job)
 
 
 @pytest.mark.nightly

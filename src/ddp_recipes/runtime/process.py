@@ -30,6 +30,14 @@ def set_name(name: str) -> None:
     _prctl(15, name.encode())  # PR_SET_NAME
 
 
+def name_of(process: int) -> str:
+    """Return the name that :func:`set_name` has set; empty of a process that has exited."""
+    try:
+        return Path(f"/proc/{process}/comm").read_text().strip()
+    except OSError:
+        return ""
+
+
 def state(process: int) -> tuple[str, int]:
     """Return the state of a process, a letter as in ``ps``, and its parent."""
     letter, parent = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[:2]
