@@ -73,8 +73,10 @@ class DevicesLauncher(Launcher):
         setup_globals()
         Path(str(self.config.hydra.sweep.dir)).mkdir(parents=True, exist_ok=True)
         found = visible("auto")
-        free = _visible_names(found.count) or [""] * (self.slots or len(os.sched_getaffinity(0)))
+        cores = len(os.sched_getaffinity(0))
+        free = _visible_names(found.count) or [""] * (self.slots or cores)
         available = len(free)
+        self._threads = max(1, cores // available)
         waiting = [(number, list(overrides)) for number, overrides in enumerate(job_overrides, initial_job_idx)]
         needs = {number: self._needed(overrides, found) for number, overrides in waiting}
         for number, overrides in waiting:
@@ -120,14 +122,18 @@ class DevicesLauncher(Launcher):
         spawn = get_context("spawn")  # a fresh process: one that has not yet looked for GPUs
         receiver, sender = spawn.Pipe(duplex=False)
         work = cloudpickle.dumps((self.hydra_context, self.config, self.task_function, Singleton.get_state()))
-        process = spawn.Process(target=_execute, args=(sender, ",".join(devices), number, overrides, work))
+        arguments = sender, ",".join(devices), self._threads, number, overrides, work
+        process = spawn.Process(target=_execute, args=arguments)
         process.start()
         sender.close()
         return _Job(number, process, receiver, devices)
 
 
-def _execute(sender: Connection, devices: str, number: int, overrides: Sequence[str], work: bytes) -> None:
+def _execute(
+    sender: Connection, devices: str, threads: int, number: int, overrides: Sequence[str], work: bytes
+) -> None:
     """Run one job in this fresh process and send its result, or what it raised to end the sweep."""
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # of each of its processes: the cores are for all jobs
     import cloudpickle
 
     from ddp_recipes.runtime.process import die_with_parent

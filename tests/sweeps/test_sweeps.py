@@ -43,7 +43,7 @@ class Noted(torch.nn.Linear):
         if lr == fail_at:
             raise RuntimeError("this job was told to fail")
         with open(notes, "a") as file:
-            file.write(f"begin {time.monotonic()} {lr}\\n")
+            file.write(f"begin {time.monotonic()} {lr} {os.environ.get('OMP_NUM_THREADS')}\\n")
         self.notes = notes
 
     def __del__(self) -> None:
@@ -226,12 +226,16 @@ def test_optuna_without_a_value_is_told_why(
 @pytest.mark.slow
 @pytest.mark.parametrize("slots", [1, 2])
 def test_devices_runs_as_many_jobs_at_once_as_there_are_slots(
-    tmp_path: Path, sweep: Callable[..., str], slots: int
+    tmp_path: Path, sweep: Callable[..., str], slots: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     overrides = noted(tmp_path, "optimizer.lr=0.1,0.2")
     sweep(*ALONE, *overrides, "hydra/launcher=devices", f"hydra.launcher.slots={slots}")
     assert [row["status"] for row in table(tmp_path)] == ["finished", "finished"]
-    kinds = [line.split()[0] for line in sorted((tmp_path / "notes.txt").read_text().splitlines(), key=_time)]
+    lines = sorted((tmp_path / "notes.txt").read_text().splitlines(), key=_time)
+    kinds = [line.split()[0] for line in lines]
+    threads = str(max(1, len(os.sched_getaffinity(0)) // slots))
+    assert {line.split()[3] for line in lines if line.startswith("begin")} == {threads}
     at_once = max(kinds[:n].count("begin") - kinds[:n].count("end") for n in range(1, len(kinds) + 1))
     assert at_once <= slots
 
