@@ -38,6 +38,17 @@ def test_a_directory_with_a_run_is_refused_unless_the_run_goes_on(tmp_path: Path
     refuse_used(tmp_path, resumed=True)
 
 
+def test_the_folder_of_own_modules_is_refused_for_no_later_run_would_import_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_model.py").touch()
+    RunDirectory(tmp_path, resumed=False).close()  # a copy, perhaps: the modules are imported from elsewhere
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(RequestError, match=r"is where your own modules are \(my_model\.py\)"):
+        RunDirectory(tmp_path, resumed=False)
+    RunDirectory(tmp_path / "run", resumed=False).close()
+
+
 def test_a_directory_has_one_writer_at_a_time(tmp_path: Path) -> None:
     first = RunDirectory(tmp_path / "run", resumed=False)
     with pytest.raises(RequestError, match="in use by a run that is still going"):

@@ -36,6 +36,7 @@ class RunDirectory:
         refuse_used(path, resumed)
         path.mkdir(parents=True, exist_ok=True)
         _refuse_links(path)
+        _refuse_own_code(path)
         self.path = path
         self._lock = _lock(path)
         shutil.rmtree(path / "ranks", ignore_errors=True)  # of an earlier start that failed
@@ -63,6 +64,21 @@ def _refuse_links(path: Path) -> None:
                 f"{inside} is a symbolic link to {os.readlink(inside)}, which a run would write to. Remove it, or "
                 f"choose another hydra.run.dir; ckpt_path={path} reads the checkpoints from there."
             )
+
+
+def _refuse_own_code(path: Path) -> None:
+    """Refuse to make a run directory of a folder of the user's own modules: no later run would import them from there.
+
+    Raises:
+        RequestError: names one.
+    """
+    imported = path.resolve() in (Path(folder).resolve() for folder in sys.path)
+    own = (*path.glob("*.py"), *path.glob("*/__init__.py")) if imported else ()
+    if own and not (path / "config.yaml").exists():
+        raise RequestError(
+            f"hydra.run.dir={path} is where your own modules are ({own[0].relative_to(path)}), and nothing is imported "
+            f"from a run directory: the run may be somebody else's. Choose another, such as {path / 'run'}."
+        )
 
 
 def _lock(path: Path) -> int:
