@@ -87,15 +87,16 @@ class Controller:
     def run_composed(self, config: DictConfig, directory: str | Path | None) -> Summary:
         """Run a config that is composed already, in the directory of the Hydra job that this is called in, if any."""
         config = OmegaConf.masked_copy(config, [str(name) for name in config if name != "hydra"])
-        overrides, fresh = [], False
+        overrides, fresh, hydra = [], False, {}
         if HydraConfig.initialized():
             compose.separate_loggers(config)
             overrides = compose.overrides_of_job()
+            hydra = compose.record()
             directory = directory or HydraConfig.get().runtime.output_dir
         elif directory is None:
             directory, fresh = datetime.now().strftime("outputs/%Y-%m-%d/%H-%M-%S"), True
         with self._directory(config, Path(directory).absolute(), fresh) as made:
-            hydra = {} if HydraConfig.initialized() else {"config.yaml": OmegaConf.to_yaml(config)}
+            hydra["config.yaml"] = OmegaConf.to_yaml(config)
             return self._launch(Job(resolve(config), made, hydra, overrides, last=self._leaves, base=self._base))
 
     @contextmanager

@@ -236,7 +236,7 @@ if __name__ == "__main__":
 @pytest.mark.slow
 def test_an_application_s_own_main_runs_in_its_own_directories(here: Path, python: str) -> None:
     write(here / "app.py", APPLICATION)
-    write(here / "conf" / "app.yaml", "defaults: [train, _self_]\nmine: 3\nhydra: {output_subdir: .hydra}\n")
+    write(here / "conf" / "app.yaml", "defaults: [train, _self_]\nmine: 3\n")
     sweep = ["-m", *QUICK[:-3], "hydra.sweep.dir=sweep", "launcher.nproc_per_node=2", "seed=1,2"]
     done = subprocess.run([python, "app.py", *sweep], cwd=here, capture_output=True, text=True, timeout=patience(120))
     assert done.returncode == 0, done.stderr
@@ -244,7 +244,8 @@ def test_an_application_s_own_main_runs_in_its_own_directories(here: Path, pytho
         summary = json.loads((here / "sweep" / job / "summary.json").read_text())
         assert (summary["status"], summary["world_size"]) == ("finished", 2)
         assert f"seed={int(job) + 1}" in summary["overrides"]
-        assert (here / "sweep" / job / ".hydra" / "overrides.yaml").exists()
+        record = {path.name for path in (here / "sweep" / job / ".hydra").iterdir()}
+        assert record == {"config.yaml", "hydra.yaml", "overrides.yaml"}
     assert not (here / "outputs").exists()
 
 
