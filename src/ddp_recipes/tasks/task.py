@@ -255,8 +255,10 @@ class Task(nn.Module):
         """Return the values of the metrics that give one a sample; update the others."""
         values = {}
         for name, metric in self.metrics.items():
+            if isinstance(metric, nn.Module) or is_stateful(metric):
+                metric.to(outputs.device)  # type: ignore[attr-defined]
             if is_stateful(metric):
-                metric.to(outputs.device).update(outputs, targets)  # type: ignore[attr-defined]
+                metric.update(outputs, targets)  # type: ignore[attr-defined]
             else:
                 values[name] = metric(outputs, targets)
         return values
