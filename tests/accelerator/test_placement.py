@@ -52,6 +52,40 @@ class More(Callback):
         if self.run.world.rank == 1:
             torch.zeros(10 << 20, dtype=torch.uint8, device=self.run.devices[0])
 """
+OWN = """
+import torch
+from torch import nn
+
+
+class Weighted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("weights", torch.arange(5.0))
+
+    def forward(self, outputs, targets):
+        return ((outputs - targets).square() * self.weights).sum(1)
+
+
+class Module(nn.Linear):
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        return {"inputs": torch.from_numpy(batch[0].numpy() / 2), "targets": batch[1]}
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.mse_loss(self(batch["inputs"]), batch["targets"])
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.training_step(batch, batch_idx))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Moving(Module):
+    def transfer_batch_to_device(self, batch, device, dataloader_idx):
+        assert batch["inputs"].is_cpu
+        return {name: each.to(device) for name, each in batch.items()}
+"""
+TWO = {"device": [], "cpu": ["launcher.device=cpu"]}
 MISUSE = """
 int cuInit(unsigned flags) { return 0; }
 int cuDeviceGetCount(int *count) { *count = 4; return 0; }
@@ -164,3 +198,21 @@ def test_peak_memory_is_that_of_the_rank_that_takes_most(accelerator: Accelerato
     assert ended.summary["peak_memory_bytes"] > 10 << 20
     assert 0 < ended.summary["metrics"]["train/peak_memory_bytes"] <= ended.summary["peak_memory_bytes"]  # of rank 0
     assert re.search(r"^  peak memory +\d\d\.\d MB of a device$", ended.out, re.MULTILINE), ended.out
+
+
+@pytest.mark.slow
+def test_metrics_that_are_modules_are_where_the_outputs_are(accelerator: Accelerator) -> None:
+    (accelerator.folder / "own.py").write_text(OWN)
+    ended = accelerator.run("strategy=single", "+task.metrics.weighted={_target_: own.Weighted}")
+    assert ended.status == 0, ended.err
+    assert ended.summary["metrics"]["val/weighted"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Module", "Moving"])
+def test_hooks_before_a_transfer_get_batches_on_the_host(name: str, accelerator: Accelerator) -> None:
+    (accelerator.folder / "own.py").write_text(OWN)
+    own = ["task=lightning", "strategy=single", f"model._target_=own.{name}", "~model.hidden_features"]
+    device, cpu = (accelerator.run(*own, *more, name=kind) for kind, more in TWO.items())
+    assert (device.status, cpu.status) == (0, 0), f"{device.err}\n{cpu.err}"
+    assert device.summary["weights_sha256"] == cpu.summary["weights_sha256"]

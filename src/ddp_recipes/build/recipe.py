@@ -222,6 +222,8 @@ def make_recipe(job: Job, world: World, control: Control) -> Recipe:
     if mode == "fit" and not built.task.validates:
         for name in [name for name in loaders if name != "train"]:
             del loaders[name]  # here, for the task has them as well
+    for loader in loaders.values():
+        loader.moves = not built.task.moves_batches
     loggers = logger_sections(config, check=devices.world.is_main)
     checkpoint = monitored(request, loaders, built.task)
     start = start_of(job, request, built.task, loaders.get("train"), control)

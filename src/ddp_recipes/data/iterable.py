@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ddp_recipes._compat.torch_ import tree_map_only
-from ddp_recipes.data.keyed import AS_IT_COMES, Form, collate, to_device
+from ddp_recipes.data.keyed import AS_IT_COMES, Form, collate
 from ddp_recipes.data.loader import Batch, Loader
 from ddp_recipes.data.order import UNKNOWN, BatchPlan, Sequential
 from ddp_recipes.data.reading import Cut, Item, Kind, Saved, Start, begin_worker as begin_cut
@@ -266,8 +266,7 @@ class IterableLoader(Loader):
         while self.ahead(number, 1):
             num_samples = self.plan.size(number, shard)
             data = self._next_data(num_samples)
-            moved = to_device(data, self.device, self.pin_memory) if is_accelerator(self.device) else data
-            yield Batch(self.form.of(moved), num_samples, number, shard)
+            yield Batch(self._moved(data), num_samples, number, shard)
             number += 1
 
     def _next_data(self, num_samples: int) -> Any:
@@ -298,7 +297,9 @@ class IterableLoader(Loader):
     def limited(self, max_batches: int) -> "IterableLoader":
         """Return the same loader cut off after so many batches an epoch, without data workers."""
         most = max_batches if self.plan.max_batches is None else min(max_batches, self.plan.max_batches)
-        return IterableLoader(self.dataset, replace(self.plan, max_batches=most), self.device, **self._made_with)
+        loader = IterableLoader(self.dataset, replace(self.plan, max_batches=most), self.device, **self._made_with)
+        loader.moves = self.moves
+        return loader
 
     def apart(self) -> "IterableLoader":
         """Return the same loader once more, which exchanges nothing with other ranks."""

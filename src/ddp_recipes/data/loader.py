@@ -134,10 +134,13 @@ class Loader:
 
     Attributes:
         skipped: names of samples that data sets have left out of the batches that were used, on this rank.
+        moves: whether batches come on the device; else as they are fetched, for the task to move them.
 
     Raises:
         RequestError: there is no batch, or a ``collate_fn`` that would not be called.
     """
+
+    moves = True
 
     def __init__(  # noqa: PLR0913 - data's keys, most of them of torch's DataLoader
         self,
@@ -242,7 +245,6 @@ class Loader:
         return self._batches(epoch, start, group)
 
     def _batches(self, epoch: int, start: int, group: int) -> Iterator[Batch]:
-        elsewhere = is_accelerator(self.device)
         self._sampler.position = epoch, start, group
         for (number, shard), data in zip(self._sampler.turns(), self._loaded(epoch, start), strict=False):
             size = self.plan.size(number, shard)
@@ -250,8 +252,12 @@ class Loader:
                 if data.skipped and size:
                     self.skipped.update(data.skipped)
                 data = data.data
-            moved = to_device(data, self.device, self.pin_memory) if elsewhere else data
-            yield Batch(self.form.of(moved), size, number, shard)
+            yield Batch(self._moved(data), size, number, shard)
+
+    def _moved(self, data: Any) -> Any:
+        """Return a batch on the device, in the form that the model takes it in."""
+        elsewhere = self.moves and is_accelerator(self.device)
+        return self.form.of(to_device(data, self.device, self.pin_memory) if elsewhere else data)
 
     def _loaded(self, epoch: int, start: int) -> Iterator[Any]:
         """Yield what is in each batch, in the sampler's order."""
@@ -336,7 +342,9 @@ class Loader:
     def limited(self, max_batches: int) -> "Loader":
         """Return this loader cut off after so many batches an epoch; for whole-batch data sets and first looks."""
         plan = self.plan.limited(min(max_batches, len(self)))
-        return Loader(self.dataset, plan, self.device, shards=self.shards, **self._options)
+        loader = Loader(self.dataset, plan, self.device, shards=self.shards, **self._options)
+        loader.moves = self.moves
+        return loader
 
     def apart(self) -> "Loader":
         """Return the same loader once more, for whoever iterates beside the run, on any rank alone."""

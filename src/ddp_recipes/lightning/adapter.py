@@ -4,6 +4,7 @@ import inspect
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,8 +12,9 @@ from torch import Tensor, nn
 
 from ddp_recipes._compat.lightning import as_it_is, metrics_in
 from ddp_recipes.callbacks import Callback
-from ddp_recipes.data.keyed import samples_in
+from ddp_recipes.data.keyed import samples_in, to_device
 from ddp_recipes.data.loader import Batch
+from ddp_recipes.devices import is_accelerator, locks_pages
 from ddp_recipes.errors import RequestError
 from ddp_recipes.lightning import checkpoint, optimizers, update
 from ddp_recipes.lightning.callbacks import Wrapped, refuse_callback
@@ -32,6 +34,7 @@ from ddp_recipes.training.update import MicroBatch
 log = logging.getLogger(__name__)
 
 _STAGES = {"val": "validation", "test": "test", "predict": "predict"}  # by split, as hooks call them
+_BEFORE_TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device")  # get a batch as it is fetched
 _LOSSES = ("loss", "val_loss", "val/loss", "valid_loss", "valid/loss", "validation_loss", "validation/loss")
 
 
@@ -418,12 +421,20 @@ class LightningTask(Task):
         named = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
         return 2 if some else len(named)
 
+    @cached_property
+    def moves_batches(self) -> bool:  # type: ignore[override]
+        """Whether a hook gets them as they are fetched."""
+        return bool({*_BEFORE_TRANSFER} & (self.hooks.own | self.data_hooks.own))
+
     def _transferred(self, batch: Any) -> Any:
-        for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"):
+        device = self.trainer.run_context.devices[0]
+        for name in (*_BEFORE_TRANSFER, "on_after_batch_transfer"):
             hooks = self.data_hooks if name in self.data_hooks.own else self.hooks
+            transfers = name.startswith("transfer")
             if name in hooks.own:
-                device = [self.trainer.run_context.devices[0]] if name.startswith("transfer") else []
-                batch = hooks.of_module(name, batch, *device, self.dataloader_idx)
+                batch = hooks.of_module(name, batch, *([device] if transfers else []), self.dataloader_idx)
+            elif transfers and self.moves_batches and is_accelerator(device):
+                batch = to_device(batch, device, locks_pages())
         return batch
 
 

@@ -362,6 +362,7 @@ class Task(nn.Module):
 
     steps: int | None = None  # optimizer steps, where the task takes them by itself: one of the loop may be several
     deferred = False  # whether large tensors are on meta until they are filled
+    moves_batches = False  # to the device, in the place of their loaders
     accumulates = True  # whether an optimizer step may be one of several passes
 
     # Where a task takes optimizer steps by itself: as training.update.update does.

@@ -140,6 +140,7 @@ def one_process(group: dist.ProcessGroup | None) -> Iterator[None]:
 def train(run: Run) -> Iterator[dict[str, Tensors]]:
     """Train without an end; yield the gradients of each step, then the parameters and buffers after it."""
     parameters = {name.removeprefix("model."): parameter for name, parameter in run.task.named_parameters()}
+    run.train.moves = True  # for no hook of the task does
     while True:
         epoch = run.cursor.epoch
         batches = run.train.batches(epoch, run.cursor.batch, run.trainer.accumulate_grad_batches)
