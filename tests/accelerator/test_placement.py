@@ -66,6 +66,19 @@ class Weighted(nn.Module):
         return ((outputs - targets).square() * self.weights).sum(1)
 
 
+class Returns(nn.Module):
+    def __init__(self, in_features, hidden_features, out_features, devices):
+        super().__init__()
+        self.devices = devices
+        self.first = nn.Linear(in_features, hidden_features).to(devices[0])
+        self.second = nn.Linear(hidden_features, hidden_features).to(devices[1])
+        self.third = nn.Linear(hidden_features, out_features).to(devices[0])
+
+    def forward(self, inputs):
+        hidden = self.second(self.first(inputs).to(self.devices[1]))
+        return self.third(hidden.to(self.devices[0]))
+
+
 class Module(nn.Linear):
     def on_before_batch_transfer(self, batch, dataloader_idx):
         return {"inputs": torch.from_numpy(batch[0].numpy() / 2), "targets": batch[1]}
@@ -213,6 +226,15 @@ def test_metrics_that_are_modules_are_where_the_outputs_are(accelerator: Acceler
 def test_hooks_before_a_transfer_get_batches_on_the_host(name: str, accelerator: Accelerator) -> None:
     (accelerator.folder / "own.py").write_text(OWN)
     own = ["task=lightning", "strategy=single", f"model._target_=own.{name}", "~model.hidden_features"]
+    device, cpu = (accelerator.run(*own, *more, name=kind) for kind, more in TWO.items())
+    assert (device.status, cpu.status) == (0, 0), f"{device.err}\n{cpu.err}"
+    assert device.summary["weights_sha256"] == cpu.summary["weights_sha256"]
+
+
+@pytest.mark.slow
+def test_a_model_over_two_devices_may_end_on_the_first(accelerator: Accelerator) -> None:
+    (accelerator.folder / "own.py").write_text(OWN)
+    own = ["strategy=single", "model._target_=own.Returns", "model.num_devices=2", "trainer.log_every_n_steps=1"]
     device, cpu = (accelerator.run(*own, *more, name=kind) for kind, more in TWO.items())
     assert (device.status, cpu.status) == (0, 0), f"{device.err}\n{cpu.err}"
     assert device.summary["weights_sha256"] == cpu.summary["weights_sha256"]

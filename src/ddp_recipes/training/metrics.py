@@ -100,7 +100,7 @@ def log_matrices(matrices: Matrices, logger: Logger, is_main: bool) -> None:
 def mean_loss(run: Run, losses: Sequence[Losses], samples: int) -> Tensor:
     """Return the mean loss over a step's samples of all ranks, given those of this rank's shards. A collective."""
     zero = torch.zeros((), dtype=sum_dtype(run.devices[-1]), device=run.devices[-1])
-    sums = [sum((for_sums(loss) * count for loss, count in shard if count), zero) for shard in losses]
+    sums = [sum((for_sums(loss).to(zero) * count for loss, count in shard if count), zero) for shard in losses]
     return run.strategy.sum(torch.stack(sums) / samples)
 
 
