@@ -72,13 +72,21 @@ def test_a_place_has_one_sample_whoever_asks(shares: list[int], places: list[int
 
 
 def test_each_block_has_as_many_of_a_set_as_its_weight_says() -> None:
-    mixture = Mixture({"a": range(100), "b": range(1000), "c": range(7)}, {"a": 0.7, "b": 0.299, "c": 0.001}, block=100)
+    mixture = Mixture({"a": range(100), "b": range(1000), "c": range(7)}, {"a": 0.7, "b": 0.29, "c": 0.01}, block=100)
     order = mixture.sample_order(0, shuffle=True)
     for block in range(0, 1100, 100):
         samples = order.samples(0, np.arange(block, block + 100, dtype=np.uint64)).tolist()
         found = Counter("a" if each < 100 else "b" if each < 1100 else "c" for each in samples)
         assert found == {"a": 70, "b": 29, "c": 1}
     assert [mixture[sample] for sample in (99, 100, 1099, 1100)] == [99, 0, 999, 0]
+
+
+def test_a_set_of_a_small_weight_comes_no_more_often_than_that() -> None:
+    order = Mixture({"many": range(60_000), "few": range(20)}).sample_order(0, shuffle=True)
+    samples = order.samples(0, np.arange(len(order), dtype=np.uint64))
+    assert np.count_nonzero(samples >= 60_000) == 20, "as each has as many places as samples"
+    tiny = Mixture({"a": range(3), "b": range(3)}, {"a": 1.0, "b": 1e-300}).sample_order(0, shuffle=True)
+    assert tiny.samples(0, np.arange(6, dtype=np.uint64)).max() < 3
 
 
 @pytest.mark.parametrize(

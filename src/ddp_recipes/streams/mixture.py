@@ -13,6 +13,8 @@ from ddp_recipes.data.order import BatchPlan, Indices, Order, order_of, permute
 from ddp_recipes.errors import RequestError
 from ddp_recipes.runtime.seeding import key
 
+_LONGEST = 1 << 40  # places of a block
+
 
 @dataclass(frozen=True, eq=False)
 class Mixed:
@@ -76,7 +78,7 @@ class Mixture(Dataset[Any]):
         sources: map-style sets by name, whose samples are alike.
         weights: of the sets, by the same names; without any a set counts as much as it has samples.
         num_samples: of an epoch; ``None``: as many as the sets have together.
-        block: places in which each set has its share, to the nearest sample and at least one.
+        block: places in which each set has its share, to the nearest sample; more where one would have none.
 
     Raises:
         RequestError: there is no set, or one has no weight or no sample, or is a mixture.
@@ -98,7 +100,8 @@ class Mixture(Dataset[Any]):
                 f"data.source_weights={given} does not fit data.sources: {', '.join(self.names) or 'none'}, of "
                 f"{self._sizes} samples. Give each set a weight above 0, and only these; each needs a sample."
             )
-        self.shares = _shares([given[name] for name in self.names], max(block, len(self.names)))
+        least = min(_LONGEST, math.ceil(sum(given.values()) / min(given.values())))  # places, for each to have one
+        self.shares = _shares([given[name] for name in self.names], max(block, least))
         self.num_samples = num_samples or len(self)
         if self.num_samples < 1:
             raise RequestError(f"data.num_samples={num_samples} is not allowed. Allowed: at least 1, or null.")
