@@ -51,6 +51,40 @@ def test_views_of_lists_are_read_wherever_their_numbers_lie(tmp_path: Path) -> N
     assert [stream[number].tolist() for number in range(3)] == [[4, 5], [1, 2], []]
 
 
+@pytest.mark.parametrize("axes", [(0, 1, 2), (0, 2, 1)])
+def test_tensors_of_arrow_keep_their_shape(axes: tuple[int, ...], tmp_path: Path) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    tensors = np.arange(24, dtype=np.float32).reshape(2, 3, 4).transpose(axes)
+    table = arrow.table({"a": arrow.FixedShapeTensorArray.from_numpy_ndarray(tensors)})
+    parquet.write_table(table, tmp_path / "0.parquet")
+    stream = Stream(str(tmp_path), inputs="a")
+    assert [stream[number].tolist() for number in range(2)] == tensors.tolist()
+
+
+def test_columns_are_the_same_whether_a_library_of_their_type_is_loaded(tmp_path: Path) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+
+    class Kind(arrow.ExtensionType):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__(arrow.list_(arrow.int64()), "of_a_library")
+
+        def __arrow_ext_serialize__(self) -> bytes:
+            return b""
+
+        @classmethod
+        def __arrow_ext_deserialize__(cls, *_: object) -> "Kind":
+            return cls()
+
+    column = arrow.ExtensionArray.from_storage(Kind(), arrow.array([[1, 2], [3]]))
+    parquet.write_table(arrow.table({"a": column}), tmp_path / "0.parquet")
+    stream = Stream(str(tmp_path), inputs="a")
+    arrow.register_extension_type(Kind())
+    try:
+        assert [stream[number].tolist() for number in range(2)] == [[1, 2], [3]]
+    finally:
+        arrow.unregister_extension_type("of_a_library")
+
+
 def test_lines_of_a_text_are_rows(shards: Callable[..., Path]) -> None:
     stream = Stream(str(shards(".txt")), inputs="text")
     assert [stream[number] for number in range(61)] == [str(row["a"]) for row in ROWS]

@@ -19,7 +19,7 @@ from ddp_recipes.datasets.transforms import Transforms, in_order
 from ddp_recipes.errors import RequestError, not_one_of
 from ddp_recipes.streams.cache import Cache, sha256
 from ddp_recipes.streams.decoding import Decoder
-from ddp_recipes.streams.formats import BadRow, BadShard, Csv, Formats, Groups, Part, Records, span
+from ddp_recipes.streams.formats import BadRow, BadShard, Csv, Formats, Groups, Part, Records, alike, span
 from ddp_recipes.streams.index import Shard, is_remote, joined, load, other_columns
 from ddp_recipes.streams.order import Windowed, cost, files_of_windows, held_bytes, quality
 
@@ -266,7 +266,7 @@ class _Process:
             path = joined(stream.index.root, entry.name)
             if isinstance(reader, Csv) and [*reader.columns] == [*columns]:
                 reader.typed(columns)
-            if reader.columns != columns:
+            if not alike(reader.columns, columns):
                 raise RuntimeError(other_columns(path, reader.columns, columns, "its index"))
             if len(reader) != entry.rows:
                 raise BadShard(f"it has {len(reader):,} rows, and had {entry.rows:,} when it was indexed")

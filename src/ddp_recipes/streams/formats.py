@@ -129,7 +129,7 @@ class Parquet:
         except (OSError, ValueError) as error:  # ArrowInvalid is a ValueError
             raise BadShard(f"it is no parquet file: {error}") from error
         schema, metadata = self._file.schema_arrow, self._file.metadata
-        self.columns = {field.name: str(field.type) for field in schema}
+        self.columns = _columns(schema)
         rows = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
         self._ends = list(accumulate(rows))
         sizes = [metadata.row_group(number).total_byte_size for number in range(metadata.num_row_groups)]
@@ -171,7 +171,7 @@ class Arrow:
                 table = arrow.ipc.open_stream(self._map).read_all()
         except (OSError, ValueError) as error:
             raise BadShard(f"it is no Arrow file: {error}") from error
-        self.columns = {field.name: str(field.type) for field in table.schema}
+        self.columns = _columns(table.schema)
         self._rows = int(table.num_rows)
         shapes = _shapes(table.schema)
         if only is not None:
@@ -193,9 +193,25 @@ class Arrow:
         self._map.close()
 
 
+def _columns(schema: Any) -> dict[str, str]:
+    """Return names and types of columns; of types that only a library knows, once it is loaded, those below them."""
+    extension = needed("pyarrow").ExtensionType
+    types = {field.name: field.type for field in schema}
+    return {name: str(kind.storage_type if isinstance(kind, extension) else kind) for name, kind in types.items()}
+
+
+def alike(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
+    """Whether columns are the same, whatever who wrote them calls the elements of lists."""
+    named = [{name: kind.replace("<element:", "<item:") for name, kind in each.items()} for each in (one, other)]
+    return named[0] == named[1]
+
+
 def _shapes(schema: Any) -> dict[str, list[int]]:
-    """Return the shapes of columns that hold tensors, flattened."""
-    return {field.name: json.loads(field.metadata[b"shape"]) for field in schema if b"shape" in (field.metadata or {})}
+    """Return the shapes of columns that hold tensors, flattened: of those that were packed, and of Arrow's own type."""
+    own = {field.name: field.type.shape for field in schema if getattr(field.type, "shape", None)}
+    return own | {
+        field.name: json.loads(field.metadata[b"shape"]) for field in schema if b"shape" in (field.metadata or {})
+    }
 
 
 class Table:
@@ -223,6 +239,9 @@ def _getter(column: Any, shape: Sequence[int] | None) -> Callable[[int], Any]:
     """Return what gives a column's value by its number: of lists of numbers arrays, else Python's own."""
     if hasattr(column, "chunks"):
         column = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+    if hasattr(column, "storage"):  # of an extension, such as Arrow's tensors, whose axes may lie in another order
+        of_storage, axes = _getter(column.storage, shape), getattr(column.type, "permutation", None)
+        return of_storage if not axes else lambda number: _in_order(of_storage(number), axes)
     elements = getattr(column, "values", None)
     if needed("pyarrow.types").is_string(column.type) and not column.null_count:
         return _text_getter(column)
@@ -245,6 +264,10 @@ def _getter(column: Any, shape: Sequence[int] | None) -> Callable[[int], Any]:
         return found if shape is None else found.reshape(shape)
 
     return of_any_length
+
+
+def _in_order(tensor: Any, axes: Sequence[int]) -> Any:
+    return tensor if tensor is None else np.ascontiguousarray(tensor.transpose(axes))
 
 
 def _text_getter(column: Any) -> Callable[[int], str]:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from ddp_recipes.errors import RequestError
 from ddp_recipes.runtime.files import write_aside
 from ddp_recipes.streams.cache import Cache, sha256
-from ddp_recipes.streams.formats import TYPES, UNTYPED, BadShard, Csv, Formats, Groups, wider
+from ddp_recipes.streams.formats import TYPES, UNTYPED, BadShard, Csv, Formats, Groups, alike, wider
 
 NAME = "index.json"
 FORMAT = 1
@@ -314,7 +314,7 @@ def assembled(root: str, parts: Iterator[tuple[Shard, Columns]], more: Mapping[s
     for shard, own in parts:
         if shards and [*own] == [*columns] and {*own.values(), *columns.values()} <= {UNTYPED, *TYPES}:
             own = {name: wider(kind, columns[name]) for name, kind in own.items()}
-        elif shards and own != columns:
+        elif shards and not alike(own, columns):
             raise RequestError(other_columns(joined(root, shard.name), own, columns, joined(root, shards[0].name)))
         shards.append(shard)
         columns = own
