@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from ddp_recipes.streams import Stream
 from ddp_recipes.streams.cache import Cache
@@ -49,6 +50,21 @@ def test_views_of_lists_are_read_wherever_their_numbers_lie(tmp_path: Path) -> N
         file.write_table(table)
     stream = Stream(str(tmp_path), inputs="a")
     assert [stream[number].tolist() for number in range(3)] == [[4, 5], [1, 2], []]
+
+
+@pytest.mark.parametrize("kind", ["list_", "large_list"])
+def test_lists_of_floats_are_as_those_of_json(kind: str, shards: Callable[..., Path]) -> None:
+    """Pandas and Python write them with 64 bits, and models have 32."""
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rows = [[0.1, 2.0], [0.5], [None, 1.0]]
+    folder = shards(".jsonl", [{"a": row} for row in rows], (0, 2))
+    table = arrow.table({"a": arrow.array(rows, getattr(arrow, kind)(arrow.float64()))})
+    parquet.write_table(table, folder.parent / "0.parquet")
+    of_json, of_parquet = Stream(str(folder), inputs="a"), Stream(f"{folder.parent}/0.parquet", inputs="a")
+    for number in range(2):
+        assert of_parquet[number].dtype == of_json[number].dtype == torch.float32
+        assert of_parquet[number].tolist() == of_json[number].tolist()
+    assert of_parquet[2].dtype == torch.float32, "one with a null"
 
 
 @pytest.mark.parametrize("axes", [(0, 1, 2), (0, 2, 1)])

@@ -253,15 +253,13 @@ def _getter(column: Any, shape: Sequence[int] | None) -> Callable[[int], Any]:
         first = column.offset
 
         def of_one_length(number: int) -> Any:
-            found = flat[(first + number) * size : (first + number + 1) * size].copy()
-            return found if shape is None else found.reshape(shape)
+            return _own(flat[(first + number) * size : (first + number + 1) * size], shape)
 
         return of_one_length
     ends = column.offsets.to_numpy()
 
     def of_any_length(number: int) -> Any:
-        found = flat[ends[number] : ends[number + 1]].copy()
-        return found if shape is None else found.reshape(shape)
+        return _own(flat[ends[number] : ends[number + 1]], shape)
 
     return of_any_length
 
@@ -281,8 +279,14 @@ def _value_of(value: Any, shape: Sequence[int] | None) -> Any:
     elements = getattr(value, "values", None)  # of a list
     if elements is None or not hasattr(elements, "to_numpy") or not _is_numeric(elements.type):
         return value.as_py()
-    found = np.array(elements.to_numpy(zero_copy_only=False))  # its own memory
-    return found if shape is None else found.reshape(shape)
+    return _own(elements.to_numpy(zero_copy_only=False), shape)
+
+
+def _own(values: NDArray[Any], shape: Sequence[int] | None) -> NDArray[Any]:
+    """Return values with own memory: a tensor, or a list, whose floats are float32 as Python's are in a batch."""
+    if shape is not None:
+        return values.reshape(shape).copy()
+    return values.astype(np.float32 if values.dtype == np.float64 else values.dtype)
 
 
 def _is_numeric(kind: Any) -> bool:

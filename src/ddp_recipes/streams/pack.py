@@ -331,8 +331,7 @@ class _Column:
             shape = shapes[0] if len(shapes) == 1 else (-1, *shapes[0][1:])
             element, size = arrow.array(values[0].reshape(-1)).type, int(np.prod(shape))
             kind = arrow.list_(element, size) if len(shapes) == 1 else arrow.list_(element)
-            metadata = {"shape": json.dumps(shape)} if len(shape) > 1 or len(shapes) == 1 else None
-            return cls(name, arrow.field(name, kind, metadata=metadata), shape)
+            return cls(name, arrow.field(name, kind, metadata={"shape": json.dumps(shape)}), shape)
 
     def array(self, values: Sequence[Any], numbers: Sequence[int]) -> Any:
         """Return values of samples as an array of Arrow.
