@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from ddp_recipes import StepOutput, Task
+from ddp_recipes.data.keyed import skip
 
 Sample = tuple[Tensor, Tensor]
 
@@ -98,6 +99,19 @@ class Late(Numbers):
         if get_worker_info() is not None:
             threading.Event().wait()
         return super().__iter__()
+
+
+class Holes(Numbers):
+    """Leaves out some of its samples, the last one as well, and says so."""
+
+    skips = True
+
+    def __iter__(self) -> Iterator[Sample]:
+        for number in range(self.size):
+            if number % 4 == 0:
+                skip(f"number {number}")
+            else:
+                yield sample(number)
 
 
 class Endless(IterableDataset[Sample]):

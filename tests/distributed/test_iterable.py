@@ -157,6 +157,17 @@ def test_a_set_that_is_told_its_shard_gives_every_sample_once(world_size: int, w
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("world_size", "workers"), slow_but([(2, 0)], [(1, 0), (1, 2), (2, 0)]))
+def test_samples_that_a_set_leaves_out_are_counted(world_size: int, workers: int, over: Any, tmp_path: Path) -> None:
+    keys, options = [f"data.num_workers={workers}"], {"train": "Holes", "world_size": world_size}
+    summary, _ = over(*keys, **options)
+    assert summary["skipped_samples"] == 4, "0, 4, 8 and 12"
+    first, _ = over(*keys, "trainer.max_steps=1", directory=tmp_path / "run", **options)
+    assert first["skipped_samples"] == (1 if world_size == 1 else 2), "those before the samples that were used"
+    summary, _ = over(*keys, "ckpt_path=auto", directory=tmp_path / "run", **options)
+    assert summary["skipped_samples"] == 4
+
+
 def test_set_epoch_is_called(over: Any) -> None:
     _, seen = over(train="Sharded")
     (steps,) = seen.values()

@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from ddp_recipes._compat.torch_ import tree_leaves
-from ddp_recipes.data.keyed import Form, collate, samples_in, to_device
+from ddp_recipes.data.keyed import Form, collate, samples_in, skip, to_device
 from ddp_recipes.data.loader import Batch, Loader, is_iterable, size_of
 from ddp_recipes.data.order import BatchPlan, Sequential, Shuffled
 from ddp_recipes.datasets import InMemory, ScaleAndNormalize, digits, fake_images
@@ -437,7 +437,23 @@ class Negated(InMemory):
         return -super().__getitem__(index)[0]
 
 
+class Holes(InMemory):
+    """Leaves out a sample, and says so."""
+
+    def fetch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        for number in indices.tolist():
+            if number % 10 == 0:
+                skip(f"number {number}")
+        return super().fetch(indices.clamp(min=1))
+
+
 NUMBERS = torch.arange(23), torch.arange(23)
+
+
+def test_samples_left_out_of_whole_batches_are_counted() -> None:
+    whole = loader(Holes(*NUMBERS), batch=5)
+    list(whole.batches(0))
+    assert whole.skipped == {"number 0", "number 10", "number 20"}
 
 
 @pytest.mark.parametrize("dataset", [Passing(AtOnce(random=False)), Passing(InMemory(*NUMBERS)), Negated(*NUMBERS)])

@@ -423,6 +423,7 @@ class IterableLoader(Loader):
         """Note that an item is used."""
         while len(self._saved) <= item.worker:
             self._saved.append(Saved())
+        self.skipped.update(item.skipped)
         if item.kind is Kind.END:
             self._saved[item.worker] = self._saved[item.worker]._replace(ended=True)
         else:

@@ -168,10 +168,18 @@ def skip(name: str) -> None:
     _skipped[name] = None
 
 
-def _taken() -> tuple[str, ...]:
+def taken() -> tuple[str, ...]:
+    """Return the names of the samples that this process has left out since it was last asked."""
     found = tuple(_skipped)
     _skipped.clear()
     return found
+
+
+def fetched(make: Callable[..., Any], *given: Any) -> Fetched:
+    """Return the batch that a function makes, and the names of the samples that are left out of it."""
+    _skipped.clear()  # of whoever has looked at samples without using them
+    data = make(*given)
+    return Fetched(data, taken())
 
 
 def may_skip(dataset: Any) -> bool:
@@ -207,11 +215,10 @@ class KeyedDataset(Dataset[Any]):
         try:
             if callable(self._set_epoch):
                 self._set_epoch(draws[0].epoch)
-            _skipped.clear()  # of whoever has looked at samples without using them
-            batch = self._batch(draws)
+            batch = fetched(self._batch, draws)
             if get_worker_info() is not None:
-                refuse_devices(batch, self.name)
-            return Fetched(batch, _taken())
+                refuse_devices(batch.data, self.name)
+            return batch
         finally:
             torch.set_num_threads(threads)
 

@@ -28,6 +28,7 @@ from ddp_recipes.data.keyed import (
     Form,
     KeyedDataset,
     collate,
+    fetched,
     gives_batches,
     may_skip,
     of_several,
@@ -268,7 +269,8 @@ class Loader:
             return map(keyed.__getitems__, self._sampler)  # as torch's own iterator, which takes its time for it
         if self._prefetcher is not None and len(self.shards) == 1:
             return self._prefetched(self._prefetcher, epoch, start)
-        return map(self.fetch, (self._sampler.indices(epoch, number, shard) for number, shard in self._sampler.turns()))
+        samples = (self._sampler.indices(epoch, number, shard) for number, shard in self._sampler.turns())
+        return map(partial(fetched, self.fetch), samples)
 
     def _in_time(self, loader: "DataLoader[Any]") -> Iterator[Any]:
         """Yield the batches, and end the run where data workers hang: alone, a rank has nobody else to miss it."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from ddp_recipes._compat.torch_ import notice_numbers, tree_leaves
-from ddp_recipes.data.keyed import refuse_devices, samples_in
+from ddp_recipes.data.keyed import refuse_devices, samples_in, taken
 from ddp_recipes.data.loader import follow_rank
 from ddp_recipes.data.order import BatchPlan
 from ddp_recipes.runtime.seeding import key, seeded
@@ -40,6 +40,7 @@ class Item(NamedTuple):
         worker, number: which worker has read it, as its how-many-th.
         state: of the data set afterwards, where it has one.
         asked: whether the data set has asked in which worker it is; ``None`` without workers.
+        skipped: names of samples that the data set has left out meanwhile.
     """
 
     kind: Kind
@@ -51,6 +52,7 @@ class Item(NamedTuple):
     mark: int = 0
     state: Any = None
     asked: bool | None = None
+    skipped: tuple[str, ...] = ()
 
 
 class Saved(NamedTuple):
@@ -134,7 +136,7 @@ class Cut(IterableDataset[Item]):
             if len(read) < at_once:
                 break
             count += 1
-        yield Item(Kind.END, me)
+        yield Item(Kind.END, me, skipped=taken())
 
     @contextmanager
     def _drawing(self, epoch: int, count: int) -> Iterator[None]:
@@ -189,6 +191,7 @@ class Cut(IterableDataset[Item]):
             mark_of(read[0]),
             deepcopy(self.dataset.state_dict()) if self.has_state else None,
             self.asked(),
+            taken(),
         )
 
 
