@@ -98,6 +98,7 @@ def test_wrong_keys_are_refused(shards: Callable[..., Path], tmp_path: Path) -> 
         ({"path": str(tmp_path / "nowhere")}, "there is no folder .*nowhere"),
         ({"path": str(tmp_path / "empty")}, "has no shard. Allowed are files .parquet"),
         ({"path": f"{folder}/x-*.parquet"}, "x-.* has no shard"),
+        ({"path": f"{folder}/x-1.parquet"}, "there is no file .*x-1.parquet"),
         ({"path": "nowhere://bucket/set"}, "is in a store that cannot be used"),
         ({"inputs": "aa"}, "has no column 'aa'. Did you mean 'a'"),
         ({"targets": "a"}, "data.inputs=null makes a sample of the whole row"),

@@ -173,6 +173,8 @@ def listed(root: str, cache: Cache, pattern: str | None = None) -> dict[str, int
         raise RequestError(f"data.path={root}: there is no folder {Path(root).absolute()}. Give that of the shards.")
     else:
         one = Path(root, pattern or "")
+        if pattern is not None and not is_pattern(pattern) and not one.is_file():
+            raise RequestError(f"data.path={one}: there is no file {one.absolute()}. Give a shard, or their folder.")
         files = [one] if one.is_file() else [file for file in Path(root).rglob("*") if file.is_file()]
         sizes = {file.relative_to(root).as_posix(): file.stat().st_size for file in files}
     hidden = {name for name in sizes if any(part.startswith(".") for part in name.split("/"))}
