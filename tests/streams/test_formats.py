@@ -101,6 +101,20 @@ def test_columns_are_the_same_whether_a_library_of_their_type_is_loaded(tmp_path
         arrow.unregister_extension_type("of_a_library")
 
 
+@pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.PAX_FORMAT])
+def test_files_of_a_tar_that_are_of_no_sample_are_left_out(form: int, tmp_path: Path) -> None:
+    """As macOS and people put them between those of samples."""
+    hidden = f"{'folder_' * 30 if form == tarfile.PAX_FORMAT else 'folder'}/._1.cls"
+    with tarfile.open(tmp_path / "0.tar", "w", format=form) as file:
+        for name in ("README", "._1.txt", "1.txt", hidden, "1.cls", ".DS_Store", "2.txt", "2.cls", "LICENSE"):
+            member = tarfile.TarInfo(name)
+            member.size = 1
+            file.addfile(member, io.BytesIO(b"7"))
+    stream = Stream(str(tmp_path), inputs="txt", targets="cls")
+    assert [stream[number] for number in range(len(stream))] == [("7", 7), ("7", 7)]
+    assert Stream(str(tmp_path))[1] == {"__key__": "2", "txt": "7", "cls": 7}
+
+
 def test_lines_of_a_text_are_rows(shards: Callable[..., Path]) -> None:
     stream = Stream(str(shards(".txt")), inputs="text")
     assert [stream[number] for number in range(61)] == [str(row["a"]) for row in ROWS]

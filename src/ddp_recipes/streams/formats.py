@@ -541,9 +541,9 @@ class Tar(Records):
         try:
             with tarfile.open(fileobj=content, mode="r:") as file:
                 for member in file:
-                    if not member.isfile():
+                    key, suffix = _key(member.name)
+                    if not member.isfile() or not suffix:
                         continue
-                    key, _ = _key(member.name)
                     if key != last:
                         starts.append(member.offset)
                     last, end = key, member.offset_data + -(-member.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
@@ -569,9 +569,10 @@ def _plain_members(content: bytes) -> Row:
         member = tarfile.TarInfo.frombuf(content[at : at + tarfile.BLOCKSIZE], "utf-8", "surrogateescape")
         if not member.isreg() or member.type == tarfile.GNUTYPE_SPARSE:
             return {}
-        found["__key__"], suffix = _key(member.name)
+        key, suffix = _key(member.name)
         at += tarfile.BLOCKSIZE
-        found[suffix] = content[at : at + member.size]
+        if suffix:
+            found["__key__"], found[suffix] = key, content[at : at + member.size]
         at += -(-member.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
         if at > len(content):
             raise tarfile.ReadError("unexpected end of data")
@@ -583,17 +584,20 @@ def _members(content: bytes) -> Row:
     found: Row = {}
     with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as file:
         for member in file:
-            if member.isfile() and (inside := file.extractfile(member)) is not None:
-                found["__key__"], suffix = _key(member.name)
-                found[suffix] = inside.read()
+            key, suffix = _key(member.name)
+            if suffix and member.isfile() and (inside := file.extractfile(member)) is not None:
+                found["__key__"], found[suffix] = key, inside.read()
     return found
 
 
 def _key(name: str) -> tuple[str, str]:
-    """Return the name of the sample that a file is of, and of the file in it."""
+    """Return the name of the sample that a file is of, and of the file in it; that is empty where it is of none.
+
+    So are hidden files, of which macOS puts one before each, and those without a suffix.
+    """
     folder, slash, file = name.rpartition("/")
     stem, _, suffix = file.partition(".")
-    return f"{folder}{slash}{stem}", suffix.lower()
+    return f"{folder}{slash}{stem}", suffix.lower() if stem else ""
 
 
 class Formats:
