@@ -688,6 +688,29 @@ class Own(Lit):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "name": "slowly"}}
 
 
+class Held(TensorDataset):
+    """Is too large to be copied."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise MemoryError
+
+
+class Template(Own):
+    """Keeps its data, and asks its trainer, as projects that began with a template do."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "trainer": None}  # as LightningModule has it
+
+    def train_dataloader(self) -> Any:
+        self.held = Held(torch.ones(12, 10), torch.ones(12, 5))
+        return DataLoader(self.held, batch_size=4)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.trainer.model.parameters())
+        steps = int(self.trainer.estimated_stepping_batches)
+        return [optimizer], [torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, steps)]
+
+
 class Shifts(Own):
     """Changes batches by the number of their set: that of training is 0, also after a validation of two."""
 

@@ -315,6 +315,12 @@ def test_loaders_may_be_attributes_of_a_data_module(tmp_path: Path) -> None:
     assert run_recipe(own, 1, tmp_path)["global_step"] == 2
 
 
+def test_a_plan_of_a_module_has_its_trainer_and_copies_no_data(tmp_path: Path) -> None:
+    own = ["model=toy", "data.in_features=10", "data.out_features=5", *part("Template"), "data=lightning"]
+    planned = run_recipe([*own, "plan=true", "logger=none", "launcher.device=cpu"], 1, tmp_path)
+    assert planned["status"] == "finished"
+
+
 def test_weights_of_a_module_that_brings_its_data_are_exported(tmp_path: Path) -> None:
     own = ["model=toy", "data.in_features=10", "data.out_features=5", *part("Own"), "data=lightning", "logger=none"]
     own += ["trainer.max_epochs=1", "trainer.progress=false", "launcher.device=cpu"]

@@ -4,6 +4,7 @@ import inspect
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import cached_property
 from typing import Any
 
@@ -86,6 +87,17 @@ class LightningTask(Task):
         self._evaluated_to: dict[str, float] = {}  # in the evaluation under way
         self._stage = ""
         self.services = Services(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "LightningTask":
+        """Return a copy whose module has its trainer, which Lightning leaves out; data are not copied."""
+        context = vars(self.trainer).get("run_context")
+        data = [] if context is None else [each.dataset for each in context.loaders.values()]
+        memo |= {id(each): each for each in (self.trainer.datamodule, self.trainer.brought, *data)}
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        vars(copied).update(deepcopy(vars(self), memo))
+        model: Any = copied.model
+        model.trainer = copied.trainer
+        return copied
 
     # What the run asks for.
 
