@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from traceback import walk_stack
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -72,6 +73,7 @@ def run(
         RunFailed: training failed; the message holds the failing rank's traceback.
         Preempted: a signal stopped it after a checkpoint was saved.
     """
+    _refuse_within_an_import()
     if isinstance(request, str):
         raise RequestError(f"ddp_recipes.run takes a list of overrides, or a config: run([{request!r}]).")
     composed = OmegaConf.create(request) if isinstance(request, Mapping | DictConfig) else None  # type: ignore[arg-type]
@@ -107,3 +109,15 @@ def run(
         raise
     finally:
         controller.close(status)
+
+
+def _refuse_within_an_import() -> None:
+    """Refuse a call by a script that a run imports for what is named of it: it would be a run for each import."""
+    frames = [frame for frame, _ in walk_stack(None)]
+    module = next((place for place, frame in enumerate(frames) if frame.f_code.co_name == "<module>"), len(frames))
+    outside = [str(frame.f_globals.get("__name__")) for frame in frames[module + 1 :]]
+    if any(name.startswith("ddp_recipes.") for name in outside):
+        raise RequestError(
+            f"a run imports {frames[module].f_globals['__name__']}.py, which calls ddp_recipes.run as it is imported. "
+            f"Put that call under if __name__ == '__main__':"
+        )

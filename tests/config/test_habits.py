@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import runpy
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -218,6 +219,16 @@ def test_a_composed_config_is_checked() -> None:
         ddp_recipes.run("model=toy")
     with pytest.raises(RequestError, match="directory= is for a composed config"):
         ddp_recipes.run([], directory="here")
+
+
+def test_a_script_that_runs_where_a_run_imports_it_is_refused(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(here)
+    own = ["~model", "+model._target_=unguarded.Net", "strategy=single", *QUICK[:-3]]
+    text = f"import torch\nimport ddp_recipes\nclass Net(torch.nn.Linear): pass\nddp_recipes.run({own!r})\n"
+    write(here / "unguarded.py", text)
+    with pytest.raises(RequestError, match=r"^model\._target_=unguarded\.Net cannot be .*Put that call under if __na"):
+        runpy.run_path("unguarded.py", run_name="__main__")
+    assert not (here / "outputs").exists()
 
 
 APPLICATION = """\

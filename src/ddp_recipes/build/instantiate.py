@@ -48,6 +48,8 @@ def _broken_module(cause: BaseException | None, target: str) -> str | None:
     missing = isinstance(cause, ModuleNotFoundError) and f"{target}.".startswith(f"{cause.name}.")
     if cause is None or missing or isinstance(cause, AttributeError):
         return None
+    if isinstance(cause, RecipeError):
+        return str(cause)
     if isinstance(cause, SyntaxError):
         return f"{type(cause).__name__}: {cause.msg} ({cause.filename}, line {cause.lineno})"
     frames = [frame for frame in extract_tb(cause.__traceback__) if not frame.filename.startswith("<frozen")]
