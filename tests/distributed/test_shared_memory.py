@@ -18,8 +18,9 @@ from ddp_recipes.reporting.run_directory import Summary
 from ddp_recipes.runtime.messages import Messages
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.ddp import shared_memory
+from ddp_recipes.strategies.ddp.settings import DDPSettings
 from ddp_recipes.strategies.ddp.shared_memory import SharedMemory, join
-from ddp_recipes.strategies.group import Group
+from ddp_recipes.strategies.ddp.strategy import DDP
 from ddp_recipes.testing import on_ranks
 from helpers.marks import quick_each, slow_but
 from helpers.patience import patience
@@ -27,17 +28,11 @@ from helpers.patience import patience
 Run = Callable[..., Summary]
 
 
-class Meeting(Group):
-    """Ranks in a process group, with nothing to train."""
-
-    name = "meeting"
-
-
 def met(world: World, store: Store | None, work: Callable[[SharedMemory], Any], timeout_s: float = 30) -> Any:
     """Do something with the memory that ranks share."""
     from datetime import timedelta
 
-    group = Meeting()
+    group = DDP(DDPSettings())
     group.setup(world, None if store is None else Messages(store), "gloo", timedelta(seconds=60), None)
     try:
         shared = join(world, timeout_s)

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from ddp_recipes._compat.messages import lost_a_rank
 from ddp_recipes.errors import RequestError
 from ddp_recipes.strategies import exchanges as module, group as of_groups
+from ddp_recipes.strategies.ddp.settings import DDPSettings
+from ddp_recipes.strategies.ddp.strategy import DDP
 from ddp_recipes.strategies.exchanges import HANDLING, SETTINGS, Exchanges, leave_failures_to_us
-from ddp_recipes.strategies.group import Group
 from helpers.patience import patience
 
 
@@ -95,7 +96,7 @@ def test_groups_are_aborted_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     both = Barrier(2)
     groups = [EndsWithTheOther(both), EndsWithTheOther(both)]
     monkeypatch.setattr(of_groups, "every_group", lambda: groups)
-    group = Group()
+    group = DDP(DDPSettings())
     group.abort()
     assert [each.ended for each in groups] == [True, True]
     assert not group.stuck
@@ -105,7 +106,7 @@ def test_a_group_that_does_not_end_holds_up_nobody(monkeypatch: pytest.MonkeyPat
     both = Barrier(2)
     monkeypatch.setattr(of_groups, "every_group", lambda: [EndsWithTheOther(both)])
     monkeypatch.setattr(of_groups, "ABORT_S", 0.1)
-    group = Group()
+    group = DDP(DDPSettings())
     group.abort()
     assert group.stuck
     both.wait(patience(5))
