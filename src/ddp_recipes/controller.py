@@ -152,6 +152,7 @@ class Controller:
     def _sweep(self, hydra: "Hydra", config_name: str, overrides: Sequence[str]) -> list[Summary]:
         """Run one job for each combination; however it ends, print the table of the jobs."""
         config = compose.for_sweep(hydra, config_name, overrides)
+        self.resources.refuse_jobs_elsewhere(config.hydra.runtime.choices["hydra/launcher"])
         with self._directory(config, *compose.directory_of(config, "hydra.sweep.dir")) as directory:
             before = sweep.begun(directory)
             try:

@@ -235,11 +235,20 @@ def test_fewer_samples_than_replicas_are_refused(folder: Path, python: str) -> N
 
 @pytest.mark.spawn
 @pytest.mark.slow
-def test_under_torchrun_rank_0_alone_says_why_it_was_refused(folder: Path) -> None:
-    ended = ran(folder, "data=mnist", "data.root=here", command=TORCHRUN)
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["data=mnist", "data.root=here"], "data.root=here: there is no MNIST"),
+        (["-m", "seed=1,2", "hydra/launcher=devices"], "hydra/launcher=devices runs jobs in processes of its own"),
+    ],
+    ids=["data", "jobs without the ranks"],
+)
+def test_under_torchrun_rank_0_alone_says_why_it_was_refused(overrides: list[str], message: str, folder: Path) -> None:
+    ended = ran(folder, *overrides, command=TORCHRUN)
     assert ended.status != 0
-    assert ended.err.count("data.root=here: there is no MNIST") == 1
+    assert ended.err.count(message) == 1
     assert not (folder / "outputs").exists()
+    assert not (folder / "multirun").exists()
 
 
 def test_the_checkpoint_of_another_model_is_refused_with_the_shapes_that_differ(here: Path, first_run: Path) -> None:

@@ -109,6 +109,15 @@ class Resources:
                 f"(WORLD_SIZE). Use launcher=auto to join them, or {hint}."
             )
 
+    def refuse_jobs_elsewhere(self, launcher: str) -> None:
+        """Refuse a launcher of Hydra's whose jobs have processes of their own, where ranks wait for the jobs."""
+        if self.world is not None and self.world.world_size > 1 and launcher != "basic":
+            raise RequestError(
+                f"hydra/launcher={launcher} runs jobs in processes of its own, but this sweep has "
+                f"{self.world.world_size} ranks that were started together (WORLD_SIZE). Leave it out, and they run "
+                f"one job after the other, or start train.py -m alone."
+            )
+
     def close(self, exit_code: int) -> None:
         """End the fork server, and have the followers exit with this code, if there are any."""
         self.server.close()
