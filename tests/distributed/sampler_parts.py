@@ -50,6 +50,25 @@ class Drawing(Told):
         return iter([*order[: self.keep - 1], order[0]])
 
 
+class Pairs(Sampler[list[int]]):
+    """Gives each sample twice in a batch, for two views of it."""
+
+    def __init__(self, dataset: Sized) -> None:
+        self.size = len(dataset)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[number, number] for number in range(self.size)])
+
+
+class Views(Indexed):
+    """Samples whose first number is drawn at random."""
+
+    def __getitem__(self, index: int) -> Any:
+        inputs, targets = super().__getitem__(index)
+        inputs[0] = int(torch.randint(10**6, ()))
+        return inputs, targets
+
+
 class Uneven(Sampler[list[int]]):
     """Gives batches of 5, 1, 4 and 3 samples, in another order in each epoch."""
 

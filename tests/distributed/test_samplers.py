@@ -106,6 +106,13 @@ def test_bits_are_those_of_one_rank_also_where_another_number_goes_on(keys: list
     assert four["weights_sha256"] == whole["weights_sha256"]
 
 
+@pytest.mark.parametrize("world_size", slow_but([1], [1, 2]))
+def test_a_sample_that_comes_twice_draws_anew(world_size: int, over: Over) -> None:
+    node = "data.batch_sampler={_target_: sampler_parts.Pairs}"
+    seen = seen_in(over(node, "optimizer.lr=1e-20", dataset="sampler_parts.Views", world_size=world_size)[1])
+    assert len({each for views in seen for each in views}) == 2 * SIZE * EPOCHS
+
+
 @pytest.mark.slow
 def test_what_a_sampler_draws_follows_from_seed_and_epoch(over: Over) -> None:
     node = "data.sampler={_target_: sampler_parts.Drawing}"

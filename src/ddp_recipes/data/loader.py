@@ -498,8 +498,7 @@ class _PlanSampler:
         epoch, _, _ = self.position
         for batch, shard in self.turns():
             indices = self.indices(epoch, batch, shard).tolist()
-            repeats = self.plan.order.repeats
-            numbers = _not_empty(self.plan.positions(batch, shard)).tolist() if repeats else indices
+            numbers = _not_empty(self.plan.positions(batch, shard)).tolist() if self.plan.repeats else indices
             yield list(map(Draw, indices, repeat(epoch), numbers))
 
 

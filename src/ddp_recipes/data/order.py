@@ -273,6 +273,11 @@ class BatchPlan:
         return available if self.max_batches is None else min(self.max_batches, available)
 
     @property
+    def repeats(self) -> bool:
+        """Whether a sample may come more than once an epoch. Its random numbers are then keyed by its place."""
+        return self.order.repeats
+
+    @property
     def planned_batches(self) -> float:
         """The same as it was before anything was read, which does not depend on how far ranks have read ahead."""
         return self.num_batches

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Any
 
 import numpy as np
@@ -154,7 +154,8 @@ class BatchedPlan(BatchPlan):
     given: Epochs = field(kw_only=True)
     repeating: bool = False
     uniform = False
-    epoch = 0
+    repeats = True  # nobody knows
+    epoch, starts = 0, [0]
 
     def enter(self, epoch: int) -> None:
         """Have sizes be those of an epoch.
@@ -165,6 +166,7 @@ class BatchedPlan(BatchPlan):
         if len(found := self._batches(epoch)) != len(first := self._batches(0)):
             raise RunFailed(_other_length(self.given, len(found), len(first), epoch))
         object.__setattr__(self, "epoch", epoch)
+        object.__setattr__(self, "starts", [0, *accumulate(map(len, found))])
 
     @cached_property
     def num_samples(self) -> int:
@@ -199,7 +201,7 @@ class BatchedPlan(BatchPlan):
 
     def positions(self, batch: int, shard: int = 0) -> Tensor:
         """Return the places in the epoch of what :meth:`indices` returns."""
-        start = sum(map(len, self._batches(self.epoch)[:batch]))
+        start = self.starts[batch]
         return self._shard(torch.arange(start, start + self.size(batch)), shard)
 
     def _batches(self, epoch: int) -> list[list[int]]:
