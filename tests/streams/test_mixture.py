@@ -1,6 +1,7 @@
 """Mixtures, packed windows and buckets of like length: each by an order that is computed."""
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from torch.utils.data import ChainDataset
 
 from ddp_recipes.data.order import Sequential, Shuffled
 from ddp_recipes.errors import RequestError
@@ -97,6 +99,14 @@ def test_weights_that_do_not_fit_are_refused(weights: dict[str, float]) -> None:
         Mixture({"a": range(3), "b": range(3)}, weights)
     with pytest.raises(RequestError, match=r"data\.num_samples=-5 is not allowed"):
         Mixture({"a": range(3)}, num_samples=-5)
+
+
+@pytest.mark.parametrize("make", [lambda each: Mixture({"a": each}), lambda each: Packed(each, 4)])
+def test_sets_without_an_index_are_refused_by_name(make: Callable[[Any], Any]) -> None:
+    with pytest.raises(RequestError, match=r"ChainDataset can only be read in its own order, and samples"):
+        make(ChainDataset([]))
+    with pytest.raises(RequestError, match="dict is no data set, but holds 1 by name: train"):
+        make({"train": range(3)})
 
 
 # --- packed windows --------------------------------------------------------------------------------------------------

@@ -426,6 +426,11 @@ def is_iterable(dataset: Any) -> bool:
 def size_of(dataset: Any) -> int:
     """Return the number of samples of a map-style data set."""
     kind = type(dataset).__name__
+    if is_iterable(dataset):
+        raise RequestError(
+            f"{kind} can only be read in its own order, and samples are taken by their numbers here. Give a set that "
+            f"has __len__ and __getitem__(index)."
+        )
     if not hasattr(dataset, "__len__"):
         raise RequestError(f"{kind} is no data set. Give one that has __len__ and __getitem__(index), or __iter__.")
     if isinstance(dataset, Mapping) and dataset and 0 not in dataset:

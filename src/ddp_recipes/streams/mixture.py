@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
+from ddp_recipes.data.loader import size_of
 from ddp_recipes.data.order import BatchPlan, Indices, Order, order_of, permute
 from ddp_recipes.errors import RequestError
 from ddp_recipes.runtime.seeding import key
@@ -81,7 +82,7 @@ class Mixture(Dataset[Any]):
         block: places in which each set has its share, to the nearest sample; more where one would have none.
 
     Raises:
-        RequestError: there is no set, or one has no weight or no sample, or is a mixture.
+        RequestError: there is no set, or one has no weight, no sample or no index, or is a mixture.
     """
 
     def __init__(
@@ -92,13 +93,13 @@ class Mixture(Dataset[Any]):
         block: int = 1024,
     ) -> None:
         self.names, self.sources = [*sources], [*sources.values()]
-        self._sizes = [len(source) for source in self.sources]
+        self._sizes = [size_of(source) for source in self.sources]
         given = dict(zip(self.names, self._sizes, strict=True)) if not weights else dict(weights)
         fits = all(0 < weight < math.inf for weight in given.values())
-        if not sources or given.keys() != {*self.names} or not fits or min(self._sizes) == 0:
+        if not sources or given.keys() != {*self.names} or not fits:
             raise RequestError(
                 f"data.source_weights={given} does not fit data.sources: {', '.join(self.names) or 'none'}, of "
-                f"{self._sizes} samples. Give each set a weight above 0, and only these; each needs a sample."
+                f"{self._sizes} samples. Give each set a weight above 0, and only these."
             )
         least = min(_LONGEST, math.ceil(sum(given.values()) / min(given.values())))  # places, for each to have one
         self.shares = _shares([given[name] for name in self.names], max(block, least))

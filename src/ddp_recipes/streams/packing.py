@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from ddp_recipes.data.loader import size_of
 from ddp_recipes.data.order import Bucketed, Order, Sequential, order_of, permute
 from ddp_recipes.errors import RequestError
 from ddp_recipes.runtime.seeding import key
@@ -152,14 +153,14 @@ def lengths_of(dataset: Any, given: Sequence[int] | None) -> Lengths:
     Raises:
         RequestError: they are not as many as samples, or there is no token.
     """
-    own = getattr(dataset, "lengths", None)
+    size, own = size_of(dataset), getattr(dataset, "lengths", None)
     found = given if given is not None else own
     if found is None:
-        found = [len(_tokens(dataset[index])) for index in range(len(dataset))]
+        found = [len(_tokens(dataset[index])) for index in range(size)]
     lengths = np.asarray(found, dtype=np.int64)
-    if lengths.shape != (len(dataset),) or (lengths < 0).any() or not lengths.any():
+    if lengths.shape != (size,) or (lengths < 0).any() or not lengths.any():
         raise RequestError(
-            f"lengths has {lengths.size} numbers, for {len(dataset)} samples of {type(dataset).__name__}. Needed: one "
+            f"lengths has {lengths.size} numbers, for {size} samples of {type(dataset).__name__}. Needed: one "
             f"for each, at least 0, not all 0."
         )
     return lengths
