@@ -10,6 +10,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing import get_context
 from pathlib import Path
 from shutil import rmtree
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -138,6 +139,19 @@ def test_a_set_without_an_index_is_the_one_that_the_store_has_now(store: Store, 
         stream = stream_of(store, tmp_path / "cache", "/more")
         assert [stream[number] for number in range(len(stream))] == [row["a"] for row in rows]
         rmtree(tmp_path / "set.parquet" / "more")
+
+
+def test_a_shard_is_the_same_however_a_store_was_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """S3 says more of a file that was listed, as a rank does, than of one that a data worker asks for."""
+    told: dict[str, Any] = {}
+    store = SimpleNamespace(info=lambda path: told, get_file=lambda path, to: Path(to).write_text("content"))
+    monkeypatch.setattr(Cache, "_store", lambda self, path: (store, path))
+    files = []
+    for more in ({"StorageClass": "STANDARD", "LastModified": 1.25}, {"LastModified": 1, "ContentType": "text"}):
+        told = {"ETag": "1", "size": 7, **more}
+        files.append(Cache(tmp_path).stored("s3://bucket/0.txt", None))
+    told = {"ETag": "2", "size": 7}
+    assert files[0] == files[1] != Cache(tmp_path).stored("s3://bucket/0.txt", None)
 
 
 def test_processes_that_need_a_shard_fetch_it_once(store: Store, tmp_path: Path) -> None:

@@ -24,6 +24,19 @@ from ddp_recipes.streams.formats import COMPRESSIONS, BadShard, decompressed, ne
 LOOK_S = 0.2  # between looks at what a download has brought
 FIRST_WAIT_S = 0.5  # before it is tried again; twice as long each time
 PART = ".part"
+# What stores call what tells a file from what it was before, the surest first.
+_VERSIONS = (
+    "ETag",
+    "etag",
+    "blob_id",
+    "md5Hash",
+    "Content-MD5",
+    "Digest",
+    "mtime",
+    "Last-Modified",
+    "LastModified",
+    "created",
+)
 
 
 @dataclass(frozen=True)
@@ -169,7 +182,9 @@ class Cache:
 
         def attempt() -> str:
             store, inner = self._store(path)
-            return str(sorted(store.info(inner).items()))
+            told = store.info(inner)  # of a listing there is more, or less, than of the file alone
+            which = next((f"{name} {told[name]}" for name in _VERSIONS if told.get(name)), sorted(told.items()))
+            return f"{told.get('size')} {which}"
 
         found: str = self._tried(lambda: _in_time(attempt, None, self.timeout_s), path)
         return found
