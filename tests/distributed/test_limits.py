@@ -86,6 +86,14 @@ def test_overfitting_sees_the_same_batches_again(run: Run) -> None:
     assert summary["metrics"]["val/loss"] < 0.1 * start
 
 
+@pytest.mark.parametrize("task", [[], ["model._target_=own_parts.Lit", "task=lightning"]])
+def test_no_batch_of_validation_is_none(task: list[str], run: Run) -> None:
+    found = run(*task, "trainer.limit_val_batches=0", "trainer.max_epochs=1")
+    assert found["status"] == "finished"
+    assert not [name for name in found["metrics"] if name.startswith("val")]
+    assert found["monitor"] == "train/loss"
+
+
 def test_limits_of_validation(run: Run) -> None:
     whole = run("data.val_batch_size=9")["metrics"]["val/loss"]
     few = run("data.val_batch_size=3", "trainer.limit_val_batches=3")["metrics"]["val/loss"]

@@ -100,6 +100,8 @@ class Loading:
     def _nodes(self, own: Mapping[str, Any] | None) -> list[tuple[str, Any]]:
         """Return what the loaders are made of, with their names."""
         names, mode = SPLITS[self.mode], self.mode
+        if mode == "fit" and self.trainer.limit_val_batches == 0:
+            names = ("train",)
         given = self.data if own is None else own
         by_config = ("weights", "sampler", "batch_sampler", "group_by_length")
         if own is not None and (key := next((each for each in by_config if getattr(self.settings, each)), None)):
