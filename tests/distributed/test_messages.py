@@ -200,7 +200,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from ddp_recipes import StepOutput, Task
+from ddp_recipes import Callback, StepOutput, Task
 
 ROWS = TensorDataset(torch.ones(16, 10), torch.ones(16, 5))
 
@@ -240,6 +240,24 @@ class Hidden(nn.Module):
         return self.layers[0](inputs)
 
 
+class Short(Callback):
+    def on_step(self):
+        pass
+
+
+class Steps:
+    def __init__(self, optimizer):
+        pass
+
+    def step(self, epoch, metric=None):
+        pass
+
+
+class Misnamed(Callback):
+    def on_train_epoch_end(self):
+        raise AssertionError
+
+
 def texts(**_):
     return [(torch.ones(10), "cat") for _ in range(16)]
 
@@ -260,6 +278,14 @@ def loader(**_):
         "no mean": (["+task.loss.reduction=none", "data.val=null"], "A loss is a single number, the mean over its ba"),
         "a list": (["~model", "+model._target_=mistaken.Hidden"], "Hidden has no parameters, so there is nothing to"),
         "texts": (["data.train={_target_: mistaken.texts}", "data.val=null"], "The targets of a batch are a list, and"),
+        "an event": (
+            ["+callbacks.own._target_=mistaken.Short"],
+            "callbacks.own: Short.on_step takes (), and is given (",
+        ),
+        "another's scheduler": (
+            ["~scheduler", "+scheduler._target_=mistaken.Steps"],
+            "has no step() without arg",
+        ),
         "a loader": (["data.train={_target_: mistaken.loader}"], "data.train is a DataLoader, whose batches are made"),
     }.values(),
     ids=str,
@@ -271,6 +297,17 @@ def test_mistakes_in_ones_first_code_end_with_what_to_change(
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(Exception, match=re.escape(advice)):
         run(*overrides, directory=tmp_path / "run")
+
+
+def test_methods_that_are_called_like_events_are_named(
+    run: Callable[..., object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mistaken.py").write_text(MISTAKEN)
+    monkeypatch.syspath_prepend(tmp_path)
+    run("+callbacks.own._target_=mistaken.Misnamed", "trainer.max_steps=1", directory=tmp_path / "run")
+    said = (tmp_path / "run" / "train.log").read_text()
+    assert "callbacks.own: Misnamed.on_train_epoch_end is no event, so nothing calls it. Events: on_start, " in said
+    assert "Did you mean 'on_epoch_end'?" in said
 
 
 def test_weights_that_cannot_be_downloaded_are_not_said_to_be_wrong_values(

@@ -11,6 +11,8 @@ from ddp_recipes.errors import RequestError, nearest
 from ddp_recipes.loggers import Logger, Loggers, folder_name
 from ddp_recipes.tasks import Task
 
+_EVENTS = [name for name in vars(Callback) if name.startswith("on_")]
+
 
 def logger_sections(config: Mapping[str, Any], *, check: bool) -> dict[str, Mapping[str, Any]]:
     """Return the loggers' sections by their dotted names.
@@ -103,5 +105,33 @@ def make_callbacks(nodes: Mapping[str, Any], task: Task) -> dict[str, Callback]:
                 f"class from ddp_recipes.Callback and override the events that it needs. Callbacks of Lightning go "
                 f"with task=lightning."
             )
+        _check_events(f"callbacks.{name}", callback)
         callbacks[name] = callback
     return callbacks
+
+
+def _check_events(section: str, callback: Callback) -> None:
+    """Refuse a callback whose events do not take what they are given."""
+    for name in _EVENTS:
+        given = [*inspect.signature(getattr(Callback, name)).parameters][1:]
+        taken = inspect.signature(getattr(callback, name))
+        try:
+            taken.bind(*given)
+        except TypeError:
+            raise RequestError(
+                f"{section}: {type(callback).__name__}.{name} takes {taken}, and is given ({', '.join(given)}). Have "
+                f"it take that."
+            ) from None
+
+
+def uncalled(callbacks: Mapping[str, Callback]) -> list[str]:
+    """Return a warning for each method of one's own that is called like an event, and is none."""
+    return [
+        f"callbacks.{name}: {type(callback).__name__}.{method} is no event, so nothing calls it. Events: "
+        f"{', '.join(_EVENTS)}.{nearest(method, _EVENTS)}"
+        for name, callback in callbacks.items()
+        for owner in type(callback).__mro__
+        if not owner.__module__.startswith(("ddp_recipes.", "builtins"))
+        for method in vars(owner)
+        if method.startswith("on_") and method not in _EVENTS
+    ]

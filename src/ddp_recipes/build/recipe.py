@@ -14,7 +14,7 @@ from ddp_recipes.build.data import Loading, split_of
 from ddp_recipes.build.devices import Devices, available_devices, set_torch_up
 from ddp_recipes.build.instantiate import locate, make
 from ddp_recipes.build.model import convert, make_task, refuse_lazy
-from ddp_recipes.build.observers import logger_sections, make_callbacks
+from ddp_recipes.build.observers import logger_sections, make_callbacks, uncalled
 from ddp_recipes.build.resume import start_of
 from ddp_recipes.callbacks import Callback
 from ddp_recipes.checkpointing.files import State
@@ -219,11 +219,7 @@ def make_recipe(job: Job, world: World, control: Control) -> Recipe:
     strategy.check(built.task, devices.requested)  # of a module that may have made its layers only now
     if "datamodule" in config["data"]:
         loaders |= loading.loaders(own=built.task.dataloaders(mode))
-    if mode == "fit" and not built.task.validates:
-        for name in [name for name in loaders if name != "train"]:
-            del loaders[name]  # here, for the task has them as well
-    for loader in loaders.values():
-        loader.moves = not built.task.moves_batches
+    leave_to(built.task, loaders, mode)
     loggers = logger_sections(config, check=devices.world.is_main)
     checkpoint = monitored(request, loaders, built.task)
     start = start_of(job, request, built.task, loaders.get("train"), control)
@@ -248,7 +244,7 @@ def make_recipe(job: Job, world: World, control: Control) -> Recipe:
         state=start.state,
         flops_of_sample=built.flops,
         counts_first_step=built.counts_first_step,
-        warnings=[*built.warnings, *foreseen(request, built.task, loaders, checkpoint), *start.warnings],
+        warnings=[*built.warnings, *foreseen(request, built.task, loaders, checkpoint, callbacks), *start.warnings],
         made_whole=built.made_whole,
     )
 
@@ -333,10 +329,24 @@ def attach(
         refuse_lazy(task, "There is no batch to try out at this point")
 
 
+def leave_to(task: Task, loaders: dict[str, Loader], mode: str) -> None:
+    """Leave of the loaders, which the task has as well, those that it asks for, and batches to it that it moves."""
+    if mode == "fit" and not task.validates:
+        for name in [name for name in loaders if name != "train"]:
+            del loaders[name]
+    for loader in loaders.values():
+        loader.moves = not task.moves_batches
+
+
 def foreseen(
-    request: Request, task: Task, loaders: Mapping[str, Loader], checkpoint: CheckpointSettings
+    request: Request,
+    task: Task,
+    loaders: Mapping[str, Loader],
+    checkpoint: CheckpointSettings,
+    callbacks: Mapping[str, Callback],
 ) -> Iterator[str]:
     """Yield what the objects of a run give reason to warn of."""
+    yield from uncalled(callbacks)
     if getattr(task.loss, "reduction", None) == "sum":
         yield (
             "task.loss has reduction=sum. A step takes the mean over the samples of all ranks and accumulated batches "

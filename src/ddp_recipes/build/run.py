@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -298,9 +299,21 @@ def _make_schedule(
         of_run["max_lr"] = [highest * group["lr"] / lr for group in optimizer.param_groups]  # or all would be alike
     scheduler = make(node, "scheduler", optimizer, without=["interval", "monitor", *of_run], **of_run)
     follows = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+    _check_step(scheduler, follows)
     if node.get("monitor") and not follows:
         raise RequestError(
             f"scheduler.monitor={node['monitor']} is for ReduceLROnPlateau: {type(scheduler).__name__} follows no "
             f"metric. Leave it out."
         )
     return Schedule(scheduler, interval, monitor=node.get("monitor") or "val/loss" if follows else None)
+
+
+def _check_step(scheduler: Any, follows: bool) -> None:
+    """Refuse a scheduler that is none of torch's kind, as timm's are, before an epoch has been trained."""
+    try:
+        signature(scheduler.step).bind(*([0.0] if follows else []))
+    except (TypeError, AttributeError):
+        raise RequestError(
+            f"scheduler makes a {type(scheduler).__name__}, which has no step() without arguments, as those of torch "
+            f"have. Choose one of torch.optim.lr_scheduler, or a function of the optimizer that gives one."
+        ) from None
