@@ -56,6 +56,11 @@ REFUSED = {
         [OWN, "strategy._target_=local_sgd.Sum"],
         "strategy._target_=local_sgd.Sum cannot be found: local_sgd has no Sum.",
     ),
+    "class that lacks methods": (
+        [OWN, "strategy._target_=local_sgd.Half"],
+        "strategy._target_=local_sgd.Half lacks divisor, norm, optimizer_state, reduce, shard, sync_buffers, "
+        "training_step, wrap, which each strategy has.",
+    ),
     "other processes": ([OWN, "+strategy.processes=3", TWO], "strategy.processes=3, but 2 process(es) are to run."),
     "single in several processes": ([SINGLE, "strategy.processes=null", TWO], "process"),
     "single in several processes, one set": ([SINGLE, "strategy.processes=1", TWO], "process"),
@@ -68,6 +73,8 @@ def refused(tmp_path_factory: pytest.TempPathFactory, python: str) -> dict[str, 
     """Return how each request ended."""
     folder = tmp_path_factory.mktemp("refused")
     unpack("own-strategy.md", folder)
+    with (folder / "local_sgd.py").open("a") as module:
+        module.write("\n\nclass Half(Group):\n    pass\n\n\nHalfSettings = LocalSGDSettings\n")
     return requested(python, folder, {case: [*TINY, *overrides] for case, (overrides, _) in REFUSED.items()})
 
 

@@ -200,7 +200,7 @@ def make_recipe(job: Job, world: World, control: Control) -> Recipe:
     devices = devices_of(request, world)
     set_torch_up(trainer, devices)
     request.strategy.check_world_size(devices.world.world_size)
-    strategy: Strategy = locate(config["strategy"]["_target_"], "strategy")(request.strategy)
+    strategy = strategy_of(config["strategy"]["_target_"], request)
     loading = loading_of(config["data"], request, devices, strategy)
     loaders: dict[str, Loader] = {}
     seed_everything(request.run.seed)  # a data set may draw what it holds
@@ -255,6 +255,22 @@ def devices_of(request: Request, world: World) -> Devices:
         planned: Devices = extra("plan=true")(request)
         return planned
     return available_devices(request, world)
+
+
+def strategy_of(target: str, request: Request) -> Strategy:
+    """Return the strategy that a dotted name names.
+
+    Raises:
+        RequestError: it is none of this package's protocol.
+    """
+    made = locate(target, "strategy")
+    if missing := sorted(getattr(made, "__abstractmethods__", ())):
+        raise RequestError(
+            f"strategy._target_={target} lacks {', '.join(missing)}, which each strategy has. Write them as "
+            f"ddp_recipes.strategies.base.Strategy says, or derive it from one that has them."
+        )
+    strategy: Strategy = made(request.strategy)
+    return strategy
 
 
 def loading_of(data: Mapping[str, Any], request: Request, devices: Devices, strategy: Strategy) -> Loading:
