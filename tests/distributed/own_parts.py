@@ -9,6 +9,7 @@ import random
 import resource
 import signal
 import sys
+import time
 from collections import OrderedDict
 from collections.abc import Mapping
 from itertools import chain
@@ -841,3 +842,13 @@ class Remembering(torch.optim.Optimizer):
                 mean.mul_(decay).add_(parameter.grad)
             assert own["kind"] == "mean"
             parameter[own["mask"]] -= (sum(own["means"])[own["mask"]] * (0.02 / (1 + 0.1 * steps))).to(parameter)
+
+
+class SlowToStart(Callback):
+    """Takes its time before the first step."""
+
+    def __init__(self, sleep_s: float) -> None:
+        self.sleep_s = sleep_s
+
+    def on_start(self, directory: Path | None, task: nn.Module) -> None:
+        time.sleep(self.sleep_s)

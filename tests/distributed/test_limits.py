@@ -56,6 +56,11 @@ def test_time_stops_all_ranks_at_one_step(run: Run, notes: Notes, noting: str) -
     assert Path(summary["last_checkpoint"]).exists(), "what was learned is kept"
 
 
+def test_time_counts_from_the_first_step_on(run: Run) -> None:
+    slow = "+callbacks.slow={_target_: own_parts.SlowToStart, sleep_s: 0.1}"
+    assert run(slow, "trainer.max_time=0.05", "trainer.max_steps=1", world_size=2)["global_step"] == 1
+
+
 @pytest.mark.parametrize("world_size", quick_each(2, [2, 1]))
 def test_early_stopping(world_size: int, run: Run, notes: Notes, noting: str) -> None:
     stopping = ["callbacks=early_stopping", "callbacks.early_stopping.patience=2", "optimizer.lr=0"]

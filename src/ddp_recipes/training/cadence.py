@@ -196,7 +196,8 @@ class StopController:
         self.total = total
         self.device = device
         self._moves = moves  # whether all are to leave, for others to go on
-        self.deadline = None if max_time is None else time.monotonic() + max_time
+        self._max_time = max_time
+        self.deadline: float | None = None  # set by the first step
         self.cause = ""  # of a stop by a signal: which one it was
         self.steps, self.batches = Pace(), Pace()
         self._signal: signal.Signals | None = None
@@ -205,6 +206,8 @@ class StopController:
 
     def reason(self, step: int) -> str | None:
         """Return ``"signal"``, ``"max_time"`` or ``"moved"`` if the run stops at this step, the same on every rank."""
+        if self.deadline is None and self._max_time is not None:
+            self.deadline = time.monotonic() + self._max_time
         return self._exchange(step, self.steps)
 
     def check_validation(self, batch: int) -> None:
