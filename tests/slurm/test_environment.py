@@ -60,6 +60,15 @@ def test_a_task_of_srun_is_a_rank() -> None:
     assert environ["MASTER_ADDR"] == "127.0.0.1"
 
 
+@pytest.mark.parametrize("started", [STEP, OPEN_MPI])
+def test_a_script_may_set_some_of_torchruns_variables_for_the_ranks_that_it_starts(started: dict[str, str]) -> None:
+    environ = {**started, **ADDRESS, "WORLD_SIZE": started.get("SLURM_STEP_NUM_TASKS", "4")}
+    world = environment.join(environ)
+    assert world is not None
+    assert (world.rank, world.local_rank, str(world.world_size)) == (3, 1, environ["WORLD_SIZE"])
+    assert ADDRESS.items() <= environ.items()
+
+
 def test_all_tasks_of_a_step_agree_on_a_port_that_no_other_step_has() -> None:
     def port(**changed: str) -> str:
         environ = {**STEP, **changed}

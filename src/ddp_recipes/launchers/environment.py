@@ -47,15 +47,15 @@ def join(environ: MutableMapping[str, str]) -> World | None:
 
 def translate(environ: Mapping[str, str]) -> dict[str, str] | None:
     """Return torchrun's variables for this process, or ``None`` if it was started alone."""
-    if World.is_set_in(environ):
+    if "RANK" in environ or "LOCAL_RANK" in environ:
         return {}  # by torchrun, or by what uses its names
     for names in _MPI:
         if all(name in environ for name in names):
             return _of_mpirun(names, environ)
-    if "SLURM_STEP_ID" in environ:
-        found: dict[str, str] | None = extra("a step of Slurm")(environ)
-        return found
-    return None
+    found: dict[str, str] | None = extra("a step of Slurm")(environ) if "SLURM_STEP_ID" in environ else None
+    if found is None and "WORLD_SIZE" in environ:  # which a batch script may set for what it starts
+        return {}
+    return found
 
 
 def tasks(environ: Mapping[str, str]) -> int:

@@ -40,11 +40,6 @@ class World:
         return len(self.firsts)
 
     @classmethod
-    def is_set_in(cls, environ: Mapping[str, str]) -> bool:
-        """Whether something (such as torchrun) started this process as one rank of several."""
-        return any(name in environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-
-    @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> "World":
         """Read torchrun's variables.
 
