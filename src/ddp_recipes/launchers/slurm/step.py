@@ -19,8 +19,10 @@ def translate(environ: Mapping[str, str]) -> dict[str, str] | None:
     """
     if "SLURM_STEP_NUM_TASKS" not in environ:
         return None
-    if "SLURM_PTY_PORT" in environ and not _is_task():  # jobs have it that are submitted from such a shell
-        return None
+    if "SLURM_PTY_PORT" in environ:  # jobs have it that are submitted from such a shell
+        found = _is_task()
+        if not (int(environ["SLURM_STEP_NUM_TASKS"]) > 1 if found is None else found):
+            return None
     node = int(environ["SLURM_NODEID"])
     world = World(
         rank=int(environ["SLURM_PROCID"]),
@@ -35,10 +37,13 @@ def translate(environ: Mapping[str, str]) -> dict[str, str] | None:
     return torchruns(environ, world, first, port, environ.get("SLURM_CPUS_PER_TASK"))
 
 
-def _is_task() -> bool:
-    """Whether srun started this process or one of its ancestors, without a terminal, which a shell has between them."""
+def _is_task() -> bool | None:
+    """Whether srun started this process or one of its ancestors, without a terminal, which a shell has between them.
+
+    ``None`` if what started it is hidden: in a container, or where ``/proc`` shows users their own processes alone.
+    """
     process = os.getppid()
-    with suppress(OSError):  # a container hides what started it
+    with suppress(OSError):
         while process:
             name, _, fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")
             _, parent, _, _, terminal, *_ = fields.split()
@@ -47,7 +52,7 @@ def _is_task() -> bool:
             if terminal != "0":
                 return False
             process = int(parent)
-    return False
+    return None
 
 
 def refuse_other_tasks(world: World, launcher: LauncherSettings, environ: Mapping[str, str]) -> None:
