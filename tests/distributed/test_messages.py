@@ -55,6 +55,15 @@ class Cached(torch.nn.Sequential):
         super().__init__(Other(in_features, in_features), torch.nn.Linear(in_features, out_features))
 
 
+class Graph(torch.nn.Linear):
+    def __init__(self, in_features, out_features, kept=True):
+        super().__init__(in_features, out_features)
+        self.register_buffer("edges", torch.eye(in_features).to_sparse(), persistent=kept)
+
+    def forward(self, inputs):
+        return super().forward((self.edges @ inputs.T).T)
+
+
 class Synced(torch.nn.Sequential):
     def __init__(self, in_features, out_features):
         super().__init__(torch.nn.SyncBatchNorm(in_features), torch.nn.Linear(in_features, out_features))
@@ -127,6 +136,8 @@ def test_sizes_that_do_not_fit_end_with_what_to_change(
     [
         ("Cached", ["model.activation_checkpointing=[0]"], 1, "use_cache=False), or leave model.activation_"),
         ("Synced", [], 2, "Give the model nn.BatchNorm: on the CPU each rank has"),
+        ("Graph", [], 1, "have it dense, or register it as a buffer with persistent=False."),
+        ("Graph", ["+model.kept=false"], 2, "edges of the model has the layout torch.sparse_coo. Checkpoints, and"),
     ],
 )
 def test_modules_that_do_not_go_with_a_run_end_with_what_to_change(
@@ -135,6 +146,11 @@ def test_modules_that_do_not_go_with_a_run_end_with_what_to_change(
     own = [f"model._target_=hungry.{model}", "~model.hidden_features", "trainer.num_sanity_val_steps=0"]
     with pytest.raises(Exception, match=re.escape(advice)):  # torch's own
         run(*own, *more, world_size=ranks, directory=tmp_path / "run")
+
+
+def test_one_process_takes_a_sparse_buffer_that_no_checkpoint_has(run: Callable[..., Summary]) -> None:
+    own = ["model._target_=hungry.Graph", "~model.hidden_features", "+model.kept=false"]
+    assert run(*own, "strategy=single")["status"] == "finished"
 
 
 OF_GPUS = [

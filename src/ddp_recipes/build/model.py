@@ -234,6 +234,23 @@ def convert(task: Task, dtype: torch.dtype | None) -> None:
     task.to(dtype)
 
 
+def refuse_sparse(task: Task, ranks: int) -> None:
+    """Refuse tensors of the model in a layout that neither checkpoints nor messages between ranks have.
+
+    Raises:
+        RequestError: names it.
+    """
+    saved = task.weights().keys()
+    for name, tensor in (*task.named_parameters(), *task.named_buffers()):
+        if tensor.layout != torch.strided and (ranks > 1 or outside(name) in saved):
+            alone = "" if ranks > 1 else ", or register it as a buffer with persistent=False"
+            raise RequestError(
+                f"{outside(name)} of the model has the layout {tensor.layout}. Checkpoints, and messages between "
+                f"ranks, are of dense tensors. Have its indices and its values as two buffers, of which forward makes "
+                f"it (torch.sparse_coo_tensor), or have it dense{alone}."
+            )
+
+
 def put_channels_last(task: Task) -> None:
     """Have weights ``[n, c, h, w]`` lie in memory as ``[n, h, w, c]``; optimizers' states lie as they do."""
     for tensor in (*task.parameters(), *task.buffers()):

@@ -13,7 +13,7 @@ from ddp_recipes._version import __version__
 from ddp_recipes.build.data import Loading, split_of
 from ddp_recipes.build.devices import Devices, available_devices, set_torch_up
 from ddp_recipes.build.instantiate import locate, make
-from ddp_recipes.build.model import convert, make_task, refuse_lazy
+from ddp_recipes.build.model import convert, make_task, refuse_lazy, refuse_sparse
 from ddp_recipes.build.observers import logger_sections, make_callbacks, uncalled
 from ddp_recipes.build.resume import start_of
 from ddp_recipes.callbacks import Callback
@@ -216,6 +216,7 @@ def make_recipe(job: Job, world: World, control: Control) -> Recipe:
     accumulations = accumulations_of(request, callbacks)
     attach(built.task, job, control, request, devices, strategy, loaders, accumulations)
     convert(built.task, whole_dtype(trainer.precision))  # what it made only now
+    refuse_sparse(built.task, devices.world.world_size)
     strategy.check(built.task, devices.requested)  # of a module that may have made its layers only now
     if "datamodule" in config["data"]:
         loaders |= loading.loaders(own=built.task.dataloaders(mode))
