@@ -15,7 +15,7 @@ from ddp_recipes._compat.lightning import as_it_is, metrics_in
 from ddp_recipes.callbacks import Callback
 from ddp_recipes.data.keyed import samples_in, to_device
 from ddp_recipes.data.loader import Batch
-from ddp_recipes.devices import is_accelerator, locks_pages
+from ddp_recipes.devices import is_accelerator
 from ddp_recipes.errors import RequestError
 from ddp_recipes.lightning import checkpoint, optimizers, update
 from ddp_recipes.lightning.callbacks import Wrapped, refuse_callback
@@ -439,14 +439,15 @@ class LightningTask(Task):
         return bool({*_BEFORE_TRANSFER} & (self.hooks.own | self.data_hooks.own))
 
     def _transferred(self, batch: Any) -> Any:
-        device = self.trainer.run_context.devices[0]
+        context = self.trainer.run_context
+        device = context.devices[0]
         for name in (*_BEFORE_TRANSFER, "on_after_batch_transfer"):
             hooks = self.data_hooks if name in self.data_hooks.own else self.hooks
             transfers = name.startswith("transfer")
             if name in hooks.own:
                 batch = hooks.of_module(name, batch, *([device] if transfers else []), self.dataloader_idx)
             elif transfers and self.moves_batches and is_accelerator(device):
-                batch = to_device(batch, device, locks_pages())
+                batch = to_device(batch, device, any(loader.pin_memory for loader in context.loaders.values()))
         return batch
 
 
