@@ -120,6 +120,10 @@ def test_a_file_is_packed_with_its_nulls_and_bytes(tmp_path: Path) -> None:
         pack([str(tmp_path / source), str(dest), "--workers=1"])
         found = parquet.read_table(dest / "part-000000.parquet")
         assert found.to_pydict() == table.select(found.column_names).to_pydict(), source
+    (tmp_path / "rows.csv").write_text("name,age\nIda,\n7,35\n")
+    pack([str(tmp_path / "rows.csv"), str(tmp_path / "set_rows.csv"), "--workers=1"])
+    found = parquet.read_table(tmp_path / "set_rows.csv" / "part-000000.parquet")
+    assert found.to_pydict() == {"name": ["Ida", "7"], "age": [None, 35]}
     assert Stream(str(tmp_path / "set_rows.parquet"), inputs="picture")[1].shape == (3, 30, 40)
 
 

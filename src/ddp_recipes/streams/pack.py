@@ -22,7 +22,7 @@ from ddp_recipes.errors import RequestError
 from ddp_recipes.runtime.files import write_aside
 from ddp_recipes.streams.cache import Cache
 from ddp_recipes.streams.decoding import Decoder, of_column
-from ddp_recipes.streams.formats import Formats, Row, needed
+from ddp_recipes.streams.formats import TYPES, Formats, Row, needed
 from ddp_recipes.streams.index import NAME, Columns, Index, Shard, assembled, described, in_parallel, write
 
 PLAN = "pack.json"  # what is being packed, as long as it is
@@ -165,16 +165,24 @@ def _of_path(path: Path) -> Any:
         from ddp_recipes.streams.dataset import Stream
 
         stream = Stream(str(path))
-        stream.decoder = _Undecoded(None, None, None, None)
+        stream.decoder = _Undecoded(stream.index.columns)
         return _Made(stream)
     raise RequestError(f"{path} cannot be packed. Allowed: a folder of images, .csv, .jsonl, .parquet, .arrow or .txt.")
 
 
 class _Undecoded(Decoder):
-    """Leaves rows as they lie, nulls and images as well; but lists of numbers are tensors, as a stream has them."""
+    """Leaves rows as they lie, nulls and images as well; but lists of numbers are tensors, as a stream has them.
+
+    What is no number in a csv file's column of numbers is a null.
+    """
+
+    def __init__(self, types: Columns) -> None:
+        super().__init__(None, None, None, None)
+        self.numbers = {name for name, kind in types.items() if kind in TYPES[1:3]}
 
     def __call__(self, row: Row) -> Row:
-        return {name: of_column(name, value) if isinstance(value, list) else value for name, value in row.items()}
+        lists = {name: of_column(name, value) for name, value in row.items() if isinstance(value, list)}
+        return row | lists | {name: None for name in self.numbers if isinstance(row[name], str)}
 
 
 class _Images:
