@@ -91,6 +91,12 @@ def test_overfitting_sees_the_same_batches_again(run: Run) -> None:
     assert summary["metrics"]["val/loss"] < 0.1 * start
 
 
+def test_an_interval_that_no_epoch_reaches_is_named(run: Run, tmp_path: Path) -> None:
+    run("trainer.val_check_interval=9", "trainer.max_epochs=1", directory=tmp_path / "run")
+    said = (tmp_path / "run" / "train.log").read_text()
+    assert "trainer.val_check_interval=9 is more than the 8 batches of an epoch, so nothing is ever validated." in said
+
+
 @pytest.mark.parametrize("task", [[], ["model._target_=own_parts.Lit", "task=lightning"]])
 def test_no_batch_of_validation_is_none(task: list[str], run: Run) -> None:
     found = run(*task, "trainer.limit_val_batches=0", "trainer.max_epochs=1")

@@ -369,6 +369,12 @@ def foreseen(
             "task.loss has reduction=sum. A step takes the mean over the samples of all ranks and accumulated batches "
             "of what their losses are, so this one is smaller the more of them there are. Use reduction=mean."
         )
+    batches, interval = len(loaders.get("train", ())), request.trainer.effective().val_check_interval
+    if "train" in loaders and len(loaders) > 1 and isinstance(interval, int) and interval > batches:
+        yield (
+            f"trainer.val_check_interval={interval} is more than the {batches} batches of an epoch, so nothing is ever "
+            f"validated. Give at most {batches}, or a fraction of an epoch such as 1.0."
+        )
     promises: dict[str, list[str]] = {}
     for loader in loaders.values():
         promises.setdefault(loader.promises, []).append(loader.name)
