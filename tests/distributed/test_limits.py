@@ -91,6 +91,11 @@ def test_overfitting_sees_the_same_batches_again(run: Run) -> None:
     assert summary["metrics"]["val/loss"] < 0.1 * start
 
 
+def test_one_batch_of_everything_has_a_validation_however_rare_they_are(run: Run) -> None:
+    found = run("trainer.fast_dev_run=true", "trainer.val_check_interval=9", "trainer.check_val_every_n_epoch=5")
+    assert "val/loss" in found["metrics"]
+
+
 def test_an_interval_that_no_epoch_reaches_is_named(run: Run, tmp_path: Path) -> None:
     run("trainer.val_check_interval=9", "trainer.max_epochs=1", directory=tmp_path / "run")
     said = (tmp_path / "run" / "train.log").read_text()

@@ -110,6 +110,8 @@ class TrainerSettings:
                 max_epochs=1,
                 max_steps=n,
                 num_sanity_val_steps=0,
+                val_check_interval=1.0,
+                check_val_every_n_epoch=1,
                 log_every_n_steps=1,
                 overfit_batches=0,
             )
