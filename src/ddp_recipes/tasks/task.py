@@ -438,7 +438,7 @@ def _named(metrics: Any) -> Mapping[str, Any]:
 
 def _pair(batch: Any) -> Any:
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
-        if isinstance(batch[1], Tensor):
+        if hasattr(batch[1], "to"):  # a tensor, or what is like one
             return batch
         raise RequestError(
             f"The targets of a batch are a {type(batch[1]).__name__}, and this task takes a tensor. Give numbers in "
