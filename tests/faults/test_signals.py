@@ -244,6 +244,24 @@ def test_a_signal_to_a_sweep_reaches_its_jobs_in_processes_of_their_own(
 
 
 @pytest.mark.nightly
+def test_a_job_that_is_not_yet_training_does_not_cost_another_its_checkpoint(folder: Path) -> None:
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher", reason="it is not installed")
+    sweep = ["hydra.sweep.dir=sweep", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
+    models = [
+        "model._target_=own_models.Slow,own_models.Huge",
+        "trainer.max_steps=100000",
+        "checkpoint.every_n_steps=5",
+    ]
+    with started(folder, "-m", *RUN, ranks(1), *sweep, *models, command=COLD) as run:
+        until_saved(run, folder / "sweep" / "0")
+        until((folder / "sweep" / "1").exists, START_S, "no second job")
+        run.signal(SIGTERM)
+        ended = run.end()
+    assert ended.status == 75
+    assert summary(folder / "sweep" / "0")["status"] == "preempted"
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("workers", [0, 2])
 def test_sigterm_to_torchrun_saves_one_checkpoint(workers: int, folder: Path) -> None:
     """It sends one to whole process groups, each of a rank and its data workers."""

@@ -24,7 +24,7 @@ class SweepStopped(BaseException):
         self.reason = reason
 
 
-_stopped: SweepStopped | None = None  # in this process, to which joblib gives the next job
+_stopped: BaseException | None = None  # in this process, to which joblib gives the next job
 
 
 @contextmanager
@@ -35,20 +35,22 @@ def job_of(sweep: int, number: int) -> Iterator[None]:
         sweep: the process of the sweep.
     """
     global _stopped
-    if os.getppid() != sweep:
+    if os.getppid() != sweep or threading.current_thread() is not threading.main_thread():
         yield
         return
     if _stopped is not None:
         raise _stopped
     die_with_parent()
     set_name(f"{_JOB}{number}")
+    former = signal.signal(signal.SIGTERM, signal.default_int_handler)  # else joblib ends all where one dies of it
     try:
         yield
-    except SweepStopped as stop:
+    except (SweepStopped, KeyboardInterrupt) as stop:
         _stopped = stop
         raise
     finally:
         set_name("between jobs")
+        signal.signal(signal.SIGTERM, former)
 
 
 @contextmanager
