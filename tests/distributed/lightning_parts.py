@@ -11,7 +11,7 @@ import torch
 from own_parts import Lit
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-from torchmetrics import MeanAbsoluteError, MeanSquaredError, MetricCollection
+from torchmetrics import MeanAbsoluteError, MeanSquaredError, MetricCollection, SumMetric
 
 Batch = tuple[Tensor, Tensor]
 
@@ -50,6 +50,18 @@ class Silent(Lit):
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         self.log("val_score", torch.ones(()))
+
+
+class Counting(Lit):
+    """Counts its validations in a metric that it never resets."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.count = SumMetric()
+
+    def on_validation_epoch_end(self) -> None:
+        self.count.update(1)
+        self.log("validations", self.count.compute())
 
 
 class Metric(Lit):

@@ -68,6 +68,12 @@ def test_batches_that_begin_with_texts_weigh_as_much_as_their_samples(run: Run) 
         assert named[name] == plain[name]
 
 
+def test_a_metric_that_is_never_reset_is_left_alone_by_the_validation_that_begins_a_resumed_run(run: Run) -> None:
+    first = run(*part("Counting"), "trainer.max_epochs=1")
+    again = run(*part("Counting"), f"ckpt_path={first['last_checkpoint']}")
+    assert again["metrics"]["validations"] == run(*part("Counting"))["metrics"]["validations"] == 3
+
+
 def test_where_validation_has_no_loss_that_of_training_tells_the_best(run: Run) -> None:
     found = run(*part("Silent"))
     assert found["monitor"] == "train/loss"

@@ -279,6 +279,7 @@ class LightningTask(Task):
         self.trainer.stage = "sanity_check" if sanity else {"val": "validate"}.get(split, split)
         if sanity:
             self.events.begin()
+            self.events.keep_metrics()
             self.hooks("on_sanity_check_start")
         self._modes = Modes(self)
         if f"on_{self._stage}_model_eval" not in self.hooks.own:
@@ -316,6 +317,7 @@ class LightningTask(Task):
         self.evaluation_log.close()
         if self.trainer.stage == "sanity_check":
             self.hooks("on_sanity_check_end")
+            self.events.forget_metrics(put_back=self.events.run.cursor.step > 0)  # a run that goes on has none there
             self.trainer.stage = "train"
             self.trainer.forget()
         if self.trainer.run_context.mode != "fit":

@@ -120,16 +120,26 @@ class Events(Callback):
         by_step = any(each.monitor is not None and each.interval == "step" for each in self.run.schedules)
         return by_step or self.task.hooks.listens("on_train_batch_start", "on_train_batch_end")
 
+    def keep_metrics(self) -> None:
+        """Keep what the module's metrics hold, before a validation."""
+        self._before = [as_it_is(each) for each in metrics_in(self.task.model).values()]
+
+    def forget_metrics(self, put_back: bool = False) -> None:
+        """Forget what the metrics held before a validation, or have them hold it again."""
+        for again in self._before if put_back else ():
+            again()
+        self._before = []
+
     def on_validation_start(self, step: int) -> None:
         """Begin to validate, without the gradients of the last step."""
-        self._before = [as_it_is(each) for each in metrics_in(self.task.model).values()]
+        self.keep_metrics()
         if "on_validation_model_zero_grad" not in self.task.hooks.own:
             self.task.model.zero_grad()
         self.task.hooks("on_validation_model_zero_grad")
 
     def on_validation(self, step: int, metrics: Mapping[str, float]) -> None:
         """End a validation."""
-        self._before = []
+        self.forget_metrics()
         self.task.hooks("on_validation_end")
         self.task.hooks("on_validation_model_train")
         self.task.trainer.stage = "train"
@@ -173,9 +183,8 @@ class Events(Callback):
         Optimizer steps that it took, parameters that are not trained by now, and what the epoch came to so far.
         """
         context = self.task.trainer.run_context
-        for put_back in self._before:  # a signal has cut off a validation, which is done again
-            put_back()
-        metrics, self._before = metrics_in(self.task.model), []
+        self.forget_metrics(put_back=True)  # a signal has cut off a validation, which is done again
+        metrics = metrics_in(self.task.model)
         updated = torch.tensor([[float(is_updated(each)) for each in metrics.values()]], device=context.devices[0])
         anywhere = context.sum(updated).tolist() if metrics else []
         return {
