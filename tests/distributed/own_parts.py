@@ -483,6 +483,16 @@ class Thaws(Callback):
             self.run.task.model.net1.requires_grad_(True)  # type: ignore[union-attr]
 
 
+class Freezes(Callback):
+    """Leaves batch norm its statistics from a step on."""
+
+    def on_step(self, step: int) -> None:
+        if step == 3:
+            for module in self.run.task.modules():
+                if isinstance(module, nn.BatchNorm1d):
+                    module.eval()
+
+
 class Signalled(Callback):
     """Sends its own process signals on one rank at a step.
 

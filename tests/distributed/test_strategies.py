@@ -238,6 +238,13 @@ def test_anomaly_detection_names_the_operation(run: Run) -> None:
 ONE_MESSAGE = [("ddp", 2, 1), ("fsdp", 2, 4), ("ddp_pipeline", 4, 3)]
 
 
+def test_statistics_that_training_reads_are_those_of_rank_0(run: Run) -> None:
+    """As with torch's own way, which sends buffers before each forward pass."""
+    own = ["model._target_=own_parts.Norm", "+callbacks.freezes._target_=own_parts.Freezes", "trainer.max_epochs=1"]
+    found = [run(*own, f"strategy.broadcast_buffers={each}", world_size=2) for each in ("null", "true")]
+    assert found[0]["weights_sha256"] == found[1]["weights_sha256"]
+
+
 @pytest.mark.parametrize(
     ("strategy", "ranks", "expected"),
     slow_but(ONE_MESSAGE[:1], ONE_MESSAGE, daily=ONE_MESSAGE),

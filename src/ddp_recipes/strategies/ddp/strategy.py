@@ -32,6 +32,8 @@ class DDP(Whole, Group):
         self.settings = settings
         self._shared: SharedMemory | None = None
         self._sends = False
+        self._norms: list[nn.Module] = []  # whose statistics are sent where training reads them, in eval mode
+        self._read: set[nn.Module] = set()  # those that it has read since statistics were sent
         self.options = settings.options
         for name in self.options:
             if name not in _OPTIONS:
@@ -76,6 +78,7 @@ class DDP(Whole, Group):
         for each in task.modules():
             if isinstance(each, _SPARSE) and each.sparse:
                 each.weight.register_hook(_own_values)  # type: ignore[no-untyped-call]
+        self._norms = [] if self._sends else [task.get_submodule(name) for name in batch_norms(task)]
         module = DistributedDataParallel(task, device_ids=None, **options)
         _settle_buckets(module, task)
         if self.settings.comm_hook is not None:
@@ -90,8 +93,8 @@ class DDP(Whole, Group):
     def _sends_buffers(self, task: Task) -> bool:
         """Whether ranks get rank 0's buffers before each forward pass, which waits for the slowest of them.
 
-        Batch norms' are not read in training, and rank 0's, which are saved, are the same either way; ranks get them
-        before an evaluation.
+        Batch norms' are not read in training, unless in eval mode, and rank 0's, which are saved, are the same either
+        way; ranks get them before an evaluation, and once such a mode begins.
         """
         for name in _SEND_BUFFERS:
             if name in self.options:
@@ -101,6 +104,7 @@ class DDP(Whole, Group):
 
     def training_step(self, module: Wrapped, batch: Any, weight: float, last: bool, precision: Passes) -> Tensor:
         """Keep gradients local until the last micro-batch of a step."""
+        self._send_read(cast(nn.Module, module))
         # torch learns a static graph from the hooks that no_sync leaves out: there gradients are exchanged each time.
         if last or not isinstance(module, DistributedDataParallel) or module.static_graph:
             return super().training_step(module, batch, weight, last, precision)
@@ -165,6 +169,7 @@ class DDP(Whole, Group):
 
     def sync_buffers(self, task: Task) -> None:
         """Broadcast rank 0's buffers: each rank's batch norm has followed its own batches since the last step."""
+        self._read.clear()  # a validation in training mode moves them again
         if self.world.world_size > 1:
             broadcast_each(task.buffers())
             if (copies := self.gather(self.copies(task))) is not None:
@@ -174,6 +179,14 @@ class DDP(Whole, Group):
         """Broadcast rank 0's buffers where ``DistributedDataParallel`` does."""
         if self._sends:
             broadcast_each(task.buffers())
+        self._send_read(task)
+
+    def _send_read(self, task: nn.Module) -> None:
+        """Broadcast rank 0's buffers once a batch norm is in eval mode in training: its statistics are read there."""
+        read = {each for each in self._norms if not each.training}
+        if not read <= self._read:
+            broadcast_each(task.buffers())
+        self._read = read
 
     def copies(self, task: Task) -> dict[str, int]:
         """Return the sums of bits of all parameters but those that DDP was told to leave to each rank."""
