@@ -38,49 +38,37 @@ TAKEN = {
 }
 LEVELS = {1: 1, 2: 1, 3: 2, 4: 3, 6: 2}  # what is dealt, at each world size
 REPLICAS = {4: 2, 6: 3}
-SOME = (4,), (*TAKEN,)[::2]
-ALL = (*LEVELS,), (*TAKEN,)
 
 
-@pytest.fixture(scope="module")
-def summaries(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, dict[int, Summary]]:
-    """What each recipe left at each world size; at 0 with ``ddp_exact``."""
-    folder = tmp_path_factory.mktemp("fsdp")
-    sizes, names = request.param
-    found: dict[str, dict[int, Summary]] = {name: {} for name in names}
-    for size in (0, *sizes):
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sizes", "names"), [([4], [*TAKEN][::2]), *at_night(([*LEVELS], [*TAKEN]))], ids=["some sizes", "all"]
+)
+def test_any_number_of_ranks_and_level_gives_the_bits_of_ddp_exact(
+    sizes: list[int], names: list[str], tmp_path: Path
+) -> None:
+    found: dict[str, list[Summary]] = {name: [] for name in names}
+    for size in (0, *sizes):  # at 0 with ddp_exact
         dealt = [f"strategy.level={LEVELS.get(size)}", f"strategy.replicas={REPLICAS.get(size, 1)}"]
         own = ["strategy=ddp_exact"] if size == 0 else [*FSDP, *dealt]
         jobs = {
             name: replace(
                 make_job([*QUIET, *own, *RECIPES[name], *(TAKEN[name] if size else [])]),
-                directory=folder / f"{name[:4]}_{size}",
+                directory=tmp_path / f"{name[:4]}_{size}",
             )
             for name in names
         }
         for name, summary in all_on_ranks(jobs, max(1, size)).items():
-            found[name][size] = summary
-    return found
-
-
-@pytest.mark.parametrize(
-    ("summaries", "name"),
-    slow_but([], [(each, name) for each in (SOME, ALL) for name in each[1]], [(SOME, name) for name in SOME[1]]),
-    indirect=["summaries"],
-)
-def test_any_number_of_ranks_and_level_gives_the_bits_of_ddp_exact(
-    name: str, summaries: dict[str, dict[int, Summary]]
-) -> None:
-    exact = summaries[name][0]
-    for size, summary in list(summaries[name].items())[1:]:
-        assert summary["world_size"] == size
-        assert summary["weights_sha256"] == exact["weights_sha256"], f"{size} ranks"
-        for metric in ("train/loss", "train/lr", "train/grad_norm", "train/epoch", "val/loss", "val/mae"):
-            assert summary["metrics"][metric] == exact["metrics"][metric], f"{metric} on {size} ranks"
-        for count in ("global_step", "epoch", "samples_seen"):
-            assert summary[count] == exact[count]
+            found[name].append(summary)
+    for name, (exact, *others) in found.items():
+        assert [each["world_size"] for each in others] == sizes
+        for summary in others:
+            where = f"{name} on {summary['world_size']} ranks"
+            assert summary["weights_sha256"] == exact["weights_sha256"], where
+            for metric in ("train/loss", "train/lr", "train/grad_norm", "train/epoch", "val/loss", "val/mae"):
+                assert summary["metrics"][metric] == exact["metrics"][metric], f"{metric} of {where}"
+            for count in ("global_step", "epoch", "samples_seen"):
+                assert summary[count] == exact[count], where
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch's own, while it compiles such a model
