@@ -9,6 +9,7 @@ import tarfile
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -503,31 +504,18 @@ def wider(one: str, other: str) -> str:
     return UNTYPED if UNTYPED in (one, other) else max(one, other, key=TYPES.index)
 
 
-def _whole(text: str) -> int | str:
-    try:
-        return int(text)
-    except ValueError:
-        return text
-
-
-def _float(text: str) -> float | str:
-    try:
-        return float(text)
-    except ValueError:
-        return text
-
-
-_OF_TYPE: dict[str, Callable[[str], Any]] = dict(zip(TYPES, (str, _whole, _float, str), strict=True))
-
-
-def _number(text: str) -> int | float | str:
-    """Return a number where a text is one. Those with underscores are numbers to Python alone."""
-    for kind in (int, float) if "_" not in text else ():
+def _number(text: str, kinds: Sequence[Callable[[str], int | float]] = (int, float)) -> int | float | str:
+    """Return a number where a text is one, of the first kind that fits; Python alone has numbers with underscores."""
+    for kind in kinds if "_" not in text else ():
         try:
             return kind(text)
         except ValueError:
             continue
     return text
+
+
+_MADE = (str, partial(_number, kinds=(int,)), partial(_number, kinds=(float,)), str)  # of a field, by the column's type
+_OF_TYPE: dict[str, Callable[[str], Any]] = dict(zip(TYPES, _MADE, strict=True))
 
 
 class Tar(Records):
