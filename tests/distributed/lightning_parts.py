@@ -274,6 +274,33 @@ class Shaped(Lit):
         return super().training_step(batch, batch_idx)
 
 
+class Texts(Lit):
+    """Logs a text."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        self.log("shape", "round")
+        return super().training_step(batch, batch_idx)
+
+
+class Unchanged(Lit):
+    """Is trained by no optimizer."""
+
+    def configure_optimizers(self) -> Any:
+        """Would return one."""
+
+
+class Parted(Lit):
+    """Brings two sets to predict, and says that it has none to validate on."""
+
+    val_dataloader = None
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(TensorDataset(torch.ones(4, 10), torch.ones(4, 5)))
+
+    def predict_dataloader(self) -> Any:
+        return [self.train_dataloader(), self.train_dataloader()]
+
+
 class Loaders(Lit):
     """Brings its data."""
 

@@ -125,6 +125,8 @@ def test_mode_test_runs_the_test_step(run: Run) -> None:
         ("Memory", FSDP, "returns LBFGS, .* does not go with strategy=fsdp"),
         ("Late", [], "logs late in on_validation_end, where Lightning does not allow it"),
         ("Shaped", [], r"logs shape of shape \[2\]. Allowed: a single number"),
+        ("Texts", [], r"logs shape='round', which is no number"),
+        ("Parted", [*LIGHTNING, "mode=predict"], "and predict has several: .* Return one loader for it"),
         ("Valid", LIGHTNING, "data=lightning, and Valid has no train_dataloader"),
         ("Loaders", LIGHTNING, "The DataLoader for train has a DistributedSampler, and batches are dealt to ranks alr"),
         ("Loaders", [], "Loaders brings train_dataloader, and data is another data set. Choose data=lightning"),
@@ -138,7 +140,7 @@ def test_mode_test_runs_the_test_step(run: Run) -> None:
 )
 def test_what_cannot_be_done_is_refused_by_name(name: str, overrides: list[str], message: str, tmp_path: Path) -> None:
     own = ["model=toy", "data.in_features=10", "data.out_features=5"]
-    own += [] if overrides == LIGHTNING else ["data=random", "data.num_samples=64"]
+    own += [] if LIGHTNING[0] in overrides else ["data=random", "data.num_samples=64"]
     with pytest.raises(RequestError, match=message):
         run_recipe([*own, *part(name), "logger=none", *overrides], 2 if name == "Halved" else 1, tmp_path / "run")
 
@@ -156,6 +158,12 @@ def test_a_module_that_ranks_hold_together_ends_as_one_that_each_has(name: str, 
             assert summary["metrics"][metric] == exact["metrics"][metric]
     again = ["strategy.shards=6", "mode=validate", f"ckpt_path={found[-1]['run_directory']}"]
     assert run(*common, *FSDP, *again, world_size=2)["metrics"]["val_loss"] == exact["metrics"]["val_loss"]
+
+
+def test_a_module_whose_optimizers_are_none_is_not_trained_by_that_of_the_config(run: Run, weights: Weights) -> None:
+    one, two = (run(*part("Unchanged"), f"trainer.max_epochs={epochs}", world_size=epochs) for epochs in (1, 2))
+    assert "No optimizer has a parameter of Unchanged" in Path(one["run_directory"], "train.log").read_text()
+    assert one["weights_sha256"] == two["weights_sha256"]
 
 
 def test_freezing_on_the_way_ends_a_run_whose_ranks_have_rows(run: Run) -> None:

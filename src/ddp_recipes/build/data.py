@@ -119,9 +119,10 @@ class Loading:
         sets: Callable[[str, Any], Sequence[tuple[str, Any]]] = _sets if own is None else extra("data.datamodule")
         nodes = [each for split in (found if mode == "fit" else found[:1]) for each in sets(split, given[split])]
         if mode == "predict" and len(nodes) > 1:
+            instead = "Give the one to predict as data.predict" if own is None else "Return one loader for it"
             raise RequestError(
                 f"mode=predict writes the outputs for one data set, and {found[0]} has several: "
-                f"{', '.join(name for name, _ in nodes)}. Give the one to predict as data.predict."
+                f"{', '.join(name for name, _ in nodes)}. {instead}."
             )
         return nodes
 

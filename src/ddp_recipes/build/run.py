@@ -137,7 +137,7 @@ def make_run(recipe: Recipe, stop_controller: StopController, strategy: Strategy
         recipe.warnings.extend(restore(run, recipe.state))
         recipe.forget_state()
     task.enter_training()
-    recipe.warnings.extend(_in_eval_mode(task))
+    recipe.warnings.extend([*_in_eval_mode(task), *_untrained(task, run.optimizers)])
     return run
 
 
@@ -155,6 +155,16 @@ def _in_eval_mode(task: Task) -> Iterator[str]:
         yield (
             f"In eval mode as training begins, and so they stay: {listed} ({len(frozen)} of the modules). If that is "
             f"not meant, call their train() in the model's __init__."
+        )
+
+
+def _untrained(task: Task, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[str]:
+    """Yield a warning where no parameter of a task is trained, as of a ``configure_optimizers`` that returns none."""
+    trained = {id(each) for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]}
+    if trained.isdisjoint(map(id, task.parameters())):
+        yield (
+            f"No optimizer has a parameter of {type(task.model).__name__}, so training changes none. If that is not "
+            f"meant, have configure_optimizers return an optimizer of self.parameters()."
         )
 
 

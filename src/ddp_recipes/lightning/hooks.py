@@ -98,13 +98,16 @@ LOGGING = (
 def defined(module: object) -> set[str]:
     """Return the hooks that an object or its class defines itself: not those that it has from Lightning or torch.
 
-    One that ``LightningDataModule.from_datasets`` makes has loaders as attributes.
+    One that ``LightningDataModule.from_datasets`` makes has loaders as attributes. One that is ``None`` is not there.
     """
-    found = {name for name in CALLED if callable(vars(module).get(name))}
+    found = set()
     for name in CALLED | REFUSED.keys():
         owner = next((each for each in type(module).__mro__ if name in vars(each)), None)
-        if owner is not None and not owner.__module__.startswith(_BASES):
-            found.add(name)
+        if name in vars(module):
+            given = name in CALLED and callable(vars(module)[name])
+        else:
+            given = owner is not None and not owner.__module__.startswith(_BASES) and vars(owner)[name] is not None
+        found |= {name} if given else set()
     return found
 
 

@@ -210,13 +210,14 @@ class Log:
         Raises:
             RequestError: it is no single number.
         """
-        found = torch.as_tensor(value).detach()
+        allowed = "Allowed: a single number, or a metric of torchmetrics."
+        try:
+            found = torch.as_tensor(value).detach()
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise RequestError(f"{self.owner} logs {name}={value!r:.60}, which is no number. {allowed}") from error
         found = found.to(sum_dtype(found.device), copy=True)
         if found.numel() != 1:
-            raise RequestError(
-                f"{self.owner} logs {name} of shape {list(found.shape)}. Allowed: a single number, or a metric of "
-                f"torchmetrics."
-            )
+            raise RequestError(f"{self.owner} logs {name} of shape {list(found.shape)}. {allowed}")
         return found.reshape(())
 
     def add(self, key: Key, value: Any, size: float, step: Any) -> None:

@@ -18,15 +18,19 @@ _KEYS = {"scheduler", "interval", "frequency", "monitor", "strict", "name", "red
 
 
 def of_module(task: LightningTask) -> OwnOptimizers | None:
-    """Return the module's own optimizers and schedules; ``None`` where it configures none.
+    """Return the module's own optimizers and schedules; ``None`` where it does not configure them.
+
+    Where its ``configure_optimizers`` returns ``None``, it has one that changes nothing, as in Lightning.
 
     Raises:
         RequestError: it returns something else, or several optimizers for the loop to step.
     """
-    made = task.hooks.of_module("configure_optimizers")
-    if made is None:
+    if "configure_optimizers" not in task.hooks.own:
         return None
     owner = f"{type(task.model).__name__}.configure_optimizers"
+    made = task.hooks.of_module("configure_optimizers")
+    if made is None:
+        made = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.0)
     optimizers, schedulers = _split(made, owner)
     if len(optimizers) != 1 and not task.manual:
         raise RequestError(
