@@ -33,6 +33,17 @@ class Stopping(Callback):
             raise ValueError("the cat sat on the keyboard")
 
 
+class Ending(Callback):
+    def on_step(self, step):
+        self.stop |= step == 7
+
+    def on_end(self):
+        died = Path("died")
+        if self.stop and os.environ["RANK"] == "1" and not died.exists():
+            died.touch()
+            os._exit(3)
+
+
 class Dying(nn.Linear):
     def __init__(self, at: int, once: bool) -> None:
         super().__init__(10, 5)
@@ -95,6 +106,17 @@ def test_all_ranks_start_again_from_the_last_checkpoint_and_end_as_if_undisturbe
     assert whole.returncode == 0, whole.stderr
     assert summary(tmp_path / "hurt")["weights_sha256"] == summary(tmp_path / "whole")["weights_sha256"]
     assert summary(tmp_path / "hurt")["global_step"] == STEPS
+
+
+def test_a_run_that_a_callback_has_ended_has_nothing_left_to_do_as_it_starts_again(tmp_path: Path, python: str) -> None:
+    calm = ["+model.at=1000", "+model.once=true", "+callbacks.own={_target_: dying.Ending}", "hydra.run.dir=run"]
+    ended = local(python, tmp_path, *calm, "launcher.max_restarts=1", "checkpoint.every_n_steps=1")
+    assert ended.returncode == 0, ended.stderr
+    assert "Restart 1 of 1" in ended.stderr
+    assert summary(tmp_path / "run")["global_step"] == 7
+    ended = local(python, tmp_path, *calm, "ckpt_path=auto")  # one that goes on by somebody's wish is not over for that
+    assert ended.returncode == 0, ended.stderr
+    assert summary(tmp_path / "run")["global_step"] == STEPS
 
 
 def test_it_gives_up_after_max_restarts_and_deletes_nothing(tmp_path: Path, python: str) -> None:

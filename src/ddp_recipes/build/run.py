@@ -93,9 +93,14 @@ def make_run(recipe: Recipe, stop_controller: StopController, strategy: Strategy
     strategy, devices, task = strategy or recipe.strategy, recipe.devices.own, recipe.task
     recipe.load_weights(strategy)
     job, total_steps, total_epochs = recipe.job, recipe.total_steps, recipe.length.total_epochs
-    make_both = partial(
-        make_optimizers_and_schedules, job.config, task, recipe.may_fuse, total_steps, total_epochs, job.overrides
-    )
+
+    def make_both() -> tuple[Sequence[torch.optim.Optimizer], Sequence[Schedule]]:
+        made = make_optimizers_and_schedules(
+            job.config, task, recipe.may_fuse, total_steps, total_epochs, job.overrides
+        )
+        recipe.warnings.extend(_untrained(task, made[0]))
+        return made
+
     with loading():  # an optimizer that is not torch's own may bring its compiler
         optimizers, schedules = strategy.make_optimizers(task, make_both)
     fixed_shards = recipe.request.strategy.fixed_shards
@@ -134,10 +139,10 @@ def make_run(recipe: Recipe, stop_controller: StopController, strategy: Strategy
     for callback in run.callbacks.values():
         callback.run = run
     if recipe.state is not None:
-        recipe.warnings.extend(restore(run, recipe.state))
+        recipe.warnings.extend(restore(run, recipe.state, job.goes_on))
         recipe.forget_state()
     task.enter_training()
-    recipe.warnings.extend([*_in_eval_mode(task), *_untrained(task, run.optimizers)])
+    recipe.warnings.extend(_in_eval_mode(task))
     return run
 
 

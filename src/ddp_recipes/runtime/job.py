@@ -40,6 +40,7 @@ class Job:
         regroup: where a rank that takes the place of a lost one joins the others, as JSON.
         memory: files in which a rank keeps its state, in turn.
         start: name of this start of the ranks, where there are several.
+        goes_on: whether it is a run that was started before, so that what its callbacks had decided holds.
     """
 
     config: Mapping[str, Any]
@@ -52,6 +53,7 @@ class Job:
     regroup: Mapping[str, Any] | None = None
     memory: Sequence[str] = ()
     start: str = ""
+    goes_on: bool = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Job.from_json, (self.to_json(),)
@@ -63,7 +65,7 @@ class Job:
             main: whether this is the one process that may clear the directory for a run that begins there again.
         """
         if self.saved_step >= 0:
-            return replace(self, config={**self.config, "ckpt_path": "auto"})
+            return replace(self, config={**self.config, "ckpt_path": "auto"}, goes_on=True)
         if main:
             (self.directory / "config.yaml").unlink(missing_ok=True)  # what marks a directory as used
         return self

@@ -168,6 +168,7 @@ def _state(
         "more_schedulers": [schedule.scheduler.state_dict() for schedule in run.schedules[1:]],
         "precision": run.precision.state(),
         "callbacks": {name: callback.state() for name, callback in run.callbacks.items()},
+        "stops": [name for name, callback in run.callbacks.items() if callback.stop],
         "cursor": run.cursor._asdict(),
         "unfinished": None if run.unfinished is None else run.unfinished._asdict(),
         "metrics": dict(run.metrics),
@@ -194,8 +195,11 @@ def load_part(task: Task, weights: Mapping[str, torch.Tensor]) -> None:
     task.load_weights(mine | {name: value for name, value in weights.items() if name not in dealt})
 
 
-def restore(run: Run, state: State) -> list[str]:
+def restore(run: Run, state: State, goes_on: bool = True) -> list[str]:
     """Restore a saved state, whose weights the task has already; return warnings of what it replaces.
+
+    Args:
+        goes_on: whether it is this very run's, which callbacks may have ended already. Another one is not over for it.
 
     Raises:
         RequestError: the state is of another class of optimizer.
@@ -204,6 +208,8 @@ def restore(run: Run, state: State) -> list[str]:
     saved = state["callbacks"]
     if not isinstance(saved, Mapping):  # until 0.1 they came in their order
         saved = dict(zip(run.callbacks, saved, strict=False))
+    for name in state.get("stops", []) if goes_on else []:
+        run.callbacks[name].stop = True
     for name, content in saved.items():
         if name in run.callbacks:
             run.callbacks[name].load_state(content)
