@@ -196,6 +196,8 @@ def test_a_pattern_means_what_it_means_to_a_shell(shards: Callable[..., Path]) -
     write_shards(folder / "more", ".jsonl", ROWS[:3], (0, 3))
     (folder / "part-[x].jsonl").write_bytes((folder / "part-2.jsonl").read_bytes())
     rows = {"*.jsonl": 61 + 19, "m*/*.jsonl": 3, "part-[x].jsonl": 19, "../**/part-0.jsonl": 20 + 3}
+    rows |= {"part-{2..0}.jsonl": 20 + 1 + 19, "part-{0..2}.jsonl": 40, "{more/,}part-0.jsonl": 3 + 20}
+    rows |= {"{more,less}/part-*.jsonl": 3}
     assert {pattern: len(Stream(f"{folder}/{pattern}", inputs="a")) for pattern in rows} == rows
 
 

@@ -129,8 +129,16 @@ def test_a_shard_is_read_where_a_store_does_not_say_what_it_has(store: Store, tm
     assert [stream[number] for number in range(19)] == [row["a"] for row in ROWS[21:40]]
     assert [shard.bytes for shard in stream.index.shards] == [(tmp_path / "set.parquet/part-2.parquet").stat().st_size]
     assert store.asked[""] == 0
+    for several in ("/part-{1..2}.parquet", "/part-{1,2}.parquet", "/{part-1,part-2}.parquet"):
+        stream = stream_of(store, tmp_path / "cache", several)
+        assert [stream[number] for number in range(20)] == [row["a"] for row in ROWS[20:40]]
+    signed = stream_of(store, tmp_path / "cache", f"/part-2.parquet?Signature=a/b.c%2F{300 * 'd'}&Expires=1.5")
+    assert [signed[number] for number in range(19)] == [row["a"] for row in ROWS[21:40]]
+    assert store.asked[""] == 0
     with pytest.raises(RequestError, match=r"part-7.parquet cannot be had: it is missing: the store has no http"):
         stream_of(store, tmp_path / "cache", "/part-7.parquet")
+    with pytest.raises(RequestError, match=r"cannot be had: it is missing: the store has no http.*part-4.parquet"):
+        stream_of(store, tmp_path / "cache", "/part-{0..4}.parquet")
 
 
 def test_a_set_without_an_index_is_the_one_that_the_store_has_now(store: Store, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
@@ -37,6 +37,11 @@ _VERSIONS = (
     "LastModified",
     "created",
 )
+
+
+def without_query(path: str) -> str:
+    """Return an address without what follows the file's name in it, such as a signature."""
+    return path.partition("?")[0] if path.startswith(("http://", "https://")) else path
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,7 @@ class Cache:
 
     def plain(self, stored: Path, path: str) -> Path:
         """Return the file of a shard without its compression."""
+        path = without_query(path)
         suffix = Path(path).suffix
         if suffix not in COMPRESSIONS:
             return stored
@@ -90,7 +96,7 @@ class Cache:
 
     def _once(self, name: str, path: str, make: Callable[[Path], None]) -> Path:
         """Return a file that ``make`` has written, in this process or another one, now or before."""
-        file = self.folder / hashlib.sha256(name.encode()).hexdigest()[:24] / Path(path).name
+        file = self.folder / hashlib.sha256(name.encode()).hexdigest()[:24] / Path(without_query(path)).name
         if not _touched(file):
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -213,8 +219,8 @@ class Cache:
         except BadShard as error:
             raise RequestError(f"{path} cannot be read: {error}") from error
 
-    def listing(self, root: str, name: str | None = None) -> dict[str, int]:
-        """Return names, relative to a folder of a store, and sizes of the files in it, or of one of them.
+    def listing(self, root: str, names: Sequence[str] = ()) -> dict[str, int]:
+        """Return names, relative to a folder of a store, and sizes of the files in it, or of some of them.
 
         Raises:
             RequestError: the store does not say.
@@ -223,19 +229,18 @@ class Cache:
         def attempt() -> dict[str, int]:
             store, inner = self._store(root)
             base = inner.rstrip("/")
-            found = store.find(inner, detail=True) if name is None else {f"{base}/{name}": {}}
+            found = store.find(inner, detail=True) if not names else {f"{base}/{name}": {} for name in names}
             sizes = {file: entry.get("size") for file, entry in found.items()}
             unknown = [file for file, size in sizes.items() if size is None]
-            sizes.update(zip(unknown, store.sizes(unknown), strict=True))
+            sizes.update(zip(unknown, _sizes(store, unknown), strict=True))
             return {file[len(base) :].lstrip("/"): int(size or 0) for file, size in sizes.items()}
 
-        path = root if name is None else f"{root.rstrip('/')}/{name}"
+        path = f"{root.rstrip('/')}/{names[0]}" if len(names) == 1 else root
         try:
             sizes: dict[str, int] = self._tried(lambda: _in_time(attempt, None, self.timeout_s), path)
             return sizes
         except BadShard as error:
-            what = "cannot be listed" if name is None else "cannot be had"
-            advice = " Give it an index." if name is None else ""
+            what, advice = ("cannot be had", "") if names else ("cannot be listed", " Give it an index.")
             raise RequestError(f"data.path={path} {what}: {error}.{advice}") from error
 
     def put(self, path: str, content: bytes) -> None:
@@ -265,7 +270,7 @@ class Cache:
             try:
                 return attempt()
             except FileNotFoundError as error:
-                raise BadShard(f"it is missing: the store has no {path}") from error
+                raise BadShard(f"it is missing: the store has no {error.filename or path}") from error
             except PermissionError as error:
                 raise BadShard(f"the store refuses it: {error}") from error
             except RequestError:
@@ -284,6 +289,16 @@ class Cache:
 
 class _Wrong(Exception):
     """What a store gave is not what was indexed."""
+
+
+def _sizes(store: Any, files: Sequence[str]) -> Sequence[int | None]:
+    """Return the sizes of files, asked for together; raise an error with the name of one that is missing."""
+    try:
+        sizes: Sequence[int | None] = store.sizes(files)
+        return sizes
+    except FileNotFoundError as error:
+        missing = next((file for file in files if len(files) > 1 and not store.exists(file)), None)
+        raise FileNotFoundError(errno.ENOENT, "it is missing", missing) from error
 
 
 def _in_time(work: Callable[[], Any], part: Path | None, timeout_s: float) -> Any:

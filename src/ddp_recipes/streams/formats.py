@@ -602,10 +602,15 @@ class Formats:
 
     @classmethod
     def of(cls, name: str) -> str | None:
-        """Return the suffix that says a file's format, without that of its compression; None for any other file."""
-        path = Path(name)
-        suffix = Path(path.stem).suffix if path.suffix in COMPRESSIONS else path.suffix
-        return suffix.lower() if suffix.lower() in cls.NAMES else None
+        """Return the suffix that says a file's format, without that of its compression; None for any other file.
+
+        After it there may be what a signed address has: ``a.parquet?Signature=…``.
+        """
+        for path in (Path(name), Path(name.partition("?")[0])):
+            suffix = (Path(path.stem) if path.suffix in COMPRESSIONS else path).suffix.lower()
+            if suffix in cls.NAMES:
+                return suffix
+        return None
 
     @classmethod
     def open(cls, path: Path, suffix: str, groups: Groups, only: Sequence[str] | None = None) -> Any:

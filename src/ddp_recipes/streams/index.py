@@ -2,17 +2,19 @@
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
+from itertools import takewhile
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ddp_recipes.errors import RequestError
 from ddp_recipes.runtime.files import write_aside
-from ddp_recipes.streams.cache import Cache, sha256
+from ddp_recipes.streams.cache import Cache, sha256, without_query
 from ddp_recipes.streams.formats import TYPES, UNTYPED, BadShard, Csv, Formats, Groups, alike, wider
 
 NAME = "index.json"
@@ -108,28 +110,54 @@ def load(path: str, cache: Cache) -> Index:
         RequestError: there is nothing, or what there is does not fit the index.
     """
     path = path if is_remote(path) else str(Path(path.removeprefix("file://")).expanduser())
-    root, pattern = located(path)
+    root, chosen = located(path)
     index = indexed(root, cache)
     if index is None:
-        return made_on_the_fly(root, listed(root, cache, pattern), path, cache)
-    shards = tuple(shard for shard in index.shards if matches(shard.name, pattern))
+        return made_on_the_fly(root, listed(root, cache, chosen), path, cache)
+    shards = tuple(shard for shard in index.shards if shard.name in chosen)
     if not shards:
         raise RequestError(f"data.path={path}: {joined(root, NAME)} has no such shard.")
-    chosen = Index(root, shards, index.columns, index.more)
+    index = Index(root, shards, index.columns, index.more)
     if not is_remote(root):
-        refuse_other_shards(chosen, listed(root, cache, pattern), root)
-    return chosen
+        refuse_other_shards(index, listed(root, cache, chosen), root)
+    return index
 
 
-def located(path: str) -> tuple[str, str | None]:
-    """Return the folder of a set, and which of its shards are meant: a name, or a pattern of names; None: all."""
+@dataclass(frozen=True)
+class Chosen:
+    """Which shards of a folder are meant: those of these names and patterns; without any, all.
+
+    A pattern is as in a shell: a ``*`` is within a folder, a ``**`` stands for any folders.
+    """
+
+    names: tuple[str, ...] = ()
+    patterns: tuple[str, ...] = ()
+
+    def __contains__(self, name: str) -> bool:
+        fits = name in self.names or any(_match(name.split("/"), pattern.split("/")) for pattern in self.patterns)
+        return fits or not (self.names or self.patterns)
+
+
+ALL = Chosen()
+
+
+def located(path: str) -> tuple[str, Chosen]:
+    """Return the folder of a set, and which of its shards are meant."""
     if not is_remote(path) and Path(path).is_dir():
-        return path, None
-    parts = path.split("/")
-    first = next((number for number, part in enumerate(parts) if is_pattern(part)), len(parts) - 1)
-    if first == len(parts) - 1 and Formats.of(parts[-1]) is None and not is_pattern(parts[-1]):
-        return path, None
-    return "/".join(parts[:first]) or ("/" if first else "."), "/".join(parts[first:])
+        return path, ALL
+    if not is_remote(path) and Path(path).is_file():
+        return str(Path(path).parent), Chosen((Path(path).name,))
+    bare = without_query(path)
+    query = path.removeprefix(bare)
+    paths = [each.split("/") for each in expanded(bare)]
+    alike = takewhile(lambda parts: len({*parts}) == 1 and not is_pattern(parts[0]), zip(*paths, strict=False))
+    first = min(sum(1 for _ in alike), *(len(parts) - 1 for parts in paths))
+    if len(paths) == 1 and Formats.of(paths[0][-1]) is None and first == len(paths[0]) - 1 and not is_pattern(bare):
+        return path, ALL
+    names = ["/".join(parts[first:]) for parts in paths]
+    patterns = tuple(filter(is_pattern, names))
+    named = tuple(f"{name}{query}" for name in names if name not in patterns)
+    return "/".join(paths[0][:first]) or ("/" if first else "."), Chosen(named, patterns)
 
 
 def is_pattern(name: str) -> bool:
@@ -137,9 +165,21 @@ def is_pattern(name: str) -> bool:
     return any(letter in name for letter in "*?[")
 
 
-def matches(name: str, pattern: str | None) -> bool:
-    """Whether a shard is meant, as a shell has it: a ``*`` is within a folder, a ``**`` stands for any folders."""
-    return pattern is None or name == pattern or _match(name.split("/"), pattern.split("/"))
+def expanded(name: str) -> list[str]:
+    """Return the names that braces stand for, as a shell has it: ``{a,b}``, or ``{000..127}`` with zeros as given."""
+    for found in re.finditer(r"\{([^{}]*)\}", name):
+        before, inside, after = name[: found.start()], found[1], name[found.end() :]
+        one, dots, other = inside.partition("..")
+        if dots and one.isdecimal() and other.isdecimal():
+            first, last = int(one), int(other)
+            step = 1 if first <= last else -1
+            each = [str(number).zfill(len(one)) for number in range(first, last + step, step)]
+        elif "," in inside:
+            each = inside.split(",")
+        else:
+            continue
+        return [name for middle in each for name in expanded(f"{before}{middle}{after}")]
+    return [name]
 
 
 def _match(names: Sequence[str], parts: Sequence[str]) -> bool:
@@ -159,26 +199,28 @@ def indexed(root: str, cache: Cache) -> Index | None:
     return Index.parsed(root, file.read_text()) if file.is_file() else None
 
 
-def listed(root: str, cache: Cache, pattern: str | None = None) -> dict[str, int]:
+def listed(root: str, cache: Cache, chosen: Chosen = ALL) -> dict[str, int]:
     """Return the shards in a folder, those that are meant, and their sizes in bytes, by name.
 
-    A shard that is named is not looked for: some stores cannot say what is in a folder, and there may be much in it.
+    Shards that are named are not looked for: some stores cannot say what is in a folder, and there may be much in it.
 
     Raises:
-        RequestError: there is no such folder, or no such shard in a store.
+        RequestError: there is no such folder, or no such shard.
     """
+    named = () if chosen.patterns else chosen.names
     if is_remote(root):
-        sizes = cache.listing(root, None if pattern is None or is_pattern(pattern) else pattern)
+        sizes = cache.listing(root, named)
     elif not Path(root).is_dir():
         raise RequestError(f"data.path={root}: there is no folder {Path(root).absolute()}. Give that of the shards.")
     else:
-        one = Path(root, pattern or "")
-        if pattern is not None and not is_pattern(pattern) and not one.is_file():
-            raise RequestError(f"data.path={one}: there is no file {one.absolute()}. Give a shard, or their folder.")
-        files = [one] if one.is_file() else [file for file in Path(root).rglob("*") if file.is_file()]
+        files = [Path(root, name) for name in named] or [file for file in Path(root).rglob("*") if file.is_file()]
+        if missing := [file for file in files if not file.is_file()]:
+            raise RequestError(
+                f"data.path={missing[0]}: there is no file {missing[0].absolute()}. Give a shard, or their folder."
+            )
         sizes = {file.relative_to(root).as_posix(): file.stat().st_size for file in files}
     hidden = {name for name in sizes if any(part.startswith(".") for part in name.split("/"))}
-    return {name: sizes[name] for name in sorted({*sizes} - hidden) if Formats.of(name) and matches(name, pattern)}
+    return {name: sizes[name] for name in sorted({*sizes} - hidden) if Formats.of(name) and name in chosen}
 
 
 def refuse_other_shards(index: Index, sizes: Mapping[str, int], root: str) -> None:
