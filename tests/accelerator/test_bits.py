@@ -40,6 +40,15 @@ def test_a_run_ends_with_the_bits_of_the_cpu(name: str, accelerator: Accelerator
     assert ended.summary["peak_memory_bytes"] > 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["single", "ddp", "ddp_exact"])
+def test_a_strategy_is_checked_against_one_process_on_the_device(name: str, accelerator: Accelerator) -> None:
+    overrides, ranks = STRATEGIES[name]
+    ended = accelerator.run(*overrides, "check=equivalence", ranks=ranks, habits=HABITS["all"])
+    assert ended.status == 0, ended.err
+    assert ended.summary["metrics"]["check/parameter"] < 1e-5
+
+
 TIED = """
 from torch import nn
 

@@ -200,7 +200,13 @@ class Comparison:
 
     def add(self, step: int, kind: str, mine: Tensors, single: Tensors) -> None:
         """Compare the tensors of a kind."""
-        scale = max((_largest(each) for each in single.values() if each.is_floating_point()), default=0.0) or 1.0
+        scale = (
+            max(
+                (_largest(each) for each in single.values() if each.is_floating_point() or each.is_complex()),
+                default=0.0,
+            )
+            or 1.0
+        )
         sizes = {name: difference(mine[name], each, scale) for name, each in single.items()}
         self.largest[kind] = max(self.largest[kind], *sizes.values(), 0.0)
         name = next((name for name, size in sizes.items() if size > self.tolerance), None)
@@ -228,7 +234,7 @@ def difference(one: Tensor, other: Tensor, scale: float) -> float:
     """Return the largest difference of two numbers, relative to ``scale``."""
     if one.numel() == 0:
         return 0.0
-    one, other = one.double(), other.double()
+    one, other = _numbers(one), _numbers(other)
     same = (one == other) | (one.isnan() & other.isnan())
     off = torch.where(same, 0.0, (one - other).abs()).nan_to_num(nan=math.inf).max().item()
     return off / scale
@@ -236,13 +242,20 @@ def difference(one: Tensor, other: Tensor, scale: float) -> float:
 
 def factor(ones: Sequence[Tensor], others: Sequence[Tensor], tolerance: float) -> float:
     """Return the number that the others are multiplied with to give the ones, or NaN if there is no such number."""
-    one, other = (torch.cat([each.double().flatten() for each in some]) for some in (ones, others))
+    one, other = (torch.cat([_numbers(each).flatten() for each in some]) for some in (ones, others))
     found = ((one @ other) / (other @ other)).item()
     off = (one - found * other).abs().max().item()
     return found if off <= tolerance * abs(found) * _largest(other) else math.nan
 
 
+def _numbers(tensor: Tensor) -> Tensor:
+    """Return a tensor's numbers in double precision, on the host: not every device has that."""
+    tensor = tensor.detach().cpu()
+    return (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).double()
+
+
 def _largest(tensor: Tensor) -> float:
+    tensor = _numbers(tensor)
     finite = tensor[tensor.isfinite()].abs()
     return finite.max().item() if finite.numel() else 0.0
 
