@@ -606,8 +606,9 @@ class Formats:
 
         After it there may be what a signed address has: ``a.parquet?Signature=…``.
         """
-        for path in (Path(name), Path(name.partition("?")[0])):
-            suffix = (Path(path.stem) if path.suffix in COMPRESSIONS else path).suffix.lower()
+        for each in (name, name.partition("?")[0]):
+            stem, suffix = os.path.splitext(each)
+            suffix = (os.path.splitext(stem)[1] if suffix in COMPRESSIONS else suffix).lower()
             if suffix in cls.NAMES:
                 return suffix
         return None

@@ -213,14 +213,25 @@ def listed(root: str, cache: Cache, chosen: Chosen = ALL) -> dict[str, int]:
     elif not Path(root).is_dir():
         raise RequestError(f"data.path={root}: there is no folder {Path(root).absolute()}. Give that of the shards.")
     else:
-        files = [Path(root, name) for name in named] or [file for file in Path(root).rglob("*") if file.is_file()]
-        if missing := [file for file in files if not file.is_file()]:
-            raise RequestError(
-                f"data.path={missing[0]}: there is no file {missing[0].absolute()}. Give a shard, or their folder."
-            )
-        sizes = {file.relative_to(root).as_posix(): file.stat().st_size for file in files}
+        sizes = dict(_files(root, "")) if not named else {}
+        for name in named:
+            if not (file := Path(root, name)).is_file():
+                raise RequestError(
+                    f"data.path={file}: there is no file {file.absolute()}. Give a shard, or their folder."
+                )
+            sizes[name] = file.stat().st_size
     hidden = {name for name in sizes if any(part.startswith(".") for part in name.split("/"))}
     return {name: sizes[name] for name in sorted({*sizes} - hidden) if Formats.of(name) and name in chosen}
+
+
+def _files(folder: str, within: str) -> Iterator[tuple[str, int]]:
+    """Yield the names of the files in a folder and those below it, after what that is within, and their sizes."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                yield from _files(entry.path, f"{within}{entry.name}/")
+            elif entry.is_file():
+                yield f"{within}{entry.name}", entry.stat().st_size
 
 
 def refuse_other_shards(index: Index, sizes: Mapping[str, int], root: str) -> None:
