@@ -145,6 +145,14 @@ def test_decide_is_interrupted_if_a_signal_came_before_a_checkpoint(lost: dict[s
     assert became.line == "stopped by SIGINT before a checkpoint was saved"
 
 
+def test_decide_is_interrupted_if_a_rank_died_of_the_signal_and_another_one_failed_of_that() -> None:
+    asked = Death(1, "Rank 1 (process 7) was killed by SIGTERM, without a traceback.", asked=True)
+    lost = failed(0, RuntimeError("Connection reset by peer"))
+    error_of(outcome(lost, deaths=(asked,), signals=["SIGINT"]), KeyboardInterrupt)
+    assert str(error_of(outcome(lost, deaths=(asked,)), RunFailed)).startswith("Rank 1 (process 7) was killed by SIG")
+    error_of(outcome(lost, deaths=(DEATH,), signals=["SIGINT"]), RunFailed)
+
+
 def test_decide_returns_the_summary_if_a_signal_came_after_the_end() -> None:
     assert outcome(finished(0), finished(1), signals=["SIGINT"]).result == finished(0).summary
 

@@ -101,10 +101,12 @@ class Death:
 
     Attributes:
         message: names the rank, and how it exited; ``summary.json`` gets its first line.
+        asked: whether of SIGTERM, by which a launcher asks a rank to stop, and which kills one that has not begun.
     """
 
     rank: int
     message: str
+    asked: bool = False
 
 
 @dataclass(frozen=True)
@@ -153,7 +155,8 @@ def decide(
     )
     if refused:
         return Outcome(RequestError(refused[0].message))
-    if signals and not failed and not preempted and (deaths or killed):
+    asked = any(death.asked for death in deaths)  # then others may have failed for the want of that rank
+    if signals and not preempted and (asked or (not failed and (deaths or killed))):
         why = f"stopped by {signals[0]} before a checkpoint was saved"
         return Outcome(KeyboardInterrupt(why), why)
     if preempted and not deaths:

@@ -85,7 +85,7 @@ class Rank:
         message = f"Rank {self.number} ({who}) {how}, without a traceback."
         if status == -signal.SIGKILL:
             message += "\nIf nobody killed it, memory ran out (dmesg shows it): lower data.batch_size or num_workers."
-        return Death(self.number, message)
+        return Death(self.number, message, asked=status == -signal.SIGTERM)
 
     def end(self) -> None:
         """Kill the process unless it has exited, and restore the terminal after a killed one."""
