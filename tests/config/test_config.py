@@ -311,6 +311,17 @@ def test_schedules_follow_the_length_of_the_run(tmp_path: Path) -> None:
     assert schedule("scheduler=cosine", "trainer.accumulate_grad_batches=3", "trainer.max_epochs=3").T_max == 3 * 2
     assert schedule("scheduler=cosine", "scheduler.T_max=100").T_max == 100
     assert schedule("scheduler=one_cycle", "trainer.max_epochs=3").total_steps == 3 * 4
+    warmed = schedule("scheduler=warmup_cosine", "scheduler.milestones=[5]", "trainer.max_epochs=3")
+    assert [warmed._schedulers[0].total_iters, warmed._schedulers[1].T_max] == [5, 3 * 4 - 5]
+    assert schedule("scheduler=warmup_cosine", "trainer.max_epochs=3")._schedulers[1].T_max == 1  # it is never reached
+    chained = "schedulers: [{_target_: torch.optim.lr_scheduler.CosineAnnealingLR, T_max: null}]"
+    chained = schedule("~scheduler", f"+scheduler={{_target_: torch.optim.lr_scheduler.ChainedScheduler, {chained}}}")
+    assert chained._schedulers[0].T_max == 10
+    unlimited = ("trainer.max_epochs=-1", "trainer.max_time=60")
+    with pytest.raises(RequestError, match=r"scheduler\.schedulers\.1\.T_max follows the length of the run, which is"):
+        schedule("scheduler=warmup_cosine", *unlimited)
+    with pytest.raises(RequestError, match=r"scheduler\.schedulers\.0 does not fit torch\S+LinearLR: .* argument 'x'"):
+        schedule("scheduler=warmup_cosine", "+scheduler.schedulers.0.x=1")
     with pytest.raises(RequestError, match=r"scheduler\.T_max follows the length of the run, which is not known"):
         schedule("scheduler=cosine", "trainer.max_epochs=-1", "trainer.max_time=60")
 
@@ -410,7 +421,7 @@ OPTIONS = {
     },
     "task": {"classification", "regression"},
     "optimizer": {"sgd", "adam", "adamw"},
-    "scheduler": {"constant", "cosine", "step", "one_cycle"},
+    "scheduler": {"constant", "cosine", "warmup_cosine", "step", "one_cycle"},
     "strategy": {"single", "dp", "ddp"},
     "launcher": {"auto", "local", "env"},
     "trainer": {"default"},

@@ -35,6 +35,7 @@ TRAINING = {
     "sgd with momentum": [],
     "adamw, cosine": ["optimizer=adamw", "scheduler=cosine"],
     "one_cycle": ["scheduler=one_cycle"],
+    "warmup_cosine": ["scheduler=warmup_cosine", "scheduler.milestones=[5]"],
     "an optimizer's own state": ["~optimizer", "+optimizer={_target_: own_parts.Remembering, _partial_: true}"],
     "an optimizer's own state, in stages": [
         *("strategy=ddp_pipeline", "~optimizer", "+optimizer={_target_: own_parts.Remembering, _partial_: true}"),

@@ -1,7 +1,7 @@
 """What the loop works with, optimizers among it, and what shows of it, made once all ranks are ready."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -294,25 +294,21 @@ def _make_schedule(
     interval = node.get("interval", "epoch")
     if interval not in ("step", "epoch"):
         raise not_one_of("scheduler.interval", interval, ("step", "epoch"))
-    for name in ("step_size", "T_max", "T_0", "total_steps"):
-        if isinstance(node.get(name), int) and node[name] < 1:  # torch divides by it, in training
-            raise RequestError(f"scheduler.{name}={node[name]} is not allowed. Allowed: a whole number at least 1.")
-    lengths = [name for name in ("T_max", "total_steps") if name in node and node[name] is None]
-    if lengths and steps and not epochs and interval == "epoch":
+
+    def length(key: str) -> int:
+        if found := steps if interval == "step" else epochs:
+            return found
+        if steps:
+            raise RequestError(
+                f"{key} follows the number of epochs, and how many steps a stream's epoch has shows at its end. Set "
+                f"scheduler.interval=step, which goes by trainer.max_steps={steps}, or {key}."
+            )
         raise RequestError(
-            f"scheduler.{lengths[0]} follows the number of epochs, and how many steps a stream's epoch has shows at "
-            f"its end. Set scheduler.interval=step, which goes by trainer.max_steps={steps}, or scheduler.{lengths[0]}."
+            f"{key} follows the length of the run, which is not known: set it, or set trainer.max_epochs (of a stream "
+            f"trainer.max_steps) to at least 1."
         )
-    if lengths and not steps:
-        raise RequestError(
-            f"scheduler.{lengths[0]} follows the length of the run, which is not known: set it, or set "
-            f"trainer.max_epochs (of a stream trainer.max_steps) to at least 1."
-        )
-    of_run: dict[str, Any] = dict.fromkeys(lengths, steps if interval == "step" else epochs)
-    highest, lr = node.get("max_lr"), config["optimizer"].get("lr")
-    if len(optimizer.param_groups) > 1 and isinstance(highest, (int, float)) and lr:
-        of_run["max_lr"] = [highest * group["lr"] / lr for group in optimizer.param_groups]  # or all would be alike
-    scheduler = make(node, "scheduler", optimizer, without=["interval", "monitor", *of_run], **of_run)
+
+    scheduler = _make_scheduler(node, "scheduler", optimizer, length, config["optimizer"].get("lr"))
     follows = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
     _check_step(scheduler, follows)
     if node.get("monitor") and not follows:
@@ -321,6 +317,41 @@ def _make_schedule(
             f"metric. Leave it out."
         )
     return Schedule(scheduler, interval, monitor=node.get("monitor") or "val/loss" if follows else None)
+
+
+def _make_scheduler(
+    node: Mapping[str, Any],
+    section: str,
+    optimizer: torch.optim.Optimizer,
+    length: Callable[[str], int],
+    lr: float | None,
+    first: int = 0,
+) -> Any:
+    """Return a scheduler, with those that it is made of, as torch's ``SequentialLR`` is.
+
+    Args:
+        section: the node's dotted name, for messages.
+        length: returns the run's, in ticks, for a key that follows it.
+        lr: of the optimizer, to which others of its groups are in proportion.
+        first: the tick at which it begins.
+    """
+    for name in ("step_size", "T_max", "T_0", "total_steps"):
+        if isinstance(node.get(name), int) and node[name] < 1:  # torch divides by it, in training
+            raise RequestError(f"{section}.{name}={node[name]} is not allowed. Allowed: a whole number at least 1.")
+    lengths = [name for name in ("T_max", "total_steps") if name in node and node[name] is None]
+    of_run: dict[str, Any] = {name: max(1, length(f"{section}.{name}") - first) for name in lengths}
+    highest = node.get("max_lr")
+    if len(optimizer.param_groups) > 1 and isinstance(highest, (int, float)) and lr:
+        of_run["max_lr"] = [highest * group["lr"] / lr for group in optimizer.param_groups]  # or all would be alike
+    parts, given = node.get("schedulers"), [optimizer]
+    if isinstance(parts, list) and all(isinstance(part, Mapping) and "_target_" in part for part in parts):
+        starts = [at for at in node.get("milestones") or () if isinstance(at, int)]
+        given, of_run["optimizer"] = [], optimizer  # which does not come first in all of these
+        of_run["schedulers"] = [
+            _make_scheduler(part, f"{section}.schedulers.{number}", optimizer, length, lr, first + start)
+            for number, (part, start) in enumerate(zip(parts, [0, *starts, *len(parts) * [0]], strict=False))
+        ]
+    return make(node, section, *given, without=["interval", "monitor", *of_run], **of_run)
 
 
 def _check_step(scheduler: Any, follows: bool) -> None:
