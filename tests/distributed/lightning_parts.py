@@ -282,6 +282,18 @@ class Texts(Lit):
         return super().training_step(batch, batch_idx)
 
 
+class First(Lit):
+    """Logs what only the first of the batches has that a step accumulates."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        self.latest = batch_idx
+        self.log("last", float(batch_idx))
+        return super().training_step(batch, batch_idx)
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.log("first", float(self.latest))
+
+
 class Unchanged(Lit):
     """Is trained by no optimizer."""
 

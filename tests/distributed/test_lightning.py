@@ -160,6 +160,15 @@ def test_a_module_that_ranks_hold_together_ends_as_one_that_each_has(name: str, 
     assert run(*common, *FSDP, *again, world_size=2)["metrics"]["val_loss"] == exact["metrics"]["val_loss"]
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_exact"])
+def test_of_accumulated_batches_each_value_is_logged_as_the_last_one_has_it_that_logs_it(
+    strategy: str, run: Run
+) -> None:
+    common = [*part("First"), "data.global_batch_size=12", "trainer.accumulate_grad_batches=3"]
+    metrics = run(*common, "data.num_samples=72", f"strategy={strategy}", world_size=2)["metrics"]
+    assert (metrics["first"], metrics["last"]) == (3, 5)
+
+
 def test_a_module_whose_optimizers_are_none_is_not_trained_by_that_of_the_config(run: Run, weights: Weights) -> None:
     one, two = (run(*part("Unchanged"), f"trainer.max_epochs={epochs}", world_size=epochs) for epochs in (1, 2))
     assert "No optimizer has a parameter of Unchanged" in Path(one["run_directory"], "train.log").read_text()

@@ -40,6 +40,7 @@ class Events(Callback):
         self.begun = self.started = False
         self._around: BaseException | None = None  # what was being handled as the run began, which is not its own
         self.optimizers: list[SteppedOptimizer] = []
+        self.followed: dict[str, float] = {}  # of the step under way, from its batches but the last one
         self._before: list[Callable[[], None]] = []  # each puts a metric back as it was when a validation began
 
     def begin(self) -> None:
@@ -100,7 +101,7 @@ class Events(Callback):
         """End a batch, and log what its step logged."""
         task, run, context = self.task, self.run, self.task.trainer.run_context
         due, over = step % run.trainer.log_every_n_steps == 0, run.cursor.batch == 0
-        logged = self.follow()
+        logged, self.followed = self.followed | self.follow(), {}
         task.end_batch()
         due |= self.stop  # the last one is logged as well
         if due or over or self._is_followed:  # else it is not read, but for this rank's by trainer.callback_metrics

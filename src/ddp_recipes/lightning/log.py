@@ -114,10 +114,11 @@ class Entry:
     metric: Any = None
 
     def of_step(self, which: Any = None) -> Total:
-        """Return the total of the latest steps, or of those with a number."""
+        """Return the total of the batch that came last, or of the one with a number."""
         total = Total(self.key.reduction)
+        number = max((step[0] for step in self.steps), default=None) if which is None else which
         for step, (value, weight) in self.steps.items():
-            if which is None or step[0] == which:
+            if step[0] == number:
                 total.add(value, weight)
         return total
 

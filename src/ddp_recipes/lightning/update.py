@@ -34,8 +34,6 @@ def automatic(task: LightningTask, run: Run, batches: Iterator[Batch], measured:
     closure = Closure(task, run, passes, numbers, samples)
     optimizer = SteppedOptimizer(task, run, run.optimizer, measured)
     for number, each in enumerate(passes, start=1):
-        if len(run.train.shards) == 1:
-            task.training_log.forget_steps()  # as in Lightning, the last of accumulated batches is what is logged
         each = task.begin_batch(each)
         if run.trainer.accumulate_grad_batches > 1:  # each batch counts alike in Lightning, also in a rest
             weight = each.batch.num_samples * run.strategy.divisor / plan.size(each.batch.number)
@@ -45,7 +43,7 @@ def automatic(task: LightningTask, run: Run, batches: Iterator[Batch], measured:
         if number < total:
             closure.forward_backward(each)
             if run.strategy.takes_empty:  # else some ranks may be here less often
-                task.events.follow()
+                task.events.followed |= task.events.follow()
             task.end_batch()
         else:
             _step(task, run, optimizer, closure)
