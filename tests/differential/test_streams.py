@@ -303,9 +303,9 @@ def trainer(choose: random.Random, data: Data) -> list[str]:
     keys += choose.choice(([], ["trainer.val_check_interval=2"], ["trainer.check_val_every_n_epoch=2"]))
     keys += choose.choice(([], [], ["trainer.limit_train_batches=2"], ["trainer.limit_train_batches=0.6"]))
     keys += choose.choice(([], [], ["trainer.limit_val_batches=1"], ["trainer.num_sanity_val_steps=0"]))
+    keys += choose.choice(([], [], [], [], [], ["trainer.overfit_batches=2"]))
     if data.lightning:  # whose loaders have a batch_size for each rank
         keys = [each for each in keys if each not in ("trainer.limit_val_batches=1", "trainer.overfit_batches=2")]
-    keys += choose.choice(([], [], [], [], [], ["trainer.overfit_batches=2"]))
     keys += choose.choice(([], [], ["checkpoint.async_save=true"]))
     if not data.lightning:
         keys += choose.choice(([], [], [], ["data.drop_last=true"], ["data.shuffle=false"], ["data.shard=strided"]))
