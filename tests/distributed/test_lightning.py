@@ -160,6 +160,12 @@ def test_a_module_that_ranks_hold_together_ends_as_one_that_each_has(name: str, 
     assert run(*common, *FSDP, *again, world_size=2)["metrics"]["val_loss"] == exact["metrics"]["val_loss"]
 
 
+def test_a_rank_without_a_sample_of_a_batch_adds_nothing_to_its_gradients(run: Run) -> None:
+    last_of_two = ["data.num_samples=26", "data.global_batch_size=12", "strategy=ddp_exact", "strategy.shards=12"]
+    one, three = (run(*part("Valid"), *last_of_two, world_size=size) for size in (1, 3))
+    assert one["weights_sha256"] == three["weights_sha256"]
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_exact"])
 def test_of_accumulated_batches_each_value_is_logged_as_the_last_one_has_it_that_logs_it(
     strategy: str, run: Run

@@ -30,6 +30,8 @@ def automatic(task: LightningTask, run: Run, batches: Iterator[Batch], measured:
         run.strategy.takes_empty or plan.size(number, shard) > 0 for number in numbers for shard in run.train.shards
     )
     lr = run.optimizer.param_groups[0]["lr"]
+    if not total:  # no backward pass will clear those of the step before
+        CALLS.zero_grad(run.optimizer)
     passes = micro_batches(run, batches, numbers, samples)
     closure = Closure(task, run, passes, numbers, samples)
     optimizer = SteppedOptimizer(task, run, run.optimizer, measured)
