@@ -1124,7 +1124,7 @@ NOT_MANUAL = {"accumulation", "accumulation_of_three", "clipped", "lbfgs"}
 # Lightning forget, in the first batch of an epoch, what the step has logged before it. And where some batches have no
 # step of an optimizer, it logs the hook's value of an earlier batch again.
 IN_BETWEEN = ("hook_log.on_before_optimizer_step", "hook_log.on_before_zero_grad")
-SEVERAL_TIMES = {"manual.manual_norm_is_logged", "manual.manual_steps_by_batches"}
+SEVERAL_TIMES = {"manual.manual_norm_is_logged", "manual.manual_steps_by_batches", "manual.manual_clipping_of_torch"}
 SEVERAL_TIMES |= {"stepping.sharpness_aware", "optimizer.lbfgs"}
 NUMBER = sum(map(len, IDIOMS.values()))
 
