@@ -669,6 +669,15 @@ _returns("a_vector", lambda self, loss, batch, batch_idx: loss.expand(2))
 # --- logging ---------------------------------------------------------------------------------------------------------
 
 
+@idiom("train_log")
+def in_some_batches(plan: Plan) -> None:
+    def log(self: Base, loss: Any, batch: Batch, batch_idx: int) -> None:
+        if batch_idx % 2 == 0:
+            self.log("in_some_batches", _scalar(loss))
+
+    plan.step.append(log)
+
+
 def _logs(name: str, log: Hook, alone: str = "", stages: tuple[str, ...] = ("train", "val")) -> None:
     """Have a way to log be an idiom of training steps and of validation steps."""
 

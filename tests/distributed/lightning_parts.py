@@ -288,6 +288,8 @@ class First(Lit):
     def training_step(self, batch: Batch, batch_idx: int) -> Any:
         self.latest = batch_idx
         self.log("last", float(batch_idx))
+        if batch_idx == 1:
+            self.log("once", float(batch_idx))
         return super().training_step(batch, batch_idx)
 
     def on_before_zero_grad(self, optimizer: Any) -> None:

@@ -167,12 +167,10 @@ def test_a_rank_without_a_sample_of_a_batch_adds_nothing_to_its_gradients(run: R
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_exact"])
-def test_of_accumulated_batches_each_value_is_logged_as_the_last_one_has_it_that_logs_it(
-    strategy: str, run: Run
-) -> None:
+def test_a_value_is_logged_as_the_last_batch_of_the_epoch_has_it_that_logs_it(strategy: str, run: Run) -> None:
     common = [*part("First"), "data.global_batch_size=12", "trainer.accumulate_grad_batches=3"]
     metrics = run(*common, "data.num_samples=72", f"strategy={strategy}", world_size=2)["metrics"]
-    assert (metrics["first"], metrics["last"]) == (3, 5)
+    assert (metrics["first"], metrics["last"], metrics["once"]) == (3, 5, 1)
 
 
 def test_a_module_whose_optimizers_are_none_is_not_trained_by_that_of_the_config(run: Run, weights: Weights) -> None:

@@ -77,8 +77,8 @@ class LightningTask(Task):
         self.summed = Summed()
         self.output: Any = {}  # of the latest training step, as its hooks get it
         self.weight = 1.0  # of the loss in manual optimization
-        self.training_log = Log(type(model).__name__)
-        self.evaluation_log = Log(type(model).__name__)
+        self.training_log = Log(type(model).__name__, of_training=True)
+        self.evaluation_log = Log(type(model).__name__, of_training=False)
         self.logged = self.training_log.names
         self.of_step: dict[str, list[Tensor]] = {}  # logged in the latest evaluation step, each [samples]
         self._taken: dict[str, int] = {}  # arguments of each step
@@ -213,7 +213,6 @@ class LightningTask(Task):
 
     def update(self, run: Run, batches: Iterator[Batch], measured: bool) -> Update:
         """Take an optimizer step, or let the module take its own."""
-        self.training_log.forget_steps()
         return (update.manual if self.manual else update.automatic)(self, run, batches, measured)
 
     # Training.

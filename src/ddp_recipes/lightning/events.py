@@ -40,7 +40,6 @@ class Events(Callback):
         self.begun = self.started = False
         self._around: BaseException | None = None  # what was being handled as the run began, which is not its own
         self.optimizers: list[SteppedOptimizer] = []
-        self.followed: dict[str, float] = {}  # of the step under way, from its batches but the last one
         self._before: list[Callable[[], None]] = []  # each puts a metric back as it was when a validation began
 
     def begin(self) -> None:
@@ -101,7 +100,7 @@ class Events(Callback):
         """End a batch, and log what its step logged."""
         task, run, context = self.task, self.run, self.task.trainer.run_context
         due, over = step % run.trainer.log_every_n_steps == 0, run.cursor.batch == 0
-        logged, self.followed = self.followed | self.follow(), {}
+        logged = self.follow()
         task.end_batch()
         due |= self.stop  # the last one is logged as well
         if due or over or self._is_followed:  # else it is not read, but for this rank's by trainer.callback_metrics
@@ -193,6 +192,7 @@ class Events(Callback):
             "seen": dict(self.task.seen),
             "frozen": self._frozen(),
             "log": self.task.training_log.state(context),
+            "steps_logged": self.task.training_log.state(context, of_step=True),
             "logged_metrics": self.task.training_log.metrics({id(each): name for name, each in metrics.items()}),
             "metrics": {name: state_of(metrics[name]) for name, at in zip(metrics, anywhere, strict=True) if at},
         }
@@ -203,6 +203,7 @@ class Events(Callback):
         self.task.seen = dict(state.get("seen", {}))
         first = self.task.trainer.run_context.world.is_main
         self.task.training_log.load_state(state["log"], first)
+        self.task.training_log.load_state(state.get("steps_logged", []), first, of_step=True)
         metrics = metrics_in(self.task.model)
         for name in metrics.keys() & state["metrics"].keys():
             load_state(metrics[name], state["metrics"][name], first)

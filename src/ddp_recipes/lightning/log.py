@@ -19,6 +19,7 @@ from ddp_recipes.tasks.task import is_stateful
 from ddp_recipes.training.metrics import agree_on_lists
 
 _REDUCTIONS = ("mean", "sum", "min", "max")
+_BEFORE = -1, 0  # the number and part of a batch of an earlier start
 _NAMES: dict[Any, str] = {
     "avg": "mean",
     **{torch.mean: "mean", torch.sum: "sum", torch.min: "min", torch.max: "max"},
@@ -104,23 +105,32 @@ class Entry:
     """The values that were logged by one key.
 
     Attributes:
-        steps: the values of the latest steps, by which of them it was, with the samples that each counts for.
+        steps: the values of the latest steps, by number and part of the batch, with the samples that each counts for.
         metric: of torchmetrics.
+        read: whether those of the steps were.
     """
 
     key: Key
     of_epoch: Total
-    steps: dict[Any, tuple[Tensor, float]] = field(default_factory=dict)
+    steps: dict[tuple[int, int], tuple[Tensor, float]] = field(default_factory=dict)
     metric: Any = None
+    read: bool = False
 
     def of_step(self, which: Any = None) -> Total:
-        """Return the total of the batch that came last, or of the one with a number."""
+        """Return the total of the latest steps, or of those with a number."""
         total = Total(self.key.reduction)
-        number = max((step[0] for step in self.steps), default=None) if which is None else which
         for step, (value, weight) in self.steps.items():
-            if step[0] == number:
+            if which is None or step[0] == which:
                 total.add(value, weight)
         return total
+
+    def add_step(self, step: tuple[int, int], value: Tensor, weight: float, alone: bool) -> None:
+        """Take the value of a step: ``alone``, as in training, in place of that of a batch before."""
+        latest = next(iter(self.steps), step)[0] if alone else step[0]
+        if step[0] > latest:
+            self.steps = {}
+        if step[0] >= latest:
+            self.steps[step], self.read = (value, weight), False
 
 
 def reduced(totals: Iterable[Total], context: RunContext) -> list[Total]:
@@ -168,10 +178,16 @@ def everywhere(mine: Sequence[Any], context: RunContext) -> list[Any]:
 
 
 class Log:
-    """Values logged since the last read, by the names that Lightning gives them."""
+    """Logged values, by the names that Lightning gives them.
 
-    def __init__(self, owner: str) -> None:
-        self.owner = owner  # the module's class, for messages
+    Args:
+        owner: the module's class, for messages.
+        of_training: whether a step's value stays until there is another one or the epoch ends, as Lightning logs it
+            again; else that of each step stays until it is read.
+    """
+
+    def __init__(self, owner: str, of_training: bool) -> None:
+        self.owner, self.of_training = owner, of_training
         self.entries: dict[Key, Entry] = {}
         self.computed: list[Any] = []  # metrics of the epoch that are to be reset
         self.names: set[str] = set()  # all that ever came up
@@ -233,7 +249,7 @@ class Log:
         if number is None:
             return
         if key.on_step:
-            entry.steps[step] = number, size
+            entry.add_step(step, number, size, alone=self.of_training)
         if key.on_epoch and not key.is_metric:
             entry.of_epoch.add(number, size)
 
@@ -242,15 +258,16 @@ class Log:
         found: dict[str, float] = {}
         for key, entry in self.entries.items():
             total, name = (entry.of_step(), key.of_step) if of_step else (entry.of_epoch, key.of_epoch)
-            if (value := total.result()) is not None:
+            if not (of_step and entry.read) and (value := total.result()) is not None:
                 found |= {key.plain: value, name: value}
         return found
 
     def steps(self, context: RunContext) -> Values:
-        """Return and forget the values of the latest steps. A collective."""
+        """Return the values of the latest steps. A collective."""
         entries = self._chosen(lambda key: key.on_step, context)
         found = self._values([(key, key.of_step, entry.of_step()) for key, entry in entries], context)
-        self.forget_steps()
+        for entry in self.entries.values():
+            entry.read = True
         return found
 
     def points(self, context: RunContext) -> list[tuple[str, int, float]]:
@@ -262,7 +279,8 @@ class Log:
         ]
         rows = [(Key(*row[:-1]), row[-1]) for row in everywhere(mine, context)]
         totals = [self._entry(key).of_step(number) for key, number in rows]
-        self.forget_steps()
+        for entry in self.entries.values():
+            entry.steps = {}
         found = zip(rows, reduced(totals, context), strict=True)
         return [(key.of_step, number, value) for (key, number), total in found if (value := total.result()) is not None]
 
@@ -289,22 +307,20 @@ class Log:
             metric.reset()
         self.entries, self.computed = {}, []
 
-    def forget_steps(self) -> None:
-        """Forget the values of steps that are not logged."""
-        for entry in self.entries.values():
-            entry.steps = {}
+    def state(self, context: RunContext, of_step: bool = False) -> list[Any]:
+        """Return what the epoch came to so far, or the values of the latest steps, over all ranks. A collective."""
 
-    def state(self, context: RunContext) -> list[Any]:
-        """Return what the epoch came to so far, over all ranks. A collective."""
-        entries = self._chosen(lambda key: key.on_epoch and not key.alone, context)
-        entries = [(key, entry) for key, entry in entries if not key.is_metric]
-        totals = reduced([entry.of_epoch for _, entry in entries], context)
+        def wanted(key: Key) -> bool:
+            return not key.alone and (key.on_step if of_step else key.on_epoch and not key.is_metric)
+
+        entries = self._chosen(wanted, context)
+        totals = reduced([entry.of_step() if of_step else entry.of_epoch for _, entry in entries], context)
         return [
             [*key, key.plain not in self.unlogged, total.value, total.weight]
             for (key, _), total in zip(entries, totals, strict=True)
         ]
 
-    def load_state(self, state: Any, first: bool) -> None:
+    def load_state(self, state: Any, first: bool, of_step: bool = False) -> None:
         """Restore it: the values on the ``first`` rank alone, for they will be added up again."""
         if isinstance(state, Mapping):  # until 0.2 there were names alone
             state = [["training_step", name, "", on, True, *rest] for name, (on, *rest) in state.items()]
@@ -313,7 +329,11 @@ class Log:
             key, (logger, value, weight) = Key(*row[:-3]), row[-3:]
             self._know(key, logger)
             entry = self.entries.setdefault(key, Entry(key, Total(key.reduction)))
-            if first and value is not None:
+            if of_step:
+                mean = key.reduction == "mean"
+                entry.steps = {_BEFORE: (value / weight if mean else value, weight)} if first and weight else {}
+                entry.read = True
+            elif first and value is not None:
                 entry.of_epoch.merge(value, weight)
 
     def metrics(self, names: Mapping[int, str]) -> list[list[Any]]:

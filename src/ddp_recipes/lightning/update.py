@@ -45,7 +45,7 @@ def automatic(task: LightningTask, run: Run, batches: Iterator[Batch], measured:
         if number < total:
             closure.forward_backward(each)
             if run.strategy.takes_empty:  # else some ranks may be here less often
-                task.events.followed |= task.events.follow()
+                task.events.follow()
             task.end_batch()
         else:
             _step(task, run, optimizer, closure)
