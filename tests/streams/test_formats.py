@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from ddp_recipes.errors import RequestError
 from ddp_recipes.streams import Stream
 from ddp_recipes.streams.cache import Cache
 from ddp_recipes.streams.formats import Csv, JsonLines, Parquet
@@ -199,6 +200,12 @@ def test_a_pattern_means_what_it_means_to_a_shell(shards: Callable[..., Path]) -
     rows |= {"part-{2..0}.jsonl": 20 + 1 + 19, "part-{0..2}.jsonl": 40, "{more/,}part-0.jsonl": 3 + 20}
     rows |= {"{more,less}/part-*.jsonl": 3}
     assert {pattern: len(Stream(f"{folder}/{pattern}", inputs="a")) for pattern in rows} == rows
+    (folder / "part-[x].jsonl").unlink()
+    make(str(folder), Cache(folder / ".cache"), 1, lambda done, total: None)
+    assert len(Stream(f"{folder}/part-{{0..2}}.jsonl", inputs="a")) == 40
+    for pattern, missing in {"part-{1..9}.jsonl": r"shard part-4\.jsonl", "x*": "such shard"}.items():
+        with pytest.raises(RequestError, match=rf"index\.json has no {missing}\."):
+            Stream(f"{folder}/{pattern}", inputs="a")
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])

@@ -111,12 +111,14 @@ def load(path: str, cache: Cache) -> Index:
     """
     path = path if is_remote(path) else str(Path(path.removeprefix("file://")).expanduser())
     root, chosen = located(path)
-    index = indexed(root, cache)
+    index = indexed(root, cache) if path == without_query(path) else None  # a signature is for the one file
     if index is None:
         return made_on_the_fly(root, listed(root, cache, chosen), path, cache)
     shards = tuple(shard for shard in index.shards if shard.name in chosen)
-    if not shards:
-        raise RequestError(f"data.path={path}: {joined(root, NAME)} has no such shard.")
+    missing = [name for name in chosen.names if name not in {shard.name for shard in shards}]
+    if missing or not shards:
+        which = f"shard {missing[0]}" if missing else "such shard"
+        raise RequestError(f"data.path={path}: {joined(root, NAME)} has no {which}.")
     index = Index(root, shards, index.columns, index.more)
     if not is_remote(root):
         refuse_other_shards(index, listed(root, cache, chosen), root)
