@@ -401,6 +401,15 @@ def test_an_epoch_keeps_its_length_where_batches_are_counted_or_dropped(run: Run
         assert "=16 trainer.accumulate_grad_batches=2 trainer.limit_train_batches=4: " in halves
 
 
+def test_batches_too_small_for_the_model_end_the_search(run: Run) -> None:
+    norm = ["tune=batch_size", "tune_steps=1", "model._target_=own_parts.Norm"]
+    found = run(*norm, "data.global_batch_size=2")
+    assert found["metrics"]["tune/global_batch_size"] == 2
+    assert "data.global_batch_size=1 trainer.accumulate_grad_batches=2: the model fails, on rank 0" in log_of(found)
+    with pytest.raises(RuntimeError, match="ValueError: Expected more than 1 value per channel"):
+        run(*norm, "data.global_batch_size=1")
+
+
 @needs("lightning")
 def test_a_batch_size_is_not_tuned_where_a_module_steps_itself(run: Run) -> None:
     with pytest.raises(RequestError, match=r"Manual takes its optimizer steps itself"):

@@ -70,7 +70,7 @@ def tune(recipe: Recipe, output: Output) -> None:
     log.info("A step takes %d samples, by %d ranks.", plan.global_batch_size * passes, world.world_size)
     trials: list[Trial] = []
     for batch, count in ways(plan, passes, plan.num_shards * several):
-        mine = step_seconds(run, batch, count, recipe.request.run.tune_steps or 4)
+        mine = step_seconds(run, batch, count, recipe.request.run.tune_steps or 4, first=not trials)
         seconds = by_rank(
             torch.tensor(mine, dtype=sum_dtype(recipe.device), device=recipe.device), world, recipe.strategy.sum
         ).tolist()
@@ -78,6 +78,9 @@ def tune(recipe: Recipe, output: Output) -> None:
         if without := [str(rank) for rank, value in enumerate(seconds) if math.isinf(value)]:
             log.info("%s: out of memory on rank %s", way, ", ".join(without))
             continue
+        if failed := [str(rank) for rank, value in enumerate(seconds) if math.isnan(value)]:
+            log.info("%s: the model fails, on rank %s, though not with more samples", way, ", ".join(failed))
+            break
         trials.append(Trial(batch, count, max(seconds)))
         log.info("%s: %.4g s a step", way, max(seconds))
         if trials[-1].seconds > TOO_SLOW * min(trial.seconds for trial in trials):
@@ -153,11 +156,15 @@ def overrides(recipe: Recipe, batch: int, passes: int) -> str:
     return f"{found} trainer.{key}={samples(plan) // batch}"
 
 
-def step_seconds(run: Run, batch: int, passes: int, steps: int) -> float:
+def step_seconds(run: Run, batch: int, passes: int, steps: int, first: bool) -> float:
     """Return the time of an optimizer step, the least of ``steps`` after one that does not count.
 
     Returns:
-        In seconds; 0 on a rank that trains on nothing, infinity where there is no memory for it.
+        In seconds; 0 on a rank that trains on nothing, infinity where there is no memory for it; NaN where the model
+        fails, as one with batch norms does of a single sample.
+
+    Raises:
+        Exception: what the model raises in the ``first`` trial, with the most samples.
     """
     if not run.train.shards:
         return 0.0
@@ -171,9 +178,9 @@ def step_seconds(run: Run, batch: int, passes: int, steps: int) -> float:
             next(taken).item()  # waits for the device
             times.append(time.perf_counter() - began)
     except Exception as error:
-        if not out_of_memory(error):
+        if first and not out_of_memory(error):
             raise
-        times = [math.inf]
+        times = [math.inf if out_of_memory(error) else math.nan]
     finally:
         train.close()
         run.optimizer.zero_grad()
