@@ -92,17 +92,8 @@ def make_run(recipe: Recipe, stop_controller: StopController, strategy: Strategy
     """
     strategy, devices, task = strategy or recipe.strategy, recipe.devices.own, recipe.task
     recipe.load_weights(strategy)
-    job, total_steps, total_epochs = recipe.job, recipe.total_steps, recipe.length.total_epochs
-
-    def make_both() -> tuple[Sequence[torch.optim.Optimizer], Sequence[Schedule]]:
-        made = make_optimizers_and_schedules(
-            job.config, task, recipe.may_fuse, total_steps, total_epochs, job.overrides
-        )
-        recipe.warnings.extend(_untrained(task, made[0]))
-        return made
-
     with loading():  # an optimizer that is not torch's own may bring its compiler
-        optimizers, schedules = strategy.make_optimizers(task, make_both)
+        optimizers, schedules = strategy.make_optimizers(task, partial(_optimizers_and_schedules, recipe))
     fixed_shards = recipe.request.strategy.fixed_shards
     every = min(recipe.trainer.log_every_n_steps, max(1, recipe.total_steps or recipe.trainer.log_every_n_steps))
     run = Run(
@@ -139,11 +130,19 @@ def make_run(recipe: Recipe, stop_controller: StopController, strategy: Strategy
     for callback in run.callbacks.values():
         callback.run = run
     if recipe.state is not None:
-        recipe.warnings.extend(restore(run, recipe.state, job.goes_on))
+        recipe.warnings.extend(restore(run, recipe.state, recipe.job.goes_on))
         recipe.forget_state()
     task.enter_training()
     recipe.warnings.extend(_in_eval_mode(task))
     return run
+
+
+def _optimizers_and_schedules(recipe: Recipe) -> tuple[Sequence[torch.optim.Optimizer], Sequence[Schedule]]:
+    """Return them, for the parameters that the task has now."""
+    job, task, steps, epochs = recipe.job, recipe.task, recipe.total_steps, recipe.length.total_epochs
+    made = make_optimizers_and_schedules(job.config, task, recipe.may_fuse, steps, epochs, job.overrides)
+    recipe.warnings.extend(_untrained(task, made[0]))
+    return made
 
 
 def _switches(task: Task, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Callback]:

@@ -204,17 +204,7 @@ def restore(run: Run, state: State, goes_on: bool = True) -> list[str]:
     Raises:
         RequestError: the state is of another class of optimizer.
     """
-    warnings: list[str] = []
-    saved = state["callbacks"]
-    if not isinstance(saved, Mapping):  # until 0.1 they came in their order
-        saved = dict(zip(run.callbacks, saved, strict=False))
-    for name in state.get("stops", []) if goes_on else []:
-        run.callbacks[name].stop = True
-    for name, content in saved.items():
-        if name in run.callbacks:
-            run.callbacks[name].load_state(content)
-        elif content:
-            warnings.append(f"callbacks.{name} is not in this run: what the checkpoint has of it is not taken.")
+    warnings = _restore_callbacks(run, state, goes_on)
     run.task.restore(state)  # first: a module or callback may give an optimizer the groups that it had
     optimizers = [state["optimizer"], *state.get("more_optimizers", [])]
     schedulers = [state["scheduler"], *state.get("more_schedulers", [])]
@@ -259,6 +249,23 @@ def restore(run: Run, state: State, goes_on: bool = True) -> list[str]:
         run.monitor = "train/loss"  # which those values are of
     run.saved_step = run.good_step = run.cursor.step
     return warnings
+
+
+def _restore_callbacks(run: Run, state: State, goes_on: bool) -> list[str]:
+    """Restore the callbacks; return warnings of those that are no more."""
+    saved = state["callbacks"]
+    if not isinstance(saved, Mapping):  # until 0.1 they came in their order
+        saved = dict(zip(run.callbacks, saved, strict=False))
+    for name in state.get("stops", []) if goes_on else []:
+        run.callbacks[name].stop = True
+    for name in saved:
+        if name in run.callbacks:
+            run.callbacks[name].load_state(saved[name])
+    return [
+        f"callbacks.{name} is not in this run: what the checkpoint has of it is not taken."
+        for name, content in saved.items()
+        if content and name not in run.callbacks
+    ]
 
 
 def _is_converted(run: Run, saved: Mapping[str, Any]) -> bool:
