@@ -251,8 +251,7 @@ def fit(recipe: Recipe, output: Output) -> None:
     if reason == "signal":
         stop_early(run)
     if run.cursor.samples_seen == run.samples_before:
-        stops = [f"callbacks.{name} has ended the run" for name, callback in run.callbacks.items() if callback.stop]
-        why = stops[0] if stops else "a limit of trainer.* is reached"
+        why = f"callbacks.{run.stops[0]} has ended the run" if run.stops else "a limit of trainer.* is reached"
         log.info("Nothing was left to do: at step %d %s already.", run.cursor.step, why)
 
 

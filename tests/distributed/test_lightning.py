@@ -125,7 +125,7 @@ def test_mode_test_runs_the_test_step(run: Run) -> None:
         ("Memory", FSDP, "returns LBFGS, .* does not go with strategy=fsdp"),
         ("Late", [], "logs late in on_validation_end, where Lightning does not allow it"),
         ("Shaped", [], r"logs shape of shape \[2\]. Allowed: a single number"),
-        ("Texts", [], r"logs shape='round', which is no number"),
+        ("Texts", [], r"logs shape='round', a str\. Allowed: a single number"),
         ("Parted", [*LIGHTNING, "mode=predict"], "and predict has several: .* Return one loader for it"),
         ("Valid", LIGHTNING, "data=lightning, and Valid has no train_dataloader"),
         ("Loaders", LIGHTNING, "The DataLoader for train has a DistributedSampler, and batches are dealt to ranks alr"),

@@ -337,18 +337,21 @@ def _make_scheduler(
     for name in ("step_size", "T_max", "T_0", "total_steps"):
         if isinstance(node.get(name), int) and node[name] < 1:  # torch divides by it, in training
             raise RequestError(f"{section}.{name}={node[name]} is not allowed. Allowed: a whole number at least 1.")
-    lengths = [name for name in ("T_max", "total_steps") if name in node and node[name] is None]
-    of_run: dict[str, Any] = {name: max(1, length(f"{section}.{name}") - first) for name in lengths}
+    of_run: dict[str, Any] = {
+        name: max(1, length(f"{section}.{name}") - first)
+        for name in ("T_max", "total_steps")
+        if name in node and node[name] is None
+    }
     highest = node.get("max_lr")
     if len(optimizer.param_groups) > 1 and isinstance(highest, (int, float)) and lr:
         of_run["max_lr"] = [highest * group["lr"] / lr for group in optimizer.param_groups]  # or all would be alike
-    parts, given = node.get("schedulers"), [optimizer]
-    if isinstance(parts, list) and all(isinstance(part, Mapping) and "_target_" in part for part in parts):
-        starts = [at for at in node.get("milestones") or () if isinstance(at, int)]
+    nested, given = node.get("schedulers"), [optimizer]
+    if isinstance(nested, list) and all(isinstance(each, Mapping) and "_target_" in each for each in nested):
+        milestones = [tick for tick in node.get("milestones") or () if isinstance(tick, int)]
         given, of_run["optimizer"] = [], optimizer  # which does not come first in all of these
         of_run["schedulers"] = [
-            _make_scheduler(part, f"{section}.schedulers.{number}", optimizer, length, lr, first + start)
-            for number, (part, start) in enumerate(zip(parts, [0, *starts, *len(parts) * [0]], strict=False))
+            _make_scheduler(each, f"{section}.schedulers.{number}", optimizer, length, lr, first + tick)
+            for number, (each, tick) in enumerate(zip(nested, [0, *milestones, *len(nested) * [0]], strict=False))
         ]
     return make(node, section, *given, without=["interval", "monitor", *of_run], **of_run)
 

@@ -175,7 +175,7 @@ class Events(Callback):
         """Whether a limit of steps, or a callback, has ended the run within an epoch, which ends it as well."""
         limit, run = self.run.trainer.max_steps, self.run
         reached = limit is not None and self.task.trainer.global_step >= limit
-        return run.cursor.batch > 0 and (reached or any(callback.stop for callback in run.callbacks.values()))
+        return run.cursor.batch > 0 and (reached or bool(run.stops))
 
     def state(self) -> dict[str, Any]:
         """Return what the module does not keep itself.

@@ -107,7 +107,8 @@ def defined(module: object) -> set[str]:
             given = name in CALLED and callable(vars(module)[name])
         else:
             given = owner is not None and not owner.__module__.startswith(_BASES) and vars(owner)[name] is not None
-        found |= {name} if given else set()
+        if given:
+            found.add(name)
     return found
 
 

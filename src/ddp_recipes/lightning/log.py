@@ -124,13 +124,15 @@ class Entry:
                 total.add(value, weight)
         return total
 
-    def add_step(self, step: tuple[int, int], value: Tensor, weight: float, alone: bool) -> None:
-        """Take the value of a step: ``alone``, as in training, in place of that of a batch before."""
-        latest = next(iter(self.steps), step)[0] if alone else step[0]
-        if step[0] > latest:
-            self.steps = {}
-        if step[0] >= latest:
-            self.steps[step], self.read = (value, weight), False
+    def add_step(self, step: tuple[int, int], value: Tensor, weight: float, replaces: bool) -> None:
+        """Take the value of a step; where it ``replaces``, as in training, those of the latest batch alone stay."""
+        if replaces and self.steps:
+            latest = next(iter(self.steps))[0]
+            if step[0] < latest:
+                return
+            if step[0] > latest:
+                self.steps = {}
+        self.steps[step], self.read = (value, weight), False
 
 
 def reduced(totals: Iterable[Total], context: RunContext) -> list[Total]:
@@ -231,7 +233,9 @@ class Log:
         try:
             found = torch.as_tensor(value).detach()
         except (TypeError, ValueError, RuntimeError) as error:
-            raise RequestError(f"{self.owner} logs {name}={value!r:.60}, which is no number. {allowed}") from error
+            raise RequestError(
+                f"{self.owner} logs {name}={value!r:.60}, a {type(value).__name__}. {allowed}"
+            ) from error
         found = found.to(sum_dtype(found.device), copy=True)
         if found.numel() != 1:
             raise RequestError(f"{self.owner} logs {name} of shape {list(found.shape)}. {allowed}")
@@ -249,7 +253,7 @@ class Log:
         if number is None:
             return
         if key.on_step:
-            entry.add_step(step, number, size, alone=self.of_training)
+            entry.add_step(step, number, size, replaces=self.of_training)
         if key.on_epoch and not key.is_metric:
             entry.of_epoch.add(number, size)
 

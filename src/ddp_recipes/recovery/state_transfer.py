@@ -54,7 +54,7 @@ def _beyond(run: Run, losses: int) -> dict[str, Any]:
         "monitor": run.monitor,
         "unsaved": run.unsaved,
         "measured": run.measured,
-        "stops": [name for name, callback in run.callbacks.items() if callback.stop],
+        "stops": run.stops,
         "saved_step": run.saved_step,
         "good_step": run.good_step,
         "samples_before": run.samples_before,

@@ -115,9 +115,9 @@ def load(path: str, cache: Cache) -> Index:
     if index is None:
         return made_on_the_fly(root, listed(root, cache, chosen), path, cache)
     shards = tuple(shard for shard in index.shards if shard.name in chosen)
-    missing = [name for name in chosen.names if name not in {shard.name for shard in shards}]
+    missing = chosen.names - {shard.name for shard in shards}
     if missing or not shards:
-        which = f"shard {missing[0]}" if missing else "such shard"
+        which = f"shard {min(missing)}" if missing else "such shard"
         raise RequestError(f"data.path={path}: {joined(root, NAME)} has no {which}.")
     index = Index(root, shards, index.columns, index.more)
     if not is_remote(root):
@@ -132,7 +132,7 @@ class Chosen:
     A pattern is as in a shell: a ``*`` is within a folder, a ``**`` stands for any folders.
     """
 
-    names: tuple[str, ...] = ()
+    names: frozenset[str] = frozenset()
     patterns: tuple[str, ...] = ()
 
     def __contains__(self, name: str) -> bool:
@@ -148,7 +148,7 @@ def located(path: str) -> tuple[str, Chosen]:
     if not is_remote(path) and Path(path).is_dir():
         return path, ALL
     if not is_remote(path) and Path(path).is_file():
-        return str(Path(path).parent), Chosen((Path(path).name,))
+        return str(Path(path).parent), Chosen(frozenset({Path(path).name}))
     bare = without_query(path)
     query = path.removeprefix(bare)
     paths = [each.split("/") for each in expanded(bare)]
@@ -158,7 +158,7 @@ def located(path: str) -> tuple[str, Chosen]:
         return path, ALL
     names = ["/".join(parts[first:]) for parts in paths]
     patterns = tuple(filter(is_pattern, names))
-    named = tuple(f"{name}{query}" for name in names if name not in patterns)
+    named = frozenset(f"{name}{query}" for name in names if not is_pattern(name))
     return "/".join(paths[0][:first]) or ("/" if first else "."), Chosen(named, patterns)
 
 
@@ -209,7 +209,7 @@ def listed(root: str, cache: Cache, chosen: Chosen = ALL) -> dict[str, int]:
     Raises:
         RequestError: there is no such folder, or no such shard.
     """
-    named = () if chosen.patterns else chosen.names
+    named = [] if chosen.patterns else sorted(chosen.names)
     if is_remote(root):
         sizes = cache.listing(root, named)
     elif not Path(root).is_dir():

@@ -200,13 +200,8 @@ class Comparison:
 
     def add(self, step: int, kind: str, mine: Tensors, single: Tensors) -> None:
         """Compare the tensors of a kind."""
-        scale = (
-            max(
-                (_largest(each) for each in single.values() if each.is_floating_point() or each.is_complex()),
-                default=0.0,
-            )
-            or 1.0
-        )
+        rounded = [each for each in single.values() if each.is_floating_point() or each.is_complex()]
+        scale = max(map(_largest, rounded), default=0.0) or 1.0
         sizes = {name: difference(mine[name], each, scale) for name, each in single.items()}
         self.largest[kind] = max(self.largest[kind], *sizes.values(), 0.0)
         name = next((name for name, size in sizes.items() if size > self.tolerance), None)

@@ -88,7 +88,7 @@ def reason_to_stop(run: Run) -> str | None:
     steps = at.step if run.task.steps is None else run.task.steps
     if limits.max_steps is not None and steps >= limits.max_steps:
         return "finished"
-    if any(callback.stop for callback in run.callbacks.values()):
+    if run.stops:
         return "finished"
     return run.stop_controller.reason(at.step)
 

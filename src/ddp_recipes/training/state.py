@@ -107,6 +107,11 @@ class Run:
         self._trained = {name: parameter.requires_grad for name, parameter in self.task.named_parameters()}
 
     @property
+    def stops(self) -> list[str]:
+        """The callbacks that have ended the run."""
+        return [name for name, callback in self.callbacks.items() if callback.stop]
+
+    @property
     def optimizer(self) -> torch.optim.Optimizer:
         """The only one, or the first."""
         return self.optimizers[0]
@@ -168,7 +173,7 @@ def _state(
         "more_schedulers": [schedule.scheduler.state_dict() for schedule in run.schedules[1:]],
         "precision": run.precision.state(),
         "callbacks": {name: callback.state() for name, callback in run.callbacks.items()},
-        "stops": [name for name, callback in run.callbacks.items() if callback.stop],
+        "stops": run.stops,
         "cursor": run.cursor._asdict(),
         "unfinished": None if run.unfinished is None else run.unfinished._asdict(),
         "metrics": dict(run.metrics),
