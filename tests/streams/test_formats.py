@@ -14,8 +14,10 @@ import torch
 from ddp_recipes.errors import RequestError
 from ddp_recipes.streams import Stream
 from ddp_recipes.streams.cache import Cache
-from ddp_recipes.streams.formats import Csv, JsonLines, Parquet
+from ddp_recipes.streams.columns import Parquet
+from ddp_recipes.streams.csv_table import Csv
 from ddp_recipes.streams.index import make
+from ddp_recipes.streams.records import JsonLines
 from helpers.shards import ROWS, write_shards
 
 pytest.importorskip("pyarrow")

@@ -20,8 +20,8 @@ from ddp_recipes.reporting.run_directory import Summary
 from ddp_recipes.streams import Stream
 from ddp_recipes.streams.cache import Cache
 from ddp_recipes.streams.commands import index
-from ddp_recipes.streams.formats import BadShard
 from ddp_recipes.streams.index import make
+from ddp_recipes.streams.reader import BadShard
 from helpers.checkpoints import mounted
 from helpers.patience import patience
 from helpers.processes import until

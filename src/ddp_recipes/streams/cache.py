@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from ddp_recipes.errors import RequestError
-from ddp_recipes.streams.formats import COMPRESSIONS, BadShard, decompressed, needed
+from ddp_recipes.streams.formats import COMPRESSIONS, decompressed
+from ddp_recipes.streams.reader import BadShard, needed
 
 LOOK_S = 0.2  # between looks at what a download has brought
 FIRST_WAIT_S = 0.5  # before it is tried again; twice as long each time

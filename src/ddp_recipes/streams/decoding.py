@@ -10,7 +10,7 @@ import torch
 
 from ddp_recipes.datasets.images import imagenet_transform
 from ddp_recipes.errors import RequestError, nearest
-from ddp_recipes.streams.formats import BadRow, Row
+from ddp_recipes.streams.reader import BadRow, Row
 
 Names = str | Sequence[str] | None
 _JPEG, _PNG, _WEBP, _GIF = b"\xff\xd8\xff", b"\x89PNG", b"RIFF", b"GIF8"

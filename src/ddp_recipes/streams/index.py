@@ -15,7 +15,10 @@ from typing import Any, TypeVar
 from ddp_recipes.errors import RequestError
 from ddp_recipes.runtime.files import write_aside
 from ddp_recipes.streams.cache import Cache, sha256, without_query
-from ddp_recipes.streams.formats import TYPES, UNTYPED, BadShard, Csv, Formats, Groups, alike, wider
+from ddp_recipes.streams.columns import Groups, alike
+from ddp_recipes.streams.csv_table import TYPES, UNTYPED, Csv, wider
+from ddp_recipes.streams.formats import Formats
+from ddp_recipes.streams.reader import BadShard
 
 NAME = "index.json"
 FORMAT = 1

@@ -21,9 +21,11 @@ from ddp_recipes.data.order import Sequential, Shuffled
 from ddp_recipes.errors import RequestError
 from ddp_recipes.runtime.files import write_aside
 from ddp_recipes.streams.cache import Cache
+from ddp_recipes.streams.csv_table import TYPES
 from ddp_recipes.streams.decoding import Decoder, of_column
-from ddp_recipes.streams.formats import TYPES, Formats, Row, needed
+from ddp_recipes.streams.formats import Formats
 from ddp_recipes.streams.index import NAME, Columns, Index, Shard, assembled, described, in_parallel, write
+from ddp_recipes.streams.reader import Row, needed
 
 PLAN = "pack.json"  # what is being packed, as long as it is
 LOOKED_AT = 32  # samples that say how large others are, and of which type
