@@ -14,7 +14,6 @@ from ddp_recipes.build.instantiate import reaches_own_code
 from ddp_recipes.build.recipe import Recipe, make_recipe
 from ddp_recipes.build.run import join, make_run, make_stop_controller
 from ddp_recipes.checkpointing.files import refuse_folders
-from ddp_recipes.checkpointing.parts import plain
 from ddp_recipes.config.extras import extra
 from ddp_recipes.data.loader import skipped_of
 from ddp_recipes.devices import identity, is_accelerator, leaves_tensor_cores_idle
@@ -27,7 +26,7 @@ from ddp_recipes.runtime.control import FELL_BACK, NOBODY, OWN, Control
 from ddp_recipes.runtime.job import ASKS_TO_STOP, Job, Watcher, unpack
 from ddp_recipes.runtime.messages import Messages
 from ddp_recipes.runtime.process import ignore_once, shorten_names_of_sockets
-from ddp_recipes.runtime.tensors import digest, without_digest
+from ddp_recipes.runtime.tensors import digest, plain, without_digest
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import refuse_differing
 from ddp_recipes.training import loop

@@ -9,8 +9,7 @@ import pytest
 
 from ddp_recipes import checkpointing
 from ddp_recipes.checkpointing.files import load, step_files
-from ddp_recipes.checkpointing.parts import put_together
-from ddp_recipes.runtime.tensors import digest
+from ddp_recipes.runtime.tensors import digest, put_together
 from helpers.accelerator import HABITS, Accelerator
 from helpers.marks import slow_but
 from helpers.waits import COUNTING

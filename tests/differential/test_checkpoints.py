@@ -18,10 +18,9 @@ from typing import Any, TypeVar
 import pytest
 
 from ddp_recipes.checkpointing.files import load, load_first, named, newest_first
-from ddp_recipes.checkpointing.parts import put_together
 from ddp_recipes.errors import RequestError
 from ddp_recipes.reporting.run_directory import Summary
-from ddp_recipes.runtime.tensors import digest
+from ddp_recipes.runtime.tensors import digest, put_together
 from helpers.damage import OTHERS, copied
 from helpers.exact import QUIET
 

@@ -15,9 +15,9 @@ import torch
 from differential import architectures
 
 from ddp_recipes.checkpointing.files import load
-from ddp_recipes.checkpointing.parts import put_together
 from ddp_recipes.errors import RequestError, RunFailed
 from ddp_recipes.reporting.run_directory import Summary
+from ddp_recipes.runtime.tensors import put_together
 from helpers.patience import patience
 from helpers.ranks import run_recipe
 

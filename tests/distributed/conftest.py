@@ -33,7 +33,7 @@ def own_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 def weights() -> Callable[[Any], dict[str, Any]]:
     """Return the weights in the last checkpoint of a run, by its summary."""
     from ddp_recipes.checkpointing.files import load, newest_first
-    from ddp_recipes.checkpointing.parts import put_together
+    from ddp_recipes.runtime.tensors import put_together
 
     def of(summary: Any) -> dict[str, Any]:
         last = newest_first(Path(summary["run_directory"]) / "checkpoints")[0]

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from ddp_recipes.checkpointing.files import load, newest_first, step_files
-from ddp_recipes.checkpointing.parts import put_together
 from ddp_recipes.errors import RequestError
 from ddp_recipes.reporting.run_directory import Summary
-from ddp_recipes.runtime.tensors import digest
+from ddp_recipes.runtime.tensors import digest, put_together
 from helpers.marks import needs, slow_but
 
 Run = Callable[..., Summary]

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from ddp_recipes.checkpointing.files import load, newest_first
-from ddp_recipes.checkpointing.parts import put_together
 from ddp_recipes.errors import RequestError
 from ddp_recipes.reporting.run_directory import Summary
-from ddp_recipes.runtime.tensors import digest
+from ddp_recipes.runtime.tensors import digest, put_together
 from helpers.exact import QUIET
 from helpers.marks import slow_but
 

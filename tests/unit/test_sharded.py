@@ -18,10 +18,10 @@ from safetensors.torch import load as safetensors, load_file
 import ddp_recipes
 from ddp_recipes.checkpointing.files import load, load_first, newest_first
 from ddp_recipes.checkpointing.manager import Checkpointer, FileCheckpointer
-from ddp_recipes.checkpointing.parts import Stored, put_together
+from ddp_recipes.checkpointing.parts import Stored
 from ddp_recipes.checkpointing.sharded import Writers, make_checkpointer
 from ddp_recipes.errors import RecipeError, RequestError
-from ddp_recipes.runtime.tensors import OwnRows, digest, span
+from ddp_recipes.runtime.tensors import OwnRows, digest, put_together, span
 from helpers.checkpoints import mounted, plain, settings as saving, state_of, steps_in
 from helpers.states import same, states
 

@@ -18,7 +18,6 @@ from ddp_recipes.build.observers import logger_sections, make_callbacks, uncalle
 from ddp_recipes.build.resume import start_of
 from ddp_recipes.callbacks import Callback
 from ddp_recipes.checkpointing.files import State
-from ddp_recipes.checkpointing.parts import put_together
 from ddp_recipes.config.extras import extra
 from ddp_recipes.config.parallelism import Stage
 from ddp_recipes.config.request import Request
@@ -30,7 +29,7 @@ from ddp_recipes.loggers import Logger
 from ddp_recipes.runtime.control import Control
 from ddp_recipes.runtime.job import Job, Regroup
 from ddp_recipes.runtime.seeding import seed_everything
-from ddp_recipes.runtime.tensors import digest
+from ddp_recipes.runtime.tensors import digest, put_together
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies import Strategy
 from ddp_recipes.tasks import RunContext, Task

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from ddp_recipes.checkpointing import parts
+from ddp_recipes.checkpointing.index import DamagedParts, Verify, is_index, verify_here
 from ddp_recipes.checkpointing.writing import reason_of
 from ddp_recipes.errors import RequestError
+from ddp_recipes.runtime.tensors import Source, plain
 
 FORMAT = 2  # 1 had a digest in its content, which no longer counts
 LAST, BEST = "last", "best"  # other names of the newest and the best
@@ -35,7 +36,7 @@ def content_of(state: State) -> State:
     Raises:
         TypeError: names what is neither tensor nor plain data.
     """
-    return {"format": FORMAT, **parts.plain(state)}
+    return {"format": FORMAT, **plain(state)}
 
 
 class DamagedCheckpoint(RequestError):
@@ -49,7 +50,7 @@ class DamagedCheckpoint(RequestError):
         return f"{self.path} is damaged or no checkpoint: {self.reason}. {_hint(self.path.parent)}"
 
 
-def load(path: Path, verify: parts.Verify = parts.verify_here, readers: int = 0) -> State:
+def load(path: Path, verify: Verify = verify_here, readers: int = 0) -> State:
     """Return the state in a checkpoint, verified: tensors and plain data only, nothing in it is run.
 
     It has a ``checksum``, too, which copies of a file have in common. What ranks had rows of is a ``Source``.
@@ -64,7 +65,9 @@ def load(path: Path, verify: parts.Verify = parts.verify_here, readers: int = 0)
     if path.exists() and not path.is_file():  # to open a pipe would wait for ever
         raise DamagedCheckpoint(path, "it is no regular file")
     try:
-        if parts.is_index(path):
+        if is_index(path):
+            from ddp_recipes.checkpointing import parts
+
             return _checked(path, parts.load(path, verify, readers), parts.FORMAT)
         refuse_odd_zip(path)
         with zipfile.ZipFile(path) as archive:  # torch does not look at its checksums
@@ -76,7 +79,7 @@ def load(path: Path, verify: parts.Verify = parts.verify_here, readers: int = 0)
         raise RequestError(f"There is no checkpoint {path}. {_hint(path.parent)}") from None
     except RequestError:
         raise
-    except parts.DamagedParts as error:
+    except DamagedParts as error:
         raise DamagedCheckpoint(path, str(error)) from None
     except Exception as error:  # a damaged file can fail in any way in the unpickler
         raise DamagedCheckpoint(
@@ -128,7 +131,7 @@ def _misfit(state: State) -> str | None:
     if not isinstance(weights, dict):
         return "it has no weights"
     for name, value in weights.items():
-        is_tensor = isinstance(value, (torch.Tensor, parts.Stored))
+        is_tensor = isinstance(value, (torch.Tensor, Source))
         if not isinstance(name, str) or not (is_tensor or name.endswith("_extra_state")):
             return f"its weight {name} is a {type(value).__name__}, no tensor"
     counts = ("epoch", "batch", "step", "samples_seen")
@@ -140,9 +143,7 @@ def _misfit(state: State) -> str | None:
     return None
 
 
-def load_first(
-    paths: Sequence[Path], verify: parts.Verify = parts.verify_here, readers: int = 0
-) -> tuple[Path, State, list[str]]:
+def load_first(paths: Sequence[Path], verify: Verify = verify_here, readers: int = 0) -> tuple[Path, State, list[str]]:
     """Return the path and state of the first checkpoint that is whole, and warnings about the others.
 
     Raises:

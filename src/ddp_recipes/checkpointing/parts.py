@@ -1,7 +1,6 @@
 """A checkpoint in parts: a safetensors file from each rank, and an index in JSON, without which they are worth nothing.
 
-The index is ``step_<8 digits>.json`` (``.pt`` in runs of earlier versions). Its parts are in a folder beside it, whose
-name has a part that differs from start to start: no save writes into the files of another one. Nothing is pickled.
+Where they lie: :mod:`ddp_recipes.checkpointing.index`. Nothing is pickled.
 
 A part is verified before it is read. A rank that has verified what it loads does not read it again.
 """
@@ -10,7 +9,6 @@ import io
 import json
 import math
 import os
-import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -19,51 +17,21 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from ddp_recipes.checkpointing.index import DamagedParts, Verify, checksum_of, read_index
 from ddp_recipes.checkpointing.writing import NAMES
 from ddp_recipes.runtime.files import open_file
-from ddp_recipes.runtime.tensors import OwnRows, whole_of
+from ddp_recipes.runtime.tensors import OwnRows, below, plain
 
 FORMAT = 3
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
-FOLDER = re.compile(r"step_\d{8,}-[0-9a-f]{8}")
-Verify = Callable[[Sequence[Callable[[], str | None]]], Sequence[str | None]]
 
 
 def file_of(rank: int, ranks: int) -> str:
     """Return the name of a rank's part."""
     return f"rank_{rank}_of_{ranks}.safetensors"
-
-
-def plain(value: Any, name: str = "") -> Any:
-    """Return a state of nothing but the types that a checkpoint is read back as, without running any code.
-
-    Of other kinds of dicts, lists, tuples, numbers and texts, as NumPy's and those of enumerations, it has the values.
-
-    Raises:
-        TypeError: names what is neither tensor nor plain data.
-    """
-    if value is None or type(value) in (bool, int, float, str) or isinstance(value, (Tensor, OwnRows)):
-        return value
-    if isinstance(value, dict):
-        return {plain(key, name): plain(inside, _below(name, key)) for key, inside in value.items()}
-    if isinstance(value, (list, tuple)):
-        items = (plain(inside, _below(name, number)) for number, inside in enumerate(value))
-        return list(items) if isinstance(value, list) else tuple(items)
-    if isinstance(value, np.generic):
-        return plain(value.item(), name)
-    for kind in (int, float):
-        if isinstance(value, kind):
-            return kind(value)
-    if isinstance(value, str):
-        return str.__str__(value)
-    raise TypeError(
-        f"{name}: {type(value).__name__} cannot be in a checkpoint. Allowed: tensors, numbers, texts, and lists and "
-        f"dicts of them."
-    )
 
 
 def taken_apart(state: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor], dict[str, OwnRows]]:
@@ -87,20 +55,13 @@ def taken_apart(state: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor], dict[
             tensors[name] = value
             return {"tensor": name}
         if isinstance(value, dict):
-            return {"dict": [[apart(key, name), apart(inside, _below(name, key))] for key, inside in value.items()]}
+            return {"dict": [[apart(key, name), apart(inside, below(name, key))] for key, inside in value.items()]}
         if isinstance(value, (list, tuple)):
-            items = [apart(inside, _below(name, number)) for number, inside in enumerate(value)]
+            items = [apart(inside, below(name, number)) for number, inside in enumerate(value)]
             return items if isinstance(value, list) else {"tuple": items}
         return plain(value, name)
 
     return apart(dict(state), ""), tensors, rows
-
-
-def _below(name: str, key: object) -> str:
-    """Return a name that nothing else in a state has: a key that could be read as several is quoted."""
-    if not isinstance(key, str) or not key or {*"/["} & {*key}:
-        return f"{name}[{key!r}]"
-    return f"{name}/{key}" if name else key
 
 
 @dataclass(frozen=True)
@@ -139,19 +100,11 @@ def index(folder: str, tree: Any, rows: Mapping[str, OwnRows], parts: Sequence[P
         "state": tree,
     }
     text = json.dumps(content).encode()
-    return b'{"checksum": "%b", "content": %b}' % (_checksum(text).encode(), text)
-
-
-def _checksum(text: bytes) -> str:
-    return f"{zlib.crc32(text):08x}"
+    return b'{"checksum": "%b", "content": %b}' % (checksum_of(text).encode(), text)
 
 
 MOST_DIMENSIONS = 64  # of a tensor that torch computes with
 CHUNK = 1 << 20  # bytes: what was read is still in the processor's cache when its checksum is computed
-
-
-class DamagedParts(ValueError):
-    """What is wrong with an index or with a part."""
 
 
 class Kind(NamedTuple):
@@ -343,45 +296,6 @@ class Stored:
         return found
 
 
-def is_index(path: Path) -> bool:
-    """Whether a file is an index: a zip file begins otherwise."""
-    with open_file(path) as file:
-        return file.read(1) == b"{"
-
-
-def folder_of(path: Path) -> Path | None:
-    """Return the folder with the parts of a checkpoint; ``None`` where it is a file of its own, or damaged."""
-    try:
-        return path.parent / str(_content(path)["folder"]) if is_index(path) else None
-    except DamagedParts:
-        return None
-
-
-def abandoned(directory: Path) -> list[Path]:
-    """Return the folders in which a save that was killed left parts, or a deletion: no index names them."""
-    found = [path for path in directory.iterdir() if FOLDER.fullmatch(path.name)]
-    files = (path for pattern in ("*.pt*", "*.json*") for path in directory.glob(pattern) if found and path.is_file())
-    indices = [path for path in files if is_index(path)]
-    folders = [folder_of(path) for path in indices]
-    return [] if None in folders else [path for path in found if path not in folders]  # a damaged one may name any
-
-
-def _content(path: Path) -> dict[str, Any]:
-    with open_file(path) as whole:
-        text = whole.readall()
-    try:
-        file = json.loads(text)
-        content: dict[str, Any] = file["content"]
-        right = file["checksum"] == _checksum(text.partition(b'"content": ')[2][:-1])
-        if right and FOLDER.fullmatch(content["folder"]) is None:
-            raise DamagedParts("it names no folder of a checkpoint")
-    except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise DamagedParts(f"it is no whole index of a checkpoint in parts ({type(error).__name__})") from None
-    if not right:
-        raise DamagedParts("its content does not match its checksum")
-    return {**content, "checksum": file["checksum"]}
-
-
 def load(path: Path, verify: Verify, readers: int) -> dict[str, Any]:
     """Return the state that an index describes: tensors, and :class:`Stored` where ranks had rows.
 
@@ -393,7 +307,7 @@ def load(path: Path, verify: Verify, readers: int) -> dict[str, Any]:
     Raises:
         DamagedParts: what is wrong with the index or with a part.
     """
-    content = _content(path)
+    content = read_index(path)
     if content["format"] > FORMAT:
         return {"format": content["format"]}
     if content["format"] != FORMAT:
@@ -448,21 +362,3 @@ def restored(value: Any, rows: Mapping[str, Stored], files: Sequence[PartFile]) 
     if kind == "tensor":
         return files[0].tensor(inside)  # only rank 0 wrote it
     return rows[inside]
-
-
-def verify_here(checks: Sequence[Callable[[], str | None]]) -> list[str | None]:
-    """Verify all parts in this process."""
-    return [check() for check in checks]
-
-
-def put_together(value: Any) -> Any:
-    """Return a state with whole tensors in the place of those in files; what has none is returned as it is."""
-    if isinstance(value, Stored):
-        return whole_of(value)
-    if isinstance(value, dict):
-        found = {key: put_together(inside) for key, inside in value.items()}
-        return found if any(found[key] is not value[key] for key in value) else value
-    if isinstance(value, (list, tuple)):
-        items = type(value)(map(put_together, value))
-        return items if any(new is not old for new, old in zip(items, value, strict=True)) else value
-    return value

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from ddp_recipes.checkpointing.files import find, load, load_first, refuse_odd_zip
-from ddp_recipes.checkpointing.parts import is_index, put_together
+from ddp_recipes.checkpointing.index import is_index
 from ddp_recipes.checkpointing.writing import reason_of
 from ddp_recipes.errors import RequestError
+from ddp_recipes.runtime.tensors import put_together
 
 PREFIXES = ("", "model.", "net.", "module.", "_orig_mod.")  # of a wrapper, which a file may have before every name
 SHOWN = 4  # names of a kind

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ddp_recipes.checkpointing.parts import plain, put_together
 from ddp_recipes.errors import RequestError
+from ddp_recipes.runtime.tensors import plain, put_together
 
 if TYPE_CHECKING:
     from ddp_recipes.lightning.adapter import LightningTask

@@ -5,8 +5,9 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -94,6 +95,7 @@ def sums_of_bits(tensors: Sequence[Tensor]) -> list[int]:
     return [found[place] for place in range(len(sums))]
 
 
+@runtime_checkable
 class Source(Protocol):
     """A whole tensor that need not be in memory: in a checkpoint's files, or as an initialisation gives it.
 
@@ -175,3 +177,51 @@ def tensors_in(data: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
                 parts = vars(data).values()
         for part in parts:
             yield from tensors_in(part, seen)
+
+
+def plain(value: Any, name: str = "") -> Any:
+    """Return a state of nothing but the types that a checkpoint is read back as, without running any code.
+
+    Of other kinds of dicts, lists, tuples, numbers and texts, as NumPy's and those of enumerations, it has the values.
+
+    Raises:
+        TypeError: names what is neither tensor nor plain data.
+    """
+    if value is None or type(value) in (bool, int, float, str) or isinstance(value, (Tensor, OwnRows)):
+        return value
+    if isinstance(value, dict):
+        return {plain(key, name): plain(inside, below(name, key)) for key, inside in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = (plain(inside, below(name, number)) for number, inside in enumerate(value))
+        return list(items) if isinstance(value, list) else tuple(items)
+    if isinstance(value, np.generic):
+        return plain(value.item(), name)
+    for kind in (int, float):
+        if isinstance(value, kind):
+            return kind(value)
+    if isinstance(value, str):
+        return str.__str__(value)
+    raise TypeError(
+        f"{name}: {type(value).__name__} cannot be in a checkpoint. Allowed: tensors, numbers, texts, and lists and "
+        f"dicts of them."
+    )
+
+
+def below(name: str, key: object) -> str:
+    """Return a name that nothing else in a state has: a key that could be read as several is quoted."""
+    if not isinstance(key, str) or not key or {*"/["} & {*key}:
+        return f"{name}[{key!r}]"
+    return f"{name}/{key}" if name else key
+
+
+def put_together(value: Any) -> Any:
+    """Return a state with whole tensors in the place of those in files; what has none is returned as it is."""
+    if isinstance(value, Source):
+        return whole_of(value)
+    if isinstance(value, dict):
+        found = {key: put_together(inside) for key, inside in value.items()}
+        return found if any(found[key] is not value[key] for key in value) else value
+    if isinstance(value, (list, tuple)):
+        items = type(value)(map(put_together, value))
+        return items if any(new is not old for new, old in zip(items, value, strict=True)) else value
+    return value

@@ -13,12 +13,11 @@ from torch import Tensor, nn
 
 from ddp_recipes._compat.messages import of_sparse
 from ddp_recipes._compat.torch_ import BatchNorm, norm_of_each
-from ddp_recipes.checkpointing.parts import put_together
 from ddp_recipes.config.parallelism import StrategySettings
 from ddp_recipes.errors import RequestError, RunFailed
 from ddp_recipes.runtime.messages import Messages
 from ddp_recipes.runtime.phases import phase
-from ddp_recipes.runtime.tensors import OwnRows, digest
+from ddp_recipes.runtime.tensors import OwnRows, digest, put_together
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.exchanges import Exchanges
 from ddp_recipes.tasks import StepOutput, Task

@@ -9,13 +9,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_recipes._compat.model_parallel import of_no_data
-from ddp_recipes.checkpointing.parts import put_together
 from ddp_recipes.devices import for_sums
 from ddp_recipes.errors import RequestError
 from ddp_recipes.model_parallel.layout import Layout
 from ddp_recipes.model_parallel.pipeline import Pipeline, joined
 from ddp_recipes.runtime.messages import Messages
 from ddp_recipes.runtime.phases import phase
+from ddp_recipes.runtime.tensors import put_together
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import Passes, Wrapped, parameters_in, states_in_order
 from ddp_recipes.strategies.collectives import broadcast, broadcast_each, gather, in_buckets
