@@ -277,6 +277,7 @@ def check_validation(run: Run, recipe: Recipe) -> None:
         kept = on_copies(run.task)
     with kept:
         metrics = evaluate(run.task, loaders, run.strategy, run.precision, within=refusing_collectives(run))
+    run.strategy.moved = frozenset()  # a trial has no effect to tell of
     if warning := settle_monitor(run, metrics):
         recipe.warnings.append(warning)
     for callback in run.callbacks.values():

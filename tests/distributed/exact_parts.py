@@ -51,6 +51,29 @@ class Growing(Toy):
         return super().forward(input)
 
 
+class FromFirst(Toy):
+    """Takes a buffer, or a parameter, from the first batch that it sees, in whichever mode: as a codebook begins.
+
+    It counts evaluations.
+    """
+
+    def __init__(self, in_features: int, hidden_features: int, out_features: int, writes: bool = False) -> None:
+        super().__init__(in_features, hidden_features, out_features)
+        self.register_buffer("begun", torch.tensor(False))
+        self.register_buffer("shift", torch.zeros(in_features))
+        self.register_buffer("evaluated", torch.tensor(0))
+        self.scale, self.writes = nn.Parameter(torch.ones(in_features)), writes
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.evaluated += not self.training
+        if not self.begun:
+            self.begun.fill_(True)
+            self.shift.copy_(input.mean(dim=0))
+            if self.writes:
+                self.scale.data.copy_(1 / (1 + self.shift.abs()))
+        return super().forward((input - self.shift) * self.scale)
+
+
 class TurnsRound(Toy):
     """Runs its blocks the other way round on rank 1 from its sixth training batch on."""
 

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from ddp_recipes import rank
 from ddp_recipes.config.request import Request
 from ddp_recipes.devices import of_gpus
-from ddp_recipes.errors import RequestError
+from ddp_recipes.errors import RequestError, RunFailed
 from ddp_recipes.reporting.run_directory import Summary
 from ddp_recipes.runtime.messages import Messages
 from ddp_recipes.runtime.world import World
@@ -141,6 +141,25 @@ def test_buffers_are_combined_by_the_rule(run: Run, weights: Weights) -> None:
         assert parts["batches"] == 1
         assert torch.equal(parts["mask"], torch.full((2, 2), float("-inf")).triu(1))
         assert torch.equal(parts["tenth"], torch.tensor(0.1))
+
+
+FIRST = ["strategy.shards=12", "model._target_=exact_parts.FromFirst"]
+BOTH = pytest.mark.parametrize("strategy", [["strategy=ddp_exact"], ["strategy=fsdp", "strategy.wrap=[net1,net2]"]])
+
+
+@BOTH
+def test_what_an_evaluation_moves_is_put_back_and_named(strategy: list[str], run: Run) -> None:
+    """The trial before training is the first that the model sees, and each rank has other samples in it."""
+    found = [run(*QUIET, *strategy, *FIRST, world_size=size) for size in (1, 3)]
+    assert found[0]["weights_sha256"] == found[1]["weights_sha256"]
+    log = (Path(found[1]["run_directory"]) / "train.log").read_text()
+    assert log.count("The validation has moved the buffers evaluated.") == 1
+
+
+@BOTH
+def test_an_evaluation_that_writes_to_a_parameter_ends_the_run_by_name(strategy: list[str], run: Run) -> None:
+    with pytest.raises(RunFailed, match="A forward pass writes to the parameter scale"):
+        run(*QUIET, *strategy, *FIRST, "+model.writes=true", world_size=2)
 
 
 def test_predictions_do_not_depend_on_the_number_of_ranks(run: Run, tmp_path: Path) -> None:

@@ -97,6 +97,7 @@ class Strategy(Protocol):
     shares_memory: bool = False  # ranks exchange gradients in memory, not by the backend; known after :meth:`wrap`
     bound: torch.device | None = None  # the one accelerator of a replica, which the group is for; set before setup
     silent: bool = False  # whether collectives wait for :meth:`abort` once a rank is lost, and raise nothing; of setup
+    moved: frozenset[str] = frozenset()  # buffers that an evaluation has moved, and that were put back
     exchanges: Exchanges = Exchanges()  # by these; each method that returns what was exchanged synchronizes before
 
     @property
@@ -216,6 +217,10 @@ class Strategy(Protocol):
     @abstractmethod
     def sync_buffers(self, task: Task) -> None:
         """Give every rank rank 0's buffers, so that all evaluate one model. A collective."""
+
+    def evaluation(self, task: Task) -> AbstractContextManager[Any]:
+        """Return the context in which a data set is evaluated, of which each rank has samples of its own."""
+        return nullcontext()
 
     def send_buffers(self, task: Task) -> None:
         """Do so before a forward pass that the wrapper of :meth:`wrap` knows nothing of, where it would. A collective.

@@ -1,19 +1,21 @@
-"""Parameters that something else than an optimizer writes to, such as the moving averages of a teacher.
+"""Parameters and buffers that something else than an optimizer or a training step writes to, as a teacher's averages.
 
-What a forward pass writes is lost, or happens another number of times, where a strategy gathers parameters for a pass,
-or has several passes of a rank make one step: then a run is refused. torch counts what is written to a parameter, but
-nothing that goes by ``parameter.data``: one that has got other memory is seen, too, and some passes are looked at by
-what they leave. What one rank writes otherwise than the others is found where their parameters are compared.
+What a forward pass writes to a parameter is lost, or happens another number of times, where a strategy gathers
+parameters for a pass, or has several passes of a rank make one step: then a run is refused. torch counts what is
+written to a parameter, but nothing that goes by ``parameter.data``: one that has got other memory is seen, too, and
+some passes are looked at by what they leave. What one rank writes otherwise than the others is found where their
+parameters are compared.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from torch import Tensor, nn
+from torch import Tensor, nn, strided
 
 from ddp_recipes._compat.torch_ import storage_key, writes
 from ddp_recipes.errors import RunFailed
 from ddp_recipes.runtime.tensors import sums_of_bits
+from ddp_recipes.tasks.blocks import on_copies
 
 _FIRST, _NEXT = 3, 64  # so many passes are looked at; then this one, and each after four times as many
 
@@ -29,18 +31,17 @@ class Watch:
     def __init__(self, module: nn.Module, parameters: Callable[[], Sequence[Tensor]] | None = None) -> None:
         self._module = module
         self._parameters = parameters or (lambda: [*module.parameters()])
-        self._passes = 0  # in training
+        self._passes = {True: 0, False: 0}  # in training, and in evaluations
         self._before: list[tuple[Tensor, tuple[int, int]]] = []
         self._sums: tuple[list[Tensor], list[int]] = [], []
 
     def begin(self) -> None:
         """A pass begins."""
         self._before = [(parameter, seen_of(parameter)) for parameter in self._parameters()]
-        if self._module.training:
-            if _looked_at(self._passes):
-                there = [each for each, _ in self._before if type(each.data) is Tensor and not each.is_meta]  # no fake
-                self._sums = there, sums_of_bits(there)
-            self._passes += 1
+        if _looked_at(self._passes[self._module.training]):
+            there = [each for each, _ in self._before if type(each.data) is Tensor and not each.is_meta]  # no fake
+            self._sums = there, sums_of_bits(there)
+        self._passes[self._module.training] += 1
 
     def end(self) -> None:
         """The pass has ended; of a module that calls itself, the innermost.
@@ -63,6 +64,22 @@ class Watch:
         self.begin()
         yield
         self.end()
+
+
+@contextmanager
+def buffers_kept(module: nn.Module) -> Iterator[set[str]]:
+    """Leave buffers as they are, whatever moves them meanwhile; the set gets the names of those that moved."""
+    before, moved = dict(module.named_buffers()), set[str]()
+    with on_copies(module):
+        yield moved
+        after = dict(module.named_buffers())
+        moved.update(name for name, buffer in before.items() if not _alike(buffer, after.get(name)))
+
+
+def _alike(one: Tensor, other: Tensor | None) -> bool:
+    if other is None or one.shape != other.shape:
+        return False
+    return one.layout != strided or len({*sums_of_bits([one, other])}) == 1
 
 
 def seen_of(parameter: Tensor) -> tuple[int, int]:

@@ -140,6 +140,7 @@ def validate(run: Run) -> bool:
     for callback in run.callbacks.values():
         callback.on_validation_start(run.cursor.step)
     matrices: Matrices = {}
+    known = run.strategy.moved
     try:
         metrics = evaluate(
             run.task, run.val, run.strategy, run.precision, matrices, run.stop_controller.check_validation
@@ -149,6 +150,14 @@ def validate(run: Run) -> bool:
         return False
     if warning := settle_monitor(run, {**run.metrics, **metrics}):
         log.warning(warning)
+    moved = sorted(name.removeprefix("model.") for name in run.strategy.moved - known)
+    if moved and run.world.is_main:
+        log.warning(
+            "The validation has moved the buffers %s. Each rank has seen other samples, so what they were before is "
+            "put back: with strategy=%s only training moves buffers.",
+            ", ".join(moved),
+            run.strategy.settings.name,
+        )
     run.metrics.update(metrics)
     run.logger.scalars({k: v for k, v in metrics.items() if k not in run.task.unlogged}, run.cursor.step)
     log_matrices(matrices, run.logger, run.world.is_main)
@@ -225,7 +234,7 @@ def _evaluate(
         metric.reset()
     step = task.test_step if prefix.startswith("test") else task.validation_step
     sums: dict[str, Tensor] = {}  # name -> for each shard the sum over samples and their number, [shards, 2]
-    with phase("validation"), torch.no_grad():
+    with phase("validation"), torch.no_grad(), strategy.evaluation(task):
         for batch in batches:
             if batch.num_samples == 0 and sums:
                 if strategy.settings.kind == "sharded":  # the others wait for this rank in the model

@@ -1,7 +1,7 @@
 """The same bits on any number of processes."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import cast
 
@@ -17,6 +17,7 @@ from ddp_recipes.strategies.ddp_exact.ordered_sum import OrderedSum, sum_in_turn
 from ddp_recipes.strategies.ddp_exact.settings import DDPExactSettings
 from ddp_recipes.strategies.group import Group
 from ddp_recipes.tasks import Task
+from ddp_recipes.tasks.written import buffers_kept
 
 
 class DDPExact(Whole, Group):
@@ -66,6 +67,13 @@ class DDPExact(Whole, Group):
         yield
         with phase(ALL_REDUCE):
             self.total.take(weight)
+
+    @contextmanager
+    def evaluation(self, task: Task) -> Iterator[None]:
+        """Leave weights and buffers as they are."""
+        with buffers_kept(task) as moved, nullcontext() if self.total is None else self.total.watch.one():
+            yield
+        self.moved |= moved
 
     def reduce(self) -> None:
         """Put the ordered sum in place."""

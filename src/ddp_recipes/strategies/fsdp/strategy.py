@@ -35,6 +35,7 @@ from ddp_recipes.strategies.fsdp.usage import Usage
 from ddp_recipes.strategies.group import Group
 from ddp_recipes.tasks import Task
 from ddp_recipes.tasks.blocks import on_copies
+from ddp_recipes.tasks.written import buffers_kept
 
 
 class FSDP(Whole, Group):
@@ -228,6 +229,13 @@ class FSDP(Whole, Group):
             self.sync_buffers(self.task)  # as DDP does
         for part in self.parts.values():
             part.take_gradient(part.name in (self.usage.always or ()))
+
+    @contextmanager
+    def evaluation(self, task: Task) -> Iterator[None]:
+        """Leave buffers as they are where they are the same on all ranks after each step."""
+        with nullcontext(set[str]()) if self.settings.shards is None else buffers_kept(task) as moved:
+            yield
+        self.moved |= moved
 
     def _add_single(self) -> None:
         """Add up the gradients of single numbers over all ranks, which have used the same ones."""
