@@ -761,6 +761,7 @@ class Template(Own):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.Adam(self.trainer.model.parameters())
         steps = int(self.trainer.estimated_stepping_batches)
+        assert self.trainer.fit_loop.epoch_loop.val_loop._data_source.is_defined()
         return [optimizer], [torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, steps)]
 
 

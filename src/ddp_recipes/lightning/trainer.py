@@ -378,5 +378,12 @@ class _EpochLoop:
         return self._trainer.global_step
 
     @property
+    def val_loop(self) -> Any:
+        """Where modules ask, as GluonTS does in ``configure_optimizers``, whether there is anything to validate on."""
+        return SimpleNamespace(
+            _data_source=SimpleNamespace(is_defined=lambda: self._trainer.val_dataloaders is not None),
+        )
+
+    @property
     def _batches_that_stepped(self) -> int:
         return self._trainer._step

@@ -50,9 +50,10 @@ class Watch:
             RunFailed: it has written to a parameter, which is named.
         """
         changed = [parameter for parameter, seen in self._before if seen_of(parameter) != seen]
-        if (there := self._sums[0]) and not changed:
-            now = zip(there, self._sums[1], sums_of_bits(there), strict=True)
-            changed = [parameter for parameter, before, after in now if before != after]
+        if not changed:  # what has been given back meanwhile has no memory
+            there = [pair for pair in zip(*self._sums, strict=True) if pair[0].untyped_storage().size()]
+            now = zip(there, sums_of_bits([parameter for parameter, _ in there]), strict=True)
+            changed = [parameter for (parameter, before), after in now if before != after]
         self._before, self._sums = [], ([], [])
         if changed:
             names = [name for name, each in self._module.named_parameters() if any(each is one for one in changed)]
