@@ -1,7 +1,9 @@
 """Models whose gradients and buffers are awkward to add up."""
 
+import random
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -223,6 +225,18 @@ class Normed(torch.optim.SGD):
 
     def step(self, closure: Any = None) -> Any:
         return super().step(closure)
+
+
+class Noisy(torch.optim.SGD):
+    """Adds noise to what it learns, as Langevin dynamics do."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        found = super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.add_(torch.randn_like(parameter), alpha=0.01 * random.random() * np.random.rand())
+        return found
 
 
 class Tied(Toy):

@@ -143,6 +143,15 @@ def test_buffers_are_combined_by_the_rule(run: Run, weights: Weights) -> None:
         assert torch.equal(parts["tenth"], torch.tensor(0.1))
 
 
+def test_an_optimizer_that_draws_draws_the_same_on_any_number_of_ranks(run: Run) -> None:
+    drawing = [*BASE, "optimizer._target_=exact_parts.Noisy"]
+    found = {size: run(*drawing, world_size=size)["weights_sha256"] for size in (1, 3)}
+    assert found[1] == found[3]
+    assert found[1] != run(*BASE)["weights_sha256"]
+    saving = [*QUIET, "strategy=ddp", "optimizer._target_=exact_parts.Noisy"]
+    assert run(*saving, world_size=2)["status"] == "finished", "DDP compares what ranks have before each validation"
+
+
 FIRST = ["strategy.shards=12", "model._target_=exact_parts.FromFirst"]
 BOTH = pytest.mark.parametrize("strategy", [["strategy=ddp_exact"], ["strategy=fsdp", "strategy.wrap=[net1,net2]"]])
 

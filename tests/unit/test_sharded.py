@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -16,11 +16,11 @@ from hypothesis import example, given, settings, strategies as st
 from safetensors.torch import load as safetensors, load_file
 
 import ddp_recipes
-from ddp_recipes.checkpointing.files import load, load_first, newest_first
+from ddp_recipes.checkpointing.files import load, load_first, newest_first, step_files
 from ddp_recipes.checkpointing.manager import Checkpointer, FileCheckpointer
 from ddp_recipes.checkpointing.parts import Stored
 from ddp_recipes.checkpointing.sharded import Writers, make_checkpointer
-from ddp_recipes.errors import RecipeError, RequestError
+from ddp_recipes.errors import RecipeError, RequestError, RunFailed
 from ddp_recipes.runtime.tensors import OwnRows, digest, put_together, span
 from helpers.checkpoints import mounted, plain, settings as saving, state_of, steps_in
 from helpers.states import same, states
@@ -115,6 +115,20 @@ def test_what_ranks_save_is_read_as_one_to_the_bit(
     assert same(plain(put_together(content)), state)
     assert team.each[0].last == folder / "last.json"
     assert [path.name for path in folder.glob("step_*-*/*.json")] == []
+
+
+def test_ranks_that_do_not_answer_leave_a_checkpoint_whole(tmp_path: Path) -> None:
+    """One that was stopped as it was to verify a part: none is damaged for that, and no other one is tried."""
+    saved(tmp_path)
+    asked: list[object] = []
+
+    def silent(checks: object) -> NoReturn:
+        asked.append(checks)
+        raise RunFailed("Rank 1 of 3 did not arrive", unresponsive=[1])
+
+    with pytest.raises(RunFailed, match="did not arrive"):
+        load_first([path for _, path in sorted(step_files(tmp_path).items(), reverse=True)], silent, RANKS)
+    assert len(asked) == 1
 
 
 def test_what_is_kept_is_handed_over_once_then_read_again(tmp_path: Path) -> None:

@@ -95,6 +95,9 @@ def make_run(recipe: Recipe, stop_controller: StopController, strategy: Strategy
     with loading():  # an optimizer that is not torch's own may bring its compiler
         optimizers, schedules = strategy.make_optimizers(task, partial(_optimizers_and_schedules, recipe))
     fixed_shards = recipe.request.strategy.fixed_shards
+    draws = not all(
+        type(each).__module__.startswith("torch.optim.") for each in optimizers
+    )  # it may: alike on all ranks
     every = min(recipe.trainer.log_every_n_steps, max(1, recipe.total_steps or recipe.trainer.log_every_n_steps))
     run = Run(
         world=recipe.world,
@@ -114,7 +117,10 @@ def make_run(recipe: Recipe, stop_controller: StopController, strategy: Strategy
         auto_monitor=recipe.request.checkpoint.auto_monitor,
         seed=recipe.request.run.seed,
         generators=Generators(
-            recipe.request.run.seed, strategy.draws_on(devices), recipe.world.rank, drawn=fixed_shards is not None
+            recipe.request.run.seed,
+            strategy.draws_on(devices),
+            recipe.world.rank,
+            drawn=draws or fixed_shards is not None,
         ),
         shards=fixed_shards,
         stop_controller=stop_controller,

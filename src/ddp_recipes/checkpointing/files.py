@@ -13,7 +13,7 @@ import torch
 
 from ddp_recipes.checkpointing.index import DamagedParts, Verify, is_index, verify_here
 from ddp_recipes.checkpointing.writing import reason_of
-from ddp_recipes.errors import RequestError
+from ddp_recipes.errors import RecipeError, RequestError
 from ddp_recipes.runtime.tensors import Source, plain
 
 FORMAT = 2  # 1 had a digest in its content, which no longer counts
@@ -61,6 +61,7 @@ def load(path: Path, verify: Verify = verify_here, readers: int = 0) -> State:
     Raises:
         DamagedCheckpoint: it is damaged, or no checkpoint of ours.
         RequestError: it is not there, or of a newer format.
+        RunFailed: a rank that was to verify a part of it does not answer.
     """
     if path.exists() and not path.is_file():  # to open a pipe would wait for ever
         raise DamagedCheckpoint(path, "it is no regular file")
@@ -77,7 +78,7 @@ def load(path: Path, verify: Verify = verify_here, readers: int = 0) -> State:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise RequestError(f"There is no checkpoint {path}. {_hint(path.parent)}") from None
-    except RequestError:
+    except RecipeError:  # of ranks that were to verify parts, too: the files may be whole
         raise
     except DamagedParts as error:
         raise DamagedCheckpoint(path, str(error)) from None

@@ -13,6 +13,7 @@ from ddp_recipes import devices as devices_
 
 _MASK = (1 << 64) - 1
 _STEPS = 256  # whose keys are computed at once
+_UPDATE = 1 << 32  # what comes after the passes of a step: no shard has this number
 
 
 def key(seed: int, *parts: int) -> int:
@@ -90,6 +91,13 @@ class Generators:
             self.check()
             if step % _STEPS == 0:
                 self.settle(step)
+        if self.drawn:
+            _seed_others(value)
+
+    def end(self, step: int) -> None:
+        """Seed what comes after the passes of a step, such as an optimizer that draws: the same on all ranks."""
+        value = step_key(self.seed, step, _UPDATE)
+        seed_torch(value, self.devices)
         if self.drawn:
             _seed_others(value)
 

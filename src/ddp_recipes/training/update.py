@@ -75,6 +75,7 @@ def micro_batches(
                 amount = batch.num_samples if amounts is None else next(amounts)
                 if batch.num_samples or strategy.takes_empty:
                     yield MicroBatch(batch, place, amount * strategy.divisor / samples, number == numbers[-1], amount)
+    run.generators.end(at.step)
 
 
 def weighed(
