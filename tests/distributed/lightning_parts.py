@@ -652,6 +652,15 @@ class Rates(Lit):
         optimizer.param_groups[0]["lr"] *= 0.5
 
 
+class ByStep(Lit):
+    """Has the learning rate follow the steps that the trainer has counted, as schedulers of timm are told."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.05)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 0.5**self.trainer.global_step)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
 def with_loaders() -> Any:
     """Return a data module as ``LightningDataModule.from_datasets`` makes it: its loaders are attributes."""
     data = TensorDataset(torch.ones(4, 10), torch.ones(4, 5))

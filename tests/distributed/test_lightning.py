@@ -361,6 +361,11 @@ def test_optimizers_and_schedulers_are_found_as_lightning_has_them(run: Run) -> 
     assert metrics["train/lr"] == pytest.approx(0.05 * 0.5**7)
 
 
+def test_a_scheduler_that_asks_for_the_step_finds_it_counted(run: Run) -> None:
+    metrics = run(*part("ByStep"), "trainer.max_epochs=1", "trainer.log_every_n_steps=1")["metrics"]
+    assert metrics["train/lr"] == pytest.approx(0.05 * 0.5**7)
+
+
 def test_a_callback_of_the_module_takes_the_place_of_one_of_the_config(tmp_path: Path, run: Run) -> None:
     own, others = tmp_path / "own", tmp_path / "others"
     run(*part("Brings"), f"+model.file={own}", f"+callbacks.it={{_target_: lightning_parts.Counter, file: {others}}}")

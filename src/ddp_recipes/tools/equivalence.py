@@ -155,7 +155,7 @@ def train(run: Run) -> Iterator[dict[str, Tensors]]:
             clip(run, measured=False)
             run.precision.step(run.optimizer)
             run.optimizer.zero_grad()
-            run.cursor = advance(run, samples)
+            advance(run, samples)
             buffers = {name.removeprefix("model."): buffer for name, buffer in run.task.named_buffers()}
             yield {"parameter": {name: each.detach() for name, each in parameters.items()}, "buffer": buffers}
 

@@ -41,7 +41,7 @@ def fit(run: Run) -> str:  # noqa: C901 - the loop reads top to bottom, on one p
                 hook.on_step_start(run)
             logged = (before.step + 1) % every == 0
             update = run.update(run, batches, logged)
-            run.cursor, run.unfinished = advance(run, update.samples), before
+            advance(run, update.samples)
             run.guard.record(run.cursor.step, update.losses)
             run.clock.step()
             for hook in run.hooks:
@@ -98,15 +98,15 @@ def save_step(run: Run) -> None:
     run.unsaved = False
 
 
-def advance(run: Run, samples: int) -> Cursor:
-    """Return the cursor after a step, in the next epoch if this one is over; tick the schedulers."""
+def advance(run: Run, samples: int) -> None:
+    """Count a step, in the next epoch if this one is over; then tick the schedulers, which may look at the count."""
     at, batches = run.cursor, len(run.train)
     batch = min(at.batch + run.trainer.accumulate_grad_batches, batches)
+    over = batch == batches
+    epoch, rest = (at.epoch + 1, 0) if over else (at.epoch, batch)
+    run.cursor, run.unfinished = Cursor(epoch, rest, at.step + 1, at.samples_seen + samples), at
     for schedule in run.schedules:
-        schedule.tick(batch, at.epoch + 1 if batch == batches else None)
-    if batch < batches:
-        return Cursor(at.epoch, batch, at.step + 1, at.samples_seen + samples)
-    return Cursor(at.epoch + 1, 0, at.step + 1, at.samples_seen + samples)
+        schedule.tick(batch, epoch if over else None)
 
 
 def write_log(run: Run, update: Update, rate: Rate) -> None:
