@@ -153,6 +153,38 @@ class Unmonitored(Lit):
         return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)}
 
 
+class Forms(Lit):
+    """Returns a scheduler in one of the forms that Lightning takes; each halves the rate once in three epochs."""
+
+    def __init__(self, *arguments: Any, form: str, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.form = form
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.05)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.99)
+        by_epoch = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        forms: dict[str, Any] = {
+            "monitor beside": {"optimizer": optimizer, "lr_scheduler": plateau, "monitor": "val_loss"},
+            "one": ([optimizer], by_epoch),
+            "a dict": ([optimizer], {"scheduler": by_epoch, "interval": "epoch"}),
+            "without": {"lr_scheduler": by_epoch},
+            "empty": {"optimizer": optimizer, "lr_scheduler": {"interval": "epoch"}},
+        }
+        return forms[self.form]
+
+
+class ManualPlateau(Manual):
+    """Tells its scheduler the metric by itself, so that it need not say which one."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)]
+
+    def on_train_epoch_end(self) -> None:
+        self.lr_schedulers().step(float(self.trainer.current_epoch))
+
+
 class Several(Lit):
     """Wants two optimizers stepped for it."""
 

@@ -104,6 +104,8 @@ def test_mode_test_runs_the_test_step(run: Run) -> None:
             "16-mixed scales the loss, and Manual does backward and",
         ),
         ("Unmonitored", [], "ReduceLROnPlateau follows a metric, and there is no 'monitor'"),
+        ("Forms", ["+model.form=without"], "returns a dict with lr_scheduler. Allowed: an optimizer, a dict with opt"),
+        ("Forms", ["+model.form=empty"], "lr_scheduler is a dict without 'scheduler'"),
         ("Several", [], "configure_optimizers returns 2 optimizers. .* self.automatic_optimization=False"),
         ("Lit", ["trainer.val_check_interval=9"], "interval=9, and an epoch has 4 batches, so Lit would never be"),
         (
@@ -359,6 +361,17 @@ def test_weights_of_a_module_that_brings_its_data_are_exported(tmp_path: Path) -
 def test_optimizers_and_schedulers_are_found_as_lightning_has_them(run: Run) -> None:
     metrics = run(*part("Rates"), "trainer.max_epochs=1", "trainer.log_every_n_steps=1")["metrics"]
     assert metrics["train/lr"] == pytest.approx(0.05 * 0.5**7)
+
+
+@pytest.mark.parametrize("form", ["monitor beside", "one", "a dict"])
+def test_schedulers_come_in_the_forms_that_lightning_takes(form: str, run: Run) -> None:
+    metrics = run(*part("Forms"), f"+model.form='{form}'", "trainer.max_epochs=3", "trainer.log_every_n_steps=1")
+    assert metrics["metrics"]["train/lr"] == pytest.approx(0.025)
+
+
+def test_a_module_that_steps_by_itself_gives_its_scheduler_the_metric(run: Run) -> None:
+    metrics = run(*part("ManualPlateau"), "trainer.max_epochs=3", "trainer.log_every_n_steps=1")["metrics"]
+    assert metrics["train/lr"] == pytest.approx(0.025)
 
 
 def test_a_scheduler_that_asks_for_the_step_finds_it_counted(run: Run) -> None:

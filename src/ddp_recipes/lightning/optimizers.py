@@ -58,19 +58,24 @@ def of_module(task: LightningTask) -> OwnOptimizers | None:
 
 
 def _split(made: Any, owner: str) -> tuple[Sequence[torch.optim.Optimizer], Sequence[Any]]:
-    """Return optimizers and schedulers of an optimizer, a dict, a list of either, or a pair of lists."""
+    """Return optimizers and schedulers of an optimizer, a dict, a list of either, or lists of each."""
     if isinstance(made, torch.optim.Optimizer):
         return [made], []
-    if isinstance(made, Mapping):
-        return [made["optimizer"]], [made["lr_scheduler"]] if made.get("lr_scheduler") is not None else []
+    if isinstance(made, Mapping) and "optimizer" in made:
+        scheduler = made.get("lr_scheduler")
+        if scheduler is not None and not isinstance(scheduler, Mapping):
+            scheduler = {"scheduler": scheduler, "monitor": made.get("monitor")}
+        return [made["optimizer"]], [] if scheduler is None else [scheduler]
     if isinstance(made, (list, tuple)):
-        if len(made) == 2 and all(isinstance(each, (list, tuple)) for each in made):
-            return list(made[0]), list(made[1])
+        if len(made) == 2 and isinstance(made[0], (list, tuple)):
+            optimizers, schedulers = made
+            return list(optimizers), list(schedulers) if isinstance(schedulers, (list, tuple)) else [schedulers]
         pairs = [_split(each, owner) for each in made]
         return [one for first, _ in pairs for one in first], [one for _, second in pairs for one in second]
+    given = f"a dict with {', '.join(map(str, made))}" if isinstance(made, Mapping) else type(made).__name__
     raise RequestError(
-        f"{owner} returns {type(made).__name__}. Allowed: an optimizer, a dict with optimizer and lr_scheduler, a list "
-        f"of either, or a list of optimizers and one of schedulers."
+        f"{owner} returns {given}. Allowed: an optimizer, a dict with optimizer and lr_scheduler, a list of either, or "
+        f"a list of optimizers and one of schedulers."
     )
 
 
@@ -78,8 +83,11 @@ def _schedule(task: LightningTask, given: Any, owner: str) -> Schedule:
     options = dict(given) if isinstance(given, Mapping) else {"scheduler": given}
     if unknown := sorted(options.keys() - _KEYS):
         raise RequestError(f"{owner}: lr_scheduler has no key {', '.join(unknown)}. Keys: {', '.join(sorted(_KEYS))}.")
+    if "scheduler" not in options:
+        raise RequestError(f"{owner}: lr_scheduler is a dict without 'scheduler'. Give the scheduler under that key.")
     scheduler, interval = options["scheduler"], options.get("interval", "epoch")
     follows = options.get("reduce_on_plateau") or isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+    follows = follows and not task.manual  # else the module gives it the metric
     if interval not in ("step", "epoch"):
         raise RequestError(f"{owner}: interval={interval}. Allowed: step, epoch.")
     if follows and not options.get("monitor"):
