@@ -83,6 +83,22 @@ class Metric(Lit):
         super().validation_step(batch, batch_idx)
 
 
+class Counted(Lit):
+    """Counts the samples that it is trained on in a metric of torchmetrics."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.count = SumMetric()
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
+        self.count(float(len(batch[0])))
+        self.log("samples", self.count, on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_end(self) -> None:
+        self.log("ranks", 1.0, reduce_fx="sum")
+
+
 class Collected(Lit):
     """Has its metrics in a collection, whose values it logs itself."""
 

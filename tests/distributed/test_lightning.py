@@ -169,6 +169,16 @@ def test_a_rank_without_a_sample_of_a_batch_adds_nothing_to_its_gradients(run: R
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_exact"])
+def test_an_epoch_whose_last_batch_leaves_a_rank_without_a_sample_counts_each_once(strategy: str, run: Run) -> None:
+    uneven = [*part("Counted"), "data.num_samples=65", "data.global_batch_size=16", f"strategy={strategy}"]
+    uneven += ["strategy.shards=4"] if strategy == "ddp_exact" else []
+    one, two = (run(*uneven, world_size=ranks)["metrics"] for ranks in (1, 2))
+    assert (one["samples"], two["samples"], two["ranks"]) == (65, 65, 2)
+    for name in ("val_loss", "val/mae"):
+        assert two[name] == pytest.approx(one[name], rel=1e-5)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_exact"])
 def test_a_value_is_logged_as_the_last_batch_of_the_epoch_has_it_that_logs_it(strategy: str, run: Run) -> None:
     common = [*part("First"), "data.global_batch_size=12", "trainer.accumulate_grad_batches=3"]
     metrics = run(*common, "data.num_samples=72", f"strategy={strategy}", world_size=2)["metrics"]

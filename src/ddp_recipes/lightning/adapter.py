@@ -3,7 +3,7 @@
 import inspect
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from functools import cached_property
 from typing import Any
@@ -233,10 +233,12 @@ class LightningTask(Task):
     def end_batch(self) -> None:
         """Say that the batch is over."""
         self.hooks("on_train_batch_end", self.output, self.batch, self.batch_idx)
+        self.counts = True  # what is logged outside of batches does
 
     def training_step(self, batch: Any) -> StepOutput:
         """Return the loss of the module's own step."""
-        output = self.hooks.of_module("training_step", *self._arguments("training_step", batch))
+        with nullcontext() if self.counts else self.uncounted():
+            output = self.hooks.of_module("training_step", *self._arguments("training_step", batch))
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if self.manual and loss is None:
             loss = torch.zeros(0)
@@ -353,9 +355,9 @@ class LightningTask(Task):
     def uncounted(self) -> Iterator[None]:
         """Keep a step out of what the module's metrics hold."""
         put_back = [as_it_is(each) for each in metrics_in(self.model).values()]
-        self.counts = False
+        counted, self.counts = self.counts, False
         yield
-        self.counts = True
+        self.counts = counted
         for each in put_back:
             each()
 
