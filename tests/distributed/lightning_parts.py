@@ -93,6 +93,7 @@ class Counted(Lit):
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
         self.count(float(len(batch[0])))
         self.log("samples", self.count, on_step=False, on_epoch=True)
+        self.log("batch", float(batch_idx))
         return super().training_step(batch, batch_idx)
 
     def on_train_epoch_end(self) -> None:

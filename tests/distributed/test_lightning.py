@@ -174,6 +174,7 @@ def test_an_epoch_whose_last_batch_leaves_a_rank_without_a_sample_counts_each_on
     uneven += ["strategy.shards=4"] if strategy == "ddp_exact" else []
     one, two = (run(*uneven, world_size=ranks)["metrics"] for ranks in (1, 2))
     assert (one["samples"], two["samples"], two["ranks"]) == (65, 65, 2)
+    assert one["batch"] == two["batch"] == 4
     for name in ("val_loss", "val/mae"):
         assert two[name] == pytest.approx(one[name], rel=1e-5)
 

@@ -70,10 +70,14 @@ class Values(NamedTuple):
 
 
 class Total:
-    """The mean, sum, least or greatest of values, over this rank's steps and over all ranks."""
+    """The mean, sum, least or greatest of values, over this rank's steps and over all ranks.
+
+    Attributes:
+        batch: the number of the batch that the values are of, where they are of one.
+    """
 
     def __init__(self, reduction: str) -> None:
-        self.reduction = reduction
+        self.reduction, self.batch = reduction, 0
         self.value: Tensor | None = None  # of this rank; a mean's is the sum of value times weight
         self.weight = 0.0
 
@@ -122,6 +126,7 @@ class Entry:
         for step, (value, weight) in self.steps.items():
             if which is None or step[0] == which:
                 total.add(value, weight)
+                total.batch = step[0]
         return total
 
     def add_step(self, step: tuple[int, int], value: Tensor, weight: float, replaces: bool) -> None:
@@ -138,21 +143,25 @@ class Entry:
 def reduced(totals: Iterable[Total], context: RunContext) -> list[Total]:
     """Return them over all ranks, which have the same totals in the same order. A collective; it waits once.
 
-    A rank without a value does not count.
+    A rank without a value does not count, nor does one whose value is of an earlier batch.
     """
     totals = list(totals)
     if not totals:
         return []
     world, device = context.world, context.devices[-1]
     zero = torch.zeros((), dtype=sum_dtype(device), device=device)
-    mine = [torch.stack([zero if t.value is None else t.value.to(device), zero + t.weight]) for t in totals]
-    every = torch.zeros(1, world.world_size, len(mine), 2, dtype=zero.dtype, device=device)
+    mine = [
+        torch.stack([zero if each.value is None else each.value.to(device), zero + each.weight, zero + each.batch])
+        for each in totals
+    ]
+    every = torch.zeros(1, world.world_size, len(mine), 3, dtype=zero.dtype, device=device)
     every[0, world.rank] = torch.stack(mine)  # each rank has a place of its own, so the sum is what all have
     found = []
-    for each, pairs in zip(totals, context.sum(every).transpose(0, 1).cpu(), strict=True):
+    for each, rows in zip(totals, context.sum(every).transpose(0, 1).cpu(), strict=True):
         total = Total(each.reduction)
-        for value, weight in pairs:
-            if weight > 0:
+        latest = max((batch for _, weight, batch in rows if weight > 0), default=None)
+        for value, weight, batch in rows:
+            if weight > 0 and batch == latest:
                 total.merge(value, weight.item())
         found.append(total)
     return found
