@@ -100,6 +100,25 @@ class Counted(Lit):
         self.log("ranks", 1.0, reduce_fx="sum")
 
 
+class Taught(Lit):
+    """Has a teacher, a moving average of its weights, and counts batches in a buffer."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.teacher = deepcopy(self.net1).requires_grad_(False)
+        self.register_buffer("batches", torch.zeros(()))
+
+    def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
+        for mine, its in zip(self.net1.parameters(), self.teacher.parameters(), strict=True):
+            its.data = 0.9 * its.data + 0.1 * mine.data
+        self.batches += 1
+        assert batch_idx == int(self.batches - 1) % 5
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.log("last", float(batch_idx), reduce_fx="max")
+
+
 class Collected(Lit):
     """Has its metrics in a collection, whose values it logs itself."""
 

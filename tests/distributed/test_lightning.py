@@ -179,6 +179,16 @@ def test_an_epoch_whose_last_batch_leaves_a_rank_without_a_sample_counts_each_on
         assert two[name] == pytest.approx(one[name], rel=1e-5)
 
 
+def test_a_batch_that_is_computed_in_shards_is_one_for_hooks(run: Run, weights: Weights) -> None:
+    uneven = [*part("Taught"), "data.num_samples=65", "data.global_batch_size=16", "data.val_batch_size=2"]
+    exact = [*uneven, "strategy=ddp_exact", "strategy.shards=4"]
+    plain, one, two = run(*uneven), run(*exact), run(*exact, world_size=2)
+    assert two["weights_sha256"] == one["weights_sha256"]
+    torch.testing.assert_close(weights(one), weights(plain), rtol=0, atol=1e-6)
+    assert weights(one)["batches"] == 10
+    assert one["metrics"]["last"] == two["metrics"]["last"] == 2
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_exact"])
 def test_a_value_is_logged_as_the_last_batch_of_the_epoch_has_it_that_logs_it(strategy: str, run: Run) -> None:
     common = [*part("First"), "data.global_batch_size=12", "trainer.accumulate_grad_batches=3"]

@@ -230,6 +230,11 @@ class LightningTask(Task):
             )
         return each._replace(batch=each.batch._replace(data=self.batch))
 
+    def pass_over(self, number: int) -> None:
+        """Note a batch of which this rank has no sample: hooks after it are called on all ranks, but log nothing."""
+        self.batch_idx = self.trainer.fit_loop.epoch_loop.batch_idx = number
+        self.at, self.counts = (number, 0), False
+
     def end_batch(self) -> None:
         """Say that the batch is over."""
         self.hooks("on_train_batch_end", self.output, self.batch, self.batch_idx)
@@ -393,7 +398,7 @@ class LightningTask(Task):
         return f"{prefix}/loss" if name == "loss" else name
 
     def _begin_evaluated(self, stage: str, batch: Any) -> tuple[Any, ...]:
-        self.batch_idx += 1
+        self.batch_idx = self.position.batch
         self.at = self.position.batch, self.position.shard
         self.batch = self._transferred(batch)
         arguments = (self.batch, self.batch_idx, *([self.dataloader_idx] if self.trainer.evaluates_several else []))

@@ -44,12 +44,14 @@ def automatic(task: LightningTask, run: Run, batches: Iterator[Batch], measured:
         closure.batches.append(each)
         if number < total:
             closure.forward_backward(each)
-            if run.strategy.takes_empty:  # else some ranks may be here less often
-                task.events.follow()
-            task.end_batch()
+            if run.shards is None:  # else a batch ends with its step, as often on any number of ranks
+                if run.strategy.takes_empty:  # else some ranks may be here less often
+                    task.events.follow()
+                task.end_batch()
         else:
             _step(task, run, optimizer, closure)
     if not total:  # no sample of this step is on this rank, but its parameters change all the same
+        task.pass_over(numbers[-1])
         _step(task, run, optimizer, closure)
     return Update(closure.losses, samples, optimizer.norm, lr)
 
