@@ -556,5 +556,6 @@ def test_a_collate_function_is_called_or_refused() -> None:
     pad = {"collate_fn": lambda samples: [len(samples)]}
     assert [batch.data for batch in Loader(Noisy(), plan, CPU, **pad).limited(2).batches(0)] == [[4], [4]]
     assert Loader(Noisy(), plan, CPU, **pad).sample() == [1]
-    with pytest.raises(RequestError, match=r"data.collate_fn makes .* data.val, a TensorDataset, gives whole batches"):
-        Loader(TensorDataset(torch.ones(23)), plan, CPU, name="data.val", **pad)
+    assert [each.data for each in Loader(TensorDataset(torch.ones(23)), plan, CPU, **pad).batches(0)][4:] == [[4], [3]]
+    with pytest.raises(RequestError, match=r"data.collate_fn makes .* data.val, a InMemory, gives whole batches"):
+        Loader(InMemory(torch.ones(23), torch.ones(23)), plan, CPU, name="data.val", **pad)

@@ -123,8 +123,8 @@ class Loader:
     """Batches of one data set as one rank sees them.
 
     Args:
-        dataset: map-style. Where it has ``fetch(indices) -> batch`` and a true ``batched``, or is a ``TensorDataset``,
-            a batch is fetched as a whole; else sample by sample through torch's ``DataLoader``.
+        dataset: map-style. Where it has ``fetch(indices) -> batch`` and a true ``batched``, or is a ``TensorDataset``
+            without a ``collate_fn``, a batch is fetched as a whole; else sample by sample by torch's ``DataLoader``.
         shards: those of each global batch that this rank gets, one after the other.
         num_workers: and what follows, as in ``DataLoader``, for samples that are fetched one by one.
         collate_fn: makes a batch of samples; torch's own for ``None``.
@@ -179,10 +179,11 @@ class Loader:
             "timeout_s": timeout_s,
         }
         self.skipped: set[str] = set()
-        self.fetch = _whole_batch_fetch(dataset)
+        self.fetch = _whole_batch_fetch(dataset, collate_fn)
         self.pin_memory = pin_memory and is_accelerator(device) and locks_pages()
         self._sampler = _PlanSampler(plan, shards)
-        self._prefetcher = Prefetcher(self.fetch, self.pin_memory) if plan.uniform and _may_prefetch(dataset) else None
+        prefetches = self.fetch is not None and plan.uniform and _may_prefetch(dataset)
+        self._prefetcher = Prefetcher(self.fetch, self.pin_memory) if prefetches else None
         self._one_by_one: DataLoader[Any] | None = None
         if self.fetch is not None and collate_fn is not None:
             raise RequestError(
@@ -449,10 +450,10 @@ def size_of(dataset: Any) -> int:
     return len(dataset)
 
 
-def _whole_batch_fetch(dataset: Any) -> Any:
+def _whole_batch_fetch(dataset: Any, collate_fn: Any) -> Any:
     if gives_batches(dataset) and (fetch := of_several(dataset, "fetch")) is not None:
         return fetch
-    return partial(_rows, dataset.tensors) if type(dataset) is TensorDataset else None
+    return partial(_rows, dataset.tensors) if type(dataset) is TensorDataset and collate_fn is None else None
 
 
 def _rows(tensors: Rows, indices: Tensor) -> Rows:
