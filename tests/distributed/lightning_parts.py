@@ -165,6 +165,29 @@ class Manual(Lit):
         return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
+class Looked(Manual):
+    """Steps a table of which each batch looks up some rows."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.table = nn.Embedding(100, 10, sparse=True)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs + self.table((inputs[:, 0].abs() * 30).long()))
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        of_rows, of_rest = self.optimizers()
+        self.manual_backward(nn.functional.mse_loss(self(batch[0]), batch[1]))
+        if batch_idx % 2:
+            for optimizer in (of_rows, of_rest):
+                optimizer.step()
+                optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        rest = [each for each in self.parameters() if each is not self.table.weight]
+        return torch.optim.SparseAdam([self.table.weight], lr=0.05), torch.optim.SGD(rest, lr=0.05)
+
+
 class EverySecond(Lit):
     """Steps its optimizer after every second batch, and counts how often it is asked to."""
 

@@ -216,6 +216,11 @@ def test_a_module_that_steps_by_itself_learns_what_the_loop_would_teach_it(
     torch.testing.assert_close(weights(manual), weights(run(*same)), rtol=0, atol=1e-6)
 
 
+def test_sparse_gradients_of_a_module_that_steps_by_itself_stay_sparse(run: Run, weights: Weights) -> None:
+    one, two = (run(*part("Looked"), "data.global_batch_size=16", world_size=ranks) for ranks in (1, 2))
+    torch.testing.assert_close(weights(two), weights(one), rtol=0, atol=1e-6)
+
+
 WAYS = ["clip_gradients", "clip_grad_norm_", "sharpness", "in parts"]
 
 

@@ -209,17 +209,38 @@ def backward(task: LightningTask, loss: Tensor, *arguments: Any, **options: Any)
 
 def _sum_gradients(run: Run, parameters: Sequence[nn.Parameter]) -> None:
     """Leave each gradient's sum over ranks, also on a rank that does not use the parameter. Collectives."""
-    used = torch.tensor([[parameter.grad is not None for parameter in parameters]], device=run.devices[0])
-    anywhere = run.strategy.sum(used.to(torch.int64)).tolist()
-    kinds: dict[torch.dtype, list[nn.Parameter]] = {}
-    for parameter, ranks in zip(parameters, anywhere, strict=True):
+    mine = [[each.grad is not None, each.grad is not None and each.grad.is_sparse] for each in parameters]
+    anywhere = run.strategy.sum(torch.tensor([mine], dtype=torch.int64, device=run.devices[0])).tolist()
+    kinds: dict[tuple[torch.dtype, bool], list[nn.Parameter]] = {}
+    for parameter, (ranks, sparse) in zip(parameters, anywhere, strict=True):
         if ranks:
-            kinds.setdefault(parameter.dtype, []).append(parameter)
-    for alike in kinds.values():
-        mine = [torch.zeros_like(each) if each.grad is None else each.grad.to_dense() for each in alike]
-        summed = run.strategy.sum(torch.cat([each.detach().flatten() for each in mine])[None])
-        for parameter, gradient in zip(alike, torch.split(summed, [each.numel() for each in alike]), strict=True):
-            parameter.grad = gradient.view_as(parameter)
+            kinds.setdefault((parameter.dtype, sparse == ranks), []).append(parameter)
+    for (_, sparse), alike in kinds.items():
+        rows = [_with_places(each) if sparse else _dense(each) for each in alike]
+        summed = run.strategy.sum(torch.cat([each.flatten() for each in rows])[None])
+        for parameter, flat, row in zip(alike, torch.split(summed, [each.numel() for each in rows]), rows, strict=True):
+            total = flat.view_as(row)
+            parameter.grad = _sparse(total, parameter) if sparse else total
+
+
+def _dense(parameter: nn.Parameter) -> Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach().to_dense()
+
+
+def _with_places(parameter: nn.Parameter) -> Tensor:
+    """Return a gradient of some rows with a column that says which, [rows, columns + 1]."""
+    given = parameter.new_zeros(len(parameter), 1)
+    if parameter.grad is not None:
+        given[parameter.grad.coalesce().indices()[0]] = 1
+    return torch.cat([_dense(parameter).view(len(parameter), -1), given], dim=1)
+
+
+def _sparse(total: Tensor, parameter: nn.Parameter) -> Tensor:
+    """Return the rows that any rank has given, as the sparse gradient that optimizers such as ``SparseAdam`` need."""
+    rows = total[:, -1].nonzero()[:, 0]
+    values = total[rows, :-1].view(-1, *parameter.shape[1:])
+    unchecked = False  # said, or torch warns
+    return torch.sparse_coo_tensor(rows[None], values, parameter.shape, is_coalesced=True, check_invariants=unchecked)
 
 
 class Summed:
