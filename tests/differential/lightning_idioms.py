@@ -11,7 +11,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import Callback, EarlyStopping
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelSummary
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, Dataset
@@ -377,6 +377,23 @@ def own_scheduler_step(plan: Plan) -> None:
     SCHEDULED = SCHEDULERS["by_step"]
     _scheduler(SCHEDULED[0], **SCHEDULED[1])(plan)
     plan.on("lr_scheduler_step", lambda self, scheduler, metric: scheduler.step())
+
+
+@idiom("scheduler")
+def follows_the_steps(plan: Plan) -> None:
+    SCHEDULED = SCHEDULERS["by_step"]
+    _scheduler(SCHEDULED[0], **SCHEDULED[1])(plan)
+    plan.on("lr_scheduler_step", lambda self, scheduler, metric: scheduler.step(self.global_step))
+
+
+@idiom("scheduler")
+def monitor_beside(plan: Plan) -> None:
+    def configure(self: Base) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.2)
+        plateau = SCHEDULERS["plateau"][0](optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": plateau, "monitor": "val_loss"}
+
+    plan.on("configure_optimizers", configure)
 
 
 # --- steps of the optimizer ------------------------------------------------------------------------------------------
@@ -1112,7 +1129,22 @@ class Freezes(Callback):
         next(iter(pl_module.net.children()), pl_module.net).eval()
 
 
+class Measures(Callback):
+    """Measures something that only callbacks know."""
+
+    def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        trainer.callback_metrics["measured"] = torch.tensor(float(trainer.current_epoch))
+
+
+@idiom("callback")
+def summary(plan: Plan) -> None:
+    plan.on("__init__", lambda self: setattr(self, "example_input_array", torch.zeros(2, 4)))
+    plan.on("forward", lambda self, inputs: self.net(inputs))
+    plan.callbacks.append(ModelSummary)
+
+
 _callback("logs", Logs)
+_callback("measures", Measures)
 _callback("reads", Reads)
 _callback("outputs", Outputs, "a step's outputs are a rank's")
 _callback("stops", Stops)

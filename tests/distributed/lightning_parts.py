@@ -752,6 +752,32 @@ class ByStep(Lit):
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
 
+class Counts(Lit):
+    """Looks at how many batches a step takes, and logs a point under the name of Lightning's axis."""
+
+    def on_train_batch_end(self, outputs: dict[str, Tensor], batch: Batch, batch_idx: int) -> None:
+        taken = self.trainer.accumulate_grad_batches
+        assert taken == 1 + self.trainer.current_epoch
+        loss = nn.functional.mse_loss(self.before, batch[1])
+        assert float(outputs["loss"]) == pytest.approx(float(loss) / taken)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs = super().forward(inputs)
+        self.before = outputs.detach()
+        return outputs
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        self.log_dict({"step": float(self.trainer.current_epoch), "twice": 2.0})
+        return super().training_step(batch, batch_idx)
+
+    def on_train_end(self) -> None:
+        with pytest.raises(AttributeError, match=r"logger.log_image is not there .* log_hyperparams, .*; experiment"):
+            self.trainer.logger.log_image("generated", [])
+        with pytest.raises(AttributeError, match=r"trainer.nothing is not there"):
+            _ = self.trainer.nothing
+        self.trainer.logger.experiment.config.update({"a": 1})
+
+
 def with_loaders() -> Any:
     """Return a data module as ``LightningDataModule.from_datasets`` makes it: its loaders are attributes."""
     data = TensorDataset(torch.ones(4, 10), torch.ones(4, 5))

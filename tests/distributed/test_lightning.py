@@ -3,6 +3,7 @@
 import csv
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ import torch
 from ddp_recipes import RequestError
 from ddp_recipes.errors import RunFailed
 from ddp_recipes.lightning.callbacks import refuse_callback
+from ddp_recipes.lightning.trainer import Trainer
 from ddp_recipes.reporting.run_directory import Summary
+from ddp_recipes.runtime.world import World
 from helpers.marks import quick_each
 from helpers.ranks import run_recipe
 
@@ -403,6 +406,21 @@ def test_a_module_that_steps_by_itself_gives_its_scheduler_the_metric(run: Run) 
 def test_a_scheduler_that_asks_for_the_step_finds_it_counted(run: Run) -> None:
     metrics = run(*part("ByStep"), "trainer.max_epochs=1", "trainer.log_every_n_steps=1")["metrics"]
     assert metrics["train/lr"] == pytest.approx(0.05 * 0.5**7)
+
+
+def test_a_module_finds_the_batches_of_a_step_and_may_log_lightnings_axis(run: Run) -> None:
+    accumulates = "+callbacks.more={_target_: ddp_recipes.callbacks.GradientAccumulation, schedule: {1: 2}}"
+    found = run(*part("Counts"), accumulates, "logger=csv", "trainer.log_every_n_steps=1")
+    rows = list(csv.reader((Path(found["run_directory"]) / "csv" / "metrics.csv").read_text().splitlines()))
+    assert rows[0].count("step") == 1
+    assert "'step'" not in rows[0]
+    assert "Counts logs step, at which Lightning logs all else" in Path(found["run_directory"], "train.log").read_text()
+
+
+def test_the_devices_of_a_trainer_are_those_of_its_machine() -> None:
+    trainer = Trainer(SimpleNamespace(model=None))
+    trainer.run_context = SimpleNamespace(world=World(5, 8, 1, 4, 1))  # type: ignore[assignment]
+    assert (trainer.num_devices, trainer.num_nodes, trainer.node_rank, trainer.world_size) == (4, 2, 1, 8)
 
 
 def test_a_callback_of_the_module_takes_the_place_of_one_of_the_config(tmp_path: Path, run: Run) -> None:

@@ -20,6 +20,12 @@ class ModuleLogger:
     def __init__(self, trainer: Trainer, task: Task) -> None:
         self._trainer, self._task = trainer, task
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"logger.{name} is not there under task=lightning. There are: "
+            f"{', '.join(each for each in dir(self) if not each.startswith('_'))}; experiment is the logger's own."
+        )
+
     @property
     def experiment(self) -> Any:
         """The first logger's own object, such as TensorBoard's ``SummaryWriter``; one that drops all on other ranks."""
@@ -56,7 +62,16 @@ class ModuleLogger:
 
 
 class _Dropping:
-    """Takes any call and does nothing."""
+    """Takes any call, also of what it is asked for, and does nothing."""
 
     def __getattr__(self, name: str) -> Any:
-        return lambda *_, **__: None
+        return self
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        return self
+
+    def __getitem__(self, key: Any) -> Any:
+        return self
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """Drop it."""

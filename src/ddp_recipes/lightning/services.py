@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,8 @@ from ddp_recipes.training.update import clip_to
 
 if TYPE_CHECKING:
     from ddp_recipes.lightning.adapter import LightningTask
+
+messages = logging.getLogger(__name__)
 
 _DIMENSIONS = 16  # at most, of what is gathered
 
@@ -67,6 +70,10 @@ class Services:
         step = hook in OF_STEP if on_step is None else on_step
         epoch = hook not in OF_STEP if on_epoch is None else on_epoch
         log = task.evaluation_log if evaluates else task.training_log
+        if name == "step" and logger is not False:
+            logger = False
+            if name not in log.names and trainer.is_global_zero:
+                messages.warning("%s logs step, at which Lightning logs all else. Here that is the optimizer's.", owner)
         several = add_dataloader_idx and hook in OF_EVALUATION and trainer.evaluates_several
         of_set = f"/dataloader_idx_{task.dataloader_idx}" if several else ""
         options = {"reduce_fx": reduce_fx, "logger": logger is not False, "alone": rank_zero_only}

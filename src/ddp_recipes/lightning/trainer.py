@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,11 +12,12 @@ from torch import Tensor
 
 from ddp_recipes.callbacks import Callback
 from ddp_recipes.checkpointing.files import content_of
+from ddp_recipes.config.settings import TrainerSettings
 from ddp_recipes.errors import RequestError
 from ddp_recipes.lightning.checkpoint import WEIGHTS_ONLY
 from ddp_recipes.lightning.hooks import OF_EVALUATION, OF_STEP
 from ddp_recipes.lightning.logger import ModuleLogger
-from ddp_recipes.lightning.views import Checkpoints, LoaderView, PredictLoop
+from ddp_recipes.lightning.views import Checkpoints, LoaderView, Metrics, PredictLoop
 from ddp_recipes.runtime.files import write_aside
 from ddp_recipes.tasks import RunContext, Schedule
 from ddp_recipes.training.state import Run, gather_state
@@ -53,6 +55,7 @@ class Trainer:
         self.logger = ModuleLogger(self, task)
         self.fit_loop = SimpleNamespace(epoch_loop=_EpochLoop(self), setup_data=lambda: None)
         self.predict_loop = PredictLoop(self)
+        self.profiler = SimpleNamespace(profile=nullcontext)  # debug=profiler measures phases
         self.brought: Mapping[str, Any] = {}
         self.schedules: Sequence[Schedule] = ()  # of the module itself
         self._metrics: dict[str, float] = {}  # outside of training
@@ -60,11 +63,16 @@ class Trainer:
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith(("limit_", "gradient_", "log_every", "check_val", "val_check", "overfit", "fast_dev")):
-            return getattr(self.run_context.trainer, name)
+            return getattr(self._settings, name)
         raise AttributeError(
             f"trainer.{name} is not there under task=lightning. There are: "
             f"{', '.join(each for each in dir(self) if not each.startswith('_'))}."
         )
+
+    @property
+    def _settings(self) -> TrainerSettings:
+        """The run's own keys, which a callback may have changed, once it has begun."""
+        return self.run_context.trainer if self.run is None else self.run.trainer
 
     # Where the run is.
 
@@ -101,7 +109,7 @@ class Trainer:
     @property
     def accumulate_grad_batches(self) -> int:
         """Batches of an optimizer step."""
-        return self.run_context.trainer.accumulate_grad_batches
+        return self._settings.accumulate_grad_batches
 
     @property
     def precision(self) -> str:
@@ -233,6 +241,18 @@ class Trainer:
         return said == self.world_size if all else said > 0
 
     @property
+    def precision_plugin(self) -> Any:
+        """The precision that callbacks run the module in, as ``ModelSummary`` does."""
+        return SimpleNamespace(forward_context=nullcontext if self.run is None else self.run.precision.forward)
+
+    @property
+    def _data_connector(self) -> Any:
+        """The object that finds whose transfer hooks get the module's ``example_input_array``."""
+        hooks = self._task.data_hooks
+        of = SimpleNamespace(get_instance=lambda name: hooks.module if name in hooks.own else self.model)
+        return SimpleNamespace(_datahook_selector=of)
+
+    @property
     def _logger_connector(self) -> Any:
         """The object that callbacks ask whether this step is logged."""
         every = self.run_context.trainer.log_every_n_steps
@@ -240,7 +260,10 @@ class Trainer:
 
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
-        """The latest value of each metric; as long as ranks have not exchanged what was just logged, this rank's."""
+        """The latest value of each metric; as long as ranks have not exchanged what was just logged, this rank's.
+
+        What a callback puts there is one from then on.
+        """
         task, hook = self._task, self._task.hooks.current
         latest: dict[str, float] = {}
         if self.training:
@@ -248,7 +271,7 @@ class Trainer:
         elif hook not in OF_EVALUATION:
             latest = task.evaluation_log.latest(of_step=False)
         values = {**(self.run.metrics if self.run else {}), **self._metrics, **latest}
-        return {name: torch.tensor(value) for name, value in values.items()}
+        return Metrics({name: torch.tensor(value) for name, value in values.items()}, self.measured)
 
     def measured(self, values: Mapping[str, float]) -> None:
         """Take values before the run has them: as soon as they are known."""
@@ -306,7 +329,15 @@ class Trainer:
         """Processes of the run."""
         return self.run_context.world.world_size
 
-    num_devices = world_size
+    @property
+    def num_devices(self) -> int:
+        """Processes of the run on this machine."""
+        return self.run_context.world.local_world_size
+
+    @property
+    def node_rank(self) -> int:
+        """The number of this machine."""
+        return self.run_context.world.node_rank
 
     @property
     def num_nodes(self) -> int:

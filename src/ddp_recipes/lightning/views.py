@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +50,22 @@ class Checkpoints:
         self.best_model_score = None if best is None else torch.tensor(best)
         self.best_model_path = "" if best is None else str(Path(self.dirpath, BEST + suffix))
         self.last_model_path = str(Path(self.dirpath, LAST + suffix)) if run.good_step > 0 else ""
+
+
+class Metrics(dict[str, Tensor]):
+    """Metrics by name; what is put there is given to ``measured`` as well."""
+
+    def __init__(self, values: Mapping[str, Tensor], measured: Callable[[Mapping[str, float]], None]) -> None:
+        super().__init__(values)
+        self._measured = measured
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.update({name: value})
+
+    def update(self, *arguments: Any, **more: Any) -> None:
+        values = dict(*arguments, **more)
+        super().update(values)
+        self._measured({name: float(value) for name, value in values.items()})
 
 
 class PredictLoop:
