@@ -381,9 +381,12 @@ def own_scheduler_step(plan: Plan) -> None:
 
 @idiom("scheduler")
 def follows_the_steps(plan: Plan) -> None:
+    def advance(self: Base, scheduler: Any, metric: Any) -> None:
+        scheduler.optimizer.param_groups[0]["lr"] = 0.2 * 0.9**self.global_step
+
     SCHEDULED = SCHEDULERS["by_step"]
     _scheduler(SCHEDULED[0], **SCHEDULED[1])(plan)
-    plan.on("lr_scheduler_step", lambda self, scheduler, metric: scheduler.step(self.global_step))
+    plan.on("lr_scheduler_step", advance)
 
 
 @idiom("scheduler")
@@ -895,6 +898,15 @@ def computed_by_hand(plan: Plan) -> None:
         self.by_hand.reset()
 
     plan.on("on_validation_epoch_end", log)
+
+
+@idiom("hook_log")
+def own_log(plan: Plan) -> None:
+    def log(self: Base, name: str, *arguments: Any, **options: Any) -> None:
+        super(Base, self).log(f"own/{name}" if name == "of_batch" else name, *arguments, **options)
+
+    plan.on("log", log)
+    plan.step.append(lambda self, loss, batch, batch_idx: self.log("of_batch", float(batch_idx)))
 
 
 @idiom("hook_log")

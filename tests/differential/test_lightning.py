@@ -276,6 +276,12 @@ def test_what_meets_at_the_end_of_an_epoch_is_as_in_lightning(tmp_path: Path) ->
     assert tried(cases, tmp_path) == {"same": 2 * len(cases)}
 
 
+@pytest.mark.slow
+def test_what_modules_and_callbacks_do_with_lightnings_own_methods_is_as_in_lightning(tmp_path: Path) -> None:
+    own = "hook_log.own_log+scheduler.follows_the_steps+callback.summary+callback.measures"
+    assert tried([f"train_log.loss+val_log.loss+{own}"], tmp_path) == {"same": 2}
+
+
 @pytest.mark.nightly
 def test_each_idiom_by_itself(tmp_path: Path) -> None:
     began, cases = time.monotonic(), each_once()

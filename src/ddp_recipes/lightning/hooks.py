@@ -1,11 +1,14 @@
 """The hooks of Lightning's modules, data modules and callbacks: which there are, and who calls them here."""
 
+from collections.abc import Collection
 from typing import Any
 
 from ddp_recipes.errors import RequestError
 
 # Where the base classes are, whose hooks do nothing, or what is done here anyhow.
 _BASES = ("lightning.pytorch.core.", "lightning.fabric.", "pytorch_lightning.core.", "lightning_fabric.", "torch.")
+
+LIGHTNING_MODULE = "LightningModule"
 
 STEPS = {"training_step", "validation_step", "test_step", "predict_step", "forward", "configure_optimizers"}
 
@@ -110,6 +113,15 @@ def defined(module: object) -> set[str]:
         if given:
             found.add(name)
     return found
+
+
+def overridden(module: object, names: Collection[str]) -> set[str]:
+    """Return those methods of a ``LightningModule`` that a class derived from it makes its own."""
+    classes = type(module).__mro__
+    if all(each.__name__ != LIGHTNING_MODULE for each in classes):
+        return set()
+    owners = {name: next(each for each in classes if name in vars(each)) for name in names}
+    return {name for name, owner in owners.items() if not owner.__module__.startswith(_BASES)}
 
 
 def refuse_hooks(module: object) -> None:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ddp_recipes.data.keyed import samples_in
 from ddp_recipes.errors import RequestError, RunFailed
-from ddp_recipes.lightning.hooks import LOGGING, OF_EVALUATION, OF_STEP
+from ddp_recipes.lightning.hooks import LIGHTNING_MODULE, LOGGING, OF_EVALUATION, OF_STEP, overridden
 from ddp_recipes.lightning.update import backward
 from ddp_recipes.strategies.base import by_rank
 from ddp_recipes.tasks import RunContext
@@ -26,6 +26,21 @@ messages = logging.getLogger(__name__)
 _DIMENSIONS = 16  # at most, of what is gathered
 
 
+_NAMES = ("log", "log_dict", "optimizers", "lr_schedulers", "manual_backward", "clip_gradients", "all_gather", "print")
+
+
+def _put_below(model: nn.Module, names: Collection[str]) -> None:
+    """Have methods of a module's own find ours by ``super()``, by a class between theirs and Lightning's."""
+
+    def method(name: str) -> Any:
+        return lambda module, *arguments, **options: getattr(module.trainer.services, name)(*arguments, **options)
+
+    cls = type(model)
+    base = next(each for each in cls.__mro__ if each.__name__ == LIGHTNING_MODULE)
+    ours = type(base.__name__, (base,), {name: method(name) for name in names})
+    model.__class__ = type(cls.__name__, (cls, ours), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+
+
 class Services:
     """Methods that the task gives its module, in place of Lightning's."""
 
@@ -33,12 +48,17 @@ class Services:
         self.task = task
         model: Any = task.model
         model.trainer = task.trainer
-        names = ("log", "log_dict", "optimizers", "lr_schedulers", "manual_backward", "clip_gradients", "all_gather")
-        for name in names:
+        own = overridden(model, _NAMES)
+        for name in {*_NAMES} - own:
             setattr(model, name, getattr(self, name))
-        model.print = task.trainer.print
+        if own:
+            _put_below(model, own)
         if not hasattr(type(model), "logger"):
             model.logger = task.trainer.logger
+
+    def print(self, *arguments: Any, **options: Any) -> None:
+        """Print on rank 0."""
+        self.task.trainer.print(*arguments, **options)
 
     def log(  # noqa: PLR0913 - the arguments of LightningModule.log
         self,

@@ -70,6 +70,11 @@ class Trainer:
         )
 
     @property
+    def services(self) -> Any:
+        """What the module calls on itself."""
+        return self._task.services
+
+    @property
     def _settings(self) -> TrainerSettings:
         """The run's own keys, which a callback may have changed, once it has begun."""
         return self.run_context.trainer if self.run is None else self.run.trainer
