@@ -1,5 +1,6 @@
 """Modules in the shape of Lightning's, for tests."""
 
+from argparse import Namespace
 from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
@@ -770,7 +771,12 @@ class Counts(Lit):
         self.log_dict({"step": float(self.trainer.current_epoch), "twice": 2.0})
         return super().training_step(batch, batch_idx)
 
+    def setup(self, stage: str) -> None:
+        self.trainer.callbacks.append(SimpleNamespace(on_train_start=lambda _, module: setattr(module, "told", True)))
+
     def on_train_end(self) -> None:
+        assert self.told
+        self.trainer.logger.log_hyperparams(Namespace(width=3))
         with pytest.raises(AttributeError, match=r"logger.log_image is not there .* log_hyperparams, .*; experiment"):
             self.trainer.logger.log_image("generated", [])
         with pytest.raises(AttributeError, match=r"trainer.nothing is not there"):

@@ -58,6 +58,7 @@ class LightningTask(Task):
         super().__init__(model, nn.Identity())
         self.trainer = Trainer(self)
         self.hooks = Hooks(model, self.trainer)
+        self.hooks.callbacks = self.trainer.callbacks  # to which a module may add
         if "training_step" not in self.hooks.own:
             raise RequestError(
                 f"task=lightning needs a module with training_step, and {type(model).__name__} has none. "
@@ -128,7 +129,6 @@ class LightningTask(Task):
         """Drop callbacks of the config where the module brings one of their class, or of a class under it."""
         replaced = [each for each in self.hooks.callbacks if any(issubclass(type(other), type(each)) for other in own)]
         for each in replaced:
-            self.hooks.callbacks.remove(each)
             self.trainer.callbacks.remove(each)
             if self.trainer.run_context.world.is_main:
                 log.warning(
@@ -182,7 +182,6 @@ class LightningTask(Task):
         if not any(callable(getattr(made, hook, None)) for hook in ("on_train_start", "on_fit_start", "setup")):
             return None
         refuse_callback(name, made)
-        self.hooks.callbacks.append(made)
         self.trainer.callbacks.append(made)
         return Wrapped(made)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,7 +39,8 @@ class ModuleLogger:
 
     def log_hyperparams(self, params: Any, *_: Any, **__: Any) -> None:
         """Log them as a text: HParams shows those of the config."""
-        lines = [f"- {name}: {value}" for name, value in dict(params).items()]
+        given = vars(params) if isinstance(params, Namespace) else dict(params)
+        lines = [f"- {name}: {value}" for name, value in given.items()]
         self._task.logger.text("hyper_parameters", "\n".join(lines))
 
     def log_graph(self, *_: Any, **__: Any) -> None:
