@@ -11,7 +11,7 @@ import pytest
 import torch
 from own_parts import Lit
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 from torchmetrics import MeanAbsoluteError, MeanSquaredError, MetricCollection, SumMetric
 
 Batch = tuple[Tensor, Tensor]
@@ -871,6 +871,28 @@ class Own(Lit):
         (optimizer,), _ = super().configure_optimizers()
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "name": "slowly"}}
+
+
+class Endless(IterableDataset[Batch]):
+    """Gives samples without an end."""
+
+    def __iter__(self) -> Any:
+        while True:
+            yield torch.ones(10), torch.ones(5)
+
+
+class Streamed(Own):
+    """Is trained on a stream, by a schedule that ends with the run."""
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Endless(), batch_size=4)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters())
+        steps = int(self.trainer.estimated_stepping_batches)
+        assert (steps, self.trainer.num_training_batches, len(self.trainer.train_dataloader)) == (6, 3, 3)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, steps)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step", "name": "slowly"}]
 
 
 class Held(TensorDataset):

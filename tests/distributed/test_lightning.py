@@ -367,6 +367,12 @@ def test_a_batch_of_training_is_of_set_0_after_a_validation_of_several(tmp_path:
     assert run_recipe([*own, "trainer.max_epochs=2", "launcher.device=cpu"], 1, tmp_path)["status"] == "finished"
 
 
+def test_a_stream_with_a_limit_of_batches_has_that_many_for_a_schedule(tmp_path: Path) -> None:
+    own = ["model=toy", "data.in_features=10", "data.out_features=5", *part("Streamed"), "data=lightning"]
+    own += ["trainer.limit_train_batches=3", "trainer.max_epochs=2", "launcher.device=cpu", "logger=none"]
+    assert run_recipe(own, 1, tmp_path)["global_step"] == 6
+
+
 def test_loaders_may_be_attributes_of_a_data_module(tmp_path: Path) -> None:
     own = ["model=toy", "data.in_features=10", "data.out_features=5", *LIT, "data=lightning", "logger=none"]
     own += ["+data.datamodule._target_=lightning_parts.with_loaders", "trainer.max_epochs=1", "launcher.device=cpu"]

@@ -71,8 +71,8 @@ class IterablePlan(BatchPlan):
 
     @property
     def planned_batches(self) -> float:
-        """Infinitely many, also once the end has come into sight."""
-        return math.inf
+        """The most of an epoch, infinitely many without a limit; also once the end has come into sight."""
+        return math.inf if self.max_batches is None else self.max_batches
 
     @property
     def same_sizes(self) -> bool:

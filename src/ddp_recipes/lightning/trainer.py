@@ -123,13 +123,15 @@ class Trainer:
 
     @property
     def estimated_stepping_batches(self) -> float:
-        """Optimizer steps of the whole run; infinite if only time limits it."""
+        """Optimizer steps of the whole run, if no epoch ends before its limit; infinite if only time limits it."""
         self._need_loaders("estimated_stepping_batches")
-        return math.inf if self.run_context.total_steps is None else self.run_context.total_steps
+        context, batches = self.run_context, self.num_training_batches
+        steps = context.total_steps if math.isinf(batches) else context.total_steps_of(int(batches))
+        return math.inf if steps is None else steps
 
     @property
     def num_training_batches(self) -> float:
-        """Batches of an epoch, the same on each rank; infinity if that shows at its end."""
+        """Batches of an epoch, at most, the same on each rank; infinity if that shows at its end."""
         self._need_loaders("num_training_batches")
         train = self.run_context.loaders.get("train")
         return math.inf if train is None else train.plan.planned_batches

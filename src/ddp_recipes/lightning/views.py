@@ -29,9 +29,9 @@ class LoaderView:
         self.batch_size = -(-loader.plan.global_batch_size // loader.plan.num_shards)
 
     def __len__(self) -> int:
-        if math.isinf(self._loader.plan.planned_batches):
+        if math.isinf(batches := self._loader.plan.planned_batches):
             raise TypeError(f"{type(self.dataset).__name__} has no length.")
-        return len(self._loader)
+        return int(batches)
 
     def __iter__(self) -> Iterator[Any]:
         apart = self._loader.apart()  # the run's may be in the middle of an epoch
