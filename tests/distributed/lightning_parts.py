@@ -120,6 +120,13 @@ class Taught(Lit):
         self.log("last", float(batch_idx), reduce_fx="max")
 
 
+class Slim(Taught):
+    """Leaves its teacher out of its own state."""
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        return {name: each for name, each in super().state_dict().items() if not name.startswith("teacher")}
+
+
 class Collected(Lit):
     """Has its metrics in a collection, whose values it logs itself."""
 

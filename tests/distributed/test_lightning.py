@@ -459,6 +459,14 @@ def test_what_module_and_callbacks_keep_is_there_after_a_resume(tmp_path: Path, 
     assert kept["state_dict"].keys() == kept["model"].keys()
 
 
+def test_weights_that_a_module_leaves_out_of_its_state_are_there_after_a_resume(tmp_path: Path, run: Run) -> None:
+    common = ["data.num_samples=65", "data.global_batch_size=16", "trainer.max_epochs=2"]
+    whole = run(*part("Taught"), *common)
+    run(*part("Slim"), *common, "trainer.max_epochs=1", directory=tmp_path / "slim")
+    resumed = run(*part("Slim"), *common, "ckpt_path=auto", directory=tmp_path / "slim")
+    assert resumed["weights_sha256"] == whole["weights_sha256"]
+
+
 def test_a_metric_may_be_the_loss(run: Run) -> None:
     """What it counts is no state of the model's."""
     found = run(*part("MetricAsLoss"))

@@ -102,6 +102,11 @@ class LightningTask(Task):
 
     # What the run asks for.
 
+    def state_dict(self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+        """Return all weights, also those that the module's own ``state_dict`` leaves out: a resume needs them."""
+        options = {"destination": destination, "prefix": f"{prefix}model.", "keep_vars": keep_vars}
+        return nn.Module.state_dict(self.model, **options)
+
     def attach(self, context: RunContext) -> None:
         """Tell module and callbacks what run they are in, and have them set up."""
         trainer, hooks = self.trainer, self.hooks
