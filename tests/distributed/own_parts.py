@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -721,6 +722,35 @@ class Ignorant(Toy):
     def forward(self, input: Tensor, labels: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
         logits = super().forward(input)
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+class Sets(Dataset[Tensor]):
+    """Samples of one to seven points each, as graphs have nodes."""
+
+    def __init__(self, num_samples: int = 64, in_features: int = 10, seed: int = 3, **others: object) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.samples = [torch.randn(1 + at % 7, in_features, generator=generator) for at in range(num_samples)]
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.samples[index]
+
+
+def ragged(samples: list[Tensor]) -> SimpleNamespace:
+    """Return a batch of sets: the points of all, and of each point the number of its set."""
+    sets = torch.tensor([number for number, points in enumerate(samples) for _ in points])
+    return SimpleNamespace(points=torch.cat(samples), sets=sets, count=len(samples))
+
+
+class OfSets(Toy):
+    """Learns how many points a set has, and returns its loss."""
+
+    def forward(self, batch: SimpleNamespace) -> Tensor:  # type: ignore[override]
+        points = super().forward(batch.points).mean(dim=1)
+        found = points.new_zeros(batch.count).index_add(0, batch.sets, points)
+        return (found - torch.bincount(batch.sets)).square().mean()
 
 
 class Annealed(Toy):

@@ -60,6 +60,14 @@ def test_the_batch_size_does_not_matter(trained: str, run: Run) -> None:
     assert all(metrics == pytest.approx(found[0], rel=1e-6) for metrics in found)
 
 
+def test_samples_count_alike_in_batches_without_a_row_for_each(run: Run) -> None:
+    sets = ["data.train._target_=own_parts.Sets", "data.val._target_=own_parts.Sets", "data.val.num_samples=21"]
+    sets += ["data.collate_fn=own_parts.ragged", "model._target_=own_parts.OfSets", "task=model_loss", "mode=validate"]
+    ways = ((21, 1), (4, 1), (4, 2))
+    whole, *others = (run(*sets, f"data.val_batch_size={n}", world_size=ranks)["metrics"] for n, ranks in ways)
+    assert all(each == pytest.approx(whole, rel=1e-6) for each in others)
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_test_measures_its_own_split(world_size: int, trained: str, run: Run) -> None:
     test = "data.test={_target_: ddp_recipes.datasets.fake_images, num_samples: 30, image_size: 4, in_channels: 1,"

@@ -1,6 +1,5 @@
 """A task: module, loss and metrics."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -140,19 +139,6 @@ def test_what_a_tuple_holds_is_called_as_the_model_calls_it() -> None:
     assert by_samples.validation_step(by_name).amount is None
     assert by_samples.ignored(by_name)
     assert not task.ignored(by_name)
-
-
-class TakesOne(nn.Module):
-    """A model that is given the whole batch, an object."""
-
-    def forward(self, batch: SimpleNamespace) -> Tensor:
-        loss: Tensor = batch.inputs.sum()
-        return loss
-
-
-def test_samples_of_a_batch_that_is_an_object_are_counted() -> None:
-    batch = SimpleNamespace(scale=torch.tensor(1.0), inputs=torch.ones(4, 2))
-    assert ModelLossTask(TakesOne()).training_step(batch).weight == 4
 
 
 def test_a_tuple_without_what_is_asked_for_is_refused_with_the_names_it_has() -> None:

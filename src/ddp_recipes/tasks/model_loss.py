@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from ddp_recipes.devices import sum_dtype
 from ddp_recipes.errors import RequestError
-from ddp_recipes.runtime.tensors import tensors_in
 from ddp_recipes.tasks.task import StepOutput, Task
 
 IGNORED = -100  # the label of what does not count, as in torch's cross-entropy and all of ``transformers``
@@ -49,7 +48,7 @@ class ModelLossTask(Task):
 
     def training_step(self, batch: Any) -> StepOutput:
         """Return the model's loss."""
-        return StepOutput(self._loss_in(self._called(batch), batch), {}, _size(batch))
+        return StepOutput(self._loss_in(self._called(batch), batch), {}, None)
 
     def validation_step(self, batch: Any) -> StepOutput:
         """Return the model's loss, and metrics of what is named of its output and of the batch."""
@@ -59,7 +58,7 @@ class ModelLossTask(Task):
             outputs = _named(output, self.outputs, "task.outputs", f"the output of {type(self.model).__name__}")
             values = self._measured(outputs, self._labels(batch).to(outputs.device))
         amount = self.amount(batch) if self.weighs else None
-        return StepOutput(self._loss_in(output, batch), values, _size(batch), amount)
+        return StepOutput(self._loss_in(output, batch), values, None, amount)
 
     def amount(self, batch: Any) -> Tensor:
         """Return how many labels of a batch count."""
@@ -130,11 +129,3 @@ def _named(values: Any, name: str | int, key: str, owner: str) -> Tensor:
             f"{key}={name} is no tensor in {owner}: {names or type(values).__name__}. Set {key} to the one to use."
         )
     return found
-
-
-def _size(batch: Any) -> int:
-    """Return the number of samples in a batch: the length of the first tensor that has one."""
-    for tensor in tensors_in(batch):
-        if tensor.dim():
-            return len(tensor)
-    raise RequestError(f"There is no tensor in a batch, a {type(batch).__name__}, so its samples cannot be counted.")

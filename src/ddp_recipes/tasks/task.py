@@ -73,13 +73,13 @@ class StepOutput(NamedTuple):
         loss: scalar, the mean over the batch's samples; in an evaluation without a loss empty, shape [0].
         metrics: name to values. One value a sample, shape [n], is averaged over all samples of the data set, exactly; a
             scalar counts as the mean over ``weight`` samples.
-        weight: number of samples, n.
+        weight: number of samples, n; ``None``: those that the batch is made of, as where no tensor has a row for each.
         amount: what the loss is the mean over where that is not samples; scalar.
     """
 
     loss: Tensor
     metrics: Mapping[str, Tensor]
-    weight: int
+    weight: int | None
     amount: Tensor | None = None
 
 

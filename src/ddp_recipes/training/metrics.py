@@ -248,7 +248,8 @@ def _evaluate(
             if batch.num_samples == 0:  # only the names count: fewer samples than ranks
                 values = {name: value.new_zeros(0) for name, value in values.items()}
             for name, value in values.items():
-                weight = output.weight if value.dim() == 0 else len(value)
+                samples = batch.num_samples if output.weight is None else output.weight
+                weight = samples if value.dim() == 0 else len(value)
                 value = for_sums(value)
                 summed = value * weight if value.dim() == 0 else value.sum()
                 over = torch.full_like(summed, weight)
