@@ -753,6 +753,30 @@ class OfSets(Toy):
         return (found - torch.bincount(batch.sets)).square().mean()
 
 
+def off(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return how far each number is off, [n, numbers]."""
+    return (outputs - targets).abs()
+
+
+def off_in_all(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return how far all are off, [1]."""
+    return off(outputs, targets).mean().reshape(1)
+
+
+def off_as_number(outputs: Tensor, targets: Tensor) -> float:
+    """Return the same as a number of Python."""
+    return off(outputs, targets).mean().item()
+
+
+def off_one_by_one(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return it of all numbers of all samples, [n * numbers]."""
+    return off(outputs, targets).flatten()
+
+
+def no_number(outputs: Tensor, targets: Tensor) -> None:
+    """Return nothing."""
+
+
 class Annealed(Toy):
     """Divides its outputs by a temperature that follows from how often it was called, which it counts in Python."""
 

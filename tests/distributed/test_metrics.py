@@ -118,6 +118,7 @@ REFUSED = {
     "one name twice": "+task.metrics.one={_target_: torchmetrics.MetricCollection, metrics: {accuracy: {_target_: "
     f"{OF}Accuracy, num_classes: 10}}}}}}",
     "the loss": "+task.metrics.loss={_target_: ddp_recipes.tasks.Accuracy}",
+    "no number": "+task.metrics.none={_target_: own_parts.no_number, _partial_: true}",
     "a monitor that is drawn": "checkpoint.monitor=val/confusion",
 }
 MESSAGES = {
@@ -125,6 +126,7 @@ MESSAGES = {
     "a curve": "task.metrics.each computes a tuple",
     "one name twice": "called accuracy",
     "the loss": "called loss",
+    "no number": "The metric none is a NoneType. Return a tensor with a value for each sample",
     "a monitor that is drawn": "checkpoint.monitor=val/confusion",
 }
 
@@ -135,6 +137,18 @@ def test_metric_that_cannot_be_logged_is_refused(case: str, run: Run, tmp_path: 
         run(*IMAGES, CONFUSION, REFUSED[case], "checkpoint.mode=max", directory=tmp_path / "run")
     assert MESSAGES[case] in str(refused.value)
     assert not list(tmp_path.glob("run/*"))
+
+
+FORMS = ("off", "off_in_all", "off_as_number", "off_one_by_one")
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), quick_each(2, [("ddp", 2), ("ddp_exact", 2), ("ddp_pipeline", 2)]))
+def test_a_metric_in_any_form_is_the_mean_over_samples(strategy: str, ranks: int, run: Run) -> None:
+    measured = [f"+task.metrics.{name}={{_target_: own_parts.{name}, _partial_: true}}" for name in FORMS]
+    cut = ["data.global_batch_size=13", "data.val_batch_size=2", f"task.train_metrics={strategy != 'ddp_pipeline'}"]
+    found = run(*cut, *measured, f"strategy={strategy}", world_size=ranks)["metrics"]
+    for split in {name.partition("/")[0] for name in found if name.endswith("/mae")}:
+        assert [found[f"{split}/{name}"] for name in FORMS] == pytest.approx([found[f"{split}/mae"]] * len(FORMS))
 
 
 def test_train_metrics_are_refused_where_nothing_measures(run: Run, tmp_path: Path) -> None:

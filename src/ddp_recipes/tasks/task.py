@@ -120,7 +120,8 @@ class Task(nn.Module):
         RequestError: two metrics have one name, or ``mean_over`` does not go with the loss.
 
     Attributes:
-        train_sums: the sum of each metric over the samples of a shard of the training batch, while it is measured.
+        train_sums: of each metric the sum over the samples of a shard of the training batch, and their number, [2],
+            while it is measured.
         logger: where the run's numbers go, e.g. ``self.logger.scalars({"train/gap": gap}, self.global_step)``; drops
             what it gets on all ranks but rank 0, and until training begins.
         position: where training is; no attribute of the module itself, which torch takes a microsecond to set.
@@ -217,8 +218,7 @@ class Task(nn.Module):
         targets = targets.to(outputs.device)  # a model over several devices ends on its last
         if self.train_sums is not None:
             for name, value in self._measured(outputs.detach(), targets).items():
-                total = for_sums(value).sum() if value.dim() else for_sums(value) * len(targets)
-                self.train_sums[name] = self.train_sums.get(name, 0) + total
+                self.train_sums[name] = self.train_sums.get(name, 0) + summed(value, len(targets))
         return StepOutput(self._loss(outputs, targets), {}, targets.shape[0])
 
     def validation_step(self, batch: Any) -> StepOutput:
@@ -260,7 +260,7 @@ class Task(nn.Module):
             if is_stateful(metric):
                 metric.update(outputs, targets)  # type: ignore[attr-defined]
             else:
-                values[name] = metric(outputs, targets)
+                values[name] = of_samples(name, metric(outputs, targets), len(targets))
         return values
 
     def _loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -428,6 +428,28 @@ def output_of(step: Callable[[Any], StepOutput], batch: Any) -> StepOutput:
         f"{step.__qualname__} returns {given}. Return ddp_recipes.StepOutput(loss, metrics, samples): a tensor, a dict "
         f"(empty if there are none) and how many samples the batch has. self.training_output(outputs, targets) is one."
     )
+
+
+def of_samples(name: str, value: Any, samples: int) -> Tensor:
+    """Return what a metric gives for so many samples as a value of each, [n], or as a scalar, the mean over all.
+
+    Raises:
+        RequestError: it is no number and no tensor.
+    """
+    if not isinstance(value, (Tensor, int, float)):
+        raise RequestError(
+            f"The metric {name} is a {type(value).__name__}. Return a tensor with a value for each sample, [n], or a "
+            f"number, the mean over them."
+        )
+    found = for_sums(torch.as_tensor(value))
+    found = found.flatten(1).mean(dim=1) if found.dim() > 1 else found
+    return found.squeeze(0) if found.shape == (1,) and samples > 1 else found
+
+
+def summed(value: Tensor, samples: int) -> Tensor:
+    """Return the sum of what :func:`of_samples` gave over so many samples, and how many they are, [2]."""
+    total, count = (value.sum(), len(value)) if value.dim() else (value * samples, samples)
+    return torch.stack([total, torch.full_like(total, count)])
 
 
 def _named(metrics: Any) -> Mapping[str, Any]:

@@ -23,7 +23,7 @@ from ddp_recipes.runtime.seeding import key, seed_step
 from ddp_recipes.strategies import Strategy
 from ddp_recipes.strategies.collectives import broadcast, gather
 from ddp_recipes.tasks import Task
-from ddp_recipes.tasks.task import is_stateful, output_of
+from ddp_recipes.tasks.task import is_stateful, of_samples, output_of, summed
 from ddp_recipes.training.cadence import ValidationStopped
 from ddp_recipes.training.guards import Losses, of_rows
 from ddp_recipes.training.precision import Precision
@@ -104,11 +104,12 @@ def mean_loss(run: Run, losses: Sequence[Losses], samples: int) -> Tensor:
     return run.strategy.sum(torch.stack(sums) / samples)
 
 
-def train_metrics(run: Run, losses: Sequence[Losses], samples: int, sums: Sequence[Mapping[str, Tensor]]) -> Metrics:
+def train_metrics(run: Run, losses: Sequence[Losses], sums: Sequence[Mapping[str, Tensor]]) -> Metrics:
     """Return the task's metrics of the batch of a step, over all its samples. A collective where they are measured.
 
     Args:
-        sums: of each metric, over the samples of each of this rank's shards; empty where they are not measured.
+        sums: of each metric, over the samples of each of this rank's shards, and their number; empty where they are not
+            measured.
 
     Raises:
         RunFailed: the task's own step does not measure them.
@@ -125,10 +126,10 @@ def train_metrics(run: Run, losses: Sequence[Losses], samples: int, sums: Sequen
             )
     found: Metrics = {}
     if names:
-        zero = torch.zeros((), dtype=sum_dtype(run.devices[-1]), device=run.devices[-1])
-        rows = [torch.stack([measured.get(name, zero).to(zero) for name in names]) for measured in sums]
-        totals = run.strategy.sum(torch.stack(rows)) / samples
-        found = {f"train/{name}": value for name, value in zip(names, totals.tolist(), strict=True)}
+        none = torch.zeros(2, dtype=sum_dtype(run.devices[-1]), device=run.devices[-1])
+        rows = [torch.stack([measured.get(name, none).to(none) for name in names]) for measured in sums]
+        totals = run.strategy.sum(torch.stack(rows)).tolist()
+        found = {f"train/{name}": total / count for name, (total, count) in zip(names, totals, strict=True) if count}
     return found | computed(task, "train", {})
 
 
@@ -233,6 +234,7 @@ def _evaluate(
     for metric in task.stateful_metrics.values():
         metric.reset()
     step = task.test_step if prefix.startswith("test") else task.validation_step
+    nothing = torch.zeros(len(loader.shards), 2, dtype=sum_dtype(loader.device), device=loader.device)
     sums: dict[str, Tensor] = {}  # name -> for each shard the sum over samples and their number, [shards, 2]
     with phase("validation"), torch.no_grad(), strategy.evaluation(task):
         for batch in batches:
@@ -246,22 +248,16 @@ def _evaluate(
                 output = output_of(step, batch.data)
             values = {"loss": output.loss, **output.metrics}
             if batch.num_samples == 0:  # only the names count: fewer samples than ranks
-                values = {name: value.new_zeros(0) for name, value in values.items()}
-            for name, value in values.items():
-                samples = batch.num_samples if output.weight is None else output.weight
-                weight = samples if value.dim() == 0 else len(value)
-                value = for_sums(value)
-                summed = value * weight if value.dim() == 0 else value.sum()
-                over = torch.full_like(summed, weight)
+                values = dict.fromkeys(values, torch.empty(0))
+            samples = batch.num_samples if output.weight is None else output.weight
+            for name, given in values.items():
+                value = of_samples(name, given, 1 if task.names_metrics else samples)  # these say of how many
+                pair = summed(value, samples)
                 if name == "loss" and output.amount is not None and value.dim() == 0:
-                    over = output.amount.to(summed)
-                    summed = torch.where(over > 0, value * over, 0.0)  # of none torch's mean is NaN
-                pair = torch.stack([summed, over]).to(loader.device)
-                if name not in sums:
-                    sums[name] = pair.new_zeros(len(loader.shards), 2)
-                sums[name][loader.shards.index(batch.shard)].add_(pair)
+                    over = output.amount.to(value)  # of none torch's mean is NaN
+                    pair = torch.stack([torch.where(over > 0, value * over, 0.0), over])
+                sums.setdefault(name, nothing.clone())[loader.shards.index(batch.shard)].add_(pair.to(nothing))
     names = task.everywhere(list(sums))
-    nothing = torch.zeros(len(loader.shards), 2, dtype=sum_dtype(loader.device), device=loader.device)
     totals = strategy.sum(torch.stack([sums.get(name, nothing) for name in names], dim=1))
     counted = zip(names, totals.tolist(), strict=True)
     metrics = {task.metric_name(prefix, name): total / count for name, (total, count) in counted if count}

@@ -24,7 +24,7 @@ def update(run: Run, batches: Iterator[Batch], measured: bool) -> Update:
     losses, samples, sums = forward_backward(run, batches, measured and run.task.train_metrics)
     # Before the weights change, so that a rank that has changed them needs no other one for the rest of the step.
     loss = mean_loss(run, losses, samples) if measured else None
-    metrics = train_metrics(run, losses, samples, sums)
+    metrics = train_metrics(run, losses, sums)
     with phase("optimizer"):
         norm = clip(run, measured)
         lr = run.optimizer.param_groups[0]["lr"]
