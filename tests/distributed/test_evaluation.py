@@ -60,6 +60,13 @@ def test_the_batch_size_does_not_matter(trained: str, run: Run) -> None:
     assert all(metrics == pytest.approx(found[0], rel=1e-6) for metrics in found)
 
 
+def test_overfitting_is_validated_within_an_epoch_of_data_workers(run: Run) -> None:
+    overfit = ["data.train._target_=own_parts.OneByOne", "trainer.overfit_batches=4", "trainer.val_check_interval=2"]
+    alone, with_workers = (run(*overfit, f"data.num_workers={workers}") for workers in (0, 1))
+    assert with_workers["weights_sha256"] == alone["weights_sha256"]
+    assert with_workers["metrics"]["val/loss"] == alone["metrics"]["val/loss"]
+
+
 def test_samples_count_alike_in_batches_without_a_row_for_each(run: Run) -> None:
     sets = ["data.train._target_=own_parts.Sets", "data.val._target_=own_parts.Sets", "data.val.num_samples=21"]
     sets += ["data.collate_fn=own_parts.ragged", "model._target_=own_parts.OfSets", "task=model_loss", "mode=validate"]

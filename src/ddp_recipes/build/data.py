@@ -94,7 +94,8 @@ class Loading:
         nodes = self._nodes(own)
         loaders = {name: self._loader(name, self._source(name, node, own), own is not None) for name, node in nodes}
         if self.trainer.overfit_batches and self.mode == "fit" and own is None:
-            return dict.fromkeys(loaders, loaders["train"])
+            train = loaders["train"]  # a validation in the middle of an epoch must not read on in its data workers
+            return {name: train if name == "train" else train.apart() for name in loaders}
         return loaders
 
     def _nodes(self, own: Mapping[str, Any] | None) -> list[tuple[str, Any]]:
