@@ -4,7 +4,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, NoReturn
 
@@ -15,6 +15,7 @@ from ddp_recipes.build.recipe import Recipe, make_recipe
 from ddp_recipes.build.run import join, make_run, make_stop_controller
 from ddp_recipes.checkpointing.files import refuse_folders
 from ddp_recipes.config.extras import extra
+from ddp_recipes.config.settings import check_measured
 from ddp_recipes.data.loader import skipped_of
 from ddp_recipes.devices import identity, is_accelerator, leaves_tensor_cores_idle
 from ddp_recipes.errors import MAKE_KEY, Left, Preempted, RecipeError, RequestError, RunFailed
@@ -229,6 +230,7 @@ def fit(recipe: Recipe, output: Output) -> None:
     run = make_run(recipe, output.hold(make_stop_controller(recipe)))
     if recipe.regroup is None:
         check_validation(run, recipe)
+        check_schedules(run, recipe)
         check_saves(run)
         recipe.warnings.extend(foreseen(run, recipe))
     for callback in run.callbacks.values():
@@ -267,7 +269,9 @@ def check_validation(run: Run, recipe: Recipe) -> None:
     A run that goes on has done so before; buffers that a module moves in a validation stay as they were saved.
     """
     steps = run.trainer.num_sanity_val_steps
-    if not run.val or steps == 0:
+    if not run.val:
+        return check_followed(run, ("train/loss",))
+    if steps == 0:
         return
     loaders = run.val if steps < 0 else {name: loader.limited(steps) for name, loader in run.val.items()}
     kept: AbstractContextManager[None] = nullcontext()
@@ -280,9 +284,35 @@ def check_validation(run: Run, recipe: Recipe) -> None:
     run.strategy.moved = frozenset()  # a trial has no effect to tell of
     if warning := settle_monitor(run, metrics):
         recipe.warnings.append(warning)
+    check_followed(run, metrics)
     for callback in run.callbacks.values():
         callback.check_metrics(metrics)
     run.task.leave_evaluation()
+
+
+def check_followed(run: Run, metrics: Collection[str]) -> None:
+    """Refuse a schedule that follows a metric of validations which is not among these."""
+    for schedule in () if run.task.names_metrics else run.schedules:
+        if schedule.monitor is not None and schedule.monitor.startswith("val"):
+            check_measured(schedule.monitor, metrics, "scheduler.monitor")
+
+
+def check_schedules(run: Run, recipe: Recipe) -> None:
+    """Refuse a schedule of the config's that ends before the run: torch's ``OneCycleLR`` fails in a step beyond."""
+    (schedule, *_), at = run.schedules, run.cursor
+    by_steps, scheduler = schedule.interval == "step", schedule.scheduler
+    end, done = (recipe.total_steps, at.step) if by_steps else (recipe.length.total_epochs, at.epoch)
+    if run.task.names_metrics or end is None or not isinstance(scheduler, torch.optim.lr_scheduler.OneCycleLR):
+        return
+    if (ticks := scheduler.last_epoch + end - done) > scheduler.total_steps:
+        where, remedy = "", f"Set scheduler.total_steps={ticks}, or null for the run's length."
+        if at.step:
+            where = " in the checkpoint"
+            remedy = "Keep the run as long as it was, or start afresh with its weights: weights_from, no ckpt_path."
+        raise RequestError(
+            f"scheduler.total_steps is {scheduler.total_steps}{where}, and the run comes to {ticks} "
+            f"{'steps' if by_steps else 'epochs'}: OneCycleLR takes none beyond. {remedy}"
+        )
 
 
 def check_saves(run: Run) -> None:

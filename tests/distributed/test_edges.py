@@ -119,12 +119,49 @@ def test_a_scheduler_that_follows_a_metric_is_told_it(monitor: list[str], tmp_pa
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_run_that_is_refused_once_it_has_begun_has_failed(world_size: int, tmp_path: Path) -> None:
-    overrides = [*QUICK, *PLATEAU, "strategy=ddp", "data.val=null"]
-    with pytest.raises(RequestError, match=r"ReduceLROnPlateau follows val/loss, which is not measured"):
+    overrides = [*QUICK, *PLATEAU, "strategy=ddp", "+scheduler.monitor=train/loss"]  # which a later step measures
+    with pytest.raises(RequestError, match=r"ReduceLROnPlateau follows train/loss, which is not measured"):
         run_recipe(overrides, world_size, tmp_path)
     summary = summary_of(tmp_path)
     assert summary["status"] == "failed"
-    assert summary["error"].startswith("ReduceLROnPlateau follows val/loss")
+    assert summary["error"].startswith("ReduceLROnPlateau follows train/loss")
+
+
+def test_a_scheduler_follows_validations_of_some_epochs_alone(tmp_path: Path) -> None:
+    some = [*QUICK, *PLATEAU, "trainer.check_val_every_n_epoch=2"]
+    whole = run_recipe([*some, "trainer.max_epochs=8"], directory=tmp_path / "whole")
+    assert whole["metrics"]["train/lr"] == 0.04 / 4, "after the fourth and the sixth epoch"
+    run_recipe([*some, "trainer.max_epochs=5"], directory=tmp_path / "parts")
+    parts = run_recipe([*some, "trainer.max_epochs=8", "ckpt_path=auto"], directory=tmp_path / "parts")
+    assert parts["weights_sha256"] == whole["weights_sha256"]
+    assert "is not taken" not in (tmp_path / "parts" / "train.log").read_text(), "the rate is the schedule's"
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        (
+            ["+scheduler.monitor=val/los", "trainer.num_sanity_val_steps=1"],
+            "scheduler.monitor=val/los is not measured. Measured are: val/loss, val/mae",
+        ),
+        (["data.val=null"], "scheduler.monitor=val/loss is not measured. Measured are: train/loss"),
+    ],
+)
+def test_a_scheduler_that_follows_what_nothing_validates_is_refused(
+    own: list[str], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(RequestError, match=message):
+        run_recipe([*QUICK, *PLATEAU, *own], directory=tmp_path / "refused")
+    assert not [*(tmp_path / "refused").rglob("*.log")]
+
+
+def test_a_schedule_that_ends_before_the_run_is_refused(tmp_path: Path) -> None:
+    one_cycle = [*QUICK, "scheduler=one_cycle"]
+    with pytest.raises(RequestError, match=r"total_steps is 7, and the run comes to 8 steps.*scheduler.total_steps=8"):
+        run_recipe([*one_cycle, "trainer.max_epochs=2", "scheduler.total_steps=7"], directory=tmp_path)
+    run_recipe([*one_cycle, "trainer.max_epochs=2"], directory=tmp_path)
+    with pytest.raises(RequestError, match="total_steps is 8 in the checkpoint, and the run comes to 12 steps"):
+        run_recipe([*one_cycle, "trainer.max_epochs=3", "ckpt_path=auto"], directory=tmp_path)
 
 
 def test_resume_says_which_keys_of_the_optimizer_are_not_taken(tmp_path: Path) -> None:
@@ -143,6 +180,14 @@ def test_resume_with_what_it_was_trained_with_warns_of_nothing(tmp_path: Path) -
     run_recipe([*overrides, "trainer.max_epochs=1"], directory=tmp_path)
     run_recipe([*overrides, "trainer.max_epochs=2", "ckpt_path=auto"], directory=tmp_path)
     assert "is not taken" not in (tmp_path / "train.log").read_text()
+
+
+def test_resume_says_what_schedules_within_the_schedule_do_not_take(tmp_path: Path) -> None:
+    warmed = [*QUICK, "scheduler=warmup_cosine", "scheduler.milestones=[2]"]
+    run_recipe([*warmed, "trainer.max_epochs=1"], directory=tmp_path)
+    run_recipe([*warmed, "trainer.max_epochs=4", "ckpt_path=auto"], directory=tmp_path)
+    said = "scheduler.schedulers.1.T_max=14 is not taken: the run resumes with the checkpoint's 2."
+    assert said in (tmp_path / "train.log").read_text()
 
 
 def test_resume_refuses_another_class_of_optimizer(tmp_path: Path) -> None:

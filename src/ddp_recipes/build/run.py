@@ -321,7 +321,13 @@ def _make_schedule(
             f"scheduler.monitor={node['monitor']} is for ReduceLROnPlateau: {type(scheduler).__name__} follows no "
             f"metric. Leave it out."
         )
-    return Schedule(scheduler, interval, monitor=node.get("monitor") or "val/loss" if follows else None)
+    if not follows:
+        return Schedule(scheduler, interval)
+    for group in optimizer.param_groups:
+        group.setdefault("initial_lr", group["lr"])  # as torch's other schedulers do, for a resume to tell it from lr
+    monitor = node.get("monitor") or "val/loss"
+    validated = interval == "epoch" and monitor.startswith("val")
+    return Schedule(scheduler, interval, config["trainer"]["check_val_every_n_epoch"] if validated else 1, monitor)
 
 
 def _make_scheduler(

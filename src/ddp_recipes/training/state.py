@@ -334,14 +334,18 @@ def _kinds(schedules: Sequence[Schedule]) -> str:
     return ", ".join(f"{type(schedule.scheduler).__name__} by {schedule.interval}" for schedule in schedules)
 
 
-def _rescheduled(scheduler: Any, saved: Mapping[str, Any]) -> list[str]:
-    """Return what the scheduler asks for and does not get, for the checkpoint's schedule goes on."""
-    return [
-        f"scheduler.{name}={now} is not taken: the run resumes with the checkpoint's {saved[name]}."
+def _rescheduled(scheduler: Any, saved: Mapping[str, Any], place: str = "scheduler") -> list[str]:
+    """Return what the scheduler, or one that it is made of, asks for and does not get: the checkpoint's goes on."""
+    found = [
+        f"{place}.{name}={now} is not taken: the run resumes with the checkpoint's {saved[name]}."
         for name, now in scheduler.state_dict().items()
         if name in signature(type(scheduler)).parameters and name in saved and saved[name] != now
         if isinstance(now, (bool, int, float, str)) and name != "last_epoch"
     ]
+    nested = zip(getattr(scheduler, "_schedulers", ()), saved.get("_schedulers", ()), strict=False)
+    for number, (each, its) in enumerate(nested):
+        found += _rescheduled(each, its, f"{place}.schedulers.{number}")
+    return found
 
 
 def _replaced(groups: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> list[str]:
