@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import Dataset, default_collate
 
-from ddp_recipes import Callback
+from ddp_recipes import Callback, StepOutput, Task
 from ddp_recipes.datasets import random_regression
 from ddp_recipes.models import Toy
 
@@ -722,6 +722,14 @@ class Ignorant(Toy):
     def forward(self, input: Tensor, labels: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
         logits = super().forward(input)
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+class Shifting(Task):
+    """Has a step of its own, which returns the task's loss."""
+
+    def training_step(self, batch: Any) -> StepOutput:
+        inputs, targets = batch
+        return self.training_output(self.model(inputs), targets)
 
 
 class Sets(Dataset[Tensor]):

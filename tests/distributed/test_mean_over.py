@@ -75,6 +75,20 @@ def test_ranks_and_batches_weigh_as_much_as_their_targets(
         assert not close(by_samples, alone)
 
 
+@pytest.mark.parametrize("mean_over", ["auto", "targets"])
+def test_a_step_of_ones_own_is_asked_what_its_loss_is_a_mean_over(
+    mean_over: str, trained: Callable[..., tuple[dict[str, Any], Summary]], run: Run
+) -> None:
+    own = [*CLASSES, "task._target_=own_parts.Shifting", f"task.mean_over={mean_over}"]
+    alone, of_one = trained("strategy=single", *own)
+    together, of_both = trained(*own, ranks=2)
+    asked = "Set task.mean_over=targets" in (Path(of_both["run_directory"]) / "train.log").read_text()
+    assert asked == (mean_over == "auto") != close(together, alone)
+    measured = [*DATA, *own, "mode=validate", f"ckpt_path={of_one['run_directory']}", "data.val_batch_size=5"]
+    losses = [run(*measured, world_size=ranks)["metrics"]["val/loss"] for ranks in (1, 2)]
+    assert losses == pytest.approx([of_one["metrics"]["val/loss"]] * 2, rel=1e-6)
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [

@@ -368,7 +368,14 @@ def foreseen(
             "task.loss has reduction=sum. A step takes the mean over the samples of all ranks and accumulated batches "
             "of what their losses are, so this one is smaller the more of them there are. Use reduction=mean."
         )
-    batches, interval = len(loaders.get("train", ())), request.trainer.effective().val_check_interval
+    trainer, batches = request.trainer.effective(), len(loaders.get("train", ()))
+    interval = trainer.val_check_interval
+    if task.undecided and batches and (trainer.accumulate_grad_batches > 1 or loaders["train"].plan.num_shards > 1):
+        yield (
+            f"task.loss has weights of classes, and with a training_step of its own {type(task).__name__} trains on "
+            f"batches that weigh as much as their samples: with other ranks, or accumulated ones, the numbers are "
+            f"others. Set task.mean_over=targets if it returns this loss, or task.mean_over=samples to keep it so."
+        )
     if "train" in loaders and len(loaders) > 1 and isinstance(interval, int) and interval > batches:
         yield (
             f"trainer.val_check_interval={interval} is more than the {batches} batches of an epoch, so nothing is ever "

@@ -174,8 +174,13 @@ class Task(nn.Module):
                 f"task.mean_over=targets, but task.loss is a {type(self.loss).__name__}: only of CrossEntropyLoss and "
                 f"NLLLoss with reduction=mean is it known which targets count. Use task.mean_over=samples."
             )
-        own = type(self).training_step is not Task.training_step
-        return mean_over == "targets" or (mean_over == "auto" and means and self.loss.weight is not None and not own)
+        self._over_targets = mean_over == "targets" or (mean_over == "auto" and means and self.loss.weight is not None)
+        self.undecided = self._over_targets and mean_over == "auto" and self._own_step
+        return self._over_targets and not self.undecided
+
+    @property
+    def _own_step(self) -> bool:
+        return type(self).training_step is not Task.training_step
 
     def amount(self, batch: Any) -> Tensor:
         """Return what the mean loss of a batch is a mean over, where :attr:`weighs` says that it is not samples."""
@@ -192,7 +197,7 @@ class Task(nn.Module):
 
     def ignored(self, batch: Any) -> str:
         """Return the key to set where a batch has targets that do not count, and weighs as much as its samples."""
-        if self.weighs or not self._of_classes or type(self).training_step is not Task.training_step:
+        if self.weighs or not self._of_classes or self._own_step:
             return ""
         targets = _pair(batch)[1]
         some = not targets.is_floating_point() and bool((targets == self.loss.ignore_index).any())
@@ -226,7 +231,7 @@ class Task(nn.Module):
         inputs, targets = _pair(batch)
         outputs = self.chosen(self.model(inputs))
         targets = targets.to(outputs.device)
-        amount = self._amount(targets) if self.weighs else None
+        amount = self._amount(targets) if self._over_targets else None
         return StepOutput(self._loss(outputs, targets), self._measured(outputs, targets), targets.shape[0], amount)
 
     def chosen(self, returned: Any) -> Tensor:
@@ -354,6 +359,7 @@ class Task(nn.Module):
     logged: Collection[str] = ()  # names that the task logs in training itself, which are not logged twice
     unlogged: Collection[str] = ()  # metrics of evaluations that loggers do not get
     weighs = False  # whether batches weigh as much as :meth:`amount` says, not as their samples
+    undecided = False  # whether that is left open, for a step of its own whose loss may be another one
     gathers_state = False  # whether its callbacks put their states together over ranks, by collectives
     names_metrics = False  # whether what a step measures has names of its own, which are known once it ran
     validates = True  # whether there is something to measure on validation sets
