@@ -80,6 +80,20 @@ def test_accuracy_and_mean_absolute_error() -> None:
     assert MeanAbsoluteError()(torch.tensor([1.0, -2.0]), torch.zeros(2)).tolist() == [1, 2]
 
 
+def test_accuracy_finds_the_dimension_of_the_classes() -> None:
+    outputs, targets = torch.randn(4, 3, 5), torch.randint(3, (4, 5))
+    expected = (outputs.argmax(dim=1) == targets).double().mean(dim=1)
+    assert torch.equal(Accuracy()(outputs, targets), expected)
+    assert torch.equal(Accuracy()(outputs.movedim(1, -1), targets), expected)
+    alike, of_alike = torch.randn(4, 3, 3), torch.randint(3, (4, 3))
+    with pytest.raises(RequestError, match=r"either dimension of outputs \[4, 3, 3\] may have the classes"):
+        Accuracy()(alike, of_alike)
+    assert torch.equal(Accuracy(dim=-1)(alike, of_alike), Accuracy(dim=1)(alike.mT, of_alike))
+    for others in (torch.rand(4, 4), torch.zeros(4, 1, dtype=torch.int64)):
+        with pytest.raises(RequestError, match=r"a class for each that the model finds, \[4\] here, and the targets"):
+            Accuracy()(torch.randn(4, 4), others)
+
+
 def test_weights_have_the_names_of_the_model() -> None:
     model = Toy()
     assert list(Task(model, nn.MSELoss()).weights()) == list(model.state_dict())
