@@ -4,7 +4,7 @@ What sees each operation, and tensors without data, is in :mod:`ddp_recipes._com
 """
 
 import json
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from multiprocessing.process import BaseProcess
@@ -212,6 +212,11 @@ def is_observed(optimizer: Optimizer) -> bool:
         or getattr(optimizers, "_global_optimizer_post_hooks", True)
         or is_profiled()
     )
+
+
+def schedulers_in(scheduler: Any, saved: Mapping[str, Any]) -> list[tuple[Any, Mapping[str, Any]]]:
+    """Return the schedulers that one is made of, as ``SequentialLR``, each with what a state of that has of it."""
+    return [*zip(getattr(scheduler, "_schedulers", ()), saved.get("_schedulers", ()), strict=False)]
 
 
 def note_step(optimizer: Optimizer) -> None:

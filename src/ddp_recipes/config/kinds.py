@@ -21,7 +21,7 @@ from ddp_recipes.errors import RequestError
 KINDS = {
     "a module": "torch.nn.modules.module.Module ddp_recipes.tasks.task.*",
     "a metric": "torchmetrics.metric.Metric torchmetrics.collections.MetricCollection torchmetrics.wrappers.** "
-    "ddp_recipes.tasks.task.Accuracy ddp_recipes.tasks.task.MeanAbsoluteError torch.nn.modules.loss.* "
+    "ddp_recipes.tasks.metrics.Accuracy ddp_recipes.tasks.metrics.MeanAbsoluteError torch.nn.modules.loss.* "
     "torch.nn.modules.distance.* timm.loss.**",
     "a data set": "torch.utils.data.dataset.Dataset",
     "an optimizer": "torch.optim.optimizer.Optimizer",

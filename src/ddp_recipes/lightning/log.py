@@ -15,7 +15,7 @@ from ddp_recipes.devices import sum_dtype
 from ddp_recipes.errors import RequestError, RunFailed
 from ddp_recipes.strategies.base import by_rank
 from ddp_recipes.tasks import RunContext
-from ddp_recipes.tasks.task import is_stateful
+from ddp_recipes.tasks.metrics import is_stateful
 from ddp_recipes.training.metrics import agree_on_lists
 
 _REDUCTIONS = ("mean", "sum", "min", "max")

@@ -6,10 +6,9 @@ from ddp_recipes._lazy import on_use
 
 if TYPE_CHECKING:
     from ddp_recipes.tasks.language_modeling import LanguageModelingTask as LanguageModelingTask
+    from ddp_recipes.tasks.metrics import Accuracy as Accuracy, MeanAbsoluteError as MeanAbsoluteError
     from ddp_recipes.tasks.model_loss import ModelLossTask as ModelLossTask
     from ddp_recipes.tasks.task import (
-        Accuracy as Accuracy,
-        MeanAbsoluteError as MeanAbsoluteError,
         OwnOptimizers as OwnOptimizers,
         RunContext as RunContext,
         Schedule as Schedule,
@@ -19,9 +18,9 @@ if TYPE_CHECKING:
     )
 
 _HOMES = {
-    "Accuracy": ".task",
+    "Accuracy": ".metrics",
     "LanguageModelingTask": ".language_modeling",
-    "MeanAbsoluteError": ".task",
+    "MeanAbsoluteError": ".metrics",
     "ModelLossTask": ".model_loss",
     "OwnOptimizers": ".task",
     "RunContext": ".task",

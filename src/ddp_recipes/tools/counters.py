@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ddp_recipes.tasks.task import is_stateful
+from ddp_recipes.tasks.metrics import is_stateful
 
 Numbers = dict[str, float]
 

@@ -23,7 +23,8 @@ from ddp_recipes.runtime.seeding import key, seed_step
 from ddp_recipes.strategies import Strategy
 from ddp_recipes.strategies.collectives import broadcast, gather
 from ddp_recipes.tasks import Task
-from ddp_recipes.tasks.task import is_stateful, of_samples, output_of, summed
+from ddp_recipes.tasks.metrics import is_stateful, of_samples, summed
+from ddp_recipes.tasks.task import output_of
 from ddp_recipes.training.cadence import ValidationStopped
 from ddp_recipes.training.guards import Losses, of_rows
 from ddp_recipes.training.precision import Precision

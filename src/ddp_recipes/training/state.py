@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ddp_recipes._compat.torch_ import laid_out_as, local
+from ddp_recipes._compat.torch_ import laid_out_as, local, schedulers_in
 from ddp_recipes.callbacks import Callback
 from ddp_recipes.checkpointing.files import State
 from ddp_recipes.checkpointing.manager import Checkpointer, values_of
@@ -342,8 +342,7 @@ def _rescheduled(scheduler: Any, saved: Mapping[str, Any], place: str = "schedul
         if name in signature(type(scheduler)).parameters and name in saved and saved[name] != now
         if isinstance(now, (bool, int, float, str)) and name != "last_epoch"
     ]
-    nested = zip(getattr(scheduler, "_schedulers", ()), saved.get("_schedulers", ()), strict=False)
-    for number, (each, its) in enumerate(nested):
+    for number, (each, its) in enumerate(schedulers_in(scheduler, saved)):
         found += _rescheduled(each, its, f"{place}.schedulers.{number}")
     return found
 
