@@ -201,6 +201,9 @@ def test_effective_spells_out_what_is_short(given: Parse) -> None:
     assert overfit.limit_train_batches == 3
     assert given("trainer", {}).effective().limit_train_batches == 1.0
 
+    for short in ({}, {"fast_dev_run": True}):
+        assert given("trainer", {**short, "gradient_clip_val": 0}).effective().gradient_clip_val is None, "as Lightning"
+
     for fast, number in ((True, 1), (4, 4)):
         effective = given("trainer", {"fast_dev_run": fast, "overfit_batches": 9, "max_epochs": 50}).effective()
         assert (effective.max_epochs, effective.max_steps, effective.overfit_batches) == (1, number, 0)

@@ -100,7 +100,8 @@ class TrainerSettings:
             )
 
     def effective(self) -> "TrainerSettings":
-        """Return what the loop runs with: ``fast_dev_run``, ``overfit_batches`` and -1 spelled out."""
+        """Return what the loop runs with: ``fast_dev_run``, ``overfit_batches``, no clipping and -1 spelled out."""
+        clip_val = self.gradient_clip_val or None  # of 0, as in Lightning
         if self.fast_dev_run:
             n = int(self.fast_dev_run)
             limits: dict[str, Any] = {f"limit_{part}_batches": n for part in ("train", "val", "test", "predict")}
@@ -114,12 +115,14 @@ class TrainerSettings:
                 check_val_every_n_epoch=1,
                 log_every_n_steps=1,
                 overfit_batches=0,
+                gradient_clip_val=clip_val,
             )
         return dataclasses.replace(
             self,
             max_epochs=None if _unlimited(self.max_epochs) else self.max_epochs,
             max_steps=None if _unlimited(self.max_steps) else self.max_steps,
             limit_train_batches=self.overfit_batches or self.limit_train_batches,
+            gradient_clip_val=clip_val,
         )
 
 
