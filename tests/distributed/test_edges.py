@@ -164,6 +164,11 @@ def test_a_schedule_that_ends_before_the_run_is_refused(tmp_path: Path) -> None:
         run_recipe([*one_cycle, "trainer.max_epochs=3", "ckpt_path=auto"], directory=tmp_path)
 
 
+def test_a_cycle_of_so_many_epochs_is_as_long(tmp_path: Path) -> None:
+    longer = ["scheduler=one_cycle", "+scheduler.epochs=5", "+scheduler.steps_per_epoch=4", "trainer.max_epochs=1"]
+    assert run_recipe([*QUICK, *longer], directory=tmp_path)["metrics"]["train/lr"] > 0.01, "a fifth of it is done"
+
+
 def test_resume_says_which_keys_of_the_optimizer_are_not_taken(tmp_path: Path) -> None:
     overrides = [*QUICK, "optimizer=sgd", "scheduler=cosine"]
     run_recipe([*overrides, "optimizer.lr=0.1", "trainer.max_epochs=1"], directory=tmp_path)

@@ -111,6 +111,7 @@ def test_targets_that_do_not_count_are_said_where_batches_weigh_as_much_as_their
     [
         (["task.mean_over=tokens"], 1, "task.mean_over=tokens is not known. Allowed: auto, samples, targets"),
         (["task.mean_over=targets", "task.loss._target_=torch.nn.MSELoss"], 1, "task.loss is a MSELoss: only of"),
+        (["+task.loss.weight=[1.0]"], 2, "task.loss.weight has 1 weights, and the model 2 outputs. Give one for each"),
         (["strategy=ddp_pipeline", *CLASSES], 2, "averages micro-batches by their samples. Set task.mean_over=samples"),
         (["strategy=parameter_server", "strategy.staleness=1", *CLASSES], 3, "Set task.mean_over=samples, or"),
     ],

@@ -94,6 +94,11 @@ def test_accuracy_finds_the_dimension_of_the_classes() -> None:
             Accuracy()(torch.randn(4, 4), others)
 
 
+def test_mean_absolute_error_refuses_what_torch_would_broadcast() -> None:
+    with pytest.raises(RequestError, match=r"the outputs are \[4, 1\] and the targets \[4\]. Give both one shape"):
+        MeanAbsoluteError()(torch.randn(4, 1), torch.randn(4))
+
+
 def test_weights_have_the_names_of_the_model() -> None:
     model = Toy()
     assert list(Task(model, nn.MSELoss()).weights()) == list(model.state_dict())

@@ -352,7 +352,7 @@ def _make_scheduler(
     of_run: dict[str, Any] = {
         name: max(1, length(f"{section}.{name}") - first)
         for name in ("T_max", "total_steps")
-        if name in node and node[name] is None
+        if name in node and node[name] is None and node.get("epochs") is None  # of OneCycleLR, in its place
     }
     highest = node.get("max_lr")
     if len(optimizer.param_groups) > 1 and isinstance(highest, (int, float)) and lr:

@@ -165,7 +165,8 @@ class Loader:
             raise RequestError(
                 f"No batch to run: {plan.num_samples} samples, a global batch of {plan.global_batch_size}"
                 f"{', the rest dropped' if plan.drop_last else ''}, at most {plan.max_batches} batches. Use a smaller "
-                f"data.batch_size, data.drop_last=false, or a higher trainer.limit_*_batches."
+                f"data.{'' if name == 'data.train' else 'val_'}batch_size, data.drop_last=false, or a higher "
+                f"trainer.limit_*_batches."
             )
         self.dataset, self.plan, self.device, self.shards = dataset, plan, device, shards
         self.collate_fn, self.name, self.timeout_s, self.form = collate_fn or collate, name, timeout_s, form

@@ -75,4 +75,9 @@ class MeanAbsoluteError:
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return one mean for each sample, [n]."""
+        if outputs.shape != targets.shape:  # which torch would broadcast
+            raise RequestError(
+                f"MeanAbsoluteError compares element by element, but the outputs are {list(outputs.shape)} and the "
+                f"targets {list(targets.shape)}. Give both one shape, or write a metric of your own."
+            )
         return for_sums((outputs - targets).abs().unsqueeze(-1).flatten(1)).mean(dim=1)

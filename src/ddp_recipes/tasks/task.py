@@ -232,8 +232,9 @@ class Task(nn.Module):
         inputs, targets = _pair(batch)
         outputs = self.chosen(self.model(inputs))
         targets = targets.to(outputs.device)
+        loss = self._loss(outputs, targets)
         amount = self._amount(targets) if self._over_targets else None
-        return StepOutput(self._loss(outputs, targets), self._measured(outputs, targets), targets.shape[0], amount)
+        return StepOutput(loss, self._measured(outputs, targets), targets.shape[0], amount)
 
     def chosen(self, returned: Any) -> Tensor:
         """Return the tensor that counts of what the model returned.
@@ -290,6 +291,11 @@ class Task(nn.Module):
                 f"{type(self.loss).__name__} takes classes, int64 from 0 to one less than the model's outputs, or a "
                 f"probability of each, but the outputs are {list(outputs.shape)} and the targets "
                 f"{list(targets.shape)}, {targets.dtype}. For targets that are values choose task=regression."
+            )
+        weight = self.loss.weight
+        if isinstance(weight, Tensor) and len(weight) != classes:
+            raise RequestError(
+                f"task.loss.weight has {len(weight)} weights, and the model {classes} outputs. Give one for each class."
             )
 
     def enter_training(self) -> None:
