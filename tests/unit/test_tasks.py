@@ -86,11 +86,12 @@ def test_accuracy_finds_the_dimension_of_the_classes() -> None:
     assert torch.equal(Accuracy()(outputs, targets), expected)
     assert torch.equal(Accuracy()(outputs.movedim(1, -1), targets), expected)
     alike, of_alike = torch.randn(4, 3, 3), torch.randint(3, (4, 3))
-    with pytest.raises(RequestError, match=r"either dimension of outputs \[4, 3, 3\] may have the classes"):
-        Accuracy()(alike, of_alike)
-    assert torch.equal(Accuracy(dim=-1)(alike, of_alike), Accuracy(dim=1)(alike.mT, of_alike))
+    second, last = Accuracy(), Accuracy()
+    ModelLossTask(BringsItsLoss(), {"accuracy": last})  # as models of language have it
+    assert torch.equal(second(alike, of_alike), last(alike.mT, of_alike))
+    assert torch.equal(second(alike, of_alike), (alike.argmax(dim=1) == of_alike).double().mean(dim=1))
     for others in (torch.rand(4, 4), torch.zeros(4, 1, dtype=torch.int64)):
-        with pytest.raises(RequestError, match=r"a class for each that the model finds, \[4\] here, and the targets"):
+        with pytest.raises(RequestError, match=r"a class for each that the model finds. Its outputs are \[4, 4\] here"):
             Accuracy()(torch.randn(4, 4), others)
 
 

@@ -27,6 +27,8 @@ class LanguageModelingTask(Task):
         temperature: divides logits before a token is drawn; 0 takes the likeliest.
     """
 
+    classes_last = True
+
     def __init__(
         self,
         model: nn.Module,

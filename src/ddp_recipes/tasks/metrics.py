@@ -37,37 +37,29 @@ def summed(value: Tensor, samples: int) -> Tensor:
 
 
 class Accuracy:
-    """Fraction of targets whose class has the highest of C outputs. Targets int64 [n, ...].
+    """Fraction of targets whose class has the highest of C outputs, [n, C, ...] or [n, ..., C]; targets int64 [n, ...].
 
     All targets count, also those that a loss leaves out (``ignore_index``): torchmetrics' ``MulticlassAccuracy`` leaves
     them out, too, where it is told.
 
-    Args:
-        dim: of the outputs that has the classes; ``None``: 1, as losses of torch have it, [n, C, ...], or the last one,
-            as models of language have it, [n, ..., C], whichever goes with the targets.
+    Attributes:
+        last: whether it is the last dimension of outputs ``[n, k, k]`` that has the classes; else the second, as losses
+            of torch have it. Of others the targets' shape tells.
     """
 
-    def __init__(self, dim: int | None = None) -> None:
-        self.dim = dim
+    last = False
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return for each sample the mean over its targets (one; pixels, tokens), [n]."""
-        found = outputs.argmax(dim=self._dim(outputs.shape, targets.shape) if self.dim is None else self.dim)
-        if found.shape != targets.shape:  # which torch would broadcast
+        of_last, of_second = outputs.shape[:-1] == targets.shape, outputs.shape[:1] + outputs.shape[2:] == targets.shape
+        if not (of_last or of_second):  # which torch would broadcast
             raise RequestError(
-                f"Accuracy takes the number of a class for each that the model finds, {list(found.shape)} here, and "
-                f"the targets are {list(targets.shape)}, {targets.dtype}. Leave it out, or write a metric of your own."
+                f"Accuracy takes the number of a class for each that the model finds. Its outputs are "
+                f"{list(outputs.shape)} here, and the targets {list(targets.shape)}, {targets.dtype}. Leave it out, or "
+                f"write a metric of your own."
             )
+        found = outputs.argmax(dim=-1 if of_last and (self.last or not of_second) else 1)
         return for_sums(found == targets).unsqueeze(-1).flatten(1).mean(dim=1)
-
-    def _dim(self, outputs: torch.Size, targets: torch.Size) -> int:
-        second, last = outputs[:1] + outputs[2:] == targets, outputs[:-1] == targets
-        if len(outputs) > 2 and second and last:
-            raise RequestError(
-                f"Accuracy: either dimension of outputs {list(outputs)} may have the classes, for targets "
-                f"{list(targets)}. Set its dim: 1 as for losses of torch, -1 for models of language."
-            )
-        return 1 if second or not last else -1
 
 
 class MeanAbsoluteError:

@@ -32,6 +32,8 @@ class ModelLossTask(Task):
             Batches, ranks and accumulated batches weigh as much as they have of these.
     """
 
+    classes_last = True
+
     def __init__(
         self,
         model: nn.Module,

@@ -19,7 +19,7 @@ from ddp_recipes.devices import sum_dtype
 from ddp_recipes.errors import RequestError
 from ddp_recipes.loggers import Logger
 from ddp_recipes.runtime.world import World
-from ddp_recipes.tasks.metrics import is_stateful, of_samples, summed
+from ddp_recipes.tasks.metrics import Accuracy, is_stateful, of_samples, summed
 
 # What the loop logs as train/… itself, beside the loss.
 _OF_THE_LOOP = ("lr", "grad_norm", "samples_per_second", "epoch", "flops_per_second", "mfu", "peak_memory_bytes")
@@ -150,6 +150,9 @@ class Task(nn.Module):
         self.model = model
         self.loss = loss
         self.metrics: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = dict(metrics or {})
+        for metric in self.metrics.values():
+            if isinstance(metric, Accuracy):
+                metric.last = self.classes_last
         self.train_metrics = train_metrics
         self.output = output
         if not isinstance(output, (str, int, type(None))):
@@ -366,6 +369,7 @@ class Task(nn.Module):
     logged: Collection[str] = ()  # names that the task logs in training itself, which are not logged twice
     unlogged: Collection[str] = ()  # metrics of evaluations that loggers do not get
     weighs = False  # whether batches weigh as much as :meth:`amount` says, not as their samples
+    classes_last = False  # whether these are in the last dimension of outputs, not the second
     undecided = False  # whether that is left open, for a step of its own whose loss may be another one
     gathers_state = False  # whether its callbacks put their states together over ranks, by collectives
     names_metrics = False  # whether what a step measures has names of its own, which are known once it ran
