@@ -96,10 +96,16 @@ def test_one_batch_of_everything_has_a_validation_however_rare_they_are(run: Run
     assert "val/loss" in found["metrics"]
 
 
-def test_an_interval_that_no_epoch_reaches_is_named(run: Run, tmp_path: Path) -> None:
-    run("trainer.val_check_interval=9", "trainer.max_epochs=1", directory=tmp_path / "run")
-    said = (tmp_path / "run" / "train.log").read_text()
-    assert "trainer.val_check_interval=9 is more than the 8 batches of an epoch, so nothing is ever validated." in said
+@pytest.mark.parametrize(
+    ("interval", "message"),
+    [
+        ("val_check_interval=9", "is more than the 8 batches of an epoch, so nothing is ever validated."),
+        ("check_val_every_n_epoch=2", "is more than trainer.max_epochs=1, so nothing is ever validated."),
+    ],
+)
+def test_an_interval_that_is_never_reached_is_named(interval: str, message: str, run: Run, tmp_path: Path) -> None:
+    run(f"trainer.{interval}", "trainer.max_epochs=1", directory=tmp_path / "run")
+    assert f"trainer.{interval} {message}" in (tmp_path / "run" / "train.log").read_text()
 
 
 @pytest.mark.parametrize("task", [[], ["model._target_=own_parts.Lit", "task=lightning"]])

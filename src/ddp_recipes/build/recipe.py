@@ -376,7 +376,13 @@ def foreseen(
             f"batches that weigh as much as their samples: with other ranks, or accumulated ones, the numbers are "
             f"others. Set task.mean_over=targets if it returns this loss, or task.mean_over=samples to keep it so."
         )
-    if "train" in loaders and len(loaders) > 1 and isinstance(interval, int) and interval > batches:
+    validates, every = "train" in loaders and len(loaders) > 1, trainer.check_val_every_n_epoch
+    if validates and trainer.max_epochs is not None and every > trainer.max_epochs > 0:
+        yield (
+            f"trainer.check_val_every_n_epoch={every} is more than trainer.max_epochs={trainer.max_epochs}, so nothing "
+            f"is ever validated."
+        )
+    if validates and isinstance(interval, int) and interval > batches:
         yield (
             f"trainer.val_check_interval={interval} is more than the {batches} batches of an epoch, so nothing is ever "
             f"validated. Give at most {batches}, or a fraction of an epoch such as 1.0."
