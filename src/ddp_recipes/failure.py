@@ -146,6 +146,10 @@ _ADVICE = {
         "The model's forward takes fewer arguments than the task gives it. task=classification and task=regression "
         "give it a batch's inputs, task=model_loss all that is in a batch: choose the one that fits, or another model."
     ),
+    r"Expected more than 1 (?:value per channel|spatial element) when training": (
+        "A batch norm got a single sample in training, whose variance is none: mostly the last batch of an epoch "
+        "leaves a rank, or a micro-batch, no more. Set data.drop_last=true, or another data.global_batch_size."
+    ),
     r"element 0 of tensors does not require grad": (
         "No parameter that is trained led to the loss: torch.no_grad, detach, item or argmax on the way make it so, "
         "and so does model.freeze of all that the loss depends on."

@@ -136,6 +136,10 @@ def test_keys_that_would_do_nothing_are_refused(run: Run) -> None:
             "A linear layer takes 10 features and gets 11. Set",
         ),
         "types": (["+data.collate_fn.dtype=float64"], "Inputs and the model's weights are of different types."),
+        "one sample": (
+            ["model._target_=own_parts.Norm", "data.global_batch_size=13"],
+            "A batch norm got a single sample in training, whose variance is none",
+        ),
         "a sample": (["+data.val.broken=7"], "KeyError of sample 7 of data.val, a Ragged of 12: 'no such file'"),
     }.values(),
     ids=str,
