@@ -61,6 +61,16 @@ def test_what_the_task_holds_is_left_out(run: Run) -> None:
     assert set(load_file(ddp_recipes.export(trained, trained / "model.safetensors"))) == set(Toy().state_dict())
 
 
+def test_what_a_module_saves_beside_tensors_comes_from_a_run_and_is_in_no_safetensors(run: Run) -> None:
+    saves = ["model._target_=own_parts.SavedAnnealed"]
+    trained = run(*saves)
+    again = run(*saves, "mode=validate", f"weights_from={trained['run_directory']}")
+    assert again["metrics"]["val/loss"] == trained["metrics"]["val/loss"]
+    exported = Path(run(*saves, "mode=export", f"ckpt_path={trained['run_directory']}")["run_directory"])
+    assert "safetensors hold tensors alone, and so not _extra_state." in (exported / "train.log").read_text()
+    assert {*load_file(exported / "model.safetensors")} == {*Toy().state_dict()}
+
+
 def test_what_cannot_be_exported_is_refused(trained: Path, run: Run, tmp_path: Path) -> None:
     folder = tmp_path / "refused"
     for overrides, message in (

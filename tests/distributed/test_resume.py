@@ -45,6 +45,7 @@ TRAINING = {
         "+scheduler={_target_: torch.optim.lr_scheduler.ReduceLROnPlateau, _partial_: true, patience: 0, threshold: 9}",
     ],
     "rates of NumPy": ["~scheduler", "+scheduler={_target_: own_parts.NumpyCosine, _partial_: true, steps: 40}"],
+    "what a module saves beside tensors": ["model._target_=own_parts.SavedAnnealed"],
     "dropout": ["model._target_=own_parts.Dropout"],
     "dropout, accumulation, clipping": [
         "model._target_=own_parts.Dropout",
@@ -99,6 +100,7 @@ def stops(checkpoints: Path) -> Iterator[Path]:
             ("batch norm", 3),
             ("all together", 3),
             ("rates by a metric", 2),
+            ("what a module saves beside tensors", 2),
             ("an optimizer's own state", 1),
             ("an optimizer's own state, in stages", 2),
         ],

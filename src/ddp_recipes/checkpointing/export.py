@@ -1,5 +1,6 @@
 """The weights alone, for other programs: ``model.safetensors``."""
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -9,6 +10,8 @@ from ddp_recipes.checkpointing.files import find, load_first
 from ddp_recipes.checkpointing.writing import size_in_file, stream, unwritable
 from ddp_recipes.runtime.files import write_aside
 from ddp_recipes.runtime.tensors import Source
+
+log = logging.getLogger(__name__)
 
 
 def export(ckpt_path: str | Path, file: str | Path = "model.safetensors") -> Path:
@@ -29,7 +32,13 @@ def export(ckpt_path: str | Path, file: str | Path = "model.safetensors") -> Pat
 
 
 def write_weights(file: Path, weights: Mapping[str, Tensor | Source]) -> None:
-    """Write weights as safetensors, piece by piece; what a task holds beside its model (``task.…``) is left out."""
-    tensors = {name: value for name, value in weights.items() if not name.startswith("task.")}
+    """Write weights as safetensors, piece by piece; what a task holds beside its model (``task.…``) is left out.
+
+    So is what modules save that is no tensor (``get_extra_state``), which is said.
+    """
+    of_model = {name: value for name, value in weights.items() if not name.startswith("task.")}
+    tensors = {name: value for name, value in of_model.items() if hasattr(value, "shape")}
+    if without := of_model.keys() - tensors.keys():
+        log.warning("safetensors hold tensors alone, and so not %s.", ", ".join(sorted(without)))
     with unwritable(file, sum(map(size_in_file, tensors.values()))):
         write_aside(file, lambda out: out.writelines(stream(tensors)))

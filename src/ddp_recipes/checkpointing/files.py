@@ -270,15 +270,15 @@ def _later(path: Path, other: Path) -> Path:
     return path
 
 
-def check_weights(path: Path, weights: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+def check_weights(path: Path, weights: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     """Refuse the weights of another model, and list the names and shapes that differ."""
     differing = [
         *(f"{name}: not in the checkpoint" for name in expected if name not in weights),
         *(f"{name}: not in the model" for name in weights if name not in expected),
         *(
-            f"{name}: {list(weights[name].shape)} in the checkpoint, {list(expected[name].shape)} in the model"
+            f"{name}: {_described(weights[name])} in the checkpoint, {_described(expected[name])} in the model"
             for name in expected
-            if name in weights and weights[name].shape != expected[name].shape
+            if name in weights and not is_alike(weights[name], expected[name])
         ),
     ]
     if differing:
@@ -287,6 +287,15 @@ def check_weights(path: Path, weights: Mapping[str, torch.Tensor], expected: Map
             f"{path} is a checkpoint of another model:\n  " + "\n  ".join(differing[:8]) + more + "\n"
             "Compose the model it was saved from (config.yaml in its run directory), or choose another ckpt_path."
         )
+
+
+def _described(value: Any) -> str:
+    return str(list(value.shape)) if hasattr(value, "shape") else f"a {type(value).__name__}"
+
+
+def is_alike(value: Any, other: Any) -> bool:
+    """Whether two weights have one shape; what modules save beside tensors (``get_extra_state``) has none."""
+    return getattr(value, "shape", None) == getattr(other, "shape", None)
 
 
 def _hint(directory: Path) -> str:

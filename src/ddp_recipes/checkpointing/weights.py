@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_recipes.checkpointing.files import find, load, load_first, refuse_odd_zip
+from ddp_recipes.checkpointing.files import find, is_alike, load, load_first, refuse_odd_zip
 from ddp_recipes.checkpointing.index import is_index
 from ddp_recipes.checkpointing.writing import reason_of
 from ddp_recipes.errors import RequestError
@@ -47,7 +47,7 @@ def matching(given: str, expected: Mapping[str, Tensor]) -> tuple[dict[str, Tens
             f"is meant is not known. Save the part that is meant as a state dict of its own."
         )
     named = found[best[0]] if max(counts.values()) else weights
-    taken = {name: value for name, value in named.items() if name in expected and _alike(value, expected[name])}
+    taken = {name: value for name, value in named.items() if name in expected and is_alike(value, expected[name])}
     differing = {
         "not in the file": [name for name in expected if name not in named],
         "not in the model": [name for name in weights if name.removeprefix(best[0]) not in expected],
@@ -101,16 +101,13 @@ def _read(path: Path) -> Mapping[str, Tensor]:
 def _tensors(path: Path, content: Any) -> dict[str, Tensor]:
     if not isinstance(content, Mapping):
         raise RequestError(f"weights_from={path} holds a {type(content).__name__}, no state dict: names to tensors.")
-    return {str(name): value for name, value in content.items() if isinstance(value, Tensor)}
+    extra = "_extra_state"  # of modules, plain data
+    return {str(name): each for name, each in content.items() if isinstance(each, Tensor) or str(name).endswith(extra)}
 
 
 def _renamed(weights: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """Return the weights without a prefix of their names; only those that have it."""
     return {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
-
-
-def _alike(value: Tensor, other: Tensor) -> bool:
-    return value.shape == other.shape
 
 
 def _lines(differing: Mapping[str, list[str]]) -> list[str]:
