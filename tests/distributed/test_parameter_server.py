@@ -287,6 +287,7 @@ def test_error_of_a_worker_ends_the_run_with_its_traceback(folder: Path) -> None
         (["check=equivalence"], 3, "check=equivalence does not go with strategy=parameter_server"),
         (["plan=true"], 3, "plan=true does not know what strategy=parameter_server exchanges."),
         (["model._target_=exact_parts.Sparse"], 3, "strategy=parameter_server sends dense gradients"),
+        (["model._target_=own_parts.SavedAnnealed"], 3, "a SavedAnnealed saves more (get_extra_state), which servers"),
         (["strategy.staleness=1", "+task.metrics.r2._target_=torchmetrics.R2Score"], 3, "metrics of torchmetrics (r2)"),
     ],
     ids=str,

@@ -74,6 +74,12 @@ class ParameterServer(Whole, Group):
                     f"strategy=parameter_server sends dense gradients, but those of {name} are sparse. Make it with "
                     f"sparse=False, or use strategy=ddp."
                 )
+            if type(module).get_extra_state is not nn.Module.get_extra_state:
+                raise RequestError(
+                    f"strategy=parameter_server sends parameters and buffers, and a {type(module).__name__} saves more "
+                    f"(get_extra_state), which servers would evaluate and save as it was made. Keep it in a buffer, or "
+                    f"use strategy=ddp."
+                )
         if self.settings.asynchronous and task.stateful_metrics:
             raise RequestError(
                 f"strategy.staleness={self.settings.staleness} does not go with metrics of torchmetrics "
