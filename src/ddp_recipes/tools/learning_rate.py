@@ -95,5 +95,5 @@ def stepped(run: Run) -> Iterator[Tensor]:
         batches = run.train.batches(epoch, run.cursor.batch, run.trainer.accumulate_grad_batches)
         while run.cursor.epoch == epoch:
             update = run.update(run, batches, False)
-            run.cursor = advance(run, update.samples)
+            advance(run, update.samples)
             yield mean_loss(run, update.losses, update.samples)
