@@ -111,9 +111,9 @@ class Services:
         log.add(key, value, size, task.at)
 
     def log_dict(self, dictionary: Mapping[str, Any], *arguments: Any, **options: Any) -> None:
-        """Take several."""
+        """Take several, by the module's ``log``, which may be its own."""
         for name, value in dictionary.items():
-            self.log(name, value, *arguments, **options)
+            self.task.model.log(name, value, *arguments, **options)  # type: ignore[operator]
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
         """Return the optimizers, which take the gradients of all ranks where the module steps them itself."""
