@@ -16,7 +16,11 @@ QUICK = ["launcher.nproc_per_node=2", "launcher.device=cpu", "trainer.max_steps=
     ("overrides", "named"),
     [
         *at_night(("strategy=ddp", set())),
-        ("strategy=ddp callbacks=early_stopping launcher.replace_ranks=1", {"callbacks", "recovery"}),
+        # What a rank keeps in memory is coded as parts of checkpoints are.
+        (
+            "strategy=ddp callbacks=early_stopping launcher.replace_ranks=1",
+            {"callbacks", "recovery", "sharded checkpoints"},
+        ),
         # It adds up in the order of ddp_exact.
         *at_night(("strategy=fsdp", {"fsdp", "ddp_exact", "deferred models", "sharded checkpoints"})),
     ],
