@@ -369,8 +369,8 @@ class Task(nn.Module):
     logged: Collection[str] = ()  # names that the task logs in training itself, which are not logged twice
     unlogged: Collection[str] = ()  # metrics of evaluations that loggers do not get
     weighs = False  # whether batches weigh as much as :meth:`amount` says, not as their samples
-    classes_last = False  # whether these are in the last dimension of outputs, not the second
     undecided = False  # whether that is left open, for a step of its own whose loss may be another one
+    classes_last = False  # whether classes are in the last dimension of outputs, not the second
     gathers_state = False  # whether its callbacks put their states together over ranks, by collectives
     names_metrics = False  # whether what a step measures has names of its own, which are known once it ran
     validates = True  # whether there is something to measure on validation sets

@@ -132,7 +132,7 @@ def _supervise(job: Job, ranks: list[Rank], signals: Sequence[str], goes_on: Cal
     timeout_s = float(job.config["launcher"]["timeout_s"])
     strategy = strategy_settings(job.config["strategy"])
     outlives = strategy.outlives
-    deadline = closed = float("inf")  # when all ranks have to have ended
+    deadline = failing = closed = float("inf")  # when all ranks have to have ended
     first, signalled = [*ranks], False
     told: list[Rank] = []  # of the signal
     for _ in incoming(ranks):
@@ -150,8 +150,10 @@ def _supervise(job: Job, ranks: list[Rank], signals: Sequence[str], goes_on: Cal
         reports = {rank.number: rank.report for rank in ranks if rank.report is not None}
         deaths = _deaths(ranks, outlives)
         failed = deaths or any(report.kind != "summary" for report in reports.values())
-        if failed and deadline == float("inf"):
-            deadline = time.monotonic() + AFTER_FAILURE_S
+        if failed:
+            failing = min(failing, time.monotonic() + AFTER_FAILURE_S)
+            if not (signalled and all(rank.joined for rank in ranks)):  # else they may be saving
+                deadline = min(deadline, failing)
         elif reports and not failed:  # all ranks have come to their end: what is left is to close files
             closed = min(closed, time.monotonic() + timeout_s)
         unresponsive = {number for report in reports.values() for number in report.unresponsive}
