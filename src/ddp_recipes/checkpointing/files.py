@@ -1,19 +1,20 @@
 """What is in a checkpoint file, which files there are, and how one is read: verified at every load."""
 
+import json
 import os
 import re
 import zipfile
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ddp_recipes.checkpointing.index import DamagedParts, Verify, is_index, verify_here
 from ddp_recipes.checkpointing.writing import reason_of
 from ddp_recipes.errors import RecipeError, RequestError
+from ddp_recipes.runtime.files import open_file
 from ddp_recipes.runtime.tensors import Source, plain
 
 FORMAT = 2  # 1 had a digest in its content, which no longer counts
@@ -22,6 +23,8 @@ WHOLE, INDEX = ".pt", ".json"  # the suffix of a file that holds all of a checkp
 _STEP_FILE = re.compile(rf"step_(\d{{8,}})(?:{re.escape(WHOLE)}|{re.escape(INDEX)})")
 
 State = dict[str, Any]
+Verify = Callable[[Sequence[Callable[[], str | None]]], Sequence[str | None]]
+FOLDER = re.compile(r"step_\d{8,}-[0-9a-f]{8}")  # of parts; each start of a run has other last digits
 
 _KINDS: dict[str, type] = {
     **dict.fromkeys(("checkpointer", "metrics", "optimizer", "precision", "scheduler"), dict),
@@ -48,6 +51,15 @@ class DamagedCheckpoint(RequestError):
 
     def __str__(self) -> str:
         return f"{self.path} is damaged or no checkpoint: {self.reason}. {_hint(self.path.parent)}"
+
+
+class DamagedParts(ValueError):
+    """What is wrong with an index or with a part."""
+
+
+def verify_here(checks: Sequence[Callable[[], str | None]]) -> list[str | None]:
+    """Return what checks of parts return, which are all made in this process."""
+    return [check() for check in checks]
 
 
 def load(path: Path, verify: Verify = verify_here, readers: int = 0) -> State:
@@ -296,6 +308,55 @@ def _described(value: Any) -> str:
 def is_alike(value: Any, other: Any) -> bool:
     """Whether two weights have one shape; what modules save beside tensors (``get_extra_state``) has none."""
     return getattr(value, "shape", None) == getattr(other, "shape", None)
+
+
+def is_index(path: Path) -> bool:
+    """Whether a file is an index: a zip file begins otherwise."""
+    with open_file(path) as file:
+        return file.read(1) == b"{"
+
+
+def folder_of(path: Path) -> Path | None:
+    """Return the folder with the parts of a checkpoint; ``None`` where it is a file of its own, or damaged."""
+    try:
+        return path.parent / str(read_index(path)["folder"]) if is_index(path) else None
+    except DamagedParts:
+        return None
+
+
+def abandoned(directory: Path) -> list[Path]:
+    """Return the folders in which a save that was killed left parts, or a deletion: no index names them."""
+    found = [path for path in directory.iterdir() if FOLDER.fullmatch(path.name)]
+    files = (path for pattern in ("*.pt*", "*.json*") for path in directory.glob(pattern) if found and path.is_file())
+    indices = [path for path in files if is_index(path)]
+    folders = [folder_of(path) for path in indices]
+    return [] if None in folders else [path for path in found if path not in folders]  # a damaged one may name any
+
+
+def read_index(path: Path) -> dict[str, Any]:
+    """Return what an index says, its own checksum with it.
+
+    Raises:
+        DamagedParts: it is damaged.
+    """
+    with open_file(path) as whole:
+        text = whole.readall()
+    try:
+        file = json.loads(text)
+        content: dict[str, Any] = file["content"]
+        right = file["checksum"] == checksum_of(text.partition(b'"content": ')[2][:-1])
+        if right and FOLDER.fullmatch(content["folder"]) is None:
+            raise DamagedParts("it names no folder of a checkpoint")
+    except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise DamagedParts(f"it is no whole index of a checkpoint in parts ({type(error).__name__})") from None
+    if not right:
+        raise DamagedParts("its content does not match its checksum")
+    return {**content, "checksum": file["checksum"]}
+
+
+def checksum_of(text: bytes) -> str:
+    """Return the CRC-32 of an index's content, as the index has it."""
+    return f"{zlib.crc32(text):08x}"
 
 
 def _hint(directory: Path) -> str:

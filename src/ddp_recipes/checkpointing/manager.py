@@ -12,8 +12,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ddp_recipes.checkpointing.files import BEST, LAST, WHOLE, State, content_of, named, step_files, twin
-from ddp_recipes.checkpointing.index import abandoned, folder_of
+from ddp_recipes.checkpointing.files import (
+    BEST,
+    LAST,
+    WHOLE,
+    State,
+    abandoned,
+    content_of,
+    folder_of,
+    named,
+    step_files,
+    twin,
+)
 from ddp_recipes.checkpointing.writing import StagingWriter, size_of, unwritable
 from ddp_recipes.config.settings import CheckpointSettings
 from ddp_recipes.runtime.files import LACKING, Save, write_aside

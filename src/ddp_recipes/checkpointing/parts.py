@@ -1,6 +1,7 @@
 """A checkpoint in parts: a safetensors file from each rank, and an index in JSON, without which they are worth nothing.
 
-Where they lie: :mod:`ddp_recipes.checkpointing.index`. Nothing is pickled.
+The index is ``step_<8 digits>.json`` (``.pt`` in runs of earlier versions). Its parts are in a folder beside it, whose
+name has a part that differs from start to start: no save writes into the files of another one. Nothing is pickled.
 
 A part is verified before it is read. A rank that has verified what it loads does not read it again.
 """
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ddp_recipes.checkpointing.index import DamagedParts, Verify, checksum_of, read_index
+from ddp_recipes.checkpointing.files import DamagedParts, Verify, checksum_of, read_index
 from ddp_recipes.checkpointing.writing import NAMES
 from ddp_recipes.runtime.files import open_file
 from ddp_recipes.runtime.tensors import OwnRows, below, plain

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_recipes.checkpointing.files import find, is_alike, load, load_first, refuse_odd_zip
-from ddp_recipes.checkpointing.index import is_index
+from ddp_recipes.checkpointing.files import find, is_alike, is_index, load, load_first, refuse_odd_zip
 from ddp_recipes.checkpointing.writing import reason_of
 from ddp_recipes.errors import RequestError
 from ddp_recipes.runtime.tensors import put_together
