@@ -57,8 +57,7 @@ class LightningTask(Task):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model, nn.Identity())
         self.trainer = Trainer(self)
-        self.hooks = Hooks(model, self.trainer)
-        self.hooks.callbacks = self.trainer.callbacks  # to which a module may add
+        self.hooks = Hooks(model, self.trainer, self.trainer.callbacks)
         if "training_step" not in self.hooks.own:
             raise RequestError(
                 f"task=lightning needs a module with training_step, and {type(model).__name__} has none. "

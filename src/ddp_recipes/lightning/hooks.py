@@ -1,6 +1,6 @@
 """The hooks of Lightning's modules, data modules and callbacks: which there are, and who calls them here."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from ddp_recipes.errors import RequestError
@@ -160,14 +160,16 @@ def _does(callback: object, name: str) -> bool:
 class Hooks:
     """Calls a hook of all that listen: Lightning's callbacks first, then the module, as Lightning does.
 
+    Args:
+        callbacks: of Lightning, to which a module may add.
+
     Attributes:
         current: the hook that is being called: what ``self.log`` takes its defaults from.
     """
 
-    def __init__(self, module: Any, trainer: Any) -> None:
-        self.module, self.trainer = module, trainer
+    def __init__(self, module: Any, trainer: Any, callbacks: Sequence[Any] = ()) -> None:
+        self.module, self.trainer, self.callbacks = module, trainer, callbacks
         self.own = defined(module)
-        self.callbacks: list[Any] = []
         self.current = ""
 
     def __call__(self, name: str, *arguments: Any) -> Any:

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 messages = logging.getLogger(__name__)
 
 _DIMENSIONS = 16  # at most, of what is gathered
-
-
 _NAMES = ("log", "log_dict", "optimizers", "lr_schedulers", "manual_backward", "clip_gradients", "all_gather", "print")
 
 

@@ -18,7 +18,7 @@ def of_samples(name: str, value: Any, samples: int) -> Tensor:
     """Return what a metric gives for so many samples as a value of each, [n], or as a scalar, the mean over all.
 
     Raises:
-        RequestError: it is no number and no tensor.
+        RequestError: it is neither a number nor a tensor.
     """
     if not isinstance(value, (Tensor, int, float)):
         raise RequestError(
