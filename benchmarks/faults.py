@@ -109,7 +109,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--resume", action="store_true", help="where ranks are replaced: what is done is done to a resumed run")
     add("--strategy", default="ddp_exact", help="or ddp, ddp_pipeline, 'fsdp strategy.replicas=2', with one size")
     add("--out", type=Path, help="json file for the record; runs that it has are not played again")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if options.strategy not in EXACT and len({*options.sizes}) > 1:
+        parser.error(f"strategy={options.strategy} has other bits at each world size: give one, as in --sizes 4")
+    return options
 
 
 class Campaign:
