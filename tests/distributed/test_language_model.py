@@ -173,3 +173,18 @@ def test_generating_looks_no_further_back_than_the_context() -> None:
     task.eval()
     tokens = torch.arange(6)[None]
     assert torch.equal(task.generate(tokens, 5)[:, 2:], task.generate(tokens[:, 2:], 5))
+
+
+@pytest.mark.parametrize(("strategy", "world_size"), [("single", 1), ("fsdp", 2)])
+def test_weights_from_takes_a_tied_weight_by_either_name(
+    strategy: str, world_size: int, learn: Callable[..., Summary], tmp_path: Path
+) -> None:
+    state = GPT(context=16, layers=2, width=16, heads=2).state_dict()
+    found = set()
+    for left_out in ("", "head.weight", "embedding.token.weight"):
+        torch.save({name: value for name, value in state.items() if name != left_out}, tmp_path / "file.pt")
+        standing = ["optimizer.lr=0", f"weights_from={tmp_path / 'file.pt'}", f"strategy={strategy}"]
+        summary = learn("model.context=16", *standing, world_size=world_size)
+        assert "weights_from=" not in (Path(summary["run_directory"]) / "train.log").read_text()  # nothing is missing
+        found.add(summary["weights_sha256"])
+    assert len(found) == 1

@@ -11,7 +11,7 @@ from torch import Tensor
 from ddp_recipes.checkpointing.files import find, is_alike, is_index, load, load_first, refuse_odd_zip
 from ddp_recipes.checkpointing.writing import reason_of
 from ddp_recipes.errors import RequestError
-from ddp_recipes.runtime.tensors import put_together
+from ddp_recipes.runtime.tensors import place_of, put_together
 
 PREFIXES = ("", "model.", "net.", "module.", "_orig_mod.")  # of a wrapper, which a file may have before every name
 SHOWN = 4  # names of a kind
@@ -45,7 +45,7 @@ def matching(given: str, expected: Mapping[str, Tensor]) -> tuple[dict[str, Tens
             f"weights_from={given}: names match the model's without any of {', '.join(best)}, as in {shown}: which one "
             f"is meant is not known. Save the part that is meant as a state dict of its own."
         )
-    named = found[best[0]] if max(counts.values()) else weights
+    named = _with_ties(found[best[0]] if max(counts.values()) else weights, expected)
     taken = {name: value for name, value in named.items() if name in expected and is_alike(value, expected[name])}
     differing = {
         "not in the file": [name for name in expected if name not in named],
@@ -107,6 +107,14 @@ def _tensors(path: Path, content: Any) -> dict[str, Tensor]:
 def _renamed(weights: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """Return the weights without a prefix of their names; only those that have it."""
     return {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
+
+
+def _with_ties(weights: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the weights by all names that the model has for them: many files have a tied weight once."""
+    tensors = {name: each for name, each in expected.items() if isinstance(each, Tensor)}
+    there = {place_of(each): weights[name] for name, each in tensors.items() if name in weights}
+    ties = {name: there[place] for name, each in tensors.items() if (place := place_of(each)) in there}
+    return {**ties, **weights}
 
 
 def _lines(differing: Mapping[str, list[str]]) -> list[str]:

@@ -23,11 +23,11 @@ from torch.serialization import get_crc32_options, set_crc32_options
 
 from ddp_recipes import devices
 from ddp_recipes._compat.messages import refused_global
-from ddp_recipes._compat.torch_ import bytes_of, storage_key, tree_flatten, tree_unflatten
+from ddp_recipes._compat.torch_ import bytes_of, tree_flatten, tree_unflatten
 from ddp_recipes.devices import saving_through_page_locked
 from ddp_recipes.errors import RecipeError, chain
 from ddp_recipes.runtime.files import Save
-from ddp_recipes.runtime.tensors import Source
+from ddp_recipes.runtime.tensors import Source, place_of
 
 
 @contextmanager
@@ -186,12 +186,12 @@ class HostCopies:
         Nothing is copied where nothing of it is on an accelerator.
         """
         leaves, structure = tree_flatten(value)
-        away = {_place(each): each for each in leaves if _is_away(each)}
+        away = {place_of(each): each for each in leaves if _is_away(each)}
         if not away:
             return Content(value)
         copies = self._copied(away)
         taken = [
-            copies[_place(each)] if _is_away(each) else each.clone() if isinstance(each, Tensor) else each
+            copies[place_of(each)] if _is_away(each) else each.clone() if isinstance(each, Tensor) else each
             for each in leaves
         ]
         return Content(
@@ -218,11 +218,6 @@ class HostCopies:
 
 def _is_away(value: Any) -> bool:
     return isinstance(value, Tensor) and devices.is_accelerator(value.device)
-
-
-def _place(tensor: Tensor) -> tuple[Any, ...]:
-    """Return what tensors have in common that are one, such as tied weights."""
-    return storage_key(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 DIRECT = getattr(os, "O_DIRECT", 0)

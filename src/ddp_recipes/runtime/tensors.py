@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ddp_recipes._compat.torch_ import bytes_of
+from ddp_recipes._compat.torch_ import bytes_of, storage_key
 
 
 @contextmanager
@@ -162,6 +162,11 @@ def span(rows: int, rank: int, ranks: int) -> tuple[int, int]:
 def whole_of(value: Tensor | Source) -> Tensor:
     """Return all of a tensor, wherever it is."""
     return value if isinstance(value, Tensor) else value.rows(0, value.shape[0])
+
+
+def place_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Return what tensors have in common that are one, such as tied weights."""
+    return storage_key(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def tensors_in(data: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
