@@ -41,7 +41,7 @@ def test_a_run_ends_with_the_bits_of_the_cpu(name: str, accelerator: Accelerator
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["single", "ddp", "ddp_exact"])
+@pytest.mark.parametrize("name", ["single", "ddp", "ddp_exact", "fsdp"])
 def test_a_strategy_is_checked_against_one_process_on_the_device(name: str, accelerator: Accelerator) -> None:
     overrides, ranks = STRATEGIES[name]
     ended = accelerator.run(*overrides, "check=equivalence", ranks=ranks, habits=HABITS["all"])

@@ -298,11 +298,6 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[attr-defined]
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """Return a ``DTensor`` put together, on every rank; any other tensor is whole. A collective."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
 def copy_each(into: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     """Copy tensors into others, in one kernel where there is ``torch._foreach_copy_``."""
     _in_place("copy_", into, values)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_recipes._compat.torch_ import Dropout, local, whole
+from ddp_recipes._compat.torch_ import Dropout, local
 from ddp_recipes.build.recipe import Recipe, make_recipe
 from ddp_recipes.build.run import make_run, make_stop_controller
 from ddp_recipes.errors import RequestError, RunFailed
@@ -86,7 +86,7 @@ def equivalence(recipe: Recipe, output: Output) -> None:
             comparison.add(start + number // 2 + 1, kind, ours_here, here)
         if "gradient" in mine:
             for one, other in zip(pair[0].task.parameters(), pair[1].task.parameters(), strict=True):
-                other.grad = None if one.grad is None else whole(one.grad).to(other.device, copy=True)
+                other.grad = None if one.grad is None else _whole(one.grad).to(other.device, copy=True)
     counted = counters[0].differing(counters[1])
     gathered = recipe.strategy.gather((comparison.largest, comparison.first, counted))
     largest, first, counted = recipe.control.of_main("differences", lambda: of_all_ranks(gathered or ()))
@@ -97,6 +97,22 @@ def equivalence(recipe: Recipe, output: Output) -> None:
         raise RunFailed(describe_counters(recipe, steps, counted), rank=0)
     name = recipe.request.strategy.name
     log.info("strategy=%s does what strategy=single does: %d steps, check_tolerance %g.", name, steps, tolerance)
+
+
+def _whole(gradient: Tensor) -> Tensor:
+    """Return a gradient put together, on every rank, if its rows are dealt to ranks. A collective.
+
+    ``DTensor.full_tensor`` needs a group with backends for functional collectives, which one written in Python has not.
+    """
+    mesh = getattr(gradient, "device_mesh", None)
+    if mesh is None:
+        return gradient
+    group, own = mesh.get_group(mesh.ndim - 1), local(gradient)
+    padded = own.new_zeros(-(-len(gradient) // group.size()), *own.shape[1:])
+    padded[: len(own)] = own
+    joined = own.new_empty(group.size() * len(padded), *own.shape[1:])
+    dist.all_gather([*joined.split(len(padded))], padded, group=group)
+    return joined[: len(gradient)]
 
 
 def refuse_own_steps(run: Run) -> None:
