@@ -3,6 +3,7 @@
 import logging
 import platform
 import re
+import shlex
 import statistics
 import sys
 import time
@@ -283,7 +284,7 @@ class Output:
                 rows.append((name.replace("_", " "), self._shown(summary[name])))
         if self.written:  # and nothing is logged
             return [*rows, *(("written", self._shown(path)) for path in self.written)]
-        commands = self.logger.see_with(self._shown(summary["run_directory"])) or ""
+        commands = self.logger.see_with(shlex.quote(self._shown(summary["run_directory"]))) or ""
         return [*rows, *(("see it with", command) for command in commands.splitlines())]
 
     def _shown(self, path: str | Path) -> str:

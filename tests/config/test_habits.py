@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import runpy
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +11,7 @@ from typing import Any
 
 import hydra
 import pytest
+import yaml
 from hydra import compose, initialize_config_module
 from omegaconf import DictConfig, OmegaConf
 
@@ -242,6 +244,20 @@ def main(config):
 if __name__ == "__main__":
     main()
 """
+
+
+@pytest.mark.slow
+def test_numbers_of_the_environment_reach_what_takes_numbers(here: Path, python: str) -> None:
+    numbers = ["seed=${oc.env:TASK}", "optimizer.lr=${oc.env:RATE}", "data.num_samples=${oc.env:SAMPLES}"]
+    command = [python, "-m", "ddp_recipes", *QUICK, "logger=tensorboard", *numbers, "hydra.run.dir='a run/1'"]
+    given = {**os.environ, "TASK": "3", "RATE": "0.25", "SAMPLES": "32"}  # as of a job array
+    done = subprocess.run(command, cwd=here, env=given, capture_output=True, text=True, timeout=patience(120))
+    assert done.returncode == 0, done.stderr
+    config = yaml.safe_load((here / "a run" / "1" / "config.yaml").read_text())
+    assert (config["seed"], config["optimizer"]["lr"]) == (3, "${oc.env:RATE}")
+    summary = json.loads((here / "a run" / "1" / "summary.json").read_text())
+    assert summary["metrics"]["train/lr"] == 0.25
+    assert "tensorboard --logdir 'a run/1'" in done.stdout
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from torch import Tensor
 from ddp_recipes._compat import hydra_
 from ddp_recipes._compat.messages import shortened
 from ddp_recipes.config import kinds, targets
-from ddp_recipes.config.keys import describe, fits, is_plain, shown
+from ddp_recipes.config.keys import describe, fits, is_plain, of_environment, shown
 from ddp_recipes.config.targets import identity
 from ddp_recipes.errors import RecipeError, RequestError
 from ddp_recipes.runtime.phases import CALLS
@@ -100,7 +100,10 @@ def bound(node: Mapping[str, Any], section: str, without: Collection[str] = ()) 
         raise RequestError(f"{section} has no _target_, the dotted name of a class or function to call.")
     target = str(node["_target_"])
     try:
-        whole = resolved({name: value for name, value in node.items() if name not in without}, section)
+        given = {name: value for name, value in node.items() if name not in without}
+        if any("${oc.env:" in str(value) for value in given.values()):  # which gives texts, also of numbers
+            given = of_environment(_hints(locate(target, section)), given)
+        whole = resolved(given, section)
         names = [*kinds.check_calls(whole, section), *_tensors(whole)]
         found: partial[Any] = hydra_.instantiate(whole, names, _convert_="all", _partial_=True)
     except InstantiationException as error:

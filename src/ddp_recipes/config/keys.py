@@ -79,12 +79,11 @@ def parse(cls: type[T], section: str, values: Mapping[str, Any], *, others: bool
     return cls(**{name: values[name] for name in fields if name in values})
 
 
-def of_environment(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a section's values with those of ``cls``'s numbers, switches and choices that ``${oc.env:…}`` gives.
+def of_environment(hints: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values by name with the numbers, switches and choices that ``${oc.env:…}`` gives, by their annotations.
 
     Where a text is allowed, or the variable is not set or does not fit, the value stays as it is written.
     """
-    hints = get_type_hints(cls, include_extras=True)
     return {name: _found(value, hints[name]) if name in hints else value for name, value in values.items()}
 
 
@@ -134,7 +133,7 @@ def fits(value: Any, hint: Any) -> bool:
         return kind is bool
     if kind is list:
         return isinstance(value, list) and all(fits(item, *arguments) for item in value)
-    return isinstance(value, (int, float) if kind is float else kind)
+    return isinstance(kind, type) and isinstance(value, (int, float) if kind is float else kind)  # not Any
 
 
 def describe(hint: Any) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_type_hints
 
 from omegaconf import Container, DictConfig, Node, OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
@@ -170,8 +170,9 @@ def resolve(config: DictConfig) -> dict[str, Any]:
     assert isinstance(plain, dict)
     for name, settings in SECTIONS.items():
         if isinstance(plain.get(name), dict):
-            plain[name] = of_environment(settings, plain[name])
-    return of_environment(RunSettings, {str(name): value for name, value in plain.items()})
+            plain[name] = of_environment(get_type_hints(settings, include_extras=True), plain[name])
+    hints = get_type_hints(RunSettings, include_extras=True)
+    return of_environment(hints, {str(name): value for name, value in plain.items()})
 
 
 def _values(config: Any, key: str = "") -> Iterator[tuple[str, Any]]:

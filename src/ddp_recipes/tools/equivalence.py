@@ -111,7 +111,7 @@ def _whole(gradient: Tensor) -> Tensor:
     padded = own.new_zeros(-(-len(gradient) // group.size()), *own.shape[1:])
     padded[: len(own)] = own
     joined = own.new_empty(group.size() * len(padded), *own.shape[1:])
-    dist.all_gather([*joined.split(len(padded))], padded, group=group)
+    dist.all_gather([*torch.split(joined, len(padded))], padded, group=group)
     return joined[: len(gradient)]
 
 
