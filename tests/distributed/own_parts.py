@@ -861,6 +861,17 @@ class Contrast(nn.Sequential):
         super().__init__(nn.Linear(in_features, hidden_features), nn.ReLU(), Gathering(hidden_features, out_features))
 
 
+class OverRanks(nn.MSELoss):
+    """In training takes the loss beside the mean over ranks."""
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        loss = super().forward(outputs, targets)
+        if loss.requires_grad and dist.is_initialized():
+            dist.all_reduce(mean := loss.detach().clone())
+            loss = loss * mean / dist.get_world_size()
+        return loss
+
+
 class ScheduleFree(torch.optim.Optimizer):
     """SGD whose steps start from between its average and its iterate (Defazio et al., 2024), with two modes."""
 

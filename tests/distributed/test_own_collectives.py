@@ -51,3 +51,19 @@ def test_rows_of_unequal_batches_are_not_gathered(strategy: str, own: list[str],
 def test_no_collective_goes_with_some_strategies(strategy: str, ranks: int, reason: str, run: Run) -> None:
     with pytest.raises(Exception, match=f"calls c10d::allgather_, in which all ranks have to take part, .* {reason}"):
         run(*CONTRAST, *strategy.split(), EVEN, world_size=ranks)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "reason"),
+    quick_each(
+        3,
+        [
+            ("strategy=ddp_exact", 2, "promises the same bits on any number of ranks"),
+            ("strategy=fsdp strategy.shards=4 strategy.wrap=[net1,net2]", 2, "promises the same bits"),
+            ("strategy=parameter_server", 3, "runs the model on 2 of 3 ranks"),
+        ],
+    ),
+)
+def test_nor_one_in_a_loss(strategy: str, ranks: int, reason: str, run: Run) -> None:
+    with pytest.raises(Exception, match=f"calls c10d::allreduce_, in which all ranks have to take part, .* {reason}"):
+        run("task.loss._target_=own_parts.OverRanks", "data.num_samples=48", *strategy.split(), world_size=ranks)

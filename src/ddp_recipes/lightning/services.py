@@ -15,7 +15,7 @@ from ddp_recipes.lightning.hooks import LIGHTNING_MODULE, LOGGING, OF_EVALUATION
 from ddp_recipes.lightning.update import backward
 from ddp_recipes.strategies.base import by_rank
 from ddp_recipes.tasks import RunContext
-from ddp_recipes.training.guards import refused_collective
+from ddp_recipes.training.guards import against_all, reason_against_all, refused_collective
 from ddp_recipes.training.update import clip_to
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 messages = logging.getLogger(__name__)
 
 _DIMENSIONS = 16  # at most, of what is gathered
+_STEPS = ("training_step", "validation_step", "test_step")
 _NAMES = ("log", "log_dict", "optimizers", "lr_schedulers", "manual_backward", "clip_gradients", "all_gather", "print")
 
 
@@ -158,7 +159,11 @@ class Services:
         value = torch.as_tensor(data, device=context.devices[0])
         if context.world.world_size == 1:
             return value
-        if self.task.hooks.current in ("validation_step", "test_step"):
+        hook = self.task.hooks.current
+        reason = reason_against_all(context.parallelism, context.world) if hook in _STEPS else None
+        if reason is not None:
+            raise against_all("self.all_gather", context.parallelism, reason)
+        if hook in _STEPS[1:]:
             uneven = [name for name, loader in context.loaders.items() if name != "train" and not loader.is_even]
             if uneven:
                 raise refused_collective("self.all_gather", uneven[0], context.loaders[uneven[0]])

@@ -90,6 +90,7 @@ class Strategy(Protocol):
     """
 
     settings: StrategySettings  # what it means for the shape of a run
+    world: World = World()  # the ranks that learn together; of setup
     takes_empty: bool = False  # whether a shard without a sample has to be run as well, on one that does not count
     starts: Sequence[str] = ()  # the blocks at which the 2nd, 3rd, … stage of a pipeline begins
     rejoins: bool = True  # whether :meth:`setup` takes ranks that have trained, and left, to a new group

@@ -34,7 +34,6 @@ class Group(Strategy):
     """One process a replica; all of them in torch's default process group."""
 
     settings: StrategySettings
-    world = World()
     timeout_s = 0.0  # of a collective
     stuck = False  # whether a group does not let itself be aborted
 

@@ -12,14 +12,16 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from traceback import walk_stack
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from ddp_recipes._compat.torch_ import OnCollective, local
+from ddp_recipes.config.parallelism import StrategySettings
 from ddp_recipes.data.loader import Batch, Loader
-from ddp_recipes.errors import RequestError, RunFailed
+from ddp_recipes.errors import RecipeError, RequestError, RunFailed
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies import Strategy
 from ddp_recipes.strategies.base import by_rank
@@ -143,10 +145,9 @@ def _numbers(values: Mapping[str, Tensor]) -> dict[str, complex]:
     }
 
 
-_FIRST = 3  # batches of which it is looked at where all are uneven
-_OF_A_PIPELINE = ("send", "recv", "broadcast")  # its own
-_OF_FSDP = "_base_"  # as are these
+_FIRST = 3  # batches of which it is looked at where all are uneven, or none may be gathered
 _OF_ROWS = ("gather", "scatter", "alltoall", "all_to_all")
+_OURS = ("ddp_recipes.", "torch.distributed.fsdp.")  # whose collectives are a strategy's own
 
 
 def refusing_collectives(run: Run) -> Callable[[], AbstractContextManager[object]]:
@@ -157,17 +158,8 @@ def refusing_collectives(run: Run) -> Callable[[], AbstractContextManager[object
     settings = run.strategy.settings
     if run.world.world_size == 1 or settings.kind == "sharded":
         return nullcontext
-    if (reason := _reason_against_all(run)) is not None:
-
-        def refuse_all(called: str, _: Sequence[Tensor]) -> None:
-            if settings.processes_per_replica == 1 or not any(part in called for part in _OF_A_PIPELINE):
-                everywhere = settings.fixed_shards is not None and settings.processes_per_replica == 1
-                raise (RequestError if everywhere else RunFailed)(
-                    f"The model or its step calls {called}, in which all ranks have to take part, and "
-                    f"strategy={settings.name} {reason}. Choose another strategy, or leave the collective out."
-                )
-
-        return partial(OnCollective, refuse_all)
+    if (reason := reason_against_all(settings, run.world)) is not None:
+        return partial(_refusing_all, settings, reason)
     uneven = [name for name, loader in run.val.items() if not loader.is_even]
     if not uneven:
         return nullcontext
@@ -178,16 +170,43 @@ def refusing_collectives(run: Run) -> Callable[[], AbstractContextManager[object
     return partial(OnCollective, refuse)
 
 
-def _reason_against_all(run: Run) -> str | None:
+def reason_against_all(settings: StrategySettings, world: World) -> str | None:
     """Return why no collective in a step can be right with this strategy, if that is so."""
-    settings, world_size = run.strategy.settings, run.world.world_size
     if settings.processes_per_replica > 1:
         return "has each of them run another part of the model"
     if settings.fixed_shards is not None:
         return "promises the same bits on any number of ranks"
-    if (readers := settings.batch_shards(run.world).readers) < world_size:
-        return f"runs the model on {readers} of {world_size} ranks"
+    if (readers := settings.batch_shards(world).readers) < world.world_size:
+        return f"runs the model on {readers} of {world.world_size} ranks"
     return None
+
+
+def _refusing_all(settings: StrategySettings, reason: str) -> AbstractContextManager[object]:
+    def refuse(called: str, _: Sequence[Tensor]) -> None:
+        if not _is_ours():
+            raise against_all(called, settings, reason)
+
+    return OnCollective(refuse)
+
+
+def against_all(called: str, settings: StrategySettings, reason: str) -> RecipeError:
+    """Return the refusal of any collective in a step, for a reason: of a request, if all ranks come to it."""
+    everywhere = settings.fixed_shards is not None and settings.processes_per_replica == 1
+    return (RequestError if everywhere else RunFailed)(
+        f"The model or its step calls {called}, in which all ranks have to take part, and strategy={settings.name} "
+        f"{reason}. Choose another strategy, or leave the collective out."
+    )
+
+
+def _is_ours() -> bool:
+    """Whether the collective that is about to run is called by a strategy, or by FSDP, and not by a user's code."""
+    names = (str(frame.f_globals.get("__name__")) for frame, _ in walk_stack(None))
+    before = next(each for each in names if each not in (__name__, OnCollective.__module__) and not _in_torch(each))
+    return before.startswith(_OURS)
+
+
+def _in_torch(name: str) -> bool:
+    return name.partition(".")[0] == "torch" and not name.startswith(_OURS)
 
 
 def refused_collective(called: str, name: str, loader: Loader) -> RequestError:
@@ -202,10 +221,12 @@ def refused_collective(called: str, name: str, loader: Loader) -> RequestError:
 def of_rows(strategy: Strategy, loader: Loader, name: str, batch: Batch) -> AbstractContextManager[object]:
     """Return a context that refuses to gather a batch's rows, where other ranks have other numbers of them.
 
-    In it is raised ``RunFailed``.
+    In it is raised ``RunFailed``. Of strategies with which no collective can be right, any is refused.
     """
     plan, settings = loader.plan, strategy.settings
-    if plan.same_sizes or settings.fixed_shards is not None:
+    if strategy.world.world_size > 1 and (reason := reason_against_all(settings, strategy.world)) is not None:
+        return _refusing_all(settings, reason) if batch.number < _FIRST else nullcontext()
+    if plan.same_sizes:
         return nullcontext()
     sizes = [plan.size(batch.number, shard) for shard in (0, plan.num_shards - 1)]
     most, least = max(sizes), min(sizes)
@@ -213,9 +234,10 @@ def of_rows(strategy: Strategy, loader: Loader, name: str, batch: Batch) -> Abst
         return nullcontext()
 
     def refuse(called: str, tensors: Sequence[Tensor]) -> None:
-        if strategy.settings.kind == "sharded" and _OF_FSDP in called:
-            return
-        if any(part in called for part in _OF_ROWS) and any(each.shape[:1] == (batch.num_samples,) for each in tensors):
+        rows = any(part in called for part in _OF_ROWS) and any(
+            each.shape[:1] == (batch.num_samples,) for each in tensors
+        )
+        if rows and not _is_ours():
             split = name.partition("/")[0]
             whole = "" if split == "train" else "val_"
             raise RunFailed(
