@@ -163,3 +163,18 @@ def test_timm_models_learn_by_timms_optimizers(run: Run) -> None:
         losses.append(float(loss.detach()))
     for world_size in (1, 2):
         assert losses_of(run(*overrides, world_size=world_size)) == pytest.approx(losses, rel=1e-5)
+
+
+def hearing(layerdrop: float) -> list[str]:
+    data = [f"+data.{split}={{_target_: helpers.hugging_face.Waves, size: 24}}" for split in ("train", "val")]
+    model = own("model", _target_="helpers.hugging_face.hearing", layerdrop=layerdrop)
+    return [*TEXTS[:2], *data, *model, "task=model_loss", "data.global_batch_size=8", "trainer.max_epochs=2"]
+
+
+@pytest.mark.slow
+def test_layers_that_a_model_drops_are_dropped_with_fsdp_or_it_is_refused(run: Run) -> None:
+    fsdp = ["strategy=fsdp", "strategy.shards=4"]
+    exact = run(*hearing(0.0), "strategy=ddp_exact", "strategy.shards=4")["weights_sha256"]
+    assert run(*hearing(0.0), *fsdp)["weights_sha256"] == exact
+    with pytest.raises(Exception, match=r"layers\.\d\..* With strategy=fsdp all have to use the same parameters"):
+        run(*hearing(0.5), *fsdp)  # Hugging Face's drop none where FSDP manages their modules

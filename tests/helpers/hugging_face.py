@@ -43,3 +43,29 @@ SMALL: dict[str, Any] = {
     "hidden_dropout_prob": 0.0,
     "attention_probs_dropout_prob": 0.0,
 }
+
+
+class Waves:
+    """Sounds, float32 [400], each with a class of three."""
+
+    def __init__(self, size: int, seed: int = 0) -> None:
+        random = np.random.default_rng(seed)
+        self.sounds = random.standard_normal((size, 400)).astype(np.float32)
+
+    def __len__(self) -> int:
+        return len(self.sounds)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"input_values": self.sounds[index], "labels": index % 3}
+
+
+def hearing(layerdrop: float) -> Any:
+    """Return a small model of sounds whose layers are left out at random."""
+    from transformers import HubertConfig, HubertForSequenceClassification
+
+    small = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    heard = {"conv_dim": (16, 16), "conv_stride": (5, 2), "conv_kernel": (10, 3), "num_feat_extract_layers": 2}
+    placed = {"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2, "mask_time_prob": 0.0}
+    return HubertForSequenceClassification(
+        HubertConfig(**small, **heard, **placed, num_labels=3, layerdrop=layerdrop, hidden_dropout=0.0)
+    )

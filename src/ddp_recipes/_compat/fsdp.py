@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -53,6 +53,17 @@ def reduce_now(blocks: Sequence[FSDPModule]) -> None:
             group.comm_ctx.reduce_scatter_states.clear()
         else:  # up to torch 2.10 there is one
             group.comm_ctx.reduce_scatter_state = None
+
+
+def tell_managed(model: nn.Module, managed: bool) -> None:
+    """Have a model's modules say whether FSDP manages them, as ``fully_shard`` has them do.
+
+    Hugging Face's ask it: ``generate`` then goes on until all ranks are done, which evaluations need. But in training
+    those with ``layerdrop`` then drop no layer at all.
+    """
+    for module in model.modules():
+        if hasattr(module, "_is_fsdp_managed_module"):
+            module._is_fsdp_managed_module = cast(Any, managed)
 
 
 def leave_graph_alone() -> None:

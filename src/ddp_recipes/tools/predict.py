@@ -32,7 +32,7 @@ def predict(recipe: Recipe, output: Output) -> None:
     indices: list[Tensor] = []
     outputs: list[Any] = []
     precision = make_precision(recipe.trainer.precision, recipe.device.type)
-    with torch.no_grad():
+    with torch.no_grad(), recipe.strategy.evaluation(recipe.task):
         for batch in evaluated(recipe.task, loader):
             if not batch.num_samples and recipe.strategy.settings.kind != "sharded":
                 continue

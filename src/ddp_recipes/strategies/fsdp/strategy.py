@@ -12,7 +12,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
-from ddp_recipes._compat.fsdp import LEAVES, gradient_hooks, keep_assigned_data, leave, leave_graph_alone, set_groups
+from ddp_recipes._compat.fsdp import (
+    LEAVES,
+    gradient_hooks,
+    keep_assigned_data,
+    leave,
+    leave_graph_alone,
+    set_groups,
+    tell_managed,
+)
 from ddp_recipes._compat.torch_ import local
 from ddp_recipes.devices import beside_host, for_sums, is_accelerator
 from ddp_recipes.runtime.messages import Messages
@@ -122,6 +130,7 @@ class FSDP(Whole, Group):
             module = model.get_submodule(name)
             deal = partial(shard, module, reshard_after_forward=after, mp_policy=policy)
             self.blocks.insert(0, self.calls.watch(module, deal))
+        tell_managed(model, False)
         self.order.blocks = [*policies]
         model.register_forward_hook(self._give_back)
         gather_in_steps(model, self._give_back)
@@ -233,8 +242,10 @@ class FSDP(Whole, Group):
     @contextmanager
     def evaluation(self, task: Task) -> Iterator[None]:
         """Leave buffers as they are where they are the same on all ranks after each step."""
+        tell_managed(task, True)
         with nullcontext(set[str]()) if self.settings.shards is None else buffers_kept(task) as moved:
             yield
+        tell_managed(task, False)
         self.moved |= moved
 
     def _add_single(self) -> None:
