@@ -72,6 +72,20 @@ def test_predict_step_ignores_targets() -> None:
         assert torch.equal(task.predict_step(batch), expected)
 
 
+class Named(Task):
+    """Takes batches whose parts have names."""
+
+    def training_step(self, batch: Any) -> StepOutput:
+        return self.training_output(self.model(batch["inputs"]), batch["targets"])
+
+
+def test_batches_that_only_steps_of_ones_own_know_take_a_predict_step() -> None:
+    task = Named(Toy(), nn.MSELoss())
+    with pytest.raises(AttributeError) as raised:  # of the model
+        task.predict_step({"inputs": torch.ones(2, 10)})
+    assert "Write predict_step(self, batch)" in raised.value.__notes__[0]
+
+
 def test_accuracy_and_mean_absolute_error() -> None:
     outputs = torch.tensor([[1.0, 3.0, 2.0], [9.0, 0.0, 0.0], [0.0, 0.0, 5.0]])
     assert Accuracy()(outputs, torch.tensor([1, 2, 2])).tolist() == [1, 0, 1]

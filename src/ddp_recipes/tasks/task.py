@@ -356,7 +356,17 @@ class Task(nn.Module):
     def predict_step(self, batch: Any) -> Any:
         """Return the model's outputs; targets, where a batch has them, are ignored."""
         inputs = batch[0] if isinstance(batch, (tuple, list)) else batch
-        return self.chosen(self.model(inputs))
+        try:
+            outputs = self.model(inputs)
+        except Exception as error:
+            if self._own_step:
+                error.add_note(
+                    f"{type(self).__name__} has its own training_step and no predict_step, so the model was called "
+                    f"with {'the first part of ' * (inputs is not batch)}a batch. Write predict_step(self, batch), "
+                    f"which returns what is to be written."
+                )
+            raise
+        return self.chosen(outputs)
 
     def in_words(self, predictions: Tensor) -> str | None:
         """Return what was predicted as text for ``predictions.txt``; ``None`` where there is none to read."""
