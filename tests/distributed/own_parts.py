@@ -807,6 +807,28 @@ class SavedAnnealed(Annealed):
         self.calls = state["calls"]
 
 
+class Recurrent(nn.Module):
+    """Goes on with the state that it had after the pass before, if ``stateful``; what it computed last is kept anyhow.
+
+    It also keeps the largest batch, which no step changes once it was there.
+    """
+
+    def __init__(self, in_features: int, hidden_features: int, out_features: int, stateful: bool) -> None:
+        super().__init__()
+        self.cell, self.out = nn.LSTMCell(in_features, hidden_features), nn.Linear(hidden_features, out_features)
+        self.stateful = stateful
+        self.state: tuple[Tensor, Tensor] | None = None
+        self.largest = torch.empty(0)
+
+    def forward(self, input: Tensor) -> Tensor:
+        if len(self.largest) < len(input):
+            self.largest = input
+        goes_on = self.stateful and self.state is not None and len(self.state[0]) == len(input)
+        state = self.cell(input, self.state if goes_on else None)
+        self.state = state[0].detach(), state[1].detach()
+        return cast(Tensor, self.out(state[0]))
+
+
 class Several(nn.Module):
     """Returns several outputs, as models with an auxiliary head do.
 

@@ -213,6 +213,18 @@ def test_numbers_that_steps_change_and_no_checkpoint_has_are_named(model: str, s
     assert log.count("Python attributes") == said
 
 
+@pytest.mark.parametrize("stateful", [True, False])
+@pytest.mark.parametrize("strategy", slow_but(["ddp_exact"], ["ddp_exact", "fsdp"]))
+def test_a_state_that_a_pass_hands_to_the_next_is_named(strategy: str, stateful: bool, run: Run) -> None:
+    model = ["model._target_=own_parts.Recurrent", f"+model.stateful={str(stateful).lower()}"]
+    blocks = ["strategy.wrap=[cell,out]"] if strategy == "fsdp" else []
+    short = ["data.global_batch_size=16", "trainer.max_epochs=2"]
+    summary = run(*model, f"strategy={strategy}", *blocks, *short, world_size=2)
+    log = (Path(summary["run_directory"]) / "train.log").read_text()
+    assert log.count("Steps change what the model keeps in Python attributes: model.state. No") == stateful
+    assert log.count("Python attributes") == stateful
+
+
 NO_BEST = "There will be no best checkpoint: none is due at a step that is validated, so of none val/loss is known."
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections import deque
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 
+from ddp_recipes._compat.torch_ import tree_leaves, writes
 from ddp_recipes.errors import RunFailed
 
 if TYPE_CHECKING:
@@ -87,13 +90,18 @@ class Trained(RunHooks):
             )
 
 
+_OF_TORCH = vars(nn.Module()).keys()
+_CONTAINERS, _LONGEST = (tuple, list, dict, deque), 1000
 LOOKS = 3  # after as many steps: what changes from each to the next is no cache
 
 log = logging.getLogger(__name__)
 
 
 class PythonState(RunHooks):
-    """Warns of numbers in attributes of modules that each of the first steps changes, such as counts of passes.
+    """Warns of what modules keep in attributes from step to step: counts of passes, a recurrent state.
+
+    Of numbers it is what each of the first steps changes; of tensors, in containers as well, what the next step then
+    looks at before it changes it, for many keep what they have computed only to be looked at.
 
     A run that resumes begins with them anew, and how often a model is called depends on the ranks, shards and
     micro-batches: on one device, in one go, they make no difference that a model's author would see.
@@ -101,34 +109,105 @@ class PythonState(RunHooks):
     """
 
     def __init__(self) -> None:
-        self._seen: list[dict[str, float]] = []  # numbers by name, after each step
+        self._seen: list[dict[Key, object]] = []  # after each step
+        self._read: list[Callable[[], list[str]]] = []
+
+    def on_step_start(self, run: Run) -> None:
+        """See which of the tensors the step looks at."""
+        if len(self._seen) == LOOKS:
+            self._read = [_spied(*owner, keys) for owner, keys in self._tensors().items()]
 
     def on_update(self, run: Run) -> None:
-        """Look at the numbers after each of the first steps, and at nothing any more."""
-        self._seen.append(dict(_numbers(run.task)))
+        """Look at what there is after each of the first steps, and at nothing any more."""
         if len(self._seen) < LOOKS:
-            return
+            self._seen.append(dict(_kept(run.task)))
+            if len(self._seen) < LOOKS:
+                return
+            first, *_, last = self._seen
+            numbers = [key for key in self._always() if not isinstance(last[key], tuple)]
+            _warn([f"{_full(name, key)} ({first[at]} → {last[at]})" for at in numbers for name, _, key in (at,)])
+            if self._tensors() and not run.trainer.compile:  # whose guards are on the modules' classes
+                return
+        _warn([name for end in self._read for name in end()])
         run.hooks = [hook for hook in run.hooks if hook is not self]
-        first, *others = self._seen
-        always = [name for name in first if len({each.get(name) for each in self._seen}) == LOOKS]
-        if not always:
-            return
-        shown = [f"{name} ({first[name]} → {others[-1][name]})" for name in always[:3]]
-        log.warning(
-            "Steps change what the model keeps in Python attributes: %s%s. No checkpoint has them, so a run that "
-            "resumes begins with them anew; and where they count passes, other ranks or shards count otherwise. Keep "
-            "them in buffers (register_buffer), or have the module save them (get_extra_state, set_extra_state).",
-            ", ".join(shown),
-            f", … ({len(always)} in all)" if len(always) > len(shown) else "",
-        )
+
+    def _tensors(self) -> dict[tuple[str, nn.Module], list[str]]:
+        """Return by module the attributes with tensors that are changed."""
+        found: dict[tuple[str, nn.Module], list[str]] = {}
+        for name, module, key in self._always():
+            if isinstance(self._seen[-1][name, module, key], tuple):
+                found.setdefault((name, module), []).append(key)
+        return found
+
+    def _always(self) -> list[Key]:
+        """Return what each of the steps has changed: numbers to new ones, while a tensor may lie where one has lain."""
+        found = []
+        for key, last in self._seen[-1].items():
+            marks = [each.get(key) for each in self._seen]
+            changes = all(one != other for one, other in pairwise(marks))
+            if changes and (isinstance(last, tuple) or len({*marks}) == LOOKS):
+                found.append(key)
+        return found
 
 
-def _numbers(task: nn.Module) -> Iterator[tuple[str, float]]:
-    """Yield the numbers in attributes of the model's modules that do not save anything more themselves."""
+Key = tuple[str, nn.Module, str]  # a module's name, itself, its attribute
+
+
+def _kept(task: nn.Module) -> Iterator[tuple[Key, object]]:
+    """Yield the numbers in attributes of modules that do not save anything more themselves, and marks of tensors."""
     for name, module in task.named_modules():
         saves = type(module).get_extra_state is not nn.Module.get_extra_state
         saves |= hasattr(module, "on_save_checkpoint")  # which Lightning calls
         if not name.startswith("model") or saves or hasattr(type(module), "metric_state"):  # what a metric counts
             continue
-        inside = f"{name.removeprefix('model.')}." if name != "model" else "model."
-        yield from ((inside + key, each) for key, each in vars(module).items() if type(each) in (int, float))
+        for key, value in vars(module).items():
+            if type(value) in (int, float):
+                yield (name, module, key), value
+            elif isinstance(value, (Tensor, *_CONTAINERS)) and key not in _OF_TORCH:
+                leaves = [] if isinstance(value, _CONTAINERS) and len(value) > _LONGEST else tree_leaves(value)
+                tensors = [each for each in leaves if isinstance(each, Tensor)]
+                if tensors and not any(isinstance(each, nn.Parameter) for each in tensors):
+                    yield (name, module, key), tuple((id(each), writes(each)) for each in tensors)
+
+
+def _warn(changed: list[str]) -> None:
+    if changed:
+        log.warning(
+            "Steps change what the model keeps in Python attributes: %s%s. No checkpoint has them, so a run that "
+            "resumes begins with them anew; and where they count passes, or go from one to the next, other ranks or "
+            "shards have others. Keep them in buffers (register_buffer), or have the module save them "
+            "(get_extra_state, set_extra_state).",
+            ", ".join(changed[:3]),
+            f", … ({len(changed)} in all)" if len(changed) > 3 else "",
+        )
+
+
+def _spied(name: str, module: nn.Module, keys: list[str]) -> Callable[[], list[str]]:
+    """Take attributes out of a module's dictionary, so that it is asked for each.
+
+    Returns:
+        What puts all back as it was, and gives the full names of those that were asked for before they were set.
+    """
+    kind, held, read = type(module), {key: vars(module).pop(key) for key in keys}, list[str]()
+
+    def asked(self: nn.Module, key: str) -> Any:
+        if key not in held:
+            return kind.__getattr__(self, key)
+        read.append(_full(name, key))
+        vars(self)[key] = held.pop(key)
+        return vars(self)[key]
+
+    spy: Any = type(kind.__name__, (kind,), {"__getattr__": asked, "__module__": kind.__module__})
+    module.__class__ = spy
+
+    def end() -> list[str]:
+        module.__class__ = kind
+        for key, value in held.items():
+            vars(module).setdefault(key, value)
+        return read
+
+    return end
+
+
+def _full(name: str, key: str) -> str:
+    return f"{name.removeprefix('model.')}.{key}"
