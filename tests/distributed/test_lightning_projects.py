@@ -194,3 +194,33 @@ def one_by_one(predictions: list[Tensor], batch_indices: list[list[list[int]]]) 
     (of_loader,) = batch_indices
     for rows, numbers in zip(predictions, of_loader, strict=True):
         yield from zip(numbers, rows, strict=True)
+
+
+PICTURES = """
+import torch
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from writer import Module
+
+
+class Pictures(Module):
+    def on_train_epoch_end(self):
+        table, board = self.trainer.loggers
+        assert self.logger is table and isinstance(table, CSVLogger) and not isinstance(table, TensorBoardLogger)
+        assert isinstance(board, TensorBoardLogger) and isinstance(board, Logger)
+        board.experiment.add_image("drawn", torch.zeros(3, 4, 4), self.current_epoch)
+        table.log_metrics({"of_table": 1})
+"""
+
+
+@pytest.mark.spawn
+def test_a_module_that_asks_for_the_logger_of_lightning_finds_it(python_with_lightning: str, tmp_path: Path) -> None:
+    (tmp_path / "writer.py").write_text(WRITER)
+    (tmp_path / "pictures.py").write_text(PICTURES)
+    own = ["task=lightning", "model._target_=pictures.Pictures", "logger=[csv,tensorboard]", "hydra.run.dir=run"]
+    command = [python_with_lightning, "-m", "ddp_recipes", *QUICK, *own, "launcher.nproc_per_node=2"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=patience(120))
+    assert done.returncode == 0, done.stderr
+    events = next((tmp_path / "run" / "tensorboard").iterdir()).read_bytes()
+    assert b"drawn" in events
+    assert b"of_table" not in events
+    assert "of_table" in (tmp_path / "run" / "csv" / "metrics.csv").read_text()

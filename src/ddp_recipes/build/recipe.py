@@ -325,6 +325,7 @@ def attach(
     """
     trainer = request.trainer.effective()
     node = job.config["data"].get("datamodule") or {}
+    loggers = logger_sections(job.config, check=False)
     task.attach(
         RunContext(
             mode=request.run.mode,
@@ -339,6 +340,7 @@ def attach(
             first_on_node=partial(control.first_on_node, what="prepare_data"),
             datamodule=make(node, "data.datamodule") if node.get("_target_") else None,
             brings_data="datamodule" in job.config["data"],
+            loggers=[str(each["_target_"]).rpartition(".")[2] for each in loggers.values()],
         )
     )
     if request.strategy.exchanges(devices.world):

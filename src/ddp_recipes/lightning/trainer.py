@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -220,10 +221,10 @@ class Trainer:
         schedules = [each for each in every if each in self.schedules or not _leaves_rate(each.scheduler)]
         return [SimpleNamespace(**vars(each), reduce_on_plateau=each.monitor is not None) for each in schedules]
 
-    @property
+    @cached_property
     def loggers(self) -> list[ModuleLogger]:
-        """A list of one logger, which stands for all loggers of the run."""
-        return [self.logger]
+        """The run's loggers, in the order of the config."""
+        return [self.logger, *(ModuleLogger(self, self._task, at) for at in range(1, len(self.run_context.loggers)))]
 
     @property
     def default_root_dir(self) -> str:

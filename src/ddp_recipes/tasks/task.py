@@ -39,6 +39,7 @@ class RunContext:
         total_steps_of: gives the optimizer steps of training, of the batches in an epoch.
         datamodule: what the config gives as ``data.datamodule``.
         brings_data: whether the data are those of the task or its data module.
+        loggers: names of the classes of the run's loggers, also on a rank that has none.
     """
 
     mode: str
@@ -53,6 +54,7 @@ class RunContext:
     total_steps_of: Callable[[int], int | None]
     datamodule: Any = None
     brings_data: bool = False
+    loggers: Sequence[str] = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RunContext:
         """Return the context itself: a copy of a task is tried out in the same run, whose data are not copied."""
