@@ -199,6 +199,15 @@ def test_a_value_is_logged_as_the_last_batch_of_the_epoch_has_it_that_logs_it(st
     assert (metrics["first"], metrics["last"], metrics["once"]) == (3, 5, 1)
 
 
+@pytest.mark.parametrize(
+    ("hook", "step"),
+    quick_each(3, [("on_train_batch_end", 2), ("on_after_backward", 3), ("on_validation_epoch_end", 4)]),
+)
+def test_a_rank_that_ends_the_run_alone_ends_it_for_all(hook: str, step: int, run: Run) -> None:
+    ended = run(*part("Ends"), f"+model.hook={hook}", "launcher.timeout_s=20", world_size=2)
+    assert (ended["status"], ended["global_step"]) == ("finished", step)
+
+
 def test_a_module_whose_optimizers_are_none_is_not_trained_by_that_of_the_config(run: Run, weights: Weights) -> None:
     one, two = (run(*part("Unchanged"), f"trainer.max_epochs={epochs}", world_size=epochs) for epochs in (1, 2))
     assert "No optimizer has a parameter of Unchanged" in Path(one["run_directory"], "train.log").read_text()

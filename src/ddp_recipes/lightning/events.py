@@ -15,6 +15,7 @@ import torch
 from ddp_recipes._compat.lightning import as_it_is, is_updated, load_state, metrics_in, state_of
 from ddp_recipes.callbacks import Callback
 from ddp_recipes.lightning.callbacks import Wrapped
+from ddp_recipes.lightning.hooks import names_in_source
 from ddp_recipes.lightning.log import Values
 from ddp_recipes.lightning.update import SteppedOptimizer
 from ddp_recipes.loggers import Logger
@@ -64,6 +65,7 @@ class Events(Callback):
         self.started = True
         self.task.trainer.epoch = self.run.cursor.epoch
         self.task.hooks("on_train_start")
+        self._agree()
 
     def on_epoch_start(self, epoch: int) -> None:
         """Begin an epoch, or what is left of it: then for what no checkpoint has, such as modes."""
@@ -72,6 +74,7 @@ class Events(Callback):
         with self._as_saved() if goes_on else nullcontext():
             self.task.hooks("on_train_epoch_start")
         self._watch()
+        self._agree()
 
     @contextmanager
     def _as_saved(self) -> Iterator[None]:
@@ -102,6 +105,7 @@ class Events(Callback):
         due, over = step % run.trainer.log_every_n_steps == 0, run.cursor.batch == 0
         logged = self.follow()
         task.end_batch()
+        self._agree()
         due |= self.stop  # the last one is logged as well
         if due or over or self._is_followed:  # else it is not read, but for this rank's by trainer.callback_metrics
             logged |= self._measured(task.training_log.steps(context))
@@ -119,6 +123,19 @@ class Events(Callback):
         """Whether something may look at each step's values: a hook that is called then, or a scheduler."""
         by_step = any(each.monitor is not None and each.interval == "step" for each in self.run.schedules)
         return by_step or self.task.hooks.listens("on_train_batch_start", "on_train_batch_end")
+
+    def _agree(self) -> None:
+        """Stop on all ranks what one has stopped by ``trainer.should_stop``. A collective where something may."""
+        if self._may_stop:
+            self.stop = self.task.trainer.agreed(self.stop, all=False)
+
+    @cached_property
+    def _may_stop(self) -> bool:
+        """Whether the code of the module, or of a callback, names it: others need no exchange in each step."""
+        several = self.run.world.world_size > 1
+        return several and any(
+            names_in_source(each, "should_stop") for each in (self.task.model, *self.task.hooks.callbacks)
+        )
 
     def keep_metrics(self) -> None:
         """Keep what the module's metrics hold, before a validation."""
@@ -143,6 +160,7 @@ class Events(Callback):
         self.task.hooks("on_validation_end")
         self.task.hooks("on_validation_model_train")
         self.task.trainer.stage = "train"
+        self._agree()
 
     def on_epoch_end(self, epoch: int) -> None:
         """End an epoch, and log what it came to."""
@@ -154,6 +172,7 @@ class Events(Callback):
         logged |= self._measured(log.epoch(context))
         log.close()
         self._log(logged)
+        self._agree()
 
     def on_end(self) -> None:
         """End the run."""

@@ -1,12 +1,17 @@
 """The hooks of Lightning's modules, data modules and callbacks: which there are, and who calls them here."""
 
+import inspect
+import sys
 from collections.abc import Collection, Sequence
+from functools import cache
+from types import ModuleType
 from typing import Any
 
 from ddp_recipes.errors import RequestError
 
 # Where the base classes are, whose hooks do nothing, or what is done here anyhow.
 _BASES = ("lightning.pytorch.core.", "lightning.fabric.", "pytorch_lightning.core.", "lightning_fabric.", "torch.")
+_PACKAGES = ("lightning.", "pytorch_lightning.", "lightning_fabric.", "torch.", "abc.", "typing.")
 
 LIGHTNING_MODULE = "LightningModule"
 
@@ -122,6 +127,21 @@ def overridden(module: object, names: Collection[str]) -> set[str]:
         return set()
     owners = {name: next(each for each in classes if name in vars(each)) for name in names}
     return {name for name, owner in owners.items() if not owner.__module__.startswith(_BASES)}
+
+
+def names_in_source(made: object, name: str) -> bool:
+    """Whether a file with a class of this object, other than Lightning's own and torch's, has a name in it."""
+    files = {each.__module__ for each in type(made).__mro__}
+    own = [sys.modules.get(each) for each in files if not f"{each}.".startswith(("builtins.", *_PACKAGES))]
+    return any(_has(each, name) for each in own)
+
+
+@cache
+def _has(file: ModuleType | None, name: str) -> bool:
+    try:
+        return file is None or name in inspect.getsource(file)
+    except (OSError, TypeError):  # it may
+        return True
 
 
 def refuse_hooks(module: object) -> None:

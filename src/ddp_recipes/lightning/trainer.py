@@ -238,11 +238,11 @@ class Trainer:
         """The attributes of Lightning's strategy that callbacks read."""
         return SimpleNamespace(
             root_device=self.run_context.devices[0],
-            barrier=lambda *_, **__: self._decide(True),
-            reduce_boolean_decision=self._decide,
+            barrier=lambda *_, **__: self.agreed(True),
+            reduce_boolean_decision=self.agreed,
         )
 
-    def _decide(self, decision: Any, all: bool = True) -> bool:
+    def agreed(self, decision: Any, all: bool = True) -> bool:
         """Return whether all ranks say so, or any of them. A collective."""
         own = torch.tensor([[float(bool(decision))]], device=self.run_context.devices[0])
         said: float = self.run_context.sum(own).item()
