@@ -493,6 +493,31 @@ class Taken(Lit):
         checkpoint["optimizer"] = 1
 
 
+class Begun(Lit):
+    """Draws a number as a batch begins, and counts those that begin and end; may look at what hooks are given."""
+
+    def __init__(self, in_features: int, hidden_features: int, out_features: int, looks: str = "") -> None:
+        super().__init__(in_features, hidden_features, out_features)
+        self.looks = looks
+        self.register_buffer("batches", torch.zeros(2))
+
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        self.scale = 0.5 + float(torch.rand(())) + np.random.random_sample()
+        self.batches[0] += 1
+        self.log("begun", self.batches[0])
+        if self.looks == "batch":
+            _, _ = batch
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
+        return {"loss": self.scale * super().training_step(batch, batch_idx)["loss"]}
+
+    def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
+        self.batches[1] += 1
+        assert batch_idx == int(self.batches[1] - 1) % 5
+        if self.looks == "outputs":
+            _ = outputs["loss"]
+
+
 class Ends(Lit):
     """Ends the run on rank 0 alone, in a hook."""
 

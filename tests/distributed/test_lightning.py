@@ -192,6 +192,18 @@ def test_a_batch_that_is_computed_in_shards_is_one_for_hooks(run: Run, weights: 
     assert one["metrics"]["last"] == two["metrics"]["last"] == 2
 
 
+def test_a_batch_that_is_computed_in_shards_begins_and_ends_once(run: Run, weights: Weights) -> None:
+    exact = [*part("Begun"), "data.num_samples=65", "data.global_batch_size=16", "strategy=ddp_exact"]
+    exact += ["strategy.shards=4", "trainer.accumulate_grad_batches=2"]
+    one, two = run(*exact), run(*exact, world_size=2)
+    assert two["weights_sha256"] == one["weights_sha256"]
+    assert weights(one)["batches"].tolist() == [10, 10]
+    assert one["metrics"]["begun"] == two["metrics"]["begun"] == 10
+    for looks, hook in {"batch": "on_train_batch_start", "outputs": "on_train_batch_end"}.items():
+        with pytest.raises(RequestError, match=f"{hook} of Begun or of a callback looks .* computed in 4 shards"):
+            run(*exact, f"+model.looks={looks}")
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_exact"])
 def test_a_value_is_logged_as_the_last_batch_of_the_epoch_has_it_that_logs_it(strategy: str, run: Run) -> None:
     common = [*part("First"), "data.global_batch_size=12", "trainer.accumulate_grad_batches=3"]

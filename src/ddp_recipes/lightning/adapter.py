@@ -26,6 +26,7 @@ from ddp_recipes.lightning.refusals import refuse_cadence, refuse_context, refus
 from ddp_recipes.lightning.services import Services
 from ddp_recipes.lightning.trainer import Trainer
 from ddp_recipes.lightning.update import Summed
+from ddp_recipes.lightning.views import InShards
 from ddp_recipes.runtime.tensors import keeping_ties
 from ddp_recipes.tasks import OwnOptimizers, RunContext, StepOutput, Task
 from ddp_recipes.tasks.task import Modes
@@ -221,22 +222,50 @@ class LightningTask(Task):
     # Training.
 
     def begin_batch(self, each: MicroBatch) -> MicroBatch:
-        """Return a batch as the module's hooks make it, and say that it begins."""
-        self.batch_idx = self.trainer.fit_loop.epoch_loop.batch_idx = each.batch.number
-        self.at, self.counts = (each.batch.number, each.batch.shard), each.batch.num_samples > 0
+        """Return a batch as the module's hooks make it, and say that it begins; one of shards has begun already."""
+        self._enter(each.batch.number, each.batch.shard, each.batch.num_samples > 0)
         self.dataloader_idx = 0  # it was a validation set's
         self.batch = self._transferred(each.batch.data)
+        if not self.in_shards:
+            self._say_begin()
+        return each._replace(batch=each.batch._replace(data=self.batch))
+
+    def begin_shards(self, number: int) -> None:
+        """Say, on each rank, that a batch begins that is computed in shards."""
+        self.enter_shards(number)
+        self._say_begin()
+
+    def enter_shards(self, number: int) -> None:
+        """Have hooks see a batch that is computed in shards as one, though no rank has the whole of it."""
+        self._enter(number, 0, True)
+        self.batch = self.output = InShards(self, number)
+
+    def pass_over(self, number: int) -> None:
+        """Note a batch of which this rank has no sample: hooks after it are called on all ranks, but log nothing."""
+        self._enter(number, 0, False)
+
+    def _enter(self, number: int, shard: int, counts: bool) -> None:
+        self.batch_idx = self.trainer.fit_loop.epoch_loop.batch_idx = number
+        self.at, self.counts = (number, shard), counts
+
+    def _say_begin(self) -> None:
         if self.hooks("on_train_batch_start", self.batch, self.batch_idx) == -1:
             raise RequestError(
                 f"{type(self.model).__name__}.on_train_batch_start returns -1, to leave out the rest of the epoch. "
                 f"That is not there; set trainer.limit_train_batches."
             )
-        return each._replace(batch=each.batch._replace(data=self.batch))
 
-    def pass_over(self, number: int) -> None:
-        """Note a batch of which this rank has no sample: hooks after it are called on all ranks, but log nothing."""
-        self.batch_idx = self.trainer.fit_loop.epoch_loop.batch_idx = number
-        self.at, self.counts = (number, 0), False
+    @property
+    def in_shards(self) -> bool:
+        """Whether the strategy computes a batch in shards, as many on any number of ranks."""
+        return self.trainer.run_context.parallelism.fixed_shards is not None
+
+    @property
+    def samples(self) -> int:
+        """The samples that a value counts for which is logged now."""
+        if isinstance(self.batch, InShards):
+            return self.batch.samples
+        return 1 if self.batch is None else samples_in(self.batch)
 
     def end_batch(self) -> None:
         """Say that the batch is over."""

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ddp_recipes.data.keyed import samples_in
 from ddp_recipes.errors import RequestError, RunFailed
 from ddp_recipes.lightning.hooks import LIGHTNING_MODULE, LOGGING, OF_EVALUATION, OF_STEP, overridden
 from ddp_recipes.lightning.update import backward
@@ -84,7 +83,7 @@ class Services:
                 f"{owner} logs {name} in {hook} with on_step={on_step} and on_epoch={on_epoch}, which is not called "
                 f"for each batch. Leave both out."
             )
-        size = float(batch_size or (samples_in(task.batch) if task.batch is not None else 1)) * task.counts
+        size = float(batch_size or task.samples) * task.counts
         evaluates = trainer.stage != "train" or "validation" in hook or "test" in hook
         step = hook in OF_STEP if on_step is None else on_step
         epoch = hook not in OF_STEP if on_epoch is None else on_epoch

@@ -35,6 +35,8 @@ def automatic(task: LightningTask, run: Run, batches: Iterator[Batch], measured:
     passes = micro_batches(run, batches, numbers, samples)
     closure = Closure(task, run, passes, numbers, samples)
     optimizer = SteppedOptimizer(task, run, run.optimizer, measured)
+    if task.in_shards:
+        _begin_shards(task, run, numbers)
     for number, each in enumerate(passes, start=1):
         each = task.begin_batch(each)
         if run.trainer.accumulate_grad_batches > 1:  # each batch counts alike in Lightning, also in a rest
@@ -44,7 +46,7 @@ def automatic(task: LightningTask, run: Run, batches: Iterator[Batch], measured:
         closure.batches.append(each)
         if number < total:
             closure.forward_backward(each)
-            if run.shards is None:  # else a batch ends with its step, as often on any number of ranks
+            if not task.in_shards:
                 if run.strategy.takes_empty:  # else some ranks may be here less often
                     task.events.follow()
                 task.end_batch()
@@ -53,7 +55,18 @@ def automatic(task: LightningTask, run: Run, batches: Iterator[Batch], measured:
     if not total:  # no sample of this step is on this rank, but its parameters change all the same
         task.pass_over(numbers[-1])
         _step(task, run, optimizer, closure)
+    for number in numbers if task.in_shards else ():
+        task.enter_shards(number)
+        if number != numbers[-1]:  # which ends with the step
+            task.end_batch()
     return Update(closure.losses, samples, optimizer.norm, lr)
+
+
+def _begin_shards(task: LightningTask, run: Run, numbers: range) -> None:
+    """Say that a step's batches begin, which are computed in shards: once each, as often on any number of ranks."""
+    run.generators.end(run.cursor.step)  # what hooks draw is the same on all ranks
+    for number in numbers:
+        task.begin_shards(number)
 
 
 def _step(task: LightningTask, run: Run, optimizer: SteppedOptimizer, closure: Closure) -> None:

@@ -13,10 +13,12 @@ from torch import Tensor
 from ddp_recipes._compat.torch_ import tree_map_only
 from ddp_recipes.checkpointing.files import BEST, INDEX, LAST, WHOLE
 from ddp_recipes.data.loader import Loader
+from ddp_recipes.errors import RequestError
 from ddp_recipes.tasks import RunContext
 from ddp_recipes.training.state import Run
 
 if TYPE_CHECKING:
+    from ddp_recipes.lightning.adapter import LightningTask
     from ddp_recipes.lightning.trainer import Trainer
 
 
@@ -36,6 +38,33 @@ class LoaderView:
     def __iter__(self) -> Iterator[Any]:
         apart = self._loader.apart()  # the run's may be in the middle of an epoch
         return (batch.data for batch in apart.batches(epoch=0) if batch.num_samples)
+
+
+class InShards:
+    """A batch that is computed in shards, or its output, as hooks get it: no rank has the whole, which is said on use.
+
+    Attributes:
+        samples: of the batch.
+    """
+
+    def __init__(self, task: LightningTask, number: int) -> None:
+        assert task.trainer.run is not None
+        self._task, self.samples = task, task.trainer.run.train.plan.size(number)
+
+    def _look(self, *_: Any) -> Any:
+        context, hook = self._task.trainer.run_context.parallelism, self._task.hooks.current
+        raise RequestError(
+            f"{hook} of {type(self._task.model).__name__} or of a callback looks at its batch or outputs, and with "
+            f"strategy={context.name} a batch is computed in {context.fixed_shards} shards, so that no rank has the "
+            f"whole. Look at it in training_step, for each shard, or choose strategy=ddp."
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._look()
+
+    __getitem__ = __iter__ = __len__ = __contains__ = _look
 
 
 class Checkpoints:
