@@ -38,6 +38,7 @@ def test_it_learns_and_measures_what_the_plain_module_does(world_size: int, run:
 LIGHTNING = ["data=lightning"]
 FSDP = ["strategy=fsdp", "strategy.wrap=[net1,net2]"]
 UNEVEN = ["strategy.shards=8", "data.batch_size=2", "data.num_samples=65"]
+GROWS = "callbacks.gradient_accumulation.schedule"
 COUNTER = "+callbacks.counted={_target_: lightning_parts.Counter, file: none}"
 
 
@@ -115,6 +116,11 @@ def test_mode_test_runs_the_test_step(run: Run) -> None:
             "Lit",
             ["trainer.val_check_interval=3", "trainer.accumulate_grad_batches=2"],
             "interval=3 asks to validate Lit after every 3 of 4 batches, .* give a multiple of 2 batches",
+        ),
+        (
+            "Lit",
+            ["trainer.val_check_interval=3", "callbacks=gradient_accumulation", f"{GROWS}={{1: 2}}"],
+            "interval=3 asks to validate Lit .* a callback's step from epoch 1 on takes 2 of them. Validations are bet",
         ),
         ("Nowhere", [], "logs nothing in training_step with on_step=False and on_epoch=False"),
         ("Removed", [], "Removed has validation_epoch_end, which Lightning 2 does not call .* on_validation_epoch_end"),

@@ -17,6 +17,7 @@ from ddp_recipes.callbacks import Callback
 from ddp_recipes.lightning.callbacks import Wrapped
 from ddp_recipes.lightning.hooks import names_in_source
 from ddp_recipes.lightning.log import Values
+from ddp_recipes.lightning.refusals import refuse_cadence
 from ddp_recipes.lightning.update import SteppedOptimizer
 from ddp_recipes.loggers import Logger
 from ddp_recipes.training.state import Run
@@ -42,6 +43,11 @@ class Events(Callback):
         self._around: BaseException | None = None  # what was being handled as the run began, which is not its own
         self.optimizers: list[SteppedOptimizer] = []
         self._before: list[Callable[[], None]] = []  # each puts a metric back as it was when a validation began
+
+    def check(self) -> None:
+        """Refuse a validation in the middle of a step, also of those that callbacks lengthen."""
+        changes = [each.accumulation for each in self.run.callbacks.values()]
+        refuse_cadence(type(self.task.model).__name__, self.task.trainer.run_context, changes)
 
     def begin(self) -> None:
         """Say that the run begins: before validation is tried out."""

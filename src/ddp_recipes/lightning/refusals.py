@@ -1,6 +1,6 @@
 """Runs that a module written for Lightning cannot be in."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from ddp_recipes.data.order import UNKNOWN
@@ -96,14 +96,18 @@ def refuse_rows(owner: str, callbacks: Collection[object], context: RunContext) 
             )
 
 
-def refuse_cadence(owner: str, context: RunContext) -> None:
+def refuse_cadence(owner: str, context: RunContext, of_callbacks: Sequence[Mapping[int, int]] = ()) -> None:
     """Refuse validations in the middle of a step, as Lightning has them between batches that are accumulated.
+
+    Args:
+        of_callbacks: the batches of a step by epoch, where callbacks change them.
 
     Raises:
         RequestError: says which interval there may be.
     """
     trainer, batches = context.trainer, len(context.loaders["train"])
-    interval, step = trainer.val_check_interval, trainer.accumulate_grad_batches
+    interval = trainer.val_check_interval
+    changes = {f"a callback's step from epoch {epoch} on": n for each in of_callbacks for epoch, n in each.items()}
     every = interval if isinstance(interval, int) else max(1, int(interval * batches))
     if not any(name != "train" for name in context.loaders):
         return
@@ -112,13 +116,13 @@ def refuse_cadence(owner: str, context: RunContext) -> None:
             f"trainer.val_check_interval={interval}, and an epoch has {batches} batches, so {owner} would never be "
             f"validated. Give at most {batches}, or a fraction of an epoch such as 1.0."
         )
-    if every < batches and every % step:
-        raise RequestError(
-            f"trainer.val_check_interval={interval} asks to validate {owner} after every {every} of "
-            f"{'an unknown number of' if batches == UNKNOWN else batches} batches, and a step takes "
-            f"trainer.accumulate_grad_batches={step} of them. Validations are between steps: give a multiple of "
-            f"{step} batches, or 1.0."
-        )
+    for what, step in {"trainer.accumulate_grad_batches": trainer.accumulate_grad_batches, **changes}.items():
+        if every < batches and every % step:
+            raise RequestError(
+                f"trainer.val_check_interval={interval} asks to validate {owner} after every {every} of "
+                f"{'an unknown number of' if batches == UNKNOWN else batches} batches, and {what} takes {step} of "
+                f"them. Validations are between steps: give a multiple of {step} batches, or 1.0."
+            )
 
 
 def _manual(manual: bool) -> tuple[str, ...]:
