@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 from torchmetrics import MeanAbsoluteError, MeanSquaredError, MetricCollection, SumMetric
 
+from ddp_recipes import RequestError
+
 Batch = tuple[Tensor, Tensor]
 
 
@@ -516,6 +518,53 @@ class Begun(Lit):
         assert batch_idx == int(self.batches[1] - 1) % 5
         if self.looks == "outputs":
             _ = outputs["loss"]
+
+
+class Exchanges(Lit):
+    """Asks the strategy what the other ranks have."""
+
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        strategy, rank, ranks = self.trainer.strategy, self.trainer.global_rank, self.trainer.world_size
+        assert self.trainer.fit_loop.total_batch_idx == 4 * self.trainer.current_epoch + batch_idx
+        assert strategy.broadcast({"from": rank}) == {"from": 0}
+        assert strategy.broadcast(f"rank {rank}", src=ranks - 1) == f"rank {ranks - 1}"
+        assert strategy.all_gather(torch.tensor([rank])).flatten().tolist() == [*range(ranks)]
+        assert strategy.reduce_boolean_decision(rank == 0, all=False)
+        assert strategy.reduce_boolean_decision(rank == 0) == (ranks == 1)
+        for operation, value in {"mean": (ranks + 1) / 2, "sum": sum(range(ranks + 1)), "max": ranks}.items():
+            mine = torch.tensor([1.0 + rank])
+            assert strategy.reduce(mine, reduce_op=operation) is mine
+            assert mine.item() == value
+        assert strategy.reduce(torch.tensor(1 + rank), reduce_op=torch.distributed.ReduceOp.SUM) == sum(
+            range(ranks + 1)
+        )
+        strategy.barrier("here")
+        assert (strategy.world_size, strategy.is_global_zero, len(self.trainer.device_ids)) == (ranks, rank == 0, ranks)
+        assert torch.equal(strategy.batch_to_device(batch)[0], batch[0].to(strategy.root_device))
+
+    def on_train_end(self) -> None:
+        with pytest.raises(
+            AttributeError, match=r"trainer.strategy.setup_optimizers is not there .* all_gather, barrier"
+        ):
+            self.trainer.strategy.setup_optimizers(self.trainer)
+        with pytest.raises(
+            AttributeError, match=r"trainer.fit_loop.epoch_progress is not there .*: epoch_loop, max_ep"
+        ):
+            _ = self.trainer.fit_loop.epoch_progress
+        with pytest.raises(
+            RequestError, match=r"Exchanges .* sets trainer.fit_loop.max_epochs, .* in the config: train"
+        ):
+            self.trainer.fit_loop.max_epochs = 3
+        with pytest.raises(RequestError, match=r"sets trainer.limit_val_batches=0, .* Set it in the config"):
+            self.trainer.limit_val_batches = 0
+        with pytest.raises(RequestError, match=r"reduce_op=median. Allowed: mean, sum, product, max, min"):
+            self.trainer.strategy.reduce(torch.ones(()), reduce_op="median")
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        if self.trainer.world_size > 1 and not self.trainer.sanity_checking:
+            with pytest.raises(RequestError, match=r"A validation step calls trainer.strategy.reduce, and with"):
+                self.trainer.strategy.reduce(batch[0].mean())
+        super().validation_step(batch, batch_idx)
 
 
 class Ends(Lit):

@@ -133,7 +133,7 @@ class Events(Callback):
     def _agree(self) -> None:
         """Stop on all ranks what one has stopped by ``trainer.should_stop``. A collective where something may."""
         if self._may_stop:
-            self.stop = self.task.trainer.agreed(self.stop, all=False)
+            self.stop = self.task.trainer.strategy.reduce_boolean_decision(self.stop, all=False)
 
     @cached_property
     def _may_stop(self) -> bool:

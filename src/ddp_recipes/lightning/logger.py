@@ -32,10 +32,9 @@ class ModuleLogger:
         self._trainer, self._task, self._number = trainer, task, number
 
     def __getattr__(self, name: str) -> Any:
+        there = ", ".join(each for each in vars(ModuleLogger) if not each.startswith("_"))
         raise AttributeError(
-            f"logger.{name} is not there under task=lightning. There are: "
-            f"{', '.join(each for each in vars(ModuleLogger) if not each.startswith('_'))}; experiment is the logger's "
-            f"own."
+            f"logger.{name} is not there under task=lightning. There are: {there}; experiment is the logger's own."
         )
 
     @property  # type: ignore[misc]

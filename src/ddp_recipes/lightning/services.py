@@ -158,16 +158,24 @@ class Services:
         value = torch.as_tensor(data, device=context.devices[0])
         if context.world.world_size == 1:
             return value
-        hook = self.task.hooks.current
-        reason = reason_against_all(context.parallelism, context.world) if hook in _STEPS else None
-        if reason is not None:
-            raise against_all("self.all_gather", context.parallelism, reason)
-        if hook in _STEPS[1:]:
-            uneven = [name for name, loader in context.loaders.items() if name != "train" and not loader.is_even]
-            if uneven:
-                raise refused_collective("self.all_gather", uneven[0], context.loaders[uneven[0]])
+        self.refuse_in_step("self.all_gather")
         _check_alike(value, context)
         return _Gathered.apply(value if sync_grads else value.detach(), context)
+
+    def refuse_in_step(self, called: str) -> None:
+        """Refuse a collective in a step that some ranks do not take: of an evaluation, or of some strategies any.
+
+        Raises:
+            RequestError: says what to do instead.
+        """
+        context, hook = self.task.trainer.run_context, self.task.hooks.current
+        reason = reason_against_all(context.parallelism, context.world) if hook in _STEPS else None
+        if reason is not None:
+            raise against_all(called, context.parallelism, reason)
+        if hook in OF_EVALUATION:
+            uneven = [name for name, loader in context.loaders.items() if name != "train" and not loader.is_even]
+            if uneven:
+                raise refused_collective(called, uneven[0], context.loaders[uneven[0]])
 
 
 def _check_alike(value: Tensor, context: RunContext) -> None:

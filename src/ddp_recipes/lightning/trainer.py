@@ -18,10 +18,20 @@ from ddp_recipes.errors import RequestError
 from ddp_recipes.lightning.checkpoint import WEIGHTS_ONLY
 from ddp_recipes.lightning.hooks import OF_EVALUATION, OF_STEP
 from ddp_recipes.lightning.logger import ModuleLogger
-from ddp_recipes.lightning.views import Checkpoints, LoaderView, Metrics, PredictLoop
+from ddp_recipes.lightning.views import (
+    Checkpoints,
+    FitLoop,
+    LoaderView,
+    Metrics,
+    PredictLoop,
+    StrategyView,
+    not_there,
+)
 from ddp_recipes.runtime.files import write_aside
 from ddp_recipes.tasks import RunContext, Schedule
 from ddp_recipes.training.state import Run, gather_state
+
+_KEYS = ("limit_", "gradient_", "log_every", "check_val", "val_check", "overfit", "fast_dev")
 
 
 class Trainer:
@@ -54,7 +64,7 @@ class Trainer:
         self.manual = False
         self.stage = "train"
         self.logger = ModuleLogger(self, task)
-        self.fit_loop = SimpleNamespace(epoch_loop=_EpochLoop(self), setup_data=lambda: None)
+        self.fit_loop = FitLoop(self)
         self.predict_loop = PredictLoop(self)
         self.profiler = SimpleNamespace(profile=nullcontext)  # debug=profiler measures phases
         self.brought: Mapping[str, Any] = {}
@@ -63,12 +73,17 @@ class Trainer:
         self._task = task
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith(("limit_", "gradient_", "log_every", "check_val", "val_check", "overfit", "fast_dev")):
+        if name.startswith(_KEYS):
             return getattr(self._settings, name)
-        raise AttributeError(
-            f"trainer.{name} is not there under task=lightning. There are: "
-            f"{', '.join(each for each in dir(self) if not each.startswith('_'))}."
-        )
+        raise not_there("trainer", name, self)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith(_KEYS):
+            raise RequestError(
+                f"{type(self._task.model).__name__} or a callback sets trainer.{name}={value}, which would change "
+                f"nothing by now. Set it in the config: trainer.{name}."
+            )
+        super().__setattr__(name, value)
 
     @property
     def services(self) -> Any:
@@ -148,9 +163,15 @@ class Trainer:
     @property
     def num_val_batches(self) -> list[float]:
         """Batches of an epoch of each validation set, on this rank."""
-        return [
-            loader.plan.planned_batches for name, loader in self.run_context.loaders.items() if name.startswith("val")
-        ]
+        return self._batches("val")
+
+    @property
+    def num_test_batches(self) -> list[float]:
+        """The same of each test set."""
+        return self._batches("test")
+
+    def _batches(self, split: str) -> list[float]:
+        return [each.plan.planned_batches for name, each in self.run_context.loaders.items() if name.startswith(split)]
 
     @property
     def evaluates_several(self) -> bool:
@@ -234,19 +255,14 @@ class Trainer:
     log_dir = default_root_dir
 
     @property
-    def strategy(self) -> Any:
-        """The attributes of Lightning's strategy that callbacks read."""
-        return SimpleNamespace(
-            root_device=self.run_context.devices[0],
-            barrier=lambda *_, **__: self.agreed(True),
-            reduce_boolean_decision=self.agreed,
-        )
+    def strategy(self) -> StrategyView:
+        """How ranks work together."""
+        return StrategyView(self)
 
-    def agreed(self, decision: Any, all: bool = True) -> bool:
-        """Return whether all ranks say so, or any of them. A collective."""
-        own = torch.tensor([[float(bool(decision))]], device=self.run_context.devices[0])
-        said: float = self.run_context.sum(own).item()
-        return said == self.world_size if all else said > 0
+    @property
+    def device_ids(self) -> list[int]:
+        """The numbers of this machine's processes, each of which has devices of its own."""
+        return list(range(self.num_devices))
 
     @property
     def precision_plugin(self) -> Any:
@@ -402,27 +418,3 @@ class Trainer:
 
 def _leaves_rate(scheduler: Any) -> bool:
     return isinstance(scheduler, torch.optim.lr_scheduler.ConstantLR) and scheduler.factor == 1
-
-
-class _EpochLoop:
-    """What callbacks look up in ``trainer.fit_loop.epoch_loop``."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-        self.batch_idx = 0
-
-    @property
-    def global_step(self) -> int:
-        """Optimizer steps that are done."""
-        return self._trainer.global_step
-
-    @property
-    def val_loop(self) -> Any:
-        """Where modules ask, as GluonTS does in ``configure_optimizers``, whether there is anything to validate on."""
-        return SimpleNamespace(
-            _data_source=SimpleNamespace(is_defined=lambda: self._trainer.val_dataloaders is not None),
-        )
-
-    @property
-    def _batches_that_stepped(self) -> int:
-        return self._trainer._step

@@ -3,23 +3,208 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ddp_recipes._compat.torch_ import tree_map_only
 from ddp_recipes.checkpointing.files import BEST, INDEX, LAST, WHOLE
+from ddp_recipes.data.keyed import to_device
 from ddp_recipes.data.loader import Loader
 from ddp_recipes.errors import RequestError
+from ddp_recipes.strategies.base import by_rank
 from ddp_recipes.tasks import RunContext
 from ddp_recipes.training.state import Run
 
 if TYPE_CHECKING:
     from ddp_recipes.lightning.adapter import LightningTask
     from ddp_recipes.lightning.trainer import Trainer
+
+
+_OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    **{"sum": lambda every: every.sum(0), "product": lambda every: every.prod(0)},
+    **{"max": lambda every: every.amax(0), "min": lambda every: every.amin(0)},
+}
+
+
+def not_there(called: str, name: str, view: object) -> AttributeError:
+    """Return the error of what a module asks of an object of Lightning and does not find here."""
+    there = ", ".join(each for each in object.__dir__(view) if not each.startswith("_"))
+    return AttributeError(f"{called}.{name} is not there under task=lightning. There are: {there}.")
+
+
+class StrategyView:
+    """What modules and callbacks ask of ``trainer.strategy``: exchanges between ranks, which all of them call."""
+
+    handles_gradient_accumulation = False
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer, self._context = trainer, trainer.run_context
+
+    def __getattr__(self, name: str) -> Any:
+        raise not_there("trainer.strategy", name, self)
+
+    @property
+    def root_device(self) -> torch.device:
+        """This rank's device, the first of several."""
+        return self._context.devices[0]
+
+    @property
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        """Those of ``trainer``."""
+        return self._trainer.optimizers
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is rank 0."""
+        return self._context.world.is_main
+
+    @property
+    def global_rank(self) -> int:
+        """The number of this rank."""
+        return self._context.world.rank
+
+    @property
+    def local_rank(self) -> int:
+        """Its number on its machine."""
+        return self._context.world.local_rank
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are."""
+        return self._context.world.world_size
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks."""
+        self.reduce_boolean_decision(True)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Return whether all ranks say so, or any of them."""
+        said: int = self._by_rank("reduce_boolean_decision", torch.tensor(int(bool(decision)))).sum().item()  # type: ignore[assignment]
+        return said == self.world_size if all else said > 0
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return the object of rank ``src``."""
+        if self.world_size == 1:
+            return obj
+        self._trainer.services.refuse_uneven("trainer.strategy.broadcast")
+        objects = [obj]
+        dist.broadcast_object_list(objects, src, device=self._context.devices[0])
+        return objects[0]
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Leave a tensor's mean, sum, … over ranks in it, and return it; other values as they are, as in Lightning.
+
+        Raises:
+            RequestError: for another operation.
+        """
+        operation = str(getattr(reduce_op, "name", reduce_op) or "mean").lower()
+        mean = operation in ("mean", "avg")
+        if not mean and operation not in _OPERATIONS:
+            raise RequestError(
+                f"trainer.strategy.reduce is given reduce_op={reduce_op}. Allowed: mean, {', '.join(_OPERATIONS)}."
+            )
+        if not isinstance(tensor, Tensor) or self.world_size == 1:
+            return tensor
+        every = self._by_rank("reduce", tensor.detach())
+        tensor.data.copy_(_OPERATIONS["sum" if mean else operation](every))
+        if not mean:
+            return tensor
+        return tensor.div_(self.world_size) if tensor.is_floating_point() else tensor.copy_(tensor / self.world_size)
+
+    def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        """Return a tensor of each rank, [ranks, ...]."""
+        return self._trainer.services.all_gather(tensor, group, sync_grads)
+
+    def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
+        """Return a batch on this rank's device."""
+        return to_device(batch, device or self.root_device)
+
+    def _by_rank(self, called: str, value: Tensor) -> Tensor:
+        self._trainer.services.refuse_uneven(f"trainer.strategy.{called}")
+        return by_rank(value.to(self.root_device), self._context.world, self._context.sum)
+
+
+class FitLoop:
+    """What modules ask of ``trainer.fit_loop``."""
+
+    _trainer: Trainer
+    epoch_loop: EpochLoop
+
+    def __init__(self, trainer: Trainer) -> None:
+        vars(self).update(_trainer=trainer, epoch_loop=EpochLoop(trainer))
+
+    def __getattr__(self, name: str) -> Any:
+        raise not_there("trainer.fit_loop", name, self)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise RequestError(
+            f"{type(self._trainer.model).__name__} or a callback sets trainer.fit_loop.{name}, which reaches into "
+            f"Lightning's own loop. Set what there is of it in the config: trainer.max_epochs, trainer.max_steps, …"
+        )
+
+    def setup_data(self) -> None:
+        """Make loaders, which are there already."""
+
+    @property
+    def total_batch_idx(self) -> int:
+        """The number of the batch, over all epochs."""
+        return self.epoch_loop.total_batch_idx
+
+    @property
+    def max_epochs(self) -> int | None:
+        """``trainer.max_epochs``; -1 without that limit."""
+        return self._trainer.max_epochs
+
+
+class EpochLoop:
+    """What modules and callbacks ask of ``trainer.fit_loop.epoch_loop``.
+
+    Attributes:
+        batch_idx: the number of the batch in its epoch.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self.batch_idx = 0
+
+    def __getattr__(self, name: str) -> Any:
+        raise not_there("trainer.fit_loop.epoch_loop", name, self)
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps that are done."""
+        return self._trainer.global_step
+
+    @property
+    def total_batch_idx(self) -> int:
+        """The number of the batch, over all epochs.
+
+        Raises:
+            RequestError: an epoch has an unknown number of batches.
+        """
+        if math.isinf(batches := self._trainer.num_training_batches):
+            raise RequestError(
+                "trainer.fit_loop.total_batch_idx is asked for, and an epoch has an unknown number of batches. Use "
+                "trainer.global_step, or set trainer.limit_train_batches."
+            )
+        return self._trainer.epoch * int(batches) + self.batch_idx
+
+    @property
+    def val_loop(self) -> Any:
+        """Where modules ask, as GluonTS does in ``configure_optimizers``, whether there is anything to validate on."""
+        return SimpleNamespace(
+            _data_source=SimpleNamespace(is_defined=lambda: self._trainer.val_dataloaders is not None),
+        )
+
+    @property
+    def _batches_that_stepped(self) -> int:
+        return 0 if self._trainer.run is None else self._trainer.run.cursor.step
 
 
 class LoaderView:
