@@ -567,6 +567,27 @@ class Exchanges(Lit):
         super().validation_step(batch, batch_idx)
 
 
+class Saves(Lit):
+    """Saves checkpoints of its own: in a validation, after it, and at the end."""
+
+    def __init__(self, in_features: int, hidden_features: int, out_features: int, folder: str) -> None:
+        super().__init__(in_features, hidden_features, out_features)
+        self.folder = Path(folder)
+
+    def save(self, name: str) -> None:
+        if not self.trainer.sanity_checking:
+            self.trainer.save_checkpoint(self.folder / f"{name}.ckpt")
+
+    def on_validation_epoch_end(self) -> None:
+        self.save("validation")
+
+    def on_train_epoch_end(self) -> None:
+        self.save("epoch")
+
+    def on_train_end(self) -> None:
+        self.save("end")
+
+
 class Ends(Lit):
     """Ends the run on rank 0 alone, in a hook."""
 

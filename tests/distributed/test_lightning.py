@@ -217,6 +217,24 @@ def test_a_value_is_logged_as_the_last_batch_of_the_epoch_has_it_that_logs_it(st
     assert (metrics["first"], metrics["last"], metrics["once"]) == (3, 5, 1)
 
 
+def test_a_checkpoint_that_a_module_saves_is_that_of_the_run_with_averaged_weights(run: Run, tmp_path: Path) -> None:
+    averaged = ["callbacks=ema", "callbacks.ema.decay=0.8"]
+    found = run(*part("Saves"), f"+model.folder={tmp_path}", *averaged, world_size=2)
+    last = torch.load(found["last_checkpoint"], weights_only=True)
+    for name in ("validation", "epoch", "end"):
+        own = torch.load(tmp_path / f"{name}.ckpt", weights_only=True)
+        for key in ("model", "state_dict"):
+            torch.testing.assert_close(own[key], last[key], rtol=0, atol=0)
+        torch.testing.assert_close(own["callbacks"]["ema"], last["callbacks"]["ema"], rtol=0, atol=0)
+    assert found["weights_sha256"] == run(*LIT, *averaged, world_size=2)["weights_sha256"]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_module_asks_the_strategy_what_other_ranks_have(world_size: int, run: Run) -> None:
+    uneven = ["data.global_batch_size=16", "data.val_samples=17", "data.val_batch_size=8"]
+    assert run(*part("Exchanges"), *uneven, world_size=world_size)["status"] == "finished"
+
+
 @pytest.mark.parametrize(
     ("hook", "step"),
     quick_each(3, [("on_train_batch_end", 2), ("on_after_backward", 3), ("on_validation_epoch_end", 4)]),

@@ -25,11 +25,12 @@ class Evaluated(Callback):
     Attributes:
         begun: whether there are others yet.
         swapped: whether they are in the model.
+        evaluates: whether they were when a save began.
         aside: those that are not, of this rank's parameters.
     """
 
     def __init__(self) -> None:
-        self.begun, self.swapped = False, False
+        self.begun, self.swapped, self.evaluates = False, False, False
         self.aside: dict[str, Tensor] = {}
         self.trained: Mapping[str, Any] = {}  # the whole model's weights, from a checkpoint or for one
 
@@ -59,7 +60,9 @@ class Evaluated(Callback):
         self._swap(False)
 
     def on_save_start(self, step: int) -> None:
-        """Keep the weights for :meth:`state`, on rank 0, and save the others as the model."""
+        """Keep the weights for :meth:`state`, on rank 0, and save the others as the model; in a validation they are."""
+        self.evaluates = self.swapped
+        self._swap(False)
         if self.begun:
             weights = self.run.strategy.saved_weights(self.run.task)
             names = [outside(name) for name, _ in self.run.task.named_parameters()]
@@ -68,9 +71,9 @@ class Evaluated(Callback):
         self._swap(True)
 
     def on_save(self, step: int) -> None:
-        """Go on with the weights."""
+        """Go on with the weights, or with the validation."""
         self.trained = {}
-        self._swap(False)
+        self._swap(self.evaluates)
 
     def on_end(self) -> None:
         """Leave the others as the model."""

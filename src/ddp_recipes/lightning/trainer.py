@@ -29,7 +29,7 @@ from ddp_recipes.lightning.views import (
 )
 from ddp_recipes.runtime.files import write_aside
 from ddp_recipes.tasks import RunContext, Schedule
-from ddp_recipes.training.state import Run, gather_state
+from ddp_recipes.training.state import Run, gather_state, saving
 
 _KEYS = ("limit_", "gradient_", "log_every", "check_val", "val_check", "overfit", "fast_dev")
 
@@ -329,12 +329,13 @@ class Trainer:
                 f"trainer.save_checkpoint saves what is trained, on one rank; this is mode={self.run_context.mode} "
                 f"with strategy={self.run_context.parallelism.name}. Use checkpoint.every_n_steps or every_n_epochs."
             )
-        state = gather_state(self.run)
-        if self.is_global_zero:
-            content = content_of({**state, "checkpointer": self.run.checkpointer.state()})
-            if weights_only:
-                content = {name: value for name, value in content.items() if name in WEIGHTS_ONLY}
-            write_aside(Path(filepath), lambda file: torch.save(content, file))
+        with saving(self.run):
+            state = gather_state(self.run)
+            if self.is_global_zero:
+                content = content_of({**state, "checkpointer": self.run.checkpointer.state()})
+                if weights_only:
+                    content = {name: value for name, value in content.items() if name in WEIGHTS_ONLY}
+                write_aside(Path(filepath), lambda file: torch.save(content, file))
 
     # Who it is.
 

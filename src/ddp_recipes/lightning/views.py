@@ -34,7 +34,7 @@ _OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 def not_there(called: str, name: str, view: object) -> AttributeError:
     """Return the error of what a module asks of an object of Lightning and does not find here."""
-    there = ", ".join(each for each in object.__dir__(view) if not each.startswith("_"))
+    there = ", ".join(sorted(each for each in object.__dir__(view) if not each.startswith("_")))
     return AttributeError(f"{called}.{name} is not there under task=lightning. There are: {there}.")
 
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any, NamedTuple
@@ -380,17 +381,24 @@ def save(run: Run, measured: bool) -> None:
     if value is not None:
         run.values[str(run.cursor.step)] = value
     bad = non_finite_weights(run.task)  # those that are trained, whatever callbacks put in their place
+    with saving(run):
+        await_writer(run, bad)
+        state = gather_state(run)
+        run.strategy.exchanges.synchronize()
+        run.checkpointer.save(state, run.cursor.step, value)
+        if not run.checkpoint.async_save:
+            await_writer(run, bad)
+        run.saved_step = run.cursor.step
+        if run.checkpoint.enabled and not run.trainer.fast_dev_run:
+            run.good_step = run.saved_step
+
+
+@contextmanager
+def saving(run: Run) -> Iterator[None]:
+    """Have callbacks put what is saved in its place, and what is trained back after it is gathered and written."""
     for callback in run.callbacks.values():
         callback.on_save_start(run.cursor.step)
-    await_writer(run, bad)
-    state = gather_state(run)
-    run.strategy.exchanges.synchronize()
-    run.checkpointer.save(state, run.cursor.step, value)
-    if not run.checkpoint.async_save:
-        await_writer(run, bad)
-    run.saved_step = run.cursor.step
-    if run.checkpoint.enabled and not run.trainer.fast_dev_run:
-        run.good_step = run.saved_step
+    yield
     for callback in run.callbacks.values():
         callback.on_save(run.cursor.step)
 
