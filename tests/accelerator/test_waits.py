@@ -102,3 +102,37 @@ def test_no_step_of_one_rank_waits_for_a_stream(accelerator: Accelerator) -> Non
     ended = accelerator.run(*own, *counted())
     assert ended.status == 0, ended.err
     assert (accelerator.folder / "waits_0").read_text() == ""
+
+
+LIT = """
+from torch import nn
+
+from ddp_recipes.models import Toy
+
+
+class Lit(Toy):
+    def on_train_batch_start(self, batch, batch_idx):
+        self.began = batch_idx
+
+    def training_step(self, batch, batch_idx):
+        loss = nn.functional.mse_loss(self(batch[0]), batch[1])
+        self.log("loss", loss)
+        return loss
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.log("ended", outputs["loss"])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_no_step_of_a_lightning_module_waits_whose_hooks_look_at_no_metric(
+    ranks: int, accelerator: Accelerator
+) -> None:
+    (accelerator.folder / "counting.py").write_text(COUNTING)
+    (accelerator.folder / "lit.py").write_text(LIT)
+    own = ["task=lightning", "model._target_=lit.Lit", f"strategy={'ddp' if ranks > 1 else 'single'}"]
+    ended = accelerator.run(*own, *counted(), ranks=ranks, habits=HABITS["all"])
+    assert ended.status == 0, ended.err
+    waits = {path.name: path.read_text() for path in accelerator.folder.glob("waits_*")}
+    assert waits == {f"waits_{rank}": "" for rank in range(ranks)}

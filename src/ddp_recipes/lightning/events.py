@@ -126,9 +126,18 @@ class Events(Callback):
 
     @cached_property
     def _is_followed(self) -> bool:
-        """Whether something may look at each step's values: a hook that is called then, or a scheduler."""
+        """Whether something may look at each step's values: a hook that is called then, or a scheduler.
+
+        A hook does so by ``trainer.callback_metrics`` or another one of these.
+        """
         by_step = any(each.monitor is not None and each.interval == "step" for each in self.run.schedules)
-        return by_step or self.task.hooks.listens("on_train_batch_start", "on_train_batch_end")
+        return by_step or (
+            self.task.hooks.listens("on_train_batch_start", "on_train_batch_end") and self._is_in_code("_metrics")
+        )
+
+    def _is_in_code(self, name: str) -> bool:
+        """Whether the code of the module, or of a callback of Lightning's form, has a name in it."""
+        return any(names_in_source(each, name) for each in (self.task.model, *self.task.hooks.callbacks))
 
     def _agree(self) -> None:
         """Stop on all ranks what one has stopped by ``trainer.should_stop``. A collective where something may."""
@@ -138,10 +147,7 @@ class Events(Callback):
     @cached_property
     def _may_stop(self) -> bool:
         """Whether the code of the module, or of a callback, names it: others need no exchange in each step."""
-        several = self.run.world.world_size > 1
-        return several and any(
-            names_in_source(each, "should_stop") for each in (self.task.model, *self.task.hooks.callbacks)
-        )
+        return self.run.world.world_size > 1 and self._is_in_code("should_stop")
 
     def keep_metrics(self) -> None:
         """Keep what the module's metrics hold, before a validation."""

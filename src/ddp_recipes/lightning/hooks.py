@@ -1,6 +1,7 @@
 """The hooks of Lightning's modules, data modules and callbacks: which there are, and who calls them here."""
 
 import inspect
+import os
 import sys
 from collections.abc import Collection, Sequence
 from functools import cache
@@ -11,7 +12,16 @@ from ddp_recipes.errors import RequestError
 
 # Where the base classes are, whose hooks do nothing, or what is done here anyhow.
 _BASES = ("lightning.pytorch.core.", "lightning.fabric.", "pytorch_lightning.core.", "lightning_fabric.", "torch.")
-_PACKAGES = ("lightning.", "pytorch_lightning.", "lightning_fabric.", "torch.", "abc.", "typing.")
+_OTHERS = (
+    "lightning.",
+    "pytorch_lightning.",
+    "lightning_fabric.",
+    "torch.",
+    "ddp_recipes.",
+    "builtins.",
+    "abc.",
+    "typing.",
+)
 
 LIGHTNING_MODULE = "LightningModule"
 
@@ -130,18 +140,33 @@ def overridden(module: object, names: Collection[str]) -> set[str]:
 
 
 def names_in_source(made: object, name: str) -> bool:
-    """Whether a file with a class of this object, other than Lightning's own and torch's, has a name in it."""
-    files = {each.__module__ for each in type(made).__mro__}
-    own = [sys.modules.get(each) for each in files if not f"{each}.".startswith(("builtins.", *_PACKAGES))]
-    return any(_has(each, name) for each in own)
+    """Whether a name is in the files of an object's classes, or in loaded ones of the same packages and folders.
+
+    Lightning's own, torch's and ours are left out.
+    """
+    classes = {each.__module__ for each in type(made).__mro__}
+    return any(_is_around(each, name) for each in classes if not f"{each}.".startswith(_OTHERS))
 
 
 @cache
-def _has(file: ModuleType | None, name: str) -> bool:
+def _is_around(file: str, name: str) -> bool:
+    def place(module: Any) -> tuple[str, str]:
+        return module.__name__.partition(".")[0], os.path.dirname(getattr(module, "__file__", None) or "")
+
+    if file not in sys.modules:
+        return True  # it may
+    package, folder = place(sys.modules[file])
+    loaded = [each for each in [*sys.modules.values()] if isinstance(each, ModuleType)]
+    around = [each for each in loaded if place(each)[0] == package or (folder and place(each)[1] == folder)]
+    return any(_has(each, name) for each in around)
+
+
+@cache
+def _has(file: ModuleType, name: str) -> bool:
     try:
-        return file is None or name in inspect.getsource(file)
-    except (OSError, TypeError):  # it may
-        return True
+        return name in inspect.getsource(file)
+    except (OSError, TypeError):  # an empty file, or no Python
+        return False
 
 
 def refuse_hooks(module: object) -> None:
