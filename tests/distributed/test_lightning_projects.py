@@ -224,3 +224,29 @@ def test_a_module_that_asks_for_the_logger_of_lightning_finds_it(python_with_lig
     assert b"drawn" in events
     assert b"of_table" not in events
     assert "of_table" in (tmp_path / "run" / "csv" / "metrics.csv").read_text()
+
+
+IMAGES = """
+import torch
+from lightning.pytorch.loggers import WandbLogger
+from writer import Module
+
+
+class Images(Module):
+    def on_train_epoch_end(self):
+        assert isinstance(self.logger, WandbLogger)
+        self.logger.log_image("drawn", [torch.zeros(3, 4, 4)])
+        self.logger.log_text("said", columns=["epoch"], data=[[str(self.current_epoch)]])
+"""
+
+
+@pytest.mark.spawn
+@pytest.mark.skipif(find_spec("wandb") is None, reason="needs the package wandb")
+def test_pictures_go_to_wandb_by_the_methods_of_lightning(python_with_lightning: str, tmp_path: Path) -> None:
+    (tmp_path / "writer.py").write_text(WRITER)
+    (tmp_path / "images.py").write_text(IMAGES)
+    own = ["task=lightning", "model._target_=images.Images", "logger=wandb", "logger.mode=offline", "hydra.run.dir=run"]
+    command = [python_with_lightning, "-m", "ddp_recipes", *QUICK, *own, "launcher.nproc_per_node=2"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=patience(120))
+    assert done.returncode == 0, done.stderr
+    assert len([*(tmp_path / "run" / "wandb").glob("offline-run-*/files/media/images/drawn_*.png")]) == 2

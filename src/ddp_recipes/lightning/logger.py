@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from argparse import Namespace
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from ddp_recipes.loggers import Loggers
 from ddp_recipes.tasks import Task
@@ -32,6 +32,9 @@ class ModuleLogger:
         self._trainer, self._task, self._number = trainer, task, number
 
     def __getattr__(self, name: str) -> Any:
+        method = getattr(self.__class__, name, None) if name.startswith("log_") else None
+        if method is not None:
+            return partial(method, self)  # Lightning's own, such as W&B's log_image, which ends in log_metrics
         there = ", ".join(each for each in vars(ModuleLogger) if not each.startswith("_"))
         raise AttributeError(
             f"logger.{name} is not there under task=lightning. There are: {there}; experiment is the logger's own."
@@ -60,9 +63,14 @@ class ModuleLogger:
         return self._logger.experiment or self._task.logger.experiment or _Dropping()
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Log numbers at a step, the present one by default."""
-        values = {name: float(value) for name, value in metrics.items()}
-        self._logger.scalars(values, self._trainer.global_step if step is None else step)
+        """Log numbers at a step, the present one by default; at that what else W&B and its like take."""
+        media = {name: value for name, value in metrics.items() if not _is_number(value)}
+        media = media if hasattr(self.experiment, "log") else {}
+        values = {name: float(value) for name, value in metrics.items() if name not in media}
+        if values:
+            self._logger.scalars(values, self._trainer.global_step if step is None else step)
+        if media:
+            self.experiment.log(media, step=self._trainer.global_step)
 
     def log_hyperparams(self, params: Any, *_: Any, **__: Any) -> None:
         """Log them as a text: HParams shows those of the config."""
@@ -99,6 +107,10 @@ class ModuleLogger:
     def version(self) -> str:
         """The same; empty where there is none."""
         return self.run_id or ""
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, SupportsFloat) and not isinstance(value, str)
 
 
 @cache
