@@ -25,7 +25,7 @@ from ddp_recipes.lightning.views import (
     Metrics,
     PredictLoop,
     StrategyView,
-    not_there,
+    unavailable,
 )
 from ddp_recipes.runtime.files import write_aside
 from ddp_recipes.tasks import RunContext, Schedule
@@ -75,7 +75,7 @@ class Trainer:
     def __getattr__(self, name: str) -> Any:
         if name.startswith(_KEYS):
             return getattr(self._settings, name)
-        raise not_there("trainer", name, self)
+        raise unavailable("trainer", name, self)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name.startswith(_KEYS):

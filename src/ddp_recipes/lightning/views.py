@@ -32,7 +32,7 @@ _OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def not_there(called: str, name: str, view: object) -> AttributeError:
+def unavailable(called: str, name: str, view: object) -> AttributeError:
     """Return the error of what a module asks of an object of Lightning and does not find here."""
     there = ", ".join(sorted(each for each in object.__dir__(view) if not each.startswith("_")))
     return AttributeError(f"{called}.{name} is not there under task=lightning. There are: {there}.")
@@ -47,7 +47,7 @@ class StrategyView:
         self._trainer, self._context = trainer, trainer.run_context
 
     def __getattr__(self, name: str) -> Any:
-        raise not_there("trainer.strategy", name, self)
+        raise unavailable("trainer.strategy", name, self)
 
     @property
     def root_device(self) -> torch.device:
@@ -140,7 +140,7 @@ class FitLoop:
         vars(self).update(_trainer=trainer, epoch_loop=EpochLoop(trainer))
 
     def __getattr__(self, name: str) -> Any:
-        raise not_there("trainer.fit_loop", name, self)
+        raise unavailable("trainer.fit_loop", name, self)
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise RequestError(
@@ -174,7 +174,7 @@ class EpochLoop:
         self.batch_idx = 0
 
     def __getattr__(self, name: str) -> Any:
-        raise not_there("trainer.fit_loop.epoch_loop", name, self)
+        raise unavailable("trainer.fit_loop.epoch_loop", name, self)
 
     @property
     def global_step(self) -> int:
