@@ -237,6 +237,7 @@ def fit(recipe: Recipe, output: Output) -> None:
         callback.check()
     if recovery is not None:
         recovery.begin(run)
+    run.guard.begin(recipe.task)
     output.open(run)
     for callback in run.callbacks.values():
         callback.on_start(recipe.job.directory if recipe.world.is_main else None, recipe.task)

@@ -588,6 +588,14 @@ class Saves(Lit):
         self.save("end")
 
 
+class Unmeasured(Lit):
+    """Has a threshold that is NaN until somebody measures it."""
+
+    def __init__(self, in_features: int, hidden_features: int, out_features: int) -> None:
+        super().__init__(in_features, hidden_features, out_features)
+        self.register_buffer("threshold", torch.tensor(torch.nan))
+
+
 class Ends(Lit):
     """Ends the run on rank 0 alone, in a hook."""
 

@@ -217,6 +217,11 @@ def test_a_value_is_logged_as_the_last_batch_of_the_epoch_has_it_that_logs_it(st
     assert (metrics["first"], metrics["last"], metrics["once"]) == (3, 5, 1)
 
 
+def test_a_buffer_that_is_nan_before_training_is_saved_so(run: Run) -> None:
+    found = run(*part("Unmeasured"), world_size=2)
+    assert torch.load(found["last_checkpoint"], weights_only=True)["state_dict"]["threshold"].isnan()
+
+
 def test_a_checkpoint_that_a_module_saves_is_that_of_the_run_with_averaged_weights(run: Run, tmp_path: Path) -> None:
     averaged = ["callbacks=ema", "callbacks.ema.decay=0.8"]
     found = run(*part("Saves"), f"+model.folder={tmp_path}", *averaged, world_size=2)

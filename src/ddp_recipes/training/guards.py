@@ -46,6 +46,16 @@ class NonFiniteGuard:
         self.total = total
         self.device = device
         self._losses: deque[tuple[int, Sequence[Losses]]] = deque(maxlen=1000)  # of this rank, unread
+        self._unset: set[str] = set()  # buffers that are NaN until they are measured
+
+    def begin(self, task: nn.Module) -> None:
+        """Take buffers that are NaN before training for numbers that are to be measured yet."""
+        buffers = {name.removeprefix("model.") for name, _ in task.named_buffers()}
+        self._unset = {name for name, bad in non_finite_weights(task).items() if bad and name in buffers}
+
+    def bad_weights(self, task: nn.Module) -> dict[str, bool]:
+        """Return for each of the weights whether it is non-finite and should not be."""
+        return {name: bad and name not in self._unset for name, bad in non_finite_weights(task).items()}
 
     def record(self, step: int, losses: Sequence[Losses]) -> None:
         """Keep a step's losses on this rank, to name the first non-finite one."""
@@ -70,7 +80,7 @@ class NonFiniteGuard:
         """End the run because some rank has non-finite weights.
 
         Args:
-            bad: what :func:`non_finite_weights` returns for this rank's.
+            bad: what :meth:`bad_weights` returns for this rank's.
 
         Raises:
             RunFailed: names some of the weights, and the ranks and the step where it began.

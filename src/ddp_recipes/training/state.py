@@ -26,7 +26,7 @@ from ddp_recipes.strategies.base import Wrapped, by_rank, parameters_in
 from ddp_recipes.tasks import Schedule, Task
 from ddp_recipes.training.cadence import Cursor, StopController
 from ddp_recipes.training.clock import Clock, Flops
-from ddp_recipes.training.guards import Losses, NonFiniteGuard, non_finite_weights
+from ddp_recipes.training.guards import Losses, NonFiniteGuard
 from ddp_recipes.training.hooks import RunHooks
 from ddp_recipes.training.precision import Precision
 
@@ -380,7 +380,7 @@ def save(run: Run, measured: bool) -> None:
     value = run.metrics.get(run.monitor) if fresh else None
     if value is not None:
         run.values[str(run.cursor.step)] = value
-    bad = non_finite_weights(run.task)  # those that are trained, whatever callbacks put in their place
+    bad = run.guard.bad_weights(run.task)  # those that are trained, whatever callbacks put in their place
     with saving(run):
         await_writer(run, bad)
         state = gather_state(run)
