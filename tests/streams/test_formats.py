@@ -1,6 +1,7 @@
 """Rows of shards in each format, local and compressed, are those that were written."""
 
 import io
+import json
 import os
 import re
 import tarfile
@@ -17,7 +18,7 @@ from ddp_recipes.streams.cache import Cache
 from ddp_recipes.streams.columns import Parquet
 from ddp_recipes.streams.csv_table import Csv
 from ddp_recipes.streams.index import make
-from ddp_recipes.streams.records import JsonLines
+from ddp_recipes.streams.json_lines import JsonLines
 from helpers.shards import ROWS, write_shards
 
 pytest.importorskip("pyarrow")
@@ -60,14 +61,74 @@ def test_lists_of_floats_are_as_those_of_json(kind: str, shards: Callable[..., P
     """Pandas and Python write them with 64 bits, and models have 32."""
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     rows = [[0.1, 2.0], [0.5], [None, 1.0]]
-    folder = shards(".jsonl", [{"a": row} for row in rows], (0, 2))
+    folder = shards(".jsonl", [{"a": row} for row in rows], (0, 3))
     table = arrow.table({"a": arrow.array(rows, getattr(arrow, kind)(arrow.float64()))})
     parquet.write_table(table, folder.parent / "0.parquet")
     of_json, of_parquet = Stream(str(folder), inputs="a"), Stream(f"{folder.parent}/0.parquet", inputs="a")
     for number in range(2):
         assert of_parquet[number].dtype == of_json[number].dtype == torch.float32
         assert of_parquet[number].tolist() == of_json[number].tolist()
-    assert of_parquet[2].dtype == torch.float32, "one with a null"
+    assert of_parquet[2].dtype == of_json[2].dtype == torch.float32, "one with a null"
+
+
+@pytest.mark.parametrize("has_index", [False, True])
+def test_numbers_of_a_json_column_are_of_one_kind_in_all_rows_and_shards(has_index: bool, tmp_path: Path) -> None:
+    """Many write 1.0 as 1, and a list of none says nothing of its kind."""
+    folder = tmp_path / "set"
+    folder.mkdir()
+    first = '{"a": 1, "n": 1, "ids": [], "box": [[1, 2]], "more": {"n": 1, "at": [1, true]}, "on": true}\n{}\nno\n'
+    (folder / "0.jsonl").write_text(first)
+    last = '{"a": 0.5, "n": true, "ids": [7], "box": [[0.5, null]], "more": {"at": 0.5}, "on": false, "new": "x"}\n'
+    (folder / "1.jsonl").write_text(last)
+    if has_index:
+        make(str(folder), Cache(folder / ".cache"), 1, lambda done, total: None)
+    stream = Stream(str(folder))
+    one, other = stream[0], stream[3]
+    assert [(row["a"], type(row["a"]), row["n"], type(row["n"])) for row in (one, other)] == [
+        (1.0, float, 1, int),
+        (0.5, float, 1, int),
+    ]
+    assert [row["ids"].dtype for row in (one, other)] == [torch.int64] * 2
+    assert [row["box"].dtype for row in (one, other)] == [torch.float32] * 2
+    assert (one["box"].tolist(), str(other["box"].tolist())) == ([[1.0, 2.0]], "[[0.5, nan]]")
+    assert str((one["more"], one["on"])) == "({'n': 1, 'at': [1.0, 1.0]}, True)"
+    assert stream.index.columns["ids"] == "whole numbers"
+    with pytest.raises(RequestError, match=r"has no column 'newer'. Did you mean 'new'"):
+        Stream(str(folder), inputs="newer")
+
+
+def test_an_index_without_kinds_of_json_columns_is_one_still(tmp_path: Path) -> None:
+    (tmp_path / "0.jsonl").write_text('{"a": 1}\n{"a": 0.5}\n')
+    made = make(str(tmp_path), Cache(tmp_path / ".cache"), 1, lambda done, total: None)
+    index = tmp_path / "index.json"
+    index.write_text(index.read_text().replace(json.dumps(dict(made.columns)), "{}"))
+    assert [type(Stream(str(tmp_path))[number]["a"]) for number in range(2)] == [int, float]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_a_null_among_whole_numbers_is_named(suffix: str, shards: Callable[..., Path]) -> None:
+    """No whole number says that it is missing, and one of floats would be of another type than its column."""
+    rows = [{"a": [1, 2]}, {"a": [3, None]}, {"a": []}, {"a": [4, 5]}]
+    folder = str(shards(suffix, rows, (0, 3, 4)))
+    stream, skips = Stream(folder, inputs="a"), Stream(folder, inputs="a", on_error="skip")
+    with pytest.raises(ValueError, match=rf"Row 1 of .*part-0{suffix} cannot be decoded: its 'a' has a null among"):
+        stream[1]
+    assert [(skips[number].tolist(), skips[number].dtype) for number in range(4)] == [
+        ([1, 2], torch.int64),
+        ([], torch.int64),
+        ([], torch.int64),
+        ([4, 5], torch.int64),
+    ]
+
+
+def test_lists_in_lists_are_of_their_columns_type(tmp_path: Path) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rows = {"a": [[[1, 2]], [[]], []], "b": [[[0.5], [None]], [[1.0, 2.0]], [[1.0], [2.0, 3.0]]]}
+    parquet.write_table(arrow.table(rows), tmp_path / "0.parquet")
+    stream = Stream(str(tmp_path))
+    assert [stream[number]["a"].dtype for number in range(3)] == [torch.int64] * 3
+    assert [stream[number]["b"].dtype for number in range(2)] == [torch.float32] * 2
+    assert stream[2]["b"] == [[1.0], [2.0, 3.0]], "of no shape"
 
 
 @pytest.mark.parametrize("axes", [(0, 1, 2), (0, 2, 1)])
@@ -162,6 +223,13 @@ def test_a_column_of_a_csv_file_has_one_type(has_index: bool, tmp_path: Path) ->
     assert (found, [*map(type, found[1])]) == (rows, [str, str, float])
     assert stream.index.columns == {"title": "texts", "count": "whole numbers", "price": "numbers"}
     assert Stream(str(folder), inputs=["title", "price"])[1].tolist() == [300, 3], "a vector is one of numbers"
+
+
+def test_columns_of_a_csv_file_may_come_in_another_order(tmp_path: Path) -> None:
+    (tmp_path / "0.csv").write_text("a,b\n1,x\n")
+    (tmp_path / "1.csv").write_text("b,a\ny,0.5\n")
+    stream = Stream(str(tmp_path))
+    assert [(stream[number]["a"], stream[number]["b"]) for number in range(2)] == [(1.0, "x"), (0.5, "y")]
 
 
 def test_an_index_without_types_of_csv_columns_is_one_still(tmp_path: Path) -> None:

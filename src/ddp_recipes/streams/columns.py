@@ -125,12 +125,6 @@ def _columns(schema: Any) -> dict[str, str]:
     return {name: str(kind.storage_type if isinstance(kind, extension) else kind) for name, kind in types.items()}
 
 
-def alike(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
-    """Whether columns are the same, whatever who wrote them calls the elements of lists."""
-    named = [{name: kind.replace("<element:", "<item:") for name, kind in each.items()} for each in (one, other)]
-    return named[0] == named[1]
-
-
 def _shapes(schema: Any) -> dict[str, list[int]]:
     """Return the shapes of columns that hold tensors, flattened: of those that were packed, and of Arrow's own type."""
     own = {field.name: field.type.shape for field in schema if getattr(field.type, "shape", None)}
@@ -201,10 +195,26 @@ def _text_getter(column: Any) -> Callable[[int], str]:
 
 
 def _value_of(value: Any, shape: Sequence[int] | None) -> Any:
-    elements = getattr(value, "values", None)  # of a list
-    if elements is None or not hasattr(elements, "to_numpy") or not _is_numeric(elements.type):
+    elements, kind = getattr(value, "values", None), _number_in(value.type)
+    if elements is None or kind is None:  # null, or no list of numbers
         return value.as_py()
-    return _own(elements.to_numpy(zero_copy_only=False), shape)
+    if hasattr(elements, "to_numpy") and _is_numeric(elements.type):
+        if not elements.null_count or kind.kind == "f":
+            return _own(elements.to_numpy(zero_copy_only=False), shape)
+        return value.as_py()  # there is no such number for a null
+    try:
+        return _own(np.array(value.as_py(), dtype=kind), shape)
+    except (TypeError, ValueError):  # of no shape, or with nulls
+        return value.as_py()
+
+
+def _number_in(kind: Any) -> np.dtype[Any] | None:
+    """Return the type of the numbers in lists, or in lists of lists."""
+    types = needed("pyarrow.types")
+    lists = (types.is_list, types.is_large_list, types.is_fixed_size_list, types.is_list_view, types.is_large_list_view)
+    while any(test(kind) for test in lists):
+        kind = kind.value_type
+    return np.dtype(kind.to_pandas_dtype()) if _is_numeric(kind) else None
 
 
 def _own(values: NDArray[Any], shape: Sequence[int] | None) -> NDArray[Any]:

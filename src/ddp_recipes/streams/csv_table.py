@@ -48,9 +48,11 @@ class Csv(Records):
         return {name: of(field.strip()) for (name, of), field in zip(self._values, fields, strict=True)}
 
     def typed(self, columns: Mapping[str, str]) -> None:
-        """Take these types of columns, as an index has them."""
-        self.columns = columns
-        self._values = [(name, _OF_TYPE.get(kind, _number)) for name, kind in columns.items()]
+        """Take these types of columns, as an index has them; not those of other columns."""
+        if self.columns and self.columns.keys() != columns.keys():
+            return
+        self.columns = {name: columns[name] for name in self.columns or columns}
+        self._values = [(name, _OF_TYPE.get(kind, _number)) for name, kind in self.columns.items()]
 
     def found_types(self) -> dict[str, str]:
         """Return the types of the columns, from all of their fields."""
@@ -63,6 +65,11 @@ class Csv(Records):
             found = {name: wider(found[name], kind) for name, kind in zip(found, kinds, strict=True)}
             first = last
         return found
+
+    @staticmethod
+    def together(one: Mapping[str, str], other: Mapping[str, str]) -> dict[str, str] | None:
+        """Return the columns of a set whose shards have these; None: they have other names."""
+        return {name: wider(kind, other[name]) for name, kind in one.items()} if one.keys() == other.keys() else None
 
 
 def _types_of(content: bytes, names: Sequence[str]) -> list[str]:

@@ -18,13 +18,12 @@ from ddp_recipes.data.order import BatchPlan, Order, Sequential
 from ddp_recipes.datasets.transforms import Transforms, in_order
 from ddp_recipes.errors import RequestError, not_one_of
 from ddp_recipes.streams.cache import Cache, sha256
-from ddp_recipes.streams.columns import Groups, alike
-from ddp_recipes.streams.csv_table import Csv
+from ddp_recipes.streams.columns import Groups
 from ddp_recipes.streams.decoding import Decoder
 from ddp_recipes.streams.formats import Formats
 from ddp_recipes.streams.index import Shard, is_remote, joined, load, other_columns
 from ddp_recipes.streams.order import Windowed, cost, files_of_windows, held_bytes, quality
-from ddp_recipes.streams.reader import BadRow, BadShard, Part, span
+from ddp_recipes.streams.reader import BadRow, BadShard, Part, alike, span
 from ddp_recipes.streams.records import Records
 
 log = logging.getLogger(__name__)
@@ -268,7 +267,7 @@ class _Process:
             except FileNotFoundError:  # removed from a cache that is too small, since
                 reader = self._reader(shard, suffix, stream)
             path = joined(stream.index.root, entry.name)
-            if isinstance(reader, Csv) and [*reader.columns] == [*columns]:
+            if isinstance(reader, Records):
                 reader.typed(columns)
             if not alike(reader.columns, columns):
                 raise RuntimeError(other_columns(path, reader.columns, columns, "its index"))

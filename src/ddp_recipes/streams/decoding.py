@@ -102,13 +102,20 @@ def of_column(name: str, value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return torch.from_numpy(value)
     if isinstance(value, list):
-        try:
-            return torch.tensor(value)
-        except (TypeError, ValueError, OverflowError, RuntimeError):  # the last two of numbers too large, and of nulls
-            return value
+        if None in value and any(isinstance(each, int) for each in value):
+            raise BadRow(f"its '{name}' has a null among whole numbers or booleans")
+        return as_tensor(value)
     if value is None:
         raise BadRow(f"its '{name}' is null")
     return value
+
+
+def as_tensor(value: list[Any]) -> Any:
+    """Return a list as a tensor where it is one of numbers; else as it is."""
+    try:
+        return torch.tensor(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last two of numbers too large, and of nulls
+        return value
 
 
 def _of_bytes(name: str, value: bytes) -> Any:

@@ -8,8 +8,9 @@ from typing import Any, ClassVar
 from ddp_recipes.errors import not_one_of
 from ddp_recipes.streams.columns import Arrow, Groups, Parquet
 from ddp_recipes.streams.csv_table import Csv
+from ddp_recipes.streams.json_lines import JsonLines
 from ddp_recipes.streams.reader import BadShard, needed
-from ddp_recipes.streams.records import JsonLines, Records, Tar, Text
+from ddp_recipes.streams.records import Records, Tar, Text
 
 COMPRESSIONS = (".gz", ".zst")
 

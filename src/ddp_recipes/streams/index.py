@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 from ddp_recipes.errors import RequestError
 from ddp_recipes.runtime.files import write_aside
 from ddp_recipes.streams.cache import Cache, sha256, without_query
-from ddp_recipes.streams.columns import Groups, alike
-from ddp_recipes.streams.csv_table import TYPES, UNTYPED, Csv, wider
+from ddp_recipes.streams.columns import Groups
 from ddp_recipes.streams.formats import Formats
 from ddp_recipes.streams.reader import BadShard
+from ddp_recipes.streams.records import Records
 
 NAME = "index.json"
 FORMAT = 1
@@ -356,7 +356,7 @@ def described(root: str, name: str, cache: Cache, checksum: bool = True) -> tupl
                 None if is_remote(root) else status.st_mtime_ns,
                 sha256(stored) if checksum else None,
             )
-            return shard, reader.found_types() if isinstance(reader, Csv) else dict(reader.columns)
+            return shard, reader.found_types() if isinstance(reader, Records) else dict(reader.columns)
         finally:
             reader.close()
     except (BadShard, OSError) as error:
@@ -372,10 +372,12 @@ def assembled(root: str, parts: Iterator[tuple[Shard, Columns]], more: Mapping[s
     shards: list[Shard] = []
     columns: Columns = {}
     for shard, own in parts:
-        if shards and [*own] == [*columns] and {*own.values(), *columns.values()} <= {UNTYPED, *TYPES}:
-            own = {name: wider(kind, columns[name]) for name, kind in own.items()}
-        elif shards and not alike(own, columns):
-            raise RequestError(other_columns(joined(root, shard.name), own, columns, joined(root, shards[0].name)))
+        if shards:
+            kinds = {Formats.RECORDS.get(Formats.of(each.name) or "", Records) for each in (shards[0], shard)}
+            together = (kinds.pop() if len(kinds) == 1 else Records).together(columns, own)
+            if together is None:
+                raise RequestError(other_columns(joined(root, shard.name), own, columns, joined(root, shards[0].name)))
+            own = together
         shards.append(shard)
         columns = own
     if not any(shard.rows for shard in shards):

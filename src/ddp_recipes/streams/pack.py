@@ -22,7 +22,7 @@ from ddp_recipes.errors import RequestError
 from ddp_recipes.runtime.files import write_aside
 from ddp_recipes.streams.cache import Cache
 from ddp_recipes.streams.csv_table import TYPES
-from ddp_recipes.streams.decoding import Decoder, of_column
+from ddp_recipes.streams.decoding import Decoder, as_tensor
 from ddp_recipes.streams.formats import Formats
 from ddp_recipes.streams.index import NAME, Columns, Index, Shard, assembled, described, in_parallel, write
 from ddp_recipes.streams.reader import Row, needed
@@ -183,7 +183,7 @@ class _Undecoded(Decoder):
         self.numbers = {name for name, kind in types.items() if kind in TYPES[1:3]}
 
     def __call__(self, row: Row) -> Row:
-        lists = {name: of_column(name, value) for name, value in row.items() if isinstance(value, list)}
+        lists = {name: as_tensor(value) for name, value in row.items() if isinstance(value, list)}
         return row | lists | {name: None for name in self.numbers if isinstance(row[name], str)}
 
 

@@ -52,6 +52,12 @@ def span(ends: Sequence[int], number: int) -> tuple[int, int, int]:
     return which, ends[which - 1] if which else 0, ends[which]
 
 
+def alike(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
+    """Whether columns are the same, whatever who wrote them calls the elements of lists."""
+    named = [{name: kind.replace("<element:", "<item:") for name, kind in each.items()} for each in (one, other)]
+    return named[0] == named[1]
+
+
 class Reader(Protocol):
     """An open shard; ``columns`` are names and types of its columns, as far as the file has them."""
 

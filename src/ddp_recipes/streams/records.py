@@ -1,7 +1,6 @@
 """Shards by records, one after the other in a file: lines of text, JSON objects, and samples of a tar file."""
 
 import io
-import json
 import mmap
 import os
 import tarfile
@@ -13,7 +12,7 @@ from weakref import finalize
 import numpy as np
 from numpy.typing import NDArray
 
-from ddp_recipes.streams.reader import BadRow, BadShard, Part, Row
+from ddp_recipes.streams.reader import BadRow, BadShard, Part, Row, alike
 
 Offsets = NDArray[np.int64]
 
@@ -63,6 +62,18 @@ class Records:
     def part(self, number: int) -> Part:
         return Part(0, len(self), self.row)
 
+    def typed(self, columns: Mapping[str, str]) -> None:
+        """Take these types of columns, as an index has them."""
+
+    def found_types(self) -> Mapping[str, str]:
+        """Return the types of the columns, from all rows."""
+        return dict(self.columns)
+
+    @staticmethod
+    def together(one: Mapping[str, str], other: Mapping[str, str]) -> Mapping[str, str] | None:
+        """Return the columns of a set whose shards have these; None: they are of different sets."""
+        return one if alike(one, other) else None
+
     def close(self) -> None:
         """Close the file."""
         self._close()
@@ -96,19 +107,6 @@ class Text(Records):
             return {"text": line.decode("utf-8" if number else "utf-8-sig")}
         except UnicodeDecodeError as error:
             raise BadRow(f"it is no UTF-8: {error}") from error
-
-
-class JsonLines(Text):
-    """JSON objects, one a line."""
-
-    def row(self, number: int) -> Row:
-        try:
-            found = json.loads(self.bytes_of(number))
-        except ValueError as error:
-            raise BadRow(f"it is no JSON: {error}") from error
-        if not isinstance(found, dict):
-            raise BadRow(f"it is a JSON {type(found).__name__}, not an object")
-        return found
 
 
 class Tar(Records):
