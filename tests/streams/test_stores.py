@@ -1,10 +1,12 @@
 """Shards in stores: fetched once, verified, fetched again after faults, and errors by name."""
 
+import gzip
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing import get_context
@@ -256,6 +258,45 @@ def test_what_dead_processes_left_is_removed_and_the_cache_keeps_its_limit(store
     assert [small[number] for number in range(61)] == [row["a"] for row in ROWS]
     there = sorted(file.name for file in (tmp_path / "cache").glob("*/*.parquet"))
     assert there == ["part-2.parquet", "part-3.parquet"], "those used longest ago are removed"
+    assert len([*(tmp_path / "cache").iterdir()]) == 2, "with their folders"
+
+
+def test_nothing_is_left_of_a_shard_that_cannot_be_had(store: Store, tmp_path: Path) -> None:
+    store.faults = {"part-2.parquet": ["always 403"]}
+    stream = stream_of(store, tmp_path / "cache", retries=0)
+    with pytest.raises(RuntimeError, match=r"part-2\.parquet cannot be read"):
+        stream[30]
+    assert [*(tmp_path / "cache").iterdir()] == []
+
+
+def test_what_else_is_in_the_folder_of_the_cache_stays(store: Store, tmp_path: Path) -> None:
+    mine = [tmp_path / "mine" / name for name in ("thesis.tex", "half.part", "lock")]
+    for file in mine:
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(b"x" * 9999)
+    small = stream_of(store, tmp_path, limit_gb=1e-9)
+    assert [small[number] for number in (0, 20, 30)] == [0, 20, 30]
+    assert all(file.exists() for file in mine)
+
+
+def use_often(cache: Cache, which: list[Path]) -> bool:
+    for number in range(400):
+        path = which[number % len(which)]
+        with suppress(FileNotFoundError):  # another process has removed it just now
+            if cache.plain(path, str(path)).read_text() != path.name:
+                return False
+    return True
+
+
+@pytest.mark.slow
+def test_processes_remove_each_others_shards_and_none_fails(tmp_path: Path) -> None:
+    paths = [tmp_path / f"{number}.txt.gz" for number in range(3)]
+    for path in paths:
+        path.write_bytes(gzip.compress(path.name.encode()))
+    cache = Cache(tmp_path / "cache", limit=1)
+    with ProcessPoolExecutor(4, mp_context=get_context("fork")) as pool:
+        assert [*pool.map(partial(use_often, cache), [paths, paths[::-1]] * 2)] == [True] * 4
+    assert len([*(tmp_path / "cache").iterdir()]) <= 1
 
 
 def test_shards_are_fetched_ahead_in_the_order_of_the_epoch(store: Store, tmp_path: Path) -> None:

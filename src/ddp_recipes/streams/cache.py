@@ -25,6 +25,8 @@ from ddp_recipes.streams.reader import BadShard, needed
 LOOK_S = 0.2  # between looks at what a download has brought
 FIRST_WAIT_S = 0.5  # before it is tried again; twice as long each time
 PART = ".part"
+LOCK = "lock"
+_DIGITS = 24  # of the name of a shard's folder
 # What stores call what tells a file from what it was before, the surest first.
 _VERSIONS = (
     "ETag",
@@ -97,16 +99,16 @@ class Cache:
 
     def _once(self, name: str, path: str, make: Callable[[Path], None]) -> Path:
         """Return a file that ``make`` has written, in this process or another one, now or before."""
-        file = self.folder / hashlib.sha256(name.encode()).hexdigest()[:24] / Path(without_query(path)).name
+        file = self.folder / hashlib.sha256(name.encode()).hexdigest()[:_DIGITS] / Path(without_query(path)).name
         if not _touched(file):
             try:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                file.parent.mkdir(exist_ok=True)
-                with _locked(file.parent / "lock"):
+                with _locked(file.parent / LOCK):
                     if not _touched(file):
                         self._made(file, make)
             except OSError as error:
                 raise self._explained(error, path) from error
+            finally:
+                _removed_if_empty(file.parent)  # it is, if that failed
         return file
 
     def _made(self, file: Path, make: Callable[[Path], None]) -> None:
@@ -141,9 +143,9 @@ class Cache:
         Who has one open goes on reading it.
         """
         found = []
-        for file in self.folder.glob("*/*"):
+        for file in self._files():
             with suppress(OSError):
-                if file.name != "lock" and file.suffix != PART:
+                if file.name != LOCK and file.suffix != PART:
                     found.append((file.stat().st_atime_ns, file.stat().st_size, file))
         size, removed = sum(bytes_ for _, bytes_, _ in found), 0
         for _, bytes_, file in sorted(found):
@@ -151,15 +153,27 @@ class Cache:
                 break
             if file != keep:
                 file.unlink(missing_ok=True)
+                _removed_if_empty(file.parent)
                 size -= bytes_
                 removed += bytes_
         return removed
 
     def clean(self) -> None:
         """Remove what processes that died have left."""
-        for part in self.folder.glob(f"*/*{PART}"):
-            with suppress(OSError), _locked(part.parent / "lock", wait=False):
-                part.unlink(missing_ok=True)
+        for file in self._files():
+            if file.suffix == PART:
+                with suppress(OSError), _locked(file.parent / LOCK, wait=False):
+                    file.unlink(missing_ok=True)
+            if file.suffix == PART or file.name == LOCK:
+                _removed_if_empty(file.parent)
+
+    def _files(self) -> list[Path]:
+        """Return what lies in the folders of shards; there may be others beside them, which are not ours."""
+        found: list[Path] = []
+        for folder in self.folder.glob("[0-9a-f]" * _DIGITS):
+            with suppress(OSError):  # another process has removed it just now
+                found.extend(folder / name for name in os.listdir(folder))
+        return found
 
     # --- stores ---
 
@@ -345,12 +359,41 @@ def _touched(file: Path) -> bool:
 
 @contextmanager
 def _locked(path: Path, wait: bool = True) -> Iterator[None]:
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    """Have a lock, whose file and folder are made; both may be removed by who has it, while others wait."""
+    while True:
+        with suppress(FileExistsError):
+            path.parent.mkdir(parents=True)
         try:
-            yield
-        finally:
-            fcntl.flock(file, fcntl.LOCK_UN)  # a process forked meanwhile has the file, and would have the lock
+            file = path.open("w")
+        except FileNotFoundError:  # the folder was removed just now
+            continue
+        with file:
+            fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                if not _is_at(file, path):  # it was removed meanwhile: another one may be there, and locked
+                    continue
+                yield
+                return
+            finally:
+                fcntl.flock(file, fcntl.LOCK_UN)  # a process forked meanwhile has the file, and would have the lock
+
+
+def _is_at(file: Any, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _removed_if_empty(folder: Path) -> None:
+    """Remove the folder of a shard that has nothing but its lock, unless somebody is about to write there."""
+    with suppress(OSError):
+        if os.listdir(folder) != [LOCK]:
+            return
+        with _locked(folder / LOCK, wait=False):
+            if os.listdir(folder) == [LOCK]:
+                (folder / LOCK).unlink()
+                folder.rmdir()
 
 
 def sha256(path: Path) -> str:
