@@ -136,15 +136,58 @@ def test_images_are_packed_as_they_are(tmp_path: Path) -> None:
     stream = Stream(str(tmp_path / "set"), inputs="png", targets="cls")
     assert stream.index.more == {"classes": ["ant", "bee"]}
     found = [stream[number] for number in range(6)]
-    assert [target for _, target in found] == [0, 0, 0, 1, 1, 1]
-    assert [image[:, 0, 0].tolist() for image, _ in found] == [[40 * n, 0, 9] for n in (0, 2, 4, 1, 3, 5)]
+    order = [{0: 0, 2: 1, 4: 2, 1: 3, 3: 4, 5: 5}[int(image[0, 0, 0]) // 40] for image, _ in found]
+    assert sorted(order) == [*range(6)] != order, "not class by class"
+    assert [target for _, target in found] == [number // 3 for number in order]
     assert found[0][0].shape == (3, 10, 20)
     resized = Stream(str(tmp_path / "set"), inputs="png", targets="cls", image_size=8)
     (tmp_path / "images").rename(tmp_path / "train")
     expected = image_folder(tmp_path, image_size=8)
-    assert all(torch.equal(resized[number][0], expected[number][0]) for number in range(6)), (
+    assert all(torch.equal(resized[at][0], expected[number][0]) for at, number in enumerate(order)), (
         "as data=image_folder has them"
     )
+
+
+def test_rows_in_the_order_of_their_targets_are_not_cut_for_validation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"id": number, "x": number % 5, "kind": "ant" if number < 30 else "bee"} for number in range(60)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pack([str(tmp_path / "rows.jsonl"), str(tmp_path / "set"), "--workers=1"])
+    assert "Rows are in the order of id, kind: " in capsys.readouterr().out
+    given = {"inputs": ["x"], "targets": "kind"}
+    for split in ("train", "val"):
+        with pytest.raises(RequestError, match=r"was packed in the order of 'kind': .* Pack it with --shuffle SEED"):
+            Stream(str(tmp_path / "set"), split, val_fraction=0.1, **given)
+    assert len(Stream(str(tmp_path / "set"), "train", **given)) == 60
+    assert len(Stream(str(tmp_path / "set"), "val", val_path=str(tmp_path / "set"), val_fraction=0.1, **given)) == 60
+    assert len(Stream(str(tmp_path / "set"), "train", val_fraction=0.1, inputs="x", targets="x")) == 54
+    pack([str(tmp_path / "rows.jsonl"), str(tmp_path / "shuffled"), "--workers=1", "--shuffle=1"])
+    assert len(Stream(str(tmp_path / "shuffled"), "train", val_fraction=0.1, **given)) == 54
+
+
+def test_images_of_hugging_face_are_packed_as_they_lie(tmp_path: Path) -> None:
+    datasets, parquet = pytest.importorskip("datasets"), pytest.importorskip("pyarrow.parquet")
+    content = io.BytesIO()
+    Image.new("RGB", (40, 30), (9, 0, 0)).save(content, "JPEG")
+    (tmp_path / "on_disk.jpg").write_bytes(content.getvalue())
+    inside, on_disk = {"bytes": content.getvalue(), "path": None}, {"bytes": None, "path": f"{tmp_path}/on_disk.jpg"}
+    rows = [{"image": inside, "pages": [inside], "near": 0.5}, {"image": on_disk, "pages": [], "near": None}]
+    kinds = {"image": datasets.Image(), "pages": datasets.List(datasets.Image()), "near": datasets.Value("float32")}
+    made = datasets.Dataset.from_list(rows * 3, features=datasets.Features(kinds)).select([1, 2, 4])
+    made.save_to_disk(str(tmp_path / "hugging_face"))
+    pack([str(tmp_path / "hugging_face"), str(tmp_path / "set"), "--workers=1"])
+    found = parquet.read_table(tmp_path / "set" / "part-000000.parquet").to_pylist()
+    assert [row["image"]["bytes"] for row in found] == [content.getvalue()] * 3
+    assert [[page["bytes"] for page in row["pages"]] for row in found] == [
+        [],
+        [content.getvalue()],
+        [content.getvalue()],
+    ]
+    assert [row["near"] for row in found] == [None, 0.5, 0.5]
+    stream = Stream(str(tmp_path / "set"), inputs="image")
+    assert stream[0].shape == (3, 30, 40)
+    assert stream.index.columns["near"] == "float"
 
 
 def test_images_of_several_formats_are_one_column(tmp_path: Path) -> None:
@@ -154,7 +197,7 @@ def test_images_of_several_formats_are_one_column(tmp_path: Path) -> None:
         Image.new("RGB", (4, 4), (40 * number, 0, 9)).save(folder / f"{number}.{suffix}", lossless=True)
     pack([str(tmp_path / "images"), str(tmp_path / "set"), "--workers=1"])
     stream = Stream(str(tmp_path / "set"), inputs="img", targets="cls")
-    assert [stream[number][0][:, 0, 0].tolist() for number in range(6)] == [[40 * n, 0, 9] for n in range(6)]
+    assert sorted(stream[number][0][:, 0, 0].tolist() for number in range(6)) == [[40 * n, 0, 9] for n in range(6)]
 
 
 def test_index_says_how_windows_shuffle(shards: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from typing import NoReturn
 from ddp_recipes.data.order import BatchPlan
 from ddp_recipes.errors import RequestError
 from ddp_recipes.streams.dataset import cache_of
-from ddp_recipes.streams.index import Index, make
+from ddp_recipes.streams.index import IN_ORDER_OF, Index, make
 from ddp_recipes.streams.order import Windowed, cost, quality
 from ddp_recipes.streams.pack import Packing, by_name
 
@@ -75,13 +75,20 @@ def pack(arguments: Sequence[str]) -> None:
     parser.add_argument("arguments", nargs="*", default=[], metavar="key=value", help="of the function or class")
     parser.add_argument("--shard-mb", type=float, default=64.0, help="about so much a shard")
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes that write")
-    parser.add_argument("--shuffle", type=int, metavar="SEED", help="write samples in a shuffled order")
+    parser.add_argument(
+        "--shuffle", type=int, metavar="SEED", help="write samples in a shuffled order, as images of folders are"
+    )
     given = parser.parse_intermixed_args(arguments)
     packing = Packing(
         given.source, tuple(given.arguments), Path(given.dest), round(given.shard_mb * 1e6), given.shuffle
     )
     made = packing.run(max(1, given.workers), Shown("shards"))
     print(facts(made))
+    if names := made.more.get(IN_ORDER_OF):
+        print(
+            f"Rows are in the order of {', '.join(names)}: the last of them say little of the others. To train on it, "
+            f"pack with --shuffle SEED."
+        )
 
 
 def facts(index: Index) -> str:

@@ -21,7 +21,7 @@ from ddp_recipes.streams.cache import Cache, sha256
 from ddp_recipes.streams.columns import Groups
 from ddp_recipes.streams.decoding import Decoder
 from ddp_recipes.streams.formats import Formats
-from ddp_recipes.streams.index import Shard, is_remote, joined, load, other_columns
+from ddp_recipes.streams.index import IN_ORDER_OF, Shard, is_remote, joined, load, other_columns
 from ddp_recipes.streams.order import Windowed, cost, files_of_windows, held_bytes, quality
 from ddp_recipes.streams.reader import BadRow, BadShard, Part, alike, span
 from ddp_recipes.streams.records import Records
@@ -95,6 +95,8 @@ class Stream(Dataset[Any]):
         self._ends = list(accumulate(self.index.rows))
         self.decoder = Decoder(inputs, targets, None if transform is None else in_order(transform), image_size)
         self.decoder.check(self.index.columns, str(path))
+        if len(self) < sum(self.index.rows):
+            _refuse_last_classes(self.decoder, self.index.more, str(path))
         self._left_out: set[str] = set()  # by this process
         self._process: _Process | None = None
         self._epoch, self._pieces = 0, list[int]()
@@ -359,6 +361,17 @@ def _rows_of(split: str, rows: int, val_fraction: float, path: str) -> range:
             f"Give another data.val_fraction, data.val_path, or data.val=null."
         )
     return parts[split]
+
+
+def _refuse_last_classes(decoder: Decoder, more: Mapping[str, Any], path: str) -> None:
+    """Refuse to cut the last rows off for validation where they are of the last classes alone."""
+    for name in more.get(IN_ORDER_OF, ()):
+        if name in decoder.of_targets:
+            raise RequestError(
+                f"data.path={path} was packed in the order of '{name}': the last data.val_fraction of its rows, for "
+                f"validation, has the last values of '{name}' alone, and training the others. Pack it with "
+                f"--shuffle SEED, or give data.val_path, or data.val_fraction=0 data.val=null."
+            )
 
 
 def cache_of(given: dict[str, Any], options: dict[str, Any]) -> tuple[Cache, int]:

@@ -23,6 +23,7 @@ class Decoder:
 
     Attributes:
         columns: that are read; None: all.
+        of_targets: those of the targets.
     """
 
     def __init__(
@@ -33,7 +34,8 @@ class Decoder:
         self.inputs, self.targets = _names(inputs), _names(targets)
         self.transform = transform
         self.of_images = _tensors if image_size is None else imagenet_transform(image_size)
-        both = [*_listed(self.inputs), *_listed(self.targets)]
+        self.of_targets = _listed(self.targets)
+        both = [*_listed(self.inputs), *self.of_targets]
         self.columns = None if inputs is None else both
 
     def check(self, known: Mapping[str, str], path: str) -> None:

@@ -22,6 +22,7 @@ from ddp_recipes.streams.records import Records
 
 NAME = "index.json"
 FORMAT = 1
+IN_ORDER_OF = "in_order_of"  # of `Index.more`: columns by which the rows are sorted
 SMALL = 256 << 20  # bytes of a set that is indexed without being asked to
 Columns = Mapping[str, str]
 T = TypeVar("T")

@@ -4,13 +4,14 @@ import importlib
 import io
 import json
 import os
+import sys
 import tarfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ from ddp_recipes.streams.cache import Cache
 from ddp_recipes.streams.csv_table import TYPES
 from ddp_recipes.streams.decoding import Decoder, as_tensor
 from ddp_recipes.streams.formats import Formats
-from ddp_recipes.streams.index import NAME, Columns, Index, Shard, assembled, described, in_parallel, write
+from ddp_recipes.streams.index import IN_ORDER_OF, NAME, Columns, Index, Shard, assembled, described, in_parallel, write
 from ddp_recipes.streams.reader import Row, needed
 
 PLAN = "pack.json"  # what is being packed, as long as it is
@@ -40,7 +41,7 @@ class Packing:
         source: a folder of images, a file, a folder of a Hugging Face set, or a dotted name.
         arguments: ``key=value`` of what the dotted name stands for.
         bytes_a_shard: about.
-        seed: of the order in which samples are written; None: that of the set.
+        seed: of the order in which samples are written; None: that of the set, if it is one.
     """
 
     source: str
@@ -54,7 +55,7 @@ class Packing:
         """The data set: it has a length, and ``samples[i]`` is a row as it is written."""
         if (path := Path(self.source).expanduser()).exists():
             return _of_path(path)
-        return _Made(made(self.source, self.arguments))
+        return _of_rows(made(self.source, self.arguments))
 
     def run(self, workers: int, show: Callable[[int, int], None]) -> Index:
         """Write what is not written yet; return the index.
@@ -72,15 +73,29 @@ class Packing:
             show(done, len(parts))
         cache = Cache(self.dest / ".cache")
         found: list[tuple[Shard, Columns]] = [described(str(self.dest), self._name(number), cache) for number in parts]
-        index = assembled(str(self.dest), iter(found), getattr(self.samples, "more", {}))
+        index = assembled(str(self.dest), iter(found), self._more())
         write(index, cache)
         (self.dest / PLAN).unlink()
         return index
 
+    @property
+    def _seed(self) -> int | None:
+        found: int | None = self.samples.seed if self.seed is None else self.seed
+        return found
+
+    def _more(self) -> Mapping[str, Any]:
+        """Return what the index says beside: also in the order of which columns the rows are."""
+        more: Mapping[str, Any] = self.samples.more
+        if self._seed is not None:
+            return more
+        rows = [self.samples.row(number) for number in looked_at(len(self.samples))]
+        sorted_by = [name for name in rows[0] if _is_sorted([_plain(row[name]) for row in rows])]
+        return {**more, IN_ORDER_OF: sorted_by}
+
     def _begin(self) -> list[int]:
         """Return where the set is cut, as the destination says if this was begun before."""
         rows = len(self.samples)
-        what = {"source": self.source, "arguments": [*self.arguments], "seed": self.seed, "samples": rows,
+        what = {"source": self.source, "arguments": [*self.arguments], "seed": self._seed, "samples": rows,
                 "bytes_a_shard": self.bytes_a_shard}  # fmt: skip
         plan = self.dest / PLAN
         if plan.exists():
@@ -104,7 +119,7 @@ class Packing:
     def write(self, number: int, first: int, last: int) -> None:
         """Write a shard."""
         rows = len(self.samples)
-        order = Sequential(rows) if self.seed is None else Shuffled(rows, self.seed)
+        order = Sequential(rows) if self._seed is None else Shuffled(rows, self._seed)
         numbers = order.samples(0, np.arange(first, last, dtype=np.uint64)).tolist()
         write_aside(self.dest / self._name(number), lambda file: self.samples.write(numbers, file))
 
@@ -157,7 +172,7 @@ def _parsed(text: str) -> Any:
 
 def _of_path(path: Path) -> Any:
     if path.is_dir() and (path / "state.json").exists() and (path / "dataset_info.json").exists():
-        return _Made(needed("datasets").load_from_disk(str(path)))
+        return _of_rows(needed("datasets").load_from_disk(str(path)))
     if (path / "dataset_dict.json").exists():
         several = ", ".join(sorted(str(each.parent) for each in path.glob("*/state.json")))
         raise RequestError(f"{path} holds several sets of Hugging Face's. Pack each by itself: {several}.")
@@ -170,6 +185,12 @@ def _of_path(path: Path) -> Any:
         stream.decoder = _Undecoded(stream.index.columns)
         return _Made(stream)
     raise RequestError(f"{path} cannot be packed. Allowed: a folder of images, .csv, .jsonl, .parquet, .arrow or .txt.")
+
+
+def _of_rows(dataset: Any) -> Any:
+    loaded = sys.modules.get("datasets")  # of Hugging Face; one with a transform is what that makes of it
+    own = loaded is not None and isinstance(dataset, loaded.Dataset) and dataset.format["type"] != "custom"
+    return _HuggingFace(dataset) if own else _Made(dataset)
 
 
 class _Undecoded(Decoder):
@@ -188,9 +209,12 @@ class _Undecoded(Decoder):
 
 
 class _Images:
-    """Images in a folder a class, as tar files of their bytes, which are one column: ``img`` where suffixes differ."""
+    """Images in a folder a class, as tar files of their bytes, which are one column: ``img`` where suffixes differ.
 
-    suffix = ".tar"
+    They are shuffled: that they lie class by class is due to folders, and the last ones would be of the last classes.
+    """
+
+    suffix, seed = ".tar", 0
 
     def __init__(self, root: Path) -> None:
         from torchvision.datasets import ImageFolder
@@ -224,7 +248,8 @@ class _Images:
 class _Made:
     """Samples of a map-style data set, as parquet files: tensors are lists whose shape is in the schema."""
 
-    suffix = ".parquet"
+    suffix, seed = ".parquet", None
+    more: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -277,14 +302,51 @@ class _Made:
         Raises:
             RequestError: one does not fit the columns that others have.
         """
-        arrow, parquet = needed("pyarrow"), needed("pyarrow.parquet")
+        arrow = needed("pyarrow")
         values = self._values(numbers, self.columns)
         columns = [column.array(values[name], numbers) for name, column in self.columns.items()]
         schema = arrow.schema([column.field for column in self.columns.values()])
-        table = arrow.Table.from_arrays(columns, schema=schema)
-        group = max(1, round(GROUP * len(numbers) / max(1, table.nbytes)))
-        # Samples repeat little, and a dictionary of them is read in half as much time again.
-        parquet.write_table(table, file, row_group_size=group, compression="zstd", use_dictionary=False)
+        _write_table(arrow.Table.from_arrays(columns, schema=schema), file)
+
+
+class _HuggingFace:
+    """Rows of a set of Hugging Face's, as parquet files: types and bytes as they lie, images not decoded."""
+
+    suffix, seed = ".parquet", None
+    more: ClassVar[Mapping[str, Any]] = {}
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset.with_format("arrow", columns=dataset.format["columns"])
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def row(self, number: int) -> dict[str, Any]:
+        """Return a sample by column."""
+        found: dict[str, Any] = self.dataset[[number]].to_pylist()[0]
+        return found
+
+    def size(self, number: int) -> int:
+        """Return about the bytes that a sample takes."""
+        return int(self.dataset[[number]].nbytes)
+
+    def write(self, numbers: list[int], file: Any) -> None:
+        """Write samples as a parquet file, with files that they only name."""
+        _write_table(needed("datasets.table").embed_table_storage(self.dataset[numbers]), file)
+
+
+def _write_table(table: Any, file: Any) -> None:
+    group = max(1, round(GROUP * len(table) / max(1, table.nbytes)))
+    # Samples repeat little, and a dictionary of them is read in half as much time again.
+    needed("pyarrow.parquet").write_table(table, file, row_group_size=group, compression="zstd", use_dictionary=False)
+
+
+def _is_sorted(values: Sequence[Any]) -> bool:
+    """Whether numbers or texts from all over a set come in their order; of a few that may be by chance."""
+    kinds = {*map(type, values)}
+    if len(values) < LOOKED_AT // 2 or not (kinds <= {int, float, bool} or kinds == {str}) or values[0] == values[-1]:
+        return False
+    return list(values) in (sorted(values), sorted(values, reverse=True))
 
 
 def looked_at(rows: int) -> list[int]:
