@@ -3,12 +3,17 @@
 import csv
 import json
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset
 
+from ddp_recipes.data.iterable import Dealt, IterableLoader, nominal
 from ddp_recipes.errors import RequestError, RunFailed
 from ddp_recipes.reporting.run_directory import Summary
 from ddp_recipes.testing import run_recipe
@@ -71,6 +76,24 @@ def test_each_rank_keeps_its_share_of_the_same_global_batches(world_size: int, w
     assert summary["metrics"] == pytest.approx(alone["metrics"], rel=1e-4)
     if world_size == 1:
         assert summary["weights_sha256"] == alone["weights_sha256"]
+
+
+def test_batches_whose_sizes_ranks_exchange_are_read_one_a_step() -> None:
+    """Read all at once, the step that needs the first of them waited for all."""
+    read: list[int] = []
+
+    class Counted(IterableDataset[Tensor]):
+        def __iter__(self) -> Iterator[Tensor]:
+            for number in range(48):
+                read.append(number)
+                yield torch.tensor([number])
+
+    dealt = Dealt(0, [0, 1], lambda mine: torch.stack([mine, mine]))
+    loader = IterableLoader(Counted(), nominal(2, 2, 0, False, "strided"), torch.device("cpu"), dealt=dealt)
+    counts = [len(read) for _ in loader.batches(0)]
+    assert len(counts) == 24
+    assert {after - before for before, after in pairwise(counts[8:19])} == {2}
+    assert [len(read) - start for start in [len(read)] for _ in loader.limited(6).batches(0)][-1] == 12, "no more"
 
 
 def test_a_set_that_is_its_own_iterator_is_read_as_others_are(over: Any) -> None:

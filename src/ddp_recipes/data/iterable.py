@@ -268,6 +268,7 @@ class IterableLoader(Loader):
             data = self._next_data(num_samples)
             yield Batch(self._moved(data), num_samples, number, shard)
             number += 1
+            self._read_ahead()
 
     def _next_data(self, num_samples: int) -> Any:
         """Return what is in the next batch; where this rank has nothing more, what was in one before."""
@@ -341,6 +342,13 @@ class IterableLoader(Loader):
         self._queue.clear()
 
     # Reading ahead.
+
+    def _read_ahead(self) -> None:
+        """Read a batch more of those that ranks exchange the sizes of next: all at once, a step would wait for them."""
+        beyond = len(self._told) + 1
+        planned = self.plan.planned_batches - self.plan.progress.known
+        if len(self.dealt.of_rank) > 1 and beyond <= min(self._window, planned) and self.plan.progress.end is None:
+            self._read(beyond)
 
     def _exchange(self, count: int) -> None:
         """Read as many batches ahead, at least, and have ranks tell each other how large they are."""
