@@ -11,7 +11,7 @@ from hypothesis import example, given, strategies as st
 from numpy.typing import NDArray
 
 from ddp_recipes.data import order as module
-from ddp_recipes.data.order import BatchPlan, Drawn, Order, Sequential, Shuffled, draw, permute
+from ddp_recipes.data.order import BatchPlan, Drawn, Indices, Order, Sequential, Shuffled, draw, permute
 from ddp_recipes.runtime.seeding import key
 from helpers.marks import quick_each
 
@@ -217,6 +217,20 @@ def test_a_batch_lies_across_blocks_of_their_real_size(monkeypatch: pytest.Monke
     assert epoch_of(plan, 1, 1) == expected.reshape(4, 2, -1)[:, 1].ravel().tolist()
     small = BatchPlan(Shuffled(20_000, 9), 3)
     assert epoch_of(small, 1) == shuffled(20_000, key(9, 1)).tolist()
+
+
+def test_the_first_batch_is_computed_alone_for_it_is_waited_for() -> None:
+    asked: list[int] = []
+
+    class Counted(Shuffled):
+        def samples(self, epoch: int, positions: Indices) -> Indices:
+            asked.append(len(positions))
+            return super().samples(epoch, positions)
+
+    plan, same = BatchPlan(Counted(600, 9), 12), BatchPlan(Shuffled(600, 9), 12)
+    found = [plan.indices(1, batch).tolist() for batch in (7, 7, 8)]
+    assert asked == [12, 48, 48], "then by blocks"
+    assert found == [same.indices(1, 8 - number).tolist() for number in (1, 1, 0)]
 
 
 # --- weights ---------------------------------------------------------------------------------------------------------

@@ -312,6 +312,10 @@ class BatchPlan:
     def indices(self, epoch: int, batch: int, shard: int = 0) -> torch.Tensor:
         """Return the samples in a shard of a global batch, int64 [size]."""
         block, at = divmod(batch, self._batches_a_block)
+        if not self._blocks:  # the first of a run is waited for, and its block would take some ten times as long
+            alone = self._samples(epoch, range(batch, batch + 1))
+            self._blocks[epoch, -1 - batch] = alone, [alone]
+            return self._shard(alone, shard)
         return self._shard(self._block(epoch, block)[1][at], shard)
 
     def first(self, epoch: int) -> list[int]:
@@ -354,8 +358,12 @@ class BatchPlan:
         if (epoch, number) not in self._blocks:
             if len(self._blocks) > 1:
                 self._blocks.clear()
-            size = self._batches_a_block * self.global_batch_size
-            positions = np.arange(number * size, min((number + 1) * size, self.num_samples), dtype=np.uint64)
-            indices = torch.from_numpy(self.order.samples(epoch, positions).view(np.int64))
+            indices = self._samples(epoch, range(number * self._batches_a_block, (number + 1) * self._batches_a_block))
             self._blocks[epoch, number] = indices, torch.split(indices, self.global_batch_size)
         return self._blocks[epoch, number]
+
+    def _samples(self, epoch: int, batches: range) -> torch.Tensor:
+        """Return the samples of consecutive global batches."""
+        start, stop = batches.start * self.global_batch_size, batches.stop * self.global_batch_size
+        positions = np.arange(start, min(stop, self.num_samples), dtype=np.uint64)
+        return torch.from_numpy(self.order.samples(epoch, positions).view(np.int64))

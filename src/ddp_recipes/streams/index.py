@@ -4,11 +4,9 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from itertools import takewhile
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -306,6 +304,9 @@ def in_parallel(work: Callable[..., T], arguments: Sequence[tuple[Any, ...]], wo
     if workers < 2 or len(arguments) < 2:
         yield from ((number, work(*given)) for number, given in enumerate(arguments))
         return
+    from concurrent.futures import ProcessPoolExecutor, as_completed  # which takes longer than all else of a start
+    from multiprocessing import get_context
+
     with ProcessPoolExecutor(min(workers, len(arguments)), mp_context=get_context("spawn")) as pool:
         jobs = {pool.submit(work, *given): number for number, given in enumerate(arguments)}
         for job in as_completed(jobs):
