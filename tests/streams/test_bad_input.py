@@ -1,5 +1,6 @@
 """Shards that are missing, damaged or changed, and rows that cannot be decoded: an error by name, or skipped."""
 
+import gzip
 import json
 import os
 from collections.abc import Callable
@@ -89,6 +90,33 @@ def test_what_is_no_such_file_is_refused_by_name(shards: Callable[..., Path]) ->
         (folder / f"part-1{suffix}").write_bytes(b"" if suffix == ".csv" else b"nothing that anybody knows")
         with pytest.raises(RequestError, match=rf"part-1{suffix} cannot be read: it "):
             Stream(str(folder), cache={"folder": str(folder / "cache")})
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("0.csv", b"a,b\r1,2\r", "names no columns in UTF-8: new-line character"),
+        ("0.csv", "größe\n1\n".encode("latin-1"), "names no columns in UTF-8: .* can't decode byte 0xf6"),
+        (
+            "0.jsonl",
+            b'[{"a": 1},\n{"a": 2}]',
+            "has no JSON object, and should have one a line: of the first line it is",
+        ),
+    ],
+)
+def test_files_that_are_not_what_they_are_called_are_named(
+    name: str, content: bytes, message: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(RequestError, match=rf"{name} cannot be read: .*{message}"):
+        Stream(str(tmp_path))
+
+
+def test_a_shard_beside_its_compressed_self_is_refused(shards: Callable[..., Path], tmp_path: Path) -> None:
+    folder = shards(".jsonl")
+    (folder / "part-1.jsonl.gz").write_bytes(gzip.compress((folder / "part-1.jsonl").read_bytes()))
+    with pytest.raises(RequestError, match=r"part-1.jsonl.gz is there decompressed, too: its rows would come twice"):
+        Stream(str(folder), cache={"folder": str(tmp_path / "cache")})
 
 
 def test_wrong_keys_are_refused(shards: Callable[..., Path], tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import os
 import re
 import tarfile
 from collections.abc import Callable
+from decimal import Decimal
 from pathlib import Path
 
 import numpy as np
@@ -223,6 +224,30 @@ def test_a_column_of_a_csv_file_has_one_type(has_index: bool, tmp_path: Path) ->
     assert (found, [*map(type, found[1])]) == (rows, [str, str, float])
     assert stream.index.columns == {"title": "texts", "count": "whole numbers", "price": "numbers"}
     assert Stream(str(folder), inputs=["title", "price"])[1].tolist() == [300, 3], "a vector is one of numbers"
+
+
+def test_blank_lines_before_a_csv_files_first_one_are_none(tmp_path: Path) -> None:
+    (tmp_path / "0.csv").write_text('\ufeff\n\r\n"a",b\n1,"x\ny"\n')
+    assert Stream(str(tmp_path))[0] == {"a": 1, "b": "x\ny"}
+
+
+def test_numbers_of_a_database_are_numbers(tmp_path: Path) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    table = arrow.table({"price": [Decimal("1.50"), Decimal("2.25")], "id": arrow.array([1, 2**63], arrow.uint64())})
+    parquet.write_table(table, tmp_path / "0.parquet")
+    stream = Stream(str(tmp_path), inputs="price")
+    assert [(stream[number], type(stream[number])) for number in range(2)] == [(1.5, float), (2.25, float)]
+    assert Stream(str(tmp_path), inputs=["id", "price"])[1].tolist() == [2.0**63, 2.25]
+    with pytest.raises(ValueError, match=r"Row 1 of .* its 'id' is 9223372036854775808, and whole numbers have 64"):
+        Stream(str(tmp_path), inputs="id")[1]
+
+
+def test_numbers_that_are_encoded_by_their_runs_are_read(tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    table = arrow.table({"a": arrow.RunEndEncodedArray.from_arrays([2, 3], [7, 9])})
+    with arrow.ipc.new_file(tmp_path / "0.arrow", table.schema) as file:
+        file.write_table(table)
+    assert [Stream(str(tmp_path), inputs="a")[number] for number in range(3)] == [7, 7, 9]
 
 
 def test_columns_of_a_csv_file_may_come_in_another_order(tmp_path: Path) -> None:

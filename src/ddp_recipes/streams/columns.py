@@ -164,8 +164,9 @@ def _getter(column: Any, shape: Sequence[int] | None) -> Callable[[int], Any]:
     elements = getattr(column, "values", None)
     if needed("pyarrow.types").is_string(column.type) and not column.null_count:
         return _text_getter(column)
-    views = hasattr(column, "sizes")  # whose elements may lie in any order
-    if elements is None or views or column.null_count or elements.null_count or not _is_numeric(elements.type):
+    # Of views elements may lie in any order, and what is encoded by its runs has no lists.
+    others = hasattr(column, "sizes") or hasattr(column, "run_ends")
+    if elements is None or others or column.null_count or elements.null_count or not _is_numeric(elements.type):
         return lambda number: _value_of(column[number], shape)
     flat = elements.to_numpy(zero_copy_only=False)
     if (size := getattr(column.type, "list_size", None)) is not None:

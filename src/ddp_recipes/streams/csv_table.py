@@ -24,13 +24,18 @@ class Csv(Records):
 
     def scan(self, content: Any) -> Offsets:
         ends = self.line_ends(content)
-        if not len(ends):
+        blank = _blank_lines(content, ends)
+        if blank == len(ends):
             raise BadShard("it is empty, and a csv file begins with a line that names its columns")
         quotes = _quotes(content)
         # Within quotes a line ends no row; a quote in a field is doubled.
         ends = _parsed_ends(content, ends) if quotes is None else ends[np.searchsorted(quotes, ends) % 2 == 0]
-        header = content[: int(ends[0])].decode("utf-8-sig")
-        names = [name.strip() for name in next(csv.reader([header]))]
+        ends = ends[blank:]
+        try:
+            header = content[: int(ends[0])].decode("utf-8-sig").lstrip("\r\n")
+            names = [name.strip() for name in next(csv.reader([header]))]
+        except (UnicodeDecodeError, csv.Error) as error:  # such as of lines that end in a carriage return alone
+            raise BadShard(f"its first line names no columns in UTF-8: {error}") from error
         if twice := [name for name in names if names.count(name) > 1]:
             raise BadShard(f"it has two columns '{twice[0]}'")
         self.typed(dict.fromkeys(names, UNTYPED))
@@ -70,6 +75,12 @@ class Csv(Records):
     def together(one: Mapping[str, str], other: Mapping[str, str]) -> dict[str, str] | None:
         """Return the columns of a set whose shards have these; None: they have other names."""
         return {name: wider(kind, other[name]) for name, kind in one.items()} if one.keys() == other.keys() else None
+
+
+def _blank_lines(content: Any, ends: Offsets) -> int:
+    """Return how many lines are before the one that names the columns."""
+    first = 3 if content[:3] == b"\xef\xbb\xbf" else 0
+    return next((at for at, end in enumerate(ends) if content[first : int(end)].strip(b"\r\n")), len(ends))
 
 
 def _types_of(content: bytes, names: Sequence[str]) -> list[str]:

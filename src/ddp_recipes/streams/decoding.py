@@ -3,6 +3,7 @@
 import io
 import json
 from collections.abc import Callable, Mapping, Sequence
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from ddp_recipes.streams.reader import BadRow, Row
 Names = str | Sequence[str] | None
 _JPEG, _PNG, _WEBP, _GIF = b"\xff\xd8\xff", b"\x89PNG", b"RIFF", b"GIF8"
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # of Pillow's; some others start programs
+_LEAST, _MOST = -(1 << 63), (1 << 63) - 1
 _IMAGES = ("img", "jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "pgm")  # suffixes of theirs
 
 
@@ -69,7 +71,8 @@ class Decoder:
     def _of(self, row: Row, names: str | tuple[str, ...]) -> Any:
         if isinstance(names, str):
             return of_column(names, _found(row, names))
-        values = [of_column(name, _found(row, name)) for name in names]
+        found = [(name, _found(row, name)) for name in names]
+        values = [value if isinstance(value, int) else of_column(name, value) for name, value in found]
         try:
             numbers = [float(value) if isinstance(value, str) and "_" not in value else value for value in values]
             return torch.tensor(numbers, dtype=torch.float32)
@@ -95,8 +98,12 @@ def _found(row: Row, name: str) -> Any:
 
 def of_column(name: str, value: Any) -> Any:
     """Return what a column holds as a model takes it: images of PIL's, lists of numbers as tensors."""
+    if isinstance(value, int) and not _LEAST <= value <= _MOST:
+        raise BadRow(f"its '{name}' is {value}, and whole numbers have 64 bits: from {_LEAST} to {_MOST}")
     if isinstance(value, (str, int, float)):
         return value
+    if isinstance(value, Decimal):
+        return float(value)
     if isinstance(value, Mapping) and isinstance(value.get("bytes"), bytes):  # an image of Hugging Face's datasets
         value = value["bytes"]
     if isinstance(value, bytes):

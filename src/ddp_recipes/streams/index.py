@@ -14,7 +14,7 @@ from ddp_recipes.errors import RequestError
 from ddp_recipes.runtime.files import write_aside
 from ddp_recipes.streams.cache import Cache, sha256, without_query
 from ddp_recipes.streams.columns import Groups
-from ddp_recipes.streams.formats import Formats
+from ddp_recipes.streams.formats import COMPRESSIONS, Formats
 from ddp_recipes.streams.reader import BadShard
 from ddp_recipes.streams.records import Records
 
@@ -382,6 +382,11 @@ def assembled(root: str, parts: Iterator[tuple[Shard, Columns]], more: Mapping[s
             own = together
         shards.append(shard)
         columns = own
+    names = {shard.name for shard in shards}
+    if twice := [name for name in names if name.endswith(COMPRESSIONS) and os.path.splitext(name)[0] in names]:
+        raise RequestError(
+            f"{joined(root, twice[0])} is there decompressed, too: its rows would come twice. Remove one of both."
+        )
     if not any(shard.rows for shard in shards):
         raise RequestError(f"data.path={root} has no row in {len(shards):,} shard(s).")
     return Index(root, tuple(shards), columns, more)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ddp_recipes.streams.reader import BadRow, Row
+from ddp_recipes.streams.reader import BadRow, BadShard, Row
 from ddp_recipes.streams.records import Text
 
 Kind = str | dict[str, "Kind"]  # of an object one for each name
@@ -50,16 +50,24 @@ class JsonLines(Text):
         self._makes = {name: make for name, kind in columns.items() if (make := _column(_parsed(kind))) is not None}
 
     def found_types(self) -> dict[str, str]:
-        """Return the kinds of the columns, from all rows that can be read."""
+        """Return the kinds of the columns, from all rows that can be read.
+
+        Raises:
+            BadShard: no row can.
+        """
         found: dict[str, Kind] = {}
+        wrong: BadRow | None = None
+        read = 0
         for first in range(0, len(self), ROWS):
             rows = []
             for number in range(first, min(first + ROWS, len(self))):
                 try:
                     rows.append(self._object(number))
-                except BadRow:
-                    continue  # of which whoever needs it is told
-            found = _both(found, _of_objects(rows))
+                except BadRow as error:  # of which whoever needs it is told
+                    wrong = wrong or error
+            found, read = _both(found, _of_objects(rows)), read + len(rows)
+        if wrong is not None and not read:
+            raise BadShard(f"it has no JSON object, and should have one a line: of the first line {wrong}")
         return {name: kind if isinstance(kind, str) else json.dumps(kind) for name, kind in found.items()}
 
     @staticmethod
