@@ -133,7 +133,12 @@ def test_wrong_keys_are_refused(shards: Callable[..., Path], tmp_path: Path) -> 
         ({"window": 0}, "data.window=0 is not allowed"),
         ({"on_error": "ignore"}, "data.on_error=ignore is not known. Allowed: raise, skip"),
         ({"split": "val"}, "has 61 rows, of which val gets none"),
-        ({"cache": {"size": 3}}, "data.cache has the keys size"),
+        ({"path": " "}, "data.path is empty. Give a folder"),
+        ({"memory_mb": -1}, "data.memory_mb=-1 is not allowed. Allowed: a number at least 0"),
+        ({"options": 3}, "data.options=3 is not allowed. Allowed: options by name"),
+        ({"cache": {"size": 3}}, "data.cache.size is not known. Allowed: folder, limit_gb, ahead, retries, timeout_s"),
+        ({"cache": {"limit_gb": "10"}}, "data.cache.limit_gb=10 is not allowed. Allowed: a number at least 0"),
+        ({"cache": {"retries": -1}}, "data.cache.retries=-1 is not allowed. Allowed: a whole number at least 0"),
     ):
         with pytest.raises(RequestError, match=message):
             Stream(**{"path": folder, **given})

@@ -97,8 +97,9 @@ def test_a_set_of_a_small_weight_comes_no_more_often_than_that() -> None:
 def test_weights_that_do_not_fit_are_refused(weights: dict[str, float]) -> None:
     with pytest.raises(RequestError, match="Give each set a weight above 0, and only these"):
         Mixture({"a": range(3), "b": range(3)}, weights)
-    with pytest.raises(RequestError, match=r"data\.num_samples=-5 is not allowed"):
-        Mixture({"a": range(3)}, num_samples=-5)
+    for name, value in (("num_samples", -5), ("num_samples", 0), ("num_samples", 2.5), ("block", 0)):
+        with pytest.raises(RequestError, match=rf"data\.{name}={value} is not allowed. Allowed: a whole number"):
+            Mixture({"a": range(3)}, **{name: value})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("make", [lambda each: Mixture({"a": each}), lambda each: Packed(each, 4)])

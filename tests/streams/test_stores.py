@@ -44,6 +44,7 @@ class Store(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), partial(Answer, directory=str(folder)))
         self.faults: dict[str, list[str]] = {}
         self.asked: Counter[str] = Counter()
+        self.tokens: set[str | None] = set()
         self.over = threading.Event()
         self.go = threading.Event()
 
@@ -60,6 +61,7 @@ class Answer(SimpleHTTPRequestHandler):
     def do_GET(self) -> None:
         name = self.path.rpartition("/")[2]
         self.server.asked[name] += 1
+        self.server.tokens.add(self.headers["X-Token"])
         planned = self.server.faults.get(name, [])
         fault = planned.pop(0) if len(planned) > 1 or (planned and not planned[0].startswith("always ")) else None
         fault = planned[0].removeprefix("always ") if fault is None and planned else fault
@@ -323,6 +325,12 @@ def test_a_run_on_a_store_has_the_weights_of_one_on_disk(run: Run, store: Store,
 
 
 @pytest.mark.slow
+def test_options_of_a_store_are_those_of_the_run(run: Run, store: Store, tmp_path: Path) -> None:
+    given = "data.options={client_kwargs: {headers: {X-Token: mine}}}"
+    run(store.address, given, "trainer.max_steps=1", directory=tmp_path / "given")
+    assert store.tokens == {"mine"}
+
+
 def test_a_full_cache_disk_is_said(store: Store, tmp_path: Path) -> None:
     """A folder of so small a file system that a shard does not fit, where one may be mounted."""
     with mounted(tmp_path / "small", "4k") as folder:

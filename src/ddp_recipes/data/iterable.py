@@ -225,7 +225,10 @@ class IterableLoader(Loader):
         read = "the whole of it and keeps its share" if self.dealt.shared else "a shard of its own"
         several = f"Each of {ranks} ranks reads {read}. " if ranks > 1 else ""
         if self._cut.has_state:
-            resume = "A resumed run goes on from the state that its state_dict() gave"
+            resume = (
+                "A resumed run goes on from the state that its state_dict() gave (data.replay=true: it reads the set "
+                "again up to where it was, as where a state lacks what a shuffle holds)"
+            )
         else:
             resume = "A resumed run reads it again up to where it was, which is exact if it comes alike each time"
         numbers = [*([] if self.dealt.shared else [f"{ranks} ranks"]), f"data.num_workers={self._reader.num_workers}"]

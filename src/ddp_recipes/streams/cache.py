@@ -76,8 +76,8 @@ class Cache:
         Raises:
             BadShard: it is missing, is another one, or the store does not give it.
         """
-        if "://" not in path or path.startswith("file://"):
-            return Path(path.removeprefix("file://"))
+        if "://" not in path:
+            return Path(path)
         which = f"{checksum} {size}" if checksum is not None else self._version(path)
         return self._once(f"{path} {which}", path, lambda part: self._fetch(path, part, checksum, size))
 

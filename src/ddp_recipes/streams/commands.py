@@ -10,7 +10,7 @@ from typing import NoReturn
 from ddp_recipes.data.order import BatchPlan
 from ddp_recipes.errors import RequestError
 from ddp_recipes.streams.dataset import cache_of
-from ddp_recipes.streams.index import IN_ORDER_OF, Index, make
+from ddp_recipes.streams.index import IN_ORDER_OF, Index, local_path, make
 from ddp_recipes.streams.order import Windowed, cost, quality
 from ddp_recipes.streams.pack import Packing, by_name
 
@@ -36,7 +36,7 @@ def index(arguments: Sequence[str]) -> None:
     parser.add_argument("--batch", type=int, default=256, help="samples of a global batch, for the table")
     given = parser.parse_intermixed_args(arguments)
     cache, _ = cache_of({"folder": given.cache}, by_name(given.options))
-    made = make(given.path.rstrip("/"), cache, max(1, given.workers), Shown("shards"))
+    made = make(local_path(given.path).rstrip("/"), cache, max(1, given.workers), Shown("shards"))
     print(facts(made))
     for line in windows(made, given.batch):
         print(f"  {line}")

@@ -1,6 +1,7 @@
 """A set in shards as a map-style data set: samples by their number, read where they lie."""
 
 import logging
+import math
 import os
 import threading
 from collections import OrderedDict
@@ -84,6 +85,10 @@ class Stream(Dataset[Any]):
         for name, value in {"window": window, "interleave": interleave}.items():
             if not isinstance(value, int) or value < 1:
                 raise RequestError(f"data.{name}={value} is not allowed. Allowed: a whole number at least 1.")
+        if not 0 <= memory_mb < math.inf:
+            raise RequestError(f"data.memory_mb={memory_mb} is not allowed. Allowed: a number at least 0.")
+        if options is not None and not isinstance(options, Mapping):
+            raise RequestError(f"data.options={options} is not allowed. Allowed: options by name, as {{anon: true}}.")
         if val_path is not None:
             path, split = (val_path if split == "val" else path), "all"
         self.cache, self.ahead = cache_of(dict(cache or {}), dict(options or {}))
@@ -375,13 +380,22 @@ def _refuse_last_classes(decoder: Decoder, more: Mapping[str, Any], path: str) -
 
 
 def cache_of(given: dict[str, Any], options: dict[str, Any]) -> tuple[Cache, int]:
-    """Return the cache, and how many shards are fetched ahead."""
-    folder = Path(given.pop("folder", None) or Path.home() / ".cache" / "ddp_recipes" / "streams").expanduser()
-    ahead = given.pop("ahead", 2)
-    limit = round(float(given.pop("limit_gb", 64)) * 1e9)
-    try:
-        return Cache(folder, limit, options=tuple(options.items()), **given), ahead
-    except TypeError as error:
-        raise RequestError(
-            f"data.cache has the keys {', '.join(given)}. Allowed: folder, limit_gb, ahead, retries, timeout_s."
-        ) from error
+    """Return the cache, and how many shards are fetched ahead.
+
+    Raises:
+        RequestError: it has other keys, or a value is not allowed.
+    """
+    allowed = {"limit_gb": 64, "ahead": 2, "retries": 4, "timeout_s": 60.0}
+    if others := given.keys() - {"folder", *allowed}:
+        raise RequestError(f"data.cache.{min(others)} is not known. Allowed: folder, {', '.join(allowed)}.")
+    values = {name: given.get(name, value) for name, value in allowed.items()}
+    for name, value in values.items():
+        whole = name in ("ahead", "retries")
+        if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)) or not value >= 0:
+            raise RequestError(
+                f"data.cache.{name}={value} is not allowed. Allowed: a {'whole ' if whole else ''}number at least 0."
+            )
+    folder = Path(given.get("folder") or Path.home() / ".cache" / "ddp_recipes" / "streams").expanduser()
+    limit = round(min(values["limit_gb"], 1e9) * 1e9)
+    cache = Cache(folder, limit, int(values["retries"]), values["timeout_s"], tuple(options.items()))
+    return cache, int(values["ahead"])

@@ -98,6 +98,11 @@ def is_remote(path: str) -> bool:
     return "://" in path and not path.startswith(("file://", "local://"))
 
 
+def local_path(path: str) -> str:
+    """Return a path without what says that it is a local one."""
+    return path if is_remote(path) else path.removeprefix("file://").removeprefix("local://")
+
+
 def joined(root: str, name: str) -> str:
     """Return the path of a shard."""
     return f"{root.rstrip('/')}/{name}" if is_remote(root) else str(Path(root) / name)
@@ -111,7 +116,9 @@ def load(path: str, cache: Cache) -> Index:
     Raises:
         RequestError: there is nothing, or what there is does not fit the index.
     """
-    path = path if is_remote(path) else str(Path(path.removeprefix("file://")).expanduser())
+    if not path.strip():
+        raise RequestError("data.path is empty. Give a folder of shards, a shard, or a pattern of them.")
+    path = path if is_remote(path) else str(Path(local_path(path)).expanduser())
     root, chosen = located(path)
     index = indexed(root, cache) if path == without_query(path) else None  # a signature is for the one file
     if index is None:

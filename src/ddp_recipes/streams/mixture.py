@@ -92,6 +92,9 @@ class Mixture(Dataset[Any]):
         num_samples: int | None = None,
         block: int = 1024,
     ) -> None:
+        for name, value in {"num_samples": num_samples, "block": block}.items():
+            if (value is not None or name == "block") and (not isinstance(value, int) or value < 1):
+                raise RequestError(f"data.{name}={value} is not allowed. Allowed: a whole number at least 1.")
         self.names, self.sources = [*sources], [*sources.values()]
         self._sizes = [size_of(source) for source in self.sources]
         given = dict(zip(self.names, self._sizes, strict=True)) if not weights else dict(weights)
@@ -103,9 +106,7 @@ class Mixture(Dataset[Any]):
             )
         least = min(_LONGEST, math.ceil(sum(given.values()) / min(given.values())))  # places, for each to have one
         self.shares = _shares([given[name] for name in self.names], max(block, least))
-        self.num_samples = num_samples or len(self)
-        if self.num_samples < 1:
-            raise RequestError(f"data.num_samples={num_samples} is not allowed. Allowed: at least 1, or null.")
+        self.num_samples = len(self) if num_samples is None else num_samples
         for name, source in zip(self.names, self.sources, strict=True):
             if order_of(source, 0, True).repeats:
                 raise RequestError(
