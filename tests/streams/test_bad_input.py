@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,19 @@ def test_files_that_are_not_what_they_are_called_are_named(
     (tmp_path / name).write_bytes(content)
     with pytest.raises(RequestError, match=rf"{name} cannot be read: .*{message}"):
         Stream(str(tmp_path))
+
+
+def test_files_of_a_tar_that_are_no_columns_are_named(tmp_path: Path) -> None:
+    for name, members in {"0.tar": ("LICENSE", "image_1"), "1.tar": ("a.txt", "a.TXT", "b.txt")}.items():
+        with tarfile.open(tmp_path / name, "w") as file:
+            for member in members:
+                file.addfile(tarfile.TarInfo(member))
+    with pytest.raises(RequestError, match=r"0.tar cannot be read: no file in it has a suffix, .* is 'LICENSE'"):
+        Stream(str(tmp_path / "0.tar"))
+    stream = Stream(str(tmp_path / "1.tar"), inputs="txt")
+    with pytest.raises(ValueError, match=r"Row 0 of .*1.tar cannot be decoded: it has two files 'a.txt'"):
+        stream[0]
+    assert stream[1] == ""
 
 
 def test_a_shard_beside_its_compressed_self_is_refused(shards: Callable[..., Path], tmp_path: Path) -> None:

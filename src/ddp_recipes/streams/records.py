@@ -114,7 +114,7 @@ class Tar(Records):
 
     def scan(self, content: Any) -> Offsets:
         starts: list[int] = []
-        last, end = None, 0
+        last, end, others = None, 0, ""
         if not content:
             raise BadShard("it is empty")
         try:
@@ -122,6 +122,7 @@ class Tar(Records):
                 for member in file:
                     key, suffix = _key(member.name)
                     if not member.isfile() or not suffix:
+                        others = others or (member.name if member.isfile() else "")
                         continue
                     if key != last:
                         starts.append(member.offset)
@@ -130,6 +131,8 @@ class Tar(Records):
             raise BadShard(f"it is no tar file: {error}") from error
         if end > len(content):
             raise BadShard("it is cut short: a file in it goes on behind its end")
+        if others and not starts:
+            raise BadShard(f"no file in it has a suffix, which is a sample's column: the first one is '{others}'")
         return np.array([*starts, end], dtype=np.int64)
 
     def row(self, number: int) -> Row:
@@ -151,7 +154,7 @@ def _plain_members(content: bytes) -> Row:
         key, suffix = _key(member.name)
         at += tarfile.BLOCKSIZE
         if suffix:
-            found["__key__"], found[suffix] = key, content[at : at + member.size]
+            _add(found, key, suffix, content[at : at + member.size])
         at += -(-member.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
         if at > len(content):
             raise tarfile.ReadError("unexpected end of data")
@@ -165,8 +168,14 @@ def _members(content: bytes) -> Row:
         for member in file:
             key, suffix = _key(member.name)
             if suffix and member.isfile() and (inside := file.extractfile(member)) is not None:
-                found["__key__"], found[suffix] = key, inside.read()
+                _add(found, key, suffix, inside.read())
     return found
+
+
+def _add(found: Row, key: str, suffix: str, content: bytes) -> None:
+    if suffix in found:
+        raise BadRow(f"it has two files '{key}.{suffix}'")
+    found["__key__"], found[suffix] = key, content
 
 
 def _key(name: str) -> tuple[str, str]:
