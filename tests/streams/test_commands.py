@@ -210,6 +210,8 @@ def test_index_says_how_windows_shuffle(shards: Callable[..., Path], capsys: pyt
 
 
 def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "mixed.jsonl").write_text('{"a": 1.5}\n{"a": "no"}\n')
     for name in ("hub/dataset_dict.json", "hub/train/state.json", "hub/test/state.json"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("{}")
@@ -221,6 +223,10 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
         (["streams.pack_parts.several", str(tmp_path / "x")], "dict is no data set, but holds 2 by name: train, test"),
         ([DIGITS], "the following arguments are required: dest. usage:"),
         ([DIGITS, str(tmp_path / "x"), "train"], "'train' is no argument. Allowed: key=value"),
+        ([DIGITS, str(tmp_path / "x"), "--shard-mb=0"], "--shard-mb 0 is not allowed. Allowed: a number above 0"),
+        ([DIGITS, str(tmp_path / "x"), "--shard-mb=nan"], "--shard-mb nan is not allowed"),
+        ([DIGITS, str(tmp_path / "file" / "x")], "file/x cannot be written: Not a directory. Give a new folder"),
+        ([str(tmp_path / "mixed.jsonl"), str(tmp_path / "y"), "--workers=1"], "a of samples 0 to 1 is no column"),
     ):
         with pytest.raises(RequestError, match=message):
             pack(arguments)

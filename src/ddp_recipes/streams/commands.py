@@ -79,6 +79,8 @@ def pack(arguments: Sequence[str]) -> None:
         "--shuffle", type=int, metavar="SEED", help="write samples in a shuffled order, as images of folders are"
     )
     given = parser.parse_intermixed_args(arguments)
+    if not 0 < given.shard_mb < float("inf"):
+        raise RequestError(f"--shard-mb {given.shard_mb:g} is not allowed. Allowed: a number above 0.")
     packing = Packing(
         given.source, tuple(given.arguments), Path(given.dest), round(given.shard_mb * 1e6), given.shuffle
     )

@@ -224,7 +224,10 @@ def listed(root: str, cache: Cache, chosen: Chosen = ALL) -> dict[str, int]:
     elif not Path(root).is_dir():
         raise RequestError(f"data.path={root}: there is no folder {Path(root).absolute()}. Give that of the shards.")
     else:
-        sizes = dict(_files(root, "")) if not named else {}
+        try:
+            sizes = dict(_files(root, "")) if not named else {}
+        except OSError as error:
+            raise RequestError(f"data.path={root} cannot be read: {error.filename}: {error.strerror}.") from error
         for name in named:
             if not (file := Path(root, name)).is_file():
                 raise RequestError(

@@ -65,7 +65,10 @@ class Packing:
         """
         if not len(self.samples):
             raise RequestError(f"{self.source} has no sample to pack.")
-        cuts = self._begin()
+        try:
+            cuts = self._begin()
+        except OSError as error:
+            raise RequestError(f"{self.dest} cannot be written: {error.strerror}. Give a new folder.") from error
         parts = range(len(cuts) - 1)
         todo = [number for number in parts if not (self.dest / self._name(number)).exists()]
         jobs = [(self, number, cuts[number], cuts[number + 1]) for number in todo]
@@ -182,7 +185,7 @@ def _of_path(path: Path) -> Any:
         from ddp_recipes.streams.dataset import Stream
 
         stream = Stream(str(path))
-        stream.decoder = _Undecoded(stream.index.columns)
+        stream.decoder = _Undecoded(stream.index.columns if Formats.of(path.name) == ".csv" else {})
         return _Made(stream)
     raise RequestError(f"{path} cannot be packed. Allowed: a folder of images, .csv, .jsonl, .parquet, .arrow or .txt.")
 
