@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ddp_recipes._compat.torch_ import tree_map_only
@@ -18,6 +17,7 @@ from ddp_recipes.data.keyed import to_device
 from ddp_recipes.data.loader import Loader
 from ddp_recipes.errors import RequestError
 from ddp_recipes.strategies.base import by_rank
+from ddp_recipes.strategies.collectives import broadcast
 from ddp_recipes.tasks import RunContext
 from ddp_recipes.training.state import Run
 
@@ -89,13 +89,11 @@ class StrategyView:
         return said == self.world_size if all else said > 0
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return the object of rank ``src``."""
+        """Return the object of rank ``src``: tensors and plain data, for nothing that a rank sends is unpickled."""
         if self.world_size == 1:
             return obj
-        self._trainer.services.refuse_uneven("trainer.strategy.broadcast")
-        objects = [obj]
-        dist.broadcast_object_list(objects, src, device=self._context.devices[0])
-        return objects[0]
+        self._trainer.services.refuse_in_step("trainer.strategy.broadcast")
+        return broadcast(obj, src)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Leave a tensor's mean, sum, … over ranks in it, and return it; other values as they are, as in Lightning.
@@ -126,7 +124,7 @@ class StrategyView:
         return to_device(batch, device or self.root_device)
 
     def _by_rank(self, called: str, value: Tensor) -> Tensor:
-        self._trainer.services.refuse_uneven(f"trainer.strategy.{called}")
+        self._trainer.services.refuse_in_step(f"trainer.strategy.{called}")
         return by_rank(value.to(self.root_device), self._context.world, self._context.sum)
 
 
