@@ -239,7 +239,7 @@ class InShards:
         raise RequestError(
             f"{hook} of {type(self._task.model).__name__} or of a callback looks at its batch or outputs, and with "
             f"strategy={context.name} a batch is computed in {context.fixed_shards} shards, so that no rank has the "
-            f"whole. Look at it in training_step, for each shard, or choose strategy=ddp."
+            f"whole. Look at it in training_step, for each shard, or choose a strategy without shards, as ddp."
         )
 
     def __getattr__(self, name: str) -> Any:

@@ -158,6 +158,7 @@ def _numbers(values: Mapping[str, Tensor]) -> dict[str, complex]:
 _FIRST = 3  # batches of which it is looked at where all are uneven, or none may be gathered
 _OF_ROWS = ("gather", "scatter", "alltoall", "all_to_all")
 _OURS = ("ddp_recipes.", "torch.distributed.fsdp.")  # whose collectives are a strategy's own
+_OF_A_PIPELINE = ("send", "recv", "broadcast")  # its own, whoever wraps them, too
 
 
 def refusing_collectives(run: Run) -> Callable[[], AbstractContextManager[object]]:
@@ -192,8 +193,10 @@ def reason_against_all(settings: StrategySettings, world: World) -> str | None:
 
 
 def _refusing_all(settings: StrategySettings, reason: str) -> AbstractContextManager[object]:
+    own = _OF_A_PIPELINE if settings.processes_per_replica > 1 else ()
+
     def refuse(called: str, _: Sequence[Tensor]) -> None:
-        if not _is_ours():
+        if not (any(part in called for part in own) or _is_ours()):
             raise against_all(called, settings, reason)
 
     return OnCollective(refuse)
