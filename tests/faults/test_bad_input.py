@@ -108,6 +108,7 @@ REFUSED_BY_A_RANK: dict[str, tuple[list[str], list[str]]] = {
     "loss of text": (["task.loss=abc"], ["task.loss=abc", "cannot be called"]),
     "metric of text": (["task.metrics.accuracy=abc"], ["task.metrics.accuracy=abc", "cannot be called"]),
     "metrics of text": (["task.metrics=abc"], ["task.metrics=abc", "names of metrics"]),
+    "rate that is no number": (["optimizer.lr=nan"], ["optimizer.lr=nan would make all weights NaN"]),
     "number for an optimizer's switch": (["optimizer.nesterov=1e308"], ["optimizer.nesterov=1e+308", "true, false"]),
     "checkpoint of 300 letters": ([f"ckpt_path={'a' * 300}"], ["ckpt_path=aaa", "last, best, auto"]),
     "weights of 300 letters": ([f"weights_from={'a' * 300}"], ["weights_from=aaa", "a run directory"]),

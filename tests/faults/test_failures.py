@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from signal import SIGINT, SIGKILL, SIGSTOP
+from signal import SIGABRT, SIGINT, SIGKILL, SIGSTOP
 
 import pytest
 
@@ -217,7 +217,7 @@ def test_under_torchrun_nobody_waits_for_a_rank_that_a_signal_ended_before_they_
             until((folder / name).exists, START_S, f"not {name}")
         run.signal(SIGINT)
         ended = run.end(GONE_S)
-    assert ended.status == 1
+    assert ended.status in (1, -SIGABRT)  # torch's agent at times aborts as it ends: "terminate called without …"
 
 
 @pytest.mark.nightly

@@ -1,6 +1,7 @@
 """Objects of config nodes: the only place that calls what a yaml names."""
 
 import inspect
+import math
 import re
 from collections.abc import Collection, Mapping
 from functools import partial
@@ -22,6 +23,7 @@ from ddp_recipes.config.targets import identity
 from ddp_recipes.errors import RecipeError, RequestError
 from ddp_recipes.runtime.phases import CALLS
 
+_OF_STEPS = ("optimizer", "scheduler")  # whose numbers weights are multiplied with
 WELL_KNOWN = ("ddp_recipes.", "torch.", "torchvision.")  # whose own errors say enough without a traceback
 
 
@@ -166,7 +168,7 @@ def make(node: Mapping[str, Any], section: str, *arguments: Any, without: Collec
 
 
 def check_values(found: Any, arguments: Mapping[str, Any], section: str) -> None:
-    """Refuse a text for a number and the like, where a parameter's annotation says so.
+    """Refuse a text for a number and the like, where a parameter's annotation says so, and what no step can use.
 
     Raises:
         RequestError: says what is allowed.
@@ -175,6 +177,8 @@ def check_values(found: Any, arguments: Mapping[str, Any], section: str) -> None
     for name, value in arguments.items():
         if is_plain(hint := hints.get(name, Any)) and not fits(value, hint):
             raise RequestError(f"{section}.{name}={shown(value)} is not allowed. Allowed: {describe(hint)}.")
+        if hints and isinstance(value, float) and not math.isfinite(value) and section in _OF_STEPS:
+            raise RequestError(f"{section}.{name}={shown(value)} would make all weights NaN. Allowed: a finite number.")
 
 
 def _hints(found: Any) -> dict[str, Any]:

@@ -213,7 +213,7 @@ def write_at_death(file: int) -> None:
 
 
 def request(processes: Mapping[int, IO[bytes]]) -> dict[int, str]:
-    """End processes; return what is in the file of each once they are dead, a second later at most.
+    """End processes; return what is in the file of each once they are dead, or a second after it last became longer.
 
     A stopped process is continued for that, since it takes no signal before, and comes to nothing else.
     """
@@ -221,9 +221,11 @@ def request(processes: Mapping[int, IO[bytes]]) -> dict[int, str]:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGUSR2)
             os.kill(pid, signal.SIGCONT)
-    deadline = time.monotonic() + ANSWER_S
+    written, deadline = 0, time.monotonic() + ANSWER_S
     while any(map(is_running, processes)) and time.monotonic() < deadline:
         time.sleep(0.02)
+        if (size := sum(os.fstat(file.fileno()).st_size for file in processes.values())) != written:
+            written, deadline = size, time.monotonic() + ANSWER_S
     for file in processes.values():
         file.seek(0)
     return {pid: file.read().decode(errors="replace") for pid, file in processes.items()}
