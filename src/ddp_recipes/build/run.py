@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from inspect import signature
+from inspect import signature, unwrap
 from typing import Any
 
 import torch
@@ -95,7 +95,7 @@ def make_run(recipe: Recipe, stop_controller: StopController, strategy: Strategy
     with loading():  # an optimizer that is not torch's own may bring its compiler
         optimizers, schedules = strategy.make_optimizers(task, partial(_optimizers_and_schedules, recipe))
     fixed_shards = recipe.request.strategy.fixed_shards
-    draws = not all(type(each).__module__.startswith("torch.optim.") for each in optimizers)  # for all we know
+    draws = not all(str(unwrap(type(each).step).__module__).startswith("torch.optim.") for each in optimizers)  # may be
     every = min(recipe.trainer.log_every_n_steps, max(1, recipe.total_steps or recipe.trainer.log_every_n_steps))
     run = Run(
         world=recipe.world,
