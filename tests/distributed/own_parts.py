@@ -473,6 +473,13 @@ class Thawing(Toy):
         return super().forward(x)
 
 
+class Unseeded(Callback):
+    """Sees to it that steps seed nothing but torch, which takes a tenth of the time."""
+
+    def on_step(self, step: int) -> None:
+        assert not self.run.generators.drawn
+
+
 class Thaws(Callback):
     """Trains the first layer from the second epoch on, of which it says so, or in each again."""
 

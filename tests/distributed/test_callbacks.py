@@ -260,3 +260,9 @@ def test_what_does_not_go_with_the_run_is_refused(overrides: list[str], message:
     with pytest.raises(RequestError, match=message):
         run(*overrides, "strategy=single", directory=tmp_path / "refused")
     assert not [path for path in (tmp_path / "refused").rglob("*") if path.stat().st_size]
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_steps_of_torch_s_optimizers_seed_neither_random_nor_numpy(optimizer: str, run: Run) -> None:
+    unseeded = "+callbacks.unseeded._target_=own_parts.Unseeded"
+    run(unseeded, f"optimizer={optimizer}", "trainer.max_steps=3", world_size=2)

@@ -80,7 +80,8 @@ class Generators:
     """
 
     def __init__(self, seed: int, devices: Sequence[torch.device], rank: int, drawn: bool) -> None:
-        self.seed, self.devices, self.rank, self.drawn = seed, devices, rank, drawn
+        self.seed, self.rank, self.drawn = seed, rank, drawn
+        self.devices = [*filter(devices_.is_accelerator, devices)]  # looked at once, for that takes a microsecond
         self._random, self._numpy = random.Random(), np.random.RandomState()
 
     def begin(self, step: int, shard: int) -> None:
