@@ -243,9 +243,11 @@ class FSDP(Whole, Group):
     def evaluation(self, task: Task) -> Iterator[None]:
         """Leave buffers as they are where they are the same on all ranks after each step."""
         tell_managed(task, True)
-        with nullcontext(set[str]()) if self.settings.shards is None else buffers_kept(task) as moved:
-            yield
-        tell_managed(task, False)
+        try:
+            with nullcontext(set[str]()) if self.settings.shards is None else buffers_kept(task) as moved:
+                yield
+        finally:  # also where a rank is lost meanwhile, and replaced
+            tell_managed(task, False)
         self.moved |= moved
 
     def _add_single(self) -> None:
