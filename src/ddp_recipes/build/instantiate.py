@@ -18,7 +18,7 @@ from torch import Tensor
 from ddp_recipes._compat import hydra_
 from ddp_recipes._compat.messages import shortened
 from ddp_recipes.config import kinds, targets
-from ddp_recipes.config.keys import describe, fits, is_plain, of_environment, shown
+from ddp_recipes.config.keys import is_plain, of_environment, require, shown
 from ddp_recipes.config.targets import identity
 from ddp_recipes.errors import RecipeError, RequestError
 from ddp_recipes.runtime.phases import CALLS
@@ -175,8 +175,8 @@ def check_values(found: Any, arguments: Mapping[str, Any], section: str) -> None
     """
     hints = _hints(found)
     for name, value in arguments.items():
-        if is_plain(hint := hints.get(name, Any)) and not fits(value, hint):
-            raise RequestError(f"{section}.{name}={shown(value)} is not allowed. Allowed: {describe(hint)}.")
+        if is_plain(hint := hints.get(name, Any)):
+            require(f"{section}.{name}", value, hint)
         if hints and isinstance(value, float) and not math.isfinite(value) and section in _OF_STEPS:
             raise RequestError(f"{section}.{name}={shown(value)} would make all weights NaN. Allowed: a finite number.")
 

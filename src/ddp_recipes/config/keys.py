@@ -136,6 +136,16 @@ def fits(value: Any, hint: Any) -> bool:
     return isinstance(kind, type) and isinstance(value, (int, float) if kind is float else kind)  # not Any
 
 
+def require(key: str, value: Any, hint: Any) -> None:
+    """Refuse a value of a config that is not of this type.
+
+    Raises:
+        RequestError: says what is allowed.
+    """
+    if not fits(value, hint):
+        raise RequestError(f"{key}={shown(value)} is not allowed. Allowed: {describe(hint)}.")
+
+
 def describe(hint: Any) -> str:
     """Return in words what a type allows."""
     if len(arms := _arms(hint)) > 1:

@@ -27,8 +27,10 @@ if TYPE_CHECKING:
 
 
 _OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    **{"sum": lambda every: every.sum(0), "product": lambda every: every.prod(0)},
-    **{"max": lambda every: every.amax(0), "min": lambda every: every.amin(0)},
+    "sum": lambda every: every.sum(0),
+    "product": lambda every: every.prod(0),
+    "max": lambda every: every.amax(0),
+    "min": lambda every: every.amin(0),
 }
 
 

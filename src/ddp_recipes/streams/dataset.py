@@ -10,10 +10,11 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from pathlib import Path
 from resource import RLIMIT_NOFILE, getrlimit
-from typing import Any
+from typing import Annotated, Any
 
 from torch.utils.data import Dataset
 
+from ddp_recipes.config.keys import Count, Natural, Range, require
 from ddp_recipes.data.keyed import skip
 from ddp_recipes.data.order import BatchPlan, Order, Sequential
 from ddp_recipes.datasets.transforms import Transforms, in_order
@@ -83,8 +84,7 @@ class Stream(Dataset[Any]):
         if on_error not in ("raise", "skip"):
             raise not_one_of("data.on_error", on_error, ("raise", "skip"))
         for name, value in {"window": window, "interleave": interleave}.items():
-            if not isinstance(value, int) or value < 1:
-                raise RequestError(f"data.{name}={value} is not allowed. Allowed: a whole number at least 1.")
+            require(f"data.{name}", value, Count)
         if not 0 <= memory_mb < math.inf:
             raise RequestError(f"data.memory_mb={memory_mb} is not allowed. Allowed: a number at least 0.")
         if options is not None and not isinstance(options, Mapping):
@@ -390,11 +390,7 @@ def cache_of(given: dict[str, Any], options: dict[str, Any]) -> tuple[Cache, int
         raise RequestError(f"data.cache.{min(others)} is not known. Allowed: folder, {', '.join(allowed)}.")
     values = {name: given.get(name, value) for name, value in allowed.items()}
     for name, value in values.items():
-        whole = name in ("ahead", "retries")
-        if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)) or not value >= 0:
-            raise RequestError(
-                f"data.cache.{name}={value} is not allowed. Allowed: a {'whole ' if whole else ''}number at least 0."
-            )
+        require(f"data.cache.{name}", value, Natural if name in ("ahead", "retries") else Annotated[float, Range(0)])
     folder = Path(given.get("folder") or Path.home() / ".cache" / "ddp_recipes" / "streams").expanduser()
     limit = round(min(values["limit_gb"], 1e9) * 1e9)
     cache = Cache(folder, limit, int(values["retries"]), values["timeout_s"], tuple(options.items()))

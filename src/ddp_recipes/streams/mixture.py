@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
+from ddp_recipes.config.keys import Count, require
 from ddp_recipes.data.loader import size_of
 from ddp_recipes.data.order import BatchPlan, Indices, Order, order_of, permute
 from ddp_recipes.errors import RequestError
@@ -92,9 +93,9 @@ class Mixture(Dataset[Any]):
         num_samples: int | None = None,
         block: int = 1024,
     ) -> None:
-        for name, value in {"num_samples": num_samples, "block": block}.items():
-            if (value is not None or name == "block") and (not isinstance(value, int) or value < 1):
-                raise RequestError(f"data.{name}={value} is not allowed. Allowed: a whole number at least 1.")
+        if num_samples is not None:
+            require("data.num_samples", num_samples, Count)
+        require("data.block", block, Count)
         self.names, self.sources = [*sources], [*sources.values()]
         self._sizes = [size_of(source) for source in self.sources]
         given = dict(zip(self.names, self._sizes, strict=True)) if not weights else dict(weights)

@@ -100,7 +100,7 @@ def equivalence(recipe: Recipe, output: Output) -> None:
 
 
 def _whole(gradient: Tensor) -> Tensor:
-    """Return a gradient put together, on every rank, if its rows are dealt to ranks. A collective.
+    """Return a gradient put together, on every rank, if its rows are sharded. A collective.
 
     ``DTensor.full_tensor`` needs a group with backends for functional collectives, which one written in Python has not.
     """

@@ -50,8 +50,9 @@ class NonFiniteGuard:
 
     def begin(self, task: nn.Module) -> None:
         """Take buffers that are NaN before training for numbers that are to be measured yet."""
-        buffers = {name.removeprefix("model.") for name, _ in task.named_buffers()}
-        self._unset = {name for name, bad in non_finite_weights(task).items() if bad and name in buffers}
+        buffers = {name.removeprefix("model."): local(each) for name, each in task.named_buffers()}
+        unset = _numbers({name: each.isnan().any() for name, each in buffers.items() if _may_be_non_finite(each)})
+        self._unset = {name for name, bad in unset.items() if bad}
 
     def bad_weights(self, task: nn.Module) -> dict[str, bool]:
         """Return for each of the weights whether it is non-finite and should not be."""
@@ -237,9 +238,10 @@ def of_rows(strategy: Strategy, loader: Loader, name: str, batch: Batch) -> Abst
     In it is raised ``RunFailed``. Of strategies with which no collective can be right, any is refused.
     """
     plan, settings = loader.plan, strategy.settings
-    if strategy.world.world_size > 1 and (reason := reason_against_all(settings, strategy.world)) is not None:
-        return _refusing_all(settings, reason) if batch.number < _FIRST else nullcontext()
-    if plan.same_sizes:
+    looked_at = batch.number < _FIRST and strategy.world.world_size > 1
+    if looked_at and (reason := reason_against_all(settings, strategy.world)) is not None:
+        return _refusing_all(settings, reason)
+    if plan.same_sizes or settings.fixed_shards is not None:
         return nullcontext()
     sizes = [plan.size(batch.number, shard) for shard in (0, plan.num_shards - 1)]
     most, least = max(sizes), min(sizes)

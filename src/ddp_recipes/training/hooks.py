@@ -124,8 +124,8 @@ class PythonState(RunHooks):
             if len(self._seen) < LOOKS:
                 return
             first, *_, last = self._seen
-            numbers = [key for key in self._always() if not isinstance(last[key], tuple)]
-            _warn([f"{_full(name, key)} ({first[at]} → {last[at]})" for at in numbers for name, _, key in (at,)])
+            numbers = [each for each in self._always() if not isinstance(last[each], tuple)]
+            _warn([f"{_full(each[0], each[2])} ({first[each]} → {last[each]})" for each in numbers])
             if self._tensors() and not run.trainer.compile:  # whose guards are on the modules' classes
                 return
         _warn([name for end in self._read for name in end()])
