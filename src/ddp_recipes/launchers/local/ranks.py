@@ -195,7 +195,9 @@ def incoming(ranks: Sequence[Rank]) -> Iterator[None]:
                 known.remove(rank)
                 with suppress(KeyError, ValueError):
                     selector.unregister(rank.reports)
-            exited = [rank for rank in ranks if not rank.over and rank.process.poll() is not None]
+            for rank in ranks:
+                rank.process.poll()  # which may find that the process that all are forked from is lost, with all
+            exited = [rank for rank in ranks if not rank.over and rank.process.returncode is not None]
             for rank in ranks:
                 if rank not in known:
                     known.append(rank)
