@@ -171,7 +171,10 @@ class Controller:
                 raise RunFailed(f"Some jobs of the sweep failed; the table above says which. {ended}") from error
             finally:
                 sweep.report(directory, sys.stdout)
-        return sweep.summaries(directory)
+            if not (jobs := sweep.summaries(directory)):
+                empty = [each for each in overrides if "glob(" in each] or overrides
+                raise RequestError(f"The sweep has no job: {' '.join(empty)} comes to no value. Name what is there.")
+        return jobs
 
     def sweep_job(self, config: DictConfig) -> float | None:
         """Run one job of a sweep; return its objective, at once if an earlier call of the same sweep finished it.

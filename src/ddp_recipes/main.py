@@ -74,9 +74,11 @@ def run(
         Preempted: a signal stopped it after a checkpoint was saved.
     """
     _refuse_within_an_import()
-    if isinstance(request, str):
-        raise RequestError(f"ddp_recipes.run takes a list of overrides, or a config: run([{request!r}]).")
-    composed = OmegaConf.create(request) if isinstance(request, Mapping | DictConfig) else None  # type: ignore[arg-type]
+    is_config = isinstance(request, Mapping | DictConfig)
+    if not is_config and (isinstance(request, str) or not _are_texts(request)):
+        given = request if isinstance(request, str) else "trainer.max_epochs=3"
+        raise RequestError(f"ddp_recipes.run takes a list of overrides, or a config: run([{given!r}]).")
+    composed = OmegaConf.create(request) if is_config else None  # type: ignore[arg-type]
     if directory is not None and composed is None:
         raise RequestError("directory= is for a composed config. With overrides, give hydra.run.dir=… among them.")
     supervises = composed is None and "launcher=nodes" in request  # a node's one task, which Slurm may have started
@@ -109,6 +111,11 @@ def run(
         raise
     finally:
         controller.close(status)
+
+
+def _are_texts(given: object) -> bool:
+    """Whether something is a list of texts."""
+    return isinstance(given, Sequence) and all(isinstance(each, str) for each in given)
 
 
 def _refuse_within_an_import() -> None:

@@ -61,6 +61,9 @@ EXPLAINED = [
     ("hydra.run.dri=x", "hydra.run.dri=x: there is no key hydra.run.dri. Did you mean 'hydra.run.dir'?"),
     ("model=[", "model=[: Hydra cannot read this override (no viable alternative at input '['). It reads key=value"),
     ("seed", "seed: Hydra cannot read this override (missing EQUAL at"),
+    ("seed = 3", "seed = 3: there are spaces around the equals sign. Write seed=3."),
+    ("experiment=null", "For none of them: '~experiment'."),
+    ("+model._args_=[1]", "MLP.__init__() got multiple values for argument 'in_features'. Check the keys of model."),
     ("=3", "=3: there is no key before the equals sign. Write key=value."),
     ("train", " Did you mean 'mode=fit'?"),
     ("repot", " Commands: index, init, pack, report. Did you mean 'report'?"),
@@ -219,8 +222,17 @@ def test_a_composed_config_is_checked() -> None:
         ddp_recipes.run({"seed": 3})
     with pytest.raises(RequestError, match=r"takes a list of overrides, or a config: run\(\['model=toy'\]\)"):
         ddp_recipes.run("model=toy")
+    for given in (None, ["seed=3", 3]):
+        with pytest.raises(RequestError, match="takes a list of overrides, or a config"):
+            ddp_recipes.run(given)  # type: ignore[arg-type]
     with pytest.raises(RequestError, match="directory= is for a composed config"):
         ddp_recipes.run([], directory="here")
+
+
+def test_a_sweep_over_what_matches_nothing_is_refused(here: Path) -> None:
+    with pytest.raises(RequestError, match=r"^The sweep has no job: model=glob\(zz\*\) comes to no value"):
+        ddp_recipes.run(["-m", *QUICK, "model=glob(zz*)"])
+    assert not list(here.iterdir())
 
 
 def test_a_script_that_runs_where_a_run_imports_it_is_refused(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,7 +148,7 @@ def make(node: Mapping[str, Any], section: str, *arguments: Any, without: Collec
         at_the_call = error.__traceback__ is None or error.__traceback__.tb_next is None  # not inside what was called
         if (
             isinstance(error, TypeError)
-            and re.search("(keyword|positional) argument", str(error))
+            and re.search("(keyword|positional) argument|values for argument", str(error))
             and (well_known or at_the_call)
         ):
             hint = f"Check the keys of {section}."

@@ -132,6 +132,9 @@ def _message(error: Exception, hydra: Hydra, config_name: str, overrides: Sequen
         return _of_yaml(error)
     if isinstance(error, OverrideParseException):
         reason = next(line for line in error.message.splitlines() if not line.startswith("Error parsing"))
+        name, equals, value = map(str.strip, str(error.override).partition("="))
+        if name and equals and f"{name}={value}" != error.override:
+            return f"{error.override}: there are spaces around the equals sign. Write {name}={value}."
         return (
             f"{error.override}: Hydra cannot read this override ({reason}). It reads key=value, +key=value, ~key, and "
             f"-m key=1,2; quote a value with special characters twice: 'key=\"a, b\"'.{_of_word(str(error.override))}"
@@ -180,8 +183,9 @@ def _wrong_choice(error: Exception, hydra: Hydra, overrides: Sequence[str]) -> s
     for given in overrides:
         if (group := _key(given)) in groups:
             options = hydra.config_loader.get_group_options(group)
-            if given.partition("=")[2] not in options:
-                return f"{given}: there is no such option. Options of {group}: {', '.join(sorted(options))}."
+            if (choice := given.partition("=")[2]) not in options:
+                none = f" For none of them: '~{group}'." if "null" in choice.split(",") else ""
+                return f"{given}: there is no such option. Options of {group}: {', '.join(sorted(options))}.{none}"
     given = next((one for one in overrides if repr(one) in repr(str(error))), "This")
     if (without := next((one for one in overrides if not _key(one)), None)) is not None:
         return f"{without}: there is no key before the equals sign. Write key=value."
