@@ -178,3 +178,18 @@ def test_a_metric_that_keeps_lists_is_that_of_all_samples(strategy: str, ranks: 
     together = run(*listed, f"strategy={strategy}", world_size=ranks)["metrics"]
     for name in ("val/kept", "val/again"):
         assert together[name] == alone[name] >= 2
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks"), quick_each(1, [("ddp", 3), ("ddp_exact", 3), ("ddp_pipeline", 2)]), ids=str
+)
+def test_a_metric_whose_state_takes_its_form_from_what_it_sees_is_that_of_all_samples(
+    strategy: str, ranks: int, run: Run
+) -> None:
+    """One number until then, and one of each output after it, in 64 bits: not all ranks see a sample."""
+    measured = ["data.val_samples=2", "data.global_batch_size=12", "+task.metrics.r2._target_=torchmetrics.R2Score"]
+    measured += ["+task.metrics.wide._target_=metric_parts.Wide"]
+    alone = run(*measured, "strategy=single")["metrics"]
+    together = run(*measured, f"strategy={strategy}", world_size=ranks)["metrics"]
+    for name in ("val/r2", "val/wide"):
+        assert together[name] == pytest.approx(alone[name])

@@ -339,15 +339,15 @@ def record_history(device_module: Any, entries: int | None) -> None:
         record(enabled=None) if entries is None else record(max_entries=entries)
 
 
-def list_states(metrics: Iterable[Any]) -> list[tuple[Any, str]]:
-    """Return each list that metrics, and those in them, keep of what they saw, as its owner and name: ``_reductions``.
+def states_of(metrics: Iterable[Any]) -> list[tuple[Any, str]]:
+    """Return each tensor or list that metrics, and those in them, keep of what they saw: owner, name. ``_reductions``.
 
-    Where several ranks compute one they concatenate what all have, which must be alike but for its length.
+    Where several ranks compute one they gather what all have, which must be alike but for the length of lists.
     """
     owners = {id(owner): owner for metric in metrics for owner in metric.modules()}.values()
     return [
         (owner, name)
         for owner in owners
         for name in getattr(owner, "_reductions", ())
-        if isinstance(getattr(owner, name), list)
+        if isinstance(getattr(owner, name), list | Tensor)
     ]

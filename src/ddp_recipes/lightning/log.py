@@ -16,7 +16,7 @@ from ddp_recipes.errors import RequestError, RunFailed
 from ddp_recipes.strategies.base import by_rank
 from ddp_recipes.tasks import RunContext
 from ddp_recipes.tasks.metrics import is_stateful
-from ddp_recipes.training.metrics import agree_on_lists
+from ddp_recipes.training.metrics import agree_on_states
 
 _REDUCTIONS = ("mean", "sum", "min", "max")
 _BEFORE = -1, 0  # the number and part of a batch of an earlier start
@@ -302,7 +302,7 @@ class Log:
         entries = self._chosen(lambda key: key.on_epoch, context)
         found = self._values([(k, k.of_epoch, e.of_epoch) for k, e in entries if not k.is_metric], context)
         metrics = [(key, self._on_all_ranks(key, entry.metric)) for key, entry in entries if key.is_metric]
-        agree_on_lists(metric for _, metric in metrics)
+        agree_on_states(metric for _, metric in metrics)
         for key, metric in metrics:
             value = self._computed(key, metric)
             found.logged[key.of_epoch] = value

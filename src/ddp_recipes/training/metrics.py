@@ -4,7 +4,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import partial, reduce
 from importlib.util import find_spec
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_recipes._compat.torch_ import list_states
+from ddp_recipes._compat.torch_ import states_of
 from ddp_recipes.config.settings import check_measured
 from ddp_recipes.data.loader import Batch, Loader
 from ddp_recipes.devices import for_sums, sum_dtype
@@ -46,7 +46,7 @@ def computed(task: Task, prefix: str, matrices: Matrices) -> Metrics:
     with warnings.catch_warnings():
         # torchmetrics warns of a metric without an update; a rank without a sample is no mistake.
         warnings.filterwarnings("ignore", "The ``compute`` method", UserWarning)
-        agree_on_lists(task.stateful_metrics.values())
+        agree_on_states(task.stateful_metrics.values())
         values = {name: metric.compute() for name, metric in task.stateful_metrics.items()}
     for name, value in values.items():
         for own, each in value.items() if isinstance(value, Mapping) else [(name, value)]:
@@ -68,20 +68,32 @@ def computed(task: Task, prefix: str, matrices: Matrices) -> Metrics:
     return metrics
 
 
-def agree_on_lists(metrics: Iterable[Any]) -> None:
-    """Give metrics without a sample on this rank empty lists of what others have, to be gathered. A collective.
+def agree_on_states(metrics: Iterable[Any]) -> None:
+    """Give metrics without a sample on this rank states of the form that others have, to be gathered. A collective.
 
-    Else torchmetrics sends an empty list as one of floats, which others do not expect.
+    Else torchmetrics sends an empty list as one of floats, and one number where others have one of each output.
     """
-    lists = list_states(metrics)
-    if not lists or not dist.is_initialized() or dist.get_world_size() == 1:
+    states = states_of(metrics)
+    if not states or not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    first = [next(iter(getattr(owner, name)), None) for owner, name in lists]
-    mine = [[each[:0] if each.dim() else each[None][:0]] if isinstance(each, Tensor) else [] for each in first]
-    every: list[list[list[Tensor]]] = broadcast(gather(mine), 0)
-    for (owner, name), kinds in zip(lists, zip(*every, strict=True), strict=True):
-        if not getattr(owner, name):
-            setattr(owner, name, [each.to(owner.device) for kind in kinds for each in kind][:1])
+    every: list[list[list[Tensor]]] = broadcast(gather([_form(getattr(*state)) for state in states]), 0)
+    for (owner, name), forms in zip(states, zip(*every, strict=True), strict=True):
+        state, found = getattr(owner, name), [each for form in forms for each in form]
+        if isinstance(state, Tensor):
+            shape = max((each.shape[1:] for each in found), key=torch.Size.numel)
+            dtype = reduce(torch.promote_types, (each.dtype for each in found))
+            if state.dtype != dtype or (state.numel() == 1 and state.shape != shape):
+                setattr(owner, name, state.to(dtype).expand(shape).clone())
+        elif not state:
+            setattr(owner, name, [each.to(owner.device) for each in found[:1]])
+
+
+def _form(state: Any) -> list[Tensor]:
+    """Return what tells the shape and the dtype of a state, and has no number in it; nothing of an empty list."""
+    if isinstance(state, Tensor):
+        return [state[None][:0]]
+    first = next(iter(state), None)
+    return [first[:0] if first.dim() else first[None][:0]] if isinstance(first, Tensor) else []
 
 
 def _is_matrix(value: Any) -> bool:
