@@ -63,4 +63,4 @@ def went_on(run: Run, random: Random, folder: Path, monkeypatch: pytest.MonkeyPa
 def test_a_stopped_run_goes_on_as_if_it_had_not_been(
     number: int, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    went_on(run, Random(f"{SEED} {number}"), tmp_path, monkeypatch)
+    print(went_on(run, Random(f"{SEED} {number}"), tmp_path, monkeypatch))
