@@ -245,6 +245,55 @@ def test_devices_refuses_a_job_that_never_fits(tmp_path: Path, sweep: Callable[.
     assert "needs 2 devices, and 1 are available." in sweep(*TINY, *wide, status=2)
 
 
+SCRIPT = """
+import sys
+
+import ddp_recipes
+
+ddp_recipes.run(sys.argv[1:])
+"""
+
+
+@pytest.mark.slow
+def test_devices_runs_the_jobs_of_a_script_that_is_not_run_again(tmp_path: Path, python: str) -> None:
+    """Without ``if __name__ == "__main__"``."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    own = ["hydra.sweep.dir=sweep", "hydra/launcher=devices", "model=toy", "optimizer.lr=0.1,0.2"]
+    command = [python, "script.py", "-m", *ALONE, *own]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=patience(120), check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert [row["status"] for row in table(tmp_path)] == ["finished", "finished"]
+
+
+KILLED = """
+import os
+
+import torch
+
+
+class Killed(torch.nn.Linear):
+    def __init__(self, at, lr, **features):
+        super().__init__(10, 5)
+        if lr == at:
+            os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("on_failure", "others"), [("continue", ["finished"]), ("stop", [])])
+def test_devices_goes_on_beside_a_job_that_is_killed(
+    on_failure: str, others: list[str], tmp_path: Path, sweep: Callable[..., str]
+) -> None:
+    (tmp_path / "killed.py").write_text(KILLED)
+    model = ["model._target_=killed.Killed", "+model.at=0.1", "+model.lr=${optimizer.lr}", "optimizer.lr=0.1,0.2"]
+    where = ["hydra/launcher=devices", "hydra.launcher.slots=1"]
+    printed = sweep(*ALONE, *model, *where, f"sweep.on_failure={on_failure}", status=1)
+    assert "was killed by SIGKILL" in table(tmp_path)[0]["error"]
+    assert [row["status"] for row in table(tmp_path)] == ["failed", *others]
+    assert "memory ran out" in printed
+    assert "Traceback" not in printed
+
+
 DRIVER = """
 int cuInit(unsigned flags) { return 0; }
 int cuDeviceGetCount(int *count) { *count = 1; return 0; }

@@ -109,6 +109,13 @@ class Death:
     asked: bool = False
 
 
+def died(who: str, status: int) -> str:
+    """Return how a process exited that left no report: in a line, and what may help in another."""
+    how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with exit code {status}"
+    out_of_memory = "\nIf nobody killed it, memory ran out (dmesg shows it): lower data.batch_size or num_workers."
+    return f"{who} {how}, without a traceback.{out_of_memory if status == -signal.SIGKILL else ''}"
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What became of a run.

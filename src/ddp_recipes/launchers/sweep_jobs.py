@@ -6,12 +6,11 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing import active_children
 from types import FrameType
 
 from ddp_recipes.errors import Preempted, RecipeError
 from ddp_recipes.runtime.job import ASKS_TO_STOP
-from ddp_recipes.runtime.process import die_with_parent, is_running, name_of, set_name
+from ddp_recipes.runtime.process import children, die_with_parent, is_running, name_of, set_name
 
 AFTER_SIGNAL_S = 30.0  # for jobs to save; their launcher ends them before
 _JOB = "job "  # the name of a process begins so, as long as it runs one
@@ -71,7 +70,7 @@ def _stop(number: int, frame: FrameType | None) -> None:
     """Tell the jobs to stop, wait for them, and end the sweep."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # another Ctrl-C ends all at once
     name = signal.Signals(number).name
-    if not (jobs := [child.pid for child in active_children() if child.pid and _has_job(child.pid)]):
+    if not (jobs := [child for child in children() if _has_job(child)]):
         raise KeyboardInterrupt(*([] if number == signal.SIGINT else [f"stopped by {name}"]))
     for job in jobs:
         os.kill(job, signal.SIGTERM)

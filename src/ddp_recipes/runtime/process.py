@@ -44,6 +44,11 @@ def state(process: int) -> tuple[str, int]:
     return letter, int(parent)
 
 
+def children() -> list[int]:
+    """Return the processes that this one has started, however it did."""
+    return [process for process in map(int, filter(str.isdecimal, os.listdir("/proc"))) if _is_own(process)]
+
+
 def is_running(process: int) -> bool:
     """Whether a process has not exited, whoever is to take note of that."""
     try:

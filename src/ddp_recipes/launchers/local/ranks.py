@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import IO
 
 from ddp_recipes.launchers.fork_server import ForkedRank, ForkServer, python_path
-from ddp_recipes.launchers.reports import Death, RankReport
+from ddp_recipes.launchers.reports import Death, RankReport, died
 from ddp_recipes.runtime.job import Job, Loss
 from ddp_recipes.runtime.process import is_stopped
 
@@ -81,11 +81,7 @@ class Rank:
         if self.hung:
             return Death(self.number, f"Rank {self.number} did not respond and was killed.")
         who = f"process {self.process.pid}" if self.process.pid else "not yet forked"
-        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with exit code {status}"
-        message = f"Rank {self.number} ({who}) {how}, without a traceback."
-        if status == -signal.SIGKILL:
-            message += "\nIf nobody killed it, memory ran out (dmesg shows it): lower data.batch_size or num_workers."
-        return Death(self.number, message, asked=status == -signal.SIGTERM)
+        return Death(self.number, died(f"Rank {self.number} ({who})", status), asked=status == -signal.SIGTERM)
 
     def end(self) -> None:
         """Kill the process unless it has exited, and restore the terminal after a killed one."""
