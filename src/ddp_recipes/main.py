@@ -2,7 +2,9 @@
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from traceback import walk_stack
 from typing import Any
@@ -30,10 +32,11 @@ def main(config_path: str = CONF, config_name: str = "train", *, leaves: bool = 
         leaves: whether nothing comes after this in the process, which then exits a second sooner, without unwinding.
     """
     ignore_broken_pipe()
-    if os.getcwd() not in sys.path and "" not in sys.path and not is_run(Path.cwd()):
-        sys.path.append(os.getcwd())  # own models in the current folder, also for the console script
     status = 0
     try:
+        folder = _current_folder()
+        if folder not in sys.path and "" not in sys.path and not is_run(Path(folder)):
+            sys.path.append(folder)  # own models in the current folder, also for the console script
         if sys.argv[1:] and sys.argv[1] in BEFORE_CONFIG:
             extra(sys.argv[1])(sys.argv[2:])
         else:
@@ -49,6 +52,42 @@ def main(config_path: str = CONF, config_name: str = "train", *, leaves: bool = 
     sys.exit(status)
 
 
+def _current_folder() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        raise RequestError(
+            "The current folder has been removed, or removed and made again. Go to one that is there: cd ~, or cd $PWD."
+        ) from None
+
+
+_going = threading.RLock()  # by the thread that has a run
+
+
+def _forget() -> None:
+    """Have no run in a fork: the thread that has it is not there."""
+    global _going
+    _going = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+@contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    """Refuse a second thread's run: a job's config, which Hydra keeps, seeds and defaults are a process's own."""
+    if not _going.acquire(blocking=False):
+        raise RequestError(
+            "another thread of this process has a run that is still going, and a process has one at a time. Start them "
+            "one after the other, in processes of their own, or as a sweep: run(['-m', 'key=1,2'])."
+        )
+    try:
+        yield
+    finally:
+        _going.release()
+
+
+@_one_at_a_time()
 def run(
     request: Sequence[str] | Mapping[str, Any] | DictConfig = (),
     *,
@@ -74,6 +113,7 @@ def run(
         Preempted: a signal stopped it after a checkpoint was saved.
     """
     _refuse_within_an_import()
+    _current_folder()
     is_config = isinstance(request, Mapping | DictConfig)
     if not is_config and (isinstance(request, str) or not _are_texts(request)):
         given = request if isinstance(request, str) else "trainer.max_epochs=3"

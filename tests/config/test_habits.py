@@ -245,6 +245,46 @@ def test_a_script_that_runs_where_a_run_imports_it_is_refused(here: Path, monkey
     assert not (here / "outputs").exists()
 
 
+SECOND = """
+from pathlib import Path
+from threading import Thread
+
+import ddp_recipes
+
+
+class Second(ddp_recipes.Callback):
+    def __init__(self):
+        thread = Thread(target=self.start)
+        thread.start()
+        thread.join()
+
+    def start(self):
+        try:
+            ddp_recipes.run(["strategy=single"])
+        except ddp_recipes.RequestError as error:
+            Path("refused.txt").write_text(str(error))
+"""
+
+
+def test_a_run_beside_one_in_another_thread_is_refused(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both went into one directory: Hydra keeps a job's config for the whole process."""
+    monkeypatch.syspath_prepend(here)
+    write(here / "beside.py", SECOND)
+    assert ddp_recipes.run([*QUICK, "+callbacks.second._target_=beside.Second"])["status"] == "finished"
+    assert "has a run that is still going" in (here / "refused.txt").read_text()
+
+
+def test_a_folder_that_is_no_longer_there_is_named(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (here / "gone").mkdir()
+    monkeypatch.chdir(here / "gone")
+    (here / "gone").rmdir()
+    with pytest.raises(RequestError, match="current folder has been removed"):
+        ddp_recipes.run(QUICK)
+    monkeypatch.chdir(here)
+    (here / "run").symlink_to("nowhere/run")
+    assert f"{here / 'run'} is a symbolic link to nowhere/run, which is not there" in message_of("hydra.run.dir=run")
+
+
 APPLICATION = """\
 import hydra
 import ddp_recipes

@@ -148,6 +148,10 @@ def make_directory(path: Path, fresh: bool) -> list[Path]:
             break
         except OSError as error:
             remove_empty(made)
+            dangling = (each for each in (candidate, *candidate.parents) if each.is_symlink() and not each.exists())
+            if (link := next(dangling, None)) is not None:
+                reason = f"{link} is a symbolic link to {os.readlink(link)}, which is not there"
+                break
             reason = error.strerror
             if not isinstance(error, (FileExistsError, FileNotFoundError)):  # another run made or removed a part of it
                 break
