@@ -291,6 +291,20 @@ def test_more_losses_than_may_be_replaced_end_the_run(launcher: str, tmp_path: P
     assert "Rank 1" in summary(tmp_path)["error"]
 
 
+@pytest.mark.slow
+def test_once_all_that_may_be_are_replaced_a_restart_that_fails_blames_no_other_rank(
+    tmp_path: Path, python: str
+) -> None:
+    """The others wait for the launcher's word, and get it."""
+    again = ["+callbacks.disturbing.once=false", "+callbacks.disturbing.where=on_epoch_start"]
+    spent = ["launcher.replace_ranks=1", "launcher.max_restarts=1"]
+    ended = ran(python, tmp_path, EXACT, *disturbed(1, "[1]", "raise", *again), *spent)
+    assert ended.returncode == 1
+    assert "Restart 1 of 1, from the last checkpoint." in ended.stderr
+    assert "did not respond" not in ended.stderr
+    assert summary(tmp_path)["error"] == "rank 1: ValueError: the cat sat on the keyboard"
+
+
 BOTH = "logger=[tensorboard,csv]"
 
 

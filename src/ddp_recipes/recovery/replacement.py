@@ -50,8 +50,8 @@ class Survival(local.Survival):
         return super().start(starter)
 
     def goes_on(self, ranks: list[Rank]) -> bool:
-        """Replace lost ranks where others have what they had."""
-        replaces = 0 < self._parts < len(ranks) and self._spare > 0
+        """Replace lost ranks where others have what they had; say so to those that wait where none is any more."""
+        replaces = 0 < self._parts < len(ranks) and self.settings.replace_ranks > 0
         return replaces and self._replacement.goes_on(ranks)
 
     def after(self, error: str, stopped: bool) -> str | None:
