@@ -172,7 +172,9 @@ def test_a_disk_that_takes_no_more_ends_a_run_with_the_promised_message(
         fail()
         ended = run.end()
         kept = load_first(newest_first(directory / "checkpoints"))
+        left = summary(directory)["status"]
     assert ended.status == 1
+    assert left == ("running" if what == "read-only" else "failed")
     file = r"(step_\d+\.pt|events\.out\S*)" if logger == "tensorboard" else r"step_\d+\.pt"
     assert re.search(rf"{file} could not be written: {BROKEN[what]}\. ", ended.err.splitlines()[-1]), ended.err
     if logger == "none":  # TensorBoard's thread prints one of its own

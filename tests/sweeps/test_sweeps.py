@@ -105,6 +105,16 @@ def test_a_failed_job_is_named_with_its_reason_and_the_others_finish(tmp_path: P
 
 
 @pytest.mark.slow
+def test_a_full_disk_keeps_the_end_of_a_sweep_from_nobody(tmp_path: Path, sweep: Callable[..., str]) -> None:
+    (tmp_path / "sweep").mkdir()
+    (tmp_path / "sweep" / "sweep.csv").symlink_to("/dev/full")
+    overrides = noted(tmp_path, "+model.fail_at=0.2", "optimizer.lr=0.1,0.2")
+    printed = sweep(*ALONE, *overrides, status=1)
+    assert "sweep.csv was not written: No space left on device." in printed
+    assert "Some jobs of the sweep failed; the table above says which." in printed
+
+
+@pytest.mark.slow
 def test_on_failure_stop_starts_no_further_job(tmp_path: Path, sweep: Callable[..., str]) -> None:
     overrides = noted(tmp_path, "+model.fail_at=0.2", "optimizer.lr=0.1,0.2,0.3", "sweep.on_failure=stop")
     sweep(*ALONE, *overrides, status=1)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_recipes.errors import RequestError
-from ddp_recipes.runtime.files import LACKING, planted, read_text, write_aside
+from ddp_recipes.runtime.files import LACKING, planted, read_text, write_aside, write_over
 
 Summary = dict[str, Any]
 
@@ -176,8 +176,16 @@ def refuse_used(path: Path, resumed: bool) -> None:
 
 
 def write_summary(path: Path, summary: Summary) -> None:
-    """Write ``summary.json``, complete or not at all; what is not finite, which JSON does not have, becomes null."""
-    write_text(path / "summary.json", json.dumps(_finite(summary), indent=2, allow_nan=False, default=str) + "\n")
+    """Write ``summary.json``, complete or not at all; what is not finite, which JSON does not have, becomes null.
+
+    Where the disk is full, in the place of the one that is there, which says that the run goes on.
+    """
+    text = json.dumps(_finite(summary), indent=2, allow_nan=False, default=str) + "\n"
+    try:
+        write_text(path / "summary.json", text)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not write_over(path / "summary.json", text.encode()):
+            raise
 
 
 def _finite(value: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import TextIO
 
 from ddp_recipes.errors import RequestError
 from ddp_recipes.reporting.progress import table
-from ddp_recipes.reporting.run_directory import Summary, read_summary
+from ddp_recipes.reporting.run_directory import Summary, read_summary, recording
 
 RESUMES = "ckpt_path=auto"
 RECORDS = (("summary.json",), ("config.yaml", "train.log"))  # of which a run has one or both
@@ -78,15 +78,17 @@ def report(sweep_directory: Path, stream: TextIO) -> None:
     jobs = _ended(sweep_directory)
     if not jobs:
         return
-    shown = []
-    with (sweep_directory / "sweep.csv").open("w", newline="", encoding="utf-8") as file:
+    rows, shown = [], []
+    for directory, job in jobs:
+        name, overrides = str(directory.relative_to(sweep_directory)), " ".join(job.get("overrides", []))
+        status, objective, seconds, error = map(job.get, ("status", "objective", "wall_time_s", "error"))
+        rows.append([name, overrides, status, objective, seconds, error])
+        outcome = error or (f"objective {objective:.6g}" if objective is not None else "")
+        took = f"  {seconds:.1f} s" if seconds is not None else ""
+        shown.append((f"{name}  {overrides}", f"{status}  {outcome}{took}"))
+    path = sweep_directory / "sweep.csv"
+    with recording(str(path)), path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(["directory", "overrides", "status", "objective", "seconds", "error"])
-        for directory, job in jobs:
-            name, overrides = str(directory.relative_to(sweep_directory)), " ".join(job.get("overrides", []))
-            status, objective, seconds, error = map(job.get, ("status", "objective", "wall_time_s", "error"))
-            writer.writerow([name, overrides, status, objective, seconds, error])
-            outcome = f"objective {objective:.6g}" if objective is not None else error or ""
-            took = f"  {seconds:.1f} s" if seconds is not None else ""
-            shown.append((f"{name}  {overrides}", f"{status}  {outcome}{took}"))
+        writer.writerows(rows)
     table(f"sweep in {sweep_directory}", shown, stream)

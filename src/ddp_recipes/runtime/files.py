@@ -5,6 +5,7 @@ import io
 import os
 import stat
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -60,6 +61,26 @@ def write_aside(path: Path, save: Save, link: Callable[[], object] = lambda: Non
     link()
     if durable:
         _sync_folder(path.parent)
+
+
+def write_over(path: Path, content: bytes) -> bool:
+    """Write a small file, which JSON with spaces at its end is, into the blocks of the one that is there.
+
+    In one call, so that it is complete or as before. Returns whether there is one, of so many blocks.
+    """
+    with suppress(OSError):
+        file = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            former = os.fstat(file)
+            if len(content) > former.st_blocks * 512:
+                return False
+            padded = content.ljust(former.st_size)
+            written = os.pwrite(file, padded, 0) == len(padded)
+            os.fsync(file)
+            return written
+        finally:
+            os.close(file)
+    return False
 
 
 def _sync_folder(path: Path) -> None:
