@@ -132,10 +132,10 @@ def test_a_rank_that_is_killed_in_training_leaves_its_checkpoints_and_no_process
 def test_no_rank_outlives_the_process_it_was_forked_from(folder: Path) -> None:
     with started(folder, *ENDLESS, TWO, command=COLD) as run:
         until_saved(run, folder / "run")
-        kill(run.fork_server, SIGKILL)
+        kill(server := run.fork_server, SIGKILL)
         ended = run.end(GONE_S)
     assert ended.status == 1
-    assert "was killed by SIGKILL" in ended.err
+    assert f"The process that ranks are forked from (process {server}) was killed by SIGKILL" in ended.err
     assert summary(folder / "run")["status"] == "failed"
 
 

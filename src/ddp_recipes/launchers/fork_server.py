@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
+from ddp_recipes.launchers.reports import died
 from ddp_recipes.runtime.job import ASKS_TO_STOP
 from ddp_recipes.runtime.process import die_with_parent, ignore, is_running, is_stopped, loading
 
@@ -131,7 +132,7 @@ class ForkServer:
             except ConnectionResetError:  # it was killed before it had read all
                 message = b""
             if not message:
-                self.close()
+                self._report_exit()
                 break
             what, number, value = json.loads(message)
             if what == "forked":
@@ -139,6 +140,14 @@ class ForkServer:
             else:
                 self._ranks[number].returncode = value
         return received
+
+    def _report_exit(self) -> None:
+        """Say how the server exited, by itself: its ranks have died with it."""
+        process = self._process
+        self.close()
+        assert process is not None
+        how = died(f"The process that ranks are forked from (process {process.pid})", process.returncode)
+        print(how, file=sys.stderr, flush=True)
 
     @property
     def stopped(self) -> bool:
