@@ -15,6 +15,7 @@ from torch.distributed import Store
 from ddp_recipes.runtime.process import connections, disconnect
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies import exchanges
+from ddp_recipes.strategies.fsdp.order import Order, ReduceScatter
 from ddp_recipes.testing import on_ranks
 from helpers.marks import slow_but
 from helpers.patience import patience
@@ -45,13 +46,15 @@ def joined(world: World, store: Store | None) -> set[int]:
     return found
 
 
-def cut_off(transfer: Callable[[Tensor, Tensor], None], world: World, store: Store | None) -> tuple[str, float]:
+def cut_off(
+    transfer: Callable[[Tensor, Tensor], None], world: World, store: Store | None, size: int = SIZE
+) -> tuple[str, float]:
     """Hang up once the other rank's first numbers are here; return what this rank was told, and after how long."""
     held = joined(world, store)
-    mine, theirs = torch.full([SIZE], float(world.rank)), torch.zeros(SIZE)  # what is not 0 came
+    mine, theirs = torch.full([size], float(world.rank)), torch.zeros(size)  # what is not 0 came
 
     def hang_up() -> None:
-        while not (theirs[0] or theirs[SIZE // 2]):
+        while not (theirs[0] or theirs[size // 2]):
             pass
         disconnect(held)
 
@@ -70,6 +73,23 @@ def test_a_rank_is_told_of_a_connection_that_ends_while_it_sends_or_receives(nam
     for told, seconds in on_ranks(partial(cut_off, TRANSFERS[name]), 2, timeout_s=patience(120)):
         assert "onnection" in told
         assert seconds < patience(ALLOWED_S)
+
+
+def gradients_of_replicas(mine: Tensor, theirs: Tensor) -> None:
+    """Reduce a block of FSDP of which each replica is one rank."""
+    alone, _ = dist.new_subgroups_by_enumeration([[0], [1]], timeout=MINUTES)
+    assert isinstance(alone, dist.ProcessGroup)
+    reduce = ReduceScatter(Order(("",), ordered=False), 0, dist.group.WORLD)
+    reduce(theirs, mine, alone, dist.ReduceOp.SUM)
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_a_rank_is_told_of_a_connection_that_ends_while_it_adds_up_gradients_of_replicas() -> None:
+    """What gloo tells nobody of is a matter of the instant: a wait in five, of tensors of some megabytes."""
+    for _ in range(16):
+        held = on_ranks(partial(cut_off, gradients_of_replicas, size=1 << 20), 2, timeout_s=patience(120))
+        assert max(seconds for _, seconds in held) < patience(ALLOWED_S)
 
 
 def test_a_transfer_takes_as_long_as_the_other_rank_does() -> None:

@@ -146,10 +146,16 @@ class Gather(InTurn):
 
 
 class ReduceScatter(InTurn):
-    """Reduces a block's gradients, as FSDP2 does by itself."""
+    """Reduces a block's gradients, as FSDP2 does by itself.
 
-    def __init__(self, order: Order, block: int) -> None:
+    Args:
+        replicas: the ranks that have the same part in other replicas, whose gradients are added as well; ``None`` where
+            there is one, or FSDP2 adds them.
+    """
+
+    def __init__(self, order: Order, block: int, replicas: dist.ProcessGroup | None = None) -> None:
         super().__init__(order, Turn("reduced", block))
+        self.replicas = replicas
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
@@ -157,6 +163,8 @@ class ReduceScatter(InTurn):
         """Leave this rank's rows of the sum in ``output_tensor``."""
         self.order.take(self.turn, input_tensor.device)
         reduce_scatter_single(output_tensor, input_tensor, group, op)
+        if self.replicas is not None:
+            exchanged(dist.all_reduce, output_tensor, group=self.replicas, op=op)
 
 
 def reduce_scatter_single(into: Tensor, all_: Tensor, group: dist.ProcessGroup, op: Any) -> None:

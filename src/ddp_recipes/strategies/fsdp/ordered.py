@@ -18,14 +18,10 @@ class OrderedReduceScatter(ReduceScatter):
     It is called once a shard, for FSDP2 adds what each call leaves. Ranks take turns, so what they send at one time are
     shards that follow each other. -0.0 added to any number leaves it as it is: that is what a shard without a sample
     counts.
-
-    Args:
-        replicas: the ranks that have the same part in other replicas; ``None`` where there is one.
     """
 
-    def __init__(self, order: Order, block: int, replicas: dist.ProcessGroup | None) -> None:
+    def __init__(self, order: Order, block: int) -> None:
         super().__init__(order, block)
-        self.replicas = replicas
         self.total: Tensor | None = None
         self.counts = True  # whether this rank's shard has a sample
         self.done = False  # whether it has been reduced

@@ -22,7 +22,7 @@ from ddp_recipes._compat.fsdp import (
     tell_managed,
 )
 from ddp_recipes._compat.torch_ import local
-from ddp_recipes.devices import beside_host, for_sums, is_accelerator
+from ddp_recipes.devices import HOST, beside_host, for_sums, is_accelerator
 from ddp_recipes.runtime.messages import Messages
 from ddp_recipes.runtime.tensors import OwnRows, Source, digest, rows_here
 from ddp_recipes.runtime.world import World
@@ -65,7 +65,8 @@ class FSDP(Whole, Group):
         self.settings = settings or FSDPSettings()
         self.parts: dict[int, Part] = {}  # by the id of what an optimizer updates
         self.blocks: list[FSDPModule] = []  # the model first
-        self.ordered: list[OrderedReduceScatter] = []
+        self.reductions: list[ReduceScatter] = []
+        self.ordered: list[OrderedReduceScatter] = []  # of these
         self.single: list[nn.Parameter] = []  # numbers, which each rank has
         self.wholes: OrderedSum | None = None  # of these, and of buffers
         self.group: dist.ProcessGroup  # ranks that hold a replica together
@@ -105,15 +106,28 @@ class FSDP(Whole, Group):
             set_groups(self.blocks, self.mesh, self._mesh(self.mesh.device_type))
             self.passes, self.usage.always, self.usage.step, self.order.known = 0, None, None, {}
             self.order.begin(step=False)
+            self._set_replicas(self.peers)
             for each in self.ordered:
-                each.replicas, each.total = self.peers, None
+                each.total = None
 
     def _mesh(self, kind: str) -> DeviceMesh:
-        """Return the ranks that the model is dealt to, and the replicas whose gradients FSDP2 adds."""
-        if self.peers is None or self.settings.shards is not None:
+        """Return the ranks that the model is dealt to, and the replicas whose gradients FSDP2 adds.
+
+        On an accelerator it does so beside the next block's. Between CPUs we do: it would wait for those of a rank that
+        is lost as long as a collective may take.
+        """
+        if self.peers is None or self._adds_replicas(kind):
             return DeviceMesh.from_group(self.group, kind)
         rows = torch.arange(self.world.world_size).view(self.settings.replicas, -1)
         return DeviceMesh.from_group([self.peers, self.group], kind, rows, mesh_dim_names=("replicas", "shards"))
+
+    def _adds_replicas(self, kind: str) -> bool:
+        """Whether we add the gradients of replicas, not FSDP2."""
+        return self.settings.shards is not None or kind == HOST
+
+    def _set_replicas(self, peers: dist.ProcessGroup | None) -> None:
+        for each in self.reductions if self._adds_replicas(self.device.type) else ():
+            each.replicas = peers
 
     def shard(self, task: Task, devices: Sequence[torch.device]) -> None:
         """Leave this rank its rows of each parameter; the model gathers those of a block before it runs."""
@@ -143,10 +157,12 @@ class FSDP(Whole, Group):
             if self.world.world_size > 1:
                 reduce = ReduceScatter(self.order, number)
                 if self.settings.shards is not None:
-                    reduce = OrderedReduceScatter(self.order, number, self.peers)
+                    reduce = OrderedReduceScatter(self.order, number)
                     self.ordered.append(reduce)
+                self.reductions.append(reduce)
                 block.set_custom_reduce_scatter(cast(Any, reduce))
                 block.set_custom_all_gather(cast(Any, Gather(self.order, number)))
+        self._set_replicas(self.peers)
 
     def _give_back(self, *_: Any) -> None:
         """Give back what an evaluation gathered: no backward follows that does, and weights may change."""
@@ -340,7 +356,7 @@ class FSDP(Whole, Group):
         self.wholes = None
         if self.blocks and self.rejoins:
             leave(self.blocks, self.mesh)
-        for each in self.ordered:
+        for each in self.reductions:
             each.replicas = None
         super().teardown()
 
