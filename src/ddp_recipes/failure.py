@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from ddp_recipes._compat.messages import out_of_memory, text_of, timed_out
 from ddp_recipes._compat.torch_ import recorded_collectives
 from ddp_recipes.build.recipe import Recipe
-from ddp_recipes.checkpointing.writing import disk_failure
+from ddp_recipes.checkpointing.writing import disk_failure, removed
 from ddp_recipes.devices import dump_memory
 from ddp_recipes.errors import RecipeError, RunFailed
 from ddp_recipes.output import Output
@@ -62,7 +62,8 @@ def refuse(recipe: Recipe, output: Output, error: RecipeError) -> None:
 def _explained(recipe: Recipe, output: Output, error: BaseException) -> tuple[BaseException, str]:
     """Return the error to show, with what may help, and all that is to be shown of it."""
     if not isinstance(error, RecipeError):
-        error = disk_failure(error, recipe.job.directory) or error
+        directory = recipe.job.directory
+        error = (removed(error, directory) if output.opened else None) or disk_failure(error, directory) or error
     own = isinstance(error, RecipeError)  # whose message is enough; anything else needs its traceback
     remedy = None if own else recipe.strategy.explain(error, recipe.task)
     if not own and remedy is None:

@@ -180,3 +180,31 @@ def test_a_disk_that_takes_no_more_ends_a_run_with_the_promised_message(
     if logger == "none":  # TensorBoard's thread prints one of its own
         assert "Traceback" not in ended.err
     assert kept[2] == []  # the newest one is whole
+
+
+REMOVING = """
+import os
+import shutil
+
+from ddp_recipes import Callback
+
+
+class Removing(Callback):
+    def on_step(self, step):
+        if step == 2 and os.environ["RANK"] == "0":
+            shutil.rmtree("run")
+"""
+
+
+def test_a_run_directory_that_is_removed_while_the_run_goes_on_is_named(folder: Path) -> None:
+    (folder / "removing.py").write_text(REMOVING)
+    own = [
+        "+callbacks.removing._target_=removing.Removing",
+        "logger=csv",
+        "trainer.log_every_n_steps=1",
+        "checkpoint=none",
+    ]
+    ended = ran(folder, *SMALL, *own, "launcher.nproc_per_node=2")
+    assert ended.status == 1
+    assert "the run directory has been removed, or moved, while the run went on." in ended.err
+    assert "Traceback" not in ended.err

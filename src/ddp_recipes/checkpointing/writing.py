@@ -61,6 +61,19 @@ def disk_failure(error: BaseException, directory: Path) -> RecipeError | None:
     return None
 
 
+def removed(error: BaseException, directory: Path) -> RecipeError | None:
+    """Return the error to show where something could not be written for the run directory is there no longer."""
+    for cause in chain(error):
+        if isinstance(cause, FileNotFoundError) and not (directory / "config.yaml").exists():
+            path = Path(os.fsdecode(cause.filename or ""))
+            if path.is_relative_to(directory):
+                return RecipeError(
+                    f"{path} could not be written: the run directory has been removed, or moved, while the run went "
+                    f"on. Where it was moved, the run goes on from there: hydra.run.dir=… ckpt_path=auto."
+                )
+    return None
+
+
 def size_of(content: Any) -> int:
     """Return the bytes that nested plain data and tensors take, about."""
     if isinstance(content, torch.Tensor):
