@@ -309,6 +309,16 @@ class Momentum(Teacher):
         return cast(Tensor, self.student(inputs) + 0.1 * self.teacher(inputs))
 
 
+class Polyak(Teacher):
+    """Keeps the average in ``parameter.data``, as SAC and DDPG do (Lillicrap et al., 2016)."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            for mean, new in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                mean.data.mul_(0.8).add_(new.data, alpha=0.2)
+        return cast(Tensor, self.student(inputs) + 0.1 * self.teacher(inputs))
+
+
 class Constrained(nn.Linear):
     """Bounds the norms of its rows before each pass, as EEGNet does (Lawhern et al., 2018)."""
 

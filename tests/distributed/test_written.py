@@ -14,6 +14,7 @@ Run = Callable[..., Summary]
 COUNTED = "model._target_=own_parts.Counted"
 TEACHER = "model._target_=own_parts.Teacher"
 BOUNDED = "model._target_=own_parts.Bounded"
+MOMENTUM, POLYAK = "model._target_=own_parts.Momentum", "model._target_=own_parts.Polyak"
 FOLLOWED = "model._target_=own_parts.Followed"
 
 
@@ -36,6 +37,8 @@ def test_ranks_that_write_alike_are_as_one_process(model: str, run: Run) -> None
             ("strategy=parameter_server", FOLLOWED, "seen"),
             ("strategy=fsdp", COUNTED, "mean"),
             ("strategy=fsdp strategy.shards=4 strategy.wrap=[student,teacher]", TEACHER, "teacher.weight"),
+            ("strategy=fsdp strategy.shards=4 strategy.wrap=[student,teacher]", MOMENTUM, "teacher.weight"),
+            ("strategy=fsdp strategy.shards=4 strategy.wrap=[student,teacher]", POLYAK, "teacher.weight"),
         ],
     ),
 )
@@ -76,7 +79,7 @@ def test_what_goes_by_data_is_seen_as_well(strategy: str, kind: str, run: Run) -
         run(*strategy.split(), *own, world_size=2)
 
 
-@pytest.mark.parametrize("model", quick_each(2, [TEACHER, "model._target_=own_parts.Momentum"]))
+@pytest.mark.parametrize("model", quick_each(2, [TEACHER, MOMENTUM, POLYAK]))
 def test_fsdp_keeps_what_a_pass_writes_to_rows(model: str, run: Run) -> None:
     both = "data.global_batch_size=16", model
     wanted = run(*both, "strategy=ddp", world_size=2)

@@ -142,6 +142,7 @@ def keep_assigned_data() -> None:
 def _assign(tensor: Any, value: Any) -> None:
     if isinstance(value, DTensor) and (value.placements, value.dtype) == (tensor.placements, tensor.dtype):
         tensor._local_tensor.detach().copy_(value._local_tensor)
+        torch.autograd.graph.increment_version(tensor)  # as a write to it does
     else:
         _DATA.__set__(tensor, value)
 

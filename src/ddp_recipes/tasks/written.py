@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn, strided
 
-from ddp_recipes._compat.torch_ import storage_key, writes
+from ddp_recipes._compat.torch_ import local, storage_key, writes
 from ddp_recipes.errors import RunFailed
 from ddp_recipes.runtime.tensors import sums_of_bits
 from ddp_recipes.tasks.blocks import on_copies
@@ -39,8 +39,8 @@ class Watch:
         """A pass begins."""
         self._before = [(parameter, seen_of(parameter)) for parameter in self._parameters()]
         if _looked_at(self._passes[self._module.training]):
-            there = [each for each, _ in self._before if type(each.data) is Tensor and not each.is_meta]  # no fake
-            self._sums = there, sums_of_bits(there)
+            here = [each for each, _ in self._before if type(local(each).data) is Tensor and not each.is_meta]  # no fake
+            self._sums = here, sums_of_bits([*map(local, here)])
         self._passes[self._module.training] += 1
 
     def end(self) -> None:
@@ -51,8 +51,8 @@ class Watch:
         """
         changed = [parameter for parameter, seen in self._before if seen_of(parameter) != seen]
         if not changed:  # what has been given back meanwhile has no memory
-            there = [pair for pair in zip(*self._sums, strict=True) if pair[0].untyped_storage().size()]
-            now = zip(there, sums_of_bits([parameter for parameter, _ in there]), strict=True)
+            here = [pair for pair in zip(*self._sums, strict=True) if local(pair[0]).untyped_storage().size()]
+            now = zip(here, sums_of_bits([local(parameter) for parameter, _ in here]), strict=True)
             changed = [parameter for (parameter, before), after in now if before != after]
         self._before, self._sums = [], ([], [])
         if changed:
