@@ -846,6 +846,19 @@ class Recurrent(nn.Module):
         return cast(Tensor, self.out(state[0]))
 
 
+class Replacing(Toy):
+    """Counts its passes in a tensor that is a new one each time, mostly where the last one has lain."""
+
+    def __init__(self, in_features: int, hidden_features: int, out_features: int) -> None:
+        super().__init__(in_features, hidden_features, out_features)
+        self.passes: Tensor | None = torch.tensor(0)
+
+    def forward(self, input: Tensor) -> Tensor:
+        passes, self.passes = int(cast(Tensor, self.passes)), None
+        self.passes = torch.tensor(passes + 1)
+        return super().forward(input)
+
+
 class Several(nn.Module):
     """Returns several outputs, as models with an auxiliary head do.
 

@@ -225,6 +225,14 @@ def test_a_state_that_a_pass_hands_to_the_next_is_named(strategy: str, stateful:
     assert log.count("Python attributes") == stateful
 
 
+@pytest.mark.parametrize("shards", [2, 4, 6])  # an even number of passes a step
+def test_a_state_that_lies_where_the_last_one_has_lain_is_named(shards: int, run: Run) -> None:
+    exact = "strategy=ddp_exact", f"strategy.shards={shards}", f"data.global_batch_size={shards}"
+    summary = run("model._target_=own_parts.Replacing", *exact, "trainer.max_steps=4")
+    log = (Path(summary["run_directory"]) / "train.log").read_text()
+    assert log.count("Steps change what the model keeps in Python attributes: model.passes. No") == 1
+
+
 NO_BEST = "There will be no best checkpoint: none is due at a step that is validated, so of none val/loss is known."
 
 

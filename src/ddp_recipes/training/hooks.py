@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdRef
 
 from ddp_recipes._compat.torch_ import tree_leaves, writes
 from ddp_recipes.errors import RunFailed
@@ -110,6 +110,7 @@ class PythonState(RunHooks):
 
     def __init__(self) -> None:
         self._seen: list[dict[Key, object]] = []  # after each step
+        self._left: set[Key] = set()  # what a step has left as it was
         self._read: list[Callable[[], list[str]]] = []
 
     def on_step_start(self, run: Run) -> None:
@@ -120,7 +121,9 @@ class PythonState(RunHooks):
     def on_update(self, run: Run) -> None:
         """Look at what there is after each of the first steps, and at nothing any more."""
         if len(self._seen) < LOOKS:
-            self._seen.append(dict(_kept(run.task)))
+            now, before = dict(_kept(run.task)), self._seen[-1] if self._seen else {}
+            self._left |= {key for key, mark in now.items() if mark == before.get(key)}  # while what is marked is there
+            self._seen.append(now)
             if len(self._seen) < LOOKS:
                 return
             first, *_, last = self._seen
@@ -140,14 +143,13 @@ class PythonState(RunHooks):
         return found
 
     def _always(self) -> list[Key]:
-        """Return what each of the steps has changed: numbers to new ones, while a tensor may lie where one has lain."""
-        found = []
-        for key, last in self._seen[-1].items():
-            marks = [each.get(key) for each in self._seen]
-            changes = all(one != other for one, other in pairwise(marks))
-            if changes and (isinstance(last, tuple) or len({*marks}) == LOOKS):
-                found.append(key)
-        return found
+        """Return what each of the steps has changed; numbers to new ones."""
+        return [
+            key
+            for key, last in self._seen[-1].items()
+            if key not in self._left
+            if isinstance(last, tuple) or len({each.get(key) for each in self._seen}) == LOOKS
+        ]
 
 
 Key = tuple[str, nn.Module, str]  # a module's name, itself, its attribute
@@ -167,7 +169,7 @@ def _kept(task: nn.Module) -> Iterator[tuple[Key, object]]:
                 leaves = [] if isinstance(value, _CONTAINERS) and len(value) > _LONGEST else tree_leaves(value)
                 tensors = [each for each in leaves if isinstance(each, Tensor)]
                 if tensors and not any(isinstance(each, nn.Parameter) for each in tensors):
-                    yield (name, module, key), tuple((id(each), writes(each)) for each in tensors)
+                    yield (name, module, key), tuple((WeakIdRef(each), writes(each)) for each in tensors)
 
 
 def _warn(changed: list[str]) -> None:
