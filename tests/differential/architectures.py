@@ -879,6 +879,13 @@ class InnerGradient(Sizes):
         return hidden - force
 
 
+class InnerTransform(InnerGradient):
+    """Takes that gradient by ``torch.func``."""
+
+    def between(self, hidden: Tensor) -> Tensor:
+        return hidden - torch.func.vmap(torch.func.grad(lambda place: self.energy(place).sum()))(hidden)
+
+
 class Vectorised(Sizes):
     """Maps blocks over samples by ``torch.func``."""
 

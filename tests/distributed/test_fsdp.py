@@ -346,3 +346,10 @@ def test_a_rank_that_leaves_the_order_says_so(shards: list[str], run: Run, monke
     model = [*QUIET, *SMALL, "model._target_=exact_parts.TurnsRound", *shards]
     with pytest.raises(RunFailed, match=r"Rank 1 had gathered blocks.1, where all had gathered blocks.0 before"):
         run(*model, "strategy=fsdp", world_size=2)
+
+
+@pytest.mark.parametrize("shards", slow_but([[]], [[], ["strategy.shards=6"]]))
+def test_a_gradient_by_a_transform_is_refused_by_name(shards: list[str], run: Run) -> None:
+    model = [*QUIET, *SMALL, "model._target_=differential.architectures.InnerTransform", *shards]
+    with pytest.raises(RunFailed, match=r"Gradients of energy.2 are taken within a transform of torch.func"):
+        run(*model, "strategy=fsdp", "strategy.wrap=['energy.0','energy.2']", world_size=2)

@@ -39,7 +39,8 @@ class Watch:
         """A pass begins."""
         self._before = [(parameter, seen_of(parameter)) for parameter in self._parameters()]
         if _looked_at(self._passes[self._module.training]):
-            here = [each for each, _ in self._before if type(local(each).data) is Tensor and not each.is_meta]  # no fake
+            watched = [each for each, _ in self._before if not each.is_meta]
+            here = [each for each in watched if type(local(each).data) is Tensor]  # no fake
             self._sums = here, sums_of_bits([*map(local, here)])
         self._passes[self._module.training] += 1
 

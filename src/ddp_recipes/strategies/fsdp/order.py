@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ddp_recipes._compat.fsdp import is_wrapped
 from ddp_recipes.errors import RunFailed
 from ddp_recipes.strategies.ddp_exact.ordered_sum import all_gather_single
 from ddp_recipes.strategies.exchanges import exchanged, wait
@@ -157,11 +158,30 @@ class ReduceScatter(InTurn):
         super().__init__(order, Turn("reduced", block))
         self.replicas = replicas
 
+    @property
+    def block(self) -> str:
+        """What messages call the block."""
+        return self.order.blocks[self.turn.block] or "the rest of the model"
+
+    def begin(self, gradients: Tensor) -> None:
+        """Take the turn.
+
+        Raises:
+            RunFailed: others take another one, or gradients are of a transform, whose tensors cannot be sent.
+        """
+        if is_wrapped(gradients):
+            raise RunFailed(
+                f"Gradients of {self.block} are taken within a transform of torch.func (grad, jacrev, hessian, …), in "
+                f"which ranks cannot exchange any. Choose strategy.wrap so that what it goes through is in no block, "
+                f"or strategy=ddp."
+            )
+        self.order.take(self.turn, gradients.device)
+
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         """Leave this rank's rows of the sum in ``output_tensor``."""
-        self.order.take(self.turn, input_tensor.device)
+        self.begin(input_tensor)
         reduce_scatter_single(output_tensor, input_tensor, group, op)
         if self.replicas is not None:
             exchanged(dist.all_reduce, output_tensor, group=self.replicas, op=op)

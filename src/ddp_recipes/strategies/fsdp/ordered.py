@@ -30,12 +30,12 @@ class OrderedReduceScatter(ReduceScatter):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         """Send each rank its part of ``input_tensor``; leave the total in ``output_tensor``."""
-        self.order.take(self.turn, input_tensor.device)
+        self.begin(input_tensor)
         if self.done:
             raise RunFailed(
-                f"Gradients of {self.order.blocks[self.turn.block] or 'the rest of the model'} were reduced twice in a "
-                f"pass, as where a gradient is taken within the forward pass (torch.autograd.grad) at what a block "
-                f"returned. Choose strategy.wrap so that what returns it is in no block, or strategy=ddp_exact."
+                f"Gradients of {self.block} were reduced twice in a pass, as where a gradient is taken within the "
+                f"forward pass (torch.autograd.grad) at what a block returned. Choose strategy.wrap so that what "
+                f"returns it is in no block, or strategy=ddp_exact."
             )
         self.done = True
         if not self.counts:
