@@ -846,6 +846,22 @@ class Recurrent(nn.Module):
         return cast(Tensor, self.out(state[0]))
 
 
+class Quantized(Toy):
+    """Trains for numbers of 8 bits; what observes its weights gets its shape in the first pass (Jacob et al., 2018)."""
+
+    def __init__(self, in_features: int, hidden_features: int, out_features: int) -> None:
+        super().__init__(in_features, hidden_features, out_features)
+        observed = torch.ao.quantization.FakeQuantize.with_args(
+            observer=torch.ao.quantization.MovingAveragePerChannelMinMaxObserver,
+            **{"quant_min": -128, "quant_max": 127, "dtype": torch.qint8, "qscheme": torch.per_channel_symmetric},
+        )
+        self.quantized = observed()
+
+    def forward(self, input: Tensor) -> Tensor:
+        hidden = nn.functional.linear(input.flatten(1), self.quantized(self.net1.weight), self.net1.bias)
+        return cast(Tensor, self.net2(self.relu(hidden)))
+
+
 class Replacing(Toy):
     """Counts its passes in a tensor that is a new one each time, mostly where the last one has lain."""
 

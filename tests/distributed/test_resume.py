@@ -46,6 +46,7 @@ TRAINING = {
     ],
     "rates of NumPy": ["~scheduler", "+scheduler={_target_: own_parts.NumpyCosine, _partial_: true, steps: 40}"],
     "what a module saves beside tensors": ["model._target_=own_parts.SavedAnnealed"],
+    "buffers whose shapes come with the first pass": ["model._target_=own_parts.Quantized"],
     "dropout": ["model._target_=own_parts.Dropout"],
     "dropout, accumulation, clipping": [
         "model._target_=own_parts.Dropout",
@@ -101,6 +102,7 @@ def stops(checkpoints: Path) -> Iterator[Path]:
             ("all together", 3),
             ("rates by a metric", 2),
             ("what a module saves beside tensors", 2),
+            ("buffers whose shapes come with the first pass", 2),
             ("an optimizer's own state", 1),
             ("an optimizer's own state, in stages", 2),
         ],

@@ -1,13 +1,16 @@
 """What a run starts from, checked against the run."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from ddp_recipes.checkpointing.files import State, check_weights, find, load_first
+from ddp_recipes.checkpointing.files import State, check_weights, find, is_alike, load_first
 from ddp_recipes.config.extras import extra
 from ddp_recipes.config.request import Request
 from ddp_recipes.data.loader import Loader
@@ -15,6 +18,7 @@ from ddp_recipes.errors import RequestError
 from ddp_recipes.runtime.control import Control
 from ddp_recipes.runtime.job import Job
 from ddp_recipes.tasks import Task
+from ddp_recipes.tasks.task import outside
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,7 @@ def start_of(job: Job, request: Request, task: Task, train: Loader | None, contr
         return Start()
     directory, mode, weights_from = job.directory, request.run.mode, request.run.weights_from
     if paths := find(request.run.ckpt_path, directory):
-        return _resumed(paths, request, directory, task.weights(), train, control)
+        return _resumed(paths, request, directory, task, train, control)
     if weights_from is not None:
         weights, warnings = extra("weights_from")(weights_from, task.weights())
         return Start(weights=weights, warnings=warnings)
@@ -56,11 +60,11 @@ def _resumed(
     paths: Sequence[Path],
     request: Request,
     directory: Path,
-    weights: Mapping[str, Tensor],
+    task: Task,
     train: Loader | None,
     control: Control,
 ) -> Start:
-    """Return the first of these checkpoints that is whole; its names and shapes must be those of the weights."""
+    """Return the first of these checkpoints that is whole; its names and shapes must be those of the task's weights."""
     readers = control.world.world_size if train is not None else 0
     try:
         path, state, warnings = load_first(paths, control.shared, readers)
@@ -69,11 +73,33 @@ def _resumed(
             raise
         # A run that goes on there has deleted what was the newest.
         path, state, warnings = load_first(newer, control.shared, readers)
+    weights = _shaped(task, state["model"])
     check_weights(path, state["model"], weights)
     if train is not None:
         converted = _converted(path, state["model"], weights)
         warnings = [*warnings, *fit_cursor(path, state, request, train), *converted]
     return Start(path, state, warnings=warnings)
+
+
+def _shaped(task: Task, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the task's weights; of those that take the shape of what they load, as torch's observers do, the saved."""
+    weights = task.weights()
+    for full in task.state_dict():
+        name = outside(full)
+        if name in saved and not is_alike(saved[name], weights[name]) and _takes(task, full, saved[name]):
+            weights[name] = saved[name]
+    return weights
+
+
+def _takes(task: Task, name: str, value: Any) -> bool:
+    """Whether the module that has a tensor would load it in another shape; a copy of it is tried out."""
+    owner, _, key = name.rpartition(".")
+    if not hasattr(value, "shape"):
+        return False
+    trial = deepcopy(task.get_submodule(owner))
+    with suppress(RuntimeError):  # of two shapes
+        trial.load_state_dict({key: torch.empty(value.shape, dtype=value.dtype)}, strict=False)
+    return is_alike(value, trial.state_dict()[key])
 
 
 def _converted(path: Path, saved: Mapping[str, Any], weights: Mapping[str, Any]) -> list[str]:
