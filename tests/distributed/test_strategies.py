@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed import Store
 from torch.nn.parallel import DistributedDataParallel
@@ -17,6 +18,7 @@ from ddp_recipes.errors import RequestError, RunFailed
 from ddp_recipes.models import Toy
 from ddp_recipes.reporting.run_directory import Summary
 from ddp_recipes.runtime.messages import Messages
+from ddp_recipes.runtime.tensors import digest
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies import DDP, DDPSettings
 from ddp_recipes.tasks import Task
@@ -138,6 +140,23 @@ def test_lazy_modules_have_their_shapes_before_ranks_meet(strategy: str, run: Ru
     cut = ["model.num_devices=2"] if strategy == "single" else []
     found = weights(run(*small, f"strategy={strategy}", *cut, world_size=LAZY[strategy]))
     torch.testing.assert_close(found, weights(run(*small, "strategy=single")), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("precision", ["64-true", *at_night("bf16-true")])
+def test_lazy_modules_are_tried_out_before_they_are_converted(precision: str, run: Run) -> None:
+    small = ["model._target_=differential.architectures.Lazy", "data.global_batch_size=12", "trainer.max_steps=2"]
+    assert run(*small, f"trainer.precision={precision}", world_size=2)["status"] == "finished"
+
+
+def test_lazy_modules_are_exported_in_the_shapes_of_the_checkpoint(run: Run) -> None:
+    lazy = ["model._target_=differential.architectures.Lazy"]
+    trained = run(*lazy, "strategy=single", "trainer.max_steps=2")
+    export = [*lazy, "mode=export", f"ckpt_path={trained['run_directory']}"]
+    with pytest.raises(RequestError, match="There is no batch to try out at this point, which strategy=single does"):
+        run(*export, world_size=2)
+    exported = run(*export, "strategy=single")
+    saved = load_file(Path(exported["run_directory"]) / "model.safetensors")
+    assert digest(saved) == trained["weights_sha256"]
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script:FutureWarning")

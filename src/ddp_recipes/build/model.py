@@ -16,6 +16,7 @@ from ddp_recipes.build.instantiate import make, parameters_of
 from ddp_recipes.config.extras import extra
 from ddp_recipes.config.parallelism import Stage, StrategySettings
 from ddp_recipes.config.settings import ModelSettings, TrainerSettings
+from ddp_recipes.data.keyed import Form
 from ddp_recipes.data.loader import Loader
 from ddp_recipes.errors import RequestError
 from ddp_recipes.loggers import Logger
@@ -192,6 +193,8 @@ def _initialize(built: BuiltTask, loader: Loader) -> None:
         materialize(task, built.initial, {}, torch.device("cpu"))
         built.initial, task.deferred, built.made_whole = {}, False, "its lazy modules run on a batch"
     batch = tree_map_only(Tensor, Tensor.cpu, loader.sample(max(1, loader.plan.size(0, 0))))
+    if loader.form.dtype is not None:  # which the model is given later
+        batch = Form(torch.get_default_dtype()).of(batch)
     modes = Modes(task)
     task.eval()
     try:

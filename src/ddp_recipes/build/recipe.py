@@ -344,7 +344,8 @@ def attach(
         )
     )
     if request.strategy.exchanges(devices.world):
-        refuse_lazy(task, "There is no batch to try out at this point")
+        without = ", which strategy=single does without" if request.run.mode == "export" else ""
+        refuse_lazy(task, f"There is no batch to try out at this point{without}")
 
 
 def leave_to(task: Task, loaders: dict[str, Loader], mode: str) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from ddp_recipes.checkpointing.writing import reason_of
 from ddp_recipes.errors import RecipeError, RequestError
@@ -302,12 +303,16 @@ def check_weights(path: Path, weights: Mapping[str, Any], expected: Mapping[str,
 
 
 def _described(value: Any) -> str:
-    return str(list(value.shape)) if hasattr(value, "shape") else f"a {type(value).__name__}"
+    return f"a {type(value).__name__}" if (shape := _shape(value)) is None else str(list(shape))
 
 
 def is_alike(value: Any, other: Any) -> bool:
     """Whether two weights have one shape; what modules save beside tensors (``get_extra_state``) has none."""
-    return getattr(value, "shape", None) == getattr(other, "shape", None)
+    return _shape(value) == _shape(other)
+
+
+def _shape(value: Any) -> Any:
+    return None if is_lazy(value) else getattr(value, "shape", None)  # which a lazy one raises an error for
 
 
 def is_index(path: Path) -> bool:
