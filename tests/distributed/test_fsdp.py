@@ -353,3 +353,11 @@ def test_a_gradient_by_a_transform_is_refused_by_name(shards: list[str], run: Ru
     model = [*QUIET, *SMALL, "model._target_=differential.architectures.InnerTransform", *shards]
     with pytest.raises(RunFailed, match=r"Gradients of energy.2 are taken within a transform of torch.func"):
         run(*model, "strategy=fsdp", "strategy.wrap=['energy.0','energy.2']", world_size=2)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # which Dynamo looks at
+def test_a_part_that_a_model_compiles_by_itself_is_traced_without_warnings(run: Run) -> None:
+    compiled = [*QUIET, "model._target_=own_parts.CompiledInside"]
+    fsdp = run(*compiled, "strategy=fsdp", world_size=2)
+    assert fsdp["metrics"]["val/loss"] == pytest.approx(run(*compiled, world_size=2)["metrics"]["val/loss"], rel=1e-6)

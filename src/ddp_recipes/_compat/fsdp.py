@@ -172,8 +172,11 @@ def late_hooks(tensor: Tensor) -> int:
 
 
 def is_wrapped(tensor: Tensor) -> bool:
-    """Whether a tensor is one of a transform of ``torch.func`` (``vmap``, ``jvp``), which has no memory of its own."""
-    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    """Whether a tensor is one of a transform of ``torch.func`` (``vmap``, ``jvp``), which has no memory of its own.
+
+    Dynamo traces the hooks of blocks within what a model has compiled by itself, and would warn of this.
+    """
+    return not torch.compiler.is_compiling() and torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def uses_rows(error: BaseException) -> bool:
