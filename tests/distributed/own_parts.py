@@ -501,6 +501,14 @@ class Thaws(Callback):
             self.run.task.model.net1.requires_grad_(True)  # type: ignore[union-attr]
 
 
+class Measures(Callback):
+    """Takes the norm of each weight after a step."""
+
+    def on_step(self, step: int) -> None:
+        for weight in self.run.task.parameters():
+            weight.norm().item()
+
+
 class Freezes(Callback):
     """Leaves batch norm its statistics from a step on."""
 
@@ -860,6 +868,18 @@ class Quantized(Toy):
     def forward(self, input: Tensor) -> Tensor:
         hidden = nn.functional.linear(input.flatten(1), self.quantized(self.net1.weight), self.net1.bias)
         return cast(Tensor, self.net2(self.relu(hidden)))
+
+
+class CompiledInside(nn.Module):
+    """Has a part that it compiles by itself."""
+
+    def __init__(self, in_features: int, hidden_features: int, out_features: int) -> None:
+        super().__init__()
+        layers = nn.Linear(in_features, hidden_features), nn.Tanh(), nn.Linear(hidden_features, out_features)
+        self.layers = torch.compile(nn.Sequential(*layers), backend="eager")
+
+    def forward(self, input: Tensor) -> Tensor:
+        return cast(Tensor, self.layers(input.flatten(1)))
 
 
 class Replacing(Toy):

@@ -280,6 +280,11 @@ def test_an_error_in_a_stage_shows_the_users_own_line(run: Run) -> None:
         run("model._target_=own_chains.Chain", "~model.hidden_features", "model.in_features=7", PIPELINE, world_size=2)
 
 
+def test_a_callback_that_takes_all_weights_ends_the_run_by_name(run: Run) -> None:
+    with pytest.raises(RunFailed, match=r"a tensor that only another stage has, .* where a callback takes all weights"):
+        run(PIPELINE, "+callbacks.own._target_=own_parts.Measures", world_size=2)
+
+
 @pytest.mark.slow
 def test_a_way_through_the_blocks_that_is_drawn_ends_the_run_by_name(run: Run) -> None:
     overrides = [*MODELS["checkpointed"], "+model.shuffled=true", "model.split=[blocks.2]"]

@@ -101,8 +101,8 @@ def wait_for_messages_by(wait: Callable[[Any], object]) -> None:
 
 
 def of_no_data(error: BaseException) -> bool:
-    """Whether an operation got a tensor that has data and one that has none, on the device ``meta``."""
-    return isinstance(error, RuntimeError) and "device meta" in str(error)
+    """Whether an operation got a tensor that has no data, on the device ``meta``, and data or their value were due."""
+    return isinstance(error, RuntimeError) and re.search(r"device meta|meta tensor", str(error)) is not None
 
 
 def stages_named(error: BaseException) -> set[int]:

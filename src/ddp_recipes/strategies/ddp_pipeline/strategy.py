@@ -116,9 +116,9 @@ class DDPPipeline(Group):
             return super().explain(error, task)
         return (
             "A stage came upon a tensor that only another stage has, which a try without data does not show where a "
-            "model does more than call a block with what another one gave: by an autograd.Function of its own that "
-            "runs blocks again, or by moving modules. Cut it elsewhere (model.split), or use a strategy without "
-            "stages, as ddp."
+            "callback takes all weights, or a model does more than call a block with what another one gave: by an "
+            "autograd.Function of its own that runs blocks again, or by moving modules. Cut it elsewhere "
+            "(model.split), or use a strategy without stages, as ddp."
         )
 
     def wrap(self, task: Task, devices: Sequence[torch.device]) -> Wrapped:
