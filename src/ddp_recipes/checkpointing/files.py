@@ -311,7 +311,7 @@ def is_alike(value: Any, other: Any) -> bool:
     return _shape(value) == _shape(other)
 
 
-def _shape(value: Any) -> Any:
+def _shape(value: Any) -> Sequence[int] | None:
     return None if is_lazy(value) else getattr(value, "shape", None)  # which a lazy one raises an error for
 
 
