@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -85,10 +86,7 @@ class Trainer:
             )
         super().__setattr__(name, value)
 
-    @property
-    def services(self) -> Any:
-        """What the module calls on itself."""
-        return self._task.services
+    services = property(attrgetter("_task.services"))  # what the module calls on itself
 
     @property
     def _settings(self) -> TrainerSettings:
@@ -97,19 +95,17 @@ class Trainer:
 
     # Where the run is.
 
+    current_epoch = property(attrgetter("epoch"))
+    accumulate_grad_batches = property(attrgetter("_settings.accumulate_grad_batches"))
+    precision = property(attrgetter("run_context.trainer.precision"))
+
     @property
     def global_step(self) -> int:
-        """Optimizer steps that are done."""
         return self.steps if self.manual else self._step
 
     @property
     def _step(self) -> int:
         return 0 if self.run is None else self.run.cursor.step
-
-    @property
-    def current_epoch(self) -> int:
-        """The number of the epoch, from 0."""
-        return self.epoch
 
     @property
     def is_last_batch(self) -> bool:
@@ -126,16 +122,6 @@ class Trainer:
     def max_steps(self) -> int:
         """``trainer.max_steps``; -1 without that limit."""
         return -1 if self.run_context.trainer.max_steps is None else self.run_context.trainer.max_steps
-
-    @property
-    def accumulate_grad_batches(self) -> int:
-        """Batches of an optimizer step."""
-        return self._settings.accumulate_grad_batches
-
-    @property
-    def precision(self) -> str:
-        """``trainer.precision``."""
-        return self.run_context.trainer.precision
 
     @property
     def estimated_stepping_batches(self) -> float:
@@ -160,17 +146,11 @@ class Trainer:
                 f"for it in configure_optimizers or later, or for the length of a loader that you make."
             )
 
-    @property
-    def num_val_batches(self) -> list[float]:
-        """Batches of an epoch of each validation set, on this rank."""
-        return self._batches("val")
-
-    @property
-    def num_test_batches(self) -> list[float]:
-        """The same of each test set."""
-        return self._batches("test")
+    num_val_batches = property(lambda self: self._batches("val"))
+    num_test_batches = property(lambda self: self._batches("test"))
 
     def _batches(self, split: str) -> list[float]:
+        """Return the batches of an epoch of each data set of a split, on this rank."""
         return [each.plan.planned_batches for name, each in self.run_context.loaders.items() if name.startswith(split)]
 
     @property
@@ -184,22 +164,12 @@ class Trainer:
         loaders = self._loaders("train")
         return loaders if isinstance(loaders, LoaderView) else None
 
-    @property
-    def val_dataloaders(self) -> Any:
-        """Validation loaders as the hook returns them: one, or a list or dict of several; ``None`` without any."""
-        return self._loaders("val")
-
-    @property
-    def test_dataloaders(self) -> Any:
-        """Test loaders as the module's hook returns them."""
-        return self._loaders("test")
-
-    @property
-    def predict_dataloaders(self) -> Any:
-        """Prediction loaders as the module's hook returns them."""
-        return self._loaders("predict")
+    val_dataloaders = property(lambda self: self._loaders("val"))
+    test_dataloaders = property(lambda self: self._loaders("test"))
+    predict_dataloaders = property(lambda self: self._loaders("predict"))
 
     def _loaders(self, split: str) -> Any:
+        """Return loaders as the module's hook returns them: one, or a list or dict of several; ``None`` without any."""
         loaders = self.run_context.loaders
         if split == "predict" and self.run_context.mode == "predict":
             return next((LoaderView(loader) for loader in loaders.values()), None)
@@ -227,9 +197,10 @@ class Trainer:
 
     # What it works with.
 
+    strategy = property(StrategyView)
+
     @property
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
-        """The module's optimizers."""
         return [] if self.run is None else list(self.run.optimizers)
 
     @property
@@ -249,15 +220,9 @@ class Trainer:
 
     @property
     def default_root_dir(self) -> str:
-        """The run directory."""
         return str(self.run_context.directory)
 
     log_dir = default_root_dir
-
-    @property
-    def strategy(self) -> StrategyView:
-        """How ranks work together."""
-        return StrategyView(self)
 
     @property
     def device_ids(self) -> list[int]:
@@ -337,42 +302,15 @@ class Trainer:
                     content = {name: value for name, value in content.items() if name in WEIGHTS_ONLY}
                 write_aside(Path(filepath), lambda file: torch.save(content, file))
 
-    # Who it is.
+    # Who it is: this process, among all and on its machine, how many there are in all and there, and the machines.
 
-    @property
-    def global_rank(self) -> int:
-        """The number of this process."""
-        return self.run_context.world.rank
-
-    @property
-    def local_rank(self) -> int:
-        """The number of this rank on its node."""
-        return self.run_context.world.local_rank
-
-    @property
-    def world_size(self) -> int:
-        """Processes of the run."""
-        return self.run_context.world.world_size
-
-    @property
-    def num_devices(self) -> int:
-        """Processes of the run on this machine."""
-        return self.run_context.world.local_world_size
-
-    @property
-    def node_rank(self) -> int:
-        """The number of this machine."""
-        return self.run_context.world.node_rank
-
-    @property
-    def num_nodes(self) -> int:
-        """Machines of the run."""
-        return self.run_context.world.nnodes
-
-    @property
-    def is_global_zero(self) -> bool:
-        """Whether this is rank 0, which writes."""
-        return self.run_context.world.is_main
+    global_rank = property(attrgetter("run_context.world.rank"))
+    local_rank = property(attrgetter("run_context.world.local_rank"))
+    world_size = property(attrgetter("run_context.world.world_size"))
+    num_devices = property(attrgetter("run_context.world.local_world_size"))
+    node_rank = property(attrgetter("run_context.world.node_rank"))
+    num_nodes = property(attrgetter("run_context.world.nnodes"))
+    is_global_zero = property(attrgetter("run_context.world.is_main"))
 
     # What it is doing.
 
@@ -381,35 +319,12 @@ class Trainer:
         """The stage of the run (fit, validate, …), and the one that is under way."""
         return SimpleNamespace(fn=self.run_context.mode, stage=self.stage, status="running", finished=False)
 
-    @property
-    def training(self) -> bool:
-        """Whether it trains right now."""
-        return self.stage == "train"
-
-    @property
-    def sanity_checking(self) -> bool:
-        """Whether it tries validation out before training."""
-        return self.stage == "sanity_check"
-
-    @property
-    def validating(self) -> bool:
-        """Whether it validates."""
-        return self.stage == "validate"
-
-    @property
-    def testing(self) -> bool:
-        """Whether it tests."""
-        return self.stage == "test"
-
-    @property
-    def predicting(self) -> bool:
-        """Whether it predicts."""
-        return self.stage == "predict"
-
-    @property
-    def evaluating(self) -> bool:
-        """Whether it validates or tests."""
-        return self.stage in ("validate", "test")
+    training = property(lambda self: self.stage == "train")
+    sanity_checking = property(lambda self: self.stage == "sanity_check")
+    validating = property(lambda self: self.stage == "validate")
+    testing = property(lambda self: self.stage == "test")
+    predicting = property(lambda self: self.stage == "predict")
+    evaluating = property(lambda self: self.stage in ("validate", "test"))
 
     def print(self, *arguments: Any, **options: Any) -> None:
         """Print on rank 0."""

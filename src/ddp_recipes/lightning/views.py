@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -56,33 +57,13 @@ class StrategyView:
         """This rank's device, the first of several."""
         return self._context.devices[0]
 
-    @property
-    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
-        """Those of ``trainer``."""
-        return self._trainer.optimizers
-
-    @property
-    def is_global_zero(self) -> bool:
-        """Whether this is rank 0."""
-        return self._context.world.is_main
-
-    @property
-    def global_rank(self) -> int:
-        """The number of this rank."""
-        return self._context.world.rank
-
-    @property
-    def local_rank(self) -> int:
-        """Its number on its machine."""
-        return self._context.world.local_rank
-
-    @property
-    def world_size(self) -> int:
-        """How many ranks there are."""
-        return self._context.world.world_size
+    optimizers = property(attrgetter("_trainer.optimizers"))
+    is_global_zero = property(attrgetter("_context.world.is_main"))
+    global_rank = property(attrgetter("_context.world.rank"))
+    local_rank = property(attrgetter("_context.world.local_rank"))
+    world_size = property(attrgetter("_context.world.world_size"))
 
     def barrier(self, name: str | None = None) -> None:
-        """Wait for all ranks."""
         self.reduce_boolean_decision(True)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
@@ -151,15 +132,8 @@ class FitLoop:
     def setup_data(self) -> None:
         """Make loaders, which are there already."""
 
-    @property
-    def total_batch_idx(self) -> int:
-        """The number of the batch, over all epochs."""
-        return self.epoch_loop.total_batch_idx
-
-    @property
-    def max_epochs(self) -> int | None:
-        """``trainer.max_epochs``; -1 without that limit."""
-        return self._trainer.max_epochs
+    total_batch_idx = property(attrgetter("epoch_loop.total_batch_idx"))
+    max_epochs = property(attrgetter("_trainer.max_epochs"))
 
 
 class EpochLoop:
@@ -176,10 +150,7 @@ class EpochLoop:
     def __getattr__(self, name: str) -> Any:
         raise unavailable("trainer.fit_loop.epoch_loop", name, self)
 
-    @property
-    def global_step(self) -> int:
-        """Optimizer steps that are done."""
-        return self._trainer.global_step
+    global_step = property(attrgetter("_trainer.global_step"))
 
     @property
     def total_batch_idx(self) -> int:
@@ -202,9 +173,7 @@ class EpochLoop:
             _data_source=SimpleNamespace(is_defined=lambda: self._trainer.val_dataloaders is not None),
         )
 
-    @property
-    def _batches_that_stepped(self) -> int:
-        return 0 if self._trainer.run is None else self._trainer.run.cursor.step
+    _batches_that_stepped = property(attrgetter("_trainer._step"))
 
 
 class LoaderView:
