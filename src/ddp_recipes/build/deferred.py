@@ -93,12 +93,10 @@ class Initial:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the whole."""
         return torch.Size(self.ref.size)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of its numbers."""
         return self.ref.dtype
 
     def rows(self, start: int, stop: int) -> Tensor:

@@ -31,7 +31,6 @@ class GradientAccumulation(Callback):
         self.accumulation = pairs
 
     def on_epoch_start(self, epoch: int) -> None:
-        """Set it for the epoch."""
         if begun := [first for first in self.accumulation if first <= epoch]:
             batches = self.accumulation[max(begun)]
             self.run.trainer = replace(self.run.trainer, accumulate_grad_batches=batches)

@@ -145,7 +145,6 @@ class EMA(Evaluated):
                 )
 
     def on_step(self, step: int) -> None:
-        """Update the averages."""
         if step < self.start_step or step % self.every_n_steps:
             return
         parameters = self.parameters()

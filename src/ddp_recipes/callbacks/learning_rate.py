@@ -25,7 +25,6 @@ class LearningRateMonitor(Callback):
             optimizer.register_step_pre_hook(self._look)
 
     def on_step(self, step: int) -> None:
-        """Log the rates."""
         if step % self.run.trainer.log_every_n_steps == 0:
             self.run.metrics.update(self.taken)
             self.run.logger.scalars(self.taken, step)

@@ -21,5 +21,4 @@ class MemoryHistory(Callback):
         self.max_entries = max_entries
 
     def on_start(self, directory: Path | None, task: nn.Module) -> None:
-        """Begin."""
         record_memory_history(self.run.devices[0], self.max_entries)

@@ -33,7 +33,6 @@ class OptimizerModes(Evaluated):
         self.optimizers = optimizers
 
     def called(self, name: str) -> str:
-        """Return what the config names."""
         return f"optimizer._target_={type(self.optimizers[0]).__name__}"
 
     def on_start(self, directory: Path | None, task: nn.Module) -> None:

@@ -27,7 +27,6 @@ class ModelSummary(Callback):
         self.max_depth = max_depth
 
     def on_start(self, directory: Path | None, task: nn.Module) -> None:
-        """Log the table on rank 0."""
         if directory is not None and isinstance(task, Task):
             log.info("the model's modules\n%s", table(task.model, self.max_depth))
 

@@ -93,7 +93,6 @@ class Background(Checkpointer):
         write()
 
     def wait(self, timeout: float | None) -> bool:
-        """Wait so many seconds for a save that is under way; return whether it still is."""
         if self._pending is None:
             return False
         self._polled.set()
@@ -207,7 +206,6 @@ class FileCheckpointer(Background):
             shutil.rmtree(folder)
 
     def state(self) -> State:
-        """Return the monitored values of the kept files."""
         values = {str(step): value for step, value in self.values.items()}
         return {"values": values, "monitor": self.settings.monitor}
 

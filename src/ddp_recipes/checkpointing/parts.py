@@ -128,7 +128,6 @@ class Kind(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes that it takes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def empty(self) -> Tensor:
@@ -285,7 +284,6 @@ class Stored:
     files: Sequence[PartFile]
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """Read rows."""
         for part, *span in self.at:
             if span == [start, stop] and (kept := self.files[part].take(self.name)) is not None:
                 return kept

@@ -359,19 +359,16 @@ class _Snapshot(io.RawIOBase, BinaryIO):
         return size
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Set the position of the next read."""
         self._position = offset + (0, self._position, self._end)[whence]
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        """Read bytes."""
         found = self._memory[self._position : min(self._position + len(buffer), self._end)]
         buffer[: len(found)] = found
         self._position += len(found)
         return len(found)
 
     def blocks(self) -> Iterator[memoryview]:
-        """Yield the content."""
         content = memoryview(self._memory)[: self._end]
         for at in range(0, self._end, BLOCK):
             yield content[at : at + BLOCK]

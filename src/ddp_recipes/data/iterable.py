@@ -44,7 +44,6 @@ class Progress:
         self.end: int | None = None
 
     def add(self, sizes: Sequence[int]) -> None:
-        """Add the next batch."""
         self.sizes[self.known] = sizes
         self.known += 1
 
@@ -76,11 +75,9 @@ class IterablePlan(BatchPlan):
 
     @property
     def same_sizes(self) -> bool:
-        """Whether the shards of each batch have equally many samples, whatever comes."""
         return self.num_shards == 1 or (self.drop_last and self.global_batch_size % self.num_shards == 0)
 
     def size(self, batch: int, shard: int | None = None) -> int:
-        """Return the number of samples in a global batch, or in a shard of it."""
         if (sizes := self.progress.sizes.get(batch)) is None:
             return super().size(0, shard)
         return sum(sizes) if shard is None else sizes[shard] if shard < self.num_shards else 0
@@ -92,7 +89,6 @@ class IterablePlan(BatchPlan):
         return self._shard(torch.arange(start, start + self.size(batch)), shard)
 
     def indices(self, epoch: int, batch: int, shard: int = 0) -> Tensor:
-        """Return the same."""
         return self.positions(batch, shard)
 
 
@@ -205,17 +201,14 @@ class IterableLoader(Loader):
 
     @property
     def is_even(self) -> bool:
-        """Whether all ranks have equally many batches with a sample in them, whatever comes."""
         return self.plan.num_shards == 1 or self.plan.drop_last
 
     @property
     def in_words(self) -> str:
-        """What is cut into which batches."""
         return f"a stream in batches of {self.plan.global_batch_size:,} over {self.plan.num_shards} ranks"
 
     @property
     def length(self) -> str:
-        """How long an epoch is, in words."""
         return f"a stream, {type(self.dataset).__name__}, up to its end"
 
     @property

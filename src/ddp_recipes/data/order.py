@@ -49,7 +49,6 @@ class Sequential:
         return self.num_samples
 
     def samples(self, epoch: int, positions: Indices) -> Indices:
-        """Return the places themselves."""
         return positions
 
 
@@ -65,7 +64,6 @@ class Shuffled:
         return self.num_samples
 
     def samples(self, epoch: int, positions: Indices) -> Indices:
-        """Return the sample at each place of the shuffle of an epoch."""
         return permute(positions, self.num_samples, key(self.seed, epoch))
 
 
@@ -81,7 +79,6 @@ class Drawn:
         return len(self.weights)
 
     def samples(self, epoch: int, positions: Indices) -> Indices:
-        """Return the sample drawn for each place."""
         return draw(positions, self._summed_weights, key(self.seed, epoch))
 
     @cached_property
@@ -100,11 +97,9 @@ class FirstEpoch:
 
     @property
     def repeats(self) -> bool:
-        """As the order itself."""
         return self.order.repeats
 
     def samples(self, epoch: int, positions: Indices) -> Indices:
-        """Return the sample at each place of the first epoch."""
         return self.order.samples(0, positions)
 
 
@@ -132,11 +127,9 @@ class Bucketed:
 
     @property
     def repeats(self) -> bool:
-        """As the order that is sorted."""
         return self.order.repeats
 
     def samples(self, epoch: int, positions: Indices) -> Indices:
-        """Return the sample at each place of an epoch."""
         positions = np.asarray(positions, dtype=np.uint64)
         window = positions // np.uint64(self.window)
         found = np.empty_like(positions)

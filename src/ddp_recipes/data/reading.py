@@ -221,7 +221,6 @@ def _unknown() -> None:
 
 
 def begin_worker(number: int) -> None:
-    """Begin a data worker."""
     follow_rank(number)
     info = get_worker_info()
     assert info is not None

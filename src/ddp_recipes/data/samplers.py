@@ -135,7 +135,6 @@ class Sampled:
         return self._size
 
     def samples(self, epoch: int, positions: Indices) -> Indices:
-        """Return the sample at each place of an epoch."""
         found = self.epochs(epoch)
         if len(found) != self._size:
             raise RunFailed(_other_length(self.epochs, len(found), self._size, epoch))
@@ -175,32 +174,26 @@ class BatchedPlan(BatchPlan):
 
     @cached_property
     def num_batches(self) -> int:
-        """Global batches an epoch."""
         available = len(self._batches(0))
         return available if self.max_batches is None else min(self.max_batches, available)
 
     @property
     def same_sizes(self) -> bool:
-        """Whether shards have equally many samples, whatever comes."""
         return self.num_shards == 1
 
     @property
     def is_even(self) -> bool:
-        """Whether each shard of each batch has a sample, whatever comes."""
         return self.num_shards == 1
 
     def size(self, batch: int, shard: int | None = None) -> int:
-        """Return the number of samples in a global batch of the epoch, or in a shard of it."""
         batches = self._batches(self.epoch)
         total = len(batches[batch]) if batch < len(batches) else 0
         return total if shard is None else self._size_of_shard(total, shard)
 
     def indices(self, epoch: int, batch: int, shard: int = 0) -> Tensor:
-        """Return the samples in a shard of a global batch, int64 [size]."""
         return self._shard(torch.tensor(self._batches(epoch)[batch], dtype=torch.int64), shard)
 
     def positions(self, batch: int, shard: int = 0) -> Tensor:
-        """Return the places in the epoch of what :meth:`indices` returns."""
         start = self.starts[batch]
         return self._shard(torch.arange(start, start + self.size(batch)), shard)
 

@@ -157,7 +157,6 @@ class AutoLauncher:
     resources: Resources
 
     def launch(self, job: Job) -> Summary:
-        """Run a job and return rank 0's summary."""
         chosen = launcher_class({"name": "local" if self.resources.world is None else "env"})
         summary: Summary = chosen(self.settings, self.resources).launch(job)
         return summary

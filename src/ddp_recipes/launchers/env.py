@@ -29,7 +29,6 @@ class EnvLauncher:
     resources: Resources
 
     def launch(self, job: Job) -> Summary:
-        """Run a job and return rank 0's summary."""
         world = self.resources.world
         if world is None:
             raise RequestError(

@@ -44,10 +44,8 @@ class Wrapped(Callback):
         self.callback = callback
 
     def state(self) -> dict[str, Any]:
-        """Return the callback's own state."""
         return dict(getattr(self.callback, "state_dict", dict)())
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore it."""
         if hasattr(self.callback, "load_state_dict"):
             self.callback.load_state_dict(dict(state))

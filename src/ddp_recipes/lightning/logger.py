@@ -94,7 +94,6 @@ class ModuleLogger:
 
     @property
     def name(self) -> str:
-        """The run directory's name."""
         return Path(self.save_dir).name
 
     @property

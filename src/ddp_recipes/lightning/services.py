@@ -55,7 +55,6 @@ class Services:
             model.logger = task.trainer.logger
 
     def print(self, *arguments: Any, **options: Any) -> None:
-        """Print on rank 0."""
         self.task.trainer.print(*arguments, **options)
 
     def log(  # noqa: PLR0913 - the arguments of LightningModule.log
@@ -120,7 +119,6 @@ class Services:
         return found[0] if len(found) == 1 else found
 
     def lr_schedulers(self) -> Any:
-        """Return the schedulers."""
         found = [each.scheduler for each in self.task.trainer.lr_scheduler_configs]
         return None if not found else found[0] if len(found) == 1 else found
 

@@ -111,7 +111,6 @@ class MLflowLogger(Logger):
 
     @property
     def experiment(self) -> Any:
-        """MLflow's client."""
         return self.client
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:

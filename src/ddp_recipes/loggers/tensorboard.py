@@ -66,7 +66,6 @@ class TensorBoardLogger(Logger):
 
     @property
     def experiment(self) -> Any:
-        """torch's ``SummaryWriter``."""
         return self._writer
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:

@@ -127,7 +127,6 @@ class WandbLogger(Logger):
 
     @property
     def experiment(self) -> Any:
-        """W&B's run."""
         return self.run
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:

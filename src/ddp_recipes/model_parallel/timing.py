@@ -68,7 +68,6 @@ class _Stopwatch(ModuleMode):  # type: ignore[no-untyped-call]
         self.follow(model)
 
     def changed(self) -> None:
-        """Another module is running."""
         self.numbers.append(next_sequence_number())
         self.names.append(self.active[-1])
 

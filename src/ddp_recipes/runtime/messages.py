@@ -215,7 +215,6 @@ class Messages:
 
     @property
     def name(self) -> str:
-        """Of the part."""
         return self._scope.rpartition("/")[2]
 
     @property
@@ -396,15 +395,12 @@ class SignedStore(Store):
         self._messages, self._timeout = messages, timeout
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Write a value."""
         self._messages.set(key, as_text(value))
 
     def get(self, key: str) -> bytes:
-        """Wait for a value, and return it."""
         return self._wait(key, self._timeout)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all are there."""
         for key in keys:
             self._wait(key, timeout or self._timeout)
 

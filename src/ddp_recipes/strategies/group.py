@@ -56,7 +56,6 @@ class Group(Strategy):
             dist.barrier()
 
     def sum(self, values: Tensor) -> Tensor:
-        """All-reduce by sum."""
         values = values.sum(dim=0)
         if self.world.world_size > 1:
             exchanged(dist.all_reduce, values)
@@ -69,7 +68,6 @@ class Group(Strategy):
         return digest(weights) if self.world.is_main else None
 
     def gather(self, value: Any) -> list[Any] | None:
-        """Gather values on rank 0."""
         values = gather(value)
         self.exchanges.synchronize()
         return values
@@ -85,7 +83,6 @@ class Group(Strategy):
         self.stuck = any(each.is_alive() for each in ends)
 
     def teardown(self) -> None:
-        """Destroy the process group."""
         self.exchanges.close()
         self.peers = None
         if self.stuck:  # nor would a group let itself be destroyed, and this rank has to say what failed

@@ -73,7 +73,6 @@ class Csv(Records):
 
     @staticmethod
     def together(one: Mapping[str, str], other: Mapping[str, str]) -> dict[str, str] | None:
-        """Return the columns of a set whose shards have these; None: they have other names."""
         return {name: wider(kind, other[name]) for name, kind in one.items()} if one.keys() == other.keys() else None
 
 

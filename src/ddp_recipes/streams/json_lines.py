@@ -45,7 +45,6 @@ class JsonLines(Text):
         return found
 
     def typed(self, columns: Mapping[str, str]) -> None:
-        """Take these kinds of columns, as an index has them."""
         self.columns = columns
         self._makes = {name: make for name, kind in columns.items() if (make := _column(_parsed(kind))) is not None}
 

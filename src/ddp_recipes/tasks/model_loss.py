@@ -49,7 +49,6 @@ class ModelLossTask(Task):
         self.weighs = mean_over != "samples"
 
     def training_step(self, batch: Any) -> StepOutput:
-        """Return the model's loss."""
         return StepOutput(self._loss_in(self._called(batch), batch), {}, None)
 
     def validation_step(self, batch: Any) -> StepOutput:
@@ -63,13 +62,11 @@ class ModelLossTask(Task):
         return StepOutput(self._loss_in(output, batch), values, None, amount)
 
     def amount(self, batch: Any) -> Tensor:
-        """Return how many labels of a batch count."""
         labels = self._labels(batch)
         counted = labels[..., 1:] if self.mean_over == "following" else labels
         return counted.ne(IGNORED).sum(dtype=sum_dtype(labels.device))
 
     def ignored(self, batch: Any) -> str:
-        """Return the key to set where a batch has labels that do not count, and weighs as much as its samples."""
         labels = _get(self._by_name(batch), self.labels)
         some = not self.weighs and isinstance(labels, Tensor) and bool((labels == IGNORED).any())
         return "task.mean_over=following (of a causal language model; of others targets)" if some else ""

@@ -49,7 +49,6 @@ class LocalLauncher:
     resources: Resources
 
     def launch(self, job: Job) -> Summary:
-        """Run a job and return rank 0's summary."""
         self.resources.refuse_started_ranks("local")
         request, most = Request.of(job.config), self.settings.max_restarts
         processes = request.processes(visible(self.settings.device))

@@ -24,7 +24,6 @@ class SignedBackend(RendezvousBackend):
 
     @property
     def name(self) -> str:
-        """The other one's."""
         return self._backend.name
 
     def get_state(self) -> tuple[bytes, Token] | None:

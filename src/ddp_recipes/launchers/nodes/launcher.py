@@ -53,7 +53,6 @@ class NodesLauncher:
     resources: Resources
 
     def launch(self, job: Job) -> Summary:
-        """Run a job and return its summary."""
         self.resources.refuse_started_ranks(
             "nodes", "start one task a node with launcher=nodes on its command line, not in a yaml"
         )

@@ -49,7 +49,6 @@ class SharedFile(Store):
                 self._write({})
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Write a value."""
         with self._writing():
             self._write(self._read() | {key: as_text(value)})
 
@@ -63,15 +62,12 @@ class SharedFile(Store):
         return values.get(key, as_text(expected)).encode("latin-1")
 
     def get(self, key: str) -> bytes:
-        """Wait for a value, and return it."""
         return self._awaited([key], TIMEOUT)[key].encode("latin-1")
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Return whether all are there."""
         return self._read().keys() >= {*keys}
 
     def wait(self, keys: Sequence[str], timeout: timedelta = TIMEOUT) -> None:
-        """Wait until all are there."""
         self._awaited(keys, timeout)
 
     def _awaited(self, keys: Sequence[str], timeout: timedelta) -> dict[str, str]:

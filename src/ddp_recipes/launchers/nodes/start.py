@@ -147,7 +147,6 @@ class Start:
         return path_of(file) if node == self.node else f"{offer.address}:{offer.port}/{file}"
 
     def ranks_of(self, node: int) -> range:
-        """Return a node's ranks."""
         first = sum(offer.ranks for offer in self.offers[:node])
         return range(first, first + self.offers[node].ranks)
 

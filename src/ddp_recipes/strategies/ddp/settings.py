@@ -52,12 +52,10 @@ class DDPSettings(StrategySettings):
 
     @property
     def synchronises_batch_norm(self) -> bool:
-        """Whether batch norm takes its statistics from all ranks."""
         return self.sync_batchnorm
 
     @property
     def rounds_gradients(self) -> bool:
-        """Whether ranks exchange gradients in 16 bits."""
         return self.comm_hook in ("fp16", "bf16")
 
     def check(self, request: "Request") -> None:

@@ -67,7 +67,6 @@ class DDPPipelineSettings(StrategySettings):
 
     @property
     def processes_per_replica(self) -> int:
-        """Processes that hold the stages of one replica."""
         return self.stages // self.stages_each
 
     def layout(self, world_size: int) -> ModelLayout:
@@ -76,7 +75,6 @@ class DDPPipelineSettings(StrategySettings):
 
     @property
     def pipeline(self) -> PipelineShape:
-        """The stages and their schedule."""
         return PipelineShape(
             self.schedule,
             self.stages,

@@ -45,7 +45,6 @@ class Calls:
         return dealt
 
     def begin(self) -> None:
-        """Begin a pass."""
         self.called, self.repeated = set(), set()
 
     def _count(self, block: Any, _: Any) -> None:

@@ -123,7 +123,6 @@ class ParameterServer(Whole, Group):
         return next((line for line, ports in lines().items() if ports in theirs), None)
 
     def wrap(self, task: Task, devices: Sequence[torch.device]) -> Wrapped:
-        """Return the task itself."""
         if self.server is not None:
             self.server.listen()
         self.watch = Watch(task)

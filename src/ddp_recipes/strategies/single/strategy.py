@@ -30,18 +30,15 @@ class Single(Whole):
         """Do nothing: there are no other ranks to join."""
 
     def wrap(self, task: Task, devices: Sequence[torch.device]) -> Wrapped:
-        """Return the task itself."""
         return cast(Wrapped, task)
 
     def reduce(self) -> None:
         """Gradients are complete."""
 
     def sum(self, values: Tensor) -> Tensor:
-        """Add the rows."""
         return values.sum(dim=0)
 
     def gather(self, value: Any) -> list[Any] | None:
-        """Return the value of the only rank."""
         return [value]
 
     def sync_buffers(self, task: Task) -> None:

@@ -44,16 +44,13 @@ class Profiler(Callback):
         self.profile.start()
 
     def on_step(self, step: int) -> None:
-        """Advance the schedule."""
         if self.profile is not None:
             self.profile.step()
 
     def on_validation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Leave a mark."""
         self._mark()
 
     def on_save(self, step: int) -> None:
-        """Leave a mark."""
         self._mark()
 
     def on_end(self) -> None:
