@@ -15,7 +15,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ddp_recipes.config import compose, hydra_info
+from ddp_recipes.config import compose
 from ddp_recipes.config.overrides import deleting_null
 from ddp_recipes.config.request import Request, resolve
 from ddp_recipes.config.settings import launcher_class
@@ -66,8 +66,8 @@ class Controller:
         parser, args = compose.parse(argv)
         config_name = args.config_name or config_name
         config_path = args.config_path or config_path
-        if hydra_info.is_requested(args):
-            hydra_info.show(parser, args, config_path, config_name)
+        if compose.info_is_requested(args):
+            compose.show_info(parser, args, config_path, config_name)
             return []
         if self.world is None and _expects_ranks(args):
             self.resources.server.start()

@@ -1,7 +1,8 @@
 """Hydra's part: from the command line to a composed config, and its errors in one message."""
 
-import argparse
 import os
+import re
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -26,7 +27,7 @@ from ddp_recipes._compat.hydra_ import (
 from ddp_recipes._version import __version__
 from ddp_recipes.config import kinds
 from ddp_recipes.config.keys import parse as parse_keys
-from ddp_recipes.config.overrides import quoted, refuse_unused, spelled_out
+from ddp_recipes.config.overrides import deleting_null, quoted, refuse_unused, spelled_out
 from ddp_recipes.config.settings import SweepSettings, better
 from ddp_recipes.config.translate import comes_of_hydra, translated
 from ddp_recipes.errors import RequestError
@@ -36,7 +37,7 @@ JOB_NAME = "train"
 Task = Callable[[DictConfig], float | None]
 
 
-def parse(argv: Sequence[str]) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
+def parse(argv: Sequence[str]) -> tuple[ArgumentParser, Namespace]:
     """Parse a command line as Hydra does; where it asks for the version, print ours and exit."""
     parser = get_args_parser()
     if "--version" in argv:
@@ -239,3 +240,37 @@ def record() -> dict[str, str]:
         "hydra.yaml": OmegaConf.to_yaml(OmegaConf.create({"hydra": cfg})),
         "overrides.yaml": OmegaConf.to_yaml(cfg.overrides.task),
     }
+
+
+def info_is_requested(args: Namespace) -> bool:
+    """Whether the command line asks Hydra something (``--help``, ``--cfg job``, …) instead of running."""
+    return bool(args.help or args.hydra_help or args.cfg or args.info or args.shell_completion)
+
+
+def show_info(parser: ArgumentParser, args: Namespace, config_path: str, config_name: str) -> None:
+    """Print Hydra's answer, from the search path that runs have.
+
+    Raises:
+        RequestError: as for a run.
+    """
+    config_dir: str | None = args.config_dir
+    line = os.environ.get("COMP_LINE", "")
+    if args.shell_completion:  # by a regex, for the line to be completed may end anywhere
+        words: dict[str, str] = dict(re.findall(r"(--config-dir|-cd|--config-name|-cn)[ =](\S+)(?= )", line))
+        config_dir = words.get("--config-dir") or words.get("-cd")
+        config_name = words.get("--config-name") or words.get("-cn") or config_name
+    with session(config_path, config_dir) as hydra, translated(hydra, config_name, args.overrides):
+        try:
+            if args.shell_completion:
+                hydra.shell_completion(config_name, args.overrides)
+            elif args.help:
+                hydra.app_help(config_name, parser, args)
+            elif args.hydra_help:
+                hydra.hydra_help(config_name, parser, args)
+            elif args.cfg:
+                overrides = deleting_null(hydra, config_name, args.overrides)
+                hydra.show_cfg(config_name, overrides, args.cfg, args.package, args.resolve)
+            else:
+                hydra.show_info(args.info, config_name, args.overrides)
+        except ValueError as error:  # there is no completion for this shell
+            raise RequestError(f"{error}") from None

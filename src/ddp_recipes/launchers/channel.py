@@ -3,7 +3,9 @@
 import gc
 import json
 import os
+import signal
 import sys
+import tempfile
 import time
 import traceback
 import uuid
@@ -25,14 +27,105 @@ from ddp_recipes.errors import (
     did_not_end,
     exited_without_report,
 )
+from ddp_recipes.launchers import reports
 from ddp_recipes.launchers.base import RestartNote
-from ddp_recipes.launchers.peers import Peers
 from ddp_recipes.launchers.reports import Death, decide
 from ddp_recipes.launchers.store import TIMEOUT, agent_holds_store, at_address
-from ddp_recipes.reporting.run_directory import Summary, leave_failure_of_rank_0
-from ddp_recipes.runtime.job import Job, Watcher
+from ddp_recipes.reporting.run_directory import Summary, leave_failure_of_rank_0, leave_trace
+from ddp_recipes.runtime.job import ASKS_TO_STOP, Job, Watcher
 from ddp_recipes.runtime.messages import CALL_S, LOOK_S, Messages
+from ddp_recipes.runtime.process import ignore, state
 from ddp_recipes.runtime.world import World
+
+DEAD_S = 5.0  # for a killed rank to be dead, and to hold no lock any more
+
+
+class Peers:
+    """The other ranks' processes on this node: which have exited, which hang.
+
+    It finds them among the children of torchrun's agent. Without one it finds none: what started the ranks watches them.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self._messages: Messages | None = None
+        self._seen: set[int] = set()
+        self._stacks = tempfile.TemporaryFile()  # noqa: SIM115
+        if agent_holds_store():  # anything else that starts ranks may want SIGUSR2 for itself
+            reports.write_at_death(self._stacks.fileno())
+
+    def introduce(self, messages: Messages) -> None:
+        """Publish where this rank writes its stacks."""
+        self._messages = messages
+        self.exited()
+        messages.set(f"stacks/{self.world.rank}", str(self._stacks.fileno()))
+
+    def exited(self) -> list[int]:
+        """Return the ranks of this node whose process was seen to run, and has exited.
+
+        Where the agent starts something else that starts the rank, a script say, no other rank's is ever seen.
+        """
+        if not agent_holds_store():
+            return []
+        running = self._running().keys()
+        self._seen |= running
+        return sorted(self._seen - running)
+
+    def absent(self) -> set[int]:
+        """Return the ranks of this node that do not run: they have exited, or, in its first instants, not begun."""
+        running = self._running().keys() if agent_holds_store() else set()
+        if self.world.rank not in running:  # the agent starts something else that starts ranks
+            return set()
+        first = self.world.rank - self.world.local_rank
+        return {*range(first, first + self.world.local_world_size)} - running
+
+    def end(self, ranks: Sequence[int], directory: Path | None) -> None:
+        """Write the stacks of these ranks, and kill them, those of this node that still run.
+
+        The agent would first send SIGTERM, which a stopped process does not take, and then wait half a minute. This
+        rank gets one once another is dead, before it has said why: from now on it is ignored.
+        """
+        running = self._running() if agent_holds_store() else {}
+        ends = running.keys() & {*ranks} - {self.world.rank}
+        if ends:
+            ignore(ASKS_TO_STOP)
+        for number in ends:
+            pid = running[number]
+            with suppress(OSError), open(f"/proc/{pid}/fd/{self._file_of(number)}", "rb") as file:
+                text = reports.request({pid: file})[pid]
+                if directory is not None:
+                    leave_trace(directory, number, text)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        deadline = time.monotonic() + DEAD_S
+        while any(_has_threads(running[number]) for number in ends) and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+    def _file_of(self, rank: int) -> str:
+        """Return the file descriptor of a rank's stacks; empty if it never came so far."""
+        with suppress(RunFailed):
+            return (self._messages.get(f"stacks/{rank}") or "") if self._messages is not None else ""
+        return ""
+
+    def _running(self) -> dict[int, int]:
+        """Return the processes of ranks that this rank's parent started and that have not exited, by rank."""
+        found: dict[int, int] = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # it has exited meanwhile, or belongs to somebody else
+                letter, parent = state(int(folder.name))
+                if parent == os.getppid() and letter not in "ZX":
+                    pairs = (folder / "environ").read_bytes().split(b"\0")
+                    found |= {int(pair[5:]): int(folder.name) for pair in pairs if pair.startswith(b"RANK=")}
+        return found
+
+
+def _has_threads(process: int) -> bool:
+    """Whether a process still runs, or one of its threads does: until the last one has ended its files are open."""
+    try:
+        return state(process)[0] not in "ZX" or len(os.listdir(f"/proc/{process}/task")) > 1
+    except OSError:
+        return False
+
 
 MEET_TO_STOP_S = 10.0  # for followers that still import torch when there is nothing to do
 STOP_S = 5.0  # for the followers to read that there are no more jobs, after a failure
